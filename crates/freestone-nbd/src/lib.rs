@@ -1,0 +1,1 @@
+//! freestone-nbd

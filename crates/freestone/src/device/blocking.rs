@@ -1,0 +1,106 @@
+//! Blocking calls for users of the library, derived from `try_io` and `submit`.
+
+use std::sync::mpsc;
+
+use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+
+/// Blocking I/O on any device. Derived: a device implements [`Device`] only.
+pub trait Blocking: Device {
+    /// Fills `buf` from `offset`.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let mut request = Request::read(offset, buf.len() as u64);
+        let mut at = 0;
+        loop {
+            match self.try_io(&request, Buffer::Read(&mut buf[at..]))? {
+                Tried::Done => return Ok(()),
+                Tried::Partly(n) => {
+                    at += n as usize;
+                    request = request.rest(n);
+                }
+                Tried::WouldBlock => {
+                    let data = wait(self, request, IoBuf::zeroed(buf.len() - at)?)?;
+                    buf[at..].copy_from_slice(&data);
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Stores `data` at `offset`.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn write_at(&self, offset: u64, data: &[u8], flags: Flags) -> Result<()> {
+        let mut request = Request::write(offset, data.len() as u64).with(flags);
+        let mut at = 0;
+        loop {
+            match self.try_io(&request, Buffer::Write(&data[at..]))? {
+                Tried::Done => return Ok(()),
+                Tried::Partly(n) => {
+                    at += n as usize;
+                    request = request.rest(n);
+                }
+                Tried::WouldBlock => {
+                    return wait(self, request, IoBuf::copy_of(&data[at..])?).map(drop);
+                }
+            }
+        }
+    }
+
+    /// Runs a request that has no data: discard, write zeroes, flush.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn run(&self, request: Request) -> Result<()> {
+        let mut request = request;
+        loop {
+            match self.try_io(&request, Buffer::None)? {
+                Tried::Done => return Ok(()),
+                Tried::Partly(n) => request = request.rest(n),
+                Tried::WouldBlock => return wait(self, request, IoBuf::empty()).map(drop),
+            }
+        }
+    }
+
+    /// Makes every answered write durable.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn flush(&self) -> Result<()> {
+        self.run(Request::flush())
+    }
+
+    /// Discards a range.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.run(Request::new(Op::Discard, offset, len))
+    }
+
+    /// Zeroes a range.
+    ///
+    /// # Errors
+    /// As the device answers.
+    fn write_zeroes(&self, offset: u64, len: u64, flags: Flags) -> Result<()> {
+        self.run(Request::new(Op::WriteZeroes, offset, len).with(flags))
+    }
+}
+
+impl<D: Device + ?Sized> Blocking for D {}
+
+fn wait<D: Device + ?Sized>(device: &D, request: Request, buffer: IoBuf) -> Result<IoBuf> {
+    let (tx, rx) = mpsc::sync_channel(1);
+    device.submit(
+        request,
+        buffer,
+        Completion::new(move |outcome, buffer| {
+            // The receiver waits below; it cannot be gone.
+            let _ = tx.send(outcome.map(|()| buffer));
+        }),
+    );
+    rx.recv().unwrap_or(Err(Error::Gone))
+}

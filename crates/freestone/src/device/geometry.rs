@@ -1,0 +1,54 @@
+//! What a device says of itself.
+
+use super::zoned::ZoneGeometry;
+
+/// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two calls, the
+/// rest stays as it is for the life of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes; a multiple of `logical_block`.
+    pub size: u64,
+    /// Smallest unit of a request in bytes, a power of two, 512 to 4096.
+    pub logical_block: u32,
+    /// Smallest unit that is written without read-modify-write, in bytes.
+    pub physical_block: u32,
+    /// Preferred smallest request in bytes.
+    pub io_min: u32,
+    /// Preferred request size for streaming in bytes.
+    pub io_opt: u32,
+    /// Smallest range that a discard can free, in bytes; 0 where discard is not offered.
+    pub discard_granularity: u32,
+    /// Writing zeroes takes far less work than writing data.
+    pub fast_zeroes: bool,
+    /// Writes may sit in a volatile cache until a flush. Where false, a write is as durable as the device ever
+    /// makes it when it is answered, and a flush has nothing to do.
+    pub volatile_cache: bool,
+    /// The content ends with the process: a RAM disk.
+    pub volatile_media: bool,
+    /// Only reads are served.
+    pub read_only: bool,
+    /// The zone model, for a device with [`Device::zoned`](super::Device::zoned).
+    pub zones: Option<ZoneGeometry>,
+}
+
+/// A run of bytes of one kind, as reported by [`Device::extents`](super::Device::extents).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes, at least one.
+    pub len: u64,
+    /// What a reader finds there.
+    pub kind: ExtentKind,
+}
+
+/// Kinds of extents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// Stored data.
+    Data,
+    /// Reads as zeroes and occupies a place of its own.
+    Zero,
+    /// Reads as zeroes and occupies nothing.
+    Hole,
+}
