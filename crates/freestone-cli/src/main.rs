@@ -1,1 +1,77 @@
-fn main() {}
+//! The program `freestone`: serves devices over NBD and controls a running server.
+
+mod attrs;
+mod cli;
+mod config;
+mod control;
+mod entries;
+mod error;
+mod machine;
+mod paths;
+mod registry;
+mod serve;
+mod service;
+mod size;
+mod spec;
+mod until;
+mod verbs;
+
+use std::io::{self, IsTerminal as _, Write as _};
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser as _;
+use tracing_subscriber::EnvFilter;
+
+use cli::{Cli, Command};
+use verbs::ask;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_log(&cli);
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line, whatever the parts hold. If stderr is gone, there is nobody to tell.
+            let sentence = format!("{error:#}").replace('\n', " ");
+            let _ = writeln!(io::stderr(), "freestone: {sentence}");
+            ExitCode::from(error::status(&error))
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Serve(args) => return serve::serve(args),
+        Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
+        Command::Stat(call) => ask::<verbs::stat::Stat>(&call.args, &call.common),
+        Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
+        Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
+        Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
+        Command::Remove(call) => ask::<verbs::remove::Remove>(&call.args, &call.common),
+        Command::Reset(call) => ask::<verbs::reset::Reset>(&call.args, &call.common),
+        Command::Compact(call) => ask::<verbs::compact::Compact>(&call.args, &call.common),
+        Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
+        Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn start_log(cli: &Cli) {
+    let level = match (cli.quiet, cli.verbose) {
+        (true, _) => "error",
+        (false, 0) => "warn",
+        (false, 1) => "info",
+        (false, 2) => "debug",
+        (false, _) => "trace",
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        // A closed stderr must not end the server.
+        .log_internal_errors(false)
+        .init();
+}

@@ -1,1 +1,39 @@
-//! freestone-nbd
+//! An NBD server for Freestone's devices, after the protocol's specification (`doc/proto.md` of the
+//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation`, many exports.
+//!
+//! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the address to which
+//! it connected. Each connection has a thread of its own, which tries every request inline and submits what would
+//! block; replies that are ready together leave in one system call. What a client can make the server hold is bounded:
+//! [`Limits`], [`CONNECTION_MEMORY_BYTES`].
+//!
+//! Not offered: TLS, extended headers, resizing, oldstyle.
+
+mod address;
+mod connection;
+mod errno;
+mod export;
+mod flight;
+mod handshake;
+mod input;
+mod link;
+mod listen;
+mod proto;
+mod replies;
+mod request;
+mod server;
+mod session;
+mod stats;
+mod stream;
+
+pub use address::{Address, AddressError};
+pub use export::{ExportInfo, ExportOptions};
+pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
+pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
+pub use input::RECEIVE_BUFFER_BYTES;
+pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
+pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
+pub use replies::REPLY_BUFFER_BYTES;
+pub use request::MAX_DESCRIPTORS;
+pub use server::{END_GRACE, Limits, PublishError, Server};
+pub use session::CONNECTION_MEMORY_BYTES;
+pub use stats::Stats;

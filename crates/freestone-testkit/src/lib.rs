@@ -1,1 +1,25 @@
-//! freestone-testkit
+//! What every Freestone device is tested with (development only).
+//!
+//! * [`conformance`]: checks any device against the contract of [`freestone::device`], in both directions.
+//! * [`Model`]: the plainest device there is, a byte vector under a mutex; the oracle.
+//! * [`Deferred`]: a decorator that answers "would block" and completes in a shuffled order.
+//! * [`ModelZoned`]: the plainest zoned device.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use freestone_testkit::{Model, conformance};
+//!
+//! let options = conformance::Options { rounds: 20, ..Default::default() };
+//! conformance::check("model", &|| Arc::new(Model::new(1 << 20, 512)), options);
+//! ```
+
+pub mod conformance;
+mod deferred;
+mod model;
+mod model_zoned;
+mod rng;
+
+pub use deferred::{Deferred, Policy};
+pub use model::Model;
+pub use model_zoned::{ModelZoned, ZonedConfig};
+pub use rng::Rng;

@@ -2,7 +2,41 @@
 //!
 //! Start with [`device`], the contract between devices and exports; [`ram`] is the compressed RAM disk.
 
+#![cfg_attr(loom, allow(dead_code, reason = "the models use parts of the library"))]
+
 // Offsets and lengths are cast between u64 and usize all over.
 const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
 
+/// Bytes of a page: what one slot of a page table stands for.
+pub const PAGE_BYTES: usize = 4096;
+
 pub mod device;
+mod parking;
+mod pin;
+mod slot;
+mod sync;
+
+#[cfg(not(loom))]
+mod arena;
+#[cfg(not(loom))]
+pub mod codec;
+#[cfg(not(loom))]
+pub mod file;
+#[cfg(not(loom))]
+pub mod null;
+#[cfg(not(loom))]
+mod percpu;
+#[cfg(not(loom))]
+mod pool;
+#[cfg(not(loom))]
+pub mod ram;
+
+#[cfg(loom)]
+mod pool {
+    //! What of the pool is modelled: the states of spans.
+    pub mod class;
+    mod spans;
+
+    #[cfg(test)]
+    mod models;
+}

@@ -5,6 +5,7 @@ use super::zoned::ZoneGeometry;
 /// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two calls, the
 /// rest stays as it is for the life of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "four independent promises, each with a name")]
 pub struct Geometry {
     /// Bytes; a multiple of `logical_block`.
     pub size: u64,
@@ -16,7 +17,7 @@ pub struct Geometry {
     pub io_min: u32,
     /// Preferred request size for streaming in bytes.
     pub io_opt: u32,
-    /// Smallest range that a discard can free, in bytes; 0 where discard is not offered.
+    /// Smallest range that a discard can free, in bytes; 0 where a discard frees nothing (it is answered all the same).
     pub discard_granularity: u32,
     /// Writing zeroes takes far less work than writing data.
     pub fast_zeroes: bool,

@@ -71,10 +71,11 @@ pub trait Device: Send + Sync {
 
     /// Describes what lies in `[offset, offset + len)`, in order and without gaps, until `row` returns false, the
     /// range ends, or the device has done enough for one call; at least one row is given. Returns how many bytes
-    /// were described. Neighbouring extents of one kind may come as several rows. May read metadata of a disk.
+    /// were described. Neighbouring extents of one kind may come as several rows; rows begin and end at logical blocks
+    /// where the range does. May read metadata of a disk.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::Media`].
+    /// [`Error::OutOfRange`] (also where `len` is zero), [`Error::Media`].
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64>;
 
     /// A hint that the range will be read soon. Never waits.

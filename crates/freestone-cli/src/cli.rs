@@ -1,0 +1,94 @@
+//! The command line.
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+
+use crate::serve::ServeArgs;
+use crate::verbs::{Common, compact, create, get, list, publish, remove, reset, set, stat, unpublish};
+
+const EXAMPLES: &str = "\
+Examples:
+  freestone serve                                       a compressed RAM disk of 1G
+  freestone serve ram0=ram,disksize=4G,comp_algorithm=zstd
+  freestone serve base=file,path=golden.img,readonly=1 --nbd tcp:127.0.0.1:10809
+  freestone serve --run 'qemu-img info \"$uri\"'          serve for one command
+  freestone list
+  freestone set ram0 mem_limit=2G disksize=8G
+
+Sizes take K, M, G and T (1024-based).";
+
+const SERVE_EXAMPLES: &str = "\
+Devices:
+  NAME=ram,disksize=SIZE    compressed RAM disk
+      comp_algorithm=lz4|lz4hc|zstd|store   default lz4
+      algorithm_params=WORDS                for example 'level=3'
+      mem_limit=SIZE|none                   default half of the machine's memory
+  NAME=null,size=SIZE       writes vanish, reads are zeroes
+      blocksize=512..4096                   default 4096
+  NAME=file,path=PATH       raw image or block device
+      readonly=yes|no                       default no
+      direct=auto|on|off                    auto: O_DIRECT for block devices only
+      size=SIZE                             makes a sparse file of this size where none is
+  All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
+  Without any device: ram0=ram,disksize=1G
+
+Examples:
+  freestone serve ram0=ram,disksize=4G ram1=ram,disksize=16G,mem_limit=2G
+  freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
+  freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
+
+/// Virtual block devices served over NBD: compressed RAM disks, raw images, null devices.
+#[derive(Debug, Parser)]
+#[command(name = "freestone", version, after_help = EXAMPLES)]
+pub struct Cli {
+    /// Logs more.
+    #[arg(short, long, action = ArgAction::Count, global = true)]
+    #[arg(help = "Log more to stderr; twice and thrice for still more (RUST_LOG overrides)")]
+    pub verbose: u8,
+    /// Log errors only
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands: the server, and a verb each.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve devices over NBD until SIGINT or SIGTERM
+    #[command(after_help = SERVE_EXAMPLES)]
+    Serve(ServeArgs),
+    /// List the devices of a server
+    List(Call<list::Params>),
+    /// Show statistics
+    Stat(Call<stat::Params>),
+    /// Show attributes
+    Get(Call<get::Params>),
+    /// Set attributes: all that were given, or none
+    Set(Call<set::Line>),
+    /// Create a device
+    #[command(after_help = "Example:\n  freestone create ram1=ram,disksize=4G,mem_limit=1G")]
+    Create(Call<create::Params>),
+    /// Unpublish and remove a device
+    Remove(Call<remove::Params>),
+    /// Wipe a ram or null device
+    Reset(Call<reset::Params>),
+    /// Give memory back that a ram device holds in partly used places
+    Compact(Call<compact::Params>),
+    /// Publish a device at an NBD address
+    #[command(after_help = "Example:\n  freestone publish ram1 --nbd unix:/run/ram1.sock --read-only")]
+    Publish(Call<publish::Params>),
+    /// Take a device off all NBD addresses
+    Unpublish(Call<unpublish::Params>),
+}
+
+/// A verb with what all verbs take.
+#[derive(Debug, Args)]
+pub struct Call<A: Args> {
+    /// Its parameters.
+    #[command(flatten)]
+    pub args: A,
+    /// `--json`, `--control`.
+    #[command(flatten)]
+    pub common: Common,
+}

@@ -1,0 +1,64 @@
+//! The program's end of the control socket.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Value, json};
+
+use super::protocol::{MAX_LINE_BYTES, Response};
+use crate::paths;
+
+/// Longest answer that is read.
+const MAX_ANSWER_BYTES: u64 = 1 << 30;
+
+/// A connection to a server.
+pub struct Client {
+    stream: UnixStream,
+    path: PathBuf,
+}
+
+impl Client {
+    /// Connects to the server at `path`, or at the default path.
+    pub fn connect(path: Option<&Path>) -> Result<Self> {
+        let (path, start) = match path {
+            Some(path) => (path.to_path_buf(), format!("freestone serve --control {}", path.display())),
+            None => (paths::runtime_dir()?.join(paths::CONTROL_SOCKET), "freestone serve".into()),
+        };
+        let at = path.display();
+        match UnixStream::connect(&path) {
+            Ok(stream) => Ok(Self { stream, path }),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                bail!("no server at {at}; start one with `{start}`")
+            }
+            Err(e) => Err(e).with_context(|| format!("{at}: cannot connect to the control socket")),
+        }
+    }
+
+    /// Runs one method; an error of the server comes as a [`Fault`](super::protocol::Fault).
+    pub fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
+        let at = self.path.display();
+        let mut request =
+            json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string();
+        if request.len() > MAX_LINE_BYTES {
+            bail!("{method}: the request is longer than {MAX_LINE_BYTES} bytes");
+        }
+        request.push('\n');
+        self.stream.write_all(request.as_bytes()).with_context(|| format!("{at}: cannot ask the server"))?;
+        let mut line = String::new();
+        BufReader::new(&self.stream)
+            .take(MAX_ANSWER_BYTES)
+            .read_line(&mut line)
+            .with_context(|| format!("{at}: cannot read the server's answer"))?;
+        if line.is_empty() {
+            bail!("{at}: the server went away without an answer");
+        }
+        let response: Response = serde_json::from_str(&line)
+            .with_context(|| format!("{at}: the answer is not understood; is it a freestone server?"))?;
+        match response.error {
+            Some(fault) => Err(fault.into()),
+            None => Ok(response.result.unwrap_or_default()),
+        }
+    }
+}

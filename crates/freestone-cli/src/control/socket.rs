@@ -1,0 +1,192 @@
+//! A Unix socket at a path that only its owner can connect to, and that no two servers fight for.
+
+use std::fs::{self, File, Permissions};
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::fs::{FlockOperation, flock};
+
+/// Longest path of a Unix socket: `sun_path` without its terminating zero.
+const MAX_PATH_BYTES: usize = 107;
+/// How often the lock of the directory is tried, and the pause in between: 2 s in all.
+const LOCK_TRIES: usize = 100;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
+/// The path of a socket of ours. Dropping it removes the path.
+#[derive(Debug)]
+pub struct SocketPath {
+    path: PathBuf,
+    /// So that a successor's socket at the same path is left alone.
+    identity: Identity,
+}
+
+/// Device, inode, and time of birth where the file system knows it: inode numbers are used again.
+type Identity = (u64, u64, Option<SystemTime>);
+
+fn identity(path: &Path) -> io::Result<Identity> {
+    fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino(), meta.created().ok()))
+}
+
+impl SocketPath {
+    /// Takes over the socket that is at `path` now.
+    pub fn adopt(path: &Path) -> io::Result<Self> {
+        Ok(Self { path: path.into(), identity: identity(path)? })
+    }
+
+    /// Removes the path, if it is still ours.
+    pub fn remove(&self) {
+        if identity(&self.path).is_ok_and(|found| found == self.identity) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Drop for SocketPath {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+/// A listening socket. Dropping it closes it and removes its path.
+#[derive(Debug)]
+pub struct PrivateSocket {
+    listener: UnixListener,
+    path: SocketPath,
+}
+
+impl PrivateSocket {
+    /// Listens at `path`, mode 0600. A socket that nobody serves any more is replaced; one with a living server,
+    /// and anything that is no socket, is refused.
+    pub fn bind(path: &Path) -> Result<Self> {
+        let at = path.display();
+        if path.as_os_str().len() > MAX_PATH_BYTES {
+            bail!("{at}: too long for a socket; at most {MAX_PATH_BYTES} bytes");
+        }
+        let parent = match path.parent() {
+            Some(p) if p.as_os_str().is_empty() => Path::new("."),
+            Some(p) => p,
+            None => bail!("{at}: not the path of a socket"),
+        };
+        // Two servers that start at one time must not both find the path free.
+        let _lock = lock_dir(parent).with_context(|| format!("{at}: cannot create the control socket"))?;
+        refuse_taken(path)?;
+        let listener =
+            bind_private(parent, path).with_context(|| format!("{at}: cannot create the control socket"))?;
+        let path =
+            SocketPath::adopt(path).with_context(|| format!("{at}: cannot look at the control socket"))?;
+        Ok(Self { listener, path })
+    }
+
+    /// The socket.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &SocketPath {
+        &self.path
+    }
+}
+
+fn lock_dir(dir: &Path) -> io::Result<File> {
+    let file = File::open(dir)?;
+    for _ in 1..LOCK_TRIES {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => std::thread::sleep(LOCK_PAUSE),
+            other => return other.map(|()| file).map_err(Into::into),
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::WouldBlock, "another program holds a lock on the directory"))
+}
+
+fn refuse_taken(path: &Path) -> Result<()> {
+    let at = path.display();
+    match fs::symlink_metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e).with_context(|| format!("{at}: cannot create the control socket")),
+        Ok(meta) if !meta.file_type().is_socket() => bail!("{at}: exists and is no socket; it is left alone"),
+        Ok(_) => {}
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => bail!("{at}: a server is running there; stop it, or name another path with --control"),
+        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+        Err(e) => Err(e).with_context(|| format!("{at}: cannot find out whether a server is running there")),
+    }
+}
+
+/// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time can others
+/// connect.
+fn bind_private(parent: &Path, path: &Path) -> io::Result<UnixListener> {
+    let dir = tempfile::Builder::new()
+        .prefix(".freestone-")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir_in(parent)?;
+    // By way of the descriptor, so that the longer name does not count against the limit of a socket's path.
+    let handle = File::open(dir.path())?;
+    let short = PathBuf::from(format!("/proc/self/fd/{}/s", handle.as_fd().as_raw_fd()));
+    let listener = UnixListener::bind(&short)?;
+    fs::set_permissions(&short, Permissions::from_mode(0o600))?;
+    fs::rename(&short, path)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::PrivateSocket;
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        let socket = PrivateSocket::bind(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        // Nothing but the socket is left behind.
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+
+        let error = PrivateSocket::bind(&path).unwrap_err().to_string();
+        assert!(
+            error.ends_with("a server is running there; stop it, or name another path with --control"),
+            "{error}"
+        );
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_path_of_a_successor_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        let first = PrivateSocket::bind(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        let second = PrivateSocket::bind(&path).unwrap();
+        drop(first);
+        UnixStream::connect(&path).unwrap();
+        drop(second);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        fs::write(&path, "precious").unwrap();
+        assert!(PrivateSocket::bind(&path).unwrap_err().to_string().contains("is no socket"));
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        assert!(
+            PrivateSocket::bind(&dir.path().join("x".repeat(120))).unwrap_err().to_string().contains("107")
+        );
+        assert!(PrivateSocket::bind(&dir.path().join("no/c")).is_err());
+    }
+}

@@ -1,0 +1,252 @@
+//! The syntax of a device: `NAME=KIND[,key=value]...`, a comma inside a value written twice. What the keys mean
+//! is in [`spec`](crate::spec).
+
+use std::fmt;
+use std::path::Path;
+
+use thiserror::Error;
+
+/// Longest name of a device in bytes: what NBD clients accept everywhere.
+const MAX_NAME_BYTES: usize = 255;
+
+/// Why a text is not a device, or a device cannot be as it was asked for. One sentence each, which names the
+/// device and the key.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum SpecError {
+    /// Not of the form at all.
+    #[error("{0:?}: a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G")]
+    Form(String),
+    /// A name that cannot be.
+    #[error(
+        "{0:?}: a device name is 1 to {MAX_NAME_BYTES} bytes of printable characters without '=', ',', '/' or blanks"
+    )]
+    Name(String),
+    /// No such kind.
+    #[error("{name}: unknown kind {kind:?}{}; the kinds are {}", maybe(*.hint), .kinds.join(", "))]
+    Kind {
+        /// The device.
+        name: String,
+        /// As it was typed.
+        kind: String,
+        /// The nearest kind.
+        hint: Option<&'static str>,
+        /// All kinds.
+        kinds: &'static [&'static str],
+    },
+    /// No such key.
+    #[error("{name}: unknown key {key:?}{}; the keys of a {kind} device are {}", maybe(*.hint), .allowed.join(", "))]
+    Key {
+        /// The device.
+        name: String,
+        /// Its kind.
+        kind: String,
+        /// As it was typed.
+        key: String,
+        /// The nearest key.
+        hint: Option<&'static str>,
+        /// All keys of this kind.
+        allowed: &'static [&'static str],
+    },
+    /// A key without `=`.
+    #[error("{name}: {key}: a value is missing; write {key}=VALUE")]
+    NoValue {
+        /// The device.
+        name: String,
+        /// The key.
+        key: String,
+    },
+    /// A key that was given twice.
+    #[error("{name}: {key}: given twice")]
+    Twice {
+        /// The device.
+        name: String,
+        /// The key.
+        key: String,
+    },
+    /// A key that this kind needs.
+    #[error("{name}: {key} is missing; a {kind} device needs it, for example {example}")]
+    Missing {
+        /// The device.
+        name: String,
+        /// Its kind.
+        kind: &'static str,
+        /// The key.
+        key: &'static str,
+        /// The key with a value.
+        example: &'static str,
+    },
+    /// A value that cannot be.
+    #[error("{name}: {key}={value}: {why}")]
+    Value {
+        /// The device.
+        name: String,
+        /// The key.
+        key: String,
+        /// As it was typed.
+        value: String,
+        /// What is wrong with it, and what is allowed.
+        why: String,
+    },
+}
+
+fn maybe(hint: Option<&'static str>) -> String {
+    hint.map(|h| format!("; {h}?")).unwrap_or_default()
+}
+
+/// A device taken apart: names, keys and values as they were typed. Each key is there once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entries {
+    /// The device's name; valid.
+    pub name: String,
+    /// The kind, still unchecked.
+    pub kind: String,
+    /// Keys and values, still unchecked.
+    pub pairs: Vec<(String, String)>,
+}
+
+impl Entries {
+    /// Takes `NAME=KIND[,key=value]...` apart.
+    pub fn parse(text: &str) -> Result<Self, SpecError> {
+        let mut parts = split_commas(text).into_iter();
+        let first = parts.next().unwrap_or_default();
+        let (name, kind) = first.split_once('=').ok_or_else(|| SpecError::Form(text.into()))?;
+        let mut entries = Self::new(name, kind)?;
+        for part in parts {
+            match part.split_once('=') {
+                Some((key, value)) => entries.add(key, value)?,
+                None => return Err(SpecError::NoValue { name: name.into(), key: part }),
+            }
+        }
+        Ok(entries)
+    }
+
+    /// A device without keys.
+    pub fn new(name: &str, kind: &str) -> Result<Self, SpecError> {
+        check_name(name)?;
+        Ok(Self { name: name.into(), kind: kind.into(), pairs: Vec::new() })
+    }
+
+    /// Adds a key that must not be there yet.
+    pub fn add(&mut self, key: &str, value: &str) -> Result<(), SpecError> {
+        if self.pairs.iter().any(|(k, _)| k == key) {
+            return Err(SpecError::Twice { name: self.name.clone(), key: key.into() });
+        }
+        self.pairs.push((key.into(), value.into()));
+        Ok(())
+    }
+
+    /// Makes the paths among the values independent of the working directory.
+    #[must_use]
+    pub fn with_base(mut self, base: &Path) -> Self {
+        for (key, value) in &mut self.pairs {
+            match key.as_str() {
+                "path" if !value.is_empty() => *value = base.join(&*value).to_string_lossy().into_owned(),
+                "algorithm_params" => {
+                    let words = value.split(' ').map(|word| match word.strip_prefix("dict=") {
+                        Some(path) if !path.is_empty() => format!("dict={}", base.join(path).display()),
+                        _ => word.to_owned(),
+                    });
+                    *value = words.collect::<Vec<_>>().join(" ");
+                }
+                _ => {}
+            }
+        }
+        self
+    }
+}
+
+impl fmt::Display for Entries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.kind.replace(',', ",,"))?;
+        self.pairs.iter().try_for_each(|(key, value)| {
+            write!(f, ",{}={}", key.replace(',', ",,"), value.replace(',', ",,"))
+        })
+    }
+}
+
+/// Splits at single commas; two in a row are one that belongs to the value.
+fn split_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        if c == ',' && chars.next_if_eq(&',').is_none() {
+            parts.push(String::new());
+        } else if let Some(last) = parts.last_mut() {
+            last.push(c);
+        }
+    }
+    parts
+}
+
+/// Checks the name of a device.
+pub fn check_name(name: &str) -> Result<(), SpecError> {
+    // escape_debug writes what cannot be printed (controls, invisible and directional marks) as \u{...} or \n.
+    let printable =
+        |c: char| !c.is_whitespace() && (c == '\'' || c == '"' || c == '\\' || c.escape_debug().len() == 1);
+    let bad = |c: char| !printable(c) || matches!(c, '=' | ',' | '/');
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.contains(bad) {
+        return Err(SpecError::Name(name.into()));
+    }
+    Ok(())
+}
+
+/// The candidate that was probably meant, if one is near.
+pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
+    let typed = typed.to_lowercase();
+    let (distance, best) =
+        candidates.iter().map(|c| (strsim::damerau_levenshtein(&typed, c), *c)).min_by_key(|(d, _)| *d)?;
+    if distance <= best.len().div_ceil(3) && distance < best.len() {
+        return Some(best);
+    }
+    // `size` for disksize, `algorithm` for comp_algorithm.
+    candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::{Entries, check_name, nearest};
+
+    #[test]
+    fn a_comma_inside_a_value_is_written_twice() {
+        let entries = Entries::parse("f=file,path=a,,b,,,size=1G").unwrap();
+        assert_eq!(entries.pairs, [("path".into(), "a,b,".into()), ("size".into(), "1G".into())]);
+        assert_eq!(entries.to_string(), "f=file,path=a,,b,,,size=1G");
+        assert_eq!(Entries::parse(&entries.to_string()), Ok(entries));
+    }
+
+    #[test]
+    fn paths_become_independent_of_the_directory() {
+        let with_base = |text: &str| Entries::parse(text).unwrap().with_base(Path::new("/base")).to_string();
+        assert_eq!(with_base("f=file,path=x.img"), "f=file,path=/base/x.img");
+        assert_eq!(with_base("f=file,path=/x.img,size=1G"), "f=file,path=/x.img,size=1G");
+        assert_eq!(with_base("f=file,path="), "f=file,path=");
+        assert_eq!(
+            with_base("r=ram,algorithm_params=level=3 dict=d"),
+            "r=ram,algorithm_params=level=3 dict=/base/d"
+        );
+    }
+
+    #[test]
+    fn names() {
+        let long = "x".repeat(256);
+        for bad in ["", "a b", "a=b", "a,b", "a/b", "a\n", "a\u{202e}b", "a\u{a0}", &long] {
+            assert!(check_name(bad).is_err(), "{bad:?}");
+        }
+        for good in ["a", "ram0", "Größe", "a.b-c_d:e'\"\\*", &long[1..]] {
+            assert!(check_name(good).is_ok(), "{good:?}");
+        }
+    }
+
+    #[test]
+    fn the_nearest_is_near() {
+        let keys = ["disksize", "comp_algorithm", "mem_limit"];
+        assert_eq!(nearest("disksiez", &keys), Some("disksize"));
+        assert_eq!(nearest("MEM-LIMIT", &keys), Some("mem_limit"));
+        assert_eq!(nearest("size", &keys), Some("disksize"));
+        assert_eq!(nearest("algorithm", &keys), Some("comp_algorithm"));
+        assert_eq!(nearest("zone_max_open", &keys), None);
+        assert_eq!(nearest("", &keys), None);
+    }
+}

@@ -1,0 +1,98 @@
+//! Where sockets are when nothing was said: `$XDG_RUNTIME_DIR/freestone`, else a private directory in /tmp.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use freestone_nbd::Address;
+
+/// Name of the NBD socket in the directory.
+pub const NBD_SOCKET: &str = "nbd.sock";
+/// Name of the control socket in the directory.
+pub const CONTROL_SOCKET: &str = "control.sock";
+
+/// The directory. Not created here; where it exists it is checked to be ours, so that nobody can put a
+/// socket of their own in our way.
+pub fn runtime_dir() -> Result<PathBuf> {
+    let dir = std::env::var_os("XDG_RUNTIME_DIR")
+        .map(PathBuf::from)
+        .filter(|dir| dir.is_absolute() && dir.is_dir())
+        .map_or_else(|| fallback(Path::new("/tmp")), |dir| dir.join("freestone"));
+    match check_private(&dir) {
+        Err(e) if is_missing(&e) => Ok(dir),
+        Err(e) => Err(e),
+        Ok(()) => Ok(dir),
+    }
+}
+
+fn fallback(tmp: &Path) -> PathBuf {
+    tmp.join(format!("freestone-{}", rustix::process::geteuid().as_raw()))
+}
+
+/// An NBD address; a relative path in it starts at `base`, or where the program was started.
+pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String> {
+    match text.parse::<Address>().map_err(|e| e.to_string())? {
+        Address::Unix(path) => {
+            let path = base.map_or_else(|| path.clone(), |base| base.join(&path));
+            std::path::absolute(&path).map(Address::Unix).map_err(|e| format!("{}: {e}", path.display()))
+        }
+        tcp @ Address::Tcp { .. } => Ok(tcp),
+    }
+}
+
+/// Creates the directory with mode 0700, or checks the one that is there.
+pub fn create_private(dir: &Path) -> Result<()> {
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+            Err(e).with_context(|| format!("{}: cannot create the directory for the sockets", dir.display()))
+        }
+        _ => check_private(dir),
+    }
+}
+
+/// A directory (no symbolic link) of ours that nobody else can enter.
+fn check_private(dir: &Path) -> Result<()> {
+    let at = dir.display();
+    let meta = fs::symlink_metadata(dir).with_context(|| format!("{at}: cannot look at the directory"))?;
+    if !meta.is_dir() {
+        bail!("{at}: not a directory; move it away, or name the sockets with --nbd and --control");
+    }
+    if meta.uid() != rustix::process::geteuid().as_raw() {
+        bail!("{at}: belongs to user {}, not to us; name the sockets with --nbd and --control", meta.uid());
+    }
+    if meta.mode() & 0o077 != 0 {
+        bail!("{at}: others may enter it (mode {:04o}); chmod 700 it", meta.mode() & 0o7777);
+    }
+    Ok(())
+}
+
+fn is_missing(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::NotFound)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::{check_private, create_private, fallback};
+
+    #[test]
+    fn the_private_directory_is_private() {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = fallback(tmp.path());
+        create_private(&dir).unwrap();
+        assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        create_private(&dir).unwrap();
+
+        fs::set_permissions(&dir, Permissions::from_mode(0o755)).unwrap();
+        let error = create_private(&dir).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: others may enter it (mode 0755); chmod 700 it", dir.display()));
+
+        let link = tmp.path().join("link");
+        symlink(&dir, &link).unwrap();
+        assert!(check_private(&link).unwrap_err().to_string().contains("not a directory"));
+    }
+}

@@ -1,0 +1,311 @@
+//! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing behind.
+
+use std::env;
+use std::fmt::Write as _;
+use std::fs::Permissions;
+use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use freestone_nbd::{Address, Limits, Server};
+use tempfile::TempDir;
+use tracing::info;
+
+use crate::config::{self, FileConfig};
+use crate::control::server::ControlServer;
+use crate::control::socket::{PrivateSocket, SocketPath};
+use crate::entries::Entries;
+use crate::error::Usage;
+use crate::paths;
+use crate::service::Service;
+use crate::spec::Spec;
+use crate::until::{self, Event, Events};
+
+/// What is served where nothing was said.
+const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
+/// How long requests in flight may take when the server ends.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+
+const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
+                        $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
+
+/// The command line of `serve`.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// NAME=KIND[,key=value]..., KIND is ram, null or file
+    #[arg(value_name = "DEVICE")]
+    devices: Vec<String>,
+    /// NBD addresses.
+    #[arg(long, value_name = "ADDR", help = NBD_HELP)]
+    nbd: Vec<String>,
+    /// Where the control socket goes [default: control.sock in the same directory]
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+    /// A TOML file with devices ([[device]]), nbd and control; the command line adds devices and replaces
+    /// the rest
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and $control are set
+    #[arg(long, value_name = "CMD")]
+    run: Option<String>,
+}
+
+/// What is to be done, checked as far as that goes without doing it.
+struct Plan {
+    devices: Vec<Spec>,
+    addresses: Vec<Address>,
+    control: PathBuf,
+    /// The directory of the sockets, where it goes with us.
+    private: Option<TempDir>,
+}
+
+impl Plan {
+    fn new(args: &ServeArgs) -> Result<Self> {
+        let file = args.config.as_deref().map(config::read).transpose()?;
+        let devices = devices(args, file.as_ref())?;
+        let FileConfig { nbd, control, base: file_dir, .. } = file.unwrap_or_default();
+        let (texts, base) =
+            if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
+        let key = match &args.config {
+            Some(path) if args.nbd.is_empty() => format!("{}: nbd", path.display()),
+            _ => "--nbd".to_owned(),
+        };
+        let mut addresses = Vec::new();
+        for text in texts {
+            let address = paths::parse_address(text, base).map_err(|e| Usage(format!("{key}: {e}")))?;
+            // Port 0 is another port each time.
+            if addresses.contains(&address) && !matches!(address, Address::Tcp { port: 0, .. }) {
+                return Err(Usage(format!("{key}: {address}: given twice")).into());
+            }
+            addresses.push(address);
+        }
+        let mut control = match (&args.control, control) {
+            (Some(path), _) => Some(path.clone()),
+            (None, Some(path)) => Some(file_dir.join(path)),
+            (None, None) => None,
+        };
+        let mut private = None;
+        if addresses.is_empty() || control.is_none() {
+            let dir = if args.run.is_some() {
+                private.insert(private_dir()?).path().to_path_buf()
+            } else {
+                let dir = paths::runtime_dir()?;
+                paths::create_private(&dir)?;
+                dir
+            };
+            if addresses.is_empty() {
+                addresses.push(Address::Unix(dir.join(paths::NBD_SOCKET)));
+            }
+            control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
+        }
+        let control = std::path::absolute(control.unwrap_or_default()).context("--control: no path")?;
+        Ok(Self { devices, addresses, control, private })
+    }
+}
+
+fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Spec>> {
+    let usage = |e: &dyn std::fmt::Display| Usage(e.to_string());
+    let mut devices: Vec<Spec> = Vec::new();
+    let mut add = |spec: Spec| {
+        if devices.iter().any(|d| d.name == spec.name) {
+            return Err(Usage(format!("{}: two devices of that name", spec.name)));
+        }
+        devices.push(spec);
+        Ok(())
+    };
+    if let (Some(file), Some(path)) = (file, &args.config) {
+        let at = path.display();
+        for entries in &file.devices {
+            let spec = Spec::from_entries(entries.clone().with_base(&file.base));
+            let spec = spec.map_err(|e| Usage(format!("{at}: {e}")))?;
+            add(spec).map_err(|e| Usage(format!("{at}: {e}")))?;
+        }
+    }
+    let here = env::current_dir().context("the working directory cannot be found")?;
+    for text in &args.devices {
+        let entries = Entries::parse(text).map_err(|e| usage(&e))?;
+        add(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(&e))?)?;
+    }
+    if devices.is_empty() {
+        devices.push(DEFAULT_DEVICE.parse()?);
+    }
+    Ok(devices)
+}
+
+/// A server for one command is nobody else's: its sockets go to a fresh directory.
+fn private_dir() -> Result<TempDir> {
+    tempfile::Builder::new()
+        .prefix("freestone-")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir()
+        .context("cannot create a directory for the sockets")
+}
+
+/// A server that listens. However this ends, a panic included, its sockets go with it.
+struct Running {
+    service: Arc<Service>,
+    control: Option<ControlServer>,
+    /// The NBD sockets of the command line.
+    sockets: Vec<SocketPath>,
+    private: Option<TempDir>,
+}
+
+impl Running {
+    fn start(plan: Plan) -> Result<Self> {
+        let Plan { devices, addresses, control, private } = plan;
+        // First of all, because that tells whether another server is there. Who connects waits until all is
+        // ready.
+        let socket = PrivateSocket::bind(&control)?;
+        let service = Arc::new(Service::new(Arc::new(Server::new(Limits::default()))));
+        let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
+        {
+            let mut changes = service.changes();
+            let mut published = Vec::new();
+            for spec in devices {
+                let publish = spec.publish.unwrap_or(true);
+                let entry = service.create(&mut changes, spec, false)?;
+                published.extend(publish.then_some(entry));
+            }
+            for address in &addresses {
+                if let Address::Unix(path) = service.listen_home(&mut changes, address)? {
+                    let socket =
+                        SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
+                    running.sockets.push(socket);
+                }
+            }
+            for entry in &published {
+                service.publish_home(&mut changes, entry)?;
+            }
+        }
+        running.control = Some(ControlServer::start(socket, service)?);
+        Ok(running)
+    }
+
+    /// Ends it with grace, in the background; `events` hears when that is done.
+    fn shutdown(&self, events: Sender<Event>) -> Result<()> {
+        let nbd = Arc::clone(&self.service.nbd);
+        let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
+            nbd.shutdown(SHUTDOWN_GRACE);
+            // The main thread is there until it hears this, or does not want to hear it any more.
+            let _ = events.send(Event::Ended);
+        });
+        thread.map(drop).context("cannot start the thread that ends the server")
+    }
+
+    /// Removes what is visible to others, waiting for nobody.
+    fn remove_paths(&mut self) {
+        if let Some(control) = &self.control {
+            control.remove_path();
+        }
+        self.sockets.clear();
+        self.private = None;
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.control = None;
+        self.service.nbd.shutdown(Duration::ZERO);
+    }
+}
+
+/// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
+pub fn serve(args: ServeArgs) -> Result<ExitCode> {
+    // Before any socket exists, so that no signal can leave one behind.
+    let events = Events::listen()?;
+    let plan = Plan::new(&args)?;
+    let control = plan.control.clone();
+    let mut running = Running::start(plan)?;
+    let outcome = if let Some(command) = args.run {
+        until::command_ends(&events, run_command(&command, &running.service, &control))
+    } else {
+        announce(&running.service, &control);
+        until::signalled(&events).map(|()| 0)
+    };
+    info!("ending");
+    running.shutdown(events.sender())?;
+    if let Some(signal) = until::ended(&events) {
+        // Told twice: at once.
+        running.remove_paths();
+        std::process::exit(until::STATUS_OF_SIGNAL_0 + signal);
+    }
+    drop(running);
+    outcome.map(ExitCode::from)
+}
+
+fn run_command(command: &str, service: &Service, control: &Path) -> Command {
+    let exports = service.nbd.exports();
+    let export = exports.iter().find(|e| e.default).or(exports.first());
+    let addresses = service.nbd.addresses();
+    let uri = match (export, addresses.first()) {
+        (Some(export), _) => export.address.uri(&export.name),
+        (None, Some(address)) => address.uri(""),
+        (None, None) => String::new(),
+    };
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri).env("control", control);
+    let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
+    match unix {
+        Some(path) => shell.env("unixsocket", path),
+        None => shell.env_remove("unixsocket"),
+    };
+    shell
+}
+
+/// Says where everything is. If nobody listens to stdout, the server serves all the same.
+fn announce(service: &Service, control: &Path) {
+    // Writing to a string cannot fail.
+    let mut text = String::new();
+    for export in service.nbd.exports() {
+        let uri = quote(&export.address.uri(&export.name));
+        let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
+    }
+    let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Quotes a word for a shell.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use freestone_nbd::Address;
+
+    use super::{Plan, Running, quote};
+
+    #[test]
+    fn a_panic_leaves_no_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let (nbd, control) = (dir.path().join("n"), dir.path().join("c"));
+        let plan = Plan {
+            devices: vec!["n=null,size=1M".parse().unwrap()],
+            addresses: vec![Address::Unix(nbd.clone())],
+            control: control.clone(),
+            private: None,
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            let _running = Running::start(plan).unwrap();
+            assert!(nbd.exists() && control.exists());
+            panic!("on purpose");
+        }));
+        assert_eq!(outcome.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
+        assert!(!nbd.exists() && !control.exists());
+    }
+
+    #[test]
+    fn words_are_quoted() {
+        assert_eq!(quote("a b'c"), r"'a b'\''c'");
+    }
+}

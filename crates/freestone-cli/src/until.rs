@@ -1,0 +1,134 @@
+//! What a server waits for: signals, the end of the command it runs for, its own end.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// How long a command that was told to end may take before it is killed.
+const COMMAND_GRACE: Duration = Duration::from_secs(5);
+/// A process that a signal ended has this plus the signal's number as its status, as shells have it.
+pub const STATUS_OF_SIGNAL_0: i32 = 128;
+
+/// Something happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A signal that asks for the end.
+    Signal(i32),
+    /// A child process changed its state.
+    Child,
+    /// The server has ended.
+    Ended,
+}
+
+/// What happened, in order.
+pub struct Events {
+    sender: Sender<Event>,
+    receiver: Receiver<Event>,
+}
+
+impl Events {
+    /// Takes over the signals. From here on they do nothing but come out here.
+    pub fn listen() -> Result<Self> {
+        let (sender, receiver) = mpsc::channel();
+        let mut wanted = vec![SIGINT, SIGTERM, SIGCHLD];
+        // Under nohup it stays ignored.
+        if !is_ignored(SIGHUP) {
+            wanted.push(SIGHUP);
+        }
+        let mut signals = Signals::new(wanted).context("cannot take over the signals")?;
+        let to = sender.clone();
+        thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                for signal in &mut signals {
+                    let event = if signal == SIGCHLD { Event::Child } else { Event::Signal(signal) };
+                    if to.send(event).is_err() {
+                        return;
+                    }
+                }
+            })
+            .context("cannot start the thread for signals")?;
+        Ok(Self { sender, receiver })
+    }
+
+    /// For events of one's own.
+    pub fn sender(&self) -> Sender<Event> {
+        self.sender.clone()
+    }
+}
+
+fn is_ignored(signal: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or_default();
+    mask & (1 << (signal - 1)) != 0
+}
+
+/// Waits for a signal.
+pub fn signalled(events: &Events) -> Result<()> {
+    loop {
+        if let Event::Signal(_) = events.receiver.recv().context("the thread for signals is gone")? {
+            return Ok(());
+        }
+    }
+}
+
+/// Waits for the end of the server; `Some` is the number of a signal that came before it.
+pub fn ended(events: &Events) -> Option<i32> {
+    loop {
+        match events.receiver.recv() {
+            Ok(Event::Child) => {}
+            Ok(Event::Signal(signal)) => return Some(signal),
+            Ok(Event::Ended) | Err(_) => return None,
+        }
+    }
+}
+
+/// Runs the command and waits for its end. A signal is passed on to it; a second one, or too long a wait,
+/// kills it. Returns its exit status.
+pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
+    let mut child = command.spawn().context("--run: cannot start sh")?;
+    let mut kill_at = None;
+    loop {
+        // Only here is the child reaped, so its number is its own whenever a signal is sent.
+        if let Some(status) = child.try_wait().context("--run: cannot wait for the command")? {
+            return Ok(exit_status(status));
+        }
+        let event = match kill_at {
+            None => events.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(at) => events.receiver.recv_timeout(Instant::saturating_duration_since(&at, Instant::now())),
+        };
+        match event {
+            Ok(Event::Signal(signal)) if kill_at.is_none() => {
+                pass_on(&child, signal);
+                kill_at = Some(Instant::now() + COMMAND_GRACE);
+            }
+            Ok(Event::Child | Event::Ended) => {}
+            Ok(Event::Signal(_)) | Err(_) => {
+                child.kill().context("--run: cannot kill the command")?;
+                let status = child.wait().context("--run: cannot wait for the command")?;
+                return Ok(exit_status(status));
+            }
+        }
+    }
+}
+
+fn pass_on(child: &Child, signal: i32) {
+    if let (Some(pid), Some(signal)) = (Pid::from_raw(child.id() as i32), Signal::from_named_raw(signal)) {
+        // Fails only where the command is gone, which the caller sees next.
+        let _ = kill_process(pid, signal);
+    }
+}
+
+fn exit_status(status: ExitStatus) -> u8 {
+    let code = status.code().unwrap_or_else(|| STATUS_OF_SIGNAL_0 + status.signal().unwrap_or_default());
+    u8::try_from(code).unwrap_or(u8::MAX)
+}

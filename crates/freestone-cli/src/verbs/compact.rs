@@ -1,0 +1,52 @@
+//! `compact NAME`: moves the objects of a RAM disk together and gives back what that frees.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::registry::Kind;
+use crate::service::Service;
+
+/// The verb.
+pub struct Compact;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The ram device
+    name: String,
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// Pages given back.
+    pages_freed: u64,
+}
+
+impl Verb for Compact {
+    const METHOD: &'static str = "compact";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Runs under traffic and takes a while: not under the lock of the changes.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let name = params.name;
+        match &service.find(&name)?.kind {
+            Kind::Ram(ram) => Ok(Reply { pages_freed: ram.compact(), name }),
+            Kind::Null(_) | Kind::File(_) => {
+                let why = "only a ram device can be compacted";
+                Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")))
+            }
+        }
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}: {} pages freed", reply.name, reply.pages_freed)
+    }
+}

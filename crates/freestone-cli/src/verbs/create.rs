@@ -1,0 +1,81 @@
+//! `create DEVICE`: a device at run time. It is published only where that is asked.
+
+use std::env;
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use super::list::Export;
+use crate::control::protocol::Fault;
+use crate::entries::Entries;
+use crate::error::Usage;
+use crate::service::Service;
+use crate::size::human;
+use crate::spec::Spec;
+
+/// The verb.
+pub struct Create;
+
+/// Its parameters, and the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// NAME=KIND[,key=value]... as for serve; publish=yes publishes it on serve's addresses
+    device: String,
+}
+
+impl Params {
+    /// Checks the device before the server is asked, and makes its paths independent of our directory.
+    pub fn checked(self) -> Result<Self, Usage> {
+        let entries = Entries::parse(&self.device).map_err(|e| Usage(e.to_string()))?;
+        let here =
+            env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
+        let entries = entries.with_base(&here);
+        let device = entries.to_string();
+        Spec::from_entries(entries).map_err(|e| Usage(e.to_string()))?;
+        Ok(Self { device })
+    }
+}
+
+/// What was made.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    kind: String,
+    /// Bytes.
+    disksize: u64,
+    exports: Vec<Export>,
+}
+
+impl Verb for Create {
+    const METHOD: &'static str = "create";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let spec: Spec = params.device.parse().map_err(|e| Fault::invalid(format!("{e}")))?;
+        let publish = spec.publish.unwrap_or(false);
+        let entry = service.create(&mut service.changes(), spec, publish)?;
+        Ok(Reply {
+            name: entry.name().to_owned(),
+            kind: entry.kind_name().to_owned(),
+            disksize: entry.device().geometry().size,
+            exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
+        })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, kind, disksize, exports } = reply;
+        if exports.is_empty() {
+            let publish = format!("freestone publish {name} --nbd ADDR");
+            return writeln!(
+                out,
+                "{name}: {kind} {}, not published; `{publish}` does that",
+                human(*disksize)
+            );
+        }
+        exports.iter().try_for_each(|e| writeln!(out, "{name}: {kind} {}, {}", human(*disksize), e.uri))
+    }
+}

@@ -1,0 +1,65 @@
+//! `get NAME [ATTR]`: attributes as one would read them from sysfs.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::Verb;
+use crate::attrs;
+use crate::control::protocol::Fault;
+use crate::service::Service;
+
+/// The verb.
+pub struct Get;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The device
+    name: String,
+    /// One attribute; without it, all of them
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attr: Option<String>,
+}
+
+impl Verb for Get {
+    const METHOD: &'static str = "get";
+    type Params = Params;
+    /// Attributes and their values; sizes in bytes.
+    type Reply = Map<String, Value>;
+
+    fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {
+        let entry = service.find(&params.name)?;
+        let one = |attr: &str| Ok((attr.to_owned(), attrs::get(&entry, attr)?));
+        match &params.attr {
+            Some(attr) => one(attr).map(|pair| Map::from_iter([pair])),
+            None => attrs::names(&entry).iter().map(|attr| one(attr)).collect(),
+        }
+    }
+
+    fn show(params: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
+        let width = reply.keys().map(String::len).max().unwrap_or_default();
+        for (attr, value) in reply {
+            let text = plain(value);
+            // One attribute alone is for scripts: the value and nothing else.
+            if params.attr.is_some() {
+                writeln!(out, "{text}")
+            } else {
+                writeln!(out, "{attr:width$}  {text}")
+            }?;
+        }
+        Ok(())
+    }
+}
+
+/// A value as sysfs shows it: statistics are a row of numbers.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Object(columns) => columns.values().map(plain).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}

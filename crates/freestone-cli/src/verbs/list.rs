@@ -1,0 +1,232 @@
+//! `list [PATTERN]`: a table whose columns follow zramctl.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use comfy_table::presets;
+use comfy_table::{CellAlignment, ContentArrangement, Table};
+use freestone_nbd::ExportInfo;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::Fault;
+use crate::registry::{Entry, Kind};
+use crate::service::Service;
+use crate::size::human;
+
+/// The verb.
+pub struct List;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// Only devices whose name matches; * stands for any characters, ? for one
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pattern: Option<String>,
+}
+
+/// The devices in the order in which they were made.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    devices: Vec<Row>,
+}
+
+/// One device; all sizes in bytes. What only a RAM disk has is absent elsewhere.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    name: String,
+    kind: String,
+    disksize: u64,
+    #[serde(flatten)]
+    ram: Option<RamRow>,
+    exports: Vec<Export>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RamRow {
+    orig_data_size: u64,
+    compr_data_size: u64,
+    comp_algorithm: String,
+    mem_used_total: u64,
+    mem_limit: u64,
+    mem_used_max: u64,
+    same_pages: u64,
+}
+
+/// Where a device is published.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Export {
+    /// `unix:PATH` or `tcp:HOST:PORT`.
+    pub address: String,
+    /// What a client is given.
+    pub uri: String,
+    /// Clients cannot write there.
+    pub read_only: bool,
+    /// Also found under the empty name.
+    pub default: bool,
+    /// Open connections.
+    pub connections: usize,
+}
+
+impl From<&ExportInfo> for Export {
+    fn from(info: &ExportInfo) -> Self {
+        Self {
+            address: info.address.to_string(),
+            uri: info.address.uri(&info.name),
+            read_only: info.read_only,
+            default: info.default,
+            connections: info.connections,
+        }
+    }
+}
+
+impl Verb for List {
+    const METHOD: &'static str = "list";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let pattern = params.pattern.as_deref().unwrap_or("*");
+        let exports = service.nbd.exports();
+        let entries = service.registry.all();
+        let devices =
+            entries.iter().filter(|e| matches(pattern, e.name())).map(|e| row(e, &exports)).collect();
+        Ok(Reply { devices })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let mut table = Table::new();
+        table
+            .load_style(presets::NOTHING)
+            .set_content_arrangement(ContentArrangement::Disabled)
+            .set_header(HEADER);
+        for row in &reply.devices {
+            table.add_row(cells(row));
+        }
+        for (column, title) in table.column_iter_mut().zip(HEADER) {
+            column.set_padding((0, 1));
+            if !TEXT_COLUMNS.contains(&title) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        writeln!(out, "{}", table.trim_fmt())
+    }
+}
+
+const HEADER: [&str; 12] = [
+    "NAME",
+    "KIND",
+    "DISKSIZE",
+    "DATA",
+    "COMPR",
+    "ALGORITHM",
+    "TOTAL",
+    "MEM-LIMIT",
+    "MEM-USED",
+    "ZERO-PAGES",
+    "CLIENTS",
+    "EXPORTS",
+];
+/// Aligned to the left; the others are numbers.
+const TEXT_COLUMNS: [&str; 4] = ["NAME", "KIND", "ALGORITHM", "EXPORTS"];
+
+fn row(entry: &Entry, exports: &[ExportInfo]) -> Row {
+    let ram = match &entry.kind {
+        Kind::Ram(ram) => {
+            let stat = ram.mm_stat();
+            Some(RamRow {
+                orig_data_size: stat.orig_data_size,
+                compr_data_size: stat.compr_data_size,
+                comp_algorithm: ram.config().comp_algorithm.to_string(),
+                mem_used_total: stat.mem_used_total,
+                mem_limit: stat.mem_limit,
+                mem_used_max: stat.mem_used_max,
+                same_pages: stat.same_pages,
+            })
+        }
+        Kind::Null(_) | Kind::File(_) => None,
+    };
+    Row {
+        name: entry.name().to_owned(),
+        kind: entry.kind_name().to_owned(),
+        disksize: entry.device().geometry().size,
+        ram,
+        exports: exports.iter().filter(|e| e.name == entry.name()).map(Export::from).collect(),
+    }
+}
+
+fn cells(row: &Row) -> Vec<String> {
+    let ram = |value: fn(&RamRow) -> String| row.ram.as_ref().map_or_else(|| "-".to_owned(), value);
+    let exports: Vec<_> = row
+        .exports
+        .iter()
+        .map(|e| if e.read_only { format!("{} (ro)", e.address) } else { e.address.clone() })
+        .collect();
+    vec![
+        row.name.clone(),
+        row.kind.clone(),
+        human(row.disksize),
+        ram(|r| human(r.orig_data_size)),
+        ram(|r| human(r.compr_data_size)),
+        ram(|r| r.comp_algorithm.clone()),
+        ram(|r| human(r.mem_used_total)),
+        ram(|r| if r.mem_limit == 0 { "none".into() } else { human(r.mem_limit) }),
+        ram(|r| human(r.mem_used_max)),
+        ram(|r| r.same_pages.to_string()),
+        row.exports.iter().map(|e| e.connections).sum::<usize>().to_string(),
+        if exports.is_empty() { "-".into() } else { exports.join(" ") },
+    ]
+}
+
+/// Whether `*` and `?` in the pattern can be filled to give the name. Goes back only to the last `*`, so the
+/// work is bounded by the product of the lengths.
+fn matches(pattern: &str, name: &str) -> bool {
+    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let (mut p, mut n) = (0, 0);
+    let mut last_star = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some('*') => {
+                last_star = Some((p, n));
+                p += 1;
+            }
+            Some(&c) if c == '?' || c == name[n] => {
+                p += 1;
+                n += 1;
+            }
+            _ => {
+                // Let the last star take one character more.
+                let Some((star, taken)) = last_star else { return false };
+                last_star = Some((star, taken + 1));
+                (p, n) = (star + 1, taken + 1);
+            }
+        }
+    }
+    pattern[p..].iter().all(|c| *c == '*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn patterns() {
+        for (pattern, name, yes) in [
+            ("*", "ram0", true),
+            ("ram?", "ram0", true),
+            ("ram?", "ram10", false),
+            ("r*0", "ram10", true),
+            ("r*1", "ram10", false),
+            ("*a*m*", "ram", true),
+            ("", "ram", false),
+            ("ram", "ram", true),
+            ("ram**", "ram", true),
+            ("?", "ß", true),
+            ("*ab", "aab", true),
+        ] {
+            assert_eq!(matches(pattern, name), yes, "{pattern} {name}");
+        }
+        assert!(!matches(&"*a".repeat(2000), &"a".repeat(255).replace("aaa", "aab")));
+    }
+}

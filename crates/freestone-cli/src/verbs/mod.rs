@@ -1,0 +1,111 @@
+//! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what the server
+//! does, and how the answer is shown to people.
+
+pub mod compact;
+pub mod create;
+pub mod get;
+pub mod list;
+pub mod publish;
+pub mod remove;
+pub mod reset;
+pub mod set;
+pub mod stat;
+pub mod unpublish;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::control::client::Client;
+use crate::control::protocol::Fault;
+use crate::service::Service;
+
+/// A verb of the control socket.
+pub trait Verb {
+    /// The JSON-RPC method, which is also the subcommand.
+    const METHOD: &'static str;
+    /// Named parameters; unknown ones are refused.
+    type Params: Serialize + DeserializeOwned;
+    /// The result.
+    type Reply: Serialize + DeserializeOwned;
+
+    /// The server's part.
+    fn run(service: &Service, params: Self::Params) -> Result<Self::Reply, Fault>;
+
+    /// Shows the answer to a person.
+    fn show(params: &Self::Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()>;
+}
+
+type Run = fn(&Service, Option<Value>) -> Result<Value, Fault>;
+
+const VERBS: [(&str, Run); 10] = [
+    entry::<list::List>(),
+    entry::<stat::Stat>(),
+    entry::<get::Get>(),
+    entry::<set::Set>(),
+    entry::<create::Create>(),
+    entry::<remove::Remove>(),
+    entry::<reset::Reset>(),
+    entry::<compact::Compact>(),
+    entry::<publish::Publish>(),
+    entry::<unpublish::Unpublish>(),
+];
+
+const fn entry<V: Verb>() -> (&'static str, Run) {
+    (V::METHOD, run::<V>)
+}
+
+fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Value, Fault> {
+    let params = params.unwrap_or_else(|| Value::Object(Map::new()));
+    if !params.is_object() {
+        return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
+    }
+    let params = serde_json::from_value(params).map_err(|e| Fault::invalid(format!("{}: {e}", V::METHOD)))?;
+    let reply = V::run(service, params)?;
+    serde_json::to_value(reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
+}
+
+/// Runs the verb of that name.
+pub fn dispatch(service: &Service, method: &str, params: Option<Value>) -> Result<Value, Fault> {
+    match VERBS.iter().find(|(name, _)| *name == method) {
+        Some((_, run)) => run(service, params),
+        None => Err(Fault::no_method(method, &VERBS.map(|(name, _)| name))),
+    }
+}
+
+const CONTROL_HELP: &str = "The control socket of the server [default: $XDG_RUNTIME_DIR/freestone/control.sock, \
+                            else /tmp/freestone-UID/control.sock]";
+
+/// What every verb takes besides its parameters.
+#[derive(Debug, Args)]
+pub struct Common {
+    /// Print the answer as JSON
+    #[arg(long)]
+    json: bool,
+    /// The control socket of the server.
+    #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
+    control: Option<PathBuf>,
+}
+
+/// The client's part of any verb: ask, and show the answer.
+pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
+    let mut client = Client::connect(common.control.as_deref())?;
+    let request = serde_json::to_value(params).context("cannot write the request")?;
+    let answer = client.call(V::METHOD, &request)?;
+    let mut out = io::stdout().lock();
+    if common.json {
+        serde_json::to_writer_pretty(&mut out, &answer).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        let reply = serde_json::from_value(answer)
+            .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
+        V::show(params, &reply, &mut out)?;
+    }
+    out.flush()?;
+    Ok(())
+}

@@ -1,0 +1,75 @@
+//! `set NAME ATTR=VALUE...`: all of them or none.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::Verb;
+use crate::attrs;
+use crate::control::protocol::Fault;
+use crate::error::Usage;
+use crate::service::Service;
+
+/// The verb.
+pub struct Set;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The device
+    name: String,
+    /// What to set.
+    #[arg(required = true, value_name = "ATTR=VALUE")]
+    #[arg(help = "What to set, for example mem_limit=2G; every value is checked before any is set")]
+    attrs: Vec<String>,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    name: String,
+    /// `{"mem_limit": "2G"}`
+    attrs: Map<String, Value>,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let name = line.name;
+        let mut attrs = Map::new();
+        for text in &line.attrs {
+            let Some((attr, value)) = text.split_once('=') else {
+                return Err(Usage(format!("{name}: {text}: a value is missing; write {text}=VALUE")));
+            };
+            if attrs.insert(attr.into(), value.into()).is_some() {
+                return Err(Usage(format!("{name}: {attr}: given twice")));
+            }
+        }
+        Ok(Self { name, attrs })
+    }
+}
+
+impl Verb for Set {
+    const METHOD: &'static str = "set";
+    type Params = Params;
+    /// The attributes that were set, with their values of now.
+    type Reply = Map<String, Value>;
+
+    fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {
+        if params.attrs.is_empty() {
+            return Err(Fault::invalid(format!("{}: set: no attribute given", params.name)));
+        }
+        let _changes = service.changes();
+        let entry = service.find(&params.name)?;
+        attrs::set(&entry, &params.attrs)?;
+        params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
+    }
+
+    fn show(_: &Params, _: &Self::Reply, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,157 @@
+//! `stat [NAME]`: the statistics of one device, or of all and of the server.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::Verb;
+use super::list::Export;
+use crate::attrs;
+use crate::control::protocol::Fault;
+use crate::machine;
+use crate::registry::{Entry, Kind};
+use crate::service::Service;
+use crate::size::human;
+
+/// The verb.
+pub struct Stat;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The device; without it, all devices and the server
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+}
+
+/// One device: `{"name":, "kind":, "disksize":, "mm_stat": {..}, "io_stat": {..}, "memory": {..},
+/// "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+pub type Reply = Map<String, Value>;
+
+impl Verb for Stat {
+    const METHOD: &'static str = "stat";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let process = machine::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
+        if let Some(name) = params.name {
+            return device(service, &*service.find(&name)?, Some(process));
+        }
+        let devices: Result<Vec<_>, _> =
+            service.registry.all().iter().map(|entry| device(service, entry, None)).collect();
+        let addresses: Vec<_> = service.nbd.addresses().iter().map(ToString::to_string).collect();
+        Ok(object(json!({
+            "server": {
+                "version": env!("CARGO_PKG_VERSION"),
+                "pid": std::process::id(),
+                "addresses": addresses,
+                "process_rss_bytes": process.rss_bytes,
+                "process_pss_bytes": process.pss_bytes,
+            },
+            "devices": devices?,
+        })))
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Some(Value::Array(devices)) = reply.get("devices") else { return show_device(reply, out) };
+        if let Some(Value::Object(server)) = reply.get("server") {
+            writeln!(out, "server")?;
+            show_section(server, "  ", out)?;
+        }
+        for device in devices.iter().filter_map(Value::as_object) {
+            writeln!(out)?;
+            show_device(device, out)?;
+        }
+        Ok(())
+    }
+}
+
+fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemory>) -> Result<Reply, Fault> {
+    let mut reply = object(json!({
+        "name": entry.name(),
+        "kind": entry.kind_name(),
+        "disksize": entry.device().geometry().size,
+    }));
+    let mut memory = Map::new();
+    if let Kind::Ram(ram) = &entry.kind {
+        reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
+        reply.insert("mm_stat".into(), attrs::mm_stat(ram));
+        reply.insert("io_stat".into(), attrs::io_stat(ram));
+        let m = ram.memory();
+        memory = object(json!({
+            "leaves_bytes": m.leaves_bytes,
+            "backrefs_bytes": m.backrefs_bytes,
+            "pool_slack_bytes": m.pool_slack_bytes,
+            "metadata_bytes": m.metadata_bytes,
+            "streams_bytes": m.streams_bytes,
+        }));
+    }
+    if let Some(process) = process {
+        memory.insert("process_rss_bytes".into(), json!(process.rss_bytes));
+        memory.insert("process_pss_bytes".into(), json!(process.pss_bytes));
+    }
+    if !memory.is_empty() {
+        reply.insert("memory".into(), Value::Object(memory));
+    }
+    let exports: Vec<_> = service.exports_of(entry.name()).iter().map(Export::from).collect();
+    reply.insert("exports".into(), json!(exports));
+    Ok(reply)
+}
+
+fn object(value: Value) -> Reply {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+fn show_device(device: &Reply, out: &mut dyn Write) -> io::Result<()> {
+    let text = |key: &str| device.get(key).and_then(Value::as_str).unwrap_or_default();
+    let size = device.get("disksize").and_then(Value::as_u64).unwrap_or_default();
+    let head = format!("{}: {} {} {}", text("name"), text("kind"), human(size), text("comp_algorithm"));
+    writeln!(out, "{}", head.trim_end())?;
+    for (key, value) in device {
+        match value {
+            Value::Object(section) => {
+                writeln!(out, "  {key}")?;
+                show_section(section, "    ", out)?;
+            }
+            Value::Array(exports) if !exports.is_empty() => {
+                writeln!(out, "  {key}")?;
+                for export in exports {
+                    let uri = export["uri"].as_str().unwrap_or_default();
+                    let mode = if export["read_only"] == json!(true) { "read-only, " } else { "" };
+                    writeln!(out, "    {uri} ({mode}{} connected)", export["connections"])?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write) -> io::Result<()> {
+    let width = section.keys().map(String::len).max().unwrap_or_default();
+    for (key, value) in section {
+        let line = match value {
+            Value::Number(n) if is_bytes(key) => {
+                let bytes = n.as_u64().unwrap_or_default();
+                if bytes < 1024 { bytes.to_string() } else { format!("{bytes} ({})", human(bytes)) }
+            }
+            Value::String(text) => text.clone(),
+            Value::Array(list) => list.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" "),
+            other => other.to_string(),
+        };
+        writeln!(out, "{indent}{key:width$}  {line}")?;
+    }
+    Ok(())
+}
+
+/// Byte counts are shown with a unit beside them, counts of pages and requests are not.
+fn is_bytes(key: &str) -> bool {
+    key.ends_with("_bytes") || key.ends_with("_size") || key.starts_with("mem_")
+}

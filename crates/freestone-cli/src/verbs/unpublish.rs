@@ -1,0 +1,54 @@
+//! `unpublish NAME`: takes a device off all its addresses.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::service::Service;
+
+/// The verb.
+pub struct Unpublish;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The device; it stays, with its content
+    name: String,
+    /// Also where clients are connected; they are cut off
+    #[arg(long)]
+    #[serde(default)]
+    force: bool,
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// How many connections that ended.
+    connections_ended: usize,
+}
+
+impl Verb for Unpublish {
+    const METHOD: &'static str = "unpublish";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let name = params.name;
+        let mut changes = service.changes();
+        service.find(&name)?;
+        if service.exports_of(&name).is_empty() {
+            return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
+        }
+        let connections_ended = service.unpublish(&mut changes, &name, params.force)?;
+        Ok(Reply { name, connections_ended })
+    }
+
+    fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,184 @@
+//! Where a server listens.
+
+use std::fmt::{self, Write as _};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// A listening address: `unix:PATH` or `tcp:HOST:PORT`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Address {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// A TCP port.
+    Tcp {
+        /// A name or an IP address, IPv6 without brackets.
+        host: String,
+        /// The port; 0 lets the system choose one.
+        port: u16,
+    },
+}
+
+/// Why a text is no address.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum AddressError {
+    /// Neither `unix:` nor `tcp:`.
+    #[error("`{0}` is no address: write unix:PATH or tcp:HOST:PORT")]
+    Kind(String),
+    /// `unix:` and nothing else.
+    #[error("`unix:` needs a path after it")]
+    NoPath,
+    /// No port.
+    #[error("`{0}` has no port: write tcp:HOST:PORT, an IPv6 address in brackets")]
+    NoPort(String),
+    /// No host.
+    #[error("`{0}` has no host: write tcp:HOST:PORT, for example tcp:127.0.0.1:10809")]
+    NoHost(String),
+    /// The port is no number, or too large.
+    #[error("`{0}` is no port: a number from 0 to 65535 is wanted")]
+    Port(String),
+    /// An IPv6 address that is not in brackets, or brackets that do not match.
+    #[error("`{0}`: an IPv6 address is written in brackets, as in tcp:[::1]:10809")]
+    Brackets(String),
+}
+
+impl Address {
+    /// The URI with which a client reaches `export` here: `nbd+unix:///name?socket=/path` or
+    /// `nbd://host:port/name`.
+    pub fn uri(&self, export: &str) -> String {
+        let mut uri = String::new();
+        match self {
+            Self::Unix(path) => {
+                uri.push_str("nbd+unix:///");
+                escape(&mut uri, export.as_bytes(), b"/");
+                uri.push_str("?socket=");
+                escape(&mut uri, path.as_os_str().as_bytes(), b"/");
+            }
+            Self::Tcp { host, port } => {
+                uri.push_str("nbd://");
+                if host.contains(':') {
+                    // A zone index (`%eth0`) is escaped too, RFC 6874.
+                    uri.push('[');
+                    escape(&mut uri, host.as_bytes(), b":");
+                    uri.push(']');
+                } else {
+                    escape(&mut uri, host.as_bytes(), b"");
+                }
+                // Writing to a String cannot fail.
+                let _ = write!(uri, ":{port}/");
+                escape(&mut uri, export.as_bytes(), b"/");
+            }
+        }
+        uri
+    }
+
+    /// The same address with an absolute path, so that it means the same from every directory.
+    pub(crate) fn absolute(&self) -> Self {
+        match self {
+            Self::Unix(path) => Self::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
+            tcp @ Self::Tcp { .. } => tcp.clone(),
+        }
+    }
+}
+
+/// Percent-encodes all but the unreserved characters of RFC 3986 and those in `also`.
+fn escape(out: &mut String, text: &[u8], also: &[u8]) {
+    for &byte in text {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || also.contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            let _ = write!(out, "%{byte:02X}");
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            if path.is_empty() {
+                return Err(AddressError::NoPath);
+            }
+            return Ok(Self::Unix(Path::new(path).to_path_buf()));
+        }
+        let Some(rest) = text.strip_prefix("tcp:") else {
+            return Err(AddressError::Kind(text.to_owned()));
+        };
+        let (host, port) = if let Some(inner) = rest.strip_prefix('[') {
+            let (host, after) =
+                inner.split_once(']').ok_or_else(|| AddressError::Brackets(text.to_owned()))?;
+            (host, after.strip_prefix(':').ok_or_else(|| AddressError::NoPort(text.to_owned()))?)
+        } else {
+            let (host, port) = rest.rsplit_once(':').ok_or_else(|| AddressError::NoPort(text.to_owned()))?;
+            if host.contains([':', ']']) {
+                return Err(AddressError::Brackets(text.to_owned()));
+            }
+            (host, port)
+        };
+        if host.is_empty() {
+            return Err(AddressError::NoHost(text.to_owned()));
+        }
+        // `parse` alone would take a leading plus sign.
+        if port.is_empty() || !port.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(AddressError::Port(port.to_owned()));
+        }
+        let port = port.parse().map_err(|_| AddressError::Port(port.to_owned()))?;
+        Ok(Self::Tcp { host: host.to_owned(), port })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Address, AddressError> {
+        text.parse()
+    }
+
+    #[test]
+    fn what_is_parsed_is_shown_again() {
+        for text in ["unix:/run/a b.sock", "unix:rel", "tcp:127.0.0.1:0", "tcp:[::1]:10809", "tcp:host:65535"]
+        {
+            assert_eq!(parse(text).unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn bad_addresses_say_why() {
+        assert_eq!(parse(""), Err(AddressError::Kind(String::new())));
+        assert_eq!(parse("/run/x"), Err(AddressError::Kind("/run/x".to_owned())));
+        assert_eq!(parse("unix:"), Err(AddressError::NoPath));
+        assert_eq!(parse("tcp:host"), Err(AddressError::NoPort("tcp:host".to_owned())));
+        assert_eq!(parse("tcp:[::1]"), Err(AddressError::NoPort("tcp:[::1]".to_owned())));
+        assert_eq!(parse("tcp::1"), Err(AddressError::NoHost("tcp::1".to_owned())));
+        assert_eq!(parse("tcp:[]:1"), Err(AddressError::NoHost("tcp:[]:1".to_owned())));
+        assert_eq!(parse("tcp:::1:10809"), Err(AddressError::Brackets("tcp:::1:10809".to_owned())));
+        assert_eq!(parse("tcp:[::1:1"), Err(AddressError::Brackets("tcp:[::1:1".to_owned())));
+        for port in ["65536", "-1", "+1", "x", "", "99999999999"] {
+            assert_eq!(parse(&format!("tcp:h:{port}")), Err(AddressError::Port(port.to_owned())));
+        }
+    }
+
+    #[test]
+    fn uris_are_escaped() {
+        let unix = parse("unix:/run/a b.sock").unwrap();
+        assert_eq!(unix.uri("ram0"), "nbd+unix:///ram0?socket=/run/a%20b.sock");
+        assert_eq!(unix.uri("a?b"), "nbd+unix:///a%3Fb?socket=/run/a%20b.sock");
+        assert_eq!(unix.uri(""), "nbd+unix:///?socket=/run/a%20b.sock");
+        assert_eq!(parse("tcp:[::1]:10809").unwrap().uri("ram0"), "nbd://[::1]:10809/ram0");
+        assert_eq!(parse("tcp:localhost:1").unwrap().uri("ü"), "nbd://localhost:1/%C3%BC");
+    }
+}

@@ -1,0 +1,75 @@
+//! The thread of one connection, from its first byte to its last.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, Shutdown, shutdown};
+
+use crate::handshake::{End, Handshake};
+use crate::input::receive_into;
+use crate::link::Link;
+use crate::server::{Limits, Shared};
+use crate::session::Session;
+
+/// How long the client's last bytes are thrown away, so that it can read our last replies before the socket closes.
+const LINGER: Duration = Duration::from_millis(250);
+
+/// Serves one client. A device that panics ends this connection and no other.
+pub fn run(shared: &Arc<Shared>, link: &Arc<Link>, limits: &Limits) {
+    let panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, limits))).is_err();
+    if panicked {
+        tracing::error!(peer = %link.peer(), "the device panicked: its connection is closed");
+    }
+    // The client sees the end before the server counts it; the socket itself may outlive this thread for a moment.
+    let _ = shutdown(link.socket(), Shutdown::Both);
+    shared.leave(link, panicked);
+}
+
+fn serve(shared: &Shared, link: &Link, limits: &Limits) {
+    match Handshake::new(shared, link, limits).run() {
+        Ok((negotiated, input, replies)) => {
+            let name = negotiated.export.name.clone();
+            tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "connected");
+            Session::new(link, negotiated, input, replies).run();
+            tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "disconnected");
+        }
+        Err(End::Left) => tracing::debug!(peer = %link.peer(), "left during the handshake"),
+        Err(End::TimedOut) => {
+            tracing::warn!(peer = %link.peer(), "the handshake took too long");
+            return;
+        }
+        Err(End::Violation(what)) => {
+            tracing::warn!(peer = %link.peer(), what, "the client broke the protocol in the handshake");
+        }
+    }
+    linger(link);
+}
+
+/// Closing a socket with unread input tells the peer of an error, and may cost it our last replies.
+fn linger(link: &Link) {
+    let _ = shutdown(link.socket(), Shutdown::Write);
+    let deadline = Instant::now() + LINGER;
+    let mut waste = [0_u8; 16 << 10];
+    loop {
+        match receive_into(link.socket(), RecvFlags::DONTWAIT, &mut waste) {
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            Ok(0) | Err(_) => return,
+            Ok(_) => {
+                if Instant::now() >= deadline {
+                    return;
+                }
+                continue;
+            }
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        if !matches!(
+            poll(&mut [PollFd::from_borrowed_fd(link.socket(), PollFlags::IN)], Some(&left)),
+            Ok(1..)
+        ) {
+            return;
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Errors as the protocol knows them.
+
+use std::borrow::Cow;
+
+use freestone::device::Error;
+
+/// The closed set of error numbers of the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Errno {
+    /// Operation not permitted.
+    Perm = 1,
+    /// Input/output error.
+    Io = 5,
+    /// Cannot allocate memory.
+    NoMem = 12,
+    /// Invalid argument.
+    Inval = 22,
+    /// No space left on device.
+    NoSpc = 28,
+    /// Value too large.
+    Overflow = 75,
+    /// Operation not supported.
+    NotSup = 95,
+    /// The server is going away.
+    Shutdown = 108,
+}
+
+/// What a command does, as far as its errors go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Read, cache, block status, flush, trim: outside the device is EINVAL.
+    Plain,
+    /// Write and write zeroes: outside the device is ENOSPC.
+    Store,
+    /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, and the only one that may answer ENOTSUP.
+    StoreFast,
+}
+
+/// Why a request failed: a number, and a text for people that structured replies carry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The number.
+    pub errno: Errno,
+    /// The text.
+    pub text: Cow<'static, str>,
+}
+
+impl Failure {
+    /// A failure that the server found itself.
+    pub const fn new(errno: Errno, text: &'static str) -> Self {
+        Self { errno, text: Cow::Borrowed(text) }
+    }
+
+    /// What a device answered.
+    pub fn of(error: Error, action: Action) -> Self {
+        Self { errno: errno(error, action), text: Cow::Owned(error.to_string()) }
+    }
+}
+
+/// Maps every error of a device. The protocol reserves ENOTSUP for fast zeroes and EOVERFLOW for lengths, and has
+/// no numbers for zones.
+pub const fn errno(error: Error, action: Action) -> Errno {
+    match error {
+        Error::OutOfRange => match action {
+            Action::Plain => Errno::Inval,
+            Action::Store | Action::StoreFast => Errno::NoSpc,
+        },
+        Error::Misaligned => Errno::Inval,
+        Error::ReadOnly => Errno::Perm,
+        Error::NoSpace => Errno::NoSpc,
+        Error::NoMemory => Errno::NoMem,
+        Error::Gone => Errno::Shutdown,
+        Error::Unsupported => match action {
+            Action::Plain | Action::Store => Errno::Inval,
+            Action::StoreFast => Errno::NotSup,
+        },
+        Error::Media
+        | Error::ZoneWritePointer
+        | Error::ZoneCondition
+        | Error::ZoneBoundary
+        | Error::ZoneTooManyOpen
+        | Error::ZoneTooManyActive => Errno::Io,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn out_of_range_depends_on_the_command() {
+        assert_eq!(errno(Error::OutOfRange, Action::Plain), Errno::Inval);
+        assert_eq!(errno(Error::OutOfRange, Action::Store), Errno::NoSpc);
+    }
+
+    #[test]
+    fn not_supported_is_for_fast_zeroes_only() {
+        for error in Error::ALL {
+            for action in [Action::Plain, Action::Store] {
+                assert_ne!(errno(error, action), Errno::NotSup, "{error}");
+                assert_ne!(errno(error, action), Errno::Overflow, "{error}");
+            }
+        }
+        assert_eq!(errno(Error::Unsupported, Action::StoreFast), Errno::NotSup);
+    }
+
+    #[test]
+    fn text_is_the_devices() {
+        assert_eq!(Failure::of(Error::NoSpace, Action::Store).text, Error::NoSpace.to_string());
+    }
+}

@@ -1,0 +1,184 @@
+//! Requests that a device took over, and the way of their outcomes back to the connection's thread.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use freestone::device::{IoBuf, Result};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::errno::{Action, Failure};
+
+/// Parts of requests of one connection that a device may hold at once. At this bound the connection reads no more.
+pub const MAX_IN_FLIGHT: usize = 256;
+/// Bytes of their buffers, and of large replies that are not sent yet. One request may have as much on its own.
+pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
+
+/// The outcome of a submitted part.
+#[derive(Debug)]
+pub struct Finished {
+    /// Index of its [`Operation`].
+    pub slot: usize,
+    /// First byte of the part on the device.
+    pub offset: u64,
+    /// Bytes that the part was charged with.
+    pub charge: usize,
+    /// What the device says.
+    pub outcome: Result<()>,
+    /// Its buffer.
+    pub buffer: IoBuf,
+}
+
+/// Finished parts on their way to the connection's thread. `finished` is locked for a push or a swap only, and no
+/// other lock is taken under it.
+#[derive(Debug)]
+pub struct Queue {
+    finished: Mutex<Vec<Finished>>,
+    wake: OwnedFd,
+    cut: AtomicBool,
+}
+
+impl Queue {
+    /// An empty queue.
+    ///
+    /// # Errors
+    /// No file descriptor is left.
+    pub fn new() -> std::io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { finished: Mutex::new(Vec::new()), wake, cut: AtomicBool::new(false) })
+    }
+
+    /// Called by the device's completion, on any thread.
+    pub fn push(&self, finished: Finished) {
+        let mut queue = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = queue.is_empty();
+        queue.push(finished);
+        drop(queue);
+        // Whoever found the queue not empty follows somebody who wakes the thread.
+        if first {
+            self.wake();
+        }
+    }
+
+    /// Swaps what has finished into `into`, which is empty.
+    pub fn take(&self, into: &mut Vec<Finished>) {
+        debug_assert!(into.is_empty(), "outcomes would be lost");
+        std::mem::swap(&mut *self.finished.lock().unwrap_or_else(PoisonError::into_inner), into);
+    }
+
+    /// Readable after a push into the empty queue and after [`cut`](Self::cut).
+    pub fn wake_fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    /// Makes [`wake_fd`](Self::wake_fd) unreadable again; to be called before [`take`](Self::take).
+    pub fn rearm(&self) {
+        // Not readable is what is wanted.
+        let _ = rustix::io::read(self.wake.as_fd(), &mut [0_u8; 8]);
+    }
+
+    /// The connection is to end now, whatever is in flight.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Whether [`cut`](Self::cut) was called.
+    pub fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::SeqCst)
+    }
+
+    fn wake(&self) {
+        // It fails only where the counter is full, and then it is readable.
+        let _ = rustix::io::write(self.wake.as_fd(), &1_u64.to_ne_bytes());
+    }
+}
+
+/// A request that was not answered at once.
+#[derive(Debug)]
+pub struct Operation {
+    /// The request's.
+    pub cookie: u64,
+    /// How its errors are mapped.
+    pub action: Action,
+    /// Whether its reply carries data.
+    pub is_read: bool,
+    /// Parts that the device holds.
+    pub parts: usize,
+    /// More parts may follow.
+    pub open: bool,
+    /// The first failure of a part.
+    pub failure: Option<Failure>,
+}
+
+/// The operations of one connection.
+#[derive(Debug, Default)]
+pub struct Operations {
+    slots: Vec<Option<Operation>>,
+    free: Vec<usize>,
+    /// Parts that the device holds, over all operations.
+    pub in_flight: usize,
+    /// Bytes they are charged with, and those of buffers that are being filled.
+    pub charged: usize,
+}
+
+impl Operations {
+    /// Starts an operation.
+    pub fn open(&mut self, cookie: u64, action: Action, is_read: bool) -> usize {
+        let operation = Operation { cookie, action, is_read, parts: 0, open: true, failure: None };
+        if let Some(slot) = self.free.pop() {
+            self.slots[slot] = Some(operation);
+            slot
+        } else {
+            self.slots.push(Some(operation));
+            self.slots.len() - 1
+        }
+    }
+
+    /// The operation at `slot`, which is in use as long as it is open or has parts.
+    pub fn get(&mut self, slot: usize) -> &mut Operation {
+        self.slots[slot].as_mut().expect("a slot stays in use until its operation has ended")
+    }
+
+    /// Removes the operation at `slot` where it has ended.
+    pub fn take_ended(&mut self, slot: usize) -> Option<Operation> {
+        let operation = self.slots[slot].take_if(|operation| !operation.open && operation.parts == 0)?;
+        self.free.push(slot);
+        Some(operation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_used_again_when_the_last_part_is_back() {
+        let mut operations = Operations::default();
+        let first = operations.open(1, Action::Plain, true);
+        let second = operations.open(2, Action::Store, false);
+        operations.get(first).parts = 1;
+        assert!(operations.take_ended(first).is_none());
+        operations.get(first).open = false;
+        assert!(operations.take_ended(first).is_none());
+        operations.get(first).parts = 0;
+        assert_eq!(operations.take_ended(first).unwrap().cookie, 1);
+        assert!(operations.take_ended(first).is_none());
+        assert_eq!(operations.open(3, Action::Plain, true), first);
+        assert_eq!(operations.get(second).cookie, 2);
+    }
+
+    #[test]
+    fn one_wake_for_many() {
+        let queue = Queue::new().unwrap();
+        for slot in 0..3 {
+            queue.push(Finished { slot, offset: 0, charge: 0, outcome: Ok(()), buffer: IoBuf::empty() });
+        }
+        let mut count = [0_u8; 8];
+        assert_eq!(rustix::io::read(queue.wake_fd(), &mut count), Ok(8));
+        assert_eq!(u64::from_ne_bytes(count), 1);
+        let mut finished = Vec::new();
+        queue.take(&mut finished);
+        assert_eq!(finished.len(), 3);
+    }
+}

@@ -1,0 +1,398 @@
+//! The handshake of a connection: fixed newstyle, option by option.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::RecvFlags;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::export::Export;
+use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
+use crate::link::Link;
+use crate::proto::{
+    BASE_ALLOCATION, BASE_ALLOCATION_ID, EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting,
+    HandshakeFlags, INIT_MAGIC, InfoBlockSize, InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC,
+    OPTION_REPLY_MAGIC, OptionHeader, OptionReply, info, option, reply,
+};
+use crate::replies::Replies;
+use crate::server::{EnterError, Limits, Shared};
+use crate::session::Negotiated;
+
+/// Longest data of an option that is looked at, in bytes.
+pub const MAX_OPTION_BYTES: usize = 64 << 10;
+/// Longest data of an option that is skipped, with an error as the answer, in bytes; beyond, the connection ends.
+pub const MAX_SKIPPED_OPTION_BYTES: usize = 16 << 20;
+/// Smallest preferred block that is offered, in bytes.
+const PREFERRED_BLOCK_BYTES: u32 = 4096;
+const OPTION_HEADER_BYTES: usize = size_of::<OptionHeader>();
+
+const _: () = {
+    assert!(MAX_OPTION_BYTES <= RECEIVE_BUFFER_BYTES);
+    assert!(MAX_STRING_BYTES <= MAX_OPTION_BYTES);
+};
+
+/// How a handshake ended without an export.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// The client left, or said that it would.
+    Left,
+    /// The client took too long.
+    TimedOut,
+    /// The client broke the protocol.
+    Violation(&'static str),
+}
+
+impl From<rustix::io::Errno> for End {
+    fn from(errno: rustix::io::Errno) -> Self {
+        // The send timeout of the handshake.
+        if errno == rustix::io::Errno::WOULDBLOCK { Self::TimedOut } else { Self::Left }
+    }
+}
+
+/// An error reply: its type and a text for people.
+type Refusal = (u32, &'static str);
+
+/// A connection in its handshake.
+#[derive(Debug)]
+pub struct Handshake<'a> {
+    shared: &'a Shared,
+    link: &'a Link,
+    input: Input,
+    replies: Replies,
+    silence: Duration,
+    deadline: Instant,
+    no_zeroes: bool,
+    structured: bool,
+    /// The export name for which `base:allocation` was selected.
+    context_for: Option<String>,
+}
+
+impl<'a> Handshake<'a> {
+    /// A handshake that begins now.
+    pub fn new(shared: &'a Shared, link: &'a Link, limits: &Limits) -> Self {
+        Self {
+            shared,
+            link,
+            input: Input::new(),
+            replies: Replies::new(),
+            silence: limits.handshake_silence,
+            deadline: Instant::now() + limits.handshake_total,
+            no_zeroes: false,
+            structured: false,
+            context_for: None,
+        }
+    }
+
+    /// Negotiates until the client has chosen an export; hands over the buffers with what is in them.
+    pub fn run(mut self) -> Result<(Negotiated, Input, Replies), End> {
+        // A client that does not read is as silent as one that does not write.
+        let socket = self.link.socket();
+        set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
+        self.greet()?;
+        let export = loop {
+            if let Some(export) = self.next_option()? {
+                break export;
+            }
+        };
+        self.replies.send(socket)?;
+        set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
+        let block_status = self.structured && self.context_for.is_some();
+        Ok((Negotiated { export, structured: self.structured, block_status }, self.input, self.replies))
+    }
+
+    fn greet(&mut self) -> Result<(), End> {
+        let offered = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
+        self.replies.put(&Greeting {
+            init: INIT_MAGIC.into(),
+            magic: OPTION_MAGIC.into(),
+            flags: offered.bits().into(),
+        });
+        let flags = u32::from_be_bytes(self.take::<4>()?);
+        let known = u16::try_from(flags).ok().and_then(HandshakeFlags::from_bits);
+        let flags = known.ok_or(End::Violation("client flags that were not offered"))?;
+        self.no_zeroes = flags.contains(HandshakeFlags::NO_ZEROES);
+        Ok(())
+    }
+
+    /// Answers one option. The export, once one was chosen.
+    fn next_option(&mut self) -> Result<Option<Arc<Export>>, End> {
+        let header = self.take::<OPTION_HEADER_BYTES>()?;
+        let header = OptionHeader::read_from_bytes(&header).map_err(|_| End::Left)?;
+        if header.magic.get() != OPTION_MAGIC {
+            return Err(End::Violation("an option without its magic number"));
+        }
+        let (kind, len) = (header.option.get(), header.len.get() as usize);
+        if kind == option::EXPORT_NAME {
+            return self.export_name(len).map(Some);
+        }
+        if len > MAX_OPTION_BYTES {
+            if len > MAX_SKIPPED_OPTION_BYTES {
+                return Err(End::Violation("an option of more than 16 MiB"));
+            }
+            self.skip(len)?;
+            self.refuse(kind, (reply::ERR_TOO_BIG, "the option's data is too long"))?;
+            return Ok(None);
+        }
+        self.need(len)?;
+        let data = self.input.data()[..len].to_vec();
+        self.input.consume(len);
+        let outcome = match kind {
+            option::ABORT => {
+                self.answer(kind, reply::ACK, &[])?;
+                // The client may be gone already, and need not wait for this.
+                let _ = self.replies.send(self.link.socket());
+                return Err(End::Left);
+            }
+            option::LIST => self.list(&data)?,
+            option::INFO | option::GO => match self.info(kind, &data)? {
+                Ok(Some(export)) => {
+                    self.answer(kind, reply::ACK, &[])?;
+                    return Ok(Some(export));
+                }
+                Ok(None) => Ok(()),
+                Err(refusal) => Err(refusal),
+            },
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                self.structured = true;
+                Ok(())
+            }
+            option::STRUCTURED_REPLY => Err((reply::ERR_INVALID, "this option has no data")),
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(kind, &data)?,
+            _ => Err((reply::ERR_UNSUP, "the option is not supported")),
+        };
+        match outcome {
+            Ok(()) => self.answer(kind, reply::ACK, &[])?,
+            Err(refusal) => self.refuse(kind, refusal)?,
+        }
+        Ok(None)
+    }
+
+    fn export_name(&mut self, len: usize) -> Result<Arc<Export>, End> {
+        if len > MAX_STRING_BYTES {
+            return Err(End::Violation("an export name of more than 4096 bytes"));
+        }
+        self.need(len)?;
+        let name = std::str::from_utf8(&self.input.data()[..len])
+            .map_err(|_| End::Violation("an export name that is not UTF-8"))?
+            .to_owned();
+        self.input.consume(len);
+        let export =
+            self.shared.enter(self.link, &name).map_err(|_| End::Violation("an unknown export name"))?;
+        self.forget_other_context(&name);
+        let size = export.device.geometry().size;
+        let flags = export.flags(self.structured).bits();
+        self.replies.put(&ExportNameReply { size: size.into(), flags: flags.into() });
+        if !self.no_zeroes {
+            self.replies.put(&[0_u8; EXPORT_NAME_PADDING_BYTES]);
+        }
+        Ok(export)
+    }
+
+    fn list(&mut self, data: &[u8]) -> Result<Result<(), Refusal>, End> {
+        if !data.is_empty() {
+            return Ok(Err((reply::ERR_INVALID, "this option has no data")));
+        }
+        for export in self.shared.seen_at(&self.link.address) {
+            let len = (export.name.len() as u32).to_be_bytes();
+            let parts: [&[u8]; 3] = [&len, export.name.as_bytes(), export.description.as_bytes()];
+            self.answer(option::LIST, reply::SERVER, &parts)?;
+        }
+        Ok(Ok(()))
+    }
+
+    /// `OPT_INFO` and `OPT_GO`; the export for the latter.
+    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<Arc<Export>>, Refusal>, End> {
+        let mut fields = Fields(data);
+        let parsed = (|| {
+            let name = fields.string()?;
+            let count = fields.u16()?;
+            let wanted = (0..count).map(|_| fields.u16()).collect::<Option<Vec<_>>>()?;
+            fields.0.is_empty().then_some((name, wanted))
+        })();
+        let Some((name, wanted)) = parsed else {
+            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed")));
+        };
+        let found = if kind == option::GO {
+            self.shared.enter(self.link, name)
+        } else {
+            self.shared.find(&self.link.address, name)
+        };
+        let export = match found {
+            Ok(export) => export,
+            Err(EnterError::Unknown) => return Ok(Err((reply::ERR_UNKNOWN, "no such export here"))),
+            Err(EnterError::ShuttingDown) => {
+                return Ok(Err((reply::ERR_SHUTDOWN, "the server is shutting down")));
+            }
+        };
+        let geometry = export.device.geometry();
+        let flags = export.flags(self.structured).bits();
+        let fact = InfoExport { kind: info::EXPORT.into(), size: geometry.size.into(), flags: flags.into() };
+        self.answer(kind, reply::INFO, &[fact.as_bytes()])?;
+        let preferred = geometry.physical_block.max(geometry.io_min).max(PREFERRED_BLOCK_BYTES);
+        let preferred = preferred.checked_next_power_of_two().unwrap_or(MAX_PAYLOAD_BYTES);
+        let sizes = InfoBlockSize {
+            kind: info::BLOCK_SIZE.into(),
+            minimum: geometry.logical_block.into(),
+            preferred: preferred.min(MAX_PAYLOAD_BYTES).into(),
+            maximum: MAX_PAYLOAD_BYTES.into(),
+        };
+        // Told unasked too: requests outside these bounds are refused.
+        self.answer(kind, reply::INFO, &[sizes.as_bytes()])?;
+        if wanted.contains(&info::NAME) {
+            self.answer(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
+        }
+        if wanted.contains(&info::DESCRIPTION) && !export.description.is_empty() {
+            let parts: [&[u8]; 2] = [&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()];
+            self.answer(kind, reply::INFO, &parts)?;
+        }
+        if kind == option::GO {
+            self.forget_other_context(name);
+            return Ok(Ok(Some(export)));
+        }
+        Ok(Ok(None))
+    }
+
+    fn meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, End> {
+        let set = kind == option::SET_META_CONTEXT;
+        if set {
+            // Replaced by what this option selects, also where it fails.
+            self.context_for = None;
+        }
+        if !self.structured {
+            return Ok(Err((reply::ERR_INVALID, "structured replies must be negotiated first")));
+        }
+        let mut fields = Fields(data);
+        let parsed = (|| {
+            let name = fields.string()?;
+            let count = fields.u32()?;
+            let mut chosen = count == 0 && !set;
+            for _ in 0..count {
+                let query = fields.string()?;
+                chosen |= query == BASE_ALLOCATION || (!set && query == "base:");
+            }
+            fields.0.is_empty().then_some((name, chosen))
+        })();
+        let Some((name, chosen)) = parsed else {
+            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed")));
+        };
+        match self.shared.find(&self.link.address, name) {
+            Ok(_) => {}
+            Err(EnterError::Unknown) => return Ok(Err((reply::ERR_UNKNOWN, "no such export here"))),
+            Err(EnterError::ShuttingDown) => {
+                return Ok(Err((reply::ERR_SHUTDOWN, "the server is shutting down")));
+            }
+        }
+        if chosen {
+            let id = if set { BASE_ALLOCATION_ID } else { 0 };
+            self.answer(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), BASE_ALLOCATION.as_bytes()])?;
+            if set {
+                self.context_for = Some(name.to_owned());
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Contexts count only for the export for which they were selected.
+    fn forget_other_context(&mut self, name: &str) {
+        self.context_for.take_if(|selected| selected != name);
+    }
+}
+
+/// Sending and receiving.
+impl Handshake<'_> {
+    fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
+        let len: usize = parts.iter().map(|part| part.len()).sum();
+        self.replies.reserve(self.link.socket(), size_of::<OptionReply>() + len)?;
+        self.put(&OptionReply {
+            magic: OPTION_REPLY_MAGIC.into(),
+            option: option.into(),
+            kind: kind.into(),
+            len: (len as u32).into(),
+        });
+        for part in parts {
+            self.replies.put(*part);
+        }
+        Ok(())
+    }
+
+    fn put<T: IntoBytes + Immutable>(&mut self, part: &T) {
+        self.replies.put(part);
+    }
+
+    fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
+        tracing::debug!(peer = %self.link.peer(), option, text, "option refused");
+        self.answer(option, kind, &[text.as_bytes()])
+    }
+
+    /// Takes exactly `N` bytes.
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], End> {
+        self.need(N)?;
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(&self.input.data()[..N]);
+        self.input.consume(N);
+        Ok(bytes)
+    }
+
+    /// Throws `len` bytes away.
+    fn skip(&mut self, mut len: usize) -> Result<(), End> {
+        while len > 0 {
+            self.need(1)?;
+            let n = len.min(self.input.data().len());
+            self.input.consume(n);
+            len -= n;
+        }
+        Ok(())
+    }
+
+    /// Sends what is ready and receives until at least `n` bytes are there.
+    fn need(&mut self, n: usize) -> Result<(), End> {
+        while self.input.data().len() < n {
+            self.replies.send(self.link.socket())?;
+            let left = self.deadline.saturating_duration_since(Instant::now()).min(self.silence);
+            if left.is_zero() {
+                return Err(End::TimedOut);
+            }
+            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+            let mut fds = [PollFd::from_borrowed_fd(self.link.socket(), PollFlags::IN)];
+            match rustix::io::retry_on_intr(|| poll(&mut fds, Some(&left))) {
+                Ok(0) => return Err(End::TimedOut),
+                Ok(_) => {}
+                Err(_) => return Err(End::Left),
+            }
+            match self.input.receive(self.link.socket(), RecvFlags::DONTWAIT, n, usize::MAX) {
+                Received::Data | Received::WouldBlock => {}
+                Received::End => return Err(End::Left),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Fields of an option's data, taken from the front; `None` is the end of the data, or a string that breaks the rules.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn bytes(&mut self, n: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(n)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.bytes(2)?.try_into().ok().map(u16::from_be_bytes)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.bytes(4)?.try_into().ok().map(u32::from_be_bytes)
+    }
+
+    fn string(&mut self) -> Option<&'a str> {
+        let len = self.u32()? as usize;
+        if len > MAX_STRING_BYTES {
+            return None;
+        }
+        std::str::from_utf8(self.bytes(len)?).ok()
+    }
+}

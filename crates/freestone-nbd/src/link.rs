@@ -1,0 +1,75 @@
+//! What the server and the thread of a connection share.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::net::{Shutdown, shutdown};
+
+use crate::address::Address;
+use crate::flight::Queue;
+use crate::stats::Counters;
+
+/// A connection as its server sees it.
+#[derive(Debug)]
+pub struct Link {
+    /// Unique in its server.
+    pub id: u64,
+    /// Where it came in.
+    pub address: Address,
+    peer: String,
+    socket: OwnedFd,
+    queue: Arc<Queue>,
+    draining: AtomicBool,
+    counters: Counters,
+}
+
+impl Link {
+    /// A link for an accepted socket.
+    ///
+    /// # Errors
+    /// No file descriptor is left.
+    pub fn new(id: u64, address: Address, peer: String, socket: OwnedFd) -> std::io::Result<Self> {
+        let queue = Arc::new(Queue::new()?);
+        let draining = AtomicBool::new(false);
+        Ok(Self { id, address, peer, socket, queue, draining, counters: Counters::default() })
+    }
+
+    /// Who is at the other end, for logs.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// The socket; it blocks.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Where the device's answers arrive.
+    pub fn queue(&self) -> &Arc<Queue> {
+        &self.queue
+    }
+
+    /// The counters of its thread.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The connection is to end when it has answered what it received.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        // Wakes a thread that waits to receive; what has arrived can still be read. A peer that is gone is as good.
+        let _ = shutdown(&self.socket, Shutdown::Read);
+    }
+
+    /// Whether [`drain`](Self::drain) was called.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// The connection is to end now: wakes its thread from whatever it waits for, devices excepted.
+    pub fn cut(&self) {
+        self.queue.cut();
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+}

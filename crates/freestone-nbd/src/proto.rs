@@ -1,0 +1,370 @@
+//! The wire: numbers and layouts of the NBD protocol, fixed newstyle. All integers are big-endian.
+//!
+//! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_` prefix.
+
+use bitflags::bitflags;
+use zerocopy::byteorder::network_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// First eight bytes from the server.
+pub const INIT_MAGIC: u64 = 0x4e42444d41474943;
+/// Second eight bytes from the server, and the start of each option ("IHAVEOPT").
+pub const OPTION_MAGIC: u64 = 0x49484156454F5054;
+/// Start of each option reply.
+pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+/// Start of each request.
+pub const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// Start of a simple reply.
+pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+/// Start of a structured reply chunk.
+pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+
+/// Longest string of the protocol (names, descriptions, messages), in bytes.
+pub const MAX_STRING_BYTES: usize = 4096;
+/// Largest data of one request or one reply chunk that is offered, in bytes.
+pub const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
+/// Reserved bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
+pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
+/// The one metadata context that is served.
+pub const BASE_ALLOCATION: &str = "base:allocation";
+/// Its identifier.
+pub const BASE_ALLOCATION_ID: u32 = 1;
+
+bitflags! {
+    /// Flags of the server's greeting; the client answers with the same bits in 32.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct HandshakeFlags: u16 {
+        /// Options are answered one by one.
+        const FIXED_NEWSTYLE = 1;
+        /// No padding after `OPT_EXPORT_NAME`.
+        const NO_ZEROES = 2;
+    }
+
+    /// What an export offers.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct TransmissionFlags: u16 {
+        /// Always set.
+        const HAS_FLAGS = 1;
+        /// Writes are refused.
+        const READ_ONLY = 1 << 1;
+        /// `CMD_FLUSH`.
+        const SEND_FLUSH = 1 << 2;
+        /// `CMD_FLAG_FUA`.
+        const SEND_FUA = 1 << 3;
+        /// `CMD_TRIM`.
+        const SEND_TRIM = 1 << 5;
+        /// `CMD_WRITE_ZEROES`.
+        const SEND_WRITE_ZEROES = 1 << 6;
+        /// `CMD_FLAG_DF`.
+        const SEND_DF = 1 << 7;
+        /// A flush on one connection covers all.
+        const CAN_MULTI_CONN = 1 << 8;
+        /// `CMD_CACHE`.
+        const SEND_CACHE = 1 << 10;
+        /// `CMD_FLAG_FAST_ZERO`.
+        const SEND_FAST_ZERO = 1 << 11;
+    }
+
+    /// Flags of a request.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct CommandFlags: u16 {
+        /// Durable before the answer.
+        const FUA = 1;
+        /// Write zeroes: keep the space.
+        const NO_HOLE = 1 << 1;
+        /// Read: one data chunk.
+        const DF = 1 << 2;
+        /// Block status: one extent.
+        const REQ_ONE = 1 << 3;
+        /// Write zeroes: only if it is fast.
+        const FAST_ZERO = 1 << 4;
+    }
+
+    /// Flags of an extent in the context `base:allocation`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct StateFlags: u32 {
+        /// Occupies nothing.
+        const HOLE = 1;
+        /// Reads as zeroes.
+        const ZERO = 2;
+    }
+}
+
+/// Options of the handshake.
+pub mod option {
+    /// Select an export and start; no error reply exists.
+    pub const EXPORT_NAME: u32 = 1;
+    /// End.
+    pub const ABORT: u32 = 2;
+    /// List the exports.
+    pub const LIST: u32 = 3;
+    /// Describe an export.
+    pub const INFO: u32 = 6;
+    /// Describe an export and start.
+    pub const GO: u32 = 7;
+    /// Ask for structured replies.
+    pub const STRUCTURED_REPLY: u32 = 8;
+    /// List metadata contexts.
+    pub const LIST_META_CONTEXT: u32 = 9;
+    /// Select metadata contexts.
+    pub const SET_META_CONTEXT: u32 = 10;
+}
+
+/// Types of option replies.
+pub mod reply {
+    /// Done.
+    pub const ACK: u32 = 1;
+    /// An export.
+    pub const SERVER: u32 = 2;
+    /// A fact about an export.
+    pub const INFO: u32 = 3;
+    /// A metadata context.
+    pub const META_CONTEXT: u32 = 4;
+    /// The option is not known.
+    pub const ERR_UNSUP: u32 = (1 << 31) + 1;
+    /// The option's data is wrong.
+    pub const ERR_INVALID: u32 = (1 << 31) + 3;
+    /// No such export.
+    pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
+    /// The server is going away.
+    pub const ERR_SHUTDOWN: u32 = (1 << 31) + 7;
+    /// The option's data is too long.
+    pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
+}
+
+/// Types of facts about an export.
+pub mod info {
+    /// Size and transmission flags.
+    pub const EXPORT: u16 = 0;
+    /// Canonical name.
+    pub const NAME: u16 = 1;
+    /// Text for people.
+    pub const DESCRIPTION: u16 = 2;
+    /// Size constraints.
+    pub const BLOCK_SIZE: u16 = 3;
+}
+
+/// Commands of the transmission phase.
+pub mod command {
+    /// Read.
+    pub const READ: u16 = 0;
+    /// Write; the only command with a payload.
+    pub const WRITE: u16 = 1;
+    /// Disconnect.
+    pub const DISC: u16 = 2;
+    /// Flush.
+    pub const FLUSH: u16 = 3;
+    /// Discard.
+    pub const TRIM: u16 = 4;
+    /// Prefetch.
+    pub const CACHE: u16 = 5;
+    /// Write zeroes.
+    pub const WRITE_ZEROES: u16 = 6;
+    /// Block status.
+    pub const BLOCK_STATUS: u16 = 7;
+}
+
+/// Types of structured reply chunks.
+pub mod chunk {
+    /// Nothing; ends a reply.
+    pub const NONE: u16 = 0;
+    /// Data.
+    pub const OFFSET_DATA: u16 = 1;
+    /// Extents.
+    pub const BLOCK_STATUS: u16 = 5;
+    /// The request failed.
+    pub const ERROR: u16 = (1 << 15) + 1;
+    /// Flag: the last chunk of its reply.
+    pub const FLAG_DONE: u16 = 1;
+}
+
+/// The server's greeting.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Greeting {
+    /// [`INIT_MAGIC`].
+    pub init: U64,
+    /// [`OPTION_MAGIC`].
+    pub magic: U64,
+    /// [`HandshakeFlags`].
+    pub flags: U16,
+}
+
+/// An option, before its data.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct OptionHeader {
+    /// [`OPTION_MAGIC`].
+    pub magic: U64,
+    /// One of [`option`].
+    pub option: U32,
+    /// Length of the data in bytes.
+    pub len: U32,
+}
+
+/// A reply to an option, before its data.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct OptionReply {
+    /// [`OPTION_REPLY_MAGIC`].
+    pub magic: U64,
+    /// The option that is answered.
+    pub option: U32,
+    /// One of [`reply`].
+    pub kind: U32,
+    /// Length of the data in bytes.
+    pub len: U32,
+}
+
+/// The reply to `OPT_EXPORT_NAME`, before the padding.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct ExportNameReply {
+    /// Size of the export in bytes.
+    pub size: U64,
+    /// [`TransmissionFlags`].
+    pub flags: U16,
+}
+
+/// Data of an `INFO_EXPORT` reply.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct InfoExport {
+    /// [`info::EXPORT`].
+    pub kind: U16,
+    /// Size of the export in bytes.
+    pub size: U64,
+    /// [`TransmissionFlags`].
+    pub flags: U16,
+}
+
+/// Data of an `INFO_BLOCK_SIZE` reply.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct InfoBlockSize {
+    /// [`info::BLOCK_SIZE`].
+    pub kind: U16,
+    /// Unit of offsets and lengths in bytes.
+    pub minimum: U32,
+    /// Bytes from which on a request is efficient.
+    pub preferred: U32,
+    /// Largest payload in bytes.
+    pub maximum: U32,
+}
+
+/// A request, before its payload.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RequestHeader {
+    /// [`REQUEST_MAGIC`].
+    pub magic: U32,
+    /// [`CommandFlags`].
+    pub flags: U16,
+    /// One of [`command`].
+    pub command: U16,
+    /// Chosen by the client, handed back in the reply.
+    pub cookie: U64,
+    /// First byte.
+    pub offset: U64,
+    /// Length in bytes.
+    pub len: U32,
+}
+
+/// A simple reply, before its data.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct SimpleReply {
+    /// [`SIMPLE_REPLY_MAGIC`].
+    pub magic: U32,
+    /// 0 or an [`Errno`](crate::errno::Errno).
+    pub error: U32,
+    /// The request's.
+    pub cookie: U64,
+}
+
+/// A structured reply chunk, before its payload.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Chunk {
+    /// [`STRUCTURED_REPLY_MAGIC`].
+    pub magic: U32,
+    /// [`chunk::FLAG_DONE`] or 0.
+    pub flags: U16,
+    /// One of [`chunk`].
+    pub kind: U16,
+    /// The request's.
+    pub cookie: U64,
+    /// Length of the payload in bytes.
+    pub len: U32,
+}
+
+/// A data chunk, before its data.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct DataChunk {
+    /// With the length of the data + 8.
+    pub chunk: Chunk,
+    /// First byte of the data on the export.
+    pub offset: U64,
+}
+
+/// An error chunk, before its message.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct ErrorChunk {
+    /// With the length of the message + 6.
+    pub chunk: Chunk,
+    /// An [`Errno`](crate::errno::Errno).
+    pub error: U32,
+    /// Length of the message in bytes.
+    pub message_len: U16,
+}
+
+/// A block status chunk, before its descriptors.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct StatusChunk {
+    /// With 8 bytes for each descriptor + 4.
+    pub chunk: Chunk,
+    /// [`BASE_ALLOCATION_ID`].
+    pub context: U32,
+}
+
+/// A descriptor of a block status chunk.
+#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Descriptor {
+    /// Length of the extent in bytes.
+    pub len: U32,
+    /// [`StateFlags`].
+    pub flags: U32,
+}
+
+const _: () = {
+    assert!(size_of::<Greeting>() == 18);
+    assert!(size_of::<OptionHeader>() == 16);
+    assert!(size_of::<OptionReply>() == 20);
+    assert!(size_of::<ExportNameReply>() == 10);
+    assert!(size_of::<InfoExport>() == 12);
+    assert!(size_of::<InfoBlockSize>() == 14);
+    assert!(size_of::<RequestHeader>() == 28);
+    assert!(size_of::<SimpleReply>() == 16);
+    assert!(size_of::<Chunk>() == 20);
+    assert!(size_of::<DataChunk>() == 28);
+    assert!(size_of::<ErrorChunk>() == 26);
+    assert!(size_of::<StatusChunk>() == 24);
+    assert!(size_of::<Descriptor>() == 8);
+};
+
+impl Chunk {
+    /// The header of a chunk of `kind` with `len` bytes of payload.
+    pub fn new(cookie: u64, kind: u16, done: bool, len: u32) -> Self {
+        Self {
+            magic: STRUCTURED_REPLY_MAGIC.into(),
+            flags: if done { chunk::FLAG_DONE } else { 0 }.into(),
+            kind: kind.into(),
+            cookie: cookie.into(),
+            len: len.into(),
+        }
+    }
+}

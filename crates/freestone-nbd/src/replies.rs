@@ -1,0 +1,230 @@
+//! The replies of a connection that are ready: one buffer, and large owned data between its bytes. All of it
+//! leaves in one system call (as far as the socket takes it).
+
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+
+use freestone::device::IoBuf;
+use rustix::net::{SendAncillaryBuffer, SendFlags, send, sendmsg};
+use zerocopy::{Immutable, IntoBytes};
+
+/// From so many bytes on, replies are sent although more requests are at hand.
+pub const SEND_THRESHOLD_BYTES: usize = 256 << 10;
+/// Largest data that is copied or decoded into the buffer at once.
+pub const MAX_INLINE_BYTES: usize = 256 << 10;
+/// Room for headers and messages behind the threshold and the data.
+const HEADER_ROOM_BYTES: usize = 8 << 10;
+/// Size of the reply buffer of a connection in bytes.
+pub const REPLY_BUFFER_BYTES: usize = SEND_THRESHOLD_BYTES + MAX_INLINE_BYTES + HEADER_ROOM_BYTES;
+/// Owned data up to this size is copied rather than kept.
+const COPY_BYTES: usize = 16 << 10;
+/// Parts of one `sendmsg`, far below the kernel's `UIO_MAXIOV`.
+const MAX_SLICES: usize = 64;
+
+/// Ready replies.
+#[derive(Debug)]
+pub struct Replies {
+    buf: Box<[u8]>,
+    len: usize,
+    /// Owned data, each with the position in `buf` before which it is sent, ascending.
+    owned: Vec<(usize, IoBuf)>,
+    owned_bytes: usize,
+    /// Send system calls so far.
+    pub sends: u64,
+    /// Bytes sent so far.
+    pub sent_bytes: u64,
+}
+
+impl Replies {
+    /// Nothing ready. The memory is touched as far as it gets used.
+    pub fn new() -> Self {
+        Self {
+            buf: vec![0; REPLY_BUFFER_BYTES].into_boxed_slice(),
+            len: 0,
+            owned: Vec::new(),
+            owned_bytes: 0,
+            sends: 0,
+            sent_bytes: 0,
+        }
+    }
+
+    /// Whether nothing waits to be sent.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0 && self.owned.is_empty()
+    }
+
+    /// Whether so much waits that it should be sent now.
+    #[inline]
+    pub fn is_due(&self) -> bool {
+        self.len + self.owned_bytes >= SEND_THRESHOLD_BYTES
+    }
+
+    /// Makes room for `n` bytes in the buffer, sends for that if need be.
+    #[inline]
+    pub fn reserve(&mut self, socket: BorrowedFd<'_>, n: usize) -> Result<(), rustix::io::Errno> {
+        debug_assert!(n <= REPLY_BUFFER_BYTES, "more than the buffer holds");
+        if self.len + n > self.buf.len() { self.send(socket) } else { Ok(()) }
+    }
+
+    /// Where the next byte goes.
+    #[inline]
+    pub fn position(&self) -> usize {
+        self.len
+    }
+
+    /// `n` bytes from `at` on, reserved before; [`commit`](Self::commit) makes them part of the replies.
+    #[inline]
+    pub fn space(&mut self, at: usize, n: usize) -> &mut [u8] {
+        &mut self.buf[at..at + n]
+    }
+
+    /// Everything before `end` is ready.
+    #[inline]
+    pub fn commit(&mut self, end: usize) {
+        debug_assert!(end >= self.len, "replies do not shrink");
+        self.len = end;
+    }
+
+    /// Appends a header or text, for which there is room.
+    #[inline]
+    pub fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, part: &T) {
+        let bytes = part.as_bytes();
+        self.buf[self.len..self.len + bytes.len()].copy_from_slice(bytes);
+        self.len += bytes.len();
+    }
+
+    /// Appends owned data: copied if it is small, else kept until it is sent. Returns whether it was kept.
+    pub fn put_owned(&mut self, data: IoBuf) -> bool {
+        if data.len() <= COPY_BYTES {
+            self.put(&data[..]);
+            return false;
+        }
+        self.owned_bytes += data.len();
+        self.owned.push((self.len, data));
+        true
+    }
+
+    /// Room that [`put_owned`](Self::put_owned) needs in the buffer for `n` bytes.
+    pub fn room_for_owned(n: usize) -> usize {
+        if n <= COPY_BYTES { n } else { 0 }
+    }
+
+    /// Bytes of owned data that are kept.
+    pub fn owned_bytes(&self) -> usize {
+        self.owned_bytes
+    }
+
+    /// Sends what lies before the uncommitted bytes `len .. len + open`, and moves those to the front.
+    pub fn send_around(&mut self, socket: BorrowedFd<'_>, open: usize) -> Result<(), rustix::io::Errno> {
+        let start = self.len;
+        if self.is_empty() {
+            return Ok(());
+        }
+        self.send(socket)?;
+        self.buf.copy_within(start..start + open, 0);
+        Ok(())
+    }
+
+    /// Sends everything, waits as long as the peer does not read. Nothing is left afterwards, also on error.
+    pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        let result = if self.owned.is_empty() { self.send_plain(socket) } else { self.send_mixed(socket) };
+        self.len = 0;
+        self.owned.clear();
+        self.owned_bytes = 0;
+        result
+    }
+
+    fn send_plain(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        let mut at = 0;
+        while at < self.len {
+            at += rustix::io::retry_on_intr(|| send(socket, &self.buf[at..self.len], SendFlags::NOSIGNAL))?;
+            self.sends += 1;
+        }
+        self.sent_bytes += at as u64;
+        Ok(())
+    }
+
+    fn send_mixed(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        // `slices` borrows from buf and owned, so the counters are kept apart until the end.
+        let mut sends = 0;
+        let mut parts: Vec<&[u8]> = Vec::with_capacity(self.owned.len() * 2 + 1);
+        let mut from = 0;
+        for (at, data) in &self.owned {
+            parts.push(&self.buf[from..*at]);
+            parts.push(data);
+            from = *at;
+        }
+        parts.push(&self.buf[from..self.len]);
+        parts.retain(|part| !part.is_empty());
+        let total: usize = parts.iter().map(|part| part.len()).sum();
+        let mut first = 0;
+        while first < parts.len() {
+            let slices: Vec<IoSlice<'_>> =
+                parts[first..].iter().take(MAX_SLICES).map(|part| IoSlice::new(part)).collect();
+            let mut sent = rustix::io::retry_on_intr(|| {
+                sendmsg(socket, &slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)
+            })?;
+            sends += 1;
+            while first < parts.len() && sent >= parts[first].len() {
+                sent -= parts[first].len();
+                first += 1;
+            }
+            if first < parts.len() {
+                parts[first] = &parts[first][sent..];
+            }
+        }
+        self.sends += sends;
+        self.sent_bytes += total as u64;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn owned_data_keeps_its_place() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut replies = Replies::new();
+        let mut wanted = Vec::new();
+        for round in 0..100_u8 {
+            replies.put(&[round; 3][..]);
+            wanted.extend([round; 3]);
+            let big = vec![round; if round % 2 == 0 { COPY_BYTES + 1 } else { 9 }];
+            assert_eq!(replies.put_owned(IoBuf::copy_of(&big).unwrap()), round % 2 == 0);
+            wanted.extend(big);
+        }
+        let reader = std::thread::spawn(move || {
+            let mut got = Vec::new();
+            theirs.read_to_end(&mut got).unwrap();
+            got
+        });
+        replies.send(ours.as_fd()).unwrap();
+        assert!(replies.is_empty());
+        assert_eq!(replies.sent_bytes, wanted.len() as u64);
+        drop(ours);
+        assert!(reader.join().unwrap() == wanted);
+    }
+
+    #[test]
+    fn open_bytes_survive_an_early_send() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut replies = Replies::new();
+        replies.put(&b"ready"[..]);
+        let at = replies.position();
+        replies.space(at, 4).copy_from_slice(b"open");
+        replies.send_around(ours.as_fd(), 4).unwrap();
+        assert_eq!(replies.position(), 0);
+        replies.commit(4);
+        replies.send(ours.as_fd()).unwrap();
+        drop(ours);
+        let mut got = String::new();
+        theirs.read_to_string(&mut got).unwrap();
+        assert_eq!(got, "readyopen");
+    }
+}

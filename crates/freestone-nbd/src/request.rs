@@ -1,0 +1,479 @@
+//! From a request on the wire to the device and back: the path of every request, and the whole path of those
+//! that are done at once.
+
+use freestone::device::{Buffer, Error, ExtentKind, Flags, IoBuf, Op, Request, Tried};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::errno::{Action, Errno, Failure};
+use crate::input::RECEIVE_BUFFER_BYTES;
+use crate::proto::{
+    BASE_ALLOCATION_ID, Chunk, CommandFlags, DataChunk, Descriptor, MAX_PAYLOAD_BYTES, REQUEST_MAGIC,
+    RequestHeader, SimpleReply, StateFlags, StatusChunk, chunk, command,
+};
+use crate::replies::MAX_INLINE_BYTES;
+use crate::session::{Lost, Session, Step, data_chunk, no_memory, simple};
+use crate::stream::{Gather, Skip, Stream, Whole, Write};
+
+/// Most descriptors of one block status reply; the client asks again from where they end.
+pub const MAX_DESCRIPTORS: usize = 8192;
+/// Length of a request's header in bytes.
+pub const HEADER_BYTES: usize = size_of::<RequestHeader>();
+
+const _: () = {
+    // A piece of a read, or a block status, fits behind its header.
+    assert!(size_of::<StatusChunk>() + MAX_DESCRIPTORS * size_of::<Descriptor>() <= MAX_INLINE_BYTES);
+};
+
+/// A request as it came, in the machine's byte order.
+#[derive(Debug, Clone, Copy)]
+pub struct Incoming {
+    flags: u16,
+    /// Chosen by the client.
+    pub cookie: u64,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u32,
+}
+
+impl Session<'_> {
+    /// Takes the next request from the input.
+    pub(crate) fn next_request(&mut self) -> Result<Step, Lost> {
+        let Ok((header, _)) = RequestHeader::ref_from_prefix(self.input.data()) else {
+            return Ok(Step::Input(HEADER_BYTES));
+        };
+        if header.magic.get() != REQUEST_MAGIC {
+            tracing::warn!(
+                peer = %self.link.peer(),
+                export = %self.export.name,
+                magic = format_args!("{:#010x}", header.magic.get()),
+                "the client sent something that is no request"
+            );
+            return Ok(Step::End);
+        }
+        let incoming = Incoming {
+            flags: header.flags.get(),
+            cookie: header.cookie.get(),
+            offset: header.offset.get(),
+            len: header.len.get(),
+        };
+        match header.command.get() {
+            command::READ => self.read(incoming),
+            command::WRITE => self.write(incoming),
+            command::DISC => Ok(Step::End),
+            command::FLUSH => self.plain(incoming, Op::Flush, CommandFlags::empty()),
+            command::TRIM => self.plain(incoming, Op::Discard, CommandFlags::empty()),
+            command::WRITE_ZEROES => {
+                self.plain(incoming, Op::WriteZeroes, CommandFlags::NO_HOLE | CommandFlags::FAST_ZERO)
+            }
+            command::CACHE => self.cache(incoming),
+            command::BLOCK_STATUS => self.block_status(incoming),
+            other => {
+                self.accept();
+                tracing::debug!(peer = %self.link.peer(), command = other, "unknown command");
+                self.refuse(incoming, Errno::Inval, "unknown command")
+            }
+        }
+    }
+
+    /// The header is consumed: the request will be answered.
+    fn accept(&mut self) {
+        self.input.consume(HEADER_BYTES);
+        self.tally.requests += 1;
+    }
+
+    fn refuse(&mut self, incoming: Incoming, errno: Errno, text: &'static str) -> Result<Step, Lost> {
+        self.reply_failure(incoming.cookie, &Failure::new(errno, text))?;
+        Ok(Step::Done)
+    }
+
+    /// Checks everything that can be checked before any effect. FUA is allowed with each command, as the protocol
+    /// wants it, and handed on where the command writes.
+    fn vet(
+        &mut self,
+        incoming: Incoming,
+        op: Op,
+        allowed: CommandFlags,
+        action: Action,
+    ) -> Result<(Request, CommandFlags), Failure> {
+        let flags = CommandFlags::from_bits(incoming.flags)
+            .filter(|flags| (allowed | CommandFlags::FUA).contains(*flags))
+            .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
+        let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
+        if writes && self.export.read_only {
+            return Err(Failure::of(Error::ReadOnly, action));
+        }
+        let mut request = Request::new(op, incoming.offset, u64::from(incoming.len));
+        if writes && flags.contains(CommandFlags::FUA) {
+            request.flags |= Flags::FUA;
+        }
+        let mut checked = request.check(&self.geometry);
+        if checked == Err(Error::OutOfRange) {
+            // The device may have grown.
+            self.geometry = self.export.device.geometry();
+            checked = request.check(&self.geometry);
+        }
+        checked.map_err(|error| Failure::of(error, action))?;
+        Ok((request, flags))
+    }
+
+    fn read(&mut self, incoming: Incoming) -> Result<Step, Lost> {
+        let allowed = if self.structured { CommandFlags::DF } else { CommandFlags::empty() };
+        let vetted = self.vet(incoming, Op::Read, allowed, Action::Plain);
+        let (request, flags) = match vetted {
+            Ok((_, _)) if incoming.len > MAX_PAYLOAD_BYTES => {
+                self.accept();
+                return self.refuse(incoming, Errno::Overflow, "more than 32 MiB in one read");
+            }
+            Ok(vetted) => vetted,
+            Err(failure) => {
+                self.accept();
+                self.reply_failure(incoming.cookie, &failure)?;
+                return Ok(Step::Done);
+            }
+        };
+        let len = incoming.len as usize;
+        if len <= MAX_INLINE_BYTES {
+            let step = self.read_piece(incoming.cookie, request, None)?;
+            if step == Step::Done {
+                self.accept();
+            }
+            return Ok(step);
+        }
+        if self.structured && !flags.contains(CommandFlags::DF) {
+            self.accept();
+            let slot = self.operations.open(incoming.cookie, Action::Plain, true);
+            self.stream = Some(Stream::Read { slot, request });
+            return Ok(Step::Done);
+        }
+        // One reply, one piece: it is built apart, so that an error can still be told and others go on.
+        if !self.admits(len) {
+            return Ok(Step::Stalled);
+        }
+        self.accept();
+        let Ok(buffer) = IoBuf::zeroed(len) else {
+            self.reply_failure(incoming.cookie, &no_memory(Action::Plain))?;
+            return Ok(Step::Done);
+        };
+        self.operations.charged += len;
+        self.stream = Some(Stream::Whole(Whole { cookie: incoming.cookie, request, buffer, filled: 0 }));
+        Ok(Step::Done)
+    }
+
+    /// Reads at most [`MAX_INLINE_BYTES`]: straight into the reply buffer behind a header that is written when the
+    /// data is there, or by a submitted part. With `part`, as a piece of that operation; true: the last one.
+    pub(crate) fn read_piece(
+        &mut self,
+        cookie: u64,
+        request: Request,
+        part: Option<(usize, bool)>,
+    ) -> Result<Step, Lost> {
+        let len = request.len as usize;
+        let head = if self.structured { size_of::<DataChunk>() } else { size_of::<SimpleReply>() };
+        self.replies.reserve(self.link.socket(), head + len)?;
+        let mut rest = request;
+        loop {
+            let start = self.replies.position();
+            let at = start + head + (len - rest.len as usize);
+            let space = self.replies.space(at, rest.len as usize);
+            match self.export.device.try_io(&rest, Buffer::Read(space)) {
+                Ok(Tried::Done) => {
+                    let done = match part {
+                        None => true,
+                        Some((slot, last)) => {
+                            let operation = self.operations.get(slot);
+                            operation.open = !last;
+                            last && operation.parts == 0 && operation.failure.is_none()
+                        }
+                    };
+                    if self.structured {
+                        self.replies.put(&data_chunk(cookie, request.offset, request.len as u32, done));
+                    } else {
+                        self.replies.put(&simple(cookie, 0));
+                    }
+                    self.replies.commit(start + head + len);
+                    self.tally.replies += u64::from(done);
+                    if let Some((slot, _)) = part {
+                        if done {
+                            self.operations.take_ended(slot);
+                        } else {
+                            self.finish(slot)?;
+                        }
+                    }
+                    return Ok(Step::Done);
+                }
+                Ok(Tried::Partly(n)) => {
+                    rest = advance(rest, n);
+                    // The others that are ready do not wait for the rest.
+                    self.replies.send_around(self.link.socket(), head + len)?;
+                }
+                Ok(Tried::WouldBlock) => {
+                    if !self.admits(len) {
+                        return Ok(Step::Stalled);
+                    }
+                    let slot = match part {
+                        Some((slot, _)) => slot,
+                        None => self.operations.open(cookie, Action::Plain, true),
+                    };
+                    self.operations.get(slot).open = part.is_some_and(|(_, last)| !last);
+                    return match IoBuf::zeroed(len) {
+                        // The whole piece again: its data must lie in one buffer.
+                        Ok(buffer) => {
+                            self.submit(slot, request, buffer, false);
+                            Ok(Step::Done)
+                        }
+                        Err(error) => self.fail_part(slot, error),
+                    };
+                }
+                Err(error) => {
+                    return match part {
+                        None => {
+                            self.reply_failure(cookie, &Failure::of(error, Action::Plain))?;
+                            Ok(Step::Done)
+                        }
+                        Some((slot, last)) => {
+                            self.operations.get(slot).open = !last;
+                            self.fail_part(slot, error)
+                        }
+                    };
+                }
+            }
+        }
+    }
+
+    /// A part of the operation at `slot` failed before it was submitted.
+    pub(crate) fn fail_part(&mut self, slot: usize, error: Error) -> Result<Step, Lost> {
+        let operation = self.operations.get(slot);
+        let action = operation.action;
+        operation.failure.get_or_insert_with(|| Failure::of(error, action));
+        self.finish(slot)?;
+        Ok(Step::Done)
+    }
+
+    fn write(&mut self, incoming: Incoming) -> Result<Step, Lost> {
+        let vetted = self.vet(incoming, Op::Write, CommandFlags::empty(), Action::Store);
+        let request = match vetted {
+            Ok((request, _)) if incoming.len <= MAX_PAYLOAD_BYTES => request,
+            other => {
+                let failure = other.err();
+                let failure = failure.unwrap_or(Failure::new(Errno::Inval, "more than 32 MiB in one write"));
+                self.accept();
+                self.stream =
+                    Some(Stream::Skip(Skip { cookie: incoming.cookie, left: incoming.len, failure }));
+                return Ok(Step::Done);
+            }
+        };
+        let len = incoming.len as usize;
+        let cookie = incoming.cookie;
+        if HEADER_BYTES + len > RECEIVE_BUFFER_BYTES {
+            if self.geometry.zones.is_none() {
+                self.accept();
+                let slot = self.operations.open(cookie, Action::Store, false);
+                self.stream = Some(Stream::Write(Write { slot, rest: request }));
+                return Ok(Step::Done);
+            }
+            // A write to a zone is all or nothing.
+            if !self.admits(len) {
+                return Ok(Step::Stalled);
+            }
+            self.accept();
+            if let Ok(buffer) = IoBuf::zeroed(len) {
+                self.operations.charged += len;
+                self.stream = Some(Stream::Gather(Gather { cookie, rest: request, buffer, filled: 0 }));
+            } else {
+                let failure = no_memory(Action::Store);
+                self.stream = Some(Stream::Skip(Skip { cookie, left: incoming.len, failure }));
+            }
+            return Ok(Step::Done);
+        }
+        if self.input.data().len() < HEADER_BYTES + len {
+            return Ok(Step::Input(HEADER_BYTES + len));
+        }
+        self.write_received(cookie, request)
+    }
+
+    /// A write whose payload was received as a whole.
+    fn write_received(&mut self, cookie: u64, request: Request) -> Result<Step, Lost> {
+        let len = request.len as usize;
+        let mut rest = request;
+        let result = loop {
+            let payload = &self.input.data()[HEADER_BYTES + len - rest.len as usize..HEADER_BYTES + len];
+            match self.export.device.try_io(&rest, Buffer::Write(payload)) {
+                Ok(Tried::Done) => break Ok(()),
+                Ok(Tried::Partly(n)) => {
+                    rest = advance(rest, n);
+                    self.replies.send_around(self.link.socket(), 0)?;
+                }
+                Ok(Tried::WouldBlock) => {
+                    let left = rest.len as usize;
+                    if !self.admits(left) {
+                        if left == len {
+                            return Ok(Step::Stalled);
+                        }
+                        // What is done stays done: go on from there when there is room.
+                        self.accept();
+                        self.input.consume(len - left);
+                        let slot = self.operations.open(cookie, Action::Store, false);
+                        self.stream = Some(Stream::Write(Write { slot, rest }));
+                        return Ok(Step::Done);
+                    }
+                    match IoBuf::copy_of(payload) {
+                        Ok(buffer) => {
+                            let slot = self.operations.open(cookie, Action::Store, false);
+                            self.operations.get(slot).open = false;
+                            self.submit(slot, rest, buffer, false);
+                            self.accept();
+                            self.input.consume(len);
+                            return Ok(Step::Done);
+                        }
+                        Err(error) => break Err(error),
+                    }
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        self.accept();
+        self.input.consume(len);
+        match result {
+            Ok(()) => self.reply_done(cookie)?,
+            Err(error) => self.reply_failure(cookie, &Failure::of(error, Action::Store))?,
+        }
+        Ok(Step::Done)
+    }
+
+    /// Flush, trim, write zeroes: requests without a payload either way.
+    fn plain(&mut self, incoming: Incoming, op: Op, allowed: CommandFlags) -> Result<Step, Lost> {
+        self.accept();
+        let mut action = Action::Plain;
+        if op == Op::WriteZeroes {
+            let fast = incoming.flags & CommandFlags::FAST_ZERO.bits() != 0;
+            action = if fast { Action::StoreFast } else { Action::Store };
+        }
+        let (mut request, flags) = match self.vet(incoming, op, allowed, action) {
+            Ok(vetted) => vetted,
+            Err(failure) => {
+                self.reply_failure(incoming.cookie, &failure)?;
+                return Ok(Step::Done);
+            }
+        };
+        match op {
+            Op::Discard if self.geometry.discard_granularity == 0 => {
+                return self.refuse(incoming, Errno::Inval, "the device offers no discard");
+            }
+            Op::WriteZeroes if action == Action::StoreFast && !self.geometry.fast_zeroes => {
+                return self.refuse(incoming, Errno::NotSup, "zeroes are not faster than data here");
+            }
+            Op::WriteZeroes if !flags.contains(CommandFlags::NO_HOLE) => request.flags |= Flags::MAY_FREE,
+            _ => {}
+        }
+        self.stream = Some(Stream::Plain { cookie: incoming.cookie, request, action });
+        Ok(Step::Done)
+    }
+
+    fn cache(&mut self, incoming: Incoming) -> Result<Step, Lost> {
+        self.accept();
+        // Checked as a read is.
+        match self.vet(incoming, Op::Read, CommandFlags::empty(), Action::Plain) {
+            Ok((request, _)) => {
+                self.export.device.prefetch(request.offset, request.len);
+                self.reply_done(incoming.cookie)?;
+            }
+            Err(failure) => self.reply_failure(incoming.cookie, &failure)?,
+        }
+        Ok(Step::Done)
+    }
+
+    fn block_status(&mut self, incoming: Incoming) -> Result<Step, Lost> {
+        self.accept();
+        let (request, flags) = match self.vet(incoming, Op::Read, CommandFlags::REQ_ONE, Action::Plain) {
+            Ok(vetted) => vetted,
+            Err(failure) => {
+                self.reply_failure(incoming.cookie, &failure)?;
+                return Ok(Step::Done);
+            }
+        };
+        if !self.block_status {
+            return self.refuse(incoming, Errno::Inval, "no metadata context was negotiated");
+        }
+        let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
+        let room = size_of::<StatusChunk>() + most * size_of::<Descriptor>();
+        self.replies.reserve(self.link.socket(), room)?;
+        let first = self.replies.position() + size_of::<StatusChunk>();
+        let space = self.replies.space(first, most * size_of::<Descriptor>());
+        match describe(&*self.export.device, request, space) {
+            Ok(count) => {
+                let bytes = count * size_of::<Descriptor>();
+                let len = size_of::<u32>() + bytes;
+                self.replies.put(&StatusChunk {
+                    chunk: Chunk::new(incoming.cookie, chunk::BLOCK_STATUS, true, len as u32),
+                    context: BASE_ALLOCATION_ID.into(),
+                });
+                self.replies.commit(first + bytes);
+                self.tally.replies += 1;
+            }
+            Err(error) => self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain))?,
+        }
+        Ok(Step::Done)
+    }
+}
+
+/// Fills `space` with descriptors of the range, neighbours of one kind as one; returns how many, at least one.
+fn describe(
+    device: &dyn freestone::device::Device,
+    range: Request,
+    space: &mut [u8],
+) -> Result<usize, Error> {
+    let end = range.offset + range.len;
+    let mut at = range.offset;
+    let mut count = 0;
+    let mut open: Option<(u64, StateFlags)> = None;
+    // Writes a run; true: there is room for more.
+    let mut write = |len: u64, flags: StateFlags| {
+        let mut places = space.chunks_exact_mut(size_of::<Descriptor>()).skip(count);
+        let Some(place) = places.next() else { return false };
+        // Runs lie inside the request, whose length has 32 bits.
+        let descriptor = Descriptor { len: (len as u32).into(), flags: flags.bits().into() };
+        place.copy_from_slice(descriptor.as_bytes());
+        count += 1;
+        places.next().is_some()
+    };
+    let result = device.extents(range.offset, range.len, &mut |row| {
+        let len = row.len.min(end - at);
+        if row.offset != at || len == 0 {
+            // Not what the contract promises: what was told so far is what is known.
+            return false;
+        }
+        let flags = match row.kind {
+            ExtentKind::Data => StateFlags::empty(),
+            ExtentKind::Zero => StateFlags::ZERO,
+            ExtentKind::Hole => StateFlags::ZERO | StateFlags::HOLE,
+        };
+        at += len;
+        match &mut open {
+            Some((run, kind)) if *kind == flags => *run += len,
+            _ => {
+                if let Some((run, kind)) = open.replace((len, flags))
+                    && !write(run, kind)
+                {
+                    return false;
+                }
+            }
+        }
+        at < end
+    });
+    if let Some((run, kind)) = open {
+        write(run, kind);
+    }
+    match result {
+        _ if count > 0 => Ok(count),
+        Err(error) => Err(error),
+        Ok(_) => Err(Error::Media),
+    }
+}
+
+/// What is left of a request of which the device did `n` bytes. A device that claims nothing, or the whole, breaks
+/// its contract; its caller's connection ends there.
+pub(crate) fn advance(request: Request, n: u64) -> Request {
+    assert!(n > 0 && n < request.len, "Tried::Partly is at least one block and less than the whole");
+    request.rest(n)
+}

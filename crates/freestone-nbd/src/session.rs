@@ -1,0 +1,401 @@
+//! The transmission phase of one connection: the loop of its thread.
+//!
+//! Each turn takes what the device has finished, works through what was received, and sends all replies that are
+//! ready in one call. With nothing submitted a turn is two system calls (receive, send) and takes no lock.
+
+use std::sync::Arc;
+
+use freestone::device::{Completion, Error, Geometry, IoBuf, Request};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::RecvFlags;
+
+use crate::errno::{Action, Failure};
+use crate::export::Export;
+use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
+use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received, receive_into};
+use crate::link::Link;
+use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
+use crate::replies::{REPLY_BUFFER_BYTES, Replies};
+use crate::stats::Tally;
+use crate::stream::Stream;
+
+/// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart, in bytes.
+pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES;
+
+/// What was negotiated in the handshake.
+#[derive(Debug, Clone)]
+pub struct Negotiated {
+    /// The export.
+    pub export: Arc<Export>,
+    /// Structured replies.
+    pub structured: bool,
+    /// The context `base:allocation`.
+    pub block_status: bool,
+}
+
+/// The socket takes no more replies.
+#[derive(Debug)]
+pub struct Lost;
+
+impl From<rustix::io::Errno> for Lost {
+    fn from(_: rustix::io::Errno) -> Self {
+        Self
+    }
+}
+
+/// How far a request, or the work at hand, came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// To its end; go on with the next request.
+    Done,
+    /// A piece further; others have their turn first.
+    Turn,
+    /// So many unconsumed bytes are needed to go on.
+    Input(usize),
+    /// The bounds of what may be in flight are reached.
+    Stalled,
+    /// The client wants no more, or broke the protocol.
+    End,
+}
+
+/// A connection in its transmission phase.
+pub struct Session<'a> {
+    pub(crate) link: &'a Link,
+    pub(crate) export: Arc<Export>,
+    pub(crate) structured: bool,
+    pub(crate) block_status: bool,
+    /// The size may be old, see [`Session::vet`].
+    pub(crate) geometry: Geometry,
+    pub(crate) input: Input,
+    pub(crate) replies: Replies,
+    pub(crate) operations: Operations,
+    /// The request that has started but is not wholly tried or submitted; later ones wait for it.
+    pub(crate) stream: Option<Stream>,
+    pub(crate) tally: Tally,
+    finished: Vec<Finished>,
+    /// Nothing more is taken from the socket.
+    ended: bool,
+    /// Bytes that are still taken from the socket, once the server wants the connection to end.
+    drain: Option<u64>,
+}
+
+impl<'a> Session<'a> {
+    /// A session with what the handshake left unread.
+    pub fn new(link: &'a Link, negotiated: Negotiated, input: Input, replies: Replies) -> Self {
+        let geometry = negotiated.export.device.geometry();
+        Self {
+            link,
+            export: negotiated.export,
+            structured: negotiated.structured,
+            block_status: negotiated.block_status,
+            geometry,
+            input,
+            replies,
+            operations: Operations::default(),
+            stream: None,
+            tally: Tally::default(),
+            finished: Vec::new(),
+            ended: false,
+            drain: None,
+        }
+    }
+
+    /// Serves until the client leaves, breaks the protocol, or the server ends the connection. What the device
+    /// holds is waited for in every case but [`Link::cut`], so that the bounds of memory hold.
+    pub fn run(mut self) {
+        // The handshake's sends are not counted here.
+        self.replies.sends = 0;
+        self.replies.sent_bytes = 0;
+        if matches!(self.serve(), Err(Lost)) {
+            while self.operations.in_flight > 0 && self.wait(false).is_some() {
+                self.discard_finished();
+            }
+        }
+        self.show_tally();
+    }
+
+    fn serve(&mut self) -> Result<(), Lost> {
+        loop {
+            self.harvest()?;
+            let step = if self.ended { Step::End } else { self.work()? };
+            if !self.replies.is_empty() {
+                self.replies.send(self.link.socket())?;
+            }
+            self.show_tally();
+            match step {
+                Step::Done | Step::Turn => {}
+                Step::Input(need) => self.receive(need)?,
+                Step::Stalled if self.operations.in_flight == 0 => {}
+                Step::Stalled => {
+                    self.wait(false).ok_or(Lost)?;
+                }
+                Step::End => {
+                    self.ended = true;
+                    if self.operations.in_flight == 0 {
+                        return Ok(());
+                    }
+                    self.wait(false).ok_or(Lost)?;
+                }
+            }
+        }
+    }
+
+    /// Works through what was received, until input or room is used up.
+    fn work(&mut self) -> Result<Step, Lost> {
+        loop {
+            if self.replies.is_due() {
+                return Ok(Step::Turn);
+            }
+            let step = match self.stream.take() {
+                Some(stream) => self.go_on(stream)?,
+                None => self.next_request()?,
+            };
+            if step != Step::Done {
+                return Ok(step);
+            }
+        }
+    }
+
+    /// Receives once, or takes note that there will be nothing.
+    fn receive(&mut self, need: usize) -> Result<(), Lost> {
+        if self.drain.is_none() && self.link.is_draining() {
+            self.drain = Some(rustix::io::ioctl_fionread(self.link.socket()).unwrap_or(0));
+        }
+        let limit = self.drain.unwrap_or(u64::MAX);
+        if limit == 0 {
+            self.ended = true;
+            return Ok(());
+        }
+        let mut flags = RecvFlags::empty();
+        if self.drain.is_some() {
+            flags = RecvFlags::DONTWAIT;
+        } else if self.operations.in_flight > 0 {
+            flags = RecvFlags::DONTWAIT;
+            if !self.wait(true).ok_or(Lost)? {
+                return Ok(());
+            }
+        }
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        let (received, n) = if let Some(Stream::Gather(gather)) = &mut self.stream {
+            let space = gather.space();
+            let len = space.len().min(limit);
+            match receive_into(self.link.socket(), flags, &mut space[..len]) {
+                Ok(0) => (Received::End, 0),
+                Ok(n) => {
+                    gather.fill(n);
+                    (Received::Data, n)
+                }
+                Err(rustix::io::Errno::WOULDBLOCK) => (Received::WouldBlock, 0),
+                Err(_) => (Received::End, 0),
+            }
+        } else {
+            let before = self.input.data().len();
+            let received = self.input.receive(self.link.socket(), flags, need, limit);
+            (received, self.input.data().len() - before)
+        };
+        match received {
+            Received::Data => {
+                self.tally.receives += 1;
+                if let Some(left) = &mut self.drain {
+                    *left = left.saturating_sub(n as u64);
+                }
+            }
+            Received::WouldBlock => self.ended |= self.drain.is_some(),
+            Received::End => self.ended = true,
+        }
+        Ok(())
+    }
+
+    /// Waits until something has finished, or with `input` until the socket has something; answers whether it has.
+    /// `None`: the connection was cut.
+    fn wait(&mut self, input: bool) -> Option<bool> {
+        let queue = self.link.queue();
+        // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
+        if queue.is_cut() {
+            return None;
+        }
+        let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
+        let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), PollFlags::IN)];
+        // An interrupted wait is a short one: every caller looks again.
+        let _ = poll(&mut fds[..if input { 2 } else { 1 }], None);
+        if !fds[0].revents().is_empty() {
+            queue.rearm();
+        }
+        (!queue.is_cut()).then(|| !fds[1].revents().is_empty())
+    }
+
+    /// Turns what the device has finished into replies.
+    fn harvest(&mut self) -> Result<(), Lost> {
+        if self.operations.in_flight == 0 {
+            return Ok(());
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        self.link.queue().take(&mut finished);
+        let mut result = Ok(());
+        for part in finished.drain(..) {
+            self.account(&part);
+            if result.is_ok() {
+                result = self.answer_part(part);
+            }
+        }
+        self.finished = finished;
+        result
+    }
+
+    fn discard_finished(&mut self) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.link.queue().take(&mut finished);
+        for part in finished.drain(..) {
+            self.account(&part);
+        }
+        self.finished = finished;
+    }
+
+    fn account(&mut self, part: &Finished) {
+        self.operations.in_flight -= 1;
+        self.operations.charged -= part.charge;
+        self.operations.get(part.slot).parts -= 1;
+    }
+
+    fn answer_part(&mut self, part: Finished) -> Result<(), Lost> {
+        let operation = self.operations.get(part.slot);
+        let action = operation.action;
+        match part.outcome {
+            Err(error) => {
+                operation.failure.get_or_insert_with(|| Failure::of(error, action));
+            }
+            Ok(()) if operation.is_read && part.buffer.len() != part.charge => {
+                // A device that hands back another buffer has no data for the client.
+                operation.failure.get_or_insert_with(|| Failure::of(Error::Media, action));
+            }
+            Ok(()) if operation.is_read => {
+                let done = !operation.open && operation.parts == 0 && operation.failure.is_none();
+                let cookie = operation.cookie;
+                self.reply_data(cookie, part.offset, part.buffer, done)?;
+                if done {
+                    self.operations.take_ended(part.slot);
+                    return Ok(());
+                }
+            }
+            Ok(()) => {}
+        }
+        self.finish(part.slot)
+    }
+
+    fn show_tally(&mut self) {
+        self.tally.sends = self.replies.sends;
+        self.tally.sent_bytes = self.replies.sent_bytes;
+        self.link.counters().show(&self.tally);
+    }
+}
+
+/// Submitting.
+impl Session<'_> {
+    /// Whether another part with a buffer of `bytes` may be in flight.
+    pub(crate) fn admits(&self, bytes: usize) -> bool {
+        let charged = self.operations.charged + self.replies.owned_bytes();
+        self.operations.in_flight < MAX_IN_FLIGHT && (charged == 0 || charged + bytes <= MAX_IN_FLIGHT_BYTES)
+    }
+
+    /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless `charged`.
+    pub(crate) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
+        let charge = buffer.len();
+        if !charged {
+            self.operations.charged += charge;
+        }
+        self.operations.in_flight += 1;
+        self.operations.get(slot).parts += 1;
+        self.tally.submitted += 1;
+        let queue = Arc::clone(self.link.queue());
+        let offset = request.offset;
+        let done = Completion::new(move |outcome, buffer| {
+            queue.push(Finished { slot, offset, charge, outcome, buffer });
+        });
+        self.export.device.submit(request, buffer, done);
+    }
+}
+
+/// Replies.
+impl Session<'_> {
+    /// Answers the operation at `slot` if it has ended.
+    pub(crate) fn finish(&mut self, slot: usize) -> Result<(), Lost> {
+        match self.operations.take_ended(slot) {
+            None => Ok(()),
+            Some(operation) => match operation.failure {
+                Some(failure) => self.reply_failure(operation.cookie, &failure),
+                None if operation.is_read => {
+                    // Only structured reads have parts, so only they come here.
+                    self.replies.reserve(self.link.socket(), size_of::<Chunk>())?;
+                    self.replies.put(&Chunk::new(operation.cookie, chunk::NONE, true, 0));
+                    self.tally.replies += 1;
+                    Ok(())
+                }
+                None => self.reply_done(operation.cookie),
+            },
+        }
+    }
+
+    /// "It is done", for requests without data in the reply; a simple reply is allowed for these in any mode.
+    pub(crate) fn reply_done(&mut self, cookie: u64) -> Result<(), Lost> {
+        self.replies.reserve(self.link.socket(), size_of::<SimpleReply>())?;
+        self.replies.put(&simple(cookie, 0));
+        self.tally.replies += 1;
+        Ok(())
+    }
+
+    /// The request failed.
+    pub(crate) fn reply_failure(&mut self, cookie: u64, failure: &Failure) -> Result<(), Lost> {
+        self.tally.replies += 1;
+        self.tally.errors += 1;
+        let error = failure.errno as u32;
+        if self.structured {
+            let text = failure.text.as_bytes();
+            self.replies.reserve(self.link.socket(), size_of::<ErrorChunk>() + text.len())?;
+            self.replies.put(&ErrorChunk {
+                chunk: Chunk::new(cookie, chunk::ERROR, true, 6 + text.len() as u32),
+                error: error.into(),
+                message_len: (text.len() as u16).into(),
+            });
+            self.replies.put(text);
+        } else {
+            self.replies.reserve(self.link.socket(), size_of::<SimpleReply>())?;
+            self.replies.put(&simple(cookie, error));
+        }
+        Ok(())
+    }
+
+    /// Data of a read, from an owned buffer.
+    pub(crate) fn reply_data(
+        &mut self,
+        cookie: u64,
+        offset: u64,
+        data: IoBuf,
+        done: bool,
+    ) -> Result<(), Lost> {
+        let room = size_of::<DataChunk>() + Replies::room_for_owned(data.len());
+        self.replies.reserve(self.link.socket(), room)?;
+        if self.structured {
+            self.replies.put(&data_chunk(cookie, offset, data.len() as u32, done));
+        } else {
+            self.replies.put(&simple(cookie, 0));
+        }
+        self.replies.put_owned(data);
+        self.tally.replies += u64::from(done);
+        Ok(())
+    }
+}
+
+/// The header of a simple reply.
+pub fn simple(cookie: u64, error: u32) -> SimpleReply {
+    SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: cookie.into() }
+}
+
+/// The header of a data chunk.
+pub fn data_chunk(cookie: u64, offset: u64, len: u32, done: bool) -> DataChunk {
+    DataChunk { chunk: Chunk::new(cookie, chunk::OFFSET_DATA, done, len + 8), offset: offset.into() }
+}
+
+/// A failure of memory for a buffer.
+pub fn no_memory(action: Action) -> Failure {
+    Failure::of(Error::NoMemory, action)
+}

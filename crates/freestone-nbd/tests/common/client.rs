@@ -1,0 +1,395 @@
+//! The raw client: every number is written out here, nothing is shared with the server.
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use freestone_nbd::Address;
+
+pub const READ: u16 = 0;
+pub const WRITE: u16 = 1;
+pub const DISC: u16 = 2;
+pub const FLUSH: u16 = 3;
+pub const TRIM: u16 = 4;
+pub const CACHE: u16 = 5;
+pub const WRITE_ZEROES: u16 = 6;
+pub const BLOCK_STATUS: u16 = 7;
+
+pub const FUA: u16 = 1;
+pub const NO_HOLE: u16 = 2;
+pub const DF: u16 = 4;
+pub const REQ_ONE: u16 = 8;
+pub const FAST_ZERO: u16 = 16;
+
+pub const ACK: u32 = 1;
+pub const SERVER: u32 = 2;
+pub const INFO: u32 = 3;
+pub const META_CONTEXT: u32 = 4;
+pub const ERR_UNSUP: u32 = 0x8000_0001;
+pub const ERR_INVALID: u32 = 0x8000_0003;
+pub const ERR_UNKNOWN: u32 = 0x8000_0006;
+pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
+pub const ERR_TOO_BIG: u32 = 0x8000_0009;
+
+pub trait Stream: Read + Write + Send {}
+impl<T: Read + Write + Send> Stream for T {}
+
+pub struct Client {
+    pub stream: Box<dyn Stream>,
+    pub structured: bool,
+    next_cookie: u64,
+}
+
+/// One reply to an option.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OptionReply {
+    pub kind: u32,
+    pub data: Vec<u8>,
+}
+
+/// A chunk of a structured reply, or a simple reply.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Chunk {
+    Simple { cookie: u64, error: u32 },
+    None { cookie: u64 },
+    Data { cookie: u64, done: bool, offset: u64, data: Vec<u8> },
+    Status { cookie: u64, context: u32, extents: Vec<(u32, u32)> },
+    Error { cookie: u64, error: u32, text: String },
+}
+
+impl Chunk {
+    pub fn cookie(&self) -> u64 {
+        match self {
+            Self::Simple { cookie, .. }
+            | Self::None { cookie }
+            | Self::Data { cookie, .. }
+            | Self::Status { cookie, .. }
+            | Self::Error { cookie, .. } => *cookie,
+        }
+    }
+
+    pub fn ends(&self) -> bool {
+        !matches!(self, Self::Data { done: false, .. })
+    }
+}
+
+/// A request's header.
+pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+    let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes
+}
+
+/// An option with its data.
+pub fn option(kind: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = b"IHAVEOPT".to_vec();
+    bytes.extend(kind.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+pub fn info_data(name: &str, wanted: &[u16]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name.as_bytes());
+    data.extend((wanted.len() as u16).to_be_bytes());
+    data.extend(wanted.iter().flat_map(|kind| kind.to_be_bytes()));
+    data
+}
+
+pub fn context_data(name: &str, queries: &[&str]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name.as_bytes());
+    data.extend((queries.len() as u32).to_be_bytes());
+    for query in queries {
+        data.extend((query.len() as u32).to_be_bytes());
+        data.extend(query.as_bytes());
+    }
+    data
+}
+
+impl Client {
+    pub fn connect(address: &Address) -> Self {
+        let patience = Some(Duration::from_secs(30));
+        let stream: Box<dyn Stream> = match address {
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path).unwrap();
+                stream.set_read_timeout(patience).unwrap();
+                Box::new(stream)
+            }
+            Address::Tcp { host, port } => {
+                let stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+                stream.set_read_timeout(patience).unwrap();
+                Box::new(stream)
+            }
+        };
+        Self::over(stream)
+    }
+
+    pub fn over(stream: Box<dyn Stream>) -> Self {
+        Self { stream, structured: false, next_cookie: 1 }
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        let mut bytes = vec![0; n];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_be_bytes(self.bytes(2).try_into().unwrap())
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_be_bytes(self.bytes(4).try_into().unwrap())
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_be_bytes(self.bytes(8).try_into().unwrap())
+    }
+
+    /// The server closes, and sends nothing more before.
+    pub fn assert_closed(&mut self) {
+        let mut rest = Vec::new();
+        match self.stream.read_to_end(&mut rest) {
+            Ok(_) => assert_eq!(rest, [0_u8; 0], "the server sent more"),
+            Err(error) => {
+                assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "{error}");
+            }
+        }
+    }
+
+    pub fn greet(&mut self, flags: u32) {
+        assert_eq!(self.bytes(8), b"NBDMAGIC");
+        assert_eq!(self.bytes(8), b"IHAVEOPT");
+        assert_eq!(self.u16(), 3);
+        self.send(&flags.to_be_bytes());
+    }
+
+    pub fn option_reply(&mut self, option: u32) -> OptionReply {
+        assert_eq!(self.u64(), 0x0003_e889_0455_65a9);
+        assert_eq!(self.u32(), option);
+        let kind = self.u32();
+        let len = self.u32() as usize;
+        OptionReply { kind, data: self.bytes(len) }
+    }
+
+    /// All replies to an option, the last one being ACK or an error.
+    pub fn option_replies(&mut self, option: u32) -> Vec<OptionReply> {
+        let mut replies = Vec::new();
+        loop {
+            let reply = self.option_reply(option);
+            let last = reply.kind == ACK || reply.kind >= 1 << 31;
+            if reply.kind == ACK {
+                assert!(reply.data.is_empty());
+            }
+            replies.push(reply);
+            if last {
+                return replies;
+            }
+        }
+    }
+
+    pub fn option(&mut self, kind: u32, data: &[u8]) -> Vec<OptionReply> {
+        self.send(&option(kind, data));
+        self.option_replies(kind)
+    }
+
+    /// Kind of the last reply to an option.
+    pub fn outcome(&mut self, kind: u32, data: &[u8]) -> u32 {
+        self.option(kind, data).last().unwrap().kind
+    }
+
+    pub fn structured(&mut self) {
+        assert_eq!(self.outcome(8, &[]), ACK);
+        self.structured = true;
+    }
+
+    pub fn set_context(&mut self, name: &str) {
+        let replies = self.option(10, &context_data(name, &["base:allocation"]));
+        assert_eq!(replies.len(), 2, "{replies:?}");
+        assert_eq!(replies[0].kind, META_CONTEXT);
+    }
+
+    /// Size and transmission flags.
+    pub fn go(&mut self, name: &str) -> (u64, u16) {
+        let replies = self.option(7, &info_data(name, &[]));
+        assert_eq!(replies.last().unwrap().kind, ACK, "{replies:?}");
+        export_info(&replies)
+    }
+
+    pub fn chunk(&mut self) -> Chunk {
+        match self.u32() {
+            0x6744_6698 => {
+                let error = self.u32();
+                Chunk::Simple { error, cookie: self.u64() }
+            }
+            0x668e_33ef => {
+                let flags = self.u16();
+                assert!(flags <= 1);
+                let done = flags == 1;
+                let kind = self.u16();
+                let cookie = self.u64();
+                let len = self.u32() as usize;
+                match kind {
+                    0 => {
+                        assert!(done && len == 0);
+                        Chunk::None { cookie }
+                    }
+                    1 => {
+                        assert!(len >= 9);
+                        let offset = self.u64();
+                        Chunk::Data { cookie, done, offset, data: self.bytes(len - 8) }
+                    }
+                    5 => {
+                        assert!(done && len >= 12 && (len - 4).is_multiple_of(8));
+                        let context = self.u32();
+                        let extents = (0..(len - 4) / 8).map(|_| (self.u32(), self.u32())).collect();
+                        Chunk::Status { cookie, context, extents }
+                    }
+                    0x8001 => {
+                        assert!(done);
+                        let error = self.u32();
+                        let text_len = self.u16() as usize;
+                        assert_eq!(text_len + 6, len);
+                        let text = String::from_utf8(self.bytes(text_len)).unwrap();
+                        Chunk::Error { cookie, error, text }
+                    }
+                    kind => panic!("chunk of kind {kind}"),
+                }
+            }
+            magic => panic!("no reply: {magic:#x}"),
+        }
+    }
+
+    pub fn cookie(&mut self) -> u64 {
+        self.next_cookie += 1;
+        self.next_cookie
+    }
+
+    pub fn ask(&mut self, flags: u16, command: u16, offset: u64, len: u32) -> u64 {
+        let cookie = self.cookie();
+        self.send(&request(flags, command, cookie, offset, len));
+        cookie
+    }
+
+    /// The errno of a request without data in its reply.
+    pub fn run(&mut self, flags: u16, command: u16, offset: u64, len: u32) -> u32 {
+        let cookie = self.ask(flags, command, offset, len);
+        self.plain_reply(cookie)
+    }
+
+    pub fn plain_reply(&mut self, wanted: u64) -> u32 {
+        match self.chunk() {
+            Chunk::Simple { cookie, error } | Chunk::Error { cookie, error, .. } => {
+                assert_eq!(cookie, wanted);
+                error
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn write(&mut self, flags: u16, offset: u64, data: &[u8]) -> u32 {
+        let cookie = self.cookie();
+        let mut bytes = request(flags, WRITE, cookie, offset, data.len() as u32);
+        bytes.extend(data);
+        self.send(&bytes);
+        self.plain_reply(cookie)
+    }
+
+    pub fn read(&mut self, offset: u64, len: u32) -> Result<Vec<u8>, u32> {
+        let cookie = self.ask(0, READ, offset, len);
+        let mut wanted = HashMap::from([(cookie, (offset, len))]);
+        let mut got = self.read_replies(&mut wanted);
+        got.remove(&cookie).unwrap()
+    }
+
+    /// Collects the replies to reads, by cookie; checks that the chunks cover each exactly.
+    pub fn read_replies(
+        &mut self,
+        wanted: &mut HashMap<u64, (u64, u32)>,
+    ) -> HashMap<u64, Result<Vec<u8>, u32>> {
+        let mut parts: HashMap<u64, Vec<(u64, Vec<u8>)>> = HashMap::new();
+        let mut results = HashMap::new();
+        while !wanted.is_empty() {
+            let chunk = self.chunk();
+            let cookie = chunk.cookie();
+            let (offset, len) = wanted[&cookie];
+            let ends = chunk.ends();
+            let mut error = None;
+            match chunk {
+                Chunk::Simple { error: 0, .. } => {
+                    assert!(!self.structured, "a simple reply to a read");
+                    let data = self.bytes(len as usize);
+                    parts.entry(cookie).or_default().push((offset, data));
+                }
+                Chunk::Simple { error: errno, .. } => {
+                    assert!(!self.structured, "a simple reply to a read");
+                    error = Some(errno);
+                }
+                Chunk::Error { error: errno, .. } => error = Some(errno),
+                Chunk::Data { offset, data, .. } => parts.entry(cookie).or_default().push((offset, data)),
+                Chunk::None { .. } => {}
+                status @ Chunk::Status { .. } => panic!("{status:?}"),
+            }
+            if !ends {
+                continue;
+            }
+            wanted.remove(&cookie);
+            let result = if let Some(error) = error {
+                Err(error)
+            } else {
+                let mut parts = parts.remove(&cookie).unwrap();
+                parts.sort_by_key(|(at, _)| *at);
+                let mut all = Vec::new();
+                for (at, data) in parts {
+                    assert_eq!(at, offset + all.len() as u64, "chunks overlap or leave a gap");
+                    all.extend(data);
+                }
+                assert_eq!(all.len(), len as usize);
+                Ok(all)
+            };
+            results.insert(cookie, result);
+        }
+        results
+    }
+
+    pub fn status(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<(u32, u32)>, u32> {
+        let wanted = self.ask(flags, BLOCK_STATUS, offset, len);
+        match self.chunk() {
+            Chunk::Status { cookie, context, extents } => {
+                assert_eq!((cookie, context), (wanted, 1));
+                Ok(extents)
+            }
+            Chunk::Error { cookie, error, .. } | Chunk::Simple { cookie, error } => {
+                assert_eq!(cookie, wanted);
+                Err(error)
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn disconnect(mut self) {
+        let cookie = self.cookie();
+        self.send(&request(0, DISC, cookie, 0, 0));
+        self.assert_closed();
+    }
+}
+
+/// Size and transmission flags among the replies to INFO or GO.
+pub fn export_info(replies: &[OptionReply]) -> (u64, u16) {
+    let reply = replies.iter().find(|reply| reply.kind == INFO && reply.data[..2] == [0, 0]).unwrap();
+    assert_eq!(reply.data.len(), 12);
+    let size = u64::from_be_bytes(reply.data[2..10].try_into().unwrap());
+    (size, u16::from_be_bytes(reply.data[10..].try_into().unwrap()))
+}

@@ -1,0 +1,280 @@
+//! A device in memory whose manners a test can change.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use freestone::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
+use freestone::device::{
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+
+pub const PAGE: u64 = 4096;
+
+/// What a request does when it comes with `submit`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Manner {
+    /// Everything is done inline.
+    Inline,
+    /// Everything would block, and is done by a thread soon.
+    Thread,
+    /// Everything would block, and waits for the test.
+    Held,
+}
+
+pub struct MemDevice {
+    geometry: Mutex<Geometry>,
+    data: Mutex<Vec<u8>>,
+    kinds: Mutex<Vec<ExtentKind>>,
+    manner: Mutex<Manner>,
+    /// Most bytes of one try; 0 is no bound.
+    pub per_try: AtomicU64,
+    /// Requests that touch this byte fail with Media, as far as the byte is not `u64::MAX`.
+    pub bad_byte: AtomicU64,
+    /// The device panics on its next request.
+    pub panics: AtomicBool,
+    pub log: Mutex<Vec<Request>>,
+    pub prefetched: Mutex<Vec<(u64, u64)>>,
+    held: Mutex<Vec<(Request, IoBuf, Completion)>>,
+    me: std::sync::Weak<Self>,
+}
+
+impl MemDevice {
+    pub fn new(size: u64) -> Arc<Self> {
+        Self::with(size, |_| {})
+    }
+
+    pub fn with(size: u64, change: impl FnOnce(&mut Geometry)) -> Arc<Self> {
+        let mut geometry = Geometry {
+            size,
+            logical_block: 512,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 4096,
+            discard_granularity: 4096,
+            fast_zeroes: true,
+            volatile_cache: true,
+            volatile_media: true,
+            read_only: false,
+            zones: None,
+        };
+        change(&mut geometry);
+        Arc::new_cyclic(|me| Self {
+            geometry: Mutex::new(geometry),
+            data: Mutex::new(vec![0; size as usize]),
+            kinds: Mutex::new(vec![ExtentKind::Hole; size.div_ceil(PAGE) as usize]),
+            manner: Mutex::new(Manner::Inline),
+            per_try: AtomicU64::new(0),
+            bad_byte: AtomicU64::new(u64::MAX),
+            panics: AtomicBool::new(false),
+            log: Mutex::default(),
+            prefetched: Mutex::default(),
+            held: Mutex::default(),
+            me: me.clone(),
+        })
+    }
+
+    /// With one zone of the whole size, as far as exports ask: large writes must come as a whole.
+    pub fn zoned(size: u64) -> Arc<Self> {
+        Self::with(size, |geometry| {
+            geometry.zones = Some(ZoneGeometry {
+                zone_size: size,
+                nr_zones: 1,
+                max_open: 0,
+                max_active: 0,
+                max_append: 0,
+            });
+        })
+    }
+
+    pub fn grow(&self, size: u64) {
+        self.data.lock().unwrap().resize(size as usize, 0);
+        self.kinds.lock().unwrap().resize(size.div_ceil(PAGE) as usize, ExtentKind::Hole);
+        self.geometry.lock().unwrap().size = size;
+    }
+
+    pub fn set(&self, manner: Manner) {
+        *self.manner.lock().unwrap() = manner;
+    }
+
+    pub fn bytes(&self, offset: u64, len: usize) -> Vec<u8> {
+        self.data.lock().unwrap()[offset as usize..offset as usize + len].to_vec()
+    }
+
+    pub fn fill(&self, offset: u64, data: &[u8]) {
+        self.apply(&Request::write(offset, data.len() as u64), Buffer::Write(data)).unwrap();
+    }
+
+    /// What was asked of the device, by kind.
+    pub fn requests(&self, op: Op) -> Vec<Request> {
+        self.log.lock().unwrap().iter().copied().filter(|request| request.op == op).collect()
+    }
+
+    pub fn held(&self) -> Vec<Request> {
+        self.held.lock().unwrap().iter().map(|(request, ..)| *request).collect()
+    }
+
+    /// Finishes the held request at `index`.
+    pub fn release(&self, index: usize) {
+        let (request, buffer, done) = self.held.lock().unwrap().remove(index);
+        self.finish(&request, buffer, done);
+    }
+
+    pub fn release_all_backwards(&self) {
+        while let Some((request, buffer, done)) = { self.held.lock().unwrap().pop() } {
+            self.finish(&request, buffer, done);
+        }
+    }
+
+    /// Drops the held requests: their completions answer Gone.
+    pub fn drop_all(&self) {
+        let held = std::mem::take(&mut *self.held.lock().unwrap());
+        drop(held);
+    }
+
+    fn finish(&self, request: &Request, mut buffer: IoBuf, done: Completion) {
+        let view = match request.op {
+            Op::Read => Buffer::Read(&mut buffer),
+            Op::Write => Buffer::Write(&buffer),
+            _ => Buffer::None,
+        };
+        let outcome = self.apply(request, view);
+        done.complete(outcome, buffer);
+    }
+
+    fn apply(&self, request: &Request, buffer: Buffer<'_>) -> Result<()> {
+        let (from, to) = (request.offset as usize, (request.offset + request.len) as usize);
+        let bad = self.bad_byte.load(SeqCst);
+        if (request.offset..request.offset + request.len).contains(&bad) {
+            return Err(Error::Media);
+        }
+        let mut data = self.data.lock().unwrap();
+        let mut kind = None;
+        match (request.op, buffer) {
+            (Op::Read, Buffer::Read(buffer)) => buffer.copy_from_slice(&data[from..to]),
+            (Op::Write, Buffer::Write(buffer)) => {
+                data[from..to].copy_from_slice(buffer);
+                kind = Some(ExtentKind::Data);
+            }
+            (Op::WriteZeroes, _) => {
+                data[from..to].fill(0);
+                let free = request.flags.contains(Flags::MAY_FREE);
+                kind = Some(if free { ExtentKind::Hole } else { ExtentKind::Zero });
+            }
+            (Op::Discard, _) => {
+                data[from..to].fill(0);
+                kind = Some(ExtentKind::Hole);
+            }
+            (Op::Flush, _) => {}
+            _ => panic!("a buffer that does not fit the request"),
+        }
+        if let Some(kind) = kind {
+            let pages = from / PAGE as usize..to.div_ceil(PAGE as usize);
+            self.kinds.lock().unwrap()[pages].fill(kind);
+        }
+        Ok(())
+    }
+}
+
+impl Device for MemDevice {
+    fn geometry(&self) -> Geometry {
+        *self.geometry.lock().unwrap()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        assert!(!self.panics.swap(false, SeqCst), "asked to");
+        request.check(&self.geometry())?;
+        match &buffer {
+            Buffer::None => assert!(!matches!(request.op, Op::Read | Op::Write)),
+            Buffer::Read(buffer) => assert_eq!(buffer.len() as u64, request.len),
+            Buffer::Write(buffer) => assert_eq!(buffer.len() as u64, request.len),
+        }
+        if *self.manner.lock().unwrap() != Manner::Inline {
+            return Ok(Tried::WouldBlock);
+        }
+        let per_try = self.per_try.load(SeqCst);
+        if per_try != 0 && request.len > per_try {
+            let part = Request { len: per_try, ..*request };
+            self.log.lock().unwrap().push(part);
+            let n = per_try as usize;
+            let buffer = match buffer {
+                Buffer::None => Buffer::None,
+                Buffer::Read(buffer) => Buffer::Read(&mut buffer[..n]),
+                Buffer::Write(buffer) => Buffer::Write(&buffer[..n]),
+            };
+            self.apply(&part, buffer)?;
+            return Ok(Tried::Partly(per_try));
+        }
+        self.log.lock().unwrap().push(*request);
+        self.apply(request, buffer)?;
+        Ok(Tried::Done)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.log.lock().unwrap().push(request);
+        let manner = *self.manner.lock().unwrap();
+        match manner {
+            Manner::Inline => self.finish(&request, buffer, done),
+            Manner::Held => self.held.lock().unwrap().push((request, buffer, done)),
+            Manner::Thread => {
+                let me = self.me.upgrade().unwrap();
+                std::thread::spawn(move || me.finish(&request, buffer, done));
+            }
+        }
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        if self.bad_byte.load(SeqCst) == offset {
+            return Err(Error::Media);
+        }
+        let kinds = self.kinds.lock().unwrap();
+        let mut at = offset;
+        while at < offset + len {
+            let end = ((at / PAGE + 1) * PAGE).min(offset + len);
+            if !row(Extent { offset: at, len: end - at, kind: kinds[(at / PAGE) as usize] }) {
+                return Ok(end - offset);
+            }
+            at = end;
+        }
+        Ok(len)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.prefetched.lock().unwrap().push((offset, len));
+    }
+
+    fn zoned(&self) -> Option<&dyn Zoned> {
+        self.geometry().zones.is_some().then_some(self as &dyn Zoned)
+    }
+}
+
+/// Only the geometry matters to exports: one conventional zone.
+impl Zoned for MemDevice {
+    fn report(&self, _: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
+        let size = self.geometry().size;
+        row(Zone {
+            start: 0,
+            len: size,
+            capacity: size,
+            write_pointer: size,
+            kind: ZoneType::Conventional,
+            condition: freestone::device::zoned::ZoneCondition::NotWritePointer,
+        });
+        Ok(())
+    }
+
+    fn zone_op(&self, _: ZoneOp, _: u64) -> Result<()> {
+        Err(Error::ZoneCondition)
+    }
+
+    fn reset_all(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn try_append(&self, _: u64, _: &[u8], _: Flags) -> Result<Option<u64>> {
+        Err(Error::Unsupported)
+    }
+
+    fn submit_append(&self, _: u64, _: IoBuf, _: Flags, done: freestone::device::zoned::AppendCompletion) {
+        done(Err(Error::Unsupported));
+    }
+}

@@ -1,0 +1,97 @@
+//! A small device in memory and a raw client, byte by byte after the protocol's specification.
+#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(clippy::missing_panics_doc, missing_docs, reason = "test code")]
+
+pub mod client;
+pub mod device;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use freestone::device::Device;
+use freestone_nbd::{Address, ExportOptions, Limits, Server};
+
+pub use client::Client;
+pub use device::MemDevice;
+
+/// A server with one Unix address.
+pub struct Fixture {
+    pub server: Server,
+    pub address: Address,
+    pub directory: tempfile::TempDir,
+}
+
+impl Fixture {
+    pub fn new() -> Self {
+        Self::with(Limits::default())
+    }
+
+    pub fn with(limits: Limits) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let server = Server::new(limits);
+        let address = server.listen(&Address::Unix(directory.path().join("nbd.sock"))).unwrap();
+        Self { server, address, directory }
+    }
+
+    /// With `device` as "disk", the default export.
+    pub fn serving(device: &Arc<MemDevice>) -> Self {
+        let fixture = Self::new();
+        fixture.publish("disk", device);
+        fixture
+    }
+
+    pub fn publish(&self, name: &str, device: &Arc<MemDevice>) {
+        let options = ExportOptions {
+            default: name == "disk",
+            read_only: false,
+            description: format!("this is {name}"),
+        };
+        let device: Arc<dyn Device> = device.clone();
+        self.server.publish(&self.address, name, device, options).unwrap();
+    }
+
+    pub fn connect(&self) -> Client {
+        Client::connect(&self.address)
+    }
+
+    /// A client in the transmission phase of "disk", with structured replies and `base:allocation`, or without.
+    pub fn enter(&self, structured: bool) -> Client {
+        let mut client = self.connect();
+        client.greet(3);
+        if structured {
+            client.structured();
+            client.set_context("disk");
+        }
+        client.go("disk");
+        client
+    }
+
+    /// No connection is left, and the server still serves.
+    pub fn assert_sound(&self) {
+        self.assert_no_connections();
+        let mut client = self.enter(true);
+        assert_eq!(client.read(0, 512).unwrap().len(), 512);
+        client.disconnect();
+        self.assert_no_connections();
+    }
+
+    pub fn assert_no_connections(&self) {
+        eventually(|| self.server.stats().connections == 0);
+    }
+}
+
+/// Waits for `condition`, which must come true soon.
+pub fn eventually(mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !condition() {
+        assert!(Instant::now() < deadline, "it did not come true");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Bytes that tell where they belong.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64)
+        .map(|i| ((i / 8).wrapping_add(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)
+        .collect()
+}

@@ -1,0 +1,203 @@
+//! Geometry, refusals, and what happens to requests of a device that is dropped.
+
+use std::sync::{Arc, mpsc};
+
+use freestone::device::{self, Completion, Device, Error, Flags, IoBuf, Op, Request};
+
+use super::driver::{Data, Driver, Way};
+use super::{Checked, Options, ensure};
+
+/// Requests in flight when the device is dropped.
+const ABANDONED: u64 = 64;
+
+/// Checks that the geometry is possible, and the same when asked again.
+pub fn geometry(device: &dyn Device) -> Checked {
+    const CHECK: &str = "geometry";
+    let geometry = device.geometry();
+    let block = geometry.logical_block;
+    ensure!(
+        block.is_power_of_two() && (512..=4096).contains(&block),
+        CHECK,
+        "the logical block is {block}, not a power of two from 512 to 4096"
+    );
+    ensure!(
+        geometry.size > 0 && geometry.size.is_multiple_of(u64::from(block)),
+        CHECK,
+        "the size is {}, not a multiple of the logical block {block}",
+        geometry.size
+    );
+    let sizes = [
+        ("physical_block", geometry.physical_block),
+        ("io_min", geometry.io_min),
+        ("io_opt", geometry.io_opt),
+        ("discard_granularity", geometry.discard_granularity),
+    ];
+    for (name, value) in sizes {
+        let absent = name == "discard_granularity" && value == 0;
+        ensure!(
+            absent || (value >= block && value.is_multiple_of(block)),
+            CHECK,
+            "{name} is {value}, not a multiple of the logical block {block}"
+        );
+    }
+    ensure!(
+        geometry.physical_block.is_power_of_two(),
+        CHECK,
+        "physical_block is {}, not a power of two",
+        geometry.physical_block
+    );
+    ensure!(
+        geometry.zones.is_some() == device.zoned().is_some(),
+        CHECK,
+        "zones in the geometry and zone operations do not go together"
+    );
+    let again = device.geometry();
+    ensure!(
+        again.size >= geometry.size && again == device::Geometry { size: again.size, ..geometry },
+        CHECK,
+        "changed from {geometry:?} to {again:?}; only the size may, and only upwards"
+    );
+    Ok(())
+}
+
+/// Checks that bad requests are refused, with the error that the contract's order of checks gives, in both halves
+/// alike and without effect; and that the first and the last blocks are in reach.
+pub fn errors(device: &dyn Device, options: &Options) -> Checked {
+    let mut driver = Driver::new(device, options, "errors", 1);
+    let geometry = device.geometry();
+    let block = u64::from(geometry.logical_block);
+    let size = geometry.size;
+    let edge = size.min(8 * block);
+    if options.stores && !geometry.read_only && geometry.zones.is_none() {
+        // Not zero, so that zeroing something by mistake shows.
+        for (offset, byte) in [(0, 0x11), (size - edge, 0x22)] {
+            let data = vec![byte; edge as usize];
+            driver.must(Way::Try, Request::write(offset, edge), Data::Out(&data))?;
+        }
+    }
+    let head = driver.read(Way::Try, 0, edge)?;
+    let tail = driver.read(Way::Submit, size - edge, edge)?;
+
+    // Offset, length, and what a device that is not read-only answers.
+    let far = u64::MAX - block + 1;
+    let cases = [
+        (0, 0, Error::Misaligned),
+        (size, 0, Error::Misaligned),
+        (0, 1, Error::Misaligned),
+        (1, block, Error::Misaligned),
+        (0, block - 1, Error::Misaligned),
+        (0, block + 1, Error::Misaligned),
+        (block / 2, block, Error::Misaligned),
+        (block, block / 2, Error::Misaligned),
+        // Both misaligned and out of range: alignment is looked at first.
+        (size + 1, block, Error::Misaligned),
+        (size, block + 1, Error::Misaligned),
+        (u64::MAX, 1, Error::Misaligned),
+        // Out of range, by a little and by much.
+        (size, block, Error::OutOfRange),
+        (size - block, 2 * block, Error::OutOfRange),
+        (size + block, block, Error::OutOfRange),
+        // The end overflows 64 bits.
+        (far, block, Error::OutOfRange),
+        (far, 4 * block, Error::OutOfRange),
+    ];
+    // Without data the length can be anything.
+    let huge = [
+        (0, far, Error::OutOfRange),
+        (block, far, Error::OutOfRange),
+        (far, far, Error::OutOfRange),
+        (0, u64::MAX, Error::Misaligned),
+    ];
+    for op in [Op::Read, Op::Write, Op::Discard, Op::WriteZeroes] {
+        let with_data = matches!(op, Op::Read | Op::Write);
+        let more = if with_data { &[][..] } else { &huge[..] };
+        for &(offset, len, expected) in cases.iter().chain(more) {
+            for flags in [Flags::empty(), Flags::FUA, Flags::FUA | Flags::MAY_FREE] {
+                refuses(&mut driver, Request::new(op, offset, len).with(flags), expected)?;
+            }
+        }
+        if geometry.read_only && op != Op::Read {
+            for (offset, len) in [(0, block), (size - block, block), (0, edge)] {
+                refuses(&mut driver, Request::new(op, offset, len), Error::ReadOnly)?;
+            }
+        }
+    }
+    for (offset, len) in [(0, block), (block, 0), (block, block), (1, 0), (0, 1), (u64::MAX, u64::MAX)] {
+        refuses(&mut driver, Request::new(Op::Flush, offset, len), Error::Misaligned)?;
+    }
+    for way in Way::ALL {
+        driver.must(way, Request::flush(), Data::None)?;
+        driver.compare(way, 0, &head, "requests that were refused")?;
+        driver.compare(way, size - edge, &tail, "requests that were refused")?;
+        driver.read(way, 0, block)?;
+        driver.read(way, size - block, block)?;
+    }
+    Ok(())
+}
+
+fn refuses(driver: &mut Driver<'_>, request: Request, expected: Error) -> Checked {
+    let len = match request.op {
+        Op::Read | Op::Write => request.len as usize,
+        _ => 0,
+    };
+    let mut memory = vec![0x5a; len];
+    for way in [Way::Try, Way::Submit] {
+        let data = match request.op {
+            Op::Read => Data::In(&mut memory),
+            Op::Write => Data::Out(&memory),
+            _ => Data::None,
+        };
+        let answer = driver.run(way, request, data)?;
+        ensure!(
+            answer == Err(expected),
+            driver.check,
+            "{request:?} by {way:?} was answered {answer:?} and must fail: {expected}"
+        );
+    }
+    Ok(())
+}
+
+/// Submits requests and drops the device at once: each must still be answered, once.
+pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
+    const CHECK: &str = "abandoned";
+    let geometry = device.geometry();
+    let block = u64::from(geometry.logical_block);
+    let (tx, answers) = mpsc::channel();
+    for i in 0..ABANDONED {
+        let op = match i % 4 {
+            0 => Op::Read,
+            _ if geometry.read_only || geometry.zones.is_some() => Op::Read,
+            1 => Op::Write,
+            2 => Op::WriteZeroes,
+            _ => Op::Flush,
+        };
+        let (request, buffer) = match op {
+            Op::Flush => (Request::flush(), Ok(IoBuf::empty())),
+            Op::WriteZeroes => (Request::new(op, i * block % geometry.size, block), Ok(IoBuf::empty())),
+            _ => (Request::new(op, i * block % geometry.size, block), IoBuf::zeroed(block as usize)),
+        };
+        let buffer = buffer
+            .map_err(|error| super::Violation { check: CHECK, what: format!("the suite itself: {error}") })?;
+        let tx = tx.clone();
+        let done = Completion::new(move |outcome, _| {
+            let _ = tx.send((request, outcome));
+        });
+        device.submit(request, buffer, done);
+    }
+    drop(tx);
+    drop(device);
+    for answered in 0..ABANDONED {
+        let Ok((request, outcome)) = answers.recv_timeout(options.patience) else {
+            return Err(super::Violation {
+                check: CHECK,
+                what: format!("{} of {ABANDONED} requests were never answered", ABANDONED - answered),
+            });
+        };
+        ensure!(
+            matches!(outcome, Ok(()) | Err(Error::Gone)),
+            CHECK,
+            "{request:?} of a device that was dropped was answered {outcome:?}"
+        );
+    }
+    Ok(())
+}

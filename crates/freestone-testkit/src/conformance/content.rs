@@ -1,0 +1,263 @@
+//! Content against a plain byte vector: random operations, one after the other and in batches.
+
+use freestone::device::{Device, Flags, IoBuf, Op, Request};
+
+use super::driver::{Data, Driver, Way};
+use super::{Checked, Options, ensure};
+
+const CHECK: &str = "content";
+/// Requests of a batch; they do not overlap.
+const BATCH: u64 = 16;
+
+/// A part of the device and what it must contain.
+struct Window {
+    base: u64,
+    block: u64,
+    bytes: Vec<u8>,
+    /// False: writes vanish.
+    stores: bool,
+}
+
+/// Runs random operations in every way and compares with a byte vector, at the start and the end of the device. On
+/// a read-only device: reads only.
+pub fn content(device: &dyn Device, options: &Options) -> Checked {
+    let size = device.geometry().size;
+    let len = options.window.min(size);
+    let mut driver = Driver::new(device, options, CHECK, 2);
+    let mut bases = vec![0];
+    if size > len {
+        bases.push(size - len);
+    }
+    for base in bases {
+        let bytes = driver.read(Way::Submit, base, len)?;
+        let block = u64::from(device.geometry().logical_block);
+        let mut window = Window { base, block, bytes, stores: options.stores };
+        ensure!(
+            options.stores || window.bytes.iter().all(|&b| b == 0),
+            CHECK,
+            "a device that forgets writes reads as something else than zeroes"
+        );
+        if device.geometry().read_only {
+            window.reads(&mut driver, options.rounds)?;
+            continue;
+        }
+        for way in Way::ALL {
+            window.edges(&mut driver, way)?;
+            for _ in 0..options.rounds {
+                window.step(&mut driver, way)?;
+            }
+            window.compare(&mut driver, "all of them")?;
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a device which `grow` makes larger keeps its content, reads zeroes in the new part and stores there.
+pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked {
+    let mut driver = Driver::new(device, options, "grown", 3);
+    let old = device.geometry();
+    let edge = options.window.min(old.size);
+    let mut data = vec![0; edge as usize];
+    driver.rng.fill(&mut data);
+    for from in (0..edge).step_by(options.max_io as usize) {
+        let part = &data[from as usize..(from + options.max_io).min(edge) as usize];
+        let request = Request::write(old.size - edge + from, part.len() as u64);
+        driver.must(Way::Try, request, Data::Out(part))?;
+    }
+    grow();
+    let new = device.geometry();
+    ensure!(new.size > old.size, "grown", "the size is {} and was {}", new.size, old.size);
+    let added = options.window.min(new.size - old.size);
+    driver.compare(Way::Try, old.size - edge, &data, "growing")?;
+    driver.compare(Way::Try, old.size, &vec![0; added as usize], "growing")?;
+    let block = new.logical_block as usize;
+    for way in Way::ALL {
+        let mut last = vec![0; block];
+        driver.rng.fill(&mut last);
+        driver.must(way, Request::write(new.size - block as u64, block as u64), Data::Out(&last))?;
+        driver.compare(way, new.size - block as u64, &last, "writing to the last block")?;
+    }
+    Ok(())
+}
+
+impl Window {
+    fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// A random aligned range; short ones are more likely.
+    fn range(&self, driver: &mut Driver<'_>) -> (u64, u64) {
+        let most = match driver.rng.below(20) {
+            0..6 => self.block,
+            6..14 => 16 * self.block,
+            14..19 => 256 << 10,
+            _ => driver.options.max_io,
+        };
+        let blocks = 1 + driver.rng.below(most.min(self.len()).min(driver.options.max_io) / self.block);
+        let start = driver.rng.below(self.len() / self.block - blocks + 1);
+        (start * self.block, blocks * self.block)
+    }
+
+    fn reads(&self, driver: &mut Driver<'_>, rounds: u32) -> Checked {
+        for _ in 0..rounds {
+            for way in Way::ALL {
+                let (at, len) = self.range(driver);
+                self.matches(driver, way, at, len, "reading only")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// First and last blocks, whole runs, and what crosses the middle.
+    fn edges(&mut self, driver: &mut Driver<'_>, way: Way) -> Checked {
+        let (block, len) = (self.block, self.len());
+        let long = driver.options.max_io.min(len);
+        for (at, len) in [(0, block), (len - block, block), (0, long), (len - long, long), (0, block)] {
+            self.write(driver, way, at, len, Flags::empty())?;
+        }
+        self.write_zeroes(driver, way, 0, long, Flags::MAY_FREE)?;
+        self.write_zeroes(driver, way, len - block, block, Flags::empty())?;
+        self.discard(driver, way, len - long, long)?;
+        self.compare(driver, "operations at the edges")
+    }
+
+    fn step(&mut self, driver: &mut Driver<'_>, way: Way) -> Checked {
+        let (at, len) = self.range(driver);
+        let mut flags = Flags::empty();
+        flags.set(Flags::FUA, driver.rng.chance(10));
+        match driver.rng.below(100) {
+            0..40 => self.write(driver, way, at, len, flags),
+            40..65 => self.matches(driver, way, at, len, "earlier operations"),
+            65..77 => {
+                flags.set(Flags::MAY_FREE, driver.rng.chance(50));
+                self.write_zeroes(driver, way, at, len, flags)
+            }
+            77..88 => self.discard(driver, way, at, len),
+            88..92 => driver.must(way, Request::flush(), Data::None),
+            92..94 => self.put_off(driver),
+            _ => self.batch(driver),
+        }
+    }
+
+    fn write(&mut self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, flags: Flags) -> Checked {
+        let mut data = vec![0; len as usize];
+        driver.rng.content(&mut data);
+        let request = Request::write(self.base + at, len).with(flags);
+        driver.must(way, request, Data::Out(&data))?;
+        self.store(at, &data);
+        self.around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+    }
+
+    fn write_zeroes(
+        &mut self,
+        driver: &mut Driver<'_>,
+        way: Way,
+        at: u64,
+        len: u64,
+        flags: Flags,
+    ) -> Checked {
+        let request = Request::new(Op::WriteZeroes, self.base + at, len).with(flags);
+        driver.must(way, request, Data::None)?;
+        self.bytes[at as usize..(at + len) as usize].fill(0);
+        self.around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+    }
+
+    /// After a discard each block is old or zero, as a whole, and stays what it is.
+    fn discard(&mut self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64) -> Checked {
+        let request = Request::new(Op::Discard, self.base + at, len);
+        driver.must(way, request, Data::None)?;
+        let found = driver.read(way, self.base + at, len)?;
+        let old = &mut self.bytes[at as usize..(at + len) as usize];
+        for (i, (found, old)) in
+            found.chunks(self.block as usize).zip(old.chunks_mut(self.block as usize)).enumerate()
+        {
+            ensure!(
+                found == old || found.iter().all(|&b| b == 0),
+                CHECK,
+                "after {request:?}: block {i} of it holds neither the old data nor zeroes"
+            );
+            old.copy_from_slice(found);
+        }
+        self.around(driver, Way::Submit, at, len, &format!("{request:?} by {way:?}"))
+    }
+
+    /// A write that is tried once and then given up: what was not reported done may be old, nothing else changes.
+    fn put_off(&mut self, driver: &mut Driver<'_>) -> Checked {
+        let (at, len) = self.range(driver);
+        let mut data = vec![0; len as usize];
+        driver.rng.content(&mut data);
+        let request = Request::write(self.base + at, len);
+        let done = match driver.device.try_io(&request, freestone::device::Buffer::Write(&data)) {
+            Ok(freestone::device::Tried::Done) => len,
+            Ok(freestone::device::Tried::Partly(n)) => n.min(len),
+            Ok(freestone::device::Tried::WouldBlock) => 0,
+            Err(error) => return Err(driver.violation(format!("{request:?} tried failed: {error}"))),
+        };
+        self.store(at, &data[..done as usize]);
+        self.around(driver, Way::Try, at, len, &format!("{request:?} tried, {done} bytes of it done"))
+    }
+
+    /// Requests in flight together that do not overlap.
+    fn batch(&mut self, driver: &mut Driver<'_>) -> Checked {
+        let share = self.len() / self.block / BATCH * self.block;
+        if share == 0 {
+            return Ok(());
+        }
+        let mut pending = Vec::new();
+        for i in 0..BATCH {
+            let blocks = 1 + driver.rng.below((share / self.block).min(64));
+            let start = i * share + driver.rng.below(share / self.block - blocks + 1) * self.block;
+            let range = start as usize..(start + blocks * self.block) as usize;
+            let (op, buffer) = match driver.rng.below(4) {
+                0 => (Op::Read, driver.memory(range.len())?),
+                1 => (Op::WriteZeroes, IoBuf::empty()),
+                _ => {
+                    let mut data = driver.memory(range.len())?;
+                    driver.rng.content(&mut data);
+                    (Op::Write, data)
+                }
+            };
+            match op {
+                Op::WriteZeroes => self.bytes[range.clone()].fill(0),
+                Op::Write => self.store(start, &buffer),
+                _ => {}
+            }
+            let request = Request::new(op, self.base + start, range.len() as u64);
+            pending.push((request, range, driver.submit(request, buffer)));
+        }
+        for (request, range, pending) in pending {
+            match driver.wait(&pending)? {
+                Ok(buffer) => ensure!(
+                    request.op != Op::Read || *buffer == self.bytes[range],
+                    CHECK,
+                    "{request:?} in a batch returned the wrong data"
+                ),
+                Err(error) => {
+                    return Err(driver.violation(format!("{request:?} in a batch failed: {error}")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn store(&mut self, at: u64, data: &[u8]) {
+        if self.stores {
+            self.bytes[at as usize..at as usize + data.len()].copy_from_slice(data);
+        }
+    }
+
+    fn matches(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
+        driver.compare(way, self.base + at, &self.bytes[at as usize..(at + len) as usize], after)
+    }
+
+    /// Compares a range and the block on each side of it.
+    fn around(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
+        let from = at.saturating_sub(self.block);
+        let to = (at + len + self.block).min(self.len());
+        self.matches(driver, way, from, to - from, after)
+    }
+
+    fn compare(&self, driver: &mut Driver<'_>, after: &str) -> Checked {
+        self.matches(driver, Way::Try, 0, self.len(), after)
+    }
+}

@@ -1,0 +1,202 @@
+//! Runs one request in the ways in which exports do.
+
+use std::sync::mpsc;
+
+use freestone::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, Tried};
+
+use super::{Checked, Options, Violation, ensure};
+use crate::Rng;
+
+/// A try that makes progress so slowly that it never ends is a violation, not a hang.
+const MAX_TRIES: u32 = 1_000_000;
+
+/// How a request reaches the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Tried until it is done or would block, the rest submitted.
+    Try,
+    /// Submitted at once.
+    Submit,
+    /// A random prefix is tried, the rest submitted.
+    Mixed,
+}
+
+impl Way {
+    pub const ALL: [Self; 3] = [Self::Try, Self::Submit, Self::Mixed];
+}
+
+/// The caller's memory.
+pub(super) enum Data<'a> {
+    None,
+    In(&'a mut [u8]),
+    Out(&'a [u8]),
+}
+
+impl Data<'_> {
+    fn buffer(&mut self, from: u64, to: u64) -> Buffer<'_> {
+        match self {
+            Self::None => Buffer::None,
+            Self::In(out) => Buffer::Read(&mut out[from as usize..to as usize]),
+            Self::Out(data) => Buffer::Write(&data[from as usize..to as usize]),
+        }
+    }
+}
+
+/// What every part of the suite needs at hand.
+pub(super) struct Driver<'a> {
+    pub device: &'a dyn Device,
+    pub options: &'a Options,
+    pub check: &'static str,
+    pub rng: Rng,
+}
+
+/// A request whose answer is outstanding.
+pub(super) struct Pending {
+    request: Request,
+    answer: mpsc::Receiver<(device::Result<()>, IoBuf)>,
+}
+
+impl<'a> Driver<'a> {
+    pub fn new(device: &'a dyn Device, options: &'a Options, check: &'static str, stream: u64) -> Self {
+        let rng = Rng::new(options.seed ^ stream.wrapping_mul(0xa076_1d64_78bd_642f));
+        Self { device, options, check, rng }
+    }
+
+    /// Runs a request; the inner result is the device's answer.
+    pub fn run(&mut self, way: Way, request: Request, mut data: Data<'_>) -> Checked<device::Result<()>> {
+        if let Data::In(out) = &mut data {
+            // A device that skips part of a read must not find the right bytes there already.
+            out.fill(0xa5);
+        }
+        let block = u64::from(self.device.geometry().logical_block);
+        let prefix = match way {
+            Way::Submit => 0,
+            Way::Try => request.len,
+            Way::Mixed => self.rng.below(request.len / block + 1) * block,
+        };
+        let mut at = 0;
+        if way == Way::Try || prefix > 0 {
+            let part = Request { len: prefix, ..request };
+            let done = match self.attempt(part, &mut data, &mut at)? {
+                Ok(done) => done,
+                Err(error) => return Ok(Err(error)),
+            };
+            if done && prefix == request.len {
+                return Ok(Ok(()));
+            }
+        }
+        let buffer = match &data {
+            Data::None => IoBuf::empty(),
+            Data::In(out) => self.memory(out.len() - at as usize)?,
+            Data::Out(data) => self.copy(&data[at as usize..])?,
+        };
+        let pending = self.submit(request.rest(at), buffer);
+        match (self.wait(&pending)?, data) {
+            (Ok(buffer), Data::In(out)) => {
+                out[at as usize..].copy_from_slice(&buffer);
+                Ok(Ok(()))
+            }
+            (answer, _) => Ok(answer.map(drop)),
+        }
+    }
+
+    /// Tries until done (true) or "would block" (false); `at` is how far it came.
+    fn attempt(&self, part: Request, data: &mut Data<'_>, at: &mut u64) -> Checked<device::Result<bool>> {
+        let block = u64::from(self.device.geometry().logical_block);
+        for _ in 0..MAX_TRIES {
+            let request = part.rest(*at);
+            match self.device.try_io(&request, data.buffer(*at, part.len)) {
+                Err(error) => return Ok(Err(error)),
+                Ok(Tried::WouldBlock) => return Ok(Ok(false)),
+                Ok(Tried::Done) => {
+                    *at = part.len;
+                    return Ok(Ok(true));
+                }
+                Ok(Tried::Partly(n)) => {
+                    ensure!(
+                        n > 0 && n < request.len && n.is_multiple_of(block),
+                        self.check,
+                        "{request:?} was answered Partly({n}): it must be a multiple of the block, above 0 and below the length"
+                    );
+                    *at += n;
+                }
+            }
+        }
+        Err(self.violation(format!("{part:?} did not end after {MAX_TRIES} tries")))
+    }
+
+    /// Submits without waiting.
+    pub fn submit(&self, request: Request, buffer: IoBuf) -> Pending {
+        let (tx, answer) = mpsc::channel();
+        let done = Completion::new(move |outcome, buffer| {
+            // Nobody listens any more where the check has already failed.
+            let _ = tx.send((outcome, buffer));
+        });
+        self.device.submit(request, buffer, done);
+        Pending { request, answer }
+    }
+
+    /// Waits for a submitted request.
+    pub fn wait(&self, pending: &Pending) -> Checked<device::Result<IoBuf>> {
+        let request = pending.request;
+        let Ok((outcome, buffer)) = pending.answer.recv_timeout(self.options.patience) else {
+            return Err(self.violation(format!("{request:?} was submitted and not answered")));
+        };
+        ensure!(
+            outcome.is_err() || request.op != Op::Read || buffer.len() as u64 == request.len,
+            self.check,
+            "{request:?} was answered with a buffer of {} bytes",
+            buffer.len()
+        );
+        Ok(outcome.map(|()| buffer))
+    }
+
+    /// Runs a request that must succeed.
+    pub fn must(&mut self, way: Way, request: Request, data: Data<'_>) -> Checked {
+        match self.run(way, request, data)? {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.violation(format!("{request:?} by {way:?} failed: {error}"))),
+        }
+    }
+
+    /// Reads what must be readable, with `way`.
+    pub fn read(&mut self, way: Way, offset: u64, len: u64) -> Checked<Vec<u8>> {
+        let mut out = vec![0; len as usize];
+        for from in (0..len).step_by(self.options.max_io as usize) {
+            let to = (from + self.options.max_io).min(len);
+            let data = Data::In(&mut out[from as usize..to as usize]);
+            self.must(way, Request::read(offset + from, to - from), data)?;
+        }
+        Ok(out)
+    }
+
+    /// Compares the device with `expected` at `offset`.
+    pub fn compare(&mut self, way: Way, offset: u64, expected: &[u8], after: &str) -> Checked {
+        let found = self.read(way, offset, expected.len() as u64)?;
+        match found.iter().zip(expected).position(|(f, e)| f != e) {
+            None => Ok(()),
+            Some(at) => Err(self.violation(format!(
+                "after {after}: byte {} is {:#04x} and should be {:#04x}",
+                offset + at as u64,
+                found[at],
+                expected[at]
+            ))),
+        }
+    }
+
+    pub fn violation(&self, what: String) -> Violation {
+        Violation { check: self.check, what }
+    }
+
+    pub fn copy(&self, data: &[u8]) -> Checked<IoBuf> {
+        IoBuf::copy_of(data).map_err(|error| self.no_memory(error))
+    }
+
+    pub fn memory(&self, len: usize) -> Checked<IoBuf> {
+        IoBuf::zeroed(len).map_err(|error| self.no_memory(error))
+    }
+
+    fn no_memory(&self, error: Error) -> Violation {
+        self.violation(format!("the suite itself: {error}"))
+    }
+}

@@ -1,0 +1,132 @@
+//! What a device says of its extents must be in order, complete and true.
+
+use freestone::device::{Device, Error, Extent, ExtentKind, Op, Request};
+
+use super::driver::{Data, Driver, Way};
+use super::{Checked, Options, ensure};
+
+const CHECK: &str = "extents";
+/// Calls that one walk over the device may take.
+const MAX_CALLS: u32 = 1_000_000;
+
+/// Checks extents over a device into which data, zeroes and holes are put first, where it can be written.
+pub fn extents(device: &dyn Device, options: &Options) -> Checked {
+    let mut driver = Driver::new(device, options, CHECK, 4);
+    let geometry = device.geometry();
+    let block = u64::from(geometry.logical_block);
+    let len = options.window.min(geometry.size);
+    for base in [0, geometry.size - len] {
+        if !geometry.read_only && geometry.zones.is_none() {
+            litter(&mut driver, base, len)?;
+        }
+        walk(&mut driver, base, len)?;
+        for _ in 0..options.rounds / 4 {
+            let start = driver.rng.below(len / block) * block;
+            let blocks = 1 + driver.rng.below((len - start) / block);
+            walk(&mut driver, base + start, (blocks * block).min(64 * block))?;
+            stops(&mut driver, base + start, blocks * block)?;
+        }
+    }
+    let far = u64::MAX - block + 1;
+    let size = geometry.size;
+    for (offset, len) in
+        [(size, block), (size - block, 2 * block), (0, size + block), (far, block), (block, far)]
+    {
+        let answer = device.extents(offset, len, &mut |_| true);
+        ensure!(
+            answer == Err(Error::OutOfRange),
+            CHECK,
+            "({offset}, {len}) of {size} bytes was answered {answer:?} and is out of range"
+        );
+    }
+    Ok(())
+}
+
+/// Data, zeroes and discarded ranges next to each other.
+fn litter(driver: &mut Driver<'_>, base: u64, len: u64) -> Checked {
+    let block = u64::from(driver.device.geometry().logical_block);
+    let step = (len / 32 / block).max(1) * block;
+    for (i, at) in (0..len).step_by(step as usize).enumerate() {
+        let part = step.min(len - at);
+        let mut data = vec![0; part as usize];
+        driver.rng.fill(&mut data);
+        driver.must(Way::Try, Request::write(base + at, part), Data::Out(&data))?;
+        let op = if i % 4 == 1 { Op::Discard } else { Op::WriteZeroes };
+        if i % 2 == 1 {
+            // Leaves a block of data before and behind where there is room.
+            let inset = if part > 4 * block { block } else { 0 };
+            driver.must(Way::Try, Request::new(op, base + at + inset, part - 2 * inset), Data::None)?;
+        }
+    }
+    Ok(())
+}
+
+/// Walks over a range as an export does and compares with what is read.
+fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
+    let content = driver.read(Way::Try, offset, len)?;
+    let mut at = offset;
+    let end = offset + len;
+    for _ in 0..MAX_CALLS {
+        if at == end {
+            return Ok(());
+        }
+        let mut rows = Vec::new();
+        let described = driver.device.extents(at, end - at, &mut |row| {
+            rows.push(row);
+            true
+        });
+        let described = match described {
+            Ok(described) => described,
+            Err(error) => return Err(driver.violation(format!("({at}, {}) failed: {error}", end - at))),
+        };
+        ordered(driver, at, end, &rows, described)?;
+        for row in &rows {
+            let found = &content[(row.offset - offset) as usize..(row.offset + row.len - offset) as usize];
+            ensure!(
+                row.kind == ExtentKind::Data || found.iter().all(|&b| b == 0),
+                CHECK,
+                "{row:?} reads as something else than zeroes"
+            );
+        }
+        at += described;
+    }
+    Err(driver.violation(format!("({offset}, {len}) took more than {MAX_CALLS} calls")))
+}
+
+/// Rows in order, without gaps, inside the range, at block boundaries; the sum is what was returned.
+fn ordered(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> Checked {
+    let block = u64::from(driver.device.geometry().logical_block);
+    let mut at = from;
+    ensure!(!rows.is_empty(), CHECK, "no row for ({from}, {}): at least one is due", end - from);
+    for row in rows {
+        ensure!(
+            row.offset == at && row.len > 0 && row.len <= end - at && row.len.is_multiple_of(block),
+            CHECK,
+            "{row:?} where a row from byte {at} to at most {end}, in blocks of {block}, is due"
+        );
+        at += row.len;
+    }
+    ensure!(
+        described == at - from,
+        CHECK,
+        "{described} bytes were said to be described, the rows have {}",
+        at - from
+    );
+    Ok(())
+}
+
+/// The callback's "enough" is honoured at once.
+fn stops(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
+    let wanted = 1 + driver.rng.below(3) as usize;
+    let mut rows = Vec::new();
+    let described = driver.device.extents(offset, len, &mut |row| {
+        rows.push(row);
+        rows.len() < wanted
+    });
+    let described = match described {
+        Ok(described) => described,
+        Err(error) => return Err(driver.violation(format!("({offset}, {len}) failed: {error}"))),
+    };
+    ensure!(rows.len() <= wanted, CHECK, "{} rows were given, the caller stopped at {wanted}", rows.len());
+    ordered(driver, offset, offset + len, &rows, described)
+}

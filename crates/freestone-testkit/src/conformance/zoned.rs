@@ -1,0 +1,549 @@
+//! The part of the suite for devices with zones.
+
+use std::sync::mpsc;
+use std::thread;
+
+use freestone::device::zoned::{Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned};
+use freestone::device::{self, Device, Error, Flags, IoBuf, Op, Request};
+
+use super::driver::{Data, Driver, Way};
+use super::{Checked, Make, Options, Violation, ensure};
+
+const CHECK: &str = "zoned";
+/// Threads that append to one zone at once.
+const APPENDERS: u64 = 4;
+
+/// Runs the suite for zoned devices: geometry, refusals, extents, write pointer rules, conditions, limits, appends.
+///
+/// A fresh device has its sequential zones empty, at least two of them, each with a capacity of eight blocks or more.
+///
+/// # Panics
+/// When the contract is violated; the message has `name`, the seed and the rule.
+pub fn check_zoned(name: &str, make: Make<'_>, options: Options) {
+    if let Err(violation) = run_zoned(make, &options) {
+        panic!("{name} violates the contract of zoned devices (seed {:#x}): {violation}", options.seed);
+    }
+}
+
+/// [`check_zoned`] as a `Result`; ends with the first violation.
+pub fn run_zoned(make: Make<'_>, options: &Options) -> Checked {
+    let device = make();
+    super::geometry(&*device)?;
+    super::errors(&*device, options)?;
+    super::extents(&*device, options)?;
+    let mut bench = Bench::new(&*device, options)?;
+    bench.report()?;
+    bench.conventional()?;
+    for way in [Way::Try, Way::Submit] {
+        bench.write_pointer(way)?;
+        bench.full(way)?;
+    }
+    bench.operations()?;
+    bench.refusals()?;
+    if bench.geometry.max_append > 0 {
+        bench.appends()?;
+    }
+    bench.in_order()?;
+    drop(device);
+    let device = make();
+    let mut bench = Bench::new(&*device, options)?;
+    bench.limit_of_open()?;
+    bench.limit_of_active()?;
+    drop(device);
+    super::abandoned(make(), options)
+}
+
+/// A zoned device and what is known of it.
+struct Bench<'a> {
+    driver: Driver<'a>,
+    zoned: &'a dyn Zoned,
+    geometry: ZoneGeometry,
+    block: u64,
+    /// Starts of the sequential zones.
+    sequential: Vec<u64>,
+}
+
+impl<'a> Bench<'a> {
+    fn new(device: &'a dyn Device, options: &'a Options) -> Checked<Self> {
+        let driver = Driver::new(device, options, CHECK, 6);
+        let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else {
+            return Err(driver.violation("the device has no zones".into()));
+        };
+        let block = u64::from(device.geometry().logical_block);
+        let mut bench = Self { driver, zoned, geometry, block, sequential: Vec::new() };
+        for zone in bench.zones(0)? {
+            if zone.kind == ZoneType::SequentialRequired {
+                ensure!(zone.capacity >= 8 * block, CHECK, "the suite needs eight blocks a zone: {zone:?}");
+                bench.sequential.push(zone.start);
+            }
+        }
+        ensure!(bench.sequential.len() >= 2, CHECK, "the suite needs two sequential zones");
+        Ok(bench)
+    }
+
+    fn zones(&self, offset: u64) -> Checked<Vec<Zone>> {
+        let mut rows = Vec::new();
+        let answer = self.zoned.report(offset, &mut |zone| {
+            rows.push(zone);
+            true
+        });
+        self.ok(answer, "report")?;
+        Ok(rows)
+    }
+
+    fn zone(&self, start: u64) -> Checked<Zone> {
+        let mut found = None;
+        let answer = self.zoned.report(start, &mut |zone| {
+            found = Some(zone);
+            false
+        });
+        self.ok(answer, "report")?;
+        found.ok_or_else(|| self.driver.violation(format!("no row for the zone at {start}")))
+    }
+
+    fn ok<T>(&self, answer: device::Result<T>, what: &str) -> Checked<T> {
+        answer.map_err(|error| self.driver.violation(format!("{what} failed: {error}")))
+    }
+
+    fn op(&self, op: ZoneOp, start: u64) -> Checked {
+        self.ok(self.zoned.zone_op(op, start), &format!("{op:?} of the zone at {start}"))
+    }
+
+    fn data(&mut self, blocks: u64) -> Vec<u8> {
+        let mut data = vec![0; (blocks * self.block) as usize];
+        self.driver.rng.fill(&mut data);
+        data
+    }
+
+    fn write(&mut self, way: Way, offset: u64, data: &[u8]) -> Checked<device::Result<()>> {
+        self.driver.run(way, Request::write(offset, data.len() as u64), Data::Out(data))
+    }
+
+    /// A write of some blocks at the write pointer.
+    fn advance(&mut self, start: u64, blocks: u64) -> Checked<device::Result<()>> {
+        let data = self.data(blocks);
+        let at = self.zone(start)?.write_pointer;
+        self.write(Way::Try, at, &data)
+    }
+
+    fn is(&self, start: u64, condition: ZoneCondition, pointer: u64, after: &str) -> Checked {
+        let zone = self.zone(start)?;
+        ensure!(
+            zone.condition == condition && zone.write_pointer == pointer,
+            CHECK,
+            "after {after}: {zone:?} should be {condition:?} with the write pointer at {pointer}"
+        );
+        Ok(())
+    }
+
+    fn report(&mut self) -> Checked {
+        let size = self.driver.device.geometry().size;
+        let g = self.geometry;
+        ensure!(
+            g.zone_size > 0
+                && g.zone_size.is_multiple_of(self.block)
+                && u64::from(g.nr_zones) == size.div_ceil(g.zone_size)
+                && u64::from(g.max_append).is_multiple_of(self.block),
+            CHECK,
+            "{g:?} does not fit a size of {size} in blocks of {}",
+            self.block
+        );
+        let zones = self.zones(0)?;
+        ensure!(zones.len() == g.nr_zones as usize, CHECK, "{} rows of {} zones", zones.len(), g.nr_zones);
+        for (i, zone) in zones.iter().enumerate() {
+            let start = i as u64 * g.zone_size;
+            let len = g.zone_size.min(size - start);
+            let sequential = zone.kind == ZoneType::SequentialRequired;
+            let (condition, pointer) = if sequential {
+                (ZoneCondition::Empty, start)
+            } else {
+                (ZoneCondition::NotWritePointer, start + len)
+            };
+            ensure!(
+                zone.start == start
+                    && zone.len == len
+                    && zone.capacity > 0
+                    && zone.capacity <= len
+                    && zone.capacity.is_multiple_of(self.block)
+                    && zone.condition == condition
+                    && zone.write_pointer == pointer,
+                CHECK,
+                "row {i} of a fresh device is {zone:?}"
+            );
+        }
+        // From inside the second zone on, and stopped after one row.
+        let from = g.zone_size + self.block;
+        let tail = self.zones(from)?;
+        ensure!(
+            tail == zones[1..],
+            CHECK,
+            "a report from byte {from} does not begin with the zone that holds it"
+        );
+        let mut rows = 0;
+        let answer = self.zoned.report(0, &mut |_| {
+            rows += 1;
+            false
+        });
+        ensure!(answer == Ok(()) && rows == 1, CHECK, "a report stopped after one row gave {rows}");
+        for offset in [size, u64::MAX] {
+            let answer = self.zoned.report(offset, &mut |_| true);
+            ensure!(
+                answer == Err(Error::OutOfRange),
+                CHECK,
+                "a report from {offset} was answered {answer:?}"
+            );
+        }
+        Ok(())
+    }
+
+    fn conventional(&mut self) -> Checked {
+        let Some(zone) = self.zones(0)?.into_iter().find(|zone| zone.kind == ZoneType::Conventional) else {
+            return Ok(());
+        };
+        for way in Way::ALL {
+            // Backwards and twice: any order is allowed.
+            for at in [4, 2, 2, 0] {
+                let data = self.data(2);
+                let offset = zone.start + at * self.block;
+                self.driver.must(way, Request::write(offset, data.len() as u64), Data::Out(&data))?;
+                self.driver.compare(way, offset, &data, "a write to a conventional zone")?;
+            }
+        }
+        for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
+            let answer = self.zoned.zone_op(op, zone.start);
+            ensure!(
+                answer == Err(Error::ZoneCondition),
+                CHECK,
+                "{op:?} of a conventional zone was answered {answer:?}"
+            );
+        }
+        let data = self.data(1);
+        let answer = self.append(zone.start, &data)?;
+        ensure!(
+            self.geometry.max_append == 0 || answer == Err(Error::ZoneCondition),
+            CHECK,
+            "an append to a conventional zone was answered {answer:?}"
+        );
+        self.is(zone.start, ZoneCondition::NotWritePointer, zone.start + zone.len, "all that")
+    }
+
+    /// Writes at the pointer advance it, writes elsewhere change nothing.
+    fn write_pointer(&mut self, way: Way) -> Checked {
+        let (start, block) = (self.sequential[0], self.block);
+        self.op(ZoneOp::Reset, start)?;
+        let zone = self.zone(start)?;
+        let data = self.data(3);
+        let wrong = |bench: &mut Self, offset: u64, blocks: u64, allowed: &[Error]| -> Checked {
+            let before = bench.zone(start)?;
+            let noise = bench.data(blocks);
+            let answer = bench.write(way, offset, &noise)?;
+            ensure!(
+                answer.is_err_and(|error| allowed.contains(&error)),
+                CHECK,
+                "a write of {blocks} blocks at {offset} was answered {answer:?}, expected one of {allowed:?}; {before:?}"
+            );
+            ensure!(bench.zone(start)? == before, CHECK, "a refused write changed {before:?}");
+            Ok(())
+        };
+        wrong(self, start + block, 1, &[Error::ZoneWritePointer])?;
+        let answer = self.write(way, start, &data)?;
+        self.ok(answer, "a write at the write pointer")?;
+        self.is(start, ZoneCondition::ImplicitOpen, start + 3 * block, "a write of three blocks")?;
+        let pointer = start + 3 * block;
+        for offset in [start, pointer - block, pointer + block] {
+            wrong(self, offset, 1, &[Error::ZoneWritePointer])?;
+        }
+        let left = (zone.len - 3 * block) / block;
+        if zone.capacity < zone.len {
+            wrong(self, pointer, (zone.capacity - 3 * block) / block + 1, &[Error::ZoneWritePointer])?;
+        }
+        if start + zone.len < self.driver.device.geometry().size {
+            wrong(self, pointer, left + 1, &[Error::ZoneBoundary])?;
+            let both = [Error::ZoneBoundary, Error::ZoneWritePointer];
+            wrong(self, start + zone.len - block, 2, &both)?;
+        }
+        self.driver.compare(way, start, &data, "refused writes")?;
+        let zeroes = vec![0; block as usize];
+        self.driver.compare(way, pointer, &zeroes, "refused writes, behind the write pointer")?;
+        self.op(ZoneOp::Reset, start)?;
+        self.is(start, ZoneCondition::Empty, start, "a reset")?;
+        self.driver.compare(way, start, &zeroes, "a reset")
+    }
+
+    /// A zone that is written to its capacity is full.
+    fn full(&mut self, way: Way) -> Checked {
+        let start = self.sequential[1];
+        self.op(ZoneOp::Reset, start)?;
+        let zone = self.zone(start)?;
+        let mut all = Vec::new();
+        while (all.len() as u64) < zone.capacity {
+            let left = (zone.capacity - all.len() as u64) / self.block;
+            let blocks = 1 + self.driver.rng.below(left);
+            let data = self.data(blocks);
+            let answer = self.write(way, start + all.len() as u64, &data)?;
+            self.ok(answer, "a write at the write pointer")?;
+            all.extend(data);
+        }
+        let found = self.zone(start)?;
+        ensure!(found.condition == ZoneCondition::Full, CHECK, "written to its capacity: {found:?}");
+        for offset in [start, start + zone.capacity - self.block] {
+            let data = self.data(1);
+            let answer = self.write(way, offset, &data)?;
+            ensure!(
+                answer == Err(Error::ZoneCondition),
+                CHECK,
+                "a write at {offset} to a full zone was answered {answer:?}"
+            );
+        }
+        let open = self.zoned.zone_op(ZoneOp::Open, start);
+        ensure!(open == Err(Error::ZoneCondition), CHECK, "opening a full zone was answered {open:?}");
+        self.op(ZoneOp::Finish, start)?;
+        self.driver.compare(way, start, &all, "filling the zone")?;
+        self.op(ZoneOp::Reset, start)
+    }
+
+    fn operations(&mut self) -> Checked {
+        use ZoneCondition::{Closed, Empty, ExplicitOpen, Full, ImplicitOpen};
+        let (start, block) = (self.sequential[0], self.block);
+        self.op(ZoneOp::Reset, start)?;
+        self.op(ZoneOp::Open, start)?;
+        self.is(start, ExplicitOpen, start, "open")?;
+        self.op(ZoneOp::Close, start)?;
+        self.is(start, Empty, start, "close of an open zone without data")?;
+        let answer = self.advance(start, 1)?;
+        self.ok(answer, "a write")?;
+        self.is(start, ImplicitOpen, start + block, "a write")?;
+        self.op(ZoneOp::Open, start)?;
+        let answer = self.advance(start, 1)?;
+        self.ok(answer, "a write")?;
+        self.is(start, ExplicitOpen, start + 2 * block, "open and a write")?;
+        self.op(ZoneOp::Close, start)?;
+        self.is(start, Closed, start + 2 * block, "close")?;
+        self.op(ZoneOp::Close, start)?;
+        self.is(start, Closed, start + 2 * block, "close twice")?;
+        let answer = self.advance(start, 1)?;
+        self.ok(answer, "a write to a closed zone")?;
+        self.is(start, ImplicitOpen, start + 3 * block, "a write to a closed zone")?;
+        let kept = self.driver.read(Way::Try, start, 3 * block)?;
+        self.op(ZoneOp::Finish, start)?;
+        let zone = self.zone(start)?;
+        ensure!(zone.condition == Full, CHECK, "finish left {zone:?}");
+        self.driver.compare(Way::Submit, start, &kept, "finish")?;
+        let other = self.sequential[1];
+        let answer = self.advance(other, 2)?;
+        self.ok(answer, "a write")?;
+        self.ok(self.zoned.reset_all(), "reset of all zones")?;
+        for start in self.sequential.clone() {
+            self.is(start, Empty, start, "reset of all zones")?;
+            self.driver.compare(Way::Try, start, &vec![0; 3 * block as usize], "reset of all zones")?;
+        }
+        Ok(())
+    }
+
+    fn refusals(&mut self) -> Checked {
+        let size = self.driver.device.geometry().size;
+        let start = self.sequential[0];
+        for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
+            for offset in [start + self.block, start + 1, u64::MAX] {
+                let answer = self.zoned.zone_op(op, offset);
+                ensure!(
+                    matches!(answer, Err(Error::Misaligned | Error::OutOfRange)),
+                    CHECK,
+                    "{op:?} at {offset}, where no zone starts, was answered {answer:?}"
+                );
+            }
+            let answer = self.zoned.zone_op(op, size.next_multiple_of(self.geometry.zone_size));
+            ensure!(answer.is_err(), CHECK, "{op:?} behind the last zone was answered {answer:?}");
+        }
+        if self.geometry.max_append > 0 {
+            let data = self.data(1);
+            for (offset, len) in
+                [(start + self.block, data.len()), (start, 1), (start, 0), (u64::MAX, data.len())]
+            {
+                let answer = self.append(offset, &data[..len])?;
+                ensure!(
+                    matches!(answer, Err(Error::Misaligned | Error::OutOfRange)),
+                    CHECK,
+                    "an append of {len} bytes at {offset} was answered {answer:?}"
+                );
+            }
+        }
+        self.is(start, ZoneCondition::Empty, start, "operations that were refused")
+    }
+
+    /// Appends as an export does: tries, submits what would block.
+    fn append(&self, zone: u64, data: &[u8]) -> Checked<device::Result<u64>> {
+        match self.zoned.try_append(zone, data, Flags::empty()) {
+            Ok(Some(at)) => Ok(Ok(at)),
+            Ok(None) => self.submit_append(zone, self.driver.copy(data)?),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    fn submit_append(&self, zone: u64, data: IoBuf) -> Checked<device::Result<u64>> {
+        let (tx, rx) = mpsc::channel();
+        let done = Box::new(move |outcome| {
+            // Nobody listens any more where the check has already failed.
+            let _ = tx.send(outcome);
+        });
+        self.zoned.submit_append(zone, data, Flags::empty(), done);
+        rx.recv_timeout(self.driver.options.patience)
+            .map_err(|_| self.driver.violation("an append was submitted and not answered".into()))
+    }
+
+    fn appends(&mut self) -> Checked {
+        let (start, block) = (self.sequential[0], self.block);
+        self.op(ZoneOp::Reset, start)?;
+        let data = self.data(2);
+        for (i, submit) in [false, true].into_iter().enumerate() {
+            let answer = if submit {
+                self.submit_append(start, self.driver.copy(&data)?)?
+            } else {
+                self.append(start, &data)?
+            };
+            let due = start + 2 * i as u64 * block;
+            ensure!(answer == Ok(due), CHECK, "an append at pointer {due} was answered {answer:?}");
+            self.driver.compare(Way::Try, due, &data, "an append")?;
+        }
+        // More than is left: nothing happens.
+        let before = self.zone(start)?;
+        let most = u64::from(self.geometry.max_append).min(before.capacity) / block;
+        if most * block > before.capacity - 4 * block {
+            let data = self.data(most);
+            let answer = self.append(start, &data)?;
+            ensure!(
+                answer == Err(Error::ZoneWritePointer),
+                CHECK,
+                "an append past the zone's capacity was answered {answer:?}"
+            );
+            ensure!(self.zone(start)? == before, CHECK, "a refused append changed {before:?}");
+        }
+        self.op(ZoneOp::Finish, start)?;
+        let answer = self.append(start, &data)?;
+        ensure!(
+            answer == Err(Error::ZoneCondition),
+            CHECK,
+            "an append to a full zone was answered {answer:?}"
+        );
+        self.appends_at_once()
+    }
+
+    /// Appends of several threads to one zone land side by side.
+    fn appends_at_once(&mut self) -> Checked {
+        let (start, block) = (self.sequential[0], self.block);
+        self.op(ZoneOp::Reset, start)?;
+        let each = (self.zone(start)?.capacity / block / APPENDERS).min(64);
+        let placed: Vec<Checked<Vec<(u64, u8)>>> = thread::scope(|scope| {
+            let threads: Vec<_> = (0..APPENDERS)
+                .map(|me| {
+                    let (device, options) = (self.driver.device, self.driver.options);
+                    scope.spawn(move || {
+                        let bench = Bench::new(device, options)?;
+                        let mut placed = Vec::new();
+                        for i in 0..each {
+                            let mark = (1 + me * each + i) as u8;
+                            let answer = bench.append(start, &vec![mark; block as usize])?;
+                            placed.push((bench.ok(answer, "an append")?, mark));
+                        }
+                        Ok(placed)
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| {
+                    thread.join().unwrap_or_else(|_| {
+                        Err(Violation { check: CHECK, what: "a thread panicked in the device".into() })
+                    })
+                })
+                .collect()
+        });
+        let mut placed: Vec<_> = placed.into_iter().collect::<Checked<Vec<_>>>()?.concat();
+        placed.sort_unstable();
+        for (i, (at, mark)) in placed.iter().enumerate() {
+            let due = start + i as u64 * block;
+            ensure!(*at == due, CHECK, "appends of several threads: one was put at {at}, {due} was free");
+            self.driver.compare(Way::Try, *at, &vec![*mark; block as usize], "appends of several threads")?;
+        }
+        Ok(())
+    }
+
+    /// Writes submitted one behind the other, without waiting, start in that order.
+    fn in_order(&mut self) -> Checked {
+        let start = self.sequential[1];
+        self.op(ZoneOp::Reset, start)?;
+        let data = self.data(8);
+        let mut pending = Vec::new();
+        for (i, block) in data.chunks(self.block as usize).enumerate() {
+            let request = Request::write(start + i as u64 * self.block, self.block);
+            pending.push(self.driver.submit(request, self.driver.copy(block)?));
+        }
+        for pending in pending {
+            let answer = self.driver.wait(&pending)?;
+            self.ok(answer, "one of several writes submitted in order")?;
+        }
+        self.driver.compare(Way::Try, start, &data, "writes submitted in order")?;
+        self.driver.must(Way::Submit, Request::new(Op::Flush, 0, 0), Data::None)
+    }
+
+    fn limit_of_open(&mut self) -> Checked {
+        let max = self.geometry.max_open as usize;
+        if max == 0 || self.sequential.len() <= max {
+            return Ok(());
+        }
+        self.ok(self.zoned.reset_all(), "reset of all zones")?;
+        let (held, extra) = (self.sequential[..max].to_vec(), self.sequential[max]);
+        for &start in &held {
+            self.op(ZoneOp::Open, start)?;
+        }
+        // With both limits equal either may be named.
+        let both = self.geometry.max_active == self.geometry.max_open;
+        let refused =
+            |error: Error| error == Error::ZoneTooManyOpen || (both && error == Error::ZoneTooManyActive);
+        let open = self.zoned.zone_op(ZoneOp::Open, extra);
+        ensure!(open.is_err_and(refused), CHECK, "open of zone {max} of {max} was answered {open:?}");
+        let write = self.advance(extra, 1)?;
+        ensure!(write.is_err_and(refused), CHECK, "a write that opens one too many was answered {write:?}");
+        self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of open zones")?;
+        // An implicitly open zone gives way.
+        self.op(ZoneOp::Reset, held[0])?;
+        let answer = self.advance(held[0], 1)?;
+        self.ok(answer, "a write below the limit")?;
+        if !both {
+            self.op(ZoneOp::Open, extra)?;
+            self.is(held[0], ZoneCondition::Closed, held[0] + self.block, "giving way to an open zone")?;
+        }
+        self.ok(self.zoned.reset_all(), "reset of all zones")
+    }
+
+    fn limit_of_active(&mut self) -> Checked {
+        let max = self.geometry.max_active as usize;
+        if max == 0 || self.sequential.len() <= max {
+            return Ok(());
+        }
+        self.ok(self.zoned.reset_all(), "reset of all zones")?;
+        let (held, extra) = (self.sequential[..max].to_vec(), self.sequential[max]);
+        for &start in &held {
+            let answer = self.advance(start, 1)?;
+            self.ok(answer, "a write below the limit of active zones")?;
+            self.op(ZoneOp::Close, start)?;
+        }
+        let write = self.advance(extra, 1)?;
+        ensure!(
+            write == Err(Error::ZoneTooManyActive),
+            CHECK,
+            "a write to one zone more than may be active was answered {write:?}"
+        );
+        let open = self.zoned.zone_op(ZoneOp::Open, extra);
+        ensure!(open == Err(Error::ZoneTooManyActive), CHECK, "opening it was answered {open:?}");
+        self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of active zones")?;
+        // Finish and reset each give one back.
+        self.op(ZoneOp::Finish, held[0])?;
+        let answer = self.advance(extra, 1)?;
+        self.ok(answer, "a write after another zone was finished")?;
+        self.op(ZoneOp::Reset, extra)?;
+        let answer = self.advance(extra, 1)?;
+        self.ok(answer, "a write after a reset")?;
+        self.ok(self.zoned.reset_all(), "reset of all zones")
+    }
+}

@@ -1,0 +1,274 @@
+//! A decorator that makes callers use the second half of the contract.
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use freestone::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use freestone::device::{
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried,
+};
+
+use crate::Rng;
+
+/// How long the executor waits for a second request, so that there is an order to shuffle.
+const GATHER: Duration = Duration::from_micros(100);
+
+/// What is answered to a try.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// Always "would block".
+    Always,
+    /// "Would block" this many times of a hundred; as often only the first part of a request is done; else the device below
+    /// answers.
+    Sometimes(u8),
+}
+
+/// Answers "would block" by [`Policy`] and completes what is then submitted on a thread of its own, in a shuffled order
+/// that the seed determines (together with the moment of each arrival). Requests to one zone keep their order.
+pub struct Deferred {
+    shared: Arc<Shared>,
+    policy: Policy,
+    executor: Option<JoinHandle<()>>,
+}
+
+enum Job {
+    Io(Request, IoBuf, Completion),
+    Append(u64, IoBuf, Flags, AppendCompletion),
+}
+
+struct Shared {
+    inner: Arc<dyn Device>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    rng: Rng,
+    jobs: Vec<Job>,
+    /// Zones of jobs that were handed to the device below and are not answered.
+    running: Vec<u64>,
+    stop: bool,
+}
+
+impl Deferred {
+    /// Decorates `inner`.
+    pub fn new(inner: Arc<dyn Device>, policy: Policy, seed: u64) -> Self {
+        let state = State { rng: Rng::new(seed), jobs: Vec::new(), running: Vec::new(), stop: false };
+        let shared = Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() });
+        let executor = thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.execute()
+        });
+        Self { shared, policy, executor: Some(executor) }
+    }
+
+    /// Whether this try is to be put off.
+    fn defers(&self, offset: u64) -> bool {
+        let mut state = self.shared.lock();
+        // What is tried may not overtake what was submitted to the same zone.
+        self.shared.is_busy(&state, offset)
+            || match self.policy {
+                Policy::Always => true,
+                Policy::Sometimes(percent) => state.rng.chance(percent),
+            }
+    }
+
+    /// How much of this try is handed on.
+    fn portion(&self, request: &Request) -> u64 {
+        let geometry = self.shared.inner.geometry();
+        let blocks = request.len / u64::from(geometry.logical_block);
+        match self.policy {
+            // Zone writes are all or nothing.
+            Policy::Sometimes(percent) if blocks > 1 && geometry.zones.is_none() => {
+                let mut state = self.shared.lock();
+                if state.rng.chance(percent) {
+                    return (1 + state.rng.below(blocks - 1)) * u64::from(geometry.logical_block);
+                }
+                request.len
+            }
+            _ => request.len,
+        }
+    }
+
+    fn enqueue(&self, job: Job) {
+        self.shared.lock().jobs.push(job);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The zone that `offset` lies in, if there are zones.
+    fn zone(&self, offset: u64) -> Option<u64> {
+        self.inner.geometry().zones.map(|zones| offset / zones.zone_size)
+    }
+
+    fn is_busy(&self, state: &State, offset: u64) -> bool {
+        let zone = self.zone(offset);
+        zone.is_some_and(|zone| {
+            state.running.contains(&zone)
+                || state.jobs.iter().any(|job| self.zone(job.offset()) == Some(zone))
+        })
+    }
+
+    fn execute(self: Arc<Self>) {
+        loop {
+            let mut state = self.lock();
+            while state.jobs.is_empty() && !state.stop {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.jobs.len() < 2 && !state.stop {
+                state = self.changed.wait_timeout(state, GATHER).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            if state.jobs.is_empty() {
+                if state.stop {
+                    return;
+                }
+                continue;
+            }
+            let count = state.jobs.len() as u64;
+            let picked = state.rng.below(count) as usize;
+            let zone = self.zone(state.jobs[picked].offset());
+            // The oldest of the picked one's zone; `remove` keeps the order of the others.
+            let first = match zone {
+                Some(_) => {
+                    state.jobs.iter().position(|job| self.zone(job.offset()) == zone).unwrap_or(picked)
+                }
+                None => picked,
+            };
+            let job = state.jobs.remove(first);
+            state.running.extend(zone);
+            drop(state);
+            self.run(job, zone);
+        }
+    }
+
+    fn run(self: &Arc<Self>, job: Job, zone: Option<u64>) {
+        let shared = Arc::clone(self);
+        let finished = move || {
+            let mut state = shared.lock();
+            if let Some(at) = state.running.iter().position(|running| Some(*running) == zone) {
+                state.running.swap_remove(at);
+            }
+        };
+        match job {
+            Job::Io(request, buffer, done) => {
+                let done = Completion::new(move |outcome, buffer| {
+                    finished();
+                    done.complete(outcome, buffer);
+                });
+                self.inner.submit(request, buffer, done);
+            }
+            Job::Append(offset, data, flags, done) => match self.inner.zoned() {
+                Some(zoned) => {
+                    let done = Box::new(move |outcome| {
+                        finished();
+                        done(outcome);
+                    });
+                    zoned.submit_append(offset, data, flags, done);
+                }
+                None => done(Err(Error::Unsupported)),
+            },
+        }
+    }
+}
+
+impl Job {
+    fn offset(&self) -> u64 {
+        match self {
+            Self::Io(request, ..) => request.offset,
+            Self::Append(offset, ..) => *offset,
+        }
+    }
+}
+
+impl Device for Deferred {
+    fn geometry(&self) -> Geometry {
+        self.shared.inner.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry())?;
+        if self.defers(request.offset) {
+            return Ok(Tried::WouldBlock);
+        }
+        let portion = self.portion(request);
+        if portion == request.len {
+            return self.shared.inner.try_io(request, buffer);
+        }
+        let part = Request { len: portion, ..*request };
+        let buffer = match buffer {
+            Buffer::None => Buffer::None,
+            Buffer::Read(out) => Buffer::Read(&mut out[..portion as usize]),
+            Buffer::Write(data) => Buffer::Write(&data[..portion as usize]),
+        };
+        Ok(match self.shared.inner.try_io(&part, buffer)? {
+            Tried::Done => Tried::Partly(portion),
+            other => other,
+        })
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.enqueue(Job::Io(request, buffer, done));
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.shared.inner.extents(offset, len, row)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.shared.inner.prefetch(offset, len);
+    }
+
+    fn zoned(&self) -> Option<&dyn Zoned> {
+        self.shared.inner.zoned().map(|_| self as &dyn Zoned)
+    }
+}
+
+impl Zoned for Deferred {
+    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
+        self.shared.inner.zoned().ok_or(Error::Unsupported)?.report(offset, row)
+    }
+
+    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
+        self.shared.inner.zoned().ok_or(Error::Unsupported)?.zone_op(op, offset)
+    }
+
+    fn reset_all(&self) -> Result<()> {
+        self.shared.inner.zoned().ok_or(Error::Unsupported)?.reset_all()
+    }
+
+    fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
+        let zoned = self.shared.inner.zoned().ok_or(Error::Unsupported)?;
+        if self.defers(offset) { Ok(None) } else { zoned.try_append(offset, data, flags) }
+    }
+
+    fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
+        self.enqueue(Job::Append(offset, data, flags, done));
+    }
+}
+
+impl Drop for Deferred {
+    /// Everything that was submitted is answered first.
+    fn drop(&mut self) {
+        self.shared.lock().stop = true;
+        self.shared.changed.notify_all();
+        if let Some(executor) = self.executor.take()
+            && executor.thread().id() != thread::current().id()
+        {
+            // A panic there was reported by its own hook.
+            let _ = executor.join();
+        }
+    }
+}
+
+impl fmt::Debug for Deferred {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Deferred({:?})", self.policy)
+    }
+}

@@ -1,0 +1,62 @@
+//! Seeded random numbers: the same seed gives the same run.
+
+/// A small generator (splitmix64). Not for anything but tests.
+#[derive(Debug, Clone)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// A generator that is determined by `seed`.
+    pub const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number in `0..bound`; 0 where `bound` is 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        if bound == 0 { 0 } else { self.word() % bound }
+    }
+
+    /// True `percent` times of a hundred.
+    pub fn chance(&mut self, percent: u8) -> bool {
+        self.below(100) < u64::from(percent)
+    }
+
+    /// Fills `out` with incompressible bytes.
+    pub fn fill(&mut self, out: &mut [u8]) {
+        for chunk in out.chunks_mut(8) {
+            let word = self.word().to_le_bytes();
+            chunk.copy_from_slice(&word[..chunk.len()]);
+        }
+    }
+
+    /// Fills `out` with one of the kinds of content that devices treat differently: zeroes, one repeated byte, one repeated
+    /// 64-bit word, compressible, incompressible.
+    pub fn content(&mut self, out: &mut [u8]) {
+        match self.below(6) {
+            0 => out.fill(0),
+            1 => out.fill(self.word() as u8),
+            2 => {
+                let word = self.word().to_le_bytes();
+                for chunk in out.chunks_mut(8) {
+                    chunk.copy_from_slice(&word[..chunk.len()]);
+                }
+            }
+            3 => {
+                // Runs of one byte with some noise: compresses well, but is no pattern.
+                for chunk in out.chunks_mut(64) {
+                    chunk.fill(self.word() as u8);
+                    chunk[0] = self.word() as u8;
+                }
+            }
+            _ => self.fill(out),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The suite over the model devices, alone and deferred.
+
+use std::sync::Arc;
+
+use freestone::device::Device;
+use freestone::null::{self, Null};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Model, ModelZoned, Policy, Rng, ZonedConfig};
+
+const SIZE: usize = 2 << 20;
+
+fn options(seed: u64) -> Options {
+    Options { seed, window: 1 << 20, rounds: 150, thread_rounds: 200, ..Options::default() }
+}
+
+#[test]
+fn model() {
+    for block in [512, 1024, 4096] {
+        conformance::check("model", &|| Arc::new(Model::new(SIZE, block)), options(1));
+    }
+}
+
+#[test]
+fn model_read_only() {
+    let mut content = vec![0; SIZE];
+    Rng::new(3).fill(&mut content[SIZE / 2..]);
+    let make = || Arc::new(Model::read_only(content.clone(), 512)) as Arc<dyn Device>;
+    conformance::check("read-only model", &make, options(2));
+}
+
+#[test]
+fn model_grows() {
+    let device = Model::new(SIZE, 512);
+    conformance::grown(&device, &options(3), &|| device.grow(2 * SIZE)).unwrap();
+}
+
+#[test]
+fn deferred_model() {
+    for (seed, policy) in [(1, Policy::Always), (2, Policy::Sometimes(50)), (3, Policy::Sometimes(5))] {
+        let make = || {
+            let model = Arc::new(Model::new(SIZE, 512));
+            Arc::new(Deferred::new(model, policy, seed)) as Arc<dyn Device>
+        };
+        conformance::check(&format!("deferred model, {policy:?}"), &make, options(seed));
+    }
+}
+
+#[test]
+fn null() {
+    let make = || {
+        let null = Null::new(null::Config { size: 1 << 40, logical_block: 512 }).unwrap();
+        Arc::new(null) as Arc<dyn Device>
+    };
+    conformance::check("null", &make, Options { stores: false, ..options(4) });
+    let deferred = || Arc::new(Deferred::new(make(), Policy::Sometimes(50), 4)) as Arc<dyn Device>;
+    conformance::check("deferred null", &deferred, Options { stores: false, ..options(4) });
+}
+
+fn zoned(config: ZonedConfig) {
+    let make = || Arc::new(ModelZoned::new(config)) as Arc<dyn Device>;
+    conformance::check_zoned("zoned model", &make, options(5));
+    for policy in [Policy::Always, Policy::Sometimes(50)] {
+        let deferred = || Arc::new(Deferred::new(make(), policy, 5)) as Arc<dyn Device>;
+        conformance::check_zoned(&format!("deferred zoned model, {policy:?}"), &deferred, options(5));
+    }
+}
+
+#[test]
+fn zoned_models() {
+    let plain = ZonedConfig {
+        zone_size: 256 << 10,
+        zone_capacity: 256 << 10,
+        nr_zones: 6,
+        conventional: 0,
+        max_open: 0,
+        max_active: 0,
+    };
+    zoned(plain);
+    zoned(ZonedConfig { zone_capacity: 192 << 10, conventional: 2, ..plain });
+    zoned(ZonedConfig { max_open: 2, max_active: 3, ..plain });
+    zoned(ZonedConfig { max_open: 2, max_active: 2, conventional: 1, ..plain });
+}

@@ -1,0 +1,220 @@
+//! Compression: algorithms, their parameters, and one stream a CPU.
+//!
+//! A *stream* is the working memory of an algorithm. There is one for each CPU, taken by the CPU that a thread runs
+//! on, so memory is bounded by CPUs and not by threads. The kernel's history shows the hard point: whoever allocates
+//! while it holds a stream either waits for memory with the stream in hand, or compresses twice. Here nothing is
+//! allocated under a stream and no page fault is taken: the object is written to the caller's stack, which was touched
+//! before, the stream goes back, and only then the pool is asked for a place.
+
+mod lz4;
+mod params;
+mod zstd;
+
+use std::mem::MaybeUninit;
+
+use crossbeam_utils::CachePadded;
+
+pub use self::params::{Algorithm, DICTIONARY_BYTES_MAX, Dictionary, Params, ParamsError};
+use crate::PAGE_BYTES;
+use crate::device::{Error, Result};
+use crate::percpu;
+use crate::sync::{Mutex, MutexGuard};
+
+/// A page's content.
+pub type Page = [u8; PAGE_BYTES];
+
+/// Room for a compressed page on the caller's stack. A page that needs more is not worth compressing.
+pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
+
+impl Scratch {
+    /// The largest object that is stored compressed.
+    pub const BYTES: usize = crate::pool::class::HUGE_LINE_BYTES;
+
+    /// Uninitialised room.
+    #[inline]
+    pub fn new() -> Self {
+        Self([MaybeUninit::uninit(); Self::BYTES])
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// One algorithm's working memory for one thread at a time.
+enum Stream {
+    Lz4(lz4::Lz4),
+    Lz4hc(lz4::Lz4hc),
+    Zstd(Box<zstd::Zstd>),
+    Store,
+}
+
+impl Stream {
+    fn compress(&mut self, page: &Page, out: &mut [MaybeUninit<u8>]) -> Option<usize> {
+        match self {
+            Self::Lz4(stream) => stream.compress(page, out),
+            Self::Lz4hc(stream) => stream.compress(page, out),
+            Self::Zstd(stream) => stream.compress(page, out),
+            Self::Store => None,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Lz4(stream) => stream.bytes(),
+            Self::Lz4hc(stream) => stream.bytes(),
+            Self::Zstd(stream) => stream.bytes(),
+            Self::Store => 0,
+        }
+    }
+}
+
+/// The streams of one algorithm, one a CPU.
+///
+/// Lock order: a stream is taken with nothing held but, for a partial write, the page's slot. Under a stream nothing
+/// is taken, allocated or waited for.
+pub struct Streams {
+    algorithm: Algorithm,
+    per_cpu: Box<[CachePadded<Mutex<Stream>>]>,
+}
+
+impl Streams {
+    /// Makes every CPU's stream and brings all its memory in.
+    ///
+    /// # Errors
+    /// The parameters do not fit the algorithm; [`Error::NoMemory`] is reported as out of memory.
+    pub fn new(algorithm: Algorithm, params: &Params) -> std::result::Result<Self, StreamsError> {
+        let level = params.check(algorithm)?;
+        let make = || -> Result<CachePadded<Mutex<Stream>>> {
+            let mut stream = match algorithm {
+                Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
+                Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
+                Algorithm::Zstd => {
+                    Stream::Zstd(Box::new(zstd::Zstd::new(level, params.dictionary.as_ref())?))
+                }
+                Algorithm::Store => Stream::Store,
+            };
+            warm_up(&mut stream);
+            Ok(CachePadded::new(Mutex::new(stream)))
+        };
+        let per_cpu =
+            (0..percpu::cpus()).map(|_| make()).collect::<Result<_>>().map_err(StreamsError::Device)?;
+        Ok(Self { algorithm, per_cpu })
+    }
+
+    /// Compresses `page` into `scratch`; `None` where the result is over the class-waste line.
+    #[inline]
+    pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
+        touch::scratch(scratch);
+        let bytes = self.take().compress(page, &mut scratch.0)?;
+        Some(touch::written(scratch, bytes))
+    }
+
+    /// Decompresses `object` into `page`.
+    ///
+    /// # Errors
+    /// [`Error::Media`]: the object is not what this algorithm made of a page.
+    #[inline]
+    pub fn decompress(&self, object: &[u8], page: &mut Page) -> Result<()> {
+        let whole = match self.algorithm {
+            Algorithm::Lz4 | Algorithm::Lz4hc => lz4::decompress(object, page),
+            Algorithm::Zstd => {
+                // A fault on the reader's page must not be taken under the stream.
+                page[0] = 0;
+                page[PAGE_BYTES - 1] = 0;
+                match &mut *self.take() {
+                    Stream::Zstd(stream) => stream.decompress(object, page),
+                    _ => false,
+                }
+            }
+            Algorithm::Store => false,
+        };
+        if whole { Ok(()) } else { Err(Error::Media) }
+    }
+
+    /// This CPU's stream; where a descheduled thread holds it, another CPU's, before this one is waited for.
+    #[inline]
+    fn take(&self) -> MutexGuard<'_, Stream> {
+        let cpus = self.per_cpu.len();
+        let cpu = percpu::current();
+        (0..cpus)
+            .find_map(|n| self.per_cpu[(cpu + n) % cpus].try_lock())
+            .unwrap_or_else(|| self.per_cpu[cpu].lock())
+    }
+
+    /// Bytes of all streams.
+    pub fn bytes(&self) -> u64 {
+        self.per_cpu.iter().map(|stream| stream.lock().bytes() as u64).sum()
+    }
+}
+
+/// Why streams could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum StreamsError {
+    /// Parameters.
+    #[error(transparent)]
+    Params(#[from] ParamsError),
+    /// Memory.
+    #[error(transparent)]
+    Device(Error),
+}
+
+/// Compresses pages of every kind once, so that all of a stream's memory has been touched before its first use.
+fn warm_up(stream: &mut Stream) {
+    let mut scratch = Scratch::new();
+    touch::scratch(&mut scratch);
+    let mut noise = 0x9E37_79B9_7F4A_7C15_u64;
+    let mut next = move || {
+        noise ^= noise << 13;
+        noise ^= noise >> 7;
+        noise ^= noise << 17;
+        noise
+    };
+    for kind in 0..4 {
+        let mut page = [0_u8; PAGE_BYTES];
+        for (index, byte) in page.iter_mut().enumerate() {
+            *byte = match kind {
+                0 => next() as u8,
+                // Many short matches; long matches; text of few letters.
+                1 => [1, 2, 3, next() as u8][index % 4],
+                2 => (index / 512) as u8,
+                _ => b"etaoin sr"[next() as usize % 9],
+            };
+        }
+        let packed = stream.compress(&page, &mut scratch.0);
+        if let (Stream::Zstd(stream), Some(bytes)) = (&mut *stream, packed) {
+            let object = touch::written(&scratch, bytes).to_vec();
+            stream.decompress(&object, &mut page);
+        }
+    }
+}
+
+mod touch {
+    #![expect(unsafe_code)]
+    // UNSAFETY: scratch memory stays uninitialised until the compressor has written it.
+
+    use super::Scratch;
+
+    /// Writes to every page of the scratch memory, so that no fault is taken on it later.
+    #[inline]
+    pub fn scratch(scratch: &mut Scratch) {
+        let last = Scratch::BYTES - 1;
+        for at in [0, last] {
+            // SAFETY: inside the array; volatile so that the write is made now. It spans at most two pages.
+            unsafe { scratch.0[at].as_mut_ptr().write_volatile(0) };
+        }
+    }
+
+    /// The first `bytes` of the scratch memory, which a compressor has just written.
+    #[inline]
+    pub fn written(scratch: &Scratch, bytes: usize) -> &[u8] {
+        let written = &scratch.0[..bytes];
+        // SAFETY: a compressor that returns `bytes` has initialised that many.
+        unsafe { std::slice::from_raw_parts(written.as_ptr().cast(), written.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

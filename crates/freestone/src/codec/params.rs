@@ -1,0 +1,246 @@
+//! Algorithm names and their parameters, in the kernel's words.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+/// Largest dictionary that is read.
+pub const DICTIONARY_BYTES_MAX: u64 = 1 << 20;
+
+/// A compression algorithm. `lzo` and `lzo-rle`, the kernel's defaults, are not offered: the crates that have them are
+/// under the GPL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Algorithm {
+    /// LZ4, the default: fastest.
+    #[default]
+    Lz4,
+    /// LZ4 with a slower, better search; reads as fast as LZ4.
+    Lz4hc,
+    /// Zstandard: smallest, several times slower.
+    Zstd,
+    /// No compression: same-filled pages are still found, all others are stored as they are.
+    Store,
+}
+
+impl Algorithm {
+    /// All algorithms.
+    pub const ALL: [Self; 4] = [Self::Lz4, Self::Lz4hc, Self::Zstd, Self::Store];
+
+    /// The name a user types.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lz4 => "lz4",
+            Self::Lz4hc => "lz4hc",
+            Self::Zstd => "zstd",
+            Self::Store => "store",
+        }
+    }
+
+    /// The smallest, the default and the largest `level`. For lz4 it is the acceleration, as in the kernel: higher is
+    /// faster and packs less.
+    const fn levels(self) -> Option<(i32, i32, i32)> {
+        match self {
+            Self::Lz4 => Some((1, 1, 65537)),
+            Self::Lz4hc => Some((2, 9, 12)),
+            Self::Zstd => Some((-131_072, 3, 22)),
+            Self::Store => None,
+        }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = ParamsError;
+
+    fn from_str(name: &str) -> Result<Self, ParamsError> {
+        Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| match name {
+            "lzo" | "lzo-rle" => ParamsError::Lzo(name.into()),
+            _ => ParamsError::UnknownAlgorithm(name.into()),
+        })
+    }
+}
+
+/// Why algorithm or parameters were not understood.
+#[derive(Debug, Error)]
+#[expect(missing_docs, reason = "each variant's message is its documentation")]
+pub enum ParamsError {
+    #[error("no algorithm is called \"{0}\"; there are lz4, lz4hc, zstd and store")]
+    UnknownAlgorithm(String),
+    #[error("{0} is not offered (its crates are under the GPL); there are lz4, lz4hc, zstd and store")]
+    Lzo(String),
+    #[error("\"{0}\" is not a parameter; level=NUMBER, dict=PATH and algo=NAME are")]
+    UnknownKey(String),
+    #[error("{0} is given twice")]
+    Twice(String),
+    #[error("level={0} is not a whole number")]
+    BadLevel(String),
+    #[error("level={level} is out of range: {algorithm} takes {min} to {max}")]
+    LevelRange { algorithm: Algorithm, level: i32, min: i32, max: i32 },
+    #[error("{0} takes no {1}")]
+    NotFor(Algorithm, &'static str),
+    #[error("algo={0} does not match comp_algorithm={1}")]
+    OtherAlgorithm(String, Algorithm),
+    #[error("dict={}: {error}", path.display())]
+    Dictionary { path: PathBuf, error: std::io::Error },
+    #[error("dict={}: {bytes} bytes; a dictionary has 1 to {DICTIONARY_BYTES_MAX}", path.display())]
+    DictionarySize { path: PathBuf, bytes: u64 },
+}
+
+/// A compression dictionary, read once.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Dictionary {
+    path: PathBuf,
+    bytes: Arc<[u8]>,
+}
+
+impl fmt::Debug for Dictionary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} bytes)", self.path.display(), self.bytes.len())
+    }
+}
+
+impl Dictionary {
+    fn read(path: &Path) -> Result<Self, ParamsError> {
+        let failed = |error| ParamsError::Dictionary { path: path.into(), error };
+        let bytes = std::fs::metadata(path).map_err(failed)?.len();
+        if !(1..=DICTIONARY_BYTES_MAX).contains(&bytes) {
+            return Err(ParamsError::DictionarySize { path: path.into(), bytes });
+        }
+        let bytes = std::fs::read(path).map_err(failed)?;
+        Ok(Self { path: path.into(), bytes: bytes.into() })
+    }
+
+    /// The content.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// What `algorithm_params` sets.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Params {
+    /// The algorithm's level; its default where `None`.
+    pub level: Option<i32>,
+    /// A dictionary (zstd only; the kernel also takes one for lz4 and lz4hc).
+    pub dictionary: Option<Dictionary>,
+    /// The algorithm that the parameters were written for, where that was said.
+    pub algo: Option<String>,
+}
+
+impl Params {
+    /// Reads the kernel's words: space separated `level=NUMBER`, `dict=PATH`, `algo=NAME`. The dictionary is read now.
+    ///
+    /// # Errors
+    /// What was not understood.
+    pub fn parse(text: &str) -> Result<Self, ParamsError> {
+        let mut params = Self::default();
+        for word in text.split_whitespace() {
+            let (key, value) = word.split_once('=').ok_or_else(|| ParamsError::UnknownKey(word.into()))?;
+            let twice = match key {
+                "level" => {
+                    let level = value.parse().map_err(|_| ParamsError::BadLevel(value.into()))?;
+                    params.level.replace(level).is_some()
+                }
+                "dict" => params.dictionary.replace(Dictionary::read(Path::new(value))?).is_some(),
+                "algo" => params.algo.replace(value.into()).is_some(),
+                _ => return Err(ParamsError::UnknownKey(key.into())),
+            };
+            if twice {
+                return Err(ParamsError::Twice(key.into()));
+            }
+        }
+        Ok(params)
+    }
+
+    /// Checks that the parameters fit `algorithm` and returns the level to use.
+    ///
+    /// # Errors
+    /// Which one does not fit, with the range that does.
+    pub fn check(&self, algorithm: Algorithm) -> Result<i32, ParamsError> {
+        if let Some(algo) = &self.algo
+            && algo != algorithm.name()
+        {
+            return Err(ParamsError::OtherAlgorithm(algo.clone(), algorithm));
+        }
+        if self.dictionary.is_some() && algorithm != Algorithm::Zstd {
+            return Err(ParamsError::NotFor(algorithm, "dictionary"));
+        }
+        match (algorithm.levels(), self.level) {
+            (None, Some(_)) => Err(ParamsError::NotFor(algorithm, "level")),
+            (None, None) => Ok(0),
+            (Some((_, default, _)), None) => Ok(default),
+            (Some((min, _, max)), Some(level)) if (min..=max).contains(&level) => Ok(level),
+            (Some((min, _, max)), Some(level)) => Err(ParamsError::LevelRange { algorithm, level, min, max }),
+        }
+    }
+}
+
+impl fmt::Display for Params {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words = [
+            self.level.map(|level| format!("level={level}")),
+            self.dictionary.as_ref().map(|dictionary| format!("dict={}", dictionary.path.display())),
+        ];
+        f.write_str(&words.into_iter().flatten().collect::<Vec<_>>().join(" "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(algorithm: Algorithm, text: &str) -> String {
+        match Params::parse(text).and_then(|p| p.check(algorithm)) {
+            Ok(level) => panic!("{text} was taken, level {level}"),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn levels_have_ranges() {
+        assert_eq!(Params::parse("").unwrap().check(Algorithm::Zstd).unwrap(), 3);
+        assert_eq!(Params::parse(" level=-5  algo=zstd ").unwrap().check(Algorithm::Zstd).unwrap(), -5);
+        assert_eq!(refused(Algorithm::Lz4hc, "level=13"), "level=13 is out of range: lz4hc takes 2 to 12");
+        assert_eq!(refused(Algorithm::Store, "level=1"), "store takes no level");
+        assert_eq!(refused(Algorithm::Lz4, "level=fast"), "level=fast is not a whole number");
+        assert_eq!(refused(Algorithm::Lz4, "level=1 level=2"), "level is given twice");
+        assert_eq!(refused(Algorithm::Lz4, "algo=zstd"), "algo=zstd does not match comp_algorithm=lz4");
+        assert_eq!(
+            refused(Algorithm::Lz4, "wbits=3"),
+            "\"wbits\" is not a parameter; level=NUMBER, dict=PATH and algo=NAME are"
+        );
+    }
+
+    #[test]
+    fn dictionaries_are_read_with_a_bound() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().display();
+        assert!(
+            refused(Algorithm::Zstd, &format!("dict={path}"))
+                .ends_with("0 bytes; a dictionary has 1 to 1048576")
+        );
+        assert!(refused(Algorithm::Zstd, "dict=/nowhere/d").starts_with("dict=/nowhere/d: No such file"));
+        std::fs::write(file.path(), b"words words words").unwrap();
+        assert_eq!(refused(Algorithm::Lz4, &format!("dict={path}")), "lz4 takes no dictionary");
+        let params = Params::parse(&format!("level=7 dict={path}")).unwrap();
+        assert_eq!(params.check(Algorithm::Zstd).unwrap(), 7);
+        assert_eq!(params.to_string(), format!("level=7 dict={path}"));
+    }
+
+    #[test]
+    fn unknown_algorithms_are_named() {
+        assert!(Algorithm::from_str("lzo-rle").unwrap_err().to_string().contains("GPL"));
+        assert!(Algorithm::from_str("gzip").unwrap_err().to_string().contains("\"gzip\""));
+        for algorithm in Algorithm::ALL {
+            assert_eq!(Algorithm::from_str(algorithm.name()).unwrap(), algorithm);
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Zstandard with frames cut down to what a page needs: no magic, no content size, no checksum, no dictionary id.
+
+use std::mem::MaybeUninit;
+
+use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
+
+use super::params::Dictionary;
+use crate::PAGE_BYTES;
+use crate::device::{Error, Result};
+
+/// Working memory of one compressor and decompressor.
+pub struct Zstd {
+    compressor: CCtx<'static>,
+    decompressor: DCtx<'static>,
+}
+
+impl Zstd {
+    pub fn new(level: i32, dictionary: Option<&Dictionary>) -> Result<Self> {
+        let mut compressor = CCtx::try_create().ok_or(Error::NoMemory)?;
+        let mut decompressor = DCtx::try_create().ok_or(Error::NoMemory)?;
+        let set = [
+            CParameter::CompressionLevel(level),
+            CParameter::Format(FrameFormat::Magicless),
+            CParameter::ContentSizeFlag(false),
+            CParameter::ChecksumFlag(false),
+            CParameter::DictIdFlag(false),
+        ];
+        for parameter in set {
+            compressor.set_parameter(parameter).map_err(|_| Error::NoMemory)?;
+        }
+        decompressor
+            .set_parameter(DParameter::Format(FrameFormat::Magicless))
+            .map_err(|_| Error::NoMemory)?;
+        if let Some(dictionary) = dictionary {
+            compressor.load_dictionary(dictionary.bytes()).map_err(|_| Error::NoMemory)?;
+            decompressor.load_dictionary(dictionary.bytes()).map_err(|_| Error::NoMemory)?;
+        }
+        Ok(Self { compressor, decompressor })
+    }
+
+    /// Compresses a page into `out`; `None` where it does not fit.
+    pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
+        let mut target = Target { out, written: 0 };
+        self.compressor.compress2(&mut target, page).ok()
+    }
+
+    /// Decompresses an object; false where it is not a whole page.
+    pub fn decompress(&mut self, object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
+        self.decompressor.decompress(page.as_mut_slice(), object) == Ok(PAGE_BYTES)
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.compressor.sizeof() + self.decompressor.sizeof()
+    }
+}
+
+/// Uninitialised memory as the library's kind of target.
+struct Target<'a> {
+    out: &'a mut [MaybeUninit<u8>],
+    written: usize,
+}
+
+mod target {
+    #![expect(unsafe_code)]
+    // UNSAFETY: the library's trait for targets is unsafe to implement.
+    use super::Target;
+
+    // SAFETY: capacity and pointer describe the same slice, and `as_slice` shows only what `filled_until` vouched for.
+    unsafe impl zstd_safe::WriteBuf for Target<'_> {
+        fn as_slice(&self) -> &[u8] {
+            // SAFETY: `filled_until` says that so many bytes are initialised.
+            unsafe { std::slice::from_raw_parts(self.out.as_ptr().cast(), self.written) }
+        }
+        fn capacity(&self) -> usize {
+            self.out.len()
+        }
+        fn as_mut_ptr(&mut self) -> *mut u8 {
+            self.out.as_mut_ptr().cast()
+        }
+        unsafe fn filled_until(&mut self, n: usize) {
+            self.written = n;
+        }
+    }
+}

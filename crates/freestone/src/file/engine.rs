@@ -1,0 +1,48 @@
+//! Chooses what carries out the system calls.
+
+use std::io;
+use std::sync::Arc;
+
+use super::Engine;
+use super::backing::Backing;
+use super::job::Job;
+use super::ring::Ring;
+use super::threads::Threads;
+
+/// A running engine. Dropping it waits until everything that was submitted is answered.
+#[derive(Debug)]
+pub(super) enum Running {
+    Ring(Ring),
+    Threads(Threads),
+}
+
+impl Running {
+    pub fn start(kind: Engine, backing: &Arc<Backing>) -> io::Result<Self> {
+        match kind {
+            Engine::IoUring => Ring::start(backing).map(Self::Ring),
+            Engine::Threads => Threads::start(backing).map(Self::Threads),
+            Engine::Auto => match Ring::start(backing) {
+                Ok(ring) => Ok(Self::Ring(ring)),
+                Err(reason) => {
+                    let path = backing.path.display();
+                    tracing::warn!("{path}: io_uring is not available ({reason}); using threads");
+                    Threads::start(backing).map(Self::Threads)
+                }
+            },
+        }
+    }
+
+    pub fn kind(&self) -> Engine {
+        match self {
+            Self::Ring(_) => Engine::IoUring,
+            Self::Threads(_) => Engine::Threads,
+        }
+    }
+
+    pub fn submit(&self, job: Job) {
+        match self {
+            Self::Ring(ring) => ring.submit(job),
+            Self::Threads(threads) => threads.submit(job),
+        }
+    }
+}

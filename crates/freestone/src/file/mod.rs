@@ -1,0 +1,197 @@
+//! A raw image or a block device as a device.
+//!
+//! Requests go through an `io_uring` with one thread per device that submits and reaps ([`Engine::IoUring`]); where the
+//! kernel forbids `io_uring`, a few threads with plain system calls do the same work ([`Engine::Threads`]). Inline there is only one
+//! thing: a buffered read of what is in the page cache.
+//!
+//! **Sizes.** The device is as large as the file was when it was opened. It grows with the file: [`File::refresh`] looks, and so
+//! does a request or extent query that reaches behind the known end, and the start of every write and flush. It never
+//! shrinks. If the file is truncated underneath, reads behind its real end answer [`Error::Media`], and so do writes, discards and
+//! zeroing that reach behind it: they would re-extend the file behind its owner's back. A truncation in the very moment
+//! of a write can still be undone by that write. What remains of the file stays usable. The file is never mapped, so there is no `SIGBUS`.
+//!
+//! **Overlap.** The kernel lets a read see half of a write that runs at the same time; this device does not. Overlapping
+//! requests run one after the other in the order of their submission, all others side by side.
+//!
+//! **Durability.** A flush is `fdatasync`, FUA is `RWF_DSYNC`. The kernel reports a failed write-back once and then forgets the data;
+//! so after the first failure every later flush and FUA write answers [`Error::Media`], until the file is opened anew.
+//!
+//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one; a writable block device is opened
+//! with `O_EXCL`, so that a mounted one is refused.
+
+mod backing;
+mod engine;
+mod extents;
+mod job;
+mod open;
+mod ring;
+mod schedule;
+mod threads;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+
+use backing::Backing;
+use job::Job;
+pub use open::SetupError;
+
+/// Most bytes that one try copies from the page cache.
+const INLINE_MAX_BYTES: u64 = 256 << 10;
+
+/// Whether the page cache is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Direct {
+    /// Block devices are opened with `O_DIRECT`, files through the page cache.
+    #[default]
+    Auto,
+    /// `O_DIRECT`; an error where the file system has none. The logical block is what the file system or disk asks for.
+    On,
+    /// Through the page cache. The logical block of a file is 512 bytes, that of a block device the disk's.
+    Off,
+}
+
+/// What carries out the system calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Engine {
+    /// `io_uring` where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// `io_uring`, or a setup error.
+    IoUring,
+    /// A fixed number of threads.
+    Threads,
+}
+
+/// What to open, and how.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// A regular file or a block device.
+    pub path: PathBuf,
+    /// Serve reads only; the file is opened for reading only.
+    pub read_only: bool,
+    /// Page cache or not.
+    pub direct: Direct,
+    /// Bytes. Where no file is there, a sparse one of this size is made (mode 0600). A file that is there must have this size.
+    pub size: Option<u64>,
+    /// What carries out the system calls.
+    pub engine: Engine,
+}
+
+impl Config {
+    /// A writable file that exists, everything else by default.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            read_only: false,
+            direct: Direct::default(),
+            size: None,
+            engine: Engine::default(),
+        }
+    }
+}
+
+/// A raw image or a block device.
+#[derive(Debug)]
+pub struct File {
+    /// Before `backing`: its threads end first.
+    engine: engine::Running,
+    backing: Arc<Backing>,
+}
+
+impl File {
+    /// Opens a file or block device.
+    ///
+    /// # Errors
+    /// Each [`SetupError`] names the path and what to do.
+    pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
+        let backing = Arc::new(open::open(config)?);
+        let engine = engine::Running::start(config.engine, &backing)
+            .map_err(|source| SetupError::Engine { path: config.path.clone(), source })?;
+        Ok(Self { engine, backing })
+    }
+
+    /// Looks whether the file grew, and returns the device's size in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Media`] where the file cannot be asked.
+    pub fn refresh(&self) -> Result<u64> {
+        self.backing.refresh()?;
+        Ok(self.backing.geometry().size)
+    }
+
+    /// What was opened.
+    pub fn path(&self) -> &Path {
+        &self.backing.path
+    }
+
+    /// Whether the page cache is passed by.
+    pub fn is_direct(&self) -> bool {
+        self.backing.direct
+    }
+
+    /// What carries out the system calls: never [`Engine::Auto`].
+    pub fn engine(&self) -> Engine {
+        self.engine.kind()
+    }
+
+    fn check(&self, request: &Request) -> Result<()> {
+        match request.check(&self.backing.geometry()) {
+            Err(Error::OutOfRange) => {
+                self.backing.refresh()?;
+                request.check(&self.backing.geometry())
+            }
+            checked => checked,
+        }
+    }
+
+    /// Reads what the page cache has.
+    fn read_cached(&self, request: &Request, out: &mut [u8]) -> Tried {
+        let backing = &self.backing;
+        let Some(quiet) = backing.writes.quiet() else { return Tried::WouldBlock };
+        let want = request.len.min(INLINE_MAX_BYTES) as usize;
+        let Some(found) = out.get_mut(..want).and_then(|out| backing.read_nowait(request.offset, out)) else {
+            return Tried::WouldBlock;
+        };
+        let block = u64::from(backing.geometry().logical_block);
+        let whole = found / block * block;
+        // With a write begun meanwhile a block may be half old, half new: what was read is not used.
+        if whole == 0 || !backing.writes.is_still(quiet) {
+            Tried::WouldBlock
+        } else if whole == request.len {
+            Tried::Done
+        } else {
+            Tried::Partly(whole)
+        }
+    }
+}
+
+impl Device for File {
+    fn geometry(&self) -> Geometry {
+        self.backing.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.check(request)?;
+        Ok(match buffer {
+            Buffer::Read(out) => self.read_cached(request, out),
+            _ => Tried::WouldBlock,
+        })
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        if let Err(error) = self.check(&request) {
+            return done.complete(Err(error), buffer);
+        }
+        // The kernel will be given this memory: a caller's mistake must not reach beyond it.
+        if matches!(request.op, Op::Read | Op::Write) && buffer.len() as u64 != request.len {
+            return done.complete(Err(Error::Misaligned), buffer);
+        }
+        self.engine.submit(Job::new(request, buffer, done));
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.backing.extents(offset, len, row)
+    }
+}

@@ -1,0 +1,82 @@
+//! Things of which every CPU has its own.
+
+use crossbeam_utils::CachePadded;
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Number of CPUs this machine can have, at least one: the bound of everything per CPU.
+pub fn cpus() -> usize {
+    use std::sync::OnceLock;
+    static CPUS: OnceLock<usize> = OnceLock::new();
+    *CPUS.get_or_init(|| cpu::configured().max(1))
+}
+
+/// The CPU that the calling thread runs on, below [`cpus`]. Stale as soon as it is known: a hint for what is likely
+/// free, never a claim.
+#[inline]
+pub fn current() -> usize {
+    let cpu = cpu::current();
+    let cpus = cpus();
+    if cpu < cpus { cpu } else { cpu % cpus }
+}
+
+mod cpu {
+    #![expect(unsafe_code)]
+    // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its rseq area).
+
+    pub fn configured() -> usize {
+        // SAFETY: no arguments that could be wrong.
+        let count = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) };
+        usize::try_from(count).unwrap_or(1)
+    }
+
+    #[inline]
+    pub fn current() -> usize {
+        // SAFETY: no arguments; a failure is -1.
+        let cpu = unsafe { libc::sched_getcpu() };
+        usize::try_from(cpu).unwrap_or(0)
+    }
+}
+
+/// `N` counters, each the sum of one cell a CPU.
+pub struct Counters<const N: usize> {
+    cells: Box<[CachePadded<[AtomicU64; N]>]>,
+}
+
+impl<const N: usize> Default for Counters<N> {
+    fn default() -> Self {
+        Self {
+            cells: (0..cpus())
+                .map(|_| CachePadded::new(std::array::from_fn(|_| AtomicU64::new(0))))
+                .collect(),
+        }
+    }
+}
+
+impl<const N: usize> Counters<N> {
+    /// Adds `delta`, which may be negative: a cell wraps, the sum of all cells does not.
+    #[inline]
+    pub fn add(&self, counter: usize, delta: i64) {
+        // Relaxed: a statistic.
+        self.cells[current()][counter].fetch_add(delta as u64, Ordering::Relaxed);
+    }
+
+    /// The counter's value; exact when nobody adds.
+    pub fn get(&self, counter: usize) -> u64 {
+        // Relaxed: a statistic.
+        let sum = self
+            .cells
+            .iter()
+            .fold(0_u64, |sum, cell| sum.wrapping_add(cell[counter].load(Ordering::Relaxed)));
+        // Cells are read one after the other: a sum of running counters can dip below zero.
+        if sum as i64 >= 0 { sum } else { 0 }
+    }
+
+    /// Sets a counter to zero. Additions meanwhile may be lost.
+    pub fn clear(&self, counter: usize) {
+        for cell in &self.cells {
+            // Relaxed: a statistic.
+            cell[counter].store(0, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Pins: how a request says "I am working on this table", with the cost on the side of the rare change.
+//!
+//! A device-wide change (reset, removal, later snapshots and power cuts) swaps a pointer and then waits until every
+//! request that may still use the old table is through. A request marks its own thread's record with a plain store; the
+//! ordering that this lacks is supplied by the changing side with `membarrier(2)`, as in user-space RCU.
+//!
+//! # Protocol
+//! * Pin: make the own sequence odd; *light barrier*; load the pointer.
+//! * Change: swap the pointer; *heavy barrier*; wait for each record that is odd to move on.
+//! * Either the change sees the odd sequence and waits, or the request loads the new pointer.
+//!
+//! A pinned thread may wait for a slot lock, but for no I/O: a change waits at most for bounded work. Pins nest; a thread
+//! that is pinned must not wait for a change.
+
+use std::cell::Cell;
+
+#[cfg(not(loom))]
+use crate::sync::compiler_fence;
+use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, Ordering, fence, yield_now};
+use crossbeam_utils::CachePadded;
+
+/// The set of threads that pin. The process has one, [`pin()`] uses it; models make their own.
+///
+/// Lock order: `records` is held while a thread registers and while a change waits; nothing is taken under it.
+pub struct Domain {
+    records: Mutex<Vec<Arc<Record>>>,
+    /// `membarrier` is not to be had: pins pay for a full fence of their own.
+    fenced_pins: bool,
+}
+
+/// Odd while its thread is pinned. Written by its thread only.
+type Record = CachePadded<AtomicU64>;
+
+/// A thread's membership in a domain.
+pub struct Participant {
+    record: Arc<Record>,
+    depth: Cell<u32>,
+    fenced: bool,
+}
+
+/// While it lives, no table that its thread can reach is taken down.
+pub struct Pin<'a> {
+    participant: &'a Participant,
+}
+
+impl Domain {
+    /// A domain without members.
+    pub fn new() -> Self {
+        Self { records: Mutex::new(Vec::new()), fenced_pins: !barrier::register() }
+    }
+
+    /// Adds the calling thread. The record is forgotten when the participant is dropped.
+    pub fn join(&self) -> Participant {
+        let record = Arc::new(CachePadded::new(AtomicU64::new(0)));
+        let mut records = self.records.lock();
+        records.retain(|r| Arc::strong_count(r) > 1);
+        records.push(Arc::clone(&record));
+        Participant { record, depth: Cell::new(0), fenced: self.fenced_pins }
+    }
+
+    /// Returns when every pin that was held at the moment of the call has been released.
+    pub fn wait_for_pins(&self) {
+        barrier::heavy(self.fenced_pins);
+        // Threads that join later load pointers later: the copy need not see them.
+        let records = self.records.lock().clone();
+        for record in records {
+            // Acquire: pairs with the Release of the unpin; what the pinned thread did is visible after it.
+            let seen = record.load(Ordering::Acquire);
+            if seen & 1 == 0 {
+                continue;
+            }
+            let mut tries = 0_u32;
+            // Acquire: as above.
+            while record.load(Ordering::Acquire) == seen {
+                pause(&mut tries);
+            }
+        }
+    }
+}
+
+fn pause(tries: &mut u32) {
+    *tries += 1;
+    #[cfg(not(loom))]
+    if *tries > 100 {
+        std::thread::sleep(std::time::Duration::from_micros(50));
+        return;
+    }
+    yield_now();
+}
+
+impl Participant {
+    /// Pins the thread.
+    #[inline]
+    pub fn pin(&self) -> Pin<'_> {
+        let depth = self.depth.get();
+        self.depth.set(depth + 1);
+        if depth == 0 {
+            // Relaxed: only this thread writes its record.
+            let sequence = self.record.load(Ordering::Relaxed);
+            // Release: pairs with the Acquire in wait_for_pins, which may see this pin instead of the unpin before it.
+            // Ordered before the loads of tables by the light barrier, paired with the heavy one.
+            self.record.store(sequence + 1, Ordering::Release);
+            barrier::light(self.fenced);
+        }
+        Pin { participant: self }
+    }
+}
+
+impl Drop for Pin<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let depth = self.participant.depth.get() - 1;
+        self.participant.depth.set(depth);
+        if depth == 0 {
+            let record = &self.participant.record;
+            // Relaxed: only this thread writes its record.
+            let sequence = record.load(Ordering::Relaxed);
+            // Release: pairs with the Acquire in wait_for_pins.
+            record.store(sequence + 1, Ordering::Release);
+        }
+    }
+}
+
+/// A pointer that requests load under a pin and that a device-wide change swaps.
+pub struct Swap<T> {
+    pointer: AtomicPtr<T>,
+}
+
+mod swap {
+    #![expect(unsafe_code)]
+    // UNSAFETY: hands out references to a heap object whose life is bounded by pins, which the borrow checker
+    // cannot see.
+
+    use super::{Domain, Ordering, Pin, Swap};
+    use crate::sync::AtomicPtr;
+
+    impl<T> Swap<T> {
+        /// Holds `value`.
+        pub fn new(value: Box<T>) -> Self {
+            Self { pointer: AtomicPtr::new(Box::into_raw(value)) }
+        }
+
+        /// The present value, for as long as the pin is held.
+        #[inline]
+        pub fn load<'p>(&self, _pin: &'p Pin<'_>) -> &'p T {
+            // Acquire: pairs with the Release half of the swap that stored the pointer.
+            let pointer = self.pointer.load(Ordering::Acquire);
+            // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin that was held at
+            // its swap is gone, and this one is held for 'p.
+            unsafe { &*pointer }
+        }
+
+        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling thread must not be
+        /// pinned.
+        #[expect(clippy::unnecessary_box_returns, reason = "the value need not move, and may be large")]
+        pub fn replace(&self, value: Box<T>, domain: &Domain) -> Box<T> {
+            // AcqRel: Release pairs with the Acquire in load; Acquire with the swap that stored the old one.
+            let old = self.pointer.swap(Box::into_raw(value), Ordering::AcqRel);
+            domain.wait_for_pins();
+            // SAFETY: from Box::into_raw, swapped out exactly once, and no pin that could have loaded it is left.
+            unsafe { Box::from_raw(old) }
+        }
+    }
+
+    impl<T> Drop for Swap<T> {
+        fn drop(&mut self) {
+            // Relaxed: `&mut self`, nobody else is here.
+            let pointer = self.pointer.load(Ordering::Relaxed);
+            // SAFETY: from Box::into_raw, and `&mut self` means no reference from `load` can be alive: each borrows
+            // a pin that is used only together with the owner of this Swap.
+            drop(unsafe { Box::from_raw(pointer) });
+        }
+    }
+
+    // SAFETY: Swap owns a Box<T> and gives out &T and Box<T> across threads.
+    unsafe impl<T: Send + Sync> Sync for Swap<T> {}
+    // SAFETY: as above.
+    unsafe impl<T: Send + Sync> Send for Swap<T> {}
+}
+
+mod barrier {
+    //! The two halves of the asymmetric barrier.
+    use super::{Ordering, fence};
+
+    #[cfg(not(loom))]
+    pub fn register() -> bool {
+        use rustix::thread::{MembarrierCommand, membarrier};
+        membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
+    }
+
+    #[cfg(loom)]
+    pub fn register() -> bool {
+        // The model knows no membarrier: it checks the protocol with fences on both sides.
+        false
+    }
+
+    #[inline]
+    pub fn light(fenced: bool) {
+        if fenced {
+            fence(Ordering::SeqCst);
+        } else {
+            #[cfg(not(loom))]
+            super::compiler_fence(Ordering::SeqCst);
+        }
+    }
+
+    pub fn heavy(fenced: bool) {
+        fence(Ordering::SeqCst);
+        if !fenced {
+            #[cfg(not(loom))]
+            {
+                use rustix::thread::{MembarrierCommand, membarrier};
+                // Registered in `register`, so this cannot fail.
+                let done = membarrier(MembarrierCommand::PrivateExpedited);
+                assert!(done.is_ok(), "membarrier failed after it was registered: {done:?}");
+            }
+        }
+    }
+}
+
+#[cfg(not(loom))]
+mod process {
+    use std::sync::LazyLock;
+
+    use super::{Domain, Participant, Pin};
+
+    static DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::new);
+
+    thread_local! {
+        static THIS_THREAD: Participant = DOMAIN.join();
+    }
+
+    /// The process's domain.
+    pub fn domain() -> &'static Domain {
+        &DOMAIN
+    }
+
+    /// Runs `work` with the calling thread pinned.
+    #[inline]
+    pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
+        THIS_THREAD.with(|participant| {
+            let pin = participant.pin();
+            work(&pin)
+        })
+    }
+}
+
+#[cfg(not(loom))]
+pub use process::{domain, pinned};
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_change_waits_for_the_pin_and_only_for_it() {
+        let swap = Swap::new(Box::new(1));
+        let entered = AtomicBool::new(false);
+        let left = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                pinned(|pin| {
+                    assert_eq!(*swap.load(pin), 1);
+                    entered.store(true, Ordering::SeqCst);
+                    std::thread::sleep(Duration::from_millis(50));
+                    left.store(true, Ordering::SeqCst);
+                });
+                // Pinned again and again: later pins do not hold up a change.
+                for _ in 0..1000 {
+                    pinned(|pin| assert!(*swap.load(pin) <= 2));
+                }
+            });
+            while !entered.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            let old = swap.replace(Box::new(2), domain());
+            assert!(left.load(Ordering::SeqCst), "the change did not wait for the pin");
+            assert_eq!(*old, 1);
+        });
+        pinned(|pin| assert_eq!(*swap.load(pin), 2));
+    }
+
+    #[test]
+    fn pins_nest() {
+        let swap = Swap::new(Box::new(7));
+        pinned(|outer| {
+            pinned(|inner| assert_eq!(*swap.load(inner), 7));
+            assert_eq!(*swap.load(outer), 7);
+        });
+    }
+}

@@ -1,0 +1,117 @@
+//! Compaction: objects of sparse spans move into the holes of full ones, while requests go on.
+
+use super::class::{CLASS, CLASSES};
+use super::{BackRef, Place, Pool, pages_to_hold};
+use crate::slot::SlotGuard;
+use crate::sync::Ordering;
+
+/// How compaction reaches the slot that holds an object.
+pub trait Owners {
+    /// Locks the slot that `owner` names and hands it to `work`. Does nothing where its table is gone.
+    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>));
+}
+
+impl Pool {
+    /// Packs every class into as few pages as possible and returns how many pages went back to the system. Only one
+    /// runs at a time; a second caller gets 0, as in the kernel. Never needs memory of its own.
+    pub fn compact(&self, owners: &dyn Owners) -> u64 {
+        let Some(_one) = self.compacting.try_lock() else { return 0 };
+        let before = self.pages();
+        for class in (0..CLASSES).rev() {
+            self.compact_class(class, owners);
+        }
+        self.release_empties();
+        before.saturating_sub(self.pages())
+    }
+
+    fn compact_class(&self, class: usize, owners: &dyn Owners) {
+        self.give_up_currents(class);
+        // Owned spans that can neither take nor give any more.
+        let mut settled = Vec::new();
+        let mut target = None;
+        // Requests fill and empty spans meanwhile; one round a span that is there now is enough.
+        // Relaxed: a bound.
+        let rounds = self.population[class].load(Ordering::Relaxed);
+        for _ in 0..rounds {
+            let Some(source) = self.spans.own_emptiest(class) else { break };
+            let room = self.empty_span(source, class, &mut target, &mut settled, owners);
+            if self.spans.used(source) == 0 {
+                self.give_up(source, class);
+            } else {
+                settled.push(source);
+            }
+            if !room {
+                break;
+            }
+        }
+        for span in settled.into_iter().chain(target) {
+            self.pack_span(span, class, owners);
+            self.give_up(span, class);
+        }
+    }
+
+    /// Moves the objects of an owned span into holes of others; false when there are no more holes in memory.
+    fn empty_span(
+        &self,
+        source: u32,
+        class: usize,
+        target: &mut Option<u32>,
+        settled: &mut Vec<u32>,
+        owners: &dyn Owners,
+    ) -> bool {
+        for object in self.objects_of(source, class) {
+            let to = loop {
+                let Some(span) = target.or_else(|| self.spans.own_fullest(class)) else { return false };
+                if let Some(hole) = self.resident_hole(span, class, CLASS[class].objects as usize) {
+                    *target = Some(span);
+                    break Place { span, object: hole, class };
+                }
+                *target = None;
+                settled.push(span);
+            };
+            self.move_object(Place { span: source, object, class }, to, owners);
+        }
+        true
+    }
+
+    /// The objects that are taken at this moment, in order.
+    fn objects_of(&self, span: u32, class: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
+        (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
+    }
+
+    /// Moves the last objects of an owned span into its first holes, and returns the pages behind them.
+    fn pack_span(&self, span: u32, class: usize, owners: &dyn Owners) {
+        for object in self.objects_of(span, class).rev() {
+            let Some(hole) = self.resident_hole(span, class, object) else { break };
+            self.move_object(Place { span, object, class }, Place { span, object: hole, class }, owners);
+        }
+        let last = self.objects_of(span, class).next_back();
+        self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
+    }
+
+    /// A free object below `end` of an owned span that lies in memory.
+    fn resident_hole(&self, span: u32, class: usize, end: usize) -> Option<usize> {
+        let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
+        // Relaxed: written by the span's owner, who calls this.
+        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
+        (pages_to_hold(&CLASS[class], hole) <= resident).then_some(hole)
+    }
+
+    /// Moves one object, if its slot still holds it. An object that no slot holds is about to be published or freed by
+    /// the thread that has it, and stays.
+    fn move_object(&self, from: Place, to: Place, owners: &dyn Owners) {
+        let owner = self.backrefs.get(from.span, from.object);
+        self.spans.take(to.span, to.object);
+        self.backrefs.set(to.span, to.object, owner);
+        let mut unused = to;
+        owners.with_slot(owner, &mut |guard| {
+            let word = guard.word();
+            if word.object() == Some(from.location()) {
+                self.write(to.location(), self.object(&guard));
+                guard.publish(word.moved_to(to.location()));
+                unused = from;
+            }
+        });
+        self.free(unused.location());
+    }
+}

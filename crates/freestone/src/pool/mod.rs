@@ -1,0 +1,405 @@
+//! The object pool: memory for compressed pages, in zsmalloc's role.
+//!
+//! Objects of 1 to 4096 bytes are rounded up to a class (16-byte steps) and live in spans of their class. A CPU
+//! takes objects from a current span of its own for each class, so two CPUs allocate without meeting; an object is
+//! freed by clearing a bit. A class's lock is taken only when a span changes hands or fullness group; nothing is locked
+//! pool-wide but the arena, once in a span's life.
+//!
+//! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to the slot that holds
+//! its location, and moves under that slot's lock.
+//!
+//! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills.
+//!
+//! Lock order: compaction, a slot, a CPU's current span, a class's lists, the kept empties, the arena. Nothing of the
+//! pool but the right to compact is held while a slot is locked.
+
+pub mod backrefs;
+pub mod class;
+mod compact;
+mod rebuild;
+mod spans;
+
+#[cfg(test)]
+mod tests;
+
+use crossbeam_utils::CachePadded;
+
+pub use self::backrefs::BackRef;
+use self::backrefs::BackRefs;
+use self::class::{CLASS, CLASS_STEP_BYTES, CLASSES, Class, SPAN_BYTES, class_of};
+pub use self::compact::Owners;
+use self::spans::{Freed, Spans};
+use crate::PAGE_BYTES;
+use crate::arena::Arena;
+use crate::device::{Error, Result};
+use crate::percpu;
+use crate::slot::SlotGuard;
+use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
+
+/// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no system calls.
+const KEPT_EMPTIES: usize = 16;
+/// A current span brings this share of its class's pages into memory ahead of need: few system calls while a large
+/// class fills, little waste in a small one.
+const AHEAD_SHARE: u32 = 512;
+
+const UNITS_PER_SPAN: u64 = SPAN_BYTES / CLASS_STEP_BYTES as u64;
+
+/// See the module.
+pub struct Pool {
+    arena: Arena,
+    spans: Spans,
+    backrefs: BackRefs,
+    current: Box<[CachePadded<Currents>]>,
+    empties: Mutex<Vec<u32>>,
+    compacting: Mutex<()>,
+    /// Spans of each class, to size the read-ahead of memory.
+    population: Box<[AtomicU32]>,
+    pages: AtomicU64,
+    pages_max: AtomicU64,
+    limit_pages: AtomicU64,
+}
+
+/// One CPU's current spans, one a class.
+type Currents = [Mutex<Option<u32>>; CLASSES];
+
+/// An object's place, taken apart.
+#[derive(Clone, Copy)]
+struct Place {
+    span: u32,
+    object: usize,
+    class: usize,
+}
+
+impl Place {
+    fn location(self) -> u64 {
+        let units = self.object as u64 * u64::from(CLASS[self.class].bytes) / CLASS_STEP_BYTES as u64;
+        u64::from(self.span) * UNITS_PER_SPAN + units
+    }
+}
+
+impl Pool {
+    /// An empty pool without a limit.
+    pub fn new() -> Result<Self> {
+        Ok(Self {
+            arena: Arena::new("freestone-pool", SPAN_BYTES)?,
+            spans: Spans::new(CLASSES),
+            backrefs: BackRefs::new(),
+            current: (0..percpu::cpus())
+                .map(|_| CachePadded::new(std::array::from_fn(|_| Mutex::default())))
+                .collect(),
+            empties: Mutex::default(),
+            compacting: Mutex::default(),
+            population: (0..CLASSES).map(|_| AtomicU32::new(0)).collect(),
+            pages: AtomicU64::new(0),
+            pages_max: AtomicU64::new(0),
+            limit_pages: AtomicU64::new(u64::MAX),
+        })
+    }
+
+    // ---- the request path ------------------------------------------------------------------------------------------
+
+    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location. It may fault in memory, so it is called with
+    /// no compression stream and no slot held.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
+    #[inline]
+    pub fn store(&self, data: &[u8], owner: BackRef) -> Result<u64> {
+        // Relaxed: a limit that changes at this moment counts from the next write on.
+        if self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed) {
+            return Err(self.over_limit(0));
+        }
+        let class = class_of(data.len());
+        let place = {
+            let mut current = self.lock_current(class);
+            let place = self.take_from(&mut current, class)?;
+            self.backrefs.set(place.span, place.object, owner);
+            place
+        };
+        let location = place.location();
+        self.write(location, data);
+        Ok(location)
+    }
+
+    /// The bytes of the object that a locked slot holds; empty where it holds none.
+    #[inline]
+    pub fn object<'g>(&'g self, guard: &'g SlotGuard<'_>) -> &'g [u8] {
+        let word = guard.word();
+        match word.object() {
+            Some(location) => self.view(location, word.stored_bytes()),
+            None => &[],
+        }
+    }
+
+    /// Frees an object that no slot holds any more.
+    #[inline]
+    pub fn free(&self, location: u64) {
+        let place = self.place(location);
+        match self.spans.put(place.span, place.object, CLASS[place.class].objects) {
+            Freed::Fine => {}
+            Freed::Refile => {
+                if self.spans.refile(place.span, place.class, CLASS[place.class].objects) {
+                    self.retire(place.span, place.class);
+                }
+            }
+            Freed::EmptyOwned => self.drop_empty_current(place),
+        }
+    }
+
+    /// This CPU's current span of a class; another CPU's where a descheduled thread holds it.
+    #[inline]
+    fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<u32>> {
+        let cpus = self.current.len();
+        let cpu = percpu::current();
+        (0..cpus)
+            .find_map(|n| self.current[(cpu + n) % cpus][class].try_lock())
+            .unwrap_or_else(|| self.current[cpu][class].lock())
+    }
+
+    #[inline]
+    fn take_from(&self, current: &mut Option<u32>, class: usize) -> Result<Place> {
+        loop {
+            if let Some(span) = *current {
+                if let Some(object) = self.spans.lowest_free(span) {
+                    self.make_resident(span, object, class)?;
+                    self.spans.take(span, object);
+                    return Ok(Place { span, object, class });
+                }
+                *current = None;
+                self.give_up(span, class);
+            }
+            *current = Some(match self.spans.own_fullest(class) {
+                Some(span) => span,
+                None => self.new_span(class)?,
+            });
+        }
+    }
+
+    /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
+    /// is retired or trimmed, so this is a comparison in the steady state.
+    #[inline]
+    fn make_resident(&self, span: u32, object: usize, class: usize) -> Result<()> {
+        let needed = pages_to_hold(&CLASS[class], object);
+        // Relaxed: written by the span's owner, who calls this.
+        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
+        if needed <= resident { Ok(()) } else { self.grow_resident(span, class, resident, needed) }
+    }
+
+    #[cold]
+    fn grow_resident(&self, span: u32, class: usize, resident: u32, needed: u32) -> Result<()> {
+        let pages = CLASS[class].pages;
+        // Relaxed: a hint.
+        let ahead = self.population[class].load(Ordering::Relaxed) * pages / AHEAD_SHARE;
+        let wanted = (needed + ahead).min(pages);
+        let target = if self.charge(wanted - resident).is_ok() {
+            wanted
+        } else {
+            self.release_empties();
+            self.charge(needed - resident)?;
+            needed
+        };
+        let added = target - resident;
+        let at = u64::from(span) * SPAN_BYTES + u64::from(resident) * PAGE_BYTES as u64;
+        if let Err(error) = self.arena.populate(at, u64::from(added) * PAGE_BYTES as u64) {
+            self.uncharge(added);
+            return Err(error);
+        }
+        // Relaxed: written by the span's owner, who calls this.
+        self.spans.get(span).resident.store(target, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn charge(&self, pages: u32) -> Result<()> {
+        // Relaxed: the sum alone decides.
+        let now = self.pages.fetch_add(u64::from(pages), Ordering::Relaxed) + u64::from(pages);
+        // Relaxed: as above.
+        if now > self.limit_pages.load(Ordering::Relaxed) {
+            self.uncharge(pages);
+            return Err(self.over_limit(pages));
+        }
+        // Relaxed: a statistic.
+        self.pages_max.fetch_max(now, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn uncharge(&self, pages: u32) {
+        // Relaxed: as in charge.
+        self.pages.fetch_sub(u64::from(pages), Ordering::Relaxed);
+    }
+
+    /// As in the kernel, the high-water mark is raised before the verdict, so it can exceed the limit.
+    #[cold]
+    fn over_limit(&self, pages: u32) -> Error {
+        // Relaxed: statistics.
+        let attempted = self.pages.load(Ordering::Relaxed) + u64::from(pages);
+        self.pages_max.fetch_max(attempted, Ordering::Relaxed);
+        Error::NoSpace
+    }
+
+    // ---- spans come and go -----------------------------------------------------------------------------------------
+
+    fn new_span(&self, class: usize) -> Result<u32> {
+        let kept = self.empties.lock().pop();
+        let span = match kept {
+            Some(span) => span,
+            None => self.arena.alloc()?,
+        };
+        self.spans.adopt(span, class, CLASS[class].objects);
+        self.trim(span, CLASS[class].pages);
+        self.backrefs.open(span, CLASS[class].objects);
+        // Relaxed: a hint.
+        self.population[class].fetch_add(1, Ordering::Relaxed);
+        Ok(span)
+    }
+
+    /// Files a span that the caller owned.
+    fn give_up(&self, span: u32, class: usize) {
+        if self.spans.disown(span, class, CLASS[class].objects) {
+            self.retire(span, class);
+        }
+    }
+
+    /// Disposes of an empty span that is on no list.
+    fn retire(&self, span: u32, class: usize) {
+        self.backrefs.close(span);
+        // Relaxed: a hint.
+        self.population[class].fetch_sub(1, Ordering::Relaxed);
+        {
+            let mut empties = self.empties.lock();
+            if empties.len() < KEPT_EMPTIES {
+                empties.push(span);
+                return;
+            }
+        }
+        self.trim(span, 0);
+        self.arena.free(span);
+    }
+
+    /// Returns the memory of an owned span beyond its first `pages`.
+    fn trim(&self, span: u32, pages: u32) -> u32 {
+        let s = self.spans.get(span);
+        // Relaxed: written by the span's owner, who calls this.
+        let resident = s.resident.load(Ordering::Relaxed);
+        if resident <= pages {
+            return 0;
+        }
+        let at = u64::from(span) * SPAN_BYTES + u64::from(pages) * PAGE_BYTES as u64;
+        self.arena.release(at, u64::from(resident - pages) * PAGE_BYTES as u64);
+        // Relaxed: as above.
+        s.resident.store(pages, Ordering::Relaxed);
+        self.uncharge(resident - pages);
+        resident - pages
+    }
+
+    /// Returns the memory of every kept empty span.
+    pub fn release_empties(&self) {
+        let spans = std::mem::take(&mut *self.empties.lock());
+        for span in spans {
+            self.trim(span, 0);
+            self.arena.free(span);
+        }
+    }
+
+    /// The last object of some CPU's current span was freed: give the span up, unless its owner is at work on it.
+    #[cold]
+    fn drop_empty_current(&self, place: Place) {
+        for cpu in &self.current {
+            let Some(mut current) = cpu[place.class].try_lock() else { continue };
+            if *current == Some(place.span) {
+                if self.spans.used(place.span) == 0 {
+                    *current = None;
+                    self.give_up(place.span, place.class);
+                }
+                return;
+            }
+        }
+    }
+
+    /// Files every CPU's current span of a class.
+    fn give_up_currents(&self, class: usize) {
+        for cpu in &self.current {
+            let span = cpu[class].lock().take();
+            if let Some(span) = span {
+                self.give_up(span, class);
+            }
+        }
+    }
+
+    // ---- memory ----------------------------------------------------------------------------------------------------
+
+    #[inline]
+    fn place(&self, location: u64) -> Place {
+        let span = (location / UNITS_PER_SPAN) as u32;
+        let class = self.spans.class_of(span);
+        Place { span, object: CLASS[class].index_at(location % UNITS_PER_SPAN), class }
+    }
+
+    // ---- limits and statistics -------------------------------------------------------------------------------------
+
+    /// Pages the pool may hold; `u64::MAX` is no limit. Lowering it below the present use evicts nothing.
+    pub fn set_limit_pages(&self, pages: u64) {
+        // Relaxed: counts from the next allocation on.
+        self.limit_pages.store(pages, Ordering::Relaxed);
+    }
+
+    /// Pages in memory.
+    pub fn pages(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.pages.load(Ordering::Relaxed)
+    }
+
+    /// Most pages ever in memory or asked for, since [`reset_pages_max`](Self::reset_pages_max).
+    pub fn pages_max(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.pages_max.load(Ordering::Relaxed)
+    }
+
+    /// Sets the high-water mark to the present use.
+    pub fn reset_pages_max(&self) {
+        // Relaxed: a statistic.
+        self.pages_max.store(self.pages(), Ordering::Relaxed);
+    }
+
+    /// Bytes of the back-references.
+    pub fn backrefs_bytes(&self) -> u64 {
+        self.backrefs.bytes()
+    }
+
+    /// Bytes of everything else that describes spans.
+    pub fn metadata_bytes(&self) -> u64 {
+        let currents = size_of_val(&*self.current) as u64;
+        self.spans.bytes() + self.backrefs.overhead_bytes() + currents
+    }
+}
+
+/// Pages at the front of a span that reach to the end of an object.
+fn pages_to_hold(class: &Class, object: usize) -> u32 {
+    ((object as u32 + 1) * class.bytes).div_ceil(PAGE_BYTES as u32)
+}
+
+mod memory {
+    #![expect(unsafe_code)]
+    // UNSAFETY: reads and writes objects in the arena's shared memory.
+
+    use super::{CLASS_STEP_BYTES, Pool};
+
+    impl Pool {
+        /// Fills an object that the caller has just taken and that no slot holds yet.
+        #[inline]
+        pub(super) fn write(&self, location: u64, data: &[u8]) {
+            let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
+            // SAFETY: the object is at least data.len() bytes, resident, and the caller's alone: its bit is set and
+            // its location is in no slot.
+            unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
+        }
+
+        /// The bytes of an object that is held by a slot which the caller has locked for as long as it looks.
+        #[inline]
+        pub(super) fn view(&self, location: u64, len: usize) -> &[u8] {
+            let from = self.arena.at(location * CLASS_STEP_BYTES as u64);
+            // SAFETY: a slot points here, so the object is whole and initialised; it is freed or moved only under
+            // that slot's lock, which the caller holds.
+            unsafe { std::slice::from_raw_parts(from.as_ptr(), len) }
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The pool by itself: places, memory, limits, many threads, compaction against a table of its own.
+
+use std::collections::HashMap;
+
+use super::class::HUGE_LINE_BYTES;
+use super::compact::Owners;
+use super::rebuild::RebuildError;
+use super::*;
+use crate::slot::{Common, Table, Word};
+use crate::sync::Arc;
+
+const OWNER: BackRef = BackRef::new(0, 0);
+
+fn bytes(seed: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (i % 57)) as u8 ^ i as u8).collect()
+}
+
+#[test]
+fn objects_of_every_size_keep_apart() {
+    let pool = Pool::new().unwrap();
+    let stored: Vec<_> =
+        (1..=PAGE_BYTES).map(|len| (pool.store(&bytes(len as u64, len), OWNER).unwrap(), len)).collect();
+    for &(location, len) in &stored {
+        assert!(pool.view(location, len) == bytes(len as u64, len), "{len} bytes at {location:#x}");
+    }
+    for (location, _) in stored {
+        pool.free(location);
+    }
+    pool.release_empties();
+    assert_eq!((pool.pages(), pool.backrefs_bytes()), (0, 0), "every span went back");
+}
+
+#[test]
+fn holes_are_filled_before_memory_is_taken() {
+    let pool = Pool::new().unwrap();
+    let mut live: Vec<u64> = (0..2000).map(|n| pool.store(&bytes(n, 1000), OWNER).unwrap()).collect();
+    let pages = pool.pages();
+    assert!(pages * PAGE_BYTES as u64 <= 2000 * 1008 * 102 / 100, "{pages} pages");
+    for round in 0..10 {
+        for n in (round % 3..live.len()).step_by(3) {
+            pool.free(live[n]);
+            live[n] = pool.store(&bytes(n as u64, 995), OWNER).unwrap();
+        }
+    }
+    // A thread that comes to another CPU may begin a span there, once.
+    let begun = (percpu::cpus() * class::SPAN_PAGES) as u64;
+    assert!(pool.pages() <= pages + begun, "{} pages, {pages} at first", pool.pages());
+}
+
+#[test]
+fn memory_comes_page_by_page_and_the_limit_counts_it() {
+    let pool = Pool::new().unwrap();
+    pool.store(&bytes(1, 40), OWNER).unwrap();
+    assert_eq!(pool.pages(), 1, "a span is not brought in whole");
+    pool.set_limit_pages(2);
+    pool.store(&bytes(1, HUGE_LINE_BYTES - 100), OWNER).unwrap();
+    assert_eq!(pool.pages(), 2, "equal to the limit is allowed");
+    assert_eq!(pool.store(&bytes(1, 2000), OWNER), Err(Error::NoSpace));
+    assert_eq!((pool.pages(), pool.pages_max()), (2, 3));
+    pool.store(&bytes(2, 40), OWNER).unwrap();
+    pool.set_limit_pages(1);
+    assert_eq!(
+        pool.store(&bytes(2, 40), OWNER),
+        Err(Error::NoSpace),
+        "over the limit even a hole is refused"
+    );
+    pool.reset_pages_max();
+    assert_eq!(pool.pages_max(), 2);
+}
+
+#[test]
+fn empties_that_are_kept_make_room_under_a_limit() {
+    let pool = Pool::new().unwrap();
+    pool.set_limit_pages(40);
+    let first: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    for location in first {
+        pool.free(location);
+    }
+    assert!(pool.pages() > 0, "empties keep their memory for a while");
+    for n in 0..40 * 256 {
+        pool.store(&bytes(n, 8), OWNER).unwrap_or_else(|e| panic!("{e} at {n}: {} pages", pool.pages()));
+    }
+    assert!(pool.pages() <= 40);
+}
+
+/// Threads allocate, check and free at random; objects also go over to other threads to be freed.
+#[test]
+fn many_threads_share_the_pool() {
+    let pool = Pool::new().unwrap();
+    let exchange: Mutex<Vec<(u64, u64, usize)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for thread in 0..8_u64 {
+            let (pool, exchange) = (&pool, &exchange);
+            scope.spawn(move || {
+                let mut live: Vec<(u64, u64, usize)> = Vec::new();
+                let mut state = thread + 1;
+                for step in 0..8000_u64 {
+                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    // Few classes, so that threads meet in them.
+                    let len = 16 * (1 + (state >> 40) % 12) as usize * 20;
+                    let seed = thread << 32 | step;
+                    live.push((pool.store(&bytes(seed, len), BackRef::new(1, seed)).unwrap(), seed, len));
+                    if state >> 63 == 1 || live.len() > 200 {
+                        let mut shared = exchange.lock();
+                        shared.extend(live.drain(..live.len() / 2));
+                        let theirs = shared.len().min(40);
+                        let take = shared.drain(..theirs).collect::<Vec<_>>();
+                        drop(shared);
+                        for (location, seed, len) in take {
+                            assert!(
+                                pool.view(location, len) == bytes(seed, len),
+                                "an object was overwritten"
+                            );
+                            pool.free(location);
+                        }
+                    }
+                }
+                for (location, seed, len) in live {
+                    assert!(pool.view(location, len) == bytes(seed, len), "an object was overwritten");
+                    pool.free(location);
+                }
+            });
+        }
+    });
+    for (location, ..) in exchange.lock().drain(..) {
+        pool.free(location);
+    }
+    for class in 0..CLASSES {
+        pool.give_up_currents(class);
+    }
+    pool.release_empties();
+    assert_eq!((pool.pages(), pool.backrefs_bytes()), (0, 0));
+}
+
+struct OneTable(Table);
+
+impl Owners for OneTable {
+    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
+        if owner.table() == self.0.id()
+            && let Some(leaf) = self.0.leaf(owner.slot())
+        {
+            work(leaf.lock(owner.slot()));
+        }
+    }
+}
+
+impl OneTable {
+    fn put(&self, pool: &Pool, slot: u64, len: usize) {
+        let location = pool.store(&bytes(slot, len), BackRef::new(self.0.id(), slot)).unwrap();
+        self.0.leaf_or_new(slot).unwrap().lock(slot).publish(Word::compressed(location, len as u32, 0));
+    }
+
+    fn remove(&self, pool: &Pool, slot: u64) {
+        let guard = self.0.leaf(slot).unwrap().lock(slot);
+        let old = guard.word();
+        guard.publish(Word::EMPTY);
+        pool.free(old.object().unwrap());
+    }
+
+    fn check(&self, pool: &Pool, slots: impl Iterator<Item = u64>, len: impl Fn(u64) -> usize) {
+        for slot in slots {
+            let guard = self.0.leaf(slot).unwrap().lock(slot);
+            assert!(pool.object(&guard) == bytes(slot, len(slot)), "slot {slot}");
+        }
+    }
+}
+
+#[test]
+fn compaction_leaves_one_packed_span_a_class() {
+    let pool = Pool::new().unwrap();
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())));
+    let len = |slot: u64| 500 + (slot % 40) as usize * 80;
+    for slot in 0..20_000 {
+        table.put(&pool, slot, len(slot));
+    }
+    // An object that was allocated and is not in any slot yet must stay where it is.
+    let unpublished = pool.store(&bytes(99, 700), BackRef::new(1, 5)).unwrap();
+    for slot in (0..20_000).filter(|s| s % 4 != 1) {
+        table.remove(&pool, slot);
+    }
+    let live: u64 = (0..20_000).filter(|s| s % 4 == 1).map(|s| len(s) as u64).sum();
+    let before = pool.pages();
+    let freed = pool.compact(&table);
+    assert_eq!(freed, before - pool.pages());
+    assert!(pool.pages() * PAGE_BYTES as u64 <= live * 104 / 100, "{} pages for {live} bytes", pool.pages());
+    table.check(&pool, (0..20_000).filter(|s| s % 4 == 1), len);
+    assert!(pool.view(unpublished, 700) == bytes(99, 700));
+    assert_eq!(pool.compact(&table), 0, "nothing is left to do");
+}
+
+#[test]
+fn the_free_state_is_rebuilt_from_the_tables() {
+    let mut pool = Pool::new().unwrap();
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())));
+    let len = |slot: u64| 1 + (slot * 37 % 3900) as usize;
+    for slot in 0..5000 {
+        table.put(&pool, slot, len(slot));
+    }
+    for slot in (0..5000).filter(|s| s % 3 == 0) {
+        table.remove(&pool, slot);
+    }
+    // Leaked: in the pool's books, but in no table. A rebuild finds it free.
+    let leaked = pool.store(&bytes(1, 3000), BackRef::new(1, 7)).unwrap();
+    let words: HashMap<u64, Word> = (0..5000).map(|s| (s, table.0.leaf(s).unwrap().peek(s))).collect();
+    let slots = || words.iter().map(|(&slot, &word)| (BackRef::new(1, slot), word));
+    let pages = pool.pages();
+    pool.rebuild(slots()).unwrap();
+    assert!(pool.pages() <= pages);
+    table.check(&pool, (0..5000).filter(|s| s % 3 != 0), len);
+    // It works on: new objects go into the holes and hurt nobody, compaction finds every back-reference.
+    for slot in (0..5000).filter(|s| s % 3 == 0) {
+        table.put(&pool, slot, len(slot));
+    }
+    pool.compact(&table);
+    table.check(&pool, 0..5000, len);
+    for slot in 0..5000 {
+        table.remove(&pool, slot);
+    }
+    pool.compact(&table);
+    assert_eq!(pool.pages(), 0);
+    // Tables that contradict the pool are refused.
+    let word = Word::compressed(leaked, 3000, 0);
+    assert_eq!(
+        pool.rebuild([(BackRef::new(1, 1), word), (BackRef::new(1, 2), word)].into_iter()),
+        Err(RebuildError::Overlap(leaked))
+    );
+    let off = Word::compressed(leaked + 1, 3000, 0);
+    assert_eq!(
+        pool.rebuild([(BackRef::new(1, 1), off)].into_iter()),
+        Err(RebuildError::Impossible(leaked + 1, 3000))
+    );
+}

@@ -1,0 +1,478 @@
+//! The RAM disk against plain bytes, and each of zram's rules for itself.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::device::{Blocking, Error, Flags};
+
+const MIB: u64 = 1 << 20;
+
+fn config(disksize: u64) -> Config {
+    Config { disksize, comp_algorithm: Algorithm::Lz4, algorithm_params: Params::default(), mem_limit: 0 }
+}
+
+fn ram(disksize: u64) -> Ram {
+    Ram::new(config(disksize)).unwrap()
+}
+
+/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise.
+fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let word = next();
+    (0..len)
+        .map(|i| match kind % 6 {
+            0 => 0,
+            1 => (word as u32).to_ne_bytes()[i % 4],
+            2 => word.to_ne_bytes()[i % 8],
+            3 => b"etaoin shrdlu"[(next() % 13) as usize],
+            4 if i % 4096 < 2000 => b"same same "[i % 10],
+            _ => next() as u8,
+        })
+        .collect()
+}
+
+#[test]
+fn every_kind_of_page_comes_back() {
+    for algorithm in Algorithm::ALL {
+        let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(8 * MIB) }).unwrap();
+        for round in 0..3 {
+            for page in 0..2048_u64 {
+                let data = content((page + round) as u8, page * 7 + round, PAGE_BYTES);
+                ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+            }
+            for page in 0..2048_u64 {
+                let mut back = vec![1; PAGE_BYTES];
+                ram.read_at(page * PAGE, &mut back).unwrap();
+                assert!(
+                    back == content((page + round) as u8, page * 7 + round, PAGE_BYTES),
+                    "{algorithm} page {page}"
+                );
+            }
+        }
+        let stat = ram.mm_stat();
+        assert_eq!(stat.orig_data_size, 8 * MIB);
+        // Three of six kinds are patterns.
+        assert!((1020..=1034).contains(&stat.same_pages), "{stat:?}");
+        assert!(stat.huge_pages > 0 && stat.huge_pages_since >= 3 * stat.huge_pages - 20, "{stat:?}");
+        assert!(stat.mem_used_total >= stat.compr_data_size, "{stat:?}");
+        ram.discard(0, 8 * MIB).unwrap();
+        let stat = ram.mm_stat();
+        assert_eq!(
+            (stat.orig_data_size, stat.compr_data_size, stat.same_pages, stat.huge_pages),
+            (0, 0, 0, 0)
+        );
+        assert_eq!(ram.io_stat().notify_free, 2048);
+    }
+}
+
+#[test]
+fn same_filled_pages_take_a_word_or_eight_bytes() {
+    let ram = ram(MIB);
+    let page = |pattern: u64| pattern.to_ne_bytes().repeat(PAGE_BYTES / 8);
+    ram.write_at(0, &page(0), Flags::empty()).unwrap();
+    ram.write_at(PAGE, &page(0xDEADBEEF_DEADBEEF), Flags::empty()).unwrap();
+    assert_eq!(ram.mm_stat().mem_used_total, 0);
+    ram.write_at(2 * PAGE, &page(0x0123_4567_89AB_CDEF), Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.same_pages, stat.compr_data_size, stat.mem_used_total), (3, 8, PAGE));
+    let mut back = vec![0; 3 * PAGE_BYTES];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back == [page(0), page(0xDEADBEEF_DEADBEEF), page(0x0123_4567_89AB_CDEF)].concat());
+}
+
+#[test]
+fn pages_over_the_class_waste_line_are_stored_whole() {
+    let ram = ram(MIB);
+    // Compresses to a little less than a page, yet over the line.
+    let mut data = content(5, 3, PAGE_BYTES);
+    data[..60].fill(0);
+    ram.write_at(0, &data, Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.huge_pages, stat.compr_data_size), (1, PAGE));
+    data[..1000].fill(0);
+    ram.write_at(0, &data, Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.huge_pages, stat.huge_pages_since), (0, 1));
+    assert!(stat.compr_data_size < 3300);
+}
+
+#[test]
+fn the_limit_refuses_a_write_and_nothing_else() {
+    let ram = Ram::new(Config { mem_limit: 64 * PAGE - 5, ..config(4 * MIB) }).unwrap();
+    assert_eq!(ram.mm_stat().mem_limit, 64 * PAGE, "rounded up to a page");
+    let huge = |seed| content(5, seed, PAGE_BYTES);
+    for page in 0..64 {
+        ram.write_at(page * PAGE, &huge(page), Flags::empty()).unwrap();
+    }
+    assert_eq!(ram.mm_stat().mem_used_total, 64 * PAGE, "equal is allowed");
+    // In the middle of a large write: that write fails, what was there stays.
+    let large: Vec<u8> = (100..110).flat_map(huge).collect();
+    assert_eq!(ram.write_at(60 * PAGE, &large, Flags::empty()), Err(Error::NoSpace));
+    assert!(ram.mm_stat().mem_used_max > ram.mm_stat().mem_limit, "raised before the verdict");
+    assert_eq!(ram.io_stat().failed_writes, 1);
+    let mut back = vec![0; PAGE_BYTES];
+    for page in 0..60 {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == huge(page), "page {page}");
+    }
+    for page in 60..64 {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == huge(page) || back == huge(page + 40), "page {page} is neither old nor new");
+    }
+    // Pages that need no memory can be written, and freeing makes room.
+    ram.write_at(70 * PAGE, &[0x11; PAGE_BYTES], Flags::empty()).unwrap();
+    ram.discard(0, 40 * PAGE).unwrap();
+    ram.write_at(80 * PAGE, &huge(80), Flags::empty()).unwrap();
+    // A limit below the use evicts nothing, and then even a write that fits into a hole is refused.
+    ram.set_mem_limit(PAGE);
+    assert_eq!(ram.write_at(81 * PAGE, &huge(81), Flags::empty()), Err(Error::NoSpace));
+    ram.read_at(80 * PAGE, &mut back).unwrap();
+    assert!(back == huge(80));
+    ram.set_mem_limit(0);
+    ram.write_at(81 * PAGE, &huge(81), Flags::empty()).unwrap();
+    ram.reset_mem_used_max();
+    assert_eq!(ram.mm_stat().mem_used_max, ram.mm_stat().mem_used_total);
+}
+
+#[test]
+fn a_failed_partial_write_leaves_the_page() {
+    let ram = ram(MIB);
+    let old = content(3, 1, PAGE_BYTES);
+    ram.write_at(0, &old, Flags::empty()).unwrap();
+    ram.set_mem_limit(1);
+    let first = ram.mm_stat().mem_used_total;
+    assert!(first >= PAGE);
+    // Fill the one page that the limit allows, then patch with noise.
+    ram.set_mem_limit(first);
+    let mut refused = 0;
+    for block in 0..8 {
+        let part = content(5, block + 9, 512);
+        if ram.write_at(block * 512, &part, Flags::empty()).is_err() {
+            refused += 1;
+        }
+    }
+    assert!(refused > 0);
+    let mut back = vec![0; PAGE_BYTES];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back[7 * 512..] == old[7 * 512..]);
+}
+
+#[test]
+fn reset_wipes_and_the_disk_goes_on() {
+    let ram = ram(64 * MIB);
+    ram.write_at(0, &content(3, 1, 4 << 20), Flags::empty()).unwrap();
+    ram.write_at(40 * MIB, &content(5, 1, 1 << 20), Flags::empty()).unwrap();
+    let _ = ram.try_io(&Request::read(1, 1), Buffer::Read(&mut [0]));
+    assert!(ram.mm_stat().huge_pages_since > 0 && ram.io_stat().invalid_io == 1);
+    let empty = self::ram(64 * MIB);
+    ram.reset();
+    assert_eq!((ram.mm_stat(), ram.io_stat()), (empty.mm_stat(), empty.io_stat()));
+    assert_eq!(ram.memory().leaves_bytes, 0);
+    assert_eq!(ram.config().disksize, 64 * MIB);
+    let mut back = vec![1; 4 << 20];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back.iter().all(|&b| b == 0));
+    ram.write_at(4096, &content(3, 2, 8192), Flags::empty()).unwrap();
+    assert_eq!(ram.mm_stat().orig_data_size, 8192);
+}
+
+#[test]
+fn it_grows_online_and_never_shrinks() {
+    let ram = ram(MIB - 5);
+    assert_eq!(ram.geometry().size, MIB, "rounded up to a page");
+    assert_eq!(ram.write_at(MIB, &[1; 512], Flags::empty()), Err(Error::OutOfRange));
+    ram.grow(3 << 40).unwrap();
+    ram.write_at((3 << 40) - 512, &[1; 512], Flags::empty()).unwrap();
+    let mut back = [0; 1024];
+    ram.read_at((3 << 40) - 1024, &mut back).unwrap();
+    assert!(back[..512] == [0; 512] && back[512..] == [1; 512]);
+    assert!(matches!(ram.grow(MIB), Err(SetupError::Shrinks { .. })));
+    assert!(matches!(ram.grow(u64::MAX), Err(SetupError::TooLarge(_))));
+    assert!(matches!(Ram::new(config(0)), Err(SetupError::Empty)));
+    assert!(matches!(Ram::new(config(DISKSIZE_BYTES_MAX + 1)), Err(SetupError::TooLarge(_))));
+}
+
+#[test]
+fn an_empty_giant_costs_nothing_even_after_it_was_read() {
+    let ram = ram(16 << 40);
+    let mut at = 0;
+    let mut rows = 0;
+    while at < 16 << 40 {
+        at += ram
+            .extents(at, (16 << 40) - at, &mut |extent| {
+                assert_eq!(extent.kind, ExtentKind::Hole);
+                rows += 1;
+                true
+            })
+            .unwrap();
+    }
+    assert!(rows < 10_000);
+    let mut buffer = vec![1; 1 << 20];
+    for at in (0..16 << 40).step_by(1 << 34) {
+        ram.read_at(at, &mut buffer).unwrap();
+    }
+    ram.discard(0, 16 << 40).unwrap();
+    ram.write_zeroes(0, 16 << 40, Flags::empty()).unwrap();
+    assert_eq!((ram.memory().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
+}
+
+#[test]
+fn a_page_in_flight_holds_up_only_its_own_requests() {
+    let ram = ram(8 * MIB);
+    let data = content(3, 5, PAGE_BYTES);
+    ram.write_at(5 * PAGE, &data, Flags::empty()).unwrap();
+    let inner = &ram.0;
+    let guard = |slot: u64, work: &mut dyn FnMut(SlotGuard<'_>)| {
+        pin::pinned(|pin| work(inner.table.load(pin).leaf(slot).unwrap().lock(slot)));
+    };
+    let mut held = Word::EMPTY;
+    guard(5, &mut |guard| held = inner.flights.depart(guard));
+
+    let mut page = vec![0; PAGE_BYTES];
+    let read = Request::read(5 * PAGE, PAGE);
+    assert_eq!(ram.try_io(&read, Buffer::Read(&mut page)), Ok(Tried::WouldBlock));
+    assert_eq!(ram.try_io(&Request::write(5 * PAGE, PAGE), Buffer::Write(&page)), Ok(Tried::WouldBlock));
+    assert_eq!(
+        ram.try_io(&Request::write(5 * PAGE, 512), Buffer::Write(&page[..512])),
+        Ok(Tried::WouldBlock)
+    );
+    let mut three = vec![0; 3 * PAGE_BYTES];
+    assert_eq!(
+        ram.try_io(&Request::read(4 * PAGE, 3 * PAGE), Buffer::Read(&mut three)),
+        Ok(Tried::Partly(PAGE))
+    );
+    assert_eq!(ram.try_io(&Request::new(Op::Discard, 0, MIB), Buffer::None), Ok(Tried::Partly(5 * PAGE)));
+    assert_eq!(
+        ram.try_io(&Request::new(Op::WriteZeroes, 5 * PAGE + 512, 512), Buffer::None),
+        Ok(Tried::WouldBlock)
+    );
+    assert_eq!(ram.try_io(&Request::read(6 * PAGE, PAGE), Buffer::Read(&mut page)), Ok(Tried::Done));
+    assert_eq!(ram.compact(), 0, "an object in flight does not move");
+
+    // Submitted requests queue on the page, in order, and run when it has landed.
+    let (tx, rx) = mpsc::channel();
+    for (number, request, buffer) in [
+        (0, Request::read(4 * PAGE, 3 * PAGE), IoBuf::zeroed(3 * PAGE_BYTES).unwrap()),
+        (1, Request::write(5 * PAGE, PAGE), IoBuf::copy_of(&[9; PAGE_BYTES]).unwrap()),
+        (2, Request::read(5 * PAGE, PAGE), IoBuf::zeroed(PAGE_BYTES).unwrap()),
+    ] {
+        let tx = tx.clone();
+        ram.submit(
+            request,
+            buffer,
+            Completion::new(move |outcome, buffer| {
+                outcome.unwrap();
+                tx.send((number, buffer.to_vec())).unwrap();
+            }),
+        );
+    }
+    assert!(rx.recv_timeout(Duration::from_millis(20)).is_err());
+    guard(5, &mut |guard| inner.flights.land(guard, held));
+    let (number, read) = rx.recv().unwrap();
+    assert!(number == 0 && read[PAGE_BYTES..2 * PAGE_BYTES] == data[..]);
+    assert_eq!(rx.recv().unwrap().0, 1);
+    let (number, read) = rx.recv().unwrap();
+    assert!(number == 2 && read == [9; PAGE_BYTES]);
+}
+
+#[test]
+fn compaction_under_traffic_moves_objects_and_harms_none() {
+    let ram = ram(64 * MIB);
+    let pages = 64 * MIB / PAGE;
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &content((page % 3) as u8 + 3, page, PAGE_BYTES), Flags::empty()).unwrap();
+    }
+    // Every other page of the upper half goes: its spans are half empty.
+    for page in (pages / 2..pages).step_by(2) {
+        ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let before = ram.mm_stat();
+    std::thread::scope(|scope| {
+        let traffic: Vec<_> = (0..2)
+            .map(|thread| {
+                let ram = &ram;
+                scope.spawn(move || {
+                    let mut page_data = vec![0; PAGE_BYTES];
+                    for round in 0..6_u64 {
+                        // The lower half is rewritten, the upper one read.
+                        for page in (0..pages / 2).filter(|p| p % 2 == thread) {
+                            let data = content((page + round) as u8 % 3 + 3, page + round, PAGE_BYTES);
+                            ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+                            ram.read_at(page * PAGE, &mut page_data).unwrap();
+                            assert!(page_data == data);
+                            let other = (pages / 2 + page) | 1;
+                            ram.read_at(other * PAGE, &mut page_data).unwrap();
+                            assert!(
+                                page_data == content((other % 3) as u8 + 3, other, PAGE_BYTES),
+                                "page {other}"
+                            );
+                        }
+                    }
+                })
+            })
+            .collect();
+        while traffic.iter().any(|t| !t.is_finished()) {
+            ram.compact();
+        }
+    });
+    ram.compact();
+    let after = ram.mm_stat();
+    assert!(after.pages_compacted > 0);
+    assert!(after.mem_used_total < before.mem_used_total, "{before:?} {after:?}");
+    // All packed: little more than rounding is left over.
+    assert!(after.mem_used_total as f64 <= after.compr_data_size as f64 * 1.06, "{after:?}");
+    for page in (pages / 2..pages).filter(|p| p % 2 == 1) {
+        let mut back = vec![0; PAGE_BYTES];
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
+    }
+    let Ok(mut inner) = Arc::try_unwrap(ram.0).map_err(|_| ()) else { panic!("somebody holds the disk") };
+    // The tables are the truth: learn the pool's state again from them, and find the same.
+    let pages_before = inner.pool.pages();
+    let words: Vec<_> = pin::pinned(|pin| {
+        let table = inner.table.load(pin);
+        (0..pages).filter_map(|p| Some((BackRef::new(table.id(), p), table.leaf(p)?.peek(p)))).collect()
+    });
+    inner.pool.rebuild(words.iter().copied()).unwrap();
+    assert!(inner.pool.pages() <= pages_before);
+    let ram = Ram(Arc::new(inner));
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &content(4, page, PAGE_BYTES), Flags::empty()).unwrap();
+    }
+    for page in 0..pages {
+        let mut back = vec![0; PAGE_BYTES];
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content(4, page, PAGE_BYTES), "page {page} after the rebuild");
+    }
+}
+
+#[test]
+fn resets_under_traffic_lose_nothing_but_content() {
+    let ram = ram(8 * MIB);
+    std::thread::scope(|scope| {
+        let traffic: Vec<_> = (0..3_u64)
+            .map(|thread| {
+                let ram = &ram;
+                scope.spawn(move || {
+                    let mut back = vec![0; PAGE_BYTES];
+                    for round in 0..3000_u64 {
+                        let page = thread * 512 + round % 512;
+                        let data = content(round as u8, round, PAGE_BYTES);
+                        ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+                        ram.read_at(page * PAGE, &mut back).unwrap();
+                        assert!(back == data || back == [0; PAGE_BYTES]);
+                    }
+                })
+            })
+            .collect();
+        while traffic.iter().any(|t| !t.is_finished()) {
+            ram.reset();
+            ram.compact();
+        }
+    });
+    ram.reset();
+    assert_eq!((ram.mm_stat().orig_data_size, ram.mm_stat().compr_data_size), (0, 0));
+    assert_eq!(
+        (ram.mm_stat().mem_used_total, ram.memory().leaves_bytes, ram.memory().backrefs_bytes),
+        (0, 0, 0)
+    );
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Write { kind: u8, seed: u64 },
+    Read,
+    Discard,
+    WriteZeroes,
+    Reset,
+    Compact,
+    Grow,
+}
+
+fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64)>> {
+    let step = prop_oneof![
+        6 => (any::<u8>(), any::<u64>()).prop_map(|(kind, seed)| Step::Write { kind, seed }),
+        4 => Just(Step::Read),
+        2 => Just(Step::Discard),
+        2 => Just(Step::WriteZeroes),
+        1 => Just(Step::Compact),
+        1 => Just(Step::Grow),
+        1 => Just(Step::Reset),
+    ];
+    // Offsets and lengths in bytes, of any alignment: those off the block must be refused.
+    let place = prop_oneof![8 => (0..6000_u64).prop_map(|b| b * 512), 1 => 0..3_000_000_u64];
+    let len = prop_oneof![4 => Just(4096_u64), 4 => (1..200_u64).prop_map(|b| b * 512), 1 => 0..40_000_u64];
+    prop::collection::vec((step, place, len), 1..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn it_behaves_as_plain_bytes(steps in steps(), algorithm in prop::sample::select(Algorithm::ALL.to_vec())) {
+        let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(2 * MIB) }).unwrap();
+        let mut model = vec![0_u8; 2 << 20];
+        for (step, offset, len) in steps {
+            let end = offset + len;
+            let valid = len > 0 && (offset | len) % 512 == 0 && end <= model.len() as u64;
+            let range = offset as usize..(end as usize).min(model.len()).max(offset as usize);
+            match step {
+                Step::Write { kind, seed } => {
+                    let data = content(kind, seed, len as usize);
+                    prop_assert_eq!(ram.write_at(offset, &data, Flags::empty()).is_ok(), valid);
+                    if valid {
+                        model[range].copy_from_slice(&data);
+                    }
+                }
+                Step::Read => {
+                    let mut back = vec![0xAA; len as usize];
+                    prop_assert_eq!(ram.read_at(offset, &mut back).is_ok(), valid);
+                    if valid {
+                        prop_assert!(back == model[range]);
+                    }
+                }
+                Step::Discard => {
+                    prop_assert_eq!(ram.discard(offset, len).is_ok(), valid);
+                    if valid {
+                        let whole = offset.div_ceil(PAGE) * PAGE..end / PAGE * PAGE;
+                        if !whole.is_empty() {
+                            model[whole.start as usize..whole.end as usize].fill(0);
+                        }
+                    }
+                }
+                Step::WriteZeroes => {
+                    prop_assert_eq!(ram.write_zeroes(offset, len, Flags::MAY_FREE).is_ok(), valid);
+                    if valid {
+                        model[range].fill(0);
+                    }
+                }
+                Step::Reset => {
+                    ram.reset();
+                    model.fill(0);
+                }
+                Step::Compact => {
+                    ram.compact();
+                }
+                Step::Grow => {
+                    let size = model.len() + 8192;
+                    ram.grow(size as u64).unwrap();
+                    model.resize(size, 0);
+                }
+            }
+        }
+        let mut back = vec![0xAA; model.len()];
+        ram.read_at(0, &mut back).unwrap();
+        prop_assert!(back == model);
+        let stored = model.chunks(PAGE_BYTES).filter(|page| page.iter().any(|&b| b != 0)).count() as u64;
+        prop_assert!(ram.mm_stat().orig_data_size >= stored * PAGE);
+    }
+}

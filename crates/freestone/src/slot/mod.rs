@@ -1,0 +1,20 @@
+//! Slots: one 64-bit word a page, its lock inside, in leaves under a directory.
+//!
+//! Read in this order: [`word`] (the bits), [`lock`] (the lock bit and who waits for it), [`flight`] (a slot whose
+//! content is on its way), [`nodes`] and [`table`] (where the words lie).
+
+mod flight;
+mod lock;
+mod nodes;
+mod table;
+mod word;
+
+#[cfg(all(test, loom))]
+mod models;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+pub use flight::Flights;
+pub use lock::SlotGuard;
+pub use table::{Common, LEAF_SLOTS, Leaf, MAX_SLOTS, Table};
+pub use word::{Kind, LOCATION_BITS, Word};

@@ -1,0 +1,227 @@
+//! loom models of the slot protocols: every interleaving of small cases.
+//!
+//! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p freestone --lib models`.
+
+use loom::cell::UnsafeCell;
+use loom::thread;
+
+use super::lock::lock;
+use super::{Common, Flights, Kind, Table, Word};
+use crate::parking::Parking;
+use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
+
+/// A slot, what it guards, and where its waiters sleep.
+struct Shared {
+    slot: AtomicU64,
+    parking: Parking,
+    inside: UnsafeCell<u32>,
+}
+
+fn shared() -> Arc<Shared> {
+    Arc::new(Shared { slot: AtomicU64::new(0), parking: Parking::default(), inside: UnsafeCell::new(0) })
+}
+
+/// Three threads: every interleaving with at most three preemptions, which is known to find nearly all faults.
+fn bounded(body: impl Fn() + Send + Sync + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(body);
+}
+
+/// Mutual exclusion, and no lost wake-up: loom reports both a concurrent access to the cell and a thread that sleeps
+/// for ever.
+fn threads_take_turns(threads: u32, rounds: u32) {
+    let shared = shared();
+    let work = {
+        let shared = Arc::clone(&shared);
+        move || {
+            for _ in 0..rounds {
+                let guard = lock(&shared.slot, &shared.parking);
+                shared.inside.with_mut(|inside| cell::add_one(inside));
+                let word = guard.word();
+                guard.publish(Word::same(word.location() as u32 + 1));
+            }
+        }
+    };
+    let handles: Vec<_> = (1..threads).map(|_| thread::spawn(work.clone())).collect();
+    work();
+    for handle in handles {
+        handle.join().unwrap();
+    }
+    let guard = lock(&shared.slot, &shared.parking);
+    assert_eq!(guard.word(), Word::same(threads * rounds));
+    drop(guard);
+    assert_eq!(shared.slot.load(Ordering::SeqCst) & 3, 0, "lock or waiter bit left behind");
+}
+
+mod cell {
+    #![expect(unsafe_code)]
+    // UNSAFETY: the modelled data is reached through loom's raw cells.
+    pub fn add_one(inside: *mut u32) {
+        // SAFETY: loom has checked that the access is exclusive.
+        unsafe { *inside += 1 };
+    }
+    pub fn get(inside: *const u32) -> u32 {
+        // SAFETY: loom has checked that nobody writes.
+        unsafe { *inside }
+    }
+    pub fn set(inside: *mut u32, value: u32) {
+        // SAFETY: loom has checked that the access is exclusive.
+        unsafe { *inside = value };
+    }
+}
+
+#[test]
+fn two_threads_take_turns() {
+    loom::model(|| threads_take_turns(2, 2));
+}
+
+#[test]
+fn three_threads_take_turns() {
+    bounded(|| threads_take_turns(3, 1));
+}
+
+/// Two slots that share a parking bucket: waking one's waiter is not lost to the other's.
+#[test]
+fn slots_share_a_bucket() {
+    bounded(|| {
+        let shared = Arc::new(([AtomicU64::new(0), AtomicU64::new(0)], Parking::default()));
+        let handles: Vec<_> = (0..2)
+            .map(|slot| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    lock(&shared.0[slot], &shared.1).publish(Word::same(1));
+                })
+            })
+            .collect();
+        for slot in &shared.0 {
+            drop(lock(slot, &shared.1));
+        }
+        for handle in handles {
+            handle.join().unwrap();
+        }
+        assert!(shared.0.iter().all(|slot| lock(slot, &shared.1).word() == Word::same(1)));
+    });
+}
+
+/// A new word is published together with what it stands for: a reader under the lock never sees one without the other,
+/// and two writers never lose an object.
+#[test]
+fn a_word_and_its_object_are_published_together() {
+    bounded(|| {
+        let shared = Arc::new((shared(), [UnsafeCell::new(0_u32), UnsafeCell::new(0)], AtomicU32::new(0)));
+        let write = |object: usize| {
+            let shared = Arc::clone(&shared);
+            move || {
+                shared.1[object].with_mut(|bytes| cell::set(bytes, object as u32 + 7));
+                let guard = lock(&shared.0.slot, &shared.0.parking);
+                let old = guard.word();
+                guard.publish(Word::huge(object as u64));
+                if old != Word::EMPTY {
+                    // Freed: whoever reads it after this reads a dead object.
+                    shared.1[old.location() as usize].with_mut(|bytes| cell::set(bytes, 0));
+                    shared.2.fetch_add(1, Ordering::SeqCst);
+                }
+            }
+        };
+        let writers = [thread::spawn(write(0)), thread::spawn(write(1))];
+        {
+            let guard = lock(&shared.0.slot, &shared.0.parking);
+            if guard.word() != Word::EMPTY {
+                let object = guard.word().location() as usize;
+                assert_eq!(shared.1[object].with(|bytes| cell::get(bytes)), object as u32 + 7);
+            }
+        }
+        for writer in writers {
+            writer.join().unwrap();
+        }
+        assert_eq!(shared.2.load(Ordering::SeqCst), 1, "one object is live, one was freed");
+    });
+}
+
+/// A request that meets a slot in flight is answered when it lands, whenever it comes.
+#[test]
+fn nobody_waits_for_a_flight_that_has_landed() {
+    loom::model(|| {
+        let shared = Arc::new((shared(), Flights::default(), Arc::new(AtomicU32::new(0))));
+        let (s, flights, answered) = (&shared.0, &shared.1, &shared.2);
+        assert_eq!(flights.depart(lock(&s.slot, &s.parking)), Word::EMPTY);
+        let request = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                let guard = lock(&shared.0.slot, &shared.0.parking);
+                if guard.word().kind() == Kind::InFlight {
+                    let answered = Arc::clone(&shared.2);
+                    shared.1.wait(
+                        &guard,
+                        Box::new(move || {
+                            answered.fetch_add(1, Ordering::SeqCst);
+                        }),
+                    );
+                } else {
+                    assert_eq!(guard.word(), Word::same(5));
+                    shared.2.fetch_add(1, Ordering::SeqCst);
+                }
+            })
+        };
+        flights.land(lock(&s.slot, &s.parking), Word::same(5));
+        request.join().unwrap();
+        assert_eq!(answered.load(Ordering::SeqCst), 1);
+    });
+}
+
+/// Two threads that need one leaf get the same one, a third that looks sees nothing or it, and no node leaks.
+#[test]
+fn a_leaf_is_made_once() {
+    bounded(|| {
+        let common = Arc::new(Common::new().unwrap());
+        let before = common.nodes.left();
+        let table = Arc::new(Table::new(1, Arc::clone(&common)));
+        let makers: Vec<_> = (0..2)
+            .map(|slot| {
+                let table = Arc::clone(&table);
+                thread::spawn(move || {
+                    table.leaf_or_new(slot).unwrap().lock(slot).publish(Word::same(slot as u32 + 1))
+                })
+            })
+            .collect();
+        if let Some(slot) = table.next_present(0, 8) {
+            assert!(table.leaf(slot).is_some());
+        }
+        for maker in makers {
+            maker.join().unwrap();
+        }
+        for slot in 0..2 {
+            assert_eq!(table.leaf(slot).unwrap().peek(slot), Word::same(slot as u32 + 1));
+        }
+        drop(table);
+        assert_eq!(common.nodes.left(), before);
+    });
+}
+
+/// A change swaps the directory under requests that are pinned to the old one: nobody touches it after it was taken down,
+/// and what was answered before the swap is not seen after it.
+#[test]
+fn a_swapped_directory_is_not_touched_any_more() {
+    use crate::pin::{Domain, Swap};
+    loom::model(|| {
+        let domain = Arc::new(Domain::new());
+        // The cell stands for the directory's memory: loom reports a use that overlaps the take-down.
+        let swap = Arc::new(Swap::new(Box::new(UnsafeCell::new(1_u32))));
+        let request = {
+            let (domain, swap) = (Arc::clone(&domain), Arc::clone(&swap));
+            thread::spawn(move || {
+                let participant = domain.join();
+                for _ in 0..2 {
+                    let pin = participant.pin();
+                    let seen = swap.load(&pin).with(|directory| cell::get(directory));
+                    assert!(seen == 1 || seen == 2, "a directory that was taken down is used");
+                }
+            })
+        };
+        let old = swap.replace(Box::new(UnsafeCell::new(2)), &domain);
+        old.with_mut(|directory| cell::set(directory, 0));
+        drop(old);
+        request.join().unwrap();
+    });
+}

@@ -1,0 +1,58 @@
+//! The device contract, asked of the compressed RAM disk.
+
+use std::sync::Arc;
+
+use freestone::codec::{Algorithm, Params};
+use freestone::device::Device;
+use freestone::ram::{Config, Ram};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Policy};
+
+fn ram(comp_algorithm: Algorithm) -> Ram {
+    Ram::new(Config { disksize: 24 << 20, comp_algorithm, algorithm_params: Params::default(), mem_limit: 0 })
+        .unwrap()
+}
+
+#[test]
+fn every_algorithm_conforms() {
+    for algorithm in Algorithm::ALL {
+        conformance::check(algorithm.name(), &|| Arc::new(ram(algorithm)), Options::default());
+    }
+}
+
+#[test]
+fn it_conforms_behind_a_device_that_defers() {
+    let make = || -> Arc<dyn Device> {
+        Arc::new(Deferred::new(Arc::new(ram(Algorithm::Lz4)), Policy::Sometimes(30), 5))
+    };
+    conformance::check("deferred lz4", &make, Options::default());
+}
+
+#[test]
+fn it_conforms_while_it_grows() {
+    let disk = ram(Algorithm::Lz4);
+    conformance::grown(&disk, &Options::default(), &|| disk.grow(40 << 20).unwrap()).unwrap();
+}
+
+#[test]
+fn it_conforms_while_the_pool_is_compacted() {
+    let disk = ram(Algorithm::Lz4);
+    std::thread::scope(|scope| {
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let compactor = disk.clone();
+        scope.spawn(move || {
+            while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+                compactor.compact();
+            }
+        });
+        conformance::check(
+            "lz4 under compaction",
+            &|| {
+                disk.reset();
+                Arc::new(disk.clone())
+            },
+            Options::default(),
+        );
+        drop(stop);
+    });
+}
