@@ -142,11 +142,11 @@ mod swap {
 
         /// The present value, for as long as the pin is held.
         #[inline]
-        pub fn load<'p>(&self, _pin: &'p Pin<'_>) -> &'p T {
+        pub fn load<'a>(&'a self, _pin: &'a Pin<'_>) -> &'a T {
             // Acquire: pairs with the Release half of the swap that stored the pointer.
             let pointer = self.pointer.load(Ordering::Acquire);
             // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin that was held at
-            // its swap is gone, and this one is held for 'p.
+            // its swap is gone, and this one is held for 'a.
             unsafe { &*pointer }
         }
 
@@ -166,8 +166,7 @@ mod swap {
         fn drop(&mut self) {
             // Relaxed: `&mut self`, nobody else is here.
             let pointer = self.pointer.load(Ordering::Relaxed);
-            // SAFETY: from Box::into_raw, and `&mut self` means no reference from `load` can be alive: each borrows
-            // a pin that is used only together with the owner of this Swap.
+            // SAFETY: from Box::into_raw, and `&mut self` means that no reference from `load` is alive.
             drop(unsafe { Box::from_raw(pointer) });
         }
     }

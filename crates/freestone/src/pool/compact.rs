@@ -89,14 +89,6 @@ impl Pool {
         self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
     }
 
-    /// A free object below `end` of an owned span that lies in memory.
-    fn resident_hole(&self, span: u32, class: usize, end: usize) -> Option<usize> {
-        let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
-        // Relaxed: written by the span's owner, who calls this.
-        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
-        (pages_to_hold(&CLASS[class], hole) <= resident).then_some(hole)
-    }
-
     /// Moves one object, if its slot still holds it. An object that no slot holds is about to be published or freed by
     /// the thread that has it, and stays.
     fn move_object(&self, from: Place, to: Place, owners: &dyn Owners) {

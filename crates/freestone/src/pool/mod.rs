@@ -10,8 +10,8 @@
 //!
 //! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills.
 //!
-//! Lock order: compaction, a slot, a CPU's current span, a class's lists, the kept empties, the arena. Nothing of the
-//! pool but the right to compact is held while a slot is locked.
+//! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under `scarce`), a class's lists, the
+//! kept empties, the arena.
 
 pub mod backrefs;
 pub mod class;
@@ -52,6 +52,7 @@ pub struct Pool {
     current: Box<[CachePadded<Currents>]>,
     empties: Mutex<Vec<u32>>,
     compacting: Mutex<()>,
+    scarce: Mutex<()>,
     /// Spans of each class, to size the read-ahead of memory.
     population: Box<[AtomicU32]>,
     pages: AtomicU64,
@@ -89,6 +90,7 @@ impl Pool {
                 .collect(),
             empties: Mutex::default(),
             compacting: Mutex::default(),
+            scarce: Mutex::default(),
             population: (0..CLASSES).map(|_| AtomicU32::new(0)).collect(),
             pages: AtomicU64::new(0),
             pages_max: AtomicU64::new(0),
@@ -110,11 +112,10 @@ impl Pool {
             return Err(self.over_limit(0));
         }
         let class = class_of(data.len());
-        let place = {
-            let mut current = self.lock_current(class);
-            let place = self.take_from(&mut current, class)?;
-            self.backrefs.set(place.span, place.object, owner);
-            place
+        let taken = self.take_from(&mut self.lock_current(class), class, owner);
+        let place = match taken {
+            Err(Error::NoSpace) => self.take_when_scarce(class, owner)?,
+            taken => taken?,
         };
         let location = place.location();
         self.write(location, data);
@@ -157,12 +158,13 @@ impl Pool {
     }
 
     #[inline]
-    fn take_from(&self, current: &mut Option<u32>, class: usize) -> Result<Place> {
+    fn take_from(&self, current: &mut Option<u32>, class: usize, owner: BackRef) -> Result<Place> {
         loop {
             if let Some(span) = *current {
                 if let Some(object) = self.spans.lowest_free(span) {
                     self.make_resident(span, object, class)?;
                     self.spans.take(span, object);
+                    self.backrefs.set(span, object, owner);
                     return Ok(Place { span, object, class });
                 }
                 *current = None;
@@ -173,6 +175,40 @@ impl Pool {
                 None => self.new_span(class)?,
             });
         }
+    }
+
+    /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current span or less full one
+    /// it lies. (A span that compaction works on is not found.)
+    #[cold]
+    fn take_when_scarce(&self, class: usize, owner: BackRef) -> Result<Place> {
+        let _one = self.scarce.lock();
+        let mut currents: Vec<_> = self.current.iter().map(|cpu| cpu[class].lock()).collect();
+        for span in currents.iter_mut().filter_map(|current| current.take()) {
+            self.give_up(span, class);
+        }
+        let mut without = Vec::new();
+        let found = loop {
+            match self.spans.own_fullest(class) {
+                Some(span) if self.resident_hole(span, class, CLASS[class].objects as usize).is_none() => {
+                    without.push(span);
+                }
+                found => break found,
+            }
+        };
+        for span in without {
+            self.give_up(span, class);
+        }
+        let current = &mut currents[percpu::current()];
+        **current = found;
+        self.take_from(current, class, owner)
+    }
+
+    /// A free object below `end` of an owned span that lies in memory.
+    fn resident_hole(&self, span: u32, class: usize, end: usize) -> Option<usize> {
+        let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
+        // Relaxed: written by the span's owner, who calls this.
+        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
+        (pages_to_hold(&CLASS[class], hole) <= resident).then_some(hole)
     }
 
     /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
@@ -191,11 +227,13 @@ impl Pool {
         // Relaxed: a hint.
         let ahead = self.population[class].load(Ordering::Relaxed) * pages / AHEAD_SHARE;
         let wanted = (needed + ahead).min(pages);
-        let target = if self.charge(wanted - resident).is_ok() {
+        let target = if self.charge(wanted - resident) {
             wanted
         } else {
             self.release_empties();
-            self.charge(needed - resident)?;
+            if !self.charge(needed - resident) {
+                return Err(self.over_limit(needed - resident));
+            }
             needed
         };
         let added = target - resident;
@@ -209,17 +247,19 @@ impl Pool {
         Ok(())
     }
 
-    fn charge(&self, pages: u32) -> Result<()> {
+    /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way: others would take that
+    /// for a pool that is over it.
+    fn charge(&self, pages: u32) -> bool {
+        // Relaxed: a limit that changes at this moment counts from the next growth on.
+        let limit = self.limit_pages.load(Ordering::Relaxed);
+        let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
         // Relaxed: the sum alone decides.
-        let now = self.pages.fetch_add(u64::from(pages), Ordering::Relaxed) + u64::from(pages);
-        // Relaxed: as above.
-        if now > self.limit_pages.load(Ordering::Relaxed) {
-            self.uncharge(pages);
-            return Err(self.over_limit(pages));
+        let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        if let Ok(before) = before {
+            // Relaxed: a statistic.
+            self.pages_max.fetch_max(before + u64::from(pages), Ordering::Relaxed);
         }
-        // Relaxed: a statistic.
-        self.pages_max.fetch_max(now, Ordering::Relaxed);
-        Ok(())
+        before.is_ok()
     }
 
     fn uncharge(&self, pages: u32) {

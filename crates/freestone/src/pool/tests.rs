@@ -83,6 +83,33 @@ fn empties_that_are_kept_make_room_under_a_limit() {
     assert!(pool.pages() <= 40);
 }
 
+/// Under a limit that is reached, every place in memory can be used, wherever it lies.
+#[test]
+fn a_reached_limit_refuses_nobody_who_fits() {
+    let pool = Pool::new().unwrap();
+    pool.set_limit_pages(100);
+    let mut live = Vec::new();
+    while let Ok(location) = pool.store(&bytes(1, 2000), OWNER) {
+        live.push(location);
+    }
+    assert_eq!((live.len(), pool.pages()), (100 * PAGE_BYTES / 2000, 100));
+    // Holes in every span; some stay in other CPUs' current spans.
+    std::thread::scope(|scope| {
+        for part in live.chunks(live.len() / 8) {
+            scope.spawn(|| {
+                let mut mine = part[0];
+                for round in 0..200 {
+                    pool.free(mine);
+                    mine = pool.store(&bytes(round, 1999), OWNER).unwrap();
+                    assert!(pool.view(mine, 1999) == bytes(round, 1999));
+                }
+            });
+        }
+    });
+    assert_eq!(pool.store(&bytes(1, 2000), OWNER), Err(Error::NoSpace));
+    assert_eq!(pool.pages(), 100);
+}
+
 /// Threads allocate, check and free at random; objects also go over to other threads to be freed.
 #[test]
 fn many_threads_share_the_pool() {
