@@ -476,3 +476,90 @@ proptest! {
         prop_assert!(ram.mm_stat().orig_data_size >= stored * PAGE);
     }
 }
+
+/// One thread's step: on its own MiB, or on its own blocks (every third one) of pages that it shares with the others.
+#[derive(Debug, Clone)]
+struct SharedStep {
+    step: Step,
+    shared: bool,
+    block: u64,
+    blocks: u64,
+}
+
+fn shared_steps() -> impl Strategy<Value = Vec<SharedStep>> {
+    let step = prop_oneof![
+        4 => (any::<u8>(), any::<u64>()).prop_map(|(kind, seed)| Step::Write { kind, seed }),
+        3 => Just(Step::Read),
+        1 => Just(Step::Discard),
+        2 => Just(Step::WriteZeroes),
+    ];
+    let step = (step, any::<bool>(), 0..2048_u64, 1..64_u64);
+    prop::collection::vec(
+        step.prop_map(|(step, shared, block, blocks)| SharedStep { step, shared, block, blocks }),
+        1..150,
+    )
+}
+
+const SHARERS: u64 = 3;
+
+fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
+    // Its own MiB, and its blocks of the shared one.
+    let mut model = vec![0_u8; 2 << 20];
+    for SharedStep { step, shared, block, blocks } in steps {
+        let (offset, len) = if shared {
+            ((block.min(2044) / SHARERS * SHARERS + thread) * 512, 512)
+        } else {
+            let blocks = blocks.min(2048 - block);
+            (block * 512, blocks * 512)
+        };
+        let (disk, in_model) =
+            if shared { (offset, MIB + offset) } else { ((1 + thread) * MIB + offset, offset) };
+        let range = in_model as usize..(in_model + len) as usize;
+        match step {
+            Step::Write { kind, seed } => {
+                let data = content(kind, seed, len as usize);
+                ram.write_at(disk, &data, Flags::empty()).unwrap();
+                model[range].copy_from_slice(&data);
+            }
+            Step::WriteZeroes => {
+                ram.write_zeroes(disk, len, Flags::empty()).unwrap();
+                model[range].fill(0);
+            }
+            Step::Discard if !shared => {
+                ram.discard(disk, len).unwrap();
+                let whole = offset.div_ceil(PAGE) * PAGE..(offset + len) / PAGE * PAGE;
+                if !whole.is_empty() {
+                    model[whole.start as usize..whole.end as usize].fill(0);
+                }
+            }
+            _ => {
+                let mut back = vec![0xAA; len as usize];
+                ram.read_at(disk, &mut back).unwrap();
+                assert!(back == model[range], "thread {thread} at {disk}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    /// Threads that share pages, but no block, each find what they wrote, while the pool is compacted.
+    #[test]
+    fn threads_that_share_pages_do_not_disturb_each_other(steps in prop::collection::vec(shared_steps(), SHARERS as usize)) {
+        let ram = ram(8 * MIB);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = steps
+                .into_iter()
+                .zip(0..)
+                .map(|(steps, thread)| {
+                    let ram = &ram;
+                    scope.spawn(move || run_shared(ram, thread, steps))
+                })
+                .collect();
+            while threads.iter().any(|t| !t.is_finished()) {
+                ram.compact();
+            }
+        });
+    }
+}
