@@ -97,10 +97,9 @@ impl Arena {
     pub fn at(&self, offset: u64) -> NonNull<u8> {
         let segment = &self.segments[(offset / SEGMENT_BYTES) as usize];
         // Acquire: pairs with the Release in map_segment.
-        let base = segment.load(Ordering::Acquire);
-        debug_assert!(!base.is_null(), "an offset that was never handed out");
+        let Some(base) = NonNull::new(segment.load(Ordering::Acquire)) else { never_handed_out(offset) };
         // SAFETY: the segment is mapped whole, and the rest of the offset is below its size.
-        unsafe { NonNull::new_unchecked(base.add((offset % SEGMENT_BYTES) as usize)) }
+        unsafe { base.add((offset % SEGMENT_BYTES) as usize) }
     }
 
     /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no more.
@@ -144,6 +143,11 @@ impl Arena {
     pub fn forget_free(&mut self) {
         self.state.lock().free.clear();
     }
+}
+
+#[cold]
+fn never_handed_out(offset: u64) -> ! {
+    unreachable!("offset {offset:#x} of an arena was never handed out")
 }
 
 impl Drop for Arena {

@@ -21,7 +21,7 @@ use crossbeam_utils::CachePadded;
 
 /// The set of threads that pin. The process has one, [`pin()`] uses it; models make their own.
 ///
-/// Lock order: `records` is held while a thread registers and while a change waits; nothing is taken under it.
+/// Lock order: `records` is held for a registration and for a copy; nothing is taken under it.
 pub struct Domain {
     records: Mutex<Vec<Arc<Record>>>,
     /// `membarrier` is not to be had: pins pay for a full fence of their own.

@@ -1,7 +1,7 @@
 //! Compression: algorithms, their parameters, and one stream a CPU.
 //!
 //! A *stream* is the working memory of an algorithm. There is one for each CPU, taken by the CPU that a thread runs
-//! on, so memory is bounded by CPUs and not by threads. The kernel's history shows the hard point: whoever allocates
+//! on, so memory is bounded by CPUs and not by threads; disks with the same algorithm and parameters share them. The kernel's history shows the hard point: whoever allocates
 //! while it holds a stream either waits for memory with the stream in hand, or compresses twice. Here nothing is
 //! allocated under a stream and no page fault is taken: the object is written to the caller's stack, which was touched
 //! before, the stream goes back, and only then the pool is asked for a place.
@@ -11,6 +11,7 @@ mod params;
 mod zstd;
 
 use std::mem::MaybeUninit;
+use std::sync::{Arc, PoisonError, Weak};
 
 use crossbeam_utils::CachePadded;
 
@@ -77,14 +78,35 @@ impl Stream {
 /// is taken, allocated or waited for.
 pub struct Streams {
     algorithm: Algorithm,
+    level: i32,
+    dictionary: Option<Dictionary>,
     per_cpu: Box<[CachePadded<Mutex<Stream>>]>,
 }
 
 impl Streams {
+    /// The process's streams of an algorithm with these parameters: all disks that use them the same way share them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn shared(algorithm: Algorithm, params: &Params) -> std::result::Result<Arc<Self>, StreamsError> {
+        static SHARED: std::sync::Mutex<Vec<Weak<Streams>>> = std::sync::Mutex::new(Vec::new());
+        let level = params.check(algorithm)?;
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.retain(|streams| streams.strong_count() > 0);
+        let same =
+            |s: &Arc<Self>| s.algorithm == algorithm && s.level == level && s.dictionary == params.dictionary;
+        if let Some(streams) = shared.iter().filter_map(Weak::upgrade).find(same) {
+            return Ok(streams);
+        }
+        let streams = Arc::new(Self::new(algorithm, params)?);
+        shared.push(Arc::downgrade(&streams));
+        Ok(streams)
+    }
+
     /// Makes every CPU's stream and brings all its memory in.
     ///
     /// # Errors
-    /// The parameters do not fit the algorithm; [`Error::NoMemory`] is reported as out of memory.
+    /// The parameters do not fit the algorithm; no memory.
     pub fn new(algorithm: Algorithm, params: &Params) -> std::result::Result<Self, StreamsError> {
         let level = params.check(algorithm)?;
         let make = || -> Result<CachePadded<Mutex<Stream>>> {
@@ -101,7 +123,7 @@ impl Streams {
         };
         let per_cpu =
             (0..percpu::cpus()).map(|_| make()).collect::<Result<_>>().map_err(StreamsError::Device)?;
-        Ok(Self { algorithm, per_cpu })
+        Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), per_cpu })
     }
 
     /// Compresses `page` into `scratch`; `None` where the result is over the class-waste line.
@@ -121,9 +143,7 @@ impl Streams {
         let whole = match self.algorithm {
             Algorithm::Lz4 | Algorithm::Lz4hc => lz4::decompress(object, page),
             Algorithm::Zstd => {
-                // A fault on the reader's page must not be taken under the stream.
-                page[0] = 0;
-                page[PAGE_BYTES - 1] = 0;
+                touch::page(page);
                 match &mut *self.take() {
                     Stream::Zstd(stream) => stream.decompress(object, page),
                     _ => false,
@@ -142,6 +162,16 @@ impl Streams {
         (0..cpus)
             .find_map(|n| self.per_cpu[(cpu + n) % cpus].try_lock())
             .unwrap_or_else(|| self.per_cpu[cpu].lock())
+    }
+
+    /// Pages that are compressed in about a millisecond: what a bounded piece of work may be.
+    pub fn pages_per_millisecond(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::Lz4 | Algorithm::Store => 256,
+            Algorithm::Zstd if self.level <= 3 => 64,
+            Algorithm::Lz4hc if self.level <= 9 => 32,
+            Algorithm::Zstd | Algorithm::Lz4hc => 8,
+        }
     }
 
     /// Bytes of all streams.
@@ -195,7 +225,7 @@ mod touch {
     #![expect(unsafe_code)]
     // UNSAFETY: scratch memory stays uninitialised until the compressor has written it.
 
-    use super::Scratch;
+    use super::{Page, Scratch};
 
     /// Writes to every page of the scratch memory, so that no fault is taken on it later.
     #[inline]
@@ -204,6 +234,15 @@ mod touch {
         for at in [0, last] {
             // SAFETY: inside the array; volatile so that the write is made now. It spans at most two pages.
             unsafe { scratch.0[at].as_mut_ptr().write_volatile(0) };
+        }
+    }
+
+    /// Writes to a page that is about to be filled, so that no fault is taken on it under a stream.
+    #[inline]
+    pub fn page(page: &mut Page) {
+        for at in [0, page.len() - 1] {
+            // SAFETY: inside the array; volatile so that the write is made now.
+            unsafe { (&raw mut page[at]).write_volatile(0) };
         }
     }
 

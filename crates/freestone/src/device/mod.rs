@@ -72,7 +72,7 @@ pub trait Device: Send + Sync {
     /// Describes what lies in `[offset, offset + len)`, in order and without gaps, until `row` returns false, the
     /// range ends, or the device has done enough for one call; at least one row is given. Returns how many bytes
     /// were described. Neighbouring extents of one kind may come as several rows; rows begin and end at logical blocks
-    /// where the range does. May read metadata of a disk.
+    /// where the range does. May read metadata of a disk. `row` must not wait, and must not call the device.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] (also where `len` is zero), [`Error::Media`].

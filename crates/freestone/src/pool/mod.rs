@@ -8,7 +8,8 @@
 //! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to the slot that holds
 //! its location, and moves under that slot's lock.
 //!
-//! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills.
+//! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills (a few
+//! ahead of need in a large class).
 //!
 //! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under `scarce`), a class's lists, the
 //! kept empties, the arena.
@@ -101,7 +102,7 @@ impl Pool {
     // ---- the request path ------------------------------------------------------------------------------------------
 
     /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location. It may fault in memory, so it is called with
-    /// no compression stream and no slot held.
+    /// no compression stream held. (A write to a part of a page holds the page's slot: what waits then is that page.)
     ///
     /// # Errors
     /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
@@ -109,7 +110,12 @@ impl Pool {
     pub fn store(&self, data: &[u8], owner: BackRef) -> Result<u64> {
         // Relaxed: a limit that changes at this moment counts from the next write on.
         if self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed) {
-            return Err(self.over_limit(0));
+            // Perhaps because of spans that are kept for nothing else.
+            self.release_empties();
+            // Relaxed: as above.
+            if self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed) {
+                return Err(self.over_limit(0));
+            }
         }
         let class = class_of(data.len());
         let taken = self.take_from(&mut self.lock_current(class), class, owner);
@@ -224,9 +230,7 @@ impl Pool {
     #[cold]
     fn grow_resident(&self, span: u32, class: usize, resident: u32, needed: u32) -> Result<()> {
         let pages = CLASS[class].pages;
-        // Relaxed: a hint.
-        let ahead = self.population[class].load(Ordering::Relaxed) * pages / AHEAD_SHARE;
-        let wanted = (needed + ahead).min(pages);
+        let wanted = (needed + self.pages_ahead(class)).min(pages);
         let target = if self.charge(wanted - resident) {
             wanted
         } else {
@@ -239,12 +243,20 @@ impl Pool {
         let added = target - resident;
         let at = u64::from(span) * SPAN_BYTES + u64::from(resident) * PAGE_BYTES as u64;
         if let Err(error) = self.arena.populate(at, u64::from(added) * PAGE_BYTES as u64) {
+            // Some of it may have come.
+            self.arena.release(at, u64::from(added) * PAGE_BYTES as u64);
             self.uncharge(added);
             return Err(error);
         }
         // Relaxed: written by the span's owner, who calls this.
         self.spans.get(span).resident.store(target, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Pages that a growing span of a class brings in beyond its need.
+    fn pages_ahead(&self, class: usize) -> u32 {
+        // Relaxed: a hint.
+        self.population[class].load(Ordering::Relaxed) * CLASS[class].pages / AHEAD_SHARE
     }
 
     /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way: others would take that
@@ -285,7 +297,8 @@ impl Pool {
             None => self.arena.alloc()?,
         };
         self.spans.adopt(span, class, CLASS[class].objects);
-        self.trim(span, CLASS[class].pages);
+        // A span that was kept has the memory of its former class, which may be more than this one needs.
+        self.trim(span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
         self.backrefs.open(span, CLASS[class].objects);
         // Relaxed: a hint.
         self.population[class].fetch_add(1, Ordering::Relaxed);
@@ -333,8 +346,9 @@ impl Pool {
 
     /// Returns the memory of every kept empty span.
     pub fn release_empties(&self) {
-        let spans = std::mem::take(&mut *self.empties.lock());
-        for span in spans {
+        // Locked until all is done: whoever comes meanwhile finds the memory gone, not the list empty.
+        let mut empties = self.empties.lock();
+        for span in empties.drain(..) {
             self.trim(span, 0);
             self.arena.free(span);
         }
@@ -343,7 +357,9 @@ impl Pool {
     /// The last object of some CPU's current span was freed: give the span up, unless its owner is at work on it.
     #[cold]
     fn drop_empty_current(&self, place: Place) {
-        for cpu in &self.current {
+        let cpu = percpu::current();
+        // Most likely it is this CPU's.
+        for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]) {
             let Some(mut current) = cpu[place.class].try_lock() else { continue };
             if *current == Some(place.span) {
                 if self.spans.used(place.span) == 0 {

@@ -83,6 +83,44 @@ fn empties_that_are_kept_make_room_under_a_limit() {
     assert!(pool.pages() <= 40);
 }
 
+#[test]
+fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_hold() {
+    let pool = Pool::new().unwrap();
+    let all: Vec<u64> = (0..320).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    for location in all {
+        pool.free(location);
+    }
+    assert!(pool.pages() > 100, "empties are kept");
+    pool.set_limit_pages(100);
+    let one = pool.store(&bytes(1, 100), OWNER).unwrap();
+    pool.free(one);
+    // A page of each class and a little, from spans that held whole pages before.
+    pool.set_limit_pages(512);
+    let all: Vec<u64> = (0..512).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    for location in all {
+        pool.free(location);
+    }
+    for class in 0..CLASSES {
+        pool.store(&bytes(7, (class + 1) * CLASS_STEP_BYTES), OWNER).unwrap();
+    }
+    assert!(pool.pages() <= CLASSES as u64 + 16 * 32, "{} pages", pool.pages());
+}
+
+/// Places in memory that are not in the current span's front are found, too.
+#[test]
+fn a_hole_behind_the_current_span_is_used_at_the_limit() {
+    let pool = Pool::new().unwrap();
+    pool.set_limit_pages(40);
+    let all: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    for &location in &all[..20] {
+        pool.free(location);
+    }
+    for n in 0..20 {
+        pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap();
+    }
+    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER), Err(Error::NoSpace));
+}
+
 /// Under a limit that is reached, every place in memory can be used, wherever it lies.
 #[test]
 fn a_reached_limit_refuses_nobody_who_fits() {

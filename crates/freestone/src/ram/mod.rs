@@ -12,7 +12,8 @@
 //! * The disk can grow while it is used.
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 //!
-//! Lock order: `control`, then a slot; under a slot a compression stream or the pool's locks, one after the other.
+//! Lock order: `resetting` or `growing`, then a slot; under a slot a compression stream or the pool's locks, one after
+//! the other. Requests take neither of the first two.
 
 mod pages;
 mod stats;
@@ -39,10 +40,12 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Smallest request: a part of a page.
 const LOGICAL_BLOCK_BYTES: u32 = 512;
-/// Data that one `try_io` moves, to keep its work bounded: about a millisecond.
-const TRY_BYTES: u64 = 1 << 20;
-/// Leaves (of 2 MiB) that one `try_io` frees, or one call of `extents` describes.
-const TRY_LEAVES: u32 = 64;
+/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the algorithm says.)
+const TRY_READ_PAGES: u64 = 256;
+/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an object.
+const TRY_FREE_LEAVES: u32 = 2;
+/// Leaves that one call of `extents` describes.
+const TRY_EXTENT_LEAVES: u32 = 64;
 const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Largest disk in bytes: 256 TiB.
@@ -112,16 +115,14 @@ struct Inner {
     common: Arc<Common>,
     flights: Flights,
     pool: Pool,
-    streams: Streams,
+    streams: Arc<Streams>,
     counters: Counters<{ counter::COUNT }>,
-    control: Mutex<Control>,
-}
-
-/// What rare changes work on, one at a time.
-struct Control {
+    mem_limit: AtomicU64,
     config: Config,
-    mem_limit: u64,
-    next_table: u32,
+    /// Taken by growth.
+    growing: Mutex<()>,
+    /// The id of the next table. Held for the whole of a reset.
+    resetting: Mutex<u32>,
 }
 
 // ---- making and changing a disk ----------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ impl Ram {
     pub fn new(config: Config) -> Result<Self, SetupError> {
         let disksize = round_size(config.disksize)?;
         let mem_limit = config.mem_limit;
-        let streams = Streams::new(config.comp_algorithm, &config.algorithm_params)?;
+        let streams = Streams::shared(config.comp_algorithm, &config.algorithm_params)?;
         let common = Arc::new(Common::new()?);
         let inner = Inner {
             table: Swap::new(Box::new(Table::new(0, Arc::clone(&common)))),
@@ -144,7 +145,10 @@ impl Ram {
             pool: Pool::new()?,
             streams,
             counters: Counters::default(),
-            control: Mutex::new(Control { config, mem_limit: 0, next_table: 1 }),
+            mem_limit: AtomicU64::new(0),
+            config,
+            growing: Mutex::default(),
+            resetting: Mutex::new(1),
         };
         let ram = Self(Arc::new(inner));
         ram.set_mem_limit(mem_limit);
@@ -153,16 +157,15 @@ impl Ram {
 
     /// The disk's settings as they are now.
     pub fn config(&self) -> Config {
-        let control = self.0.control.lock();
-        Config { disksize: self.0.size(), mem_limit: control.mem_limit, ..control.config.clone() }
+        Config { disksize: self.0.size(), mem_limit: self.0.mem_limit(), ..self.0.config.clone() }
     }
 
     /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
     /// writes that need memory fail until enough is freed.
     pub fn set_mem_limit(&self, bytes: u64) {
-        let mut control = self.0.control.lock();
         let pages = bytes.div_ceil(PAGE);
-        control.mem_limit = pages.saturating_mul(PAGE);
+        // Relaxed: shown only; the pool has its own copy.
+        self.0.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
         self.0.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
     }
 
@@ -177,7 +180,7 @@ impl Ram {
     /// Smaller than now, or too large.
     pub fn grow(&self, disksize: u64) -> Result<(), SetupError> {
         let wanted = round_size(disksize)?;
-        let _control = self.0.control.lock();
+        let _one = self.0.growing.lock();
         let present = self.0.size();
         if wanted < present {
             return Err(SetupError::Shrinks { wanted, present });
@@ -189,10 +192,10 @@ impl Ram {
 
     /// Wipes content and statistics. Requests in flight finish on the old content.
     pub fn reset(&self) {
-        let mut control = self.0.control.lock();
-        let id = control.next_table;
+        let mut next_table = self.0.resetting.lock();
+        let id = *next_table;
         // After 2^28 resets the ids begin again: by then the first table is long gone.
-        control.next_table = (id + 1) % pool::backrefs::MAX_TABLE_ID;
+        *next_table = (id + 1) % pool::backrefs::MAX_TABLE_ID;
         let empty = Box::new(Table::new(id, Arc::clone(&self.0.common)));
         let mut old = self.0.table.replace(empty, pin::domain());
         old.drain(|_, word| {
@@ -324,6 +327,11 @@ impl Inner {
         self.size.load(Ordering::Acquire)
     }
 
+    fn mem_limit(&self) -> u64 {
+        // Relaxed: shown only.
+        self.mem_limit.load(Ordering::Relaxed)
+    }
+
     fn try_io(&self, request: &Request, buffer: Buffer<'_>, geometry: &Geometry) -> device::Result<Tried> {
         if let Err(error) = request.check(geometry) {
             self.counters.add(counter::INVALID_IO, 1);
@@ -349,7 +357,7 @@ impl Inner {
 
     fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
         let len = into.len() as u64;
-        let target = len.min(TRY_BYTES);
+        let target = len.min(TRY_READ_PAGES * PAGE);
         let mut done = 0;
         while done < target {
             let leaf_end = next_multiple(offset + done, LEAF_SLOTS * PAGE) - offset;
@@ -374,7 +382,7 @@ impl Inner {
 
     fn write(&self, table: &Table, offset: u64, data: &[u8]) -> device::Result<Tried> {
         let len = data.len() as u64;
-        let target = len.min(TRY_BYTES);
+        let target = len.min(self.streams.pages_per_millisecond() * PAGE);
         let mut done = 0;
         while done < target {
             let (slot, from, n) = piece(offset + done, target - done);
@@ -417,7 +425,7 @@ impl Inner {
                 continue;
             };
             at = present * PAGE;
-            if leaves == TRY_LEAVES {
+            if leaves == TRY_FREE_LEAVES {
                 break;
             }
             leaves += 1;
@@ -481,7 +489,7 @@ impl Inner {
         let enough = pin::pinned(|pin| {
             let table = self.table.load(pin);
             let mut at = offset;
-            for _ in 0..TRY_LEAVES {
+            for _ in 0..TRY_EXTENT_LEAVES {
                 let slot = at / PAGE;
                 let last = end.div_ceil(PAGE);
                 let present = table.next_present(slot, last).unwrap_or(last);
@@ -492,16 +500,16 @@ impl Inner {
                     }
                     at = to;
                 }
-                let Some(leaf) = table.leaf(present).filter(|_| at < end) else { break };
+                if at >= end {
+                    break;
+                }
+                let Some(leaf) = table.leaf(present) else { break };
                 for slot in present..next_multiple(present, LEAF_SLOTS).min(last) {
                     let to = ((slot + 1) * PAGE).min(end);
                     if !add(at, to, kind_of(leaf.peek(slot))) {
                         return true;
                     }
                     at = to;
-                }
-                if at == end {
-                    break;
                 }
             }
             false

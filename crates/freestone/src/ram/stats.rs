@@ -52,7 +52,7 @@ pub struct Memory {
     pub pool_slack_bytes: u64,
     /// Descriptions of spans and pool-wide arrays.
     pub metadata_bytes: u64,
-    /// Compression streams of all CPUs.
+    /// Compression streams of all CPUs; disks with the same algorithm and parameters share them.
     pub streams_bytes: u64,
 }
 
@@ -94,7 +94,7 @@ impl Inner {
             orig_data_size: get(counter::PAGES_STORED) * PAGE_BYTES as u64,
             compr_data_size: get(counter::COMPRESSED_BYTES),
             mem_used_total: self.pool.pages() * PAGE_BYTES as u64,
-            mem_limit: self.control.lock().mem_limit,
+            mem_limit: self.mem_limit(),
             mem_used_max: self.pool.pages_max() * PAGE_BYTES as u64,
             same_pages: get(counter::SAME_PAGES),
             pages_compacted: get(counter::PAGES_COMPACTED),

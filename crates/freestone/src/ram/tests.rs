@@ -226,6 +226,39 @@ fn an_empty_giant_costs_nothing_even_after_it_was_read() {
 }
 
 #[test]
+fn the_end_of_the_largest_disk_can_be_described() {
+    let ram = ram(DISKSIZE_BYTES_MAX);
+    let mut rows = Vec::new();
+    let from = DISKSIZE_BYTES_MAX - (3 << 30);
+    ram.extents(from, 3 << 30, &mut |row| {
+        rows.push(row);
+        true
+    })
+    .unwrap();
+    assert_eq!(rows, [Extent { offset: from, len: 3 << 30, kind: ExtentKind::Hole }]);
+    ram.write_at(DISKSIZE_BYTES_MAX - 512, &[1; 512], Flags::empty()).unwrap();
+    rows.clear();
+    ram.extents(from, 3 << 30, &mut |row| {
+        rows.push(row);
+        true
+    })
+    .unwrap();
+    assert_eq!(
+        rows.last().unwrap(),
+        &Extent { offset: DISKSIZE_BYTES_MAX - PAGE, len: PAGE, kind: ExtentKind::Data }
+    );
+}
+
+#[test]
+fn disks_share_their_streams() {
+    let (a, b) = (ram(MIB), ram(MIB));
+    assert!(Arc::ptr_eq(&a.0.streams, &b.0.streams));
+    let params = Params::parse("level=2").unwrap();
+    let other = Ram::new(Config { algorithm_params: params, ..config(MIB) }).unwrap();
+    assert!(!Arc::ptr_eq(&a.0.streams, &other.0.streams));
+}
+
+#[test]
 fn a_page_in_flight_holds_up_only_its_own_requests() {
     let ram = ram(8 * MIB);
     let data = content(3, 5, PAGE_BYTES);

@@ -33,6 +33,7 @@ mod real {
         pub fn alloc(&self) -> Result<u32> {
             let node = self.arena.alloc()?;
             if let Err(error) = self.arena.populate(u64::from(node) * NODE_BYTES, NODE_BYTES) {
+                self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES);
                 self.arena.free(node);
                 return Err(error);
             }
@@ -88,16 +89,23 @@ mod real {
 
     impl Nodes {
         pub fn new() -> Result<Self> {
-            let nodes = (0..NODES).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect();
+            let nodes =
+                (0..NODES).map(|_| [AtomicU64::new(u64::MAX << 8), AtomicU64::new(u64::MAX << 8)]).collect();
             Ok(Self { nodes, free: Mutex::new((0..NODES as u32).collect()) })
         }
         pub fn alloc(&self) -> Result<u32> {
-            self.free.lock().pop().ok_or(Error::NoMemory)
+            let node = self.free.lock().pop().ok_or(Error::NoMemory)?;
+            // As the memory of a new page is zeroed by whoever touches it first: the model sees who publishes it.
+            for word in self.get(node) {
+                word.store(0, crate::sync::Ordering::Relaxed);
+            }
+            Ok(node)
         }
         pub fn free(&self, nodes: Vec<u32>) {
             for &node in &nodes {
                 for word in self.get(node) {
-                    word.store(0, crate::sync::Ordering::SeqCst);
+                    // What the next owner must not see: it is zeroed again when it is handed out.
+                    word.store(u64::MAX << 8, crate::sync::Ordering::Relaxed);
                 }
             }
             self.free.lock().extend(nodes);
