@@ -1,12 +1,20 @@
-//! loom models of the states of spans: two objects a span, two spans.
+//! loom models of the states of spans, and of compaction's moves against readers and writers: two objects a span, two
+//! spans.
+#![expect(unsafe_code)]
+// UNSAFETY: objects are modelled by loom's raw cells, which check that every access is allowed.
 
 use loom::cell::UnsafeCell;
 use loom::thread;
 
 use super::spans::{Freed, Spans};
-use crate::sync::{Arc, Mutex};
+use crate::parking::Parking;
+use crate::slot::{Word, lock};
+use crate::sync::{Arc, AtomicU64, Mutex};
 
 const OBJECTS: u32 = 2;
+/// The class of every object but one: a span that changes class meanwhile must be left alone.
+const CLASS: usize = 0;
+const OTHER_CLASS: usize = 1;
 
 /// A class with one CPU's current span, as in the pool but without its memory.
 struct Model {
@@ -19,7 +27,7 @@ struct Model {
 fn model() -> Arc<Model> {
     let memory = std::array::from_fn(|_| std::array::from_fn(|_| UnsafeCell::new(0)));
     Arc::new(Model {
-        spans: Spans::new(1),
+        spans: Spans::new(2),
         current: Mutex::new(None),
         unused: Mutex::new(vec![0, 1]),
         memory,
@@ -38,9 +46,9 @@ impl Model {
                 *current = None;
                 self.give_up(span);
             }
-            *current = Some(self.spans.own_fullest(0).unwrap_or_else(|| {
+            *current = Some(self.spans.own_fullest(CLASS).unwrap_or_else(|| {
                 let span = self.unused.lock().pop().expect("three objects never need a third span");
-                self.spans.adopt(span, 0, OBJECTS);
+                self.spans.adopt(span, CLASS, OBJECTS);
                 span
             }));
         };
@@ -55,7 +63,7 @@ impl Model {
         match self.spans.put(span, object, OBJECTS) {
             Freed::Fine => {}
             Freed::Refile => {
-                if self.spans.refile(span, 0, OBJECTS) {
+                if self.spans.refile(span, CLASS, OBJECTS) {
                     self.unused.lock().push(span);
                 }
             }
@@ -70,7 +78,7 @@ impl Model {
     }
 
     fn give_up(&self, span: u32) {
-        if self.spans.disown(span, 0, OBJECTS) {
+        if self.spans.disown(span, CLASS, OBJECTS) {
             self.unused.lock().push(span);
         }
     }
@@ -80,7 +88,7 @@ impl Model {
         if let Some(span) = self.current.lock().take() {
             self.give_up(span);
         }
-        assert_eq!(self.spans.own_fullest(0), None, "an empty span stays listed");
+        assert_eq!(self.spans.own_fullest(CLASS), None, "an empty span stays listed");
         assert_eq!(self.unused.lock().len(), 2, "a span is lost");
     }
 }
@@ -160,4 +168,178 @@ fn a_late_refile_finds_the_span_in_use_again() {
         model.free(d);
         model.check_empty();
     });
+}
+
+/// As before, but the span serves another class when the late freer comes.
+#[test]
+fn a_late_refile_finds_the_span_in_another_class() {
+    check(|model| {
+        let (a, b, c) = (model.alloc(), model.alloc(), model.alloc());
+        let other = {
+            let model = Arc::clone(&model);
+            thread::spawn(move || model.free(a))
+        };
+        model.free(b);
+        let span = model.unused.lock().pop();
+        if let Some(span) = span {
+            model.spans.adopt(span, OTHER_CLASS, OBJECTS);
+            model.spans.take(span, 0);
+            assert!(!model.spans.disown(span, OTHER_CLASS, OBJECTS));
+        }
+        other.join().unwrap();
+        if let Some(span) = span {
+            assert_eq!(
+                model.spans.own_fullest(OTHER_CLASS),
+                Some(span),
+                "the late freer refiled it in its old class"
+            );
+            assert_eq!(model.spans.put(span, 0, OBJECTS), Freed::EmptyOwned);
+            assert!(model.spans.disown(span, OTHER_CLASS, OBJECTS));
+            model.unused.lock().push(span);
+        }
+        model.free(c);
+        model.check_empty();
+    });
+}
+
+/// A slot whose object compaction moves.
+struct Disk {
+    model: Arc<Model>,
+    slot: AtomicU64,
+    parking: Parking,
+}
+
+const OLD: u32 = 7;
+const NEW: u32 = 9;
+
+fn location((span, object): (u32, usize)) -> u64 {
+    u64::from(span * OBJECTS) + object as u64
+}
+
+fn place(location: u64) -> (u32, usize) {
+    ((location / u64::from(OBJECTS)) as u32, (location % u64::from(OBJECTS)) as usize)
+}
+
+impl Disk {
+    fn read(&self, location: u64) -> u32 {
+        let (span, object) = place(location);
+        // SAFETY: loom reports an access that overlaps a write.
+        self.model.memory[span as usize][object].with(|bytes| unsafe { *bytes })
+    }
+
+    fn write(&self, location: u64, value: u32) {
+        let (span, object) = place(location);
+        // SAFETY: loom reports an access that overlaps another.
+        self.model.memory[span as usize][object].with_mut(|bytes| unsafe { *bytes = value });
+    }
+
+    /// One round of compaction of the class, as in `pool::compact`.
+    fn compact(&self) {
+        let (spans, model) = (&self.model.spans, &self.model);
+        if let Some(span) = model.current.lock().take() {
+            model.give_up(span);
+        }
+        let Some(source) = spans.own_emptiest(CLASS) else { return };
+        let target = spans.own_fullest(CLASS);
+        for object in (0..OBJECTS as usize).filter(|&object| spans.is_taken(source, object)) {
+            let Some(hole) = target.and_then(|target| Some((target, spans.lowest_free(target)?))) else {
+                break;
+            };
+            spans.take(hole.0, hole.1);
+            let mut unused = hole;
+            let guard = lock(&self.slot, &self.parking);
+            if guard.word().object() == Some(location((source, object))) {
+                self.write(location(hole), self.read(location((source, object))));
+                guard.publish(Word::huge(location(hole)));
+                unused = (source, object);
+            } else {
+                drop(guard);
+            }
+            model.free(unused);
+        }
+        model.give_up(source);
+        if let Some(target) = target {
+            model.give_up(target);
+        }
+    }
+
+    fn look(&self) {
+        let guard = lock(&self.slot, &self.parking);
+        if let Some(location) = guard.word().object() {
+            let value = self.read(location);
+            assert!(value == OLD || value == NEW, "a reader sees {value}");
+        }
+    }
+
+    /// Stores a new object, if there is room in the model, or discards.
+    fn change(&self, discard: bool) {
+        let taken = (!discard).then(|| {
+            let mut current = self.model.current.lock();
+            let span = current.or_else(|| self.model.spans.own_fullest(CLASS))?;
+            *current = Some(span);
+            let object = self.model.spans.lowest_free(span)?;
+            self.model.spans.take(span, object);
+            Some((span, object))
+        });
+        let new = match taken {
+            Some(None) => return,
+            Some(Some(taken)) => {
+                self.write(location(taken), NEW);
+                Word::huge(location(taken))
+            }
+            None => Word::EMPTY,
+        };
+        let guard = lock(&self.slot, &self.parking);
+        let old = guard.word().object().expect("only this thread changes the slot");
+        guard.publish(new);
+        self.model.free(place(old));
+    }
+}
+
+fn move_against(change: Option<bool>) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(move || {
+        let model = model();
+        // One span with the slot's object and a hole, one with an object of somebody else's.
+        let (hole, held, other) = (model.alloc(), model.alloc(), model.alloc());
+        let disk = Arc::new(Disk { model, slot: AtomicU64::new(0), parking: Parking::default() });
+        disk.write(location(held), OLD);
+        lock(&disk.slot, &disk.parking).publish(Word::huge(location(held)));
+        disk.model.free(hole);
+        let run = |work: fn(&Disk)| {
+            let disk = Arc::clone(&disk);
+            thread::spawn(move || work(&disk))
+        };
+        let compactor = run(Disk::compact);
+        let changer = change
+            .map(|discard| run(if discard { |disk| disk.change(true) } else { |disk| disk.change(false) }));
+        disk.look();
+        compactor.join().unwrap();
+        if let Some(changer) = changer {
+            changer.join().unwrap();
+        }
+        disk.look();
+        let left = lock(&disk.slot, &disk.parking).word().object();
+        if let Some(location) = left {
+            disk.model.free(place(location));
+        }
+        disk.model.free(other);
+        disk.model.check_empty();
+    });
+}
+
+#[test]
+fn an_object_moves_under_a_reader() {
+    move_against(None);
+}
+
+#[test]
+fn an_object_moves_while_its_page_is_written() {
+    move_against(Some(false));
+}
+
+#[test]
+fn an_object_moves_while_its_page_is_discarded() {
+    move_against(Some(true));
 }

@@ -16,5 +16,7 @@ mod tests;
 
 pub use flight::Flights;
 pub use lock::SlotGuard;
+#[cfg(all(test, loom))]
+pub use lock::lock;
 pub use table::{Common, LEAF_SLOTS, Leaf, MAX_SLOTS, Table};
 pub use word::{Kind, LOCATION_BITS, Word};
