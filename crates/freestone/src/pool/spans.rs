@@ -225,11 +225,12 @@ impl Spans {
         span
     }
 
-    // Relaxed everywhere below: next and prev are guarded by the class's lock.
     fn link(&self, lists: &mut Lists, span: u32, group: u32) {
         let Some(head) = lists.heads.get_mut(group as usize) else { return };
         let s = self.get(span);
+        // Relaxed: next and prev are guarded by the class's lock.
         s.prev.store(0, Ordering::Relaxed);
+        // Relaxed: as above.
         s.next.store(*head, Ordering::Relaxed);
         if *head != 0 {
             // Relaxed: as above.

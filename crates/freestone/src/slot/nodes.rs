@@ -95,7 +95,8 @@ mod real {
         }
         pub fn alloc(&self) -> Result<u32> {
             let node = self.free.lock().pop().ok_or(Error::NoMemory)?;
-            // As the memory of a new page is zeroed by whoever touches it first: the model sees who publishes it.
+            // Relaxed: as the memory of a new page is zeroed, by whoever touches it first; publishing it is the
+            // caller's business.
             for word in self.get(node) {
                 word.store(0, crate::sync::Ordering::Relaxed);
             }
@@ -104,7 +105,7 @@ mod real {
         pub fn free(&self, nodes: Vec<u32>) {
             for &node in &nodes {
                 for word in self.get(node) {
-                    // What the next owner must not see: it is zeroed again when it is handed out.
+                    // Relaxed: nobody may see it; the node is zeroed when it is handed out again.
                     word.store(u64::MAX << 8, crate::sync::Ordering::Relaxed);
                 }
             }
