@@ -1,1 +1,85 @@
-fn main() {}
+//! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are parts of it.
+
+mod cargo;
+mod packages;
+mod sanitize;
+mod steps;
+mod tidy;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::{Parser, Subcommand};
+
+use sanitize::Sanitizer;
+use steps::Step;
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "Freestone's development commands")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run every check and every test; install the Debian packages they need first
+    Test {
+        /// Run these steps only; may be given several times
+        #[arg(long, value_name = "STEP", value_enum)]
+        only: Vec<Step>,
+        /// List the steps
+        #[arg(long)]
+        list: bool,
+    },
+    /// Run the loom models: every interleaving of the lock protocols
+    Models,
+    /// Run the tests of the libraries under a sanitizer, or under both
+    Sanitize {
+        #[arg(value_enum)]
+        sanitizer: Option<Sanitizer>,
+    },
+    /// Check the rules of CONTRIBUTING.md that a machine can check
+    Tidy,
+    /// Run a benchmark, built for release; without a name, list them
+    Bench {
+        /// The benchmark and what it takes
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Tells whether all went well.
+fn run(cli: Cli) -> Result<bool> {
+    // Cargo runs us in the directory of the caller; the workspace's root is where all paths start.
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize();
+    let root = root.context("the workspace that xtask was built in is gone")?;
+    std::env::set_current_dir(&root).with_context(|| format!("cannot enter {}", root.display()))?;
+    let steps = match cli.command {
+        Command::Test { list: true, .. } => {
+            steps::list();
+            return Ok(true);
+        }
+        Command::Test { only, .. } => steps::chosen(&only),
+        Command::Models => vec![Step::Models],
+        Command::Sanitize { sanitizer: Some(Sanitizer::Thread) } => vec![Step::Tsan],
+        Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan],
+        Command::Sanitize { sanitizer: None } => vec![Step::Tsan, Step::Asan],
+        Command::Tidy => vec![Step::Tidy],
+        Command::Bench { args } => return cargo::bench(&args),
+    };
+    Ok(steps::run(&steps))
+}

@@ -157,7 +157,7 @@ fn any_request() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { 96 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_bytes_in_the_handshake(

@@ -313,7 +313,8 @@ fn each_fault_is_caught() {
         (DiscardFickle, "content"),
         (DropsCompletion, "content"),
         (Forgets, "content"),
-        (AnswersEarly, "content"),
+        // Its late write may be late enough for the first check that reads back.
+        (AnswersEarly, "content|errors"),
         (AllHoles, "extents"),
         (ExtentGap, "extents"),
         (ExtentBeyond, "extents"),
@@ -328,7 +329,9 @@ fn each_fault_is_caught() {
     let mut missed = Vec::new();
     for (fault, part) in faults {
         match run(fault, &options()) {
-            Err(violation) if violation.check == part => println!("{fault:?}: {violation}"),
+            Err(violation) if part.split('|').any(|part| violation.check == part) => {
+                println!("{fault:?}: {violation}");
+            }
             other => missed.push((fault, part, other)),
         }
     }

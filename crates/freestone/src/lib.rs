@@ -2,7 +2,7 @@
 //!
 //! Start with [`device`], the contract between devices and exports; [`ram`] is the compressed RAM disk.
 
-#![cfg_attr(loom, allow(dead_code, reason = "the models use parts of the library"))]
+#![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
 // Offsets and lengths are cast between u64 and usize all over.
 const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");

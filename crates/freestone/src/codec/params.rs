@@ -141,23 +141,18 @@ impl Params {
     /// # Errors
     /// What was not understood.
     pub fn parse(text: &str) -> Result<Self, ParamsError> {
-        let mut params = Self::default();
-        for word in text.split_whitespace() {
-            let (key, value) = word.split_once('=').ok_or_else(|| ParamsError::UnknownKey(word.into()))?;
-            let twice = match key {
-                "level" => {
-                    let level = value.parse().map_err(|_| ParamsError::BadLevel(value.into()))?;
-                    params.level.replace(level).is_some()
-                }
-                "dict" => params.dictionary.replace(Dictionary::read(Path::new(value))?).is_some(),
-                "algo" => params.algo.replace(value.into()).is_some(),
-                _ => return Err(ParamsError::UnknownKey(key.into())),
-            };
-            if twice {
-                return Err(ParamsError::Twice(key.into()));
-            }
-        }
-        Ok(params)
+        let Words { level, dict, algo } = Words::parse(text)?;
+        let dictionary = dict.as_deref().map(Dictionary::read).transpose()?;
+        Ok(Self { level, dictionary, algo })
+    }
+
+    /// Checks that `text` can be parsed and fits `algorithm`, as far as that goes without reading the dictionary.
+    ///
+    /// # Errors
+    /// What was not understood, or does not fit, with the range that does.
+    pub fn check_words(text: &str, algorithm: Algorithm) -> Result<(), ParamsError> {
+        let words = Words::parse(text)?;
+        fits(algorithm, words.level, words.dict.is_some(), words.algo.as_deref()).map(drop)
     }
 
     /// Checks that the parameters fit `algorithm` and returns the level to use.
@@ -165,21 +160,61 @@ impl Params {
     /// # Errors
     /// Which one does not fit, with the range that does.
     pub fn check(&self, algorithm: Algorithm) -> Result<i32, ParamsError> {
-        if let Some(algo) = &self.algo
-            && algo != algorithm.name()
-        {
-            return Err(ParamsError::OtherAlgorithm(algo.clone(), algorithm));
+        fits(algorithm, self.level, self.dictionary.is_some(), self.algo.as_deref())
+    }
+}
+
+/// The words of a text, nothing read yet.
+#[derive(Default)]
+struct Words {
+    level: Option<i32>,
+    dict: Option<PathBuf>,
+    algo: Option<String>,
+}
+
+impl Words {
+    fn parse(text: &str) -> Result<Self, ParamsError> {
+        let mut words = Self::default();
+        for word in text.split_whitespace() {
+            let (key, value) = word.split_once('=').ok_or_else(|| ParamsError::UnknownKey(word.into()))?;
+            let twice = match key {
+                "level" => {
+                    let level = value.parse().map_err(|_| ParamsError::BadLevel(value.into()))?;
+                    words.level.replace(level).is_some()
+                }
+                "dict" => words.dict.replace(value.into()).is_some(),
+                "algo" => words.algo.replace(value.into()).is_some(),
+                _ => return Err(ParamsError::UnknownKey(key.into())),
+            };
+            if twice {
+                return Err(ParamsError::Twice(key.into()));
+            }
         }
-        if self.dictionary.is_some() && algorithm != Algorithm::Zstd {
-            return Err(ParamsError::NotFor(algorithm, "dictionary"));
-        }
-        match (algorithm.levels(), self.level) {
-            (None, Some(_)) => Err(ParamsError::NotFor(algorithm, "level")),
-            (None, None) => Ok(0),
-            (Some((_, default, _)), None) => Ok(default),
-            (Some((min, _, max)), Some(level)) if (min..=max).contains(&level) => Ok(level),
-            (Some((min, _, max)), Some(level)) => Err(ParamsError::LevelRange { algorithm, level, min, max }),
-        }
+        Ok(words)
+    }
+}
+
+/// Checks what was given for `algorithm`; the level to use.
+fn fits(
+    algorithm: Algorithm,
+    level: Option<i32>,
+    has_dictionary: bool,
+    algo: Option<&str>,
+) -> Result<i32, ParamsError> {
+    if let Some(algo) = algo
+        && algo != algorithm.name()
+    {
+        return Err(ParamsError::OtherAlgorithm(algo.into(), algorithm));
+    }
+    if has_dictionary && algorithm != Algorithm::Zstd {
+        return Err(ParamsError::NotFor(algorithm, "dictionary"));
+    }
+    match (algorithm.levels(), level) {
+        (None, Some(_)) => Err(ParamsError::NotFor(algorithm, "level")),
+        (None, None) => Ok(0),
+        (Some((_, default, _)), None) => Ok(default),
+        (Some((min, _, max)), Some(level)) if (min..=max).contains(&level) => Ok(level),
+        (Some((min, _, max)), Some(level)) => Err(ParamsError::LevelRange { algorithm, level, min, max }),
     }
 }
 
@@ -233,6 +268,16 @@ mod tests {
         let params = Params::parse(&format!("level=7 dict={path}")).unwrap();
         assert_eq!(params.check(Algorithm::Zstd).unwrap(), 7);
         assert_eq!(params.to_string(), format!("level=7 dict={path}"));
+    }
+
+    #[test]
+    fn words_are_checked_without_reading_the_dictionary() {
+        let refused =
+            |algorithm, text| Params::check_words(text, algorithm).err().map(|error| error.to_string());
+        assert_eq!(refused(Algorithm::Zstd, "level=22 dict=/nowhere/d algo=zstd"), None);
+        assert_eq!(refused(Algorithm::Lz4, "dict=/nowhere/d"), Some("lz4 takes no dictionary".into()));
+        assert_eq!(refused(Algorithm::Zstd, "dict=/nowhere/d dict=/b"), Some("dict is given twice".into()));
+        assert_eq!(refused(Algorithm::Store, "level=1"), Some("store takes no level".into()));
     }
 
     #[test]

@@ -15,6 +15,8 @@
 //! Lock order: `resetting` or `growing`, then a slot; under a slot a compression stream or the pool's locks, one after
 //! the other. Requests take neither of the first two.
 
+#[cfg(test)]
+mod model_tests;
 mod pages;
 mod stats;
 #[cfg(test)]

@@ -1,0 +1,162 @@
+//! A RAM disk against the bare codec: what slots, pool and accounting cost.
+
+use std::hint::black_box;
+
+use anyhow::Result;
+use freestone::PAGE_BYTES;
+use freestone::codec::{Page, Scratch};
+use freestone::device::{Blocking, Flags};
+use freestone::ram::Ram;
+
+use crate::bare::{Codec, Ours, Plain, Store, page_at};
+use crate::machine;
+use crate::measure::{Summary, Times, alternate};
+use crate::options::{Options, Set};
+use crate::report::{Report, Row, Target, Unit};
+use crate::setup::Setup;
+
+/// Data where `--size` does not say.
+const BYTES: u64 = 512 << 20;
+
+/// Runs it on every data set.
+pub fn run(options: &Options) -> Result<Vec<Report>> {
+    let cpus = machine::allowed_cpus()?;
+    machine::pin_to(cpus[cpus.len() - 1])?;
+    let reports = options
+        .sets(&[Set::Fio, Set::Real])
+        .into_iter()
+        .map(|set| one(&Setup::new(set, BYTES, options)?, options))
+        .collect();
+    machine::pin_to_any(&cpus)?;
+    reports
+}
+
+fn one(setup: &Setup, options: &Options) -> Result<Report> {
+    let Setup { ram, store, pages, .. } = setup;
+    let (slots, contents) = setup.orders();
+    let slices = options.slices();
+    let ours = Ours::new()?;
+    let plain = Plain::new();
+    let mut reads = alternate(
+        slices,
+        &mut [
+            &mut |from, count| engine_reads(ram, slots.choices(from, count)),
+            &mut |from, count| bare_reads(store, &ours, slots.choices(from, count)),
+            &mut |from, count| bare_reads(store, &plain, slots.choices(from, count)),
+        ],
+    );
+    let (mut ours, mut plain) = (ours, plain);
+    let (mut storing, mut placed) = (Ours::new()?, store.clone());
+    let mut writes = alternate(
+        slices,
+        &mut [
+            &mut |from, count| {
+                engine_writes(ram, pages, slots.choices(from, count).zip(contents.choices(from, count)));
+            },
+            &mut |from, count| bare_writes(store, &mut ours, pages, contents.choices(from, count)),
+            &mut |from, count| bare_writes(store, &mut plain, pages, contents.choices(from, count)),
+            &mut |from, count| {
+                for (slot, content) in slots.choices(from, count).zip(contents.choices(from, count)) {
+                    placed.write_to_place(&mut storing, slot, black_box(page_at(pages, content)));
+                }
+            },
+        ],
+    );
+    let mut rows = Vec::new();
+    rows.extend(compare("random 4 KiB reads", &mut reads, Target::AtLeast(0.90)));
+    rows.extend(compare("random 4 KiB rewrites", &mut writes, Target::AtLeast(0.85)));
+    rows.push(
+        Row::new(
+            "first fill, in order / bare codec",
+            Unit::Ratio,
+            Summary::one(setup.first_fill_bare_ns / setup.first_fill_ns),
+        )
+        .part("ns a page", setup.first_fill_ns)
+        .part("bare ns", setup.first_fill_bare_ns),
+    );
+    let report = Report {
+        name: "codec",
+        data: setup.data.description.clone(),
+        data_bytes: setup.data.bytes(),
+        algorithm: "lz4",
+        notes: vec![
+            setup.census_note(),
+            "Ratios are speeds: over 1 is faster than the bare codec. Bare: freestone::codec over a contiguous store of the same \
+             objects, in the same order; liblz4: its plain functions there."
+                .into(),
+            "A rewrite puts the content of a random page into a random slot; no order repeats. One thread, pinned to one CPU. The CPU rows leave \
+             out what other programs took."
+                .into(),
+        ],
+        rows,
+    };
+    report.print();
+    Ok(report)
+}
+
+fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
+    let [engine, ours, plain, more @ ..] = times else { return Vec::new() };
+    let storing = more.iter().map(|placed| {
+        Row::new(
+            format!("{what} / bare codec and copying the object to its place"),
+            Unit::Ratio,
+            Summary::ratio(&placed.wall, &engine.wall),
+        )
+        .part("ns", engine.median())
+        .part("bare ns", placed.median())
+    });
+    let rows = [
+        Row::new(format!("{what} / bare codec"), Unit::Ratio, Summary::ratio(&ours.wall, &engine.wall))
+            .target(target)
+            .part("ns", engine.median())
+            .part("bare ns", ours.median()),
+        Row::new(
+            format!("{what} / bare codec, CPU time"),
+            Unit::Ratio,
+            Summary::ratio(&ours.cpu, &engine.cpu),
+        ),
+        Row::new(format!("{what} / plain liblz4"), Unit::Ratio, Summary::ratio(&plain.wall, &engine.wall))
+            .part("ns", engine.median())
+            .part("liblz4 ns", plain.median()),
+    ];
+    rows.into_iter().chain(storing).collect()
+}
+
+/// The engine's side of a read.
+pub fn engine_reads(ram: &Ram, slots: impl Iterator<Item = u32>) {
+    let mut into: Page = [0; PAGE_BYTES];
+    for slot in slots {
+        let done = ram.read_at(u64::from(slot) * PAGE_BYTES as u64, black_box(&mut into));
+        assert!(done.is_ok(), "{done:?}");
+        black_box(&into);
+    }
+}
+
+/// The engine's side of a rewrite.
+pub fn engine_writes(ram: &Ram, pages: &[u8], slots_and_contents: impl Iterator<Item = (u32, u32)>) {
+    for (slot, content) in slots_and_contents {
+        let page = black_box(page_at(pages, content));
+        let done = ram.write_at(u64::from(slot) * PAGE_BYTES as u64, page, Flags::empty());
+        assert!(done.is_ok(), "{done:?}");
+    }
+}
+
+/// The yardstick of a read.
+pub fn bare_reads(store: &Store, codec: &impl Codec, slots: impl Iterator<Item = u32>) {
+    let mut into: Page = [0; PAGE_BYTES];
+    for slot in slots {
+        store.read(codec, slot, black_box(&mut into));
+        black_box(&into);
+    }
+}
+
+/// The yardstick of a rewrite.
+pub fn bare_writes(store: &Store, codec: &mut impl Codec, pages: &[u8], contents: impl Iterator<Item = u32>) {
+    let mut scratch = Scratch::new();
+    let mut copy: Page = [0; PAGE_BYTES];
+    for content in contents {
+        let page = black_box(page_at(pages, content));
+        black_box(store.write(codec, content, page, &mut scratch, &mut copy));
+        black_box((&scratch, &copy));
+    }
+}

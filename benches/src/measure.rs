@@ -1,0 +1,156 @@
+//! Loops that take turns, and what their times come to.
+
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+
+/// How often and how long.
+#[derive(Debug, Clone, Copy)]
+pub struct Slices {
+    /// Slices of each side.
+    pub pairs: u32,
+    /// About how long a slice lasts.
+    pub slice: Duration,
+}
+
+/// One side of a comparison: runs the operations `from..from + count` of a fixed sequence.
+pub type Side<'a> = &'a mut dyn FnMut(u64, u64);
+
+/// Nanoseconds an operation, by slice.
+#[derive(Debug, Clone, Default)]
+pub struct Times {
+    /// By the clock on the wall.
+    pub wall: Vec<f64>,
+    /// By the thread's own clock: leaves out what other programs took.
+    pub cpu: Vec<f64>,
+}
+
+/// What many numbers come to.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Summary {
+    pub median: f64,
+    pub quartile1: f64,
+    pub quartile3: f64,
+    pub min: f64,
+    pub max: f64,
+    pub count: usize,
+}
+
+impl Summary {
+    /// Of at least one number.
+    pub fn of(numbers: impl IntoIterator<Item = f64>) -> Self {
+        let mut sorted: Vec<f64> = numbers.into_iter().collect();
+        sorted.sort_unstable_by(f64::total_cmp);
+        let at = |part: f64| {
+            let place = part * (sorted.len().saturating_sub(1)) as f64;
+            let (low, high) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
+            low + (high - low) * place.fract()
+        };
+        Self {
+            median: at(0.5),
+            quartile1: at(0.25),
+            quartile3: at(0.75),
+            min: at(0.0),
+            max: at(1.0),
+            count: sorted.len(),
+        }
+    }
+
+    /// One measurement.
+    pub fn one(number: f64) -> Self {
+        Self::of([number])
+    }
+
+    /// Of the quotients of numbers that were measured side by side.
+    pub fn ratio(of: &[f64], to: &[f64]) -> Self {
+        Self::of(of.iter().zip(to).map(|(of, to)| of / to))
+    }
+}
+
+impl Times {
+    /// Median nanoseconds an operation on the wall clock.
+    pub fn median(&self) -> f64 {
+        Summary::of(self.wall.iter().copied()).median
+    }
+
+    fn push(&mut self, ops: u64, side: Side<'_>, from: u64) {
+        let (wall, cpu) = (Instant::now(), thread_clock());
+        side(from, ops);
+        let (wall, cpu) = (wall.elapsed(), thread_clock().saturating_sub(cpu));
+        self.wall.push(wall.as_nanos() as f64 / ops as f64);
+        self.cpu.push(cpu.as_nanos() as f64 / ops as f64);
+    }
+}
+
+/// CPU time of the calling thread.
+pub fn thread_clock() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Runs the sides in turn, in each round the same operations, every other round in the opposite order. The sides have
+/// been warmed up by the caller.
+pub fn alternate(slices: Slices, sides: &mut [Side<'_>]) -> Vec<Times> {
+    let ops = calibrate(slices.slice, sides);
+    let mut times = vec![Times::default(); sides.len()];
+    for round in 0..slices.pairs {
+        let from = u64::from(round) * ops;
+        let mut order: Vec<usize> = (0..sides.len()).collect();
+        if round % 2 == 1 {
+            order.reverse();
+        }
+        for side in order {
+            times[side].push(ops, &mut *sides[side], from);
+        }
+    }
+    times
+}
+
+/// How many operations of the slowest side fill a slice.
+fn calibrate(slice: Duration, sides: &mut [Side<'_>]) -> u64 {
+    let mut fewest = u64::MAX;
+    for side in sides {
+        let mut ops = 64;
+        loop {
+            let start = Instant::now();
+            side(0, ops);
+            let took = start.elapsed();
+            if took * 4 >= slice {
+                fewest = fewest.min((ops as f64 * slice.as_secs_f64() / took.as_secs_f64()) as u64);
+                break;
+            }
+            ops *= 2;
+        }
+    }
+    fewest.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summaries_interpolate() {
+        let s = Summary::of([4.0, 1.0, 3.0, 2.0, 5.0]);
+        assert_eq!((s.min, s.quartile1, s.median, s.quartile3, s.max, s.count), (1.0, 2.0, 3.0, 4.0, 5.0, 5));
+        assert!((Summary::of([1.0, 2.0]).median - 1.5).abs() < 1e-9);
+        assert!((Summary::ratio(&[2.0, 9.0], &[1.0, 3.0]).max - 3.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn both_sides_run_the_same_operations() {
+        let slices = Slices { pairs: 4, slice: Duration::from_micros(200) };
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        let work = |list: &mut Vec<(u64, u64)>, from, count| {
+            list.push((from, count));
+            for n in 0..count {
+                std::hint::black_box(n);
+            }
+        };
+        let times = alternate(slices, &mut [&mut |f, c| work(&mut a, f, c), &mut |f, c| work(&mut b, f, c)]);
+        assert_eq!(times.len(), 2);
+        assert!(times.iter().all(|t| t.wall.len() == 4 && t.cpu.len() == 4));
+        assert_eq!(a[a.len() - 4..], b[b.len() - 4..]);
+    }
+}

@@ -1,0 +1,228 @@
+//! What a filled disk takes beside its compressed bytes, what it gives back, and whether its own numbers are true.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::Ram;
+use std::os::unix::fs::FileExt;
+
+use crate::data::{Data, Random};
+use crate::machine;
+use crate::measure::Summary;
+use crate::options::{Options, Set};
+use crate::report::{Report, Row, Target, Unit};
+use crate::setup::new_ram;
+use crate::zram_device::ZramDevice;
+
+/// Data where `--size` does not say.
+const BYTES: u64 = 2560 << 20;
+/// How often every page is rewritten.
+const ROUNDS: usize = 3;
+/// Below this much data, constant costs (streams, first arrays) decide, and targets say nothing.
+const JUDGED_BYTES: u64 = 1 << 30;
+
+/// Runs it on every data set.
+pub fn run(options: &Options) -> Result<Vec<Report>> {
+    options.sets(&[Set::Real]).into_iter().map(|set| one(set, options)).collect()
+}
+
+/// The order of the rewrites. In each round every slot is written once, and every page's content is used once.
+struct Orders {
+    slots: [Vec<u32>; ROUNDS],
+    contents: Vec<u32>,
+}
+
+impl Orders {
+    fn new(pages: u64) -> Self {
+        let slots = std::array::from_fn(|round| Random::new(10 + round as u64).permutation(pages));
+        Self { slots, contents: Random::new(2).permutation(pages) }
+    }
+
+    /// Slot and content of each rewrite of a round.
+    fn round(&self, round: usize) -> impl Iterator<Item = (u64, u64)> {
+        let contents = self.contents.iter().cycle().skip(self.contents.len() * round / ROUNDS);
+        self.slots[round].iter().zip(contents).map(|(&slot, &content)| (u64::from(slot), u64::from(content)))
+    }
+}
+
+/// What the disk says of itself at one moment, and what the kernel says of the process.
+#[derive(Clone, Copy)]
+struct Moment {
+    compressed: u64,
+    pool: u64,
+    leaves: u64,
+    backrefs: u64,
+    rest: u64,
+    pss: u64,
+}
+
+impl Moment {
+    fn of(ram: &Ram, pss_before: u64) -> Result<Self> {
+        let (stat, memory) = (ram.mm_stat(), ram.memory());
+        Ok(Self {
+            compressed: stat.compr_data_size,
+            pool: stat.mem_used_total,
+            leaves: memory.leaves_bytes,
+            backrefs: memory.backrefs_bytes,
+            rest: memory.metadata_bytes + memory.streams_bytes,
+            pss: machine::pss_bytes()?.saturating_sub(pss_before),
+        })
+    }
+
+    /// What the targets count.
+    fn counted(&self) -> u64 {
+        self.pool + self.leaves + self.backrefs
+    }
+
+    fn rows(&self, when: &str, target: f64, judged: bool) -> Vec<Row> {
+        let judge = |row: Row, target| if judged { row.target(target) } else { row };
+        let over = |part: u64| part as f64 / self.compressed as f64;
+        let overhead = Row::new(format!("overhead {when}"), Unit::Ratio, Summary::one(over(self.counted())))
+            .part("pool", over(self.pool))
+            .part("leaves", over(self.leaves))
+            .part("backrefs", over(self.backrefs))
+            .part("(rest)", over(self.rest));
+        let agree = self.pss as f64 / (self.counted() + self.rest) as f64;
+        let pss = Row::new(format!("PSS / own numbers {when}"), Unit::Ratio, Summary::one(agree))
+            .part("PSS MiB", mib(self.pss))
+            .part("own MiB", mib(self.counted() + self.rest));
+        vec![judge(overhead, Target::AtMost(target)), judge(pss, Target::Within(0.95, 1.05))]
+    }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+fn one(set: Set, options: &Options) -> Result<Report> {
+    let data = Data::open(set, options.bytes(BYTES), options)?;
+    let orders = Orders::new(data.pages);
+    let judged = data.bytes() >= JUDGED_BYTES;
+    let mut notes = vec![
+        "Overhead: (pool + leaves + back-references) over compressed bytes. PSS: of this process, less what it was before the \
+         disk was made; own numbers: pool, leaves, back-references, descriptors, streams. One thread."
+            .into(),
+        "Rewritten: every slot three times, each time in another random order and with another page's content.".into(),
+    ];
+    if !judged {
+        notes.push("Less than 1 GiB: constant costs weigh too much, targets are not judged.".into());
+    }
+    let mut rows = ours(&data, &orders, judged)?;
+    match kernel(&data, &orders, options) {
+        Ok(more) => rows.extend(more),
+        Err(error) => notes.push(format!("The kernel's side is left out: {error:#}")),
+    }
+    let report = Report {
+        name: "memory",
+        data: data.description.clone(),
+        data_bytes: data.bytes(),
+        algorithm: "lz4",
+        notes,
+        rows,
+    };
+    report.print();
+    Ok(report)
+}
+
+fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
+    let judge = |row: Row, target| if judged { row.target(target) } else { row };
+    let seconds = |since: Instant| Summary::one(since.elapsed().as_secs_f64());
+    let mut rows = Vec::new();
+    let mut page = IoBuf::zeroed(PAGE_BYTES)?;
+    page.fill(1);
+    let base = machine::pss_bytes()?;
+    let ram = new_ram(data.bytes())?;
+    let start = Instant::now();
+    for number in 0..data.pages {
+        data.read(number, &mut page)?;
+        ram.write_at(number * PAGE_BYTES as u64, &page, Flags::empty())?;
+    }
+    rows.push(Row::new("time of the fill", Unit::Seconds, seconds(start)));
+    let filled = Moment::of(&ram, base)?;
+    rows.push(
+        Row::new("compressed bytes", Unit::Mib, Summary::one(mib(filled.compressed)))
+            .part("same pages", ram.mm_stat().same_pages as f64)
+            .part("huge pages", ram.mm_stat().huge_pages as f64),
+    );
+    rows.extend(filled.rows("after the fill", 1.02, judged));
+
+    let start = Instant::now();
+    for round in 0..ROUNDS {
+        for (slot, content) in orders.round(round) {
+            data.read(content, &mut page)?;
+            ram.write_at(slot * PAGE_BYTES as u64, &page, Flags::empty())?;
+        }
+    }
+    rows.push(Row::new("time of three rewrites", Unit::Seconds, seconds(start)));
+    rows.extend(Moment::of(&ram, base)?.rows("rewritten", 1.06, judged));
+    check(&ram, data, orders)?;
+
+    let start = Instant::now();
+    let pages = ram.compact();
+    rows.push(Row::new("time of compact", Unit::Seconds, seconds(start)).part("pages", pages as f64));
+    let compacted = Moment::of(&ram, base)?;
+    rows.extend(compacted.rows("compacted", 1.02, judged));
+    check(&ram, data, orders)?;
+
+    let start = Instant::now();
+    ram.discard(0, data.bytes())?;
+    rows.push(Row::new("time of discarding all", Unit::Seconds, seconds(start)));
+    let empty = Moment::of(&ram, base)?;
+    let returned = |before: u64, after: u64| Summary::one(1.0 - after as f64 / before as f64);
+    let share = returned(compacted.counted(), empty.counted());
+    let row = Row::new("returned by discarding all", Unit::Ratio, share)
+        .part("pool MiB left", mib(empty.pool))
+        .part("leaves", mib(empty.leaves))
+        .part("backrefs", mib(empty.backrefs));
+    rows.push(judge(row, Target::AtLeast(0.98)));
+    let share = returned(compacted.pss, empty.pss);
+    let row =
+        Row::new("returned by discarding all, PSS", Unit::Ratio, share).part("PSS MiB left", mib(empty.pss));
+    rows.push(judge(row, Target::AtLeast(0.98)));
+    Ok(rows)
+}
+
+/// Every page holds what the last round put there.
+fn check(ram: &Ram, data: &Data, orders: &Orders) -> Result<()> {
+    let mut page = [0; PAGE_BYTES];
+    let mut back = [0; PAGE_BYTES];
+    for (slot, content) in orders.round(ROUNDS - 1) {
+        data.read(content, &mut page)?;
+        ram.read_at(slot * PAGE_BYTES as u64, &mut back)?;
+        ensure!(page == back, "slot {slot} does not hold page {content}");
+    }
+    Ok(())
+}
+
+/// The same on the kernel's side.
+fn kernel(data: &Data, orders: &Orders, options: &Options) -> Result<Vec<Row>> {
+    let device = ZramDevice::claim(&options.zram, "lz4", data.bytes())?;
+    let mut page = IoBuf::zeroed(PAGE_BYTES)?;
+    let mut rows = Vec::new();
+    let mut row = |when: &str| -> Result<()> {
+        let stat = device.stat()?;
+        rows.push(
+            Row::new(format!("zram: overhead {when}"), Unit::Ratio, Summary::one(stat.overhead(data.pages)))
+                .part("pool", stat.mem_used_total as f64 / stat.compr_data_size as f64)
+                .part("compressed MiB", mib(stat.compr_data_size)),
+        );
+        Ok(())
+    };
+    device.fill(data.pages, |number, into| data.read(number, into))?;
+    row("after the fill")?;
+    for round in 0..ROUNDS {
+        for (slot, content) in orders.round(round) {
+            data.read(content, &mut page)?;
+            device.file()?.write_all_at(&page, slot * PAGE_BYTES as u64)?;
+        }
+    }
+    row("rewritten")?;
+    let start = Instant::now();
+    device.compact()?;
+    let took = start.elapsed().as_secs_f64();
+    row("compacted")?;
+    rows.push(Row::new("zram: time of compact", Unit::Seconds, Summary::one(took)));
+    Ok(rows)
+}

@@ -1,0 +1,119 @@
+//! What a benchmark can be told.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use clap::{Args, ValueEnum};
+
+use crate::measure::Slices;
+
+/// Options of every benchmark.
+#[derive(Args)]
+pub struct Options {
+    /// Data sets, separated by commas [default: fio,real, memory: real]
+    #[arg(long, global = true, value_enum, value_delimiter = ',')]
+    pub set: Vec<Set>,
+    /// A file that stands for the `real` data set, instead of the one made from this machine's files.
+    #[arg(long, global = true)]
+    pub data: Option<PathBuf>,
+    /// Where the `real` data set is kept between runs.
+    #[arg(long, global = true, default_value = "target/bench-data")]
+    pub data_dir: PathBuf,
+    /// Bytes of data, such as 512M [default: 512M, memory: 2560M; with --quick 32M]
+    #[arg(long, global = true)]
+    pub size: Option<Size>,
+    /// A smoke run of a few seconds: the numbers mean nothing.
+    #[arg(long, global = true)]
+    pub quick: bool,
+    /// Pairs of slices for each row [default: 31; with --quick 3]
+    #[arg(long, global = true)]
+    pub pairs: Option<u32>,
+    /// Length of a slice in milliseconds [default: 120; with --quick 10]
+    #[arg(long, global = true)]
+    pub slice_ms: Option<u32>,
+    /// Where the JSON goes [default: benches/out/NAME.json]
+    #[arg(long, global = true)]
+    pub json: Option<PathBuf>,
+    /// Where there is no usable zram device, leave that side out instead of failing.
+    #[arg(long, global = true)]
+    pub if_present: bool,
+    /// The kernel's device to compare with. It must be unused; it is reset afterwards.
+    #[arg(long, global = true, default_value = "zram0")]
+    pub zram: String,
+}
+
+/// A data set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Set {
+    /// fio's 60 % compressible pages.
+    Fio,
+    /// Real files of this machine.
+    Real,
+}
+
+/// Largest `--size`.
+const SIZE_GIB_MAX: u64 = 1024;
+const PAIRS_MAX: u32 = 10_000;
+const SLICE_MS_MAX: u32 = 10_000;
+
+/// A number of bytes, written with a unit.
+#[derive(Debug, Clone, Copy)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (digits, shift) = match text.char_indices().next_back() {
+            Some((at, 'K')) => (&text[..at], 10),
+            Some((at, 'M')) => (&text[..at], 20),
+            Some((at, 'G')) => (&text[..at], 30),
+            _ => bail!("a size is a number followed by K, M or G, such as 512M"),
+        };
+        let Ok(number) = digits.parse::<u64>() else { bail!("\"{digits}\" is not a whole number") };
+        match number.checked_mul(1 << shift) {
+            Some(bytes) if (1 << 20..=SIZE_GIB_MAX << 30).contains(&bytes) => Ok(Self(bytes)),
+            _ => bail!("a size is between 1M and {SIZE_GIB_MAX}G"),
+        }
+    }
+}
+
+impl Options {
+    /// What clap does not check.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.pairs.is_none_or(|n| (1..=PAIRS_MAX).contains(&n)), "--pairs takes 1 to {PAIRS_MAX}");
+        ensure!(
+            self.slice_ms.is_none_or(|n| (1..=SLICE_MS_MAX).contains(&n)),
+            "--slice-ms takes 1 to {SLICE_MS_MAX}"
+        );
+        let plain = !self.zram.is_empty() && self.zram.bytes().all(|b| b.is_ascii_alphanumeric());
+        ensure!(plain && self.zram.starts_with("zram"), "--zram takes a name such as zram0");
+        Ok(())
+    }
+
+    /// The data sets to run on.
+    pub fn sets(&self, usual: &[Set]) -> Vec<Set> {
+        if self.set.is_empty() { usual.to_vec() } else { self.set.clone() }
+    }
+
+    /// Bytes of data, whole pages.
+    pub fn bytes(&self, usual: u64) -> u64 {
+        self.size.map_or(if self.quick { 32 << 20 } else { usual }, |size| size.0) & !0xFFF
+    }
+
+    /// How long and how often to measure.
+    pub fn slices(&self) -> Slices {
+        let (pairs, millis) = if self.quick { (3, 10) } else { (31, 120) };
+        Slices {
+            pairs: self.pairs.unwrap_or(pairs),
+            slice: Duration::from_millis(u64::from(self.slice_ms.unwrap_or(millis))),
+        }
+    }
+
+    /// Where the JSON of the benchmark `name` goes.
+    pub fn json_file(&self, name: &str) -> PathBuf {
+        self.json.clone().unwrap_or_else(|| PathBuf::from(format!("benches/out/{name}.json")))
+    }
+}

@@ -1,0 +1,200 @@
+//! What a benchmark says: a table for people, JSON for programs.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use crate::bare;
+use crate::machine::Machine;
+use crate::measure::Summary;
+
+/// One run of the program.
+#[derive(Serialize)]
+pub struct Document {
+    pub command: String,
+    pub freestone: &'static str,
+    pub liblz4: String,
+    pub machine: Machine,
+    pub reports: Vec<Report>,
+}
+
+/// One benchmark on one data set.
+#[derive(Serialize)]
+pub struct Report {
+    pub name: &'static str,
+    pub data: String,
+    pub data_bytes: u64,
+    pub algorithm: &'static str,
+    /// What must be known to read the rows.
+    pub notes: Vec<String>,
+    pub rows: Vec<Row>,
+}
+
+/// One measured quantity.
+#[derive(Serialize)]
+pub struct Row {
+    pub what: String,
+    pub unit: Unit,
+    #[serde(flatten)]
+    pub value: Summary,
+    /// What went into it, by name.
+    pub parts: Vec<(String, f64)>,
+    pub target: Option<Target>,
+    pub met: Option<bool>,
+}
+
+/// What a number counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    Ratio,
+    Seconds,
+    Mib,
+}
+
+/// What a number is to reach.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Target {
+    AtLeast(f64),
+    AtMost(f64),
+    /// Between these two.
+    Within(f64, f64),
+}
+
+impl Target {
+    fn met(self, value: f64) -> bool {
+        match self {
+            Self::AtLeast(bound) => value >= bound,
+            Self::AtMost(bound) => value <= bound,
+            Self::Within(low, high) => (low..=high).contains(&value),
+        }
+    }
+
+    fn text(self) -> String {
+        match self {
+            Self::AtLeast(bound) => format!(">= {bound:.2}"),
+            Self::AtMost(bound) => format!("<= {bound:.2}"),
+            Self::Within(low, high) => format!("{low:.2} to {high:.2}"),
+        }
+    }
+}
+
+impl Row {
+    /// A row without a target.
+    pub fn new(what: impl Into<String>, unit: Unit, value: Summary) -> Self {
+        Self { what: what.into(), unit, value, parts: Vec::new(), target: None, met: None }
+    }
+
+    /// The same row with a target for its median.
+    #[must_use]
+    pub fn target(mut self, target: Target) -> Self {
+        self.met = Some(target.met(self.value.median));
+        self.target = Some(target);
+        self
+    }
+
+    /// The same row with one of the numbers that it came from.
+    #[must_use]
+    pub fn part(mut self, name: impl Into<String>, value: f64) -> Self {
+        self.parts.push((name.into(), value));
+        self
+    }
+}
+
+impl Unit {
+    fn text(self, value: f64) -> String {
+        match self {
+            Self::Ratio => format!("{value:.3}"),
+            Self::Seconds => format!("{value:.2} s"),
+            Self::Mib => format!("{value:.1} MiB"),
+        }
+    }
+}
+
+impl Report {
+    /// Shows it, as soon as it is complete.
+    pub fn print(&self) {
+        println!("== {} | {} | {} MiB | {}", self.name, self.data, self.data_bytes >> 20, self.algorithm);
+        for note in &self.notes {
+            println!("   {note}");
+        }
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+        table.set_header(["", "median", "quartiles", "min .. max", "n", "target", "", "of"]);
+        for row in &self.rows {
+            let Row { value, unit, .. } = row;
+            let spread = value.count > 1;
+            let pair = |a, b, between| {
+                if spread { format!("{}{between}{}", unit.text(a), unit.text(b)) } else { String::new() }
+            };
+            let mut parts = String::new();
+            for (name, part) in &row.parts {
+                // Writing to a String cannot fail.
+                let _ = write!(parts, "{}{name} {}", if parts.is_empty() { "" } else { ", " }, tidy(*part));
+            }
+            table.add_row([
+                row.what.clone(),
+                unit.text(value.median),
+                pair(value.quartile1, value.quartile3, " - "),
+                pair(value.min, value.max, " .. "),
+                if spread { value.count.to_string() } else { String::new() },
+                row.target.map(Target::text).unwrap_or_default(),
+                row.met.map_or("", |met| if met { "met" } else { "MISSED" }).into(),
+                parts,
+            ]);
+        }
+        for column in [1, 4, 5] {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        println!("{table}\n");
+    }
+}
+
+fn tidy(value: f64) -> String {
+    if value.abs() >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") }
+}
+
+impl Document {
+    /// A run that begins now.
+    pub fn begin() -> Self {
+        Self {
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            freestone: env!("CARGO_PKG_VERSION"),
+            liblz4: bare::lz4_version(),
+            machine: Machine::here(),
+            reports: Vec::new(),
+        }
+    }
+
+    /// Writes the JSON.
+    pub fn finish(&self, path: &Path) -> Result<()> {
+        if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+            std::fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
+        }
+        std::fs::write(path, serde_json::to_string_pretty(self)? + "\n")
+            .with_context(|| format!("{}", path.display()))?;
+        println!("JSON: {}", path.display());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_judge_the_median() {
+        let row = |value, target| Row::new("x", Unit::Ratio, Summary::one(value)).target(target).met;
+        assert_eq!(row(0.9, Target::AtLeast(0.9)), Some(true));
+        assert_eq!(row(0.89, Target::AtLeast(0.9)), Some(false));
+        assert_eq!(row(1.03, Target::AtMost(1.02)), Some(false));
+        assert_eq!(row(0.96, Target::Within(0.95, 1.05)), Some(true));
+        assert_eq!(Row::new("x", Unit::Mib, Summary::one(1.0)).met, None);
+    }
+}

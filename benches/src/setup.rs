@@ -1,0 +1,98 @@
+//! A RAM disk that holds a data set, and the same pages for the yardsticks.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::codec::{Algorithm, Params};
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::{Config, Ram};
+
+use crate::bare::{self, Census, Ours, Plain, Store, page_at, whole_pages};
+use crate::data::{Data, Order, Random};
+use crate::options::{Options, Set};
+
+/// Everything a comparison needs, warm and checked.
+pub struct Setup {
+    pub data: Data,
+    pub pages: IoBuf,
+    pub ram: Ram,
+    pub store: Store,
+    pub census: Census,
+    /// Nanoseconds a page of the first fill, in order, into memory that the pool has yet to get.
+    pub first_fill_ns: f64,
+    /// The same pages through the bare codec, right before.
+    pub first_fill_bare_ns: f64,
+}
+
+/// An empty disk.
+pub fn new_ram(bytes: u64) -> Result<Ram> {
+    Ok(Ram::new(Config {
+        disksize: bytes,
+        comp_algorithm: Algorithm::Lz4,
+        algorithm_params: Params::default(),
+        mem_limit: 0,
+    })?)
+}
+
+impl Setup {
+    /// Loads the data, fills the disk, rewrites every page once in random order with other content so that the pool is
+    /// warm and mixed, puts every page back and checks that all sides give back what was put in.
+    pub fn new(set: Set, usual_bytes: u64, options: &Options) -> Result<Self> {
+        let data = Data::open(set, options.bytes(usual_bytes), options)?;
+        let pages = data.load()?;
+        let ram = new_ram(data.bytes())?;
+        let start = Instant::now();
+        let (store, census) = Store::build(&pages)?;
+        let first_fill_bare_ns = start.elapsed().as_nanos() as f64 / data.pages as f64;
+        let start = Instant::now();
+        for (number, page) in whole_pages(&pages).enumerate() {
+            write(&ram, number as u32, page)?;
+        }
+        let first_fill_ns = start.elapsed().as_nanos() as f64 / data.pages as f64;
+        for (slot, content) in mixing(data.pages) {
+            write(&ram, slot, page_at(&pages, content))?;
+        }
+        store.verify(&Ours::new()?, &pages)?;
+        store.verify(&Plain::new(), &pages)?;
+        bare::check_plain(&pages)?;
+        let mut back = [0; PAGE_BYTES];
+        for (number, page) in whole_pages(&pages).enumerate() {
+            ram.read_at((number * PAGE_BYTES) as u64, &mut back)?;
+            ensure!(back == *page, "the disk changed page {number}");
+        }
+        Ok(Self { data, pages, ram, store, census, first_fill_ns, first_fill_bare_ns })
+    }
+
+    /// Random slots, and random contents for them.
+    pub fn orders(&self) -> (Order, Order) {
+        let pages = self.data.pages as u32;
+        (Order::new(3, 0, pages), Order::new(4, 0, pages))
+    }
+
+    /// For the notes of a report.
+    pub fn census_note(&self) -> String {
+        let Census { same, huge, compressed, bytes } = self.census;
+        let part = |n: u64| 100.0 * n as f64 / self.data.pages as f64;
+        format!(
+            "pages: {} ({:.1} % same-filled, {:.1} % stored raw, {:.1} % compressed), {:.0} bytes a page on average",
+            self.data.pages,
+            part(same),
+            part(huge),
+            part(compressed),
+            bytes as f64 / self.data.pages as f64
+        )
+    }
+}
+
+/// Slots and contents of the writes that warm a pool up: all in random order with other content, then all back.
+pub fn mixing(pages: u64) -> impl Iterator<Item = (u32, u32)> {
+    let slots = Random::new(1).permutation(pages);
+    let contents = Random::new(2).permutation(pages);
+    let back = contents.clone();
+    slots.into_iter().zip(contents).chain(back.into_iter().map(|slot| (slot, slot)))
+}
+
+fn write(ram: &Ram, slot: u32, page: &[u8]) -> Result<()> {
+    Ok(ram.write_at(u64::from(slot) * PAGE_BYTES as u64, page, Flags::empty())?)
+}

@@ -1,0 +1,146 @@
+//! The library against the kernel's zram: the same loop on both.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::os::unix::fs::FileExt;
+
+use anyhow::Result;
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::Ram;
+
+use crate::data::Order;
+use crate::machine;
+use crate::measure::{Summary, Times, alternate};
+use crate::options::{Options, Set};
+use crate::report::{Report, Row, Target, Unit};
+use crate::setup::{Setup, mixing};
+use crate::zram_device::ZramDevice;
+
+/// Data where `--size` does not say.
+const BYTES: u64 = 512 << 20;
+const LARGE_BYTES: usize = 128 << 10;
+
+/// Runs it on every data set.
+pub fn run(options: &Options) -> Result<Vec<Report>> {
+    let cpus = machine::allowed_cpus()?;
+    machine::pin_to(cpus[cpus.len() - 1])?;
+    let mut reports = Vec::new();
+    for set in options.sets(&[Set::Fio, Set::Real]) {
+        let device = match ZramDevice::claim(&options.zram, "lz4", options.bytes(BYTES)) {
+            Ok(device) => device,
+            Err(error) if options.if_present => {
+                println!("== zram | left out: {error:#}\n");
+                break;
+            }
+            Err(error) => return Err(error),
+        };
+        reports.push(one(set, &Setup::new(set, BYTES, options)?, &device, options)?);
+    }
+    machine::pin_to_any(&cpus)?;
+    Ok(reports)
+}
+
+/// What both sides can do.
+trait Disk {
+    fn read(&self, offset: u64, into: &mut [u8]) -> bool;
+    fn write(&self, offset: u64, data: &[u8]) -> bool;
+}
+
+impl Disk for Ram {
+    fn read(&self, offset: u64, into: &mut [u8]) -> bool {
+        self.read_at(offset, into).is_ok()
+    }
+    fn write(&self, offset: u64, data: &[u8]) -> bool {
+        self.write_at(offset, data, Flags::empty()).is_ok()
+    }
+}
+
+impl Disk for File {
+    fn read(&self, offset: u64, into: &mut [u8]) -> bool {
+        self.read_exact_at(into, offset).is_ok()
+    }
+    fn write(&self, offset: u64, data: &[u8]) -> bool {
+        self.write_all_at(data, offset).is_ok()
+    }
+}
+
+/// Reads units of `into.len()` bytes.
+fn reads(disk: &impl Disk, units: impl Iterator<Item = u32>, into: &mut [u8]) {
+    let bytes = into.len() as u64;
+    for unit in units {
+        assert!(disk.read(u64::from(unit) * bytes, black_box(into)), "a read of unit {unit} failed");
+        black_box(&*into);
+    }
+}
+
+/// Writes units of `bytes` bytes, each with the content of another one.
+fn writes(disk: &impl Disk, units: impl Iterator<Item = (u32, u32)>, pages: &[u8], bytes: usize) {
+    for (unit, content) in units {
+        let data = black_box(&pages[content as usize * bytes..][..bytes]);
+        assert!(disk.write(u64::from(unit) * bytes as u64, data), "a write of unit {unit} failed");
+    }
+}
+
+fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Result<Report> {
+    let (ram, kernel, pages) = (&setup.ram, device.file()?, &setup.pages);
+    device.fill(setup.data.pages, |page, into| setup.data.read(page, into))?;
+    // Warm and mixed, as the library's pool was made.
+    writes(kernel, mixing(setup.data.pages), pages, PAGE_BYTES);
+    let (slots, contents) = setup.orders();
+    let units = (setup.data.bytes() / LARGE_BYTES as u64) as u32;
+    let (large, large_contents) = (Order::new(5, 0, units), Order::new(6, 0, units));
+
+    let slices = options.slices();
+    let mut rows = Vec::new();
+    let small_write = if set == Set::Fio { 2.0 } else { 1.2 };
+    for (bytes, order, contents, name, goals) in [
+        (PAGE_BYTES, slots, contents, "4 KiB", (1.6, small_write)),
+        (LARGE_BYTES, large, large_contents, "128 KiB", (1.3, 1.0)),
+    ] {
+        let (mut ours, mut theirs) = (IoBuf::zeroed(bytes)?, IoBuf::zeroed(bytes)?);
+        let times = alternate(
+            slices,
+            &mut [
+                &mut |from, count| reads(ram, order.choices(from, count), &mut ours),
+                &mut |from, count| reads(kernel, order.choices(from, count), &mut theirs),
+            ],
+        );
+        rows.extend(compare(&format!("random {name} reads"), &times, goals.0));
+        let both = |from, count| order.choices(from, count).zip(contents.choices(from, count));
+        let times = alternate(
+            slices,
+            &mut [&mut |from, count| writes(ram, both(from, count), pages, bytes), &mut |from, count| {
+                writes(kernel, both(from, count), pages, bytes);
+            }],
+        );
+        rows.extend(compare(&format!("random {name} rewrites"), &times, goals.1));
+    }
+    let report = Report {
+        name: "zram",
+        data: setup.data.description.clone(),
+        data_bytes: setup.data.bytes(),
+        algorithm: "lz4 on both sides",
+        notes: vec![
+            setup.census_note(),
+            "Ratios are speeds: over 1 is faster than the kernel. One synchronous loop, pinned to one CPU: pread and pwrite \
+             with O_DIRECT on the kernel's device, read_at and write_at of the library here. The kernel's side includes its \
+             system calls and block layer: that is what a program pays there."
+                .into(),
+        ],
+        rows,
+    };
+    report.print();
+    Ok(report)
+}
+
+fn compare(what: &str, times: &[Times], target: f64) -> Vec<Row> {
+    let [ours, kernel] = times else { return Vec::new() };
+    vec![
+        Row::new(format!("{what} / zram"), Unit::Ratio, Summary::ratio(&kernel.wall, &ours.wall))
+            .target(Target::AtLeast(target))
+            .part("ns", ours.median())
+            .part("zram ns", kernel.median()),
+        Row::new(format!("{what} / zram, CPU time"), Unit::Ratio, Summary::ratio(&kernel.cpu, &ours.cpu)),
+    ]
+}

@@ -1,0 +1,112 @@
+//! The kernel's zram, for as long as a benchmark needs it.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use freestone::PAGE_BYTES;
+
+/// Bytes of a write of the fill: whole pages, as the block layer likes them.
+pub const FILL_BYTES: usize = 128 << 10;
+
+/// A device that was set up here. Dropping it resets it.
+pub struct ZramDevice {
+    sys: PathBuf,
+    file: Option<File>,
+    algorithm_before: Option<String>,
+}
+
+/// Columns of `mm_stat`.
+#[derive(Debug, Clone, Copy)]
+pub struct KernelStat {
+    pub orig_data_size: u64,
+    pub compr_data_size: u64,
+    pub mem_used_total: u64,
+    pub same_pages: u64,
+}
+
+impl ZramDevice {
+    /// Sets up the unused device `name` with `algorithm` and `disksize` bytes. Fails, and changes nothing, where it is absent
+    /// or in use.
+    pub fn claim(name: &str, algorithm: &str, disksize: u64) -> Result<Self> {
+        let sys = Path::new("/sys/block").join(name);
+        ensure!(sys.exists(), "there is no /dev/{name}: load the kernel's module zram first");
+        let initstate =
+            fs::read_to_string(sys.join("initstate")).with_context(|| format!("{name}: initstate"))?;
+        ensure!(initstate.trim() == "0", "/dev/{name} is in use: reset it, or name another one with --zram");
+        let algorithms = fs::read_to_string(sys.join("comp_algorithm"))
+            .with_context(|| format!("{name}: comp_algorithm"))?;
+        let before = algorithms.split(['[', ']']).nth(1).map(ToOwned::to_owned);
+        let set = |attribute: &str, value: &str| {
+            fs::write(sys.join(attribute), value).with_context(|| {
+                format!("{name}: setting {attribute} to {value} (it needs root and an unused device)")
+            })
+        };
+        set("comp_algorithm", algorithm)?;
+        // Fails where somebody else was faster, so what is reset on drop is ours.
+        set("disksize", &disksize.to_string())?;
+        let mut device = Self { sys: sys.clone(), file: None, algorithm_before: before };
+        // O_EXCL on a block device: nobody may mount it or swap to it meanwhile.
+        let flags = (rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::EXCL).bits() as i32;
+        let path = Path::new("/dev").join(name);
+        let open = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path);
+        device.file = Some(open.with_context(|| format!("{}", path.display()))?);
+        Ok(device)
+    }
+
+    /// The open device, `O_DIRECT`.
+    pub fn file(&self) -> Result<&File> {
+        self.file.as_ref().context("the device is closed")
+    }
+
+    /// Writes pages from the device's beginning on; `read` fills a buffer with those from a number on.
+    pub fn fill(&self, pages: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
+        let mut buffer = freestone::device::IoBuf::zeroed(FILL_BYTES)?;
+        let step = FILL_BYTES / PAGE_BYTES;
+        for page in (0..pages).step_by(step) {
+            let n = (pages - page).min(step as u64) as usize * PAGE_BYTES;
+            read(page, &mut buffer[..n])?;
+            self.file()?.write_all_at(&buffer[..n], page * PAGE_BYTES as u64)?;
+        }
+        Ok(())
+    }
+
+    /// The device's memory statistics.
+    pub fn stat(&self) -> Result<KernelStat> {
+        let text = fs::read_to_string(self.sys.join("mm_stat")).context("mm_stat")?;
+        let columns: Vec<u64> =
+            text.split_whitespace().map(str::parse).collect::<Result<_, _>>().context("mm_stat")?;
+        let [orig_data_size, compr_data_size, mem_used_total, _, _, same_pages, ..] = columns[..] else {
+            bail!("mm_stat has {} columns", columns.len())
+        };
+        Ok(KernelStat { orig_data_size, compr_data_size, mem_used_total, same_pages })
+    }
+
+    /// Packs its pool.
+    pub fn compact(&self) -> Result<()> {
+        fs::write(self.sys.join("compact"), "1").context("compact")
+    }
+}
+
+impl KernelStat {
+    /// Pool, slots (16 bytes each) and handles (8 bytes an object) over compressed bytes, for `pages` slots.
+    pub fn overhead(&self, pages: u64) -> f64 {
+        let objects = (self.orig_data_size / PAGE_BYTES as u64).saturating_sub(self.same_pages);
+        (self.mem_used_total + 16 * pages + 8 * objects) as f64 / self.compr_data_size as f64
+    }
+}
+
+impl Drop for ZramDevice {
+    fn drop(&mut self) {
+        self.file = None;
+        if let Err(error) = fs::write(self.sys.join("reset"), "1") {
+            eprintln!("{} could not be reset: {error}", self.sys.display());
+            return;
+        }
+        if let Some(algorithm) = &self.algorithm_before {
+            // The device works with either: no reason to fail.
+            let _ = fs::write(self.sys.join("comp_algorithm"), algorithm);
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Freestone as its users meet it: the built program, and the clients that Debian ships.
+//!
+//! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is needed.
+
+#[expect(dead_code, reason = "shared with the tests of the command line, which use more of it")]
+#[path = "../harness/mod.rs"]
+mod harness;
+
+mod copy;
+mod ending;
+mod fio;
+mod info;
+mod limits;
+mod mount;
+mod qemu_img;
+mod qemu_io;
+mod tools;
+mod tree;

@@ -1,0 +1,102 @@
+//! Runs cargo, shows what it prints and counts the tests that it ran.
+
+use std::ffi::OsString;
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::ops::AddAssign;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result};
+
+/// How many tests passed and failed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Counts {
+    pub passed: u64,
+    pub failed: u64,
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+    }
+}
+
+/// What a command came to.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Outcome {
+    /// It ended with status 0.
+    pub ok: bool,
+    /// The tests it ran.
+    pub counts: Counts,
+}
+
+/// The cargo that runs us, for another command in the same workspace.
+pub fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end. Its stdout passes through us line by line, so that tests can be counted.
+pub fn run(command: &mut Command) -> Result<Outcome> {
+    println!("$ {}", line(command));
+    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start cargo")?;
+    let mut counts = Counts::default();
+    if let Some(stdout) = child.stdout.take() {
+        for line in BufReader::new(stdout).split(b'\n') {
+            let mut line = line.context("cannot read what cargo prints")?;
+            counts += result_line(&String::from_utf8_lossy(&line)).unwrap_or_default();
+            line.push(b'\n');
+            io::stdout().write_all(&line).context("cannot write to stdout")?;
+        }
+    }
+    let status = child.wait().context("cannot wait for cargo")?;
+    if !status.success() {
+        println!("{}: {status}", line(command));
+    }
+    Ok(Outcome { ok: status.success(), counts })
+}
+
+/// Runs a benchmark, built for release.
+pub fn bench(args: &[OsString]) -> Result<bool> {
+    let mut command = cargo();
+    command.args(["run", "--release", "--package", "freestone-benches", "--"]).args(args);
+    Ok(command.status().context("cannot start cargo")?.success())
+}
+
+/// The command as one would type it.
+fn line(command: &Command) -> String {
+    let mut words = Vec::new();
+    for (key, value) in command.get_envs() {
+        let value = value.unwrap_or_default().to_string_lossy();
+        words.push(format!("{}='{value}'", key.to_string_lossy()));
+    }
+    words.push("cargo".to_owned());
+    words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
+    words.join(" ")
+}
+
+/// Reads libtest's `test result: ok. 3 passed; 0 failed; 0 ignored; ...`.
+fn result_line(line: &str) -> Option<Counts> {
+    let rest = line.strip_prefix("test result: ")?;
+    let number = |what: &str| {
+        let before = rest.split(what).next().filter(|before| before.len() < rest.len())?;
+        before.trim_end().rsplit(' ').next()?.parse().ok()
+    };
+    Some(Counts { passed: number(" passed;")?, failed: number(" failed;")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Counts, result_line};
+
+    #[test]
+    fn results_are_read() {
+        let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 7 filtered out; finished in 0.1s";
+        assert_eq!(result_line(line), Some(Counts { passed: 12, failed: 3 }));
+        let line = "test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out";
+        assert_eq!(result_line(line), Some(Counts::default()));
+        assert_eq!(result_line("test result: unknown"), None);
+        assert_eq!(result_line("test tests::a ... ok"), None);
+    }
+}

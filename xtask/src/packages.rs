@@ -1,0 +1,118 @@
+//! The Debian packages that the tests drive Freestone with.
+
+use std::env;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+/// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
+const TOOLS: [(&str, &str); 15] = [
+    ("fio", "fio"),
+    ("nbdinfo", "libnbd-bin"),
+    ("nbdcopy", "libnbd-bin"),
+    ("nbdfuse", "nbdfuse"),
+    ("fusermount3", "fuse3"),
+    ("qemu-img", "qemu-utils"),
+    ("qemu-io", "qemu-utils"),
+    ("mke2fs", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    ("mount", "mount"),
+    ("umount", "mount"),
+    ("losetup", "mount"),
+    ("tar", "tar"),
+    ("diff", "diffutils"),
+    ("mountpoint", "util-linux"),
+];
+
+/// Where tools of the system lie; not every user has the last two in PATH.
+const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
+
+/// Installs what is missing, if we may. An error names what is still missing and the command that installs it.
+pub fn ensure() -> Result<()> {
+    let missing = missing();
+    if missing.is_empty() {
+        println!("all there: {}", packages(&TOOLS).join(" "));
+        return Ok(());
+    }
+    let packages = packages(&missing);
+    let tools: Vec<_> = missing.iter().map(|(tool, _)| *tool).collect();
+    println!("missing: {}", tools.join(" "));
+    let by_hand = format!("apt-get install --no-install-recommends {}", packages.join(" "));
+    if !is_there("apt-get") {
+        bail!("install what Debian has in {} (there is no apt-get here)", packages.join(" "));
+    }
+    let sudo: &[&str] = if rustix::process::geteuid().is_root() {
+        &[]
+    } else if is_there("sudo") && quiet(&["sudo", "-n", "true"]) {
+        &["sudo", "-n"]
+    } else {
+        bail!("not root, and sudo wants a password; run: sudo {by_hand}");
+    };
+    println!("installing: {}", packages.join(" "));
+    // A machine that knows its packages installs them without asking for news; a fresh one knows none.
+    if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
+        println!("trying again with fresh lists of packages");
+        if !apt(sudo, &["update", "-qq"], &[])? {
+            println!("apt-get update failed");
+        }
+        if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
+            bail!("apt-get failed; run: {by_hand}");
+        }
+    }
+    match self::missing().as_slice() {
+        [] => Ok(()),
+        rest => bail!("{} came with no package of {}", rest[0].0, packages.join(" ")),
+    }
+}
+
+fn missing() -> Vec<(&'static str, &'static str)> {
+    TOOLS.iter().copied().filter(|(tool, _)| !is_there(tool)).collect()
+}
+
+/// The packages, each once.
+fn packages(tools: &[(&'static str, &'static str)]) -> Vec<&'static str> {
+    let mut packages: Vec<_> = tools.iter().map(|(_, package)| *package).collect();
+    packages.dedup();
+    packages
+}
+
+fn is_there(tool: &str) -> bool {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let mut dirs = env::split_paths(&path).chain(SYSTEM_DIRS.iter().map(Into::into));
+    dirs.any(|dir| Path::new(&dir).join(tool).is_file())
+}
+
+fn quiet(words: &[&str]) -> bool {
+    let mut command = Command::new(words[0]);
+    command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+fn apt(sudo: &[&str], verb: &[&str], packages: &[&str]) -> Result<bool> {
+    // sudo may clear the environment, so the variable goes through env(1).
+    let words = [sudo, &["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"], verb, packages].concat();
+    println!("$ {}", words.join(" "));
+    let status = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).status();
+    Ok(status.context("cannot start apt-get")?.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{TOOLS, is_there, packages};
+
+    #[test]
+    fn each_package_once() {
+        let mut all = packages(&TOOLS);
+        all.sort_unstable();
+        let before = all.len();
+        all.dedup();
+        assert_eq!(all.len(), before);
+    }
+
+    #[test]
+    fn a_tool_is_found_or_not() {
+        assert!(is_there("sh"));
+        assert!(!is_there("no-such-tool-anywhere"));
+    }
+}

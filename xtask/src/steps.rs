@@ -1,0 +1,152 @@
+//! The gate: its steps in order, the time each takes, and the count at the end.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use crate::cargo::{self, Counts, Outcome, cargo};
+use crate::packages;
+use crate::sanitize::{self, Sanitizer};
+use crate::tidy;
+
+/// Loom explores every interleaving: only an optimised build is fast enough.
+const MODELS_TARGET_DIR: &str = "target/loom";
+
+/// A step of `cargo xtask test`, in the order in which they run: what fails fast goes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Step {
+    /// The Debian packages that the tests use are there, or are installed
+    Packages,
+    /// The code is formatted
+    Fmt,
+    /// The rules of CONTRIBUTING.md that a machine can check
+    Tidy,
+    /// No lint complains
+    Clippy,
+    /// The documentation builds without a warning
+    Doc,
+    /// All tests, the real clients among them
+    Test,
+    /// The loom models of the lock protocols
+    Models,
+    /// The tests of the libraries under `ThreadSanitizer`
+    Tsan,
+    /// The tests of the libraries under `AddressSanitizer`
+    Asan,
+}
+
+impl Step {
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    fn about(self) -> String {
+        let value = self.to_possible_value();
+        value.and_then(|v| v.get_help().map(ToString::to_string)).unwrap_or_default()
+    }
+
+    fn run(self) -> Result<Outcome> {
+        match self {
+            Self::Packages => packages::ensure().map(|()| Outcome { ok: true, counts: Counts::default() }),
+            Self::Fmt => cargo::run(cargo().args(["fmt", "--all", "--check"])),
+            Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
+            Self::Clippy => {
+                cargo::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+            }
+            Self::Doc => {
+                let mut command = cargo();
+                command.args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+                cargo::run(&mut command)
+            }
+            Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
+            Self::Models => {
+                let mut command = cargo();
+                command.args(["test", "--release", "--package", "freestone", "--lib", "models"]);
+                command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", MODELS_TARGET_DIR);
+                // Most of the time goes into the build.
+                command
+                    .env("CARGO_PROFILE_RELEASE_LTO", "off")
+                    .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
+                cargo::run(&mut command)
+            }
+            Self::Tsan => sanitize::run(Sanitizer::Thread),
+            Self::Asan => sanitize::run(Sanitizer::Address),
+        }
+    }
+}
+
+/// Prints the steps.
+pub fn list() {
+    for step in Step::value_variants() {
+        println!("{:<9} {}", step.name(), step.about());
+    }
+}
+
+/// The steps of `--only` in their order, or all.
+pub fn chosen(only: &[Step]) -> Vec<Step> {
+    Step::value_variants().iter().copied().filter(|step| only.is_empty() || only.contains(step)).collect()
+}
+
+/// A step that has run.
+struct Done {
+    step: Step,
+    took: Duration,
+    ok: bool,
+    counts: Counts,
+}
+
+/// Runs the steps, all of them even if one fails, and sums up. A step counts as its tests, or as one test where it
+/// runs none or fails for another reason.
+pub fn run(steps: &[Step]) -> bool {
+    let start = Instant::now();
+    let mut done = Vec::new();
+    for &step in steps {
+        println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
+        let began = Instant::now();
+        let Outcome { ok, mut counts } = step.run().unwrap_or_else(|error| {
+            println!("{}: {error:#}", step.name());
+            Outcome::default()
+        });
+        if counts == Counts::default() || (!ok && counts.failed == 0) {
+            counts += Counts { passed: u64::from(ok), failed: u64::from(!ok) };
+        }
+        let ok = ok && counts.failed == 0;
+        let took = began.elapsed();
+        println!("==> {}: {} in {}", step.name(), verdict(ok), seconds(took));
+        done.push(Done { step, took, ok, counts });
+        if step == Step::Packages && !ok {
+            println!("the tests cannot run without these packages");
+            break;
+        }
+    }
+    println!("\n{:<10} {:>8} {:>8} {:>8}  ", "step", "time", "passed", "failed");
+    let mut sum = Counts::default();
+    for Done { step, took, ok, counts } in &done {
+        let (name, took) = (step.name(), seconds(*took));
+        println!("{name:<10} {took:>8} {:>8} {:>8}  {}", counts.passed, counts.failed, verdict(*ok));
+        sum += *counts;
+    }
+    println!("{:<10} {:>8}\n", "all", seconds(start.elapsed()));
+    println!("{} passed, {} failed", sum.passed, sum.failed);
+    done.iter().all(|d| d.ok)
+}
+
+fn verdict(ok: bool) -> &'static str {
+    if ok { "ok" } else { "FAILED" }
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1}s", time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Step, chosen};
+
+    #[test]
+    fn steps_run_in_their_own_order() {
+        assert_eq!(chosen(&[Step::Test, Step::Fmt]), [Step::Fmt, Step::Test]);
+        assert_eq!(chosen(&[])[0], Step::Packages);
+    }
+}

@@ -1,0 +1,87 @@
+//! Rules for manifests and for the lock file.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use toml::{Table, Value};
+
+use super::Problem;
+use crate::cargo::cargo;
+
+/// How Cargo names the public registry, wherever it is fetched from.
+const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+/// A crate of the workspace takes its lints and its licence from the root.
+pub fn package(path: &Path, text: &str) -> Vec<Problem> {
+    let manifest: Table = match text.parse() {
+        Ok(manifest) => manifest,
+        Err(error) => return vec![Problem::new(path, 0, format!("cannot be read: {error}"))],
+    };
+    // The root, and packages that are workspaces of their own.
+    if manifest.contains_key("workspace") {
+        return Vec::new();
+    }
+    let inherits =
+        |value: Option<&Value>| value.and_then(|v| v.get("workspace")) == Some(&Value::Boolean(true));
+    let mut problems = Vec::new();
+    if !inherits(manifest.get("lints")) {
+        problems.push(Problem::new(path, 0, "lints.workspace = true is missing"));
+    }
+    if !inherits(manifest.get("package").and_then(|package| package.get("license"))) {
+        problems.push(Problem::new(path, 0, "license.workspace = true is missing"));
+    }
+    problems
+}
+
+/// Every dependency comes from the public registry, by its own name.
+pub fn sources(path: &Path, text: &str) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        if let Some(source) = line.strip_prefix("source = ")
+            && source.trim_matches('"') != REGISTRY
+        {
+            problems.push(Problem::new(path, number, format!("{source} is not the public registry")));
+        }
+    }
+    problems
+}
+
+/// `Cargo.lock` says what the manifests ask for.
+pub fn locked() -> Result<Vec<Problem>> {
+    let mut command = cargo();
+    let output = command.args(["metadata", "--locked", "--format-version", "1"]).output();
+    let output = output.context("cannot start cargo")?;
+    if output.status.success() {
+        return Ok(Vec::new());
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    Ok(vec![Problem::new(Path::new("Cargo.lock"), 0, stderr.trim())])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::{package, sources};
+
+    #[test]
+    fn manifests_inherit() {
+        let path = Path::new("Cargo.toml");
+        let good = "[package]\nname = \"a\"\nlicense.workspace = true\n[lints]\nworkspace = true\n";
+        assert_eq!(package(path, good), []);
+        assert_eq!(package(path, "[package]\nname = \"a\"\nlicense = \"MIT\"\n").len(), 2);
+        assert_eq!(package(path, "[workspace]\n"), []);
+        assert_eq!(package(path, "[").len(), 1);
+    }
+
+    #[test]
+    fn only_the_public_registry() {
+        let path = Path::new("Cargo.lock");
+        let text = "source = \"registry+https://github.com/rust-lang/crates.io-index\"\n";
+        assert_eq!(sources(path, text), []);
+        assert_eq!(
+            sources(path, "name = \"a\"\nsource = \"registry+https://mirror.example/index\"\n").len(),
+            1
+        );
+    }
+}

@@ -1,0 +1,84 @@
+//! The rules of the project that a machine can check and clippy does not.
+
+mod links;
+mod manifests;
+mod source;
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+
+/// Where a rule is broken, and how.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Problem {
+    path: PathBuf,
+    /// Counted from 1; 0 is the file as a whole.
+    line: usize,
+    what: String,
+}
+
+impl Problem {
+    fn new(path: &Path, line: usize, what: impl Into<String>) -> Self {
+        Self { path: path.to_owned(), line, what: what.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            0 => write!(f, "{}: {}", self.path.display(), self.what),
+            line => write!(f, "{}:{line}: {}", self.path.display(), self.what),
+        }
+    }
+}
+
+/// Checks the tree in the working directory and prints what is wrong. Tells whether nothing is.
+pub fn run() -> Result<bool> {
+    let mut problems = Vec::new();
+    let mut texts = 0;
+    for path in files()? {
+        // Deleted, and git was not told yet; or a link, whose target is checked where it lies.
+        if !path.is_file() || path.is_symlink() {
+            continue;
+        }
+        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let Ok(text) = String::from_utf8(bytes) else { continue };
+        texts += 1;
+        problems.extend(check(&path, &text));
+    }
+    problems.extend(manifests::locked()?);
+    for problem in &problems {
+        println!("{problem}");
+    }
+    println!("{texts} files, {} problems", problems.len());
+    Ok(problems.is_empty())
+}
+
+fn check(path: &Path, text: &str) -> Vec<Problem> {
+    let mut problems = source::any(path, text);
+    let name = path.file_name().unwrap_or_default();
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("rs") => problems.extend(source::rust(path, text)),
+        Some("md") => problems.extend(links::relative(path, text)),
+        _ if name == "Cargo.toml" => problems.extend(manifests::package(path, text)),
+        _ if name == "Cargo.lock" => problems.extend(manifests::sources(path, text)),
+        _ => {}
+    }
+    problems
+}
+
+/// What is in the tree, whether git knows it yet or not, but for what is ignored.
+fn files() -> Result<Vec<PathBuf>> {
+    let output = Command::new("git")
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+        .output()
+        .context("cannot start git")?;
+    if !output.status.success() {
+        bail!("git ls-files: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    let names = String::from_utf8(output.stdout).context("the name of a file is not UTF-8")?;
+    Ok(names.split_terminator('\0').map(PathBuf::from).collect())
+}

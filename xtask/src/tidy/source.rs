@@ -1,0 +1,189 @@
+//! Rules for source text.
+
+use std::path::Path;
+
+use super::Problem;
+
+const RUST_LINES_MAX: usize = 600;
+/// How far above an `unsafe` or an ordering its comment may end, in lines that are neither comments nor the middle of
+/// a chain of calls.
+const COMMENT_REACH_LINES: usize = 3;
+
+const ORDERINGS: [&str; 4] = ["Relaxed", "Acquire", "Release", "AcqRel"];
+
+// Written in two halves, so that this file keeps the rules it checks.
+const UNFINISHED: [&str; 5] = [
+    concat!("to", "do!"),
+    concat!("unimple", "mented!"),
+    concat!("FIX", "ME"),
+    concat!("XX", "X"),
+    concat!("#[ig", "nore"),
+];
+
+/// What is true of one developer's machine only, and hosts that a build must not depend on.
+const LOCAL: [&str; 9] = [
+    concat!("/wo", "rk/"),
+    concat!("/ro", "ot/"),
+    concat!("/ho", "me/"),
+    concat!("/Us", "ers/"),
+    concat!("index.", "crates.io"),
+    concat!("static.", "crates.io"),
+    concat!("arti", "factory"),
+    concat!("registry.", "npmjs"),
+    concat!("deb.", "debian.org"),
+];
+
+/// Rules for every text file.
+pub fn any(path: &Path, text: &str) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        for word in LOCAL.iter().filter(|word| line.contains(*word)) {
+            problems.push(Problem::new(path, number, format!("\"{word}\" does not belong into the project")));
+        }
+        for word in UNFINISHED.iter().filter(|word| has_word(line, word)) {
+            problems.push(Problem::new(path, number, format!("\"{word}\": finish it")));
+        }
+    }
+    problems
+}
+
+/// Rules for Rust.
+pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut problems = Vec::new();
+    if lines.len() > RUST_LINES_MAX {
+        let what = format!("{} lines; a file has at most {RUST_LINES_MAX}", lines.len());
+        problems.push(Problem::new(path, 0, what));
+    }
+    let mut has_unsafe = false;
+    for (index, line) in lines.iter().enumerate() {
+        let code = code_of(line);
+        if is_unsafe(code) {
+            has_unsafe = true;
+            if !explained(&lines, index, &["SAFETY:"]) {
+                problems.push(Problem::new(path, index + 1, "unsafe without a SAFETY: comment above it"));
+            }
+        }
+        let used: Vec<_> = ORDERINGS.into_iter().filter(|o| uses_ordering(code, o)).collect();
+        if !used.is_empty() {
+            let names: Vec<String> = used.iter().map(|o| format!("{o}:")).collect();
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            if !explained(&lines, index, &names) {
+                let what = format!("no comment above opens with {}", names.join(" or "));
+                problems.push(Problem::new(path, index + 1, what));
+            }
+        }
+    }
+    if has_unsafe && !text.contains("UNSAFETY:") {
+        problems.push(Problem::new(path, 0, "has unsafe code, but no UNSAFETY: line with the reason"));
+    }
+    problems
+}
+
+/// The line without what follows `//`. Strings are not looked into: a `//` in one hides the rest of its line.
+fn code_of(line: &str) -> &str {
+    line.split("//").next().unwrap_or_default()
+}
+
+/// A block or an implementation that is unsafe; of functions, clippy wants a `# Safety` section.
+fn is_unsafe(code: &str) -> bool {
+    let opens = ["{", "impl ", "impl<"];
+    let mut rest = code;
+    while let Some(at) = rest.find("unsafe ") {
+        let whole = at == 0 || !is_word(rest.as_bytes()[at - 1]);
+        rest = &rest[at + "unsafe ".len()..];
+        if whole && opens.iter().any(|open| rest.starts_with(open)) {
+            return true;
+        }
+    }
+    false
+}
+
+fn uses_ordering(code: &str, ordering: &str) -> bool {
+    // The whole name, and names imported out of the enum, which would hide their uses from this check.
+    let path = format!("Ordering::{ordering}");
+    has_word(code, &path) || (code.contains("Ordering::{") && has_word(code, ordering))
+}
+
+/// Whether one of the words stands in a comment on the line or within `COMMENT_REACH_LINES` above it.
+fn explained(lines: &[&str], index: usize, words: &[&str]) -> bool {
+    let mut code_lines = 0;
+    for (above, line) in lines[..=index].iter().rev().enumerate() {
+        let comment = line.find("//").map(|at| &line[at..]);
+        if comment.is_some_and(|comment| words.iter().any(|word| has_word(comment, word))) {
+            return true;
+        }
+        let free = line.trim_start().starts_with("//") || line.trim_start().starts_with('.');
+        if above > 0 && !free {
+            code_lines += 1;
+            if code_lines == COMMENT_REACH_LINES {
+                return false;
+            }
+        }
+    }
+    false
+}
+
+fn has_word(line: &str, word: &str) -> bool {
+    line.match_indices(word).any(|(at, _)| {
+        let before = line[..at].bytes().next_back();
+        let after = line[at + word.len()..].bytes().next();
+        let whole_end = !word.ends_with(|c: char| c.is_alphanumeric()) || !after.is_some_and(is_word);
+        (word.starts_with('#') || !before.is_some_and(is_word)) && whole_end
+    })
+}
+
+fn is_word(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || byte == b'_'
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::{LOCAL, RUST_LINES_MAX, UNFINISHED, any, rust};
+
+    fn lines_of(text: &str) -> Vec<usize> {
+        rust(Path::new("a.rs"), text).iter().map(|p| p.line).collect()
+    }
+
+    #[test]
+    fn length_is_limited() {
+        assert_eq!(lines_of(&"\n".repeat(RUST_LINES_MAX)), []);
+        assert_eq!(lines_of(&"\n".repeat(RUST_LINES_MAX + 1)), [0]);
+    }
+
+    #[test]
+    fn unsafe_is_explained() {
+        let good = "// UNSAFETY: c\n// SAFETY: it\n// is.\nlet a =\n    unsafe { f() };\n";
+        assert_eq!(lines_of(good), []);
+        assert_eq!(lines_of(&good.replace("UNSAFETY", "NOTHING")), [0]);
+        assert_eq!(lines_of("// UNSAFETY: c\n\n\n\nunsafe { f() }\n"), [5]);
+        assert_eq!(lines_of("// UNSAFETY: c\nunsafe impl<T> Send for A<T> {}\n"), [2]);
+        assert_eq!(lines_of("// UNSAFETY: c\n// SAFETY: a\n1\n2\n3\n4\nunsafe { f() }\n"), [7]);
+        assert_eq!(
+            lines_of("// unsafe { f() }\nlet unsafely = 1;\ntype F = unsafe extern \"C\" fn(u8);\n"),
+            []
+        );
+    }
+
+    #[test]
+    fn orderings_are_explained() {
+        assert_eq!(lines_of("// Release: pairs.\na.store(1, Ordering::Release);\n"), []);
+        assert_eq!(lines_of("a.store(1, Ordering::Release); // Release: pairs.\n"), []);
+        assert_eq!(lines_of("// Acquire: pairs.\na.store(1, Ordering::Release);\n"), [2]);
+        assert_eq!(lines_of("a.store(1, Ordering::SeqCst);\n"), []);
+        assert_eq!(lines_of("use std::sync::atomic::Ordering::{Acquire, SeqCst};\n"), [1]);
+        assert_eq!(lines_of("// AcqRel: a.\n1\n2\na.swap(1, Ordering::AcqRel);\n"), []);
+        assert_eq!(lines_of("// AcqRel: a.\n1\n2\n.b()\n.c()\n.map(|a| a.load(Ordering::AcqRel))\n"), []);
+        assert_eq!(lines_of("// AcqRel: a.\n1\n2\n3\n4\na.swap(1, Ordering::AcqRel);\n"), [6]);
+    }
+
+    #[test]
+    fn unfinished_work_and_local_names_are_found() {
+        for word in UNFINISHED.iter().chain(&LOCAL) {
+            assert_eq!(any(Path::new("a"), &format!("ok\n  {word}\n")).len(), 1, "{word}");
+        }
+        assert_eq!(any(Path::new("a"), "mkdtemp: aXXXXXX\n"), []);
+    }
+}
