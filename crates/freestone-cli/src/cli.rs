@@ -36,16 +36,35 @@ Examples:
   freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
 
+const LIST_COLUMNS: &str = "\
+Columns (the names are zramctl's; after the names in brackets see stat and get):
+  NAME, KIND  of the device
+  DISKSIZE    its size
+  DATA        what its pages hold, before compression (orig_data_size)
+  COMPR       the same as stored (compr_data_size)
+  ALGORITHM   comp_algorithm
+  TOTAL       memory that this takes now (mem_used_total)
+  MEM-LIMIT   the most it may take (mem_limit)
+  MEM-USED    the most it took so far (mem_used_max); `freestone set NAME mem_used_max=0` starts anew
+  ZERO-PAGES  pages filled with one repeated pattern, zeroes or not; next to no memory (same_pages)
+  CLIENTS     open connections
+  EXPORTS     NBD addresses, (ro) where clients cannot write
+
+A dash stands where a kind of device has no such thing. --json gives bytes.";
+
+/// Behind the options of the subcommand.
+const LAST: usize = 900;
+
 /// Virtual block devices served over NBD: compressed RAM disks, raw images, null devices.
 #[derive(Debug, Parser)]
 #[command(name = "freestone", version, after_help = EXAMPLES)]
 pub struct Cli {
     /// Logs more.
-    #[arg(short, long, action = ArgAction::Count, global = true)]
+    #[arg(short, long, action = ArgAction::Count, global = true, display_order = LAST)]
     #[arg(help = "Log more to stderr; twice and thrice for still more (RUST_LOG overrides)")]
     pub verbose: u8,
     /// Log errors only
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", display_order = LAST + 1)]
     pub quiet: bool,
     /// What to do.
     #[command(subcommand)]
@@ -59,6 +78,7 @@ pub enum Command {
     #[command(after_help = SERVE_EXAMPLES)]
     Serve(ServeArgs),
     /// List the devices of a server
+    #[command(after_help = LIST_COLUMNS)]
     List(Call<list::Params>),
     /// Show statistics
     Stat(Call<stat::Params>),

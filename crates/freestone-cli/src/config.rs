@@ -12,6 +12,7 @@
 
 use std::fs;
 use std::io::Read as _;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -23,7 +24,10 @@ use crate::error::Usage;
 /// More is not a list of devices; bounds what a mistyped path can make us read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-const TOP_KEYS: [&str; 3] = ["nbd", "control", "device"];
+/// What `max_connections` can be.
+pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
+
+const TOP_KEYS: [&str; 4] = ["nbd", "control", "max_connections", "device"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
 #[derive(Debug, Default, PartialEq)]
@@ -34,6 +38,8 @@ pub struct FileConfig {
     pub nbd: Vec<String>,
     /// Where the control socket goes.
     pub control: Option<PathBuf>,
+    /// Most NBD connections at one time.
+    pub max_connections: Option<u32>,
     /// The directory of the file.
     pub base: PathBuf,
 }
@@ -76,6 +82,16 @@ fn parse(text: &str) -> Result<FileConfig, String> {
             ("nbd", _) => return Err("nbd: must be a text or a list of texts".into()),
             ("control", Value::String(path)) => config.control = Some(path.into()),
             ("control", _) => return Err("control: must be a path as a text".into()),
+            ("max_connections", value) => {
+                let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
+                let must = format!("must be a number from {min} to {max}");
+                let Value::Integer(number) = value else {
+                    return Err(format!("max_connections: {must}, not {}", value.type_str()));
+                };
+                let fits = u32::try_from(number).ok().filter(|_| MAX_CONNECTIONS_RANGE.contains(&number));
+                let fits = fits.ok_or_else(|| format!("max_connections={number}: {must}"));
+                config.max_connections = Some(fits?);
+            }
             ("device", Value::Array(list)) => {
                 for (index, entry) in list.into_iter().enumerate() {
                     let Value::Table(table) = entry else { return Err("device: write [[device]]".into()) };
@@ -122,13 +138,13 @@ mod tests {
     #[test]
     fn a_file_is_read() {
         let config = parse(
-            "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\n\
+            "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\n\
              [[device]]\nname = 'r'\nkind = 'ram'\ndisksize = '1G'\n\
              [[device]]\nname = 'f'\nkind = 'file'\npath = 'x,y'\nreadonly = true\nblocksize = 512\n",
         )
         .unwrap();
         assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
-        assert_eq!(config.control, Some("c".into()));
+        assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
         let devices: Vec<_> = config.devices.iter().map(ToString::to_string).collect();
         assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
         assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
@@ -137,7 +153,13 @@ mod tests {
     #[test]
     fn refusals_name_line_or_key() {
         for (text, sentence) in [
-            ("ndb = 'unix:/a'", "unknown key \"ndb\"; nbd?; the keys are nbd, control, device"),
+            (
+                "ndb = 'unix:/a'",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, control, max_connections, device",
+            ),
+            ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
+            ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
+            ("max_connections = '9'", "max_connections: must be a number from 1 to 65536, not string"),
             ("nbd = 1", "nbd: must be a text or a list of texts"),
             ("nbd = [1]", "nbd: must be a text or a list of texts"),
             ("control = true", "control: must be a path as a text"),

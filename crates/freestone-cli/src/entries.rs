@@ -75,6 +75,14 @@ pub enum SpecError {
         /// The key with a value.
         example: &'static str,
     },
+    /// Words of `algorithm_params` that cannot be; the sentence names the word.
+    #[error("{name}: algorithm_params: {why}")]
+    Params {
+        /// The device.
+        name: String,
+        /// Which word, what is wrong with it, and what is allowed.
+        why: String,
+    },
     /// A value that cannot be.
     #[error("{name}: {key}={value}: {why}")]
     Value {

@@ -11,6 +11,11 @@ use crate::control::protocol::Fault;
 #[error("{0}")]
 pub struct Usage(pub String);
 
+/// Our output could not be written.
+#[derive(Debug, Error)]
+#[error("cannot write to stdout")]
+pub struct Stdout(#[from] io::Error);
+
 /// Exit status of a failure.
 pub const STATUS_FAILURE: u8 = 1;
 /// Exit status of a wrong command line.
@@ -24,5 +29,5 @@ pub fn status(error: &anyhow::Error) -> u8 {
 
 /// The reader of our output went away (`| head`): nothing to complain about.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+    error.downcast_ref::<Stdout>().is_some_and(|Stdout(e)| e.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -4,14 +4,22 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use freestone::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-/// Half of the memory that this process may use, in bytes: the default `mem_limit` of a RAM disk.
+/// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two halves are not more
+/// than the whole.
 pub fn half_of_memory() -> Result<u64> {
+    let page = PAGE_BYTES as u64;
+    Ok((memory()? / 2 / page).max(1) * page)
+}
+
+/// The memory that this process may use, in bytes: the machine's, or the limit of its control group.
+pub fn memory() -> Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let total = kib_line(&meminfo, "MemTotal:").context("/proc/meminfo has no MemTotal")?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Ok(total.min(group_limit(&groups, Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)) / 2)
+    Ok(total.min(group_limit(&groups, Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
 }
 
 /// The lowest memory limit of the process's control group and of the groups around it, versions 1 and 2.
@@ -66,13 +74,14 @@ fn kib_line(text: &str, key: &str) -> Option<u64> {
 mod tests {
     use std::fs;
 
-    use super::{group_limit, half_of_memory, kib_line, process_memory};
+    use super::{group_limit, half_of_memory, kib_line, memory, process_memory};
 
     #[test]
     fn this_machine_answers() {
-        assert!(half_of_memory().unwrap() > 1 << 20);
-        let memory = process_memory().unwrap();
-        assert!(memory.pss_bytes > 0 && memory.rss_bytes >= memory.pss_bytes);
+        let (half, all) = (half_of_memory().unwrap(), memory().unwrap());
+        assert!(all > 1 << 20 && half.is_multiple_of(4096) && (half * 2..half * 2 + 8192).contains(&all));
+        let process = process_memory().unwrap();
+        assert!(process.pss_bytes > 0 && process.rss_bytes >= process.pss_bytes);
         assert_eq!(kib_line("MemFree:  1 kB\nMemTotal:   12 kB\n", "MemTotal:"), Some(12 * 1024));
     }
 

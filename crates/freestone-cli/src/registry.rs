@@ -2,12 +2,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use freestone::codec::Params;
 use freestone::device::Device;
 use freestone::file::{self, File};
 use freestone::null::{self, Null};
 use freestone::ram::{self, Ram};
 
 use crate::machine;
+use crate::size::exact;
 use crate::spec::{KindSpec, Spec};
 
 /// Most devices of one server.
@@ -33,7 +35,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Sets the device up. The error is one sentence that names it.
+    /// Sets the device up. The error is one sentence that names it; it is about the machine, not about the values.
     pub fn build(spec: Spec) -> Result<Self, String> {
         let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
         let kind = match &spec.kind {
@@ -42,10 +44,11 @@ impl Entry {
                     Some(bytes) => *bytes,
                     None => machine::half_of_memory().map_err(|e| failed(&format!("{e:#}")))?,
                 };
+                let params = Params::parse(algorithm_params);
                 let config = ram::Config {
                     disksize: *disksize,
                     comp_algorithm: *comp_algorithm,
-                    algorithm_params: algorithm_params.clone(),
+                    algorithm_params: params.map_err(|e| failed(&format!("algorithm_params: {e}")))?,
                     mem_limit,
                 };
                 Kind::Ram(Arc::new(Ram::new(config).map_err(|e| failed(&e))?))
@@ -57,7 +60,7 @@ impl Entry {
             KindSpec::File { path, readonly, direct, size } => {
                 let mut config = file::Config::new(path);
                 (config.read_only, config.direct, config.size) = (*readonly, *direct, *size);
-                Kind::File(Arc::new(File::open(&config).map_err(|e| failed(&e))?))
+                Kind::File(Arc::new(File::open(&config).map_err(|e| failed(&in_typed_sizes(e)))?))
             }
         };
         Ok(Self { spec, kind })
@@ -84,6 +87,17 @@ impl Entry {
             Kind::Null(null) => Arc::clone(null) as Arc<dyn Device>,
             Kind::File(file) => Arc::clone(file) as Arc<dyn Device>,
         }
+    }
+}
+
+/// The library says sizes in bytes; here they are typed with units.
+fn in_typed_sizes(error: file::SetupError) -> String {
+    match error {
+        file::SetupError::SizeDiffers { path, found, asked } => {
+            let (path, found, asked) = (path.display(), exact(found), exact(asked));
+            format!("size={asked}: {path} has {found}; leave size out to take the file as it is")
+        }
+        other => other.to_string(),
     }
 }
 
@@ -170,7 +184,16 @@ mod tests {
     fn what_cannot_be_set_up_is_named() {
         let error = Entry::build("f=file,path=/nowhere/at/all".parse().unwrap()).err().unwrap();
         assert!(error.starts_with("f: ") && error.contains("/nowhere/at/all"), "{error}");
-        let error = Entry::build("r=ram,disksize=16777215T".parse().unwrap()).err().unwrap();
-        assert!(error.starts_with("r: "), "{error}");
+        let dict = "r=ram,disksize=1M,comp_algorithm=zstd,algorithm_params=level=3 dict=/nowhere/d";
+        let error = Entry::build(dict.parse().unwrap()).err().unwrap();
+        let missing = "r: algorithm_params: dict=/nowhere/d: No such file or directory (os error 2)";
+        assert_eq!(error, missing);
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8192).unwrap();
+        let path = file.path().display();
+        let error = Entry::build(format!("f=file,path={path},size=1G").parse().unwrap()).err().unwrap();
+        let differs = format!("f: size=1G: {path} has 8K; leave size out to take the file as it is");
+        assert_eq!(error, differs);
     }
 }

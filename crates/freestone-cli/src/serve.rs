@@ -36,6 +36,9 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
                         $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
 
+const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 33 MiB \
+                                    [default: 1024]";
+
 /// The command line of `serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
@@ -48,8 +51,12 @@ pub struct ServeArgs {
     /// Where the control socket goes [default: control.sock in the same directory]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
-    /// A TOML file with devices ([[device]]), nbd and control; the command line adds devices and replaces
-    /// the rest
+    /// Most connections.
+    #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
+    #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
+    max_connections: Option<u32>,
+    /// A TOML file with devices ([[device]]) and what the options above say; the command line adds devices and
+    /// replaces the rest
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and $control are set
@@ -62,6 +69,7 @@ struct Plan {
     devices: Vec<Spec>,
     addresses: Vec<Address>,
     control: PathBuf,
+    limits: Limits,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -70,7 +78,7 @@ impl Plan {
     fn new(args: &ServeArgs) -> Result<Self> {
         let file = args.config.as_deref().map(config::read).transpose()?;
         let devices = devices(args, file.as_ref())?;
-        let FileConfig { nbd, control, base: file_dir, .. } = file.unwrap_or_default();
+        let FileConfig { nbd, control, max_connections, base: file_dir, .. } = file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
         let key = match &args.config {
@@ -106,7 +114,11 @@ impl Plan {
             control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
         }
         let control = std::path::absolute(control.unwrap_or_default()).context("--control: no path")?;
-        Ok(Self { devices, addresses, control, private })
+        let mut limits = Limits::default();
+        if let Some(most) = args.max_connections.or(max_connections) {
+            limits.max_connections = most as usize;
+        }
+        Ok(Self { devices, addresses, control, limits, private })
     }
 }
 
@@ -159,11 +171,11 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, control, private } = plan;
+        let Plan { devices, addresses, control, limits, private } = plan;
         // First of all, because that tells whether another server is there. Who connects waits until all is
         // ready.
         let socket = PrivateSocket::bind(&control)?;
-        let service = Arc::new(Service::new(Arc::new(Server::new(Limits::default()))));
+        let service = Arc::new(Service::new(Arc::new(Server::new(limits))));
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
             let mut changes = service.changes();
@@ -281,9 +293,9 @@ fn quote(word: &str) -> String {
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    use freestone_nbd::Address;
+    use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
-    use super::{Plan, Running, quote};
+    use super::{MAX_CONNECTIONS_HELP, Plan, Running, quote};
 
     #[test]
     fn a_panic_leaves_no_socket() {
@@ -293,6 +305,7 @@ mod tests {
             devices: vec!["n=null,size=1M".parse().unwrap()],
             addresses: vec![Address::Unix(nbd.clone())],
             control: control.clone(),
+            limits: Limits::default(),
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -302,6 +315,12 @@ mod tests {
         }));
         assert_eq!(outcome.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
         assert!(!nbd.exists() && !control.exists());
+    }
+
+    #[test]
+    fn the_help_tells_the_default_and_the_memory() {
+        let (most, memory) = (Limits::default().max_connections, CONNECTION_MEMORY_BYTES.div_ceil(1 << 20));
+        assert!(MAX_CONNECTIONS_HELP.contains(&format!("{memory} MiB [default: {most}]")));
     }
 
     #[test]

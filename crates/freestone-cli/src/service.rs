@@ -4,11 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone_nbd::{Address, ExportInfo, ExportOptions, Server};
 use serde_json::Value;
+use tracing::warn;
 
+use crate::advice;
 use crate::control::protocol::{Errno, Fault};
 use crate::control::server::Handler;
 use crate::entries::nearest;
-use crate::registry::{Entry, Refused, Registry};
+use crate::machine;
+use crate::registry::{Entry, Kind, Refused, Registry};
 use crate::spec::Spec;
 use crate::verbs;
 
@@ -60,6 +63,7 @@ impl Service {
     pub fn listen_home(&self, changes: &mut Changes, address: &Address) -> Result<Address, Fault> {
         let listen = self.nbd.listen(address);
         let at = listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
+        warn_of_exposure(&at);
         changes.home.push(at.clone());
         Ok(at)
     }
@@ -82,6 +86,7 @@ impl Service {
             Refused::Full => Fault::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
         })?;
         let entry = Arc::new(Entry::build(spec).map_err(|why| Fault::failed(Errno::EIO, why))?);
+        self.warn_of_memory(&entry);
         self.registry.add(Arc::clone(&entry));
         if publish && let Err(fault) = self.publish_home(changes, &entry) {
             // All or nothing. That it was published nowhere yet is no error here.
@@ -90,6 +95,20 @@ impl Service {
             return Err(fault);
         }
         Ok(entry)
+    }
+
+    /// Called before the device is among the others.
+    fn warn_of_memory(&self, entry: &Entry) {
+        // Without /proc there is nothing to compare with.
+        let (Kind::Ram(ram), Ok(memory)) = (&entry.kind, machine::memory()) else { return };
+        let others = self.registry.all();
+        let limits = others.iter().filter_map(|other| match &other.kind {
+            Kind::Ram(ram) => Some(ram.config().mem_limit),
+            Kind::Null(_) | Kind::File(_) => None,
+        });
+        for warning in advice::of_memory(entry.name(), &ram.config(), limits, memory) {
+            warn!("{warning}");
+        }
     }
 
     /// Publishes a device at an address, and listens there if nobody does. The first export of an address is
@@ -120,6 +139,7 @@ impl Service {
         match self.nbd.publish(&at, name, entry.device(), options) {
             Ok(()) => {
                 if opened {
+                    warn_of_exposure(&at);
                     changes.opened.push(at.clone());
                 }
                 Ok(at)
@@ -170,6 +190,12 @@ impl Service {
     /// Where a device is published.
     pub fn exports_of(&self, name: &str) -> Vec<ExportInfo> {
         self.nbd.exports().into_iter().filter(|e| e.name == name).collect()
+    }
+}
+
+fn warn_of_exposure(address: &Address) {
+    if let Some(warning) = advice::of_exposure(address) {
+        warn!("{warning}");
     }
 }
 

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use freestone::codec::{Algorithm, Params};
+use freestone::codec::{Algorithm, Params, ParamsError};
 use freestone::file::Direct;
+use freestone::{null, ram};
 
 use crate::entries::{Entries, SpecError, nearest};
-use crate::size;
+use crate::size::{self, SizeError};
 
 /// Every kind of device.
 pub const KINDS: [&str; 3] = ["ram", "null", "file"];
@@ -17,6 +18,8 @@ const FILE_KEYS: [&str; 5] = ["path", "readonly", "direct", "size", "publish"];
 
 const BLOCKSIZE_MIN_BYTES: u32 = 512;
 const BLOCKSIZE_MAX_BYTES: u32 = 4096;
+const _: () =
+    assert!(null::MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
 
 /// A device as it was asked for; every value is checked, nothing is opened yet.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,8 +41,8 @@ pub enum KindSpec {
         disksize: u64,
         /// Codec.
         comp_algorithm: Algorithm,
-        /// Its parameters.
-        algorithm_params: Params,
+        /// Its parameters: words that fit it. A dictionary among them is not read yet.
+        algorithm_params: String,
         /// Bytes, 0 for none; without it, half of the machine's memory.
         mem_limit: Option<u64>,
     },
@@ -77,22 +80,23 @@ impl Spec {
         let kind = match keys.0.kind.as_str() {
             "ram" => {
                 keys.allow(&RAM_KEYS)?;
+                let comp_algorithm = keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4);
                 KindSpec::Ram {
-                    disksize: keys.need("ram", "disksize", "disksize=4G", parse_size)?,
-                    comp_algorithm: keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4),
-                    algorithm_params: match keys.take("algorithm_params", parse_params)? {
-                        Some(params) => params,
-                        None => keys.default_params()?,
-                    },
+                    disksize: keys.need("ram", "disksize", "disksize=4G", parse_disksize)?,
+                    comp_algorithm,
+                    algorithm_params: keys.params(comp_algorithm)?,
                     mem_limit: keys.take("mem_limit", parse_limit)?,
                 }
             }
             "null" => {
                 keys.allow(&NULL_KEYS)?;
-                KindSpec::Null {
-                    size: keys.need("null", "size", "size=4G", parse_size)?,
-                    blocksize: keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_MAX_BYTES),
+                let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_MAX_BYTES);
+                let size = keys.need("null", "size", "size=4G", parse_length)?;
+                if !size.is_multiple_of(u64::from(blocksize)) {
+                    let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
+                    return Err(keys.value_error("size", keys.typed("size").unwrap_or_default(), why));
                 }
+                KindSpec::Null { size, blocksize }
             }
             "file" => {
                 keys.allow(&FILE_KEYS)?;
@@ -100,7 +104,7 @@ impl Spec {
                     path: keys.need("file", "path", "path=disk.img", parse_path)?,
                     readonly: keys.take("readonly", parse_bool)?.unwrap_or(false),
                     direct: keys.take("direct", parse_direct)?.unwrap_or(Direct::Auto),
-                    size: keys.take("size", parse_size)?,
+                    size: keys.take("size", parse_length)?,
                 }
             }
             other => {
@@ -132,7 +136,7 @@ impl Keys {
     }
 
     fn take<T>(&self, key: &str, parse: fn(&str) -> Result<T, String>) -> Result<Option<T>, SpecError> {
-        let Some((_, value)) = self.0.pairs.iter().find(|(k, _)| k == key) else { return Ok(None) };
+        let Some(value) = self.typed(key) else { return Ok(None) };
         parse(value).map(Some).map_err(|why| self.value_error(key, value, why))
     }
 
@@ -147,8 +151,20 @@ impl Keys {
         self.take(key, parse)?.ok_or_else(missing)
     }
 
-    fn default_params(&self) -> Result<Params, SpecError> {
-        parse_params("").map_err(|why| self.value_error("algorithm_params", "", why))
+    fn params(&self, algorithm: Algorithm) -> Result<String, SpecError> {
+        let words = self.typed("algorithm_params").unwrap_or_default();
+        match Params::check_words(words, algorithm) {
+            Ok(()) => Ok(words.to_owned()),
+            // These two do not say what was typed; the others name the word.
+            Err(e @ (ParamsError::NotFor(..) | ParamsError::Twice(_))) => {
+                Err(self.value_error("algorithm_params", words, e.to_string()))
+            }
+            Err(e) => Err(SpecError::Params { name: self.0.name.clone(), why: e.to_string() }),
+        }
+    }
+
+    fn typed(&self, key: &str) -> Option<&str> {
+        self.0.pairs.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
 
     fn value_error(&self, key: &str, value: &str, why: String) -> SpecError {
@@ -156,9 +172,23 @@ impl Keys {
     }
 }
 
-/// A size with a unit, more than zero.
-pub fn parse_size(text: &str) -> Result<u64, String> {
-    size::parse(text).map_err(|e| e.to_string())
+/// The size of a RAM disk, with a unit.
+pub fn parse_disksize(text: &str) -> Result<u64, String> {
+    let max = size::exact(ram::DISKSIZE_BYTES_MAX);
+    parse_size(text, ram::DISKSIZE_BYTES_MAX, &format!("a ram device has at most {max}"))
+}
+
+/// The size of a null device or a file, with a unit: what a signed 64-bit offset reaches.
+fn parse_length(text: &str) -> Result<u64, String> {
+    parse_size(text, null::MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
+}
+
+fn parse_size(text: &str, max: u64, allowed: &str) -> Result<u64, String> {
+    match size::parse(text) {
+        Ok(bytes) if bytes <= max => Ok(bytes),
+        Ok(_) | Err(SizeError::Overflow) => Err(format!("too large; {allowed}")),
+        Err(e) => Err(e.to_string()),
+    }
 }
 
 /// A size with a unit; `0` and `none` are no limit.
@@ -170,21 +200,15 @@ pub fn parse_limit(text: &str) -> Result<u64, String> {
 }
 
 fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
-    text.parse().map_err(|_| {
+    text.parse().map_err(|e| {
+        if let ParamsError::Lzo(_) = e {
+            return e.to_string();
+        }
         let names = Algorithm::ALL.map(|a| a.to_string());
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let hint = nearest(text, &names).map(|h| format!("; {h}?")).unwrap_or_default();
-        let lzo = if text.starts_with("lzo") {
-            " (lzo is not offered: its libraries are under the GPL)"
-        } else {
-            ""
-        };
-        format!("unknown algorithm{hint}; allowed are {}{lzo}", names.join(", "))
+        format!("unknown algorithm{hint}; allowed are {}", names.join(", "))
     })
-}
-
-fn parse_params(text: &str) -> Result<Params, String> {
-    Params::parse(text).map_err(|e| e.to_string())
 }
 
 fn parse_blocksize(text: &str) -> Result<u32, String> {
@@ -277,7 +301,53 @@ mod tests {
             ("r=ram,disksize=0", "r: disksize=0: must be more than 0".into()),
             (
                 "r=ram,disksize=99999999T",
-                "r: disksize=99999999T: too large; the largest size that can be written is 16777215T".into(),
+                "r: disksize=99999999T: too large; a ram device has at most 256T".into(),
+            ),
+            ("r=ram,disksize=300T", "r: disksize=300T: too large; a ram device has at most 256T".into()),
+            (
+                "r=ram,disksize=1G,mem_limit=99999999T",
+                "r: mem_limit=99999999T: too large; the largest size that can be written is 16777215T; 0 or none is no limit".into(),
+            ),
+            (
+                "r=ram,disksize=1G,comp_algorithm=lzo-rle",
+                "r: comp_algorithm=lzo-rle: lzo-rle is not offered (its crates are under the GPL); there are lz4, lz4hc, zstd and store".into(),
+            ),
+            (
+                "r=ram,disksize=1G,comp_algorithm=store,algorithm_params=level=1",
+                "r: algorithm_params=level=1: store takes no level".into(),
+            ),
+            (
+                "r=ram,disksize=1G,algorithm_params=level=1 level=2",
+                "r: algorithm_params=level=1 level=2: level is given twice".into(),
+            ),
+            (
+                "r=ram,disksize=1G,comp_algorithm=zstd,algorithm_params=algo=lz4",
+                "r: algorithm_params: algo=lz4 does not match comp_algorithm=zstd".into(),
+            ),
+            (
+                "r=ram,disksize=1G,algorithm_params=level=13,comp_algorithm=lz4hc",
+                "r: algorithm_params: level=13 is out of range: lz4hc takes 2 to 12".into(),
+            ),
+            (
+                "r=ram,disksize=1G,algorithm_params=level=fast",
+                "r: algorithm_params: level=fast is not a whole number".into(),
+            ),
+            (
+                "r=ram,disksize=1G,algorithm_params=dict=/nowhere/d",
+                "r: algorithm_params=dict=/nowhere/d: lz4 takes no dictionary".into(),
+            ),
+            (
+                "n=null,size=8388608T",
+                "n: size=8388608T: too large; the size must be less than 8388608T (2^63 bytes)".into(),
+            ),
+            ("n=null,size=5K", "n: size=5K: must be a multiple of the blocksize, 4096 bytes".into()),
+            (
+                "n=null,size=1K,blocksize=2K",
+                "n: size=1K: must be a multiple of the blocksize, 2048 bytes".into(),
+            ),
+            (
+                "f=file,path=a,size=16777216T",
+                "f: size=16777216T: too large; the size must be less than 8388608T (2^63 bytes)".into(),
             ),
             (
                 "r=ram,disksize=1G,mem_limit=12",
@@ -295,7 +365,12 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Spec>().unwrap_err().to_string(), sentence, "{text}");
         }
-        let lzo = "r=ram,disksize=1G,comp_algorithm=lzo-rle".parse::<Spec>().unwrap_err().to_string();
-        assert!(lzo.ends_with("(lzo is not offered: its libraries are under the GPL)"), "{lzo}");
+    }
+
+    #[test]
+    fn the_largest_sizes_are_taken() {
+        for text in ["r=ram,disksize=256T", "n=null,size=8388607T", "f=file,path=a,size=8388607T"] {
+            assert!(text.parse::<Spec>().is_ok(), "{text}");
+        }
     }
 }

@@ -1,12 +1,14 @@
 //! The whole program: the built binary, its sockets, its sentences and exit statuses.
 
 mod harness;
+#[path = "cli/sentences.rs"]
+mod sentences;
 
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -15,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-use harness::{Serve, answer, ask, connect_nbd, finish, freestone, refused, sentence, unprivileged};
+use harness::{Serve, answer, ask, connect_nbd, finish, freestone, refused, sentence};
 
 fn sockets_in(dir: &Path) -> usize {
     fs::read_dir(dir).unwrap().filter(|e| e.as_ref().unwrap().file_type().unwrap().is_socket()).count()
@@ -92,7 +94,10 @@ fn attributes_are_read_and_set() {
     assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit         0\n"));
     assert_eq!(serve.json(&["get", "ram0", "disksize"]), json!({ "disksize": 64 << 20 }));
 
-    assert_eq!(serve.text(&["set", "ram0", "disksize=128M", "mem_limit=8M", "mem_used_max=0"]), "");
+    // What was set is shown as `get` has it, rounded up to pages.
+    let set = serve.text(&["set", "ram0", "disksize=128M", "mem_limit=9K", "mem_used_max=0"]);
+    assert_eq!(set, "disksize=134217728\nmem_limit=12288\nmem_used_max=0\n");
+    assert_eq!(serve.text(&["set", "ram0", "mem_limit=none"]), "mem_limit=0\n");
     assert_eq!(serve.text(&["get", "ram0", "disksize"]), "134217728\n");
     assert_eq!(serve.json(&["set", "ram0", "mem_limit=16M"]), json!({ "mem_limit": 16 << 20 }));
 
@@ -116,8 +121,9 @@ fn attributes_are_read_and_set() {
             .refused(2, &["get", "ram0", "memlimit"])
             .starts_with("ram0: unknown attribute \"memlimit\"; mem_limit?")
     );
-    assert!(
-        serve.refused(1, &["set", "ram0", "disksize=16777215T"]).starts_with("ram0: disksize=16777215T: ")
+    assert_eq!(
+        serve.refused(2, &["set", "ram0", "disksize=300T"]),
+        "ram0: disksize=300T: too large; a ram device has at most 256T"
     );
 }
 
@@ -136,7 +142,14 @@ fn devices_come_and_go() {
     let hint = serve.refused(2, &["create", "x=rma,disksize=64M"]);
     assert_eq!(hint, "x: unknown kind \"rma\"; ram?; the kinds are ram, null, file");
     assert!(serve.refused(1, &["create", "x=file,path=missing.img"]).starts_with("x: "));
-    assert!(serve.refused(1, &["create", "x=ram,disksize=16777215T"]).starts_with("x: "));
+    let large = "x: disksize=300T: too large; a ram device has at most 256T";
+    assert_eq!(serve.refused(2, &["create", "x=ram,disksize=300T"]), large);
+    let dict = "x=ram,disksize=1M,comp_algorithm=zstd,algorithm_params=dict=none";
+    let none = serve.path("none").display().to_string();
+    assert_eq!(
+        serve.refused(1, &["create", dict]),
+        format!("x: algorithm_params: dict={none}: No such file or directory (os error 2)")
+    );
 
     assert!(serve.text(&["compact", "r"]).starts_with("r: "));
     assert_eq!(serve.json(&["compact", "r"])["pages_freed"], 0);
@@ -266,108 +279,6 @@ fn the_default_paths_need_no_options() {
 }
 
 #[test]
-fn taken_places_are_refused_and_left_alone() {
-    let serve = Serve::start(&["n=null,size=1M"]);
-    let dir = serve.dir.path();
-    let at = |name: &str| serve.path(name).display().to_string();
-    let control = refused(dir, 1, &["serve", "--nbd", "unix:other", "--control", "control"]);
-    let why = "a server is running there; stop it, or name another path with --control";
-    assert_eq!(control, format!("{}: {why}", at("control")));
-    let nbd = refused(dir, 1, &["serve", "--nbd", "unix:nbd", "--control", "c2"]);
-    assert!(nbd.contains(&at("nbd")), "{nbd}");
-
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let tcp = format!("tcp:{}", listener.local_addr().unwrap());
-    let port = refused(dir, 1, &["serve", "--nbd", "unix:other", "--nbd", &tcp, "--control", "c2"]);
-    assert!(port.contains(&tcp), "{port}");
-    assert!(serve.refused(1, &["publish", "n", "--nbd", &tcp]).contains(&tcp));
-
-    fs::write(serve.path("file"), "precious").unwrap();
-    let file = refused(dir, 1, &["serve", "--nbd", "unix:other", "--control", "file"]);
-    assert_eq!(file, format!("{}: exists and is no socket; it is left alone", at("file")));
-    let file = refused(dir, 1, &["serve", "--nbd", "unix:file", "--control", "c2"]);
-    assert!(file.contains(&at("file")), "{file}");
-    assert_eq!(fs::read(serve.path("file")).unwrap(), b"precious");
-
-    // Nothing of the failed ones is left, and the first one serves on.
-    assert_eq!(sockets_in(dir), 2);
-    assert_eq!(serve.text(&["list"]).lines().count(), 2);
-}
-
-#[test]
-fn who_may_not_is_told_so() {
-    let serve = Serve::start(&["n=null,size=1M"]);
-    let dir = serve.dir.path();
-    let mut client = unprivileged(dir);
-    if !rustix::process::geteuid().is_root() {
-        fs::set_permissions(serve.path("control"), Permissions::from_mode(0o000)).unwrap();
-    }
-    let (code, _, err) = finish(client.arg("list").arg("--control").arg(serve.path("control")));
-    let at = serve.path("control").display().to_string();
-    assert_eq!(code, 1);
-    assert_eq!(
-        sentence(&err),
-        format!("{at}: cannot connect to the control socket: Permission denied (os error 13)")
-    );
-
-    let closed = serve.path("closed");
-    fs::create_dir(&closed).unwrap();
-    fs::set_permissions(&closed, Permissions::from_mode(0o555)).unwrap();
-    let mut server = unprivileged(dir);
-    server.args(["serve", "n=null,size=1M", "--nbd", "tcp:127.0.0.1:0", "--control"]).arg(closed.join("c"));
-    let (code, _, err) = finish(&mut server);
-    assert_eq!(code, 1);
-    let err = sentence(&err);
-    assert!(err.contains("closed/c: cannot create the control socket: Permission denied"), "{err}");
-}
-
-#[test]
-fn wrong_command_lines_end_with_status_2() {
-    let dir = tempdir().unwrap();
-    let dir = dir.path();
-    for (args, expected) in [
-        (
-            &["serve", "ram0"][..],
-            "\"ram0\": a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G",
-        ),
-        (&["serve", "a=null,size=1M", "a=null,size=1M"], "a: two devices of that name"),
-        (
-            &["serve", "a=ram,disksize=1024"],
-            "a: disksize=1024: give a unit; 1024M? (K, M, G and T are known, 1024-based)",
-        ),
-        (&["serve", "a=ram,disksize=0"], "a: disksize=0: must be more than 0"),
-        (&["serve", "--nbd", "unix:a", "--nbd", "unix:a"], "given twice"),
-        (&["serve", "--nbd", "udp:a"], "--nbd: "),
-        (&["create", "a=null"], "a: size is missing; a null device needs it, for example size=4G"),
-    ] {
-        let sentence = refused(dir, 2, args);
-        assert!(sentence.contains(expected), "{args:?}: {sentence}");
-    }
-    // Beyond what a RAM disk can be: the device itself says so.
-    assert!(refused(dir, 1, &["serve", "a=ram,disksize=16777215T"]).starts_with("a: "));
-    let (code, _, err) = finish(freestone(dir).arg("lsit"));
-    assert_eq!(code, 2);
-    assert!(err.contains("'list'"), "{err}");
-    let (code, out, _) = finish(freestone(dir).arg("--help"));
-    assert!(code == 0 && out.contains("Examples:"));
-    let (code, out, _) = finish(freestone(dir).arg("--version"));
-    assert_eq!((code, out), (0, format!("freestone {}\n", env!("CARGO_PKG_VERSION"))));
-    assert_eq!(sockets_in(dir), 0);
-}
-
-#[test]
-fn without_a_server_the_client_says_how_to_start_one() {
-    let dir = tempdir().unwrap();
-    let path = dir.path().join("c").display().to_string();
-    let start = format!("no server at {path}; start one with `freestone serve --control {path}`");
-    assert_eq!(refused(dir.path(), 1, &["list", "--control", &path]), start);
-    drop(UnixListener::bind(&path).unwrap());
-    assert_eq!(refused(dir.path(), 1, &["list", "--control", &path]), start);
-    let default = refused(dir.path(), 1, &["list"]);
-    assert!(default.ends_with("freestone/control.sock; start one with `freestone serve`"), "{default}");
-}
-
-#[test]
 fn the_control_socket_speaks_json_rpc() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     let stream = serve.control();
@@ -424,27 +335,24 @@ fn garbage_is_answered_and_ends_nothing() {
 }
 
 #[test]
-fn a_closed_stdout_is_no_failure() {
-    let serve = Serve::start(&["n=null,size=1M"]);
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(reader);
-    let mut list = freestone(serve.dir.path());
-    list.args(["list", "--control", "control"]).stdout(writer.try_clone().unwrap()).stderr(Stdio::piped());
-    let output = list.spawn().unwrap().wait_with_output().unwrap();
-    assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
-
-    let mut other = freestone(serve.dir.path());
-    other.args(["serve", "n=null,size=1M", "--nbd", "unix:n2", "--control", "c2"]).stdout(writer);
-    let mut child = other.spawn().unwrap();
-    let until = Instant::now() + Duration::from_secs(10);
-    while UnixStream::connect(serve.path("c2")).is_err() {
-        assert!(Instant::now() < until && child.try_wait().unwrap().is_none(), "the server did not start");
-        std::thread::sleep(Duration::from_millis(5));
+fn connections_have_a_limit() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("one.toml"), "max_connections = 1\n").unwrap();
+    fs::write(dir.path().join("many.toml"), "max_connections = 9\n").unwrap();
+    let mut dir = dir;
+    for args in [
+        &["--max-connections", "1"][..],
+        &["--config", "one.toml"],
+        &["--config", "many.toml", "--max-connections", "1"],
+    ] {
+        let serve = Serve::start_in(dir, &[&["n=null,size=1M"], args].concat(), true);
+        let mut first = UnixStream::connect(serve.path("nbd")).unwrap();
+        assert_eq!(connect_nbd(&mut first, "n"), 1 << 20);
+        let mut second = UnixStream::connect(serve.path("nbd")).unwrap();
+        assert_eq!(second.read(&mut [0; 1]).unwrap_or(0), 0, "{args:?}");
+        serve.signal(Signal::TERM);
+        dir = serve.wait().1;
     }
-    let (code, out, _) = finish(freestone(serve.dir.path()).args(["list", "--control", "c2"]));
-    assert_eq!((code, out.lines().count()), (0, 2));
-    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
 #[test]

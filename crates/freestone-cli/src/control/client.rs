@@ -1,6 +1,8 @@
 //! The program's end of the control socket.
 
+use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -8,6 +10,7 @@ use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
 use super::protocol::{MAX_LINE_BYTES, Response};
+use super::socket;
 use crate::paths;
 
 /// Longest answer that is read.
@@ -26,8 +29,13 @@ impl Client {
             Some(path) => (path.to_path_buf(), format!("freestone serve --control {}", path.display())),
             None => (paths::runtime_dir()?.join(paths::CONTROL_SOCKET), "freestone serve".into()),
         };
+        socket::check_length(&path)?;
         let at = path.display();
         match UnixStream::connect(&path) {
+            // The same error as for a socket that nobody serves.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused && is_no_socket(&path) => {
+                bail!("{at}: is no socket; --control takes the path of a server's control socket")
+            }
             Ok(stream) => Ok(Self { stream, path }),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
                 bail!("no server at {at}; start one with `{start}`")
@@ -61,4 +69,8 @@ impl Client {
             None => Ok(response.result.unwrap_or_default()),
         }
     }
+}
+
+fn is_no_socket(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|meta| !meta.file_type().is_socket())
 }

@@ -17,6 +17,14 @@ const MAX_PATH_BYTES: usize = 107;
 const LOCK_TRIES: usize = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
+/// Refuses a path that is too long for a socket.
+pub fn check_length(path: &Path) -> Result<()> {
+    if path.as_os_str().len() > MAX_PATH_BYTES {
+        bail!("{}: too long for a socket; at most {MAX_PATH_BYTES} bytes", path.display());
+    }
+    Ok(())
+}
+
 /// The path of a socket of ours. Dropping it removes the path.
 #[derive(Debug)]
 pub struct SocketPath {
@@ -64,9 +72,7 @@ impl PrivateSocket {
     /// and anything that is no socket, is refused.
     pub fn bind(path: &Path) -> Result<Self> {
         let at = path.display();
-        if path.as_os_str().len() > MAX_PATH_BYTES {
-            bail!("{at}: too long for a socket; at most {MAX_PATH_BYTES} bytes");
-        }
+        check_length(path)?;
         let parent = match path.parent() {
             Some(p) if p.as_os_str().is_empty() => Path::new("."),
             Some(p) => p,

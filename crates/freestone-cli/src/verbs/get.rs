@@ -56,7 +56,7 @@ impl Verb for Get {
 }
 
 /// A value as sysfs shows it: statistics are a row of numbers.
-fn plain(value: &Value) -> String {
+pub fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Object(columns) => columns.values().map(plain).collect::<Vec<_>>().join(" "),

@@ -23,6 +23,7 @@ use serde_json::{Map, Value};
 
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
+use crate::error::Stdout;
 use crate::service::Service;
 
 /// A verb of the control socket.
@@ -98,14 +99,14 @@ pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     let request = serde_json::to_value(params).context("cannot write the request")?;
     let answer = client.call(V::METHOD, &request)?;
     let mut out = io::stdout().lock();
-    if common.json {
-        serde_json::to_writer_pretty(&mut out, &answer).map_err(io::Error::from)?;
-        writeln!(out)?;
+    let written = if common.json {
+        let json = serde_json::to_writer_pretty(&mut out, &answer).map_err(io::Error::from);
+        json.and_then(|()| writeln!(out))
     } else {
         let reply = serde_json::from_value(answer)
             .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
-        V::show(params, &reply, &mut out)?;
-    }
-    out.flush()?;
+        V::show(params, &reply, &mut out)
+    };
+    written.and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Verb;
+use super::get::plain;
 use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
@@ -69,7 +70,7 @@ impl Verb for Set {
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 
-    fn show(_: &Params, _: &Self::Reply, _: &mut dyn Write) -> io::Result<()> {
-        Ok(())
+    fn show(_: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
+        reply.iter().try_for_each(|(attr, value)| writeln!(out, "{attr}={}", plain(value)))
     }
 }
