@@ -108,12 +108,10 @@ impl Pool {
     /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
     #[inline]
     pub fn store(&self, data: &[u8], owner: BackRef) -> Result<u64> {
-        // Relaxed: a limit that changes at this moment counts from the next write on.
-        if self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed) {
+        if self.is_over_limit() {
             // Perhaps because of spans that are kept for nothing else.
             self.release_empties();
-            // Relaxed: as above.
-            if self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed) {
+            if self.is_over_limit() {
                 return Err(self.over_limit(0));
             }
         }
@@ -135,6 +133,32 @@ impl Pool {
         match word.object() {
             Some(location) => self.view(location, word.stored_bytes()),
             None => &[],
+        }
+    }
+
+    /// Whether objects of these sizes take places of one class; no object, of size 0, has one.
+    #[inline]
+    pub fn same_class(bytes: usize, other_bytes: usize) -> bool {
+        bytes != 0 && other_bytes != 0 && class_of(bytes) == class_of(other_bytes)
+    }
+
+    /// Whether the limit was lowered below what the pool has.
+    #[inline]
+    pub fn is_over_limit(&self) -> bool {
+        // Relaxed: a limit that changes at this moment counts from the next write on.
+        self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
+    }
+
+    /// Replaces the object of a locked slot by `data` of the [same class](Self::same_class), in its place.
+    #[inline]
+    pub fn overwrite(&self, guard: &SlotGuard<'_>, data: &[u8]) {
+        let word = guard.word();
+        if let Some(location) = word.object() {
+            assert!(
+                Self::same_class(data.len(), word.stored_bytes()),
+                "an object is overwritten in its class only"
+            );
+            self.write(location, data);
         }
     }
 
@@ -437,16 +461,55 @@ mod memory {
     #![expect(unsafe_code)]
     // UNSAFETY: reads and writes objects in the arena's shared memory.
 
+    use std::ptr::NonNull;
+
     use super::{CLASS_STEP_BYTES, Pool};
+    use crate::slot::Word;
+
+    /// Bytes of a cache line on the machines that matter here; a wrong guess costs time only.
+    #[cfg(target_arch = "x86_64")]
+    const LINE_BYTES: usize = 64;
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    fn prefetch<const WRITE: bool>(from: NonNull<u8>, len: usize) {
+        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
+        for at in (0..len).step_by(LINE_BYTES) {
+            let line = from.as_ptr().wrapping_add(at).cast();
+            // SAFETY: a prefetch of any address is harmless.
+            unsafe {
+                if WRITE { _mm_prefetch::<_MM_HINT_ET0>(line) } else { _mm_prefetch::<_MM_HINT_T0>(line) }
+            }
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn prefetch<const WRITE: bool>(_from: NonNull<u8>, _len: usize) {}
 
     impl Pool {
-        /// Fills an object that the caller has just taken and that no slot holds yet.
+        /// Fills an object that the caller has just taken and that no slot holds yet, or whose slot the caller has locked.
         #[inline]
         pub(super) fn write(&self, location: u64, data: &[u8]) {
             let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
-            // SAFETY: the object is at least data.len() bytes, resident, and the caller's alone: its bit is set and
-            // its location is in no slot.
+            // SAFETY: the object is at least data.len() bytes, resident, and the caller's alone: its bit is set, and
+            // its location is in no slot or in one that the caller has locked.
             unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
+        }
+
+        /// Fetches the object that a slot was seen to hold into the cache, to be read soon. A hint: the slot may change.
+        #[inline]
+        pub fn prefetch_for_read(&self, word: Word) {
+            if let Some(location) = word.object() {
+                prefetch::<false>(self.arena.at(location * CLASS_STEP_BYTES as u64), word.stored_bytes());
+            }
+        }
+
+        /// As [`prefetch_for_read`](Self::prefetch_for_read), to be written soon.
+        #[inline]
+        pub fn prefetch_for_write(&self, word: Word) {
+            if let Some(location) = word.object() {
+                prefetch::<true>(self.arena.at(location * CLASS_STEP_BYTES as u64), word.stored_bytes());
+            }
         }
 
         /// The bytes of an object that is held by a slot which the caller has locked for as long as it looks.

@@ -1,15 +1,22 @@
 //! One page at a time: how a slot's content is read, replaced and freed.
 
+use std::cell::Cell;
+
 use super::Inner;
 use super::stats::counter;
 use crate::PAGE_BYTES;
 use crate::codec::{Page, Scratch};
 use crate::device::{Error, Result};
-use crate::pool::BackRef;
+use crate::pool::{BackRef, Pool};
 use crate::slot::{Kind, Leaf, SlotGuard, Table, Word};
 
 /// The page could not be worked on because it is in flight.
 pub(super) struct Waits;
+
+thread_local! {
+    /// Size of the last object that this thread wrote: a guess at the next one's.
+    static LAST_OBJECT_BYTES: Cell<usize> = const { Cell::new(0) };
+}
 
 /// What an operation on one page comes to.
 pub(super) type PageResult = std::result::Result<Result<()>, Waits>;
@@ -46,7 +53,10 @@ impl Inner {
             Kind::Pattern => {
                 fill(page, u64::from_ne_bytes(self.pool.object(guard).try_into().map_err(|_| Error::Media)?));
             }
-            Kind::Compressed => return self.streams.decompress(self.pool.object(guard), page),
+            Kind::Compressed => {
+                self.pool.prefetch_for_read(word);
+                return self.streams.decompress(self.pool.object(guard), page);
+            }
             Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
             Kind::InFlight => return Err(Error::Media),
         }
@@ -55,10 +65,28 @@ impl Inner {
 
     // ---- write -----------------------------------------------------------------------------------------------------
 
-    /// Replaces a whole page. The new object is complete before the old one goes: a failure leaves the old data.
+    /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves the old data.
     #[inline]
     pub(super) fn write_page(&self, table: &Table, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
-        let new = match self.pack(table, slot, page) {
+        let seen = leaf.peek(slot);
+        if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
+            // Then this one is likely to fit, too: its place may come nearer while we compress.
+            self.pool.prefetch_for_write(seen);
+        }
+        let mut scratch = Scratch::new();
+        let packed = self.pack(page, &mut scratch);
+        LAST_OBJECT_BYTES.set(packed.bytes().len());
+        if self.fits(&packed, seen) {
+            let guard = leaf.lock(slot);
+            if guard.word().kind() == Kind::InFlight {
+                return Err(Waits);
+            }
+            if self.fits(&packed, guard.word()) {
+                self.overwrite(guard, &packed);
+                return Ok(Ok(()));
+            }
+        }
+        let new = match self.store(table, slot, &packed) {
             Ok(new) => new,
             Err(error) => {
                 self.counters.add(counter::FAILED_WRITES, 1);
@@ -75,7 +103,7 @@ impl Inner {
         Ok(Ok(()))
     }
 
-    /// Replaces a part of a page, under the slot's lock from the read to the write. `None` writes zeroes.
+    /// Replaces a part of a page, under the slot's lock from the read to the write.
     pub(super) fn patch_page(
         &self,
         table: &Table,
@@ -89,23 +117,28 @@ impl Inner {
             return Err(Waits);
         }
         let mut page = [0; PAGE_BYTES];
-        let new = self.load(&guard, &mut page).and_then(|()| {
+        let mut scratch = Scratch::new();
+        let patched = self.load(&guard, &mut page).and_then(|()| {
             match part {
                 Part::Data(data) => page[from..from + data.len()].copy_from_slice(data),
                 Part::Zeroes(len) => page[from..from + len].fill(0),
             }
-            self.pack(table, slot, &page)
-        });
-        match new {
-            Ok(new) => {
-                self.replace(guard, new);
-                Ok(Ok(()))
+            let packed = self.pack(&page, &mut scratch);
+            if self.fits(&packed, guard.word()) {
+                Ok(Err(packed))
+            } else {
+                self.store(table, slot, &packed).map(Ok)
             }
+        });
+        match patched {
+            Ok(Ok(new)) => self.replace(guard, new),
+            Ok(Err(packed)) => self.overwrite(guard, &packed),
             Err(error) => {
                 self.counters.add(counter::FAILED_WRITES, 1);
-                Ok(Err(error))
+                return Ok(Err(error));
             }
         }
+        Ok(Ok(()))
     }
 
     /// Empties a slot.
@@ -125,22 +158,40 @@ impl Inner {
         Ok(())
     }
 
+    /// Finds the form in which a page is stored.
+    #[inline]
+    fn pack<'p>(&self, page: &'p Page, scratch: &'p mut Scratch) -> Packed<'p> {
+        match same_filled(page) {
+            Some(pattern) if pattern as u32 == (pattern >> 32) as u32 => Packed::Same(pattern as u32),
+            Some(_) => Packed::Pattern(&page[..8]),
+            None => self.streams.compress(page, scratch).map_or(Packed::Huge(page), Packed::Compressed),
+        }
+    }
+
     /// Stores a page's content for a slot and returns the word that says so.
     #[inline]
-    fn pack(&self, table: &Table, slot: u64, page: &Page) -> Result<Word> {
-        let owner = BackRef::new(table.id(), slot);
-        if let Some(pattern) = same_filled(page) {
-            return if pattern as u32 == (pattern >> 32) as u32 {
-                Ok(Word::same(pattern as u32))
-            } else {
-                self.pool.store(&pattern.to_ne_bytes(), owner).map(Word::pattern)
-            };
-        }
-        let mut scratch = Scratch::new();
-        match self.streams.compress(page, &mut scratch) {
-            Some(object) => Ok(Word::compressed(self.pool.store(object, owner)?, object.len() as u32, 0)),
-            None => self.pool.store(page, owner).map(Word::huge),
-        }
+    fn store(&self, table: &Table, slot: u64, packed: &Packed<'_>) -> Result<Word> {
+        let bytes = packed.bytes();
+        let location =
+            if bytes.is_empty() { 0 } else { self.pool.store(bytes, BackRef::new(table.id(), slot))? };
+        Ok(packed.word(location))
+    }
+
+    /// Whether the new content can go where the old object lies. Over its limit the pool takes nothing, as in the kernel.
+    #[inline]
+    fn fits(&self, packed: &Packed<'_>, old: Word) -> bool {
+        Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.is_over_limit()
+    }
+
+    /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old or the new: they need the
+    /// slot's lock.
+    #[inline]
+    fn overwrite(&self, guard: SlotGuard<'_>, packed: &Packed<'_>) {
+        let old = guard.word();
+        let new = packed.word(old.location());
+        self.pool.overwrite(&guard, packed.bytes());
+        guard.publish(new);
+        self.account(old, new);
     }
 
     #[inline]
@@ -167,14 +218,46 @@ pub(super) enum Part<'a> {
     Zeroes(usize),
 }
 
+/// A page in the form in which it is stored.
+enum Packed<'a> {
+    /// One 32-bit pattern.
+    Same(u32),
+    /// One 64-bit pattern: its 8 bytes.
+    Pattern(&'a [u8]),
+    Compressed(&'a [u8]),
+    Huge(&'a Page),
+}
+
+impl Packed<'_> {
+    /// What goes to the pool; nothing for a pattern of 32 bits.
+    #[inline]
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Same(_) => &[],
+            Self::Pattern(bytes) | Self::Compressed(bytes) => bytes,
+            Self::Huge(page) => *page,
+        }
+    }
+
+    /// The slot's word, with the bytes at `location`.
+    #[inline]
+    fn word(&self, location: u64) -> Word {
+        match self {
+            Self::Same(pattern) => Word::same(*pattern),
+            Self::Pattern(_) => Word::pattern(location),
+            Self::Compressed(object) => Word::compressed(location, object.len() as u32, 0),
+            Self::Huge(_) => Word::huge(location),
+        }
+    }
+}
+
 /// The 64-bit pattern that the page repeats, if it does.
 #[inline]
 fn same_filled(page: &Page) -> Option<u64> {
-    // First and last word tell most other pages apart at once, as in the kernel.
-    if page[..8] != page[PAGE_BYTES - 8..] || page[..PAGE_BYTES - 8] != page[8..] {
-        return None;
-    }
-    page[..8].try_into().ok().map(u64::from_ne_bytes)
+    // Each word equals the next one. Nearly every other page differs in its first line. (The kernel looks at the last
+    // word first; here that is a cache miss more than it saves.)
+    let same = page[..PAGE_BYTES - 8] == page[8..];
+    same.then(|| page[..8].try_into().ok().map(u64::from_ne_bytes)).flatten()
 }
 
 fn fill(page: &mut Page, pattern: u64) {
