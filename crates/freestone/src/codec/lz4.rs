@@ -37,10 +37,11 @@ unsafe extern "C" {
         target_capacity: c_int,
         level: c_int,
     ) -> c_int;
-    fn LZ4_decompress_safe(
+    fn LZ4_decompress_safe_partial(
         source: *const c_char,
         target: *mut c_char,
         source_size: c_int,
+        target_size: c_int,
         target_capacity: c_int,
     ) -> c_int;
 }
@@ -116,17 +117,23 @@ impl Lz4hc {
 }
 
 /// Decompresses an object of either; false where it is not a whole page. Needs no working memory.
+///
+/// "Partial" with the whole page as its part: the function stops when the page is full instead of insisting on the
+/// block's last bytes, and keeps its fast path near the end of the object. A page of noise and zeroes takes half the time of
+/// `LZ4_decompress_safe`, others the same.
 #[inline]
 pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
+    let size = PAGE_BYTES as c_int;
     // SAFETY: reads object.len() bytes (at most a page, so it fits c_int), writes at most PAGE_BYTES; the function is made
     // for input that nobody vouches for.
     let bytes = unsafe {
-        LZ4_decompress_safe(
+        LZ4_decompress_safe_partial(
             object.as_ptr().cast(),
             page.as_mut_ptr().cast(),
             object.len() as c_int,
-            PAGE_BYTES as c_int,
+            size,
+            size,
         )
     };
-    bytes == PAGE_BYTES as c_int
+    bytes == size
 }
