@@ -491,6 +491,9 @@ mod memory {
         #[inline]
         pub(super) fn write(&self, location: u64, data: &[u8]) {
             let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
+            // The place is rarely in the cache: its lines come side by side, not one after the other behind the copy,
+            // which the next locked instruction would wait for.
+            prefetch::<true>(to, data.len());
             // SAFETY: the object is at least data.len() bytes, resident, and the caller's alone: its bit is set, and
             // its location is in no slot or in one that the caller has locked.
             unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
