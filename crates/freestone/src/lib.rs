@@ -7,6 +7,11 @@
 // Offsets and lengths are cast between u64 and usize all over.
 const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
 
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 /// Bytes of a page: what one slot of a page table stands for.
 pub const PAGE_BYTES: usize = 4096;
 
