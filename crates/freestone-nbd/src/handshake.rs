@@ -69,6 +69,9 @@ pub struct Handshake<'a> {
     context_for: Option<String>,
 }
 
+/// Longest time that a handshake may be given; a sum with the clock never overflows.
+const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
 impl<'a> Handshake<'a> {
     /// A handshake that begins now.
     pub fn new(shared: &'a Shared, link: &'a Link, limits: &Limits) -> Self {
@@ -78,7 +81,7 @@ impl<'a> Handshake<'a> {
             input: Input::new(),
             replies: Replies::new(),
             silence: limits.handshake_silence,
-            deadline: Instant::now() + limits.handshake_total,
+            deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
             no_zeroes: false,
             structured: false,
             context_for: None,
@@ -183,6 +186,8 @@ impl<'a> Handshake<'a> {
         self.forget_other_context(&name);
         let size = export.device.geometry().size;
         let flags = export.flags(self.structured).bits();
+        let room = size_of::<ExportNameReply>() + EXPORT_NAME_PADDING_BYTES;
+        self.replies.reserve(self.link.socket(), room)?;
         self.replies.put(&ExportNameReply { size: size.into(), flags: flags.into() });
         if !self.no_zeroes {
             self.replies.put(&[0_u8; EXPORT_NAME_PADDING_BYTES]);
@@ -303,6 +308,10 @@ impl<'a> Handshake<'a> {
 /// Sending and receiving.
 impl Handshake<'_> {
     fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
+        // A client that reads just fast enough for each send is bounded, too.
+        if self.deadline <= Instant::now() {
+            return Err(End::TimedOut);
+        }
         let len: usize = parts.iter().map(|part| part.len()).sum();
         self.replies.reserve(self.link.socket(), size_of::<OptionReply>() + len)?;
         self.put(&OptionReply {

@@ -360,7 +360,11 @@ impl Session<'_> {
             Op::Discard if self.geometry.discard_granularity == 0 => {
                 return self.refuse(incoming, Errno::Inval, "the device offers no discard");
             }
-            Op::WriteZeroes if action == Action::StoreFast && !self.geometry.fast_zeroes => {
+            // That zeroes are fast is known only of those that may become a hole.
+            Op::WriteZeroes
+                if action == Action::StoreFast
+                    && (!self.geometry.fast_zeroes || flags.contains(CommandFlags::NO_HOLE)) =>
+            {
                 return self.refuse(incoming, Errno::NotSup, "zeroes are not faster than data here");
             }
             Op::WriteZeroes if !flags.contains(CommandFlags::NO_HOLE) => request.flags |= Flags::MAY_FREE,

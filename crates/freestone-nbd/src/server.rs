@@ -251,16 +251,15 @@ impl Server {
         if connections > 0 && !force {
             return Err(PublishError::Busy { name: name.to_owned(), connections });
         }
-        let mut addresses = 0;
+        let mut removed: Vec<Arc<Export>> = Vec::new();
         for listener in &mut state.listeners {
-            let before = listener.exports.len();
-            listener.exports.retain(|export| export.name != name);
-            addresses += before - listener.exports.len();
+            removed.extend(listener.exports.extract_if(.., |export| export.name == name));
         }
         let links = state.links(users);
         drop(state);
         self.shared.end(&links, END_GRACE);
-        Ok(addresses)
+        // Their devices may go with them, which may wait for a disk: not under the lock.
+        Ok(removed.len())
     }
 
     /// Everything that is published, in the order of publishing at each address.
@@ -427,10 +426,13 @@ impl Shared {
     /// The connection's thread is about to end.
     pub fn leave(&self, link: &Link, panicked: bool) {
         let mut state = self.lock();
-        state.connections.remove(&link.id);
+        let gone = state.connections.remove(&link.id);
         state.past.add(&link.counters().read());
         state.panics += u64::from(panicked);
         self.ended.notify_all();
+        drop(state);
+        // The device may go with its last user, which may wait for a disk: not under the lock.
+        drop(gone);
     }
 
     /// Ends connections: what they received is answered, what takes longer than `grace` is cut.

@@ -366,3 +366,30 @@ fn connections_are_bounded() {
     eventually(|| fixture.server.connections("disk") == 1);
     fixture.enter(false).disconnect();
 }
+
+/// Many small options at once fill the reply buffer to its last bytes just before the reply to the last one.
+#[test]
+fn a_full_reply_buffer_has_room_for_the_export() {
+    let fixture = Fixture::new();
+    let options = ExportOptions { description: "d".repeat(4000), ..ExportOptions::default() };
+    fixture.server.publish(&fixture.address, "a", MemDevice::new(MIB), options).unwrap();
+    let Address::Unix(path) = &fixture.address else { panic!("the fixture listens on a Unix socket") };
+    // With 129 of them 5 bytes are left.
+    for structured in 120..135 {
+        let mut bytes = 3_u32.to_be_bytes().to_vec();
+        for (kind, count) in [(LIST, 131), (STRUCTURED, structured)] {
+            for _ in 0..count {
+                bytes.extend(option(kind, b""));
+            }
+        }
+        bytes.extend(option(EXPORT_NAME, b"a"));
+        let mut stream = std::os::unix::net::UnixStream::connect(path).unwrap();
+        std::io::Write::write_all(&mut stream, &bytes).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut got = Vec::new();
+        std::io::Read::read_to_end(&mut stream, &mut got).unwrap();
+        assert_eq!(got[got.len() - 10..got.len() - 2], MIB.to_be_bytes(), "after {structured} options");
+    }
+    fixture.assert_no_connections();
+    assert_eq!(fixture.server.stats().panics, 0);
+}

@@ -74,7 +74,7 @@ impl Stream {
 
 /// The streams of one algorithm, one a CPU.
 ///
-/// Lock order: a stream is taken with nothing held but, for a partial write, the page's slot. Under a stream nothing
+/// Lock order: a stream is taken with nothing held but, for a read or a partial write, the page's slot. Under a stream nothing
 /// is taken, allocated or waited for.
 pub struct Streams {
     algorithm: Algorithm,

@@ -19,7 +19,7 @@ pub struct Geometry {
     pub io_opt: u32,
     /// Smallest range that a discard can free, in bytes; 0 where a discard frees nothing (it is answered all the same).
     pub discard_granularity: u32,
-    /// Writing zeroes takes far less work than writing data.
+    /// Writing zeroes that may become a hole takes far less work than writing data.
     pub fast_zeroes: bool,
     /// Writes may sit in a volatile cache until a flush. Where false, a write is as durable as the device ever
     /// makes it when it is answered, and a flush has nothing to do.

@@ -76,6 +76,8 @@ pub(super) struct Job {
     /// Bytes done in this phase.
     at: u64,
     retries: u32,
+    /// Why the synchronous write of the piece at hand failed, while it is repeated without the sync.
+    in_doubt: Option<Errno>,
     /// Counted in [`Backing::writes`].
     counted: bool,
 }
@@ -83,7 +85,7 @@ pub(super) struct Job {
 impl Job {
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
         let buffer = ManuallyDrop::new(buffer);
-        Self { request, buffer, done, phase: Phase::Data, at: 0, retries: 0, counted: false }
+        Self { request, buffer, done, phase: Phase::Data, at: 0, retries: 0, in_doubt: None, counted: false }
     }
 
     pub fn buffer(&mut self) -> &mut [u8] {
@@ -131,6 +133,10 @@ impl Job {
         }
         self.retries = 0;
         match (self.phase, answer) {
+            (Phase::Data, Ok(_)) if self.in_doubt.is_some() => {
+                let errno = self.in_doubt.unwrap_or(Errno::IO);
+                Step::Done(backing.synced(Err(error(errno))))
+            }
             (Phase::Data | Phase::ZeroPieces, Ok(n)) => self.moved(backing, n),
             (Phase::Sync, answer) => Step::Done(backing.synced(answer.map(|_| ()).map_err(error))),
             (Phase::Punch | Phase::ZeroRange, Ok(_)) => self.changed(),
@@ -151,6 +157,12 @@ impl Job {
                 // Either half may have failed; the sync's memory is the safe side.
                 Step::Done(backing.synced(Err(error(errno))))
             }
+            (Phase::Data, Err(errno @ (Errno::NOSPC | Errno::DQUOT))) if self.is_dsync() => {
+                // A full file system is told by the write; but where it is the sync that has no room, it may have
+                // lost earlier writes. The same piece without a sync tells which.
+                self.in_doubt = Some(errno);
+                Step::Io(self.io(backing))
+            }
             (_, Err(errno)) => Step::Done(Err(error(errno))),
         }
     }
@@ -164,7 +176,7 @@ impl Job {
     }
 
     fn is_dsync(&self) -> bool {
-        self.request.op == Op::Write && self.request.flags.contains(Flags::FUA)
+        self.request.op == Op::Write && self.request.flags.contains(Flags::FUA) && self.in_doubt.is_none()
     }
 
     fn zeroing(backing: &Backing) -> Phase {
@@ -351,6 +363,24 @@ mod tests {
             let (mut job, _) = begun(&b, Request::write(0, 512));
             assert_eq!(job.advance(&b, Ok(512)), Step::Done(Ok(())));
         }
+    }
+
+    #[test]
+    fn a_full_file_system_is_told_from_a_sync_without_room() {
+        let fua = Request::write(0, 512).with(Flags::FUA);
+        // The write itself finds no room: an error of this request only.
+        let b = backing(false);
+        let (mut job, _) = begun(&b, fua);
+        assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
+        assert_eq!(job.advance(&b, Err(Errno::NOSPC)), Step::Done(Err(Error::NoSpace)));
+        let (mut job, _) = begun(&b, Request::flush());
+        assert_eq!(job.advance(&b, Ok(0)), Step::Done(Ok(())));
+        // The sync found none: what it lost stays lost.
+        let (mut job, _) = begun(&b, fua);
+        assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
+        assert_eq!(job.advance(&b, Ok(512)), Step::Done(Err(Error::Media)));
+        let (mut job, _) = begun(&b, Request::flush());
+        assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
     }
 
     #[test]

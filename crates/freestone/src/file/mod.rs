@@ -5,8 +5,9 @@
 //! thing: a buffered read of what is in the page cache.
 //!
 //! **Sizes.** The device is as large as the file was when it was opened. It grows with the file: [`File::refresh`] looks, and so
-//! does a request or extent query that reaches behind the known end, and the start of every write and flush. It never
-//! shrinks. If the file is truncated underneath, reads behind its real end answer [`Error::Media`], and so do writes, discards and
+//! does a request or extent query that reaches behind the known end, and the start of every write and flush. (The
+//! NBD server refuses what lies behind the known end before it asks: there a write, a flush or [`File::refresh`] shows the
+//! growth, and clients learn of it when they connect.) It never shrinks. If the file is truncated underneath, reads behind its real end answer [`Error::Media`], and so do writes, discards and
 //! zeroing that reach behind it: they would re-extend the file behind its owner's back. A truncation in the very moment
 //! of a write can still be undone by that write. What remains of the file stays usable. The file is never mapped, so there is no `SIGBUS`.
 //!

@@ -2,8 +2,8 @@
 //!
 //! Objects of 1 to 4096 bytes are rounded up to a class (16-byte steps) and live in spans of their class. A CPU
 //! takes objects from a current span of its own for each class, so two CPUs allocate without meeting; an object is
-//! freed by clearing a bit. A class's lock is taken only when a span changes hands or fullness group; nothing is locked
-//! pool-wide but the arena, once in a span's life.
+//! freed by clearing a bit. A class's lock is taken only when a span changes hands or fullness group. Pool-wide locks (the
+//! kept empties, the arena) are taken when a span begins or ends, and where the limit is reached.
 //!
 //! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to the slot that holds
 //! its location, and moves under that slot's lock.
@@ -64,6 +64,15 @@ pub struct Pool {
 /// One CPU's current spans, one a class.
 type Currents = [Mutex<Option<u32>>; CLASSES];
 
+/// What a refusal for want of memory means.
+#[derive(Clone, Copy)]
+enum Refusal {
+    /// Another place will be looked for.
+    MayBeAvoided,
+    /// The write fails.
+    Final,
+}
+
 /// An object's place, taken apart.
 #[derive(Clone, Copy)]
 struct Place {
@@ -116,7 +125,7 @@ impl Pool {
             }
         }
         let class = class_of(data.len());
-        let taken = self.take_from(&mut self.lock_current(class), class, owner);
+        let taken = self.take_from(&mut self.lock_current(class), class, owner, Refusal::MayBeAvoided);
         let place = match taken {
             Err(Error::NoSpace) => self.take_when_scarce(class, owner)?,
             taken => taken?,
@@ -149,7 +158,8 @@ impl Pool {
         self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Replaces the object of a locked slot by `data` of the [same class](Self::same_class), in its place.
+    /// Replaces the bytes of a locked slot's object by `data` of the [same class](Self::same_class), in their place. The
+    /// caller publishes the word that says what they are now.
     #[inline]
     pub fn overwrite(&self, guard: &SlotGuard<'_>, data: &[u8]) {
         let word = guard.word();
@@ -188,11 +198,17 @@ impl Pool {
     }
 
     #[inline]
-    fn take_from(&self, current: &mut Option<u32>, class: usize, owner: BackRef) -> Result<Place> {
+    fn take_from(
+        &self,
+        current: &mut Option<u32>,
+        class: usize,
+        owner: BackRef,
+        refusal: Refusal,
+    ) -> Result<Place> {
         loop {
             if let Some(span) = *current {
                 if let Some(object) = self.spans.lowest_free(span) {
-                    self.make_resident(span, object, class)?;
+                    self.make_resident(span, object, class, refusal)?;
                     self.spans.take(span, object);
                     self.backrefs.set(span, object, owner);
                     return Ok(Place { span, object, class });
@@ -230,7 +246,7 @@ impl Pool {
         }
         let current = &mut currents[percpu::current()];
         **current = found;
-        self.take_from(current, class, owner)
+        self.take_from(current, class, owner, Refusal::Final)
     }
 
     /// A free object below `end` of an owned span that lies in memory.
@@ -244,11 +260,18 @@ impl Pool {
     /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
     /// is retired or trimmed, so this is a comparison in the steady state.
     #[inline]
-    fn make_resident(&self, span: u32, object: usize, class: usize) -> Result<()> {
+    fn make_resident(&self, span: u32, object: usize, class: usize, refusal: Refusal) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
         // Relaxed: written by the span's owner, who calls this.
         let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
-        if needed <= resident { Ok(()) } else { self.grow_resident(span, class, resident, needed) }
+        if needed <= resident {
+            return Ok(());
+        }
+        let grown = self.grow_resident(span, class, resident, needed);
+        if grown == Err(Error::NoSpace) && matches!(refusal, Refusal::Final) {
+            self.over_limit(needed - resident);
+        }
+        grown
     }
 
     #[cold]
@@ -260,7 +283,7 @@ impl Pool {
         } else {
             self.release_empties();
             if !self.charge(needed - resident) {
-                return Err(self.over_limit(needed - resident));
+                return Err(Error::NoSpace);
             }
             needed
         };

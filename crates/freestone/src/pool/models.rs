@@ -271,32 +271,41 @@ impl Disk {
         }
     }
 
-    /// Stores a new object, if there is room in the model, or discards.
-    fn change(&self, discard: bool) {
-        let taken = (!discard).then(|| {
-            let mut current = self.model.current.lock();
-            let span = current.or_else(|| self.model.spans.own_fullest(CLASS))?;
-            *current = Some(span);
-            let object = self.model.spans.lowest_free(span)?;
-            self.model.spans.take(span, object);
-            Some((span, object))
-        });
-        let new = match taken {
-            Some(None) => return,
-            Some(Some(taken)) => {
-                self.write(location(taken), NEW);
-                Word::huge(location(taken))
-            }
-            None => Word::EMPTY,
-        };
+    /// Writes over the object in its place.
+    fn overwrite(&self) {
         let guard = lock(&self.slot, &self.parking);
-        let old = guard.word().object().expect("only this thread changes the slot");
+        let word = guard.word();
+        self.write(word.object().expect("only this thread changes what the slot holds"), NEW);
+        guard.publish(word);
+    }
+
+    /// Stores a new object, if there is room in the model.
+    fn write_elsewhere(&self) {
+        let taken = {
+            let mut current = self.model.current.lock();
+            let Some(span) = current.or_else(|| self.model.spans.own_fullest(CLASS)) else { return };
+            *current = Some(span);
+            let Some(object) = self.model.spans.lowest_free(span) else { return };
+            self.model.spans.take(span, object);
+            (span, object)
+        };
+        self.write(location(taken), NEW);
+        self.replace(Word::huge(location(taken)));
+    }
+
+    fn discard(&self) {
+        self.replace(Word::EMPTY);
+    }
+
+    fn replace(&self, new: Word) {
+        let guard = lock(&self.slot, &self.parking);
+        let old = guard.word().object().expect("only this thread changes what the slot holds");
         guard.publish(new);
         self.model.free(place(old));
     }
 }
 
-fn move_against(change: Option<bool>) {
+fn move_against(change: Option<fn(&Disk)>) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
     builder.check(move || {
@@ -312,8 +321,7 @@ fn move_against(change: Option<bool>) {
             thread::spawn(move || work(&disk))
         };
         let compactor = run(Disk::compact);
-        let changer = change
-            .map(|discard| run(if discard { |disk| disk.change(true) } else { |disk| disk.change(false) }));
+        let changer = change.map(run);
         disk.look();
         compactor.join().unwrap();
         if let Some(changer) = changer {
@@ -335,11 +343,16 @@ fn an_object_moves_under_a_reader() {
 }
 
 #[test]
-fn an_object_moves_while_its_page_is_written() {
-    move_against(Some(false));
+fn an_object_moves_while_its_page_is_written_elsewhere() {
+    move_against(Some(Disk::write_elsewhere));
+}
+
+#[test]
+fn an_object_moves_while_it_is_overwritten() {
+    move_against(Some(Disk::overwrite));
 }
 
 #[test]
 fn an_object_moves_while_its_page_is_discarded() {
-    move_against(Some(true));
+    move_against(Some(Disk::discard));
 }

@@ -106,6 +106,19 @@ fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_
     assert!(pool.pages() <= CLASSES as u64 + 16 * 32, "{} pages", pool.pages());
 }
 
+/// The high-water mark passes the limit only where a write was refused.
+#[test]
+fn a_hole_that_was_found_in_time_raises_no_mark() {
+    let pool = Pool::new().unwrap();
+    let all: Vec<u64> = (0..33).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    pool.free(all[3]);
+    pool.set_limit_pages(33);
+    pool.store(&bytes(1, PAGE_BYTES), OWNER).unwrap();
+    assert_eq!((pool.pages(), pool.pages_max()), (33, 33));
+    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER), Err(Error::NoSpace));
+    assert_eq!((pool.pages(), pool.pages_max()), (33, 34));
+}
+
 /// Places in memory that are not in the current span's front are found, too.
 #[test]
 fn a_hole_behind_the_current_span_is_used_at_the_limit() {

@@ -1,8 +1,9 @@
 //! The compressed RAM disk: zram's semantics in user space.
 //!
 //! A slot table, an object pool, and one compression stream a CPU. Pages that repeat a pattern of up to 64 bits store
-//! only that; pages that do not compress are stored as they are; everything else is compressed. The only lock of the
-//! request path is the page's own.
+//! only that; pages that do not compress are stored as they are; everything else is compressed. Requests
+//! meet only in a page's own lock; beside it they use what belongs to their CPU (a stream, a current span), and a write
+//! takes a lock of the pool when that grows, shrinks or reaches its limit.
 //!
 //! Where it differs from zram on purpose:
 //! * Logical blocks are 512 bytes; a part of a page is patched under the page's lock (zram: 4096, no lock).

@@ -192,7 +192,8 @@ impl<'a> Leaf<'a> {
         lock(&self.words[(slot & LOW) as usize], self.parking)
     }
 
-    /// What a slot held at some moment of the call, without its lock: to report, never to follow.
+    /// What a slot held at some moment of the call, without its lock: to report, or to
+    /// prefetch; never to touch what it points to.
     #[inline]
     pub fn peek(&self, slot: u64) -> Word {
         // Relaxed: the value is only looked at.
