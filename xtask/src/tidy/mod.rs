@@ -58,13 +58,16 @@ pub fn run() -> Result<bool> {
 }
 
 fn check(path: &Path, text: &str) -> Vec<Problem> {
-    let mut problems = source::any(path, text);
     let name = path.file_name().unwrap_or_default();
+    if name == "Cargo.lock" {
+        // Cargo writes it, and names the registry in its own way.
+        return manifests::sources(path, text);
+    }
+    let mut problems = source::any(path, text);
     match path.extension().and_then(|e| e.to_str()) {
         Some("rs") => problems.extend(source::rust(path, text)),
         Some("md") => problems.extend(links::relative(path, text)),
         _ if name == "Cargo.toml" => problems.extend(manifests::package(path, text)),
-        _ if name == "Cargo.lock" => problems.extend(manifests::sources(path, text)),
         _ => {}
     }
     problems

@@ -77,6 +77,7 @@ mod target {
         fn as_mut_ptr(&mut self) -> *mut u8 {
             self.out.as_mut_ptr().cast()
         }
+        // SAFETY: the caller vouches for `n` initialised bytes; they are only noted here.
         unsafe fn filled_until(&mut self, n: usize) {
             self.written = n;
         }

@@ -95,9 +95,9 @@ mod real {
         }
         pub fn alloc(&self) -> Result<u32> {
             let node = self.free.lock().pop().ok_or(Error::NoMemory)?;
-            // Relaxed: as the memory of a new page is zeroed, by whoever touches it first; publishing it is the
-            // caller's business.
+            // As the memory of a new page: zeroed by whoever touches it first.
             for word in self.get(node) {
+                // Relaxed: publishing it is the caller's business.
                 word.store(0, crate::sync::Ordering::Relaxed);
             }
             Ok(node)

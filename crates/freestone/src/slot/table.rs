@@ -170,13 +170,8 @@ impl Drop for Table {
         for entry in &self.root[..end] {
             if let Some(directory) = self.existing(entry) {
                 // Acquire: as in `existing`.
-                nodes.extend(
-                    directory
-                        .iter()
-                        .map(|e| e.load(Ordering::Acquire))
-                        .filter(|&n| n != 0)
-                        .map(|n| (n - 1) as u32),
-                );
+                let leaves = directory.iter().map(|leaf| leaf.load(Ordering::Acquire));
+                nodes.extend(leaves.filter(|&leaf| leaf != 0).map(|leaf| (leaf - 1) as u32));
                 // Acquire: as in `existing`.
                 nodes.push((entry.load(Ordering::Acquire) - 1) as u32);
             }
