@@ -64,6 +64,9 @@ pub fn run(sanitizer: Sanitizer) -> Result<Outcome> {
         Sanitizer::Address => ("address", "target/asan"),
     };
     let mut flags = vec![format!("-Zsanitizer={name}"), "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned()];
+    // System calls go through libc, where the sanitizers see them. Else memory that one thread unmaps and another maps at
+    // the same address looks like one that both write to.
+    flags.extend(["--cfg", "rustix_use_libc"].map(str::to_owned));
     if sanitizer == Sanitizer::Thread {
         flags.extend(wrap_std(&root.join(dir))?);
     }
