@@ -2,7 +2,7 @@
 
 use crossbeam_utils::CachePadded;
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Number of CPUs this machine can have, at least one: the bound of everything per CPU.
 pub fn cpus() -> usize {
@@ -18,6 +18,14 @@ pub fn current() -> usize {
     let cpu = cpu::current();
     let cpus = cpus();
     if cpu < cpus { cpu } else { cpu % cpus }
+}
+
+/// Locks what `of` says this CPU has; where a descheduled thread holds that, another CPU's that is free, before this one is
+/// waited for.
+#[inline]
+pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
+    let (cpus, cpu) = (cpus(), current());
+    (0..cpus).find_map(|n| of((cpu + n) % cpus).try_lock()).unwrap_or_else(|| of(cpu).lock())
 }
 
 mod cpu {

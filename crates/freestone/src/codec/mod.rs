@@ -157,11 +157,7 @@ impl Streams {
     /// This CPU's stream; where a descheduled thread holds it, another CPU's, before this one is waited for.
     #[inline]
     fn take(&self) -> MutexGuard<'_, Stream> {
-        let cpus = self.per_cpu.len();
-        let cpu = percpu::current();
-        (0..cpus)
-            .find_map(|n| self.per_cpu[(cpu + n) % cpus].try_lock())
-            .unwrap_or_else(|| self.per_cpu[cpu].lock())
+        percpu::lock_nearest(|cpu| &*self.per_cpu[cpu])
     }
 
     /// Pages that are compressed in about a millisecond: what a bounded piece of work may be.

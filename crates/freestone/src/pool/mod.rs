@@ -190,11 +190,7 @@ impl Pool {
     /// This CPU's current span of a class; another CPU's where a descheduled thread holds it.
     #[inline]
     fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<u32>> {
-        let cpus = self.current.len();
-        let cpu = percpu::current();
-        (0..cpus)
-            .find_map(|n| self.current[(cpu + n) % cpus][class].try_lock())
-            .unwrap_or_else(|| self.current[cpu][class].lock())
+        percpu::lock_nearest(|cpu| &self.current[cpu][class])
     }
 
     #[inline]
