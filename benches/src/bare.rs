@@ -185,7 +185,8 @@ pub fn page_at(pages: &[u8], number: u32) -> &Page {
     &pages.as_chunks().0[number as usize]
 }
 
-fn same_filled(page: &Page) -> Option<u64> {
+/// The 64-bit pattern that a page repeats, if it does.
+pub fn same_filled(page: &Page) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     (page[..PAGE_BYTES - 8] == page[8..]).then_some(u64::from_ne_bytes(*first))
 }

@@ -91,7 +91,7 @@ impl Data {
 
 /// One page as fio 3.33 fills it with the options above: the first 40 % (1638 bytes) random words, the rest zeroes.
 /// fio's generator is another one, its random part is as incompressible.
-fn fio_page(number: u64, page: &mut [u8]) {
+pub fn fio_page(number: u64, page: &mut [u8]) {
     let (noise, rest) = page.split_at_mut(PAGE_BYTES * 40 / 100);
     let mut random = Random::new(number);
     for word in noise.chunks_mut(8) {

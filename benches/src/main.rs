@@ -4,15 +4,20 @@
 //! machine meets both sides alike. Run with `cargo run --release -p freestone-benches -- all`.
 
 mod bare;
+mod callgrind;
 mod codec;
 mod data;
+mod instructions;
 mod machine;
 mod measure;
 mod memory;
 mod options;
+mod process;
 mod report;
 mod setup;
 mod threads;
+mod writeback;
+mod zipf;
 mod zram;
 mod zram_device;
 
@@ -32,7 +37,7 @@ struct Cli {
     options: Options,
 }
 
-#[derive(Subcommand, Clone, Copy, PartialEq, Eq)]
+#[derive(Subcommand)]
 enum Bench {
     /// Random 4 KiB reads and rewrites of a RAM disk against the bare codec on the same pages, one thread.
     Codec,
@@ -42,31 +47,61 @@ enum Bench {
     Threads,
     /// Memory: overhead after a fill, after rewrites, after compaction; what discarding returns; PSS.
     Memory,
-    /// All of these in turn.
+    /// Codec, threads, zram and memory in turn.
     All,
+    /// Spilling a whole disk, reads of spilled pages, what memory serves of a zipfian load, recompression. Needs fio and a disk
+    /// that takes direct I/O.
+    Writeback(writeback::Args),
+    /// Instructions of a read and of a write, and against another build of this program. Needs valgrind.
+    Instructions(callgrind::Args),
+    /// The loop that `instructions` counts.
+    #[command(hide = true)]
+    InstructionsLoop {
+        #[command(flatten)]
+        what: instructions::Loop,
+        /// The disk has a backing device, which nothing is written to.
+        #[arg(long)]
+        backed: bool,
+    },
 }
 
-type Run = fn(&Options) -> Result<Vec<Report>>;
-
 impl Bench {
-    fn name(self) -> &'static str {
+    fn name(&self) -> &'static str {
         match self {
             Self::Codec => "codec",
             Self::Zram => "zram",
             Self::Threads => "threads",
             Self::Memory => "memory",
             Self::All => "all",
+            Self::Writeback(_) => "writeback",
+            Self::Instructions(_) => "instructions",
+            Self::InstructionsLoop { .. } => "instructions-loop",
         }
     }
 
-    fn runs(self) -> Vec<Run> {
-        match self {
-            Self::Codec => vec![codec::run],
-            Self::Zram => vec![zram::run],
-            Self::Threads => vec![threads::run],
-            Self::Memory => vec![memory::run],
-            Self::All => vec![codec::run, threads::run, zram::run, memory::run],
-        }
+    /// What there is to report; nothing where another program looks on.
+    fn run(&self, options: &Options) -> Result<Option<Vec<Report>>> {
+        let reports = match self {
+            Self::Codec => codec::run(options)?,
+            Self::Zram => zram::run(options)?,
+            Self::Threads => threads::run(options)?,
+            Self::Memory => memory::run(options)?,
+            Self::All => {
+                let mut reports = codec::run(options)?;
+                reports.extend(threads::run(options)?);
+                reports.extend(zram::run(options)?);
+                reports.extend(memory::run(options)?);
+                reports
+            }
+            Self::Writeback(args) => writeback::run(args, options)?,
+            Self::Instructions(args) => callgrind::run(args)?,
+            Self::InstructionsLoop { what, backed } => {
+                let ram = if *backed { setup::backed_ram } else { setup::new_ram }(instructions::DISK_BYTES)?;
+                instructions::run(&ram, *what)?;
+                return Ok(None);
+            }
+        };
+        Ok(Some(reports))
     }
 }
 
@@ -76,10 +111,7 @@ fn main() -> Result<()> {
     let mut document = Document::begin();
     println!("{}", document.machine);
     println!("command: {}\n", document.command);
-    for run in cli.bench.runs() {
-        for report in run(&cli.options)? {
-            document.reports.push(report);
-        }
-    }
+    let Some(reports) = cli.bench.run(&cli.options)? else { return Ok(()) };
+    document.reports = reports;
     document.finish(&cli.options.json_file(cli.bench.name()))
 }

@@ -53,6 +53,14 @@ pub enum Unit {
     Ratio,
     Seconds,
     Mib,
+    /// Microseconds.
+    Micros,
+    /// Of a hundred.
+    Percent,
+    /// A difference of percentages.
+    Points,
+    /// A number of things.
+    Count,
 }
 
 /// What a number is to reach.
@@ -111,6 +119,10 @@ impl Unit {
             Self::Ratio => format!("{value:.3}"),
             Self::Seconds => format!("{value:.2} s"),
             Self::Mib => format!("{value:.1} MiB"),
+            Self::Micros => format!("{value:.2} us"),
+            Self::Percent => format!("{value:.2} %"),
+            Self::Points => format!("{value:.2}"),
+            Self::Count => format!("{value:.1}"),
         }
     }
 }

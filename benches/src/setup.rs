@@ -1,10 +1,11 @@
 //! A RAM disk that holds a data set, and the same pages for the yardsticks.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::codec::{Algorithm, Params};
+use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::ram::{Config, Ram};
 
@@ -27,12 +28,17 @@ pub struct Setup {
 
 /// An empty disk.
 pub fn new_ram(bytes: u64) -> Result<Ram> {
-    Ok(Ram::new(Config {
-        disksize: bytes,
-        comp_algorithm: Algorithm::Lz4,
-        algorithm_params: Params::default(),
-        mem_limit: 0,
-    })?)
+    Ok(Ram::new(config(bytes))?)
+}
+
+/// An empty disk with a backing device that has room for all of it.
+pub fn backed_ram(bytes: u64) -> Result<Ram> {
+    let backing = new_ram(2 * bytes)?;
+    Ok(Ram::with_backing(config(bytes), Arc::new(backing), true)?)
+}
+
+fn config(bytes: u64) -> Config {
+    Config { disksize: bytes, comp_algorithm: Algorithm::Lz4, ..Config::default() }
 }
 
 impl Setup {

@@ -1,8 +1,9 @@
-//! Runs cargo, shows what it prints and counts the tests that it ran.
+//! Runs cargo and other commands, shows what they print and counts the tests that ran.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::ops::AddAssign;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result};
@@ -40,17 +41,18 @@ pub fn cargo() -> Command {
 /// Runs a command to its end. Its stdout passes through us line by line, so that tests can be counted.
 pub fn run(command: &mut Command) -> Result<Outcome> {
     println!("$ {}", line(command));
-    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start cargo")?;
+    let child = command.stdout(Stdio::piped()).spawn();
+    let mut child = child.with_context(|| format!("cannot start {}", line(command)))?;
     let mut counts = Counts::default();
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).split(b'\n') {
-            let mut line = line.context("cannot read what cargo prints")?;
+            let mut line = line.context("cannot read what it prints")?;
             counts += result_line(&String::from_utf8_lossy(&line)).unwrap_or_default();
             line.push(b'\n');
             io::stdout().write_all(&line).context("cannot write to stdout")?;
         }
     }
-    let status = child.wait().context("cannot wait for cargo")?;
+    let status = child.wait().context("cannot wait for its end")?;
     if !status.success() {
         println!("{}: {status}", line(command));
     }
@@ -71,7 +73,8 @@ fn line(command: &Command) -> String {
         let value = value.unwrap_or_default().to_string_lossy();
         words.push(format!("{}='{value}'", key.to_string_lossy()));
     }
-    words.push("cargo".to_owned());
+    let program = Path::new(command.get_program());
+    words.push(program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned());
     words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
     words.join(" ")
 }

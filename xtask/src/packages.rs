@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
-const TOOLS: [(&str, &str); 15] = [
+const TOOLS: [(&str, &str); 24] = [
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
@@ -23,6 +23,16 @@ const TOOLS: [(&str, &str); 15] = [
     ("tar", "tar"),
     ("diff", "diffutils"),
     ("mountpoint", "util-linux"),
+    ("blkdiscard", "util-linux"),
+    // The kernel lab.
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("busybox", "busybox-static"),
+    ("cpio", "cpio"),
+    ("zstd", "zstd"),
+    ("bc", "bc"),
+    ("python3", "python3"),
+    ("nbd-client", "nbd-client"),
+    ("socat", "socat"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

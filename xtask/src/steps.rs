@@ -1,5 +1,6 @@
 //! The gate: its steps in order, the time each takes, and the count at the end.
 
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -28,6 +29,8 @@ pub enum Step {
     Doc,
     /// All tests, the real clients among them
     Test,
+    /// Writeback in a stock kernel: its zram and Freestone answer the same
+    Lab,
     /// The loom models of the lock protocols
     Models,
     /// The tests of the libraries under `ThreadSanitizer`
@@ -60,6 +63,10 @@ impl Step {
                 cargo::run(&mut command)
             }
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
+            Self::Lab => {
+                let mut command = Command::new("lab/run-writeback.sh");
+                cargo::run(command.stdin(Stdio::null()))
+            }
             Self::Models => {
                 let mut command = cargo();
                 command.args(["test", "--release", "--package", "freestone", "--lib", "models"]);

@@ -3,7 +3,10 @@
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
-use crate::verbs::{Common, compact, create, get, list, publish, remove, reset, set, stat, unpublish};
+use crate::verbs::{
+    Common, compact, create, get, idle, list, publish, recompress, remove, reset, set, stat, unpublish,
+    writeback,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -22,6 +25,13 @@ Devices:
       comp_algorithm=lz4|lz4hc|zstd|store   default lz4
       algorithm_params=WORDS                for example 'level=3'
       mem_limit=SIZE|none                   default half of the machine's memory
+      backing_dev=PATH                      pages go to this file or disk when mem_limit is near
+      backing_size=SIZE                     makes a nameless file of this size where none is
+      compressed_writeback=yes|no           default yes
+      writeback_limit=N                     4 KiB units; with writeback_limit_enable=1
+      writeback_batch_size=N                pages
+      recomp_algorithm=WORDS                for example 'algo=zstd priority=1'
+      auto_recompress=no|SECONDS            recompress what is idle for so long; default no
   NAME=null,size=SIZE       writes vanish, reads are zeroes
       blocksize=512..4096                   default 4096
   NAME=file,path=PATH       raw image or block device
@@ -33,6 +43,7 @@ Devices:
 
 Examples:
   freestone serve ram0=ram,disksize=4G ram1=ram,disksize=16G,mem_limit=2G
+  freestone serve big=ram,disksize=16G,mem_limit=1G,backing_dev=spill.img,backing_size=8G
   freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
 
@@ -51,6 +62,28 @@ Columns (the names are zramctl's; after the names in brackets see stat and get):
   EXPORTS     NBD addresses, (ro) where clients cannot write
 
 A dash stands where a kind of device has no such thing. --json gives bytes.";
+
+const IDLE_EXAMPLES: &str = "\
+Examples:
+  freestone idle big all       mark every page; reads and writes take the mark off again
+  freestone idle big 3600      mark what nobody touched for an hour";
+
+const WRITEBACK_EXAMPLES: &str = "\
+Examples:
+  freestone writeback big idle                             what `freestone idle` marked
+  freestone writeback big huge                             what is stored uncompressed
+  freestone writeback big incompressible                   what `freestone recompress` gave up
+  freestone writeback big page_index=7 page_indexes=100-199
+
+Where writeback_limit or the room on the backing device will not do for all, the largest objects go first.";
+
+const RECOMPRESS_EXAMPLES: &str = "\
+Examples:
+  freestone recompress big type=idle
+  freestone recompress big type=huge priority=2 max_pages=10000
+  freestone recompress big threshold=2000 algo=zstd
+
+The algorithms are those of recomp_algorithm, given when the device was created.";
 
 /// Behind the options of the subcommand.
 const LAST: usize = 900;
@@ -95,6 +128,15 @@ pub enum Command {
     Reset(Call<reset::Params>),
     /// Give memory back that a ram device holds in partly used places
     Compact(Call<compact::Params>),
+    /// Mark the pages of a ram device that nobody uses
+    #[command(after_help = IDLE_EXAMPLES)]
+    Idle(Call<idle::Params>),
+    /// Write pages of a ram device to its backing device
+    #[command(after_help = WRITEBACK_EXAMPLES)]
+    Writeback(Call<writeback::Line>),
+    /// Pack pages of a ram device smaller with a secondary algorithm
+    #[command(after_help = RECOMPRESS_EXAMPLES)]
+    Recompress(Call<recompress::Line>),
     /// Publish a device at an NBD address
     #[command(after_help = "Example:\n  freestone publish ram1 --nbd unix:/run/ram1.sock --read-only")]
     Publish(Call<publish::Params>),

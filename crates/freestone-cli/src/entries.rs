@@ -148,13 +148,19 @@ impl Entries {
     pub fn with_base(mut self, base: &Path) -> Self {
         for (key, value) in &mut self.pairs {
             match key.as_str() {
-                "path" if !value.is_empty() => *value = base.join(&*value).to_string_lossy().into_owned(),
+                "path" | "backing_dev" if !value.is_empty() => {
+                    *value = base.join(&*value).to_string_lossy().into_owned();
+                }
                 "algorithm_params" => {
-                    let words = value.split(' ').map(|word| match word.strip_prefix("dict=") {
+                    let based = |word: &str| match word.strip_prefix("dict=") {
                         Some(path) if !path.is_empty() => format!("dict={}", base.join(path).display()),
                         _ => word.to_owned(),
-                    });
-                    *value = words.collect::<Vec<_>>().join(" ");
+                    };
+                    // Groups for several algorithms, each of words.
+                    let group = |group: &str| {
+                        group.split(char::is_whitespace).map(based).collect::<Vec<_>>().join(" ")
+                    };
+                    *value = value.split(';').map(group).collect::<Vec<_>>().join(";");
                 }
                 _ => {}
             }
@@ -233,6 +239,10 @@ mod tests {
         assert_eq!(
             with_base("r=ram,algorithm_params=level=3 dict=d"),
             "r=ram,algorithm_params=level=3 dict=/base/d"
+        );
+        assert_eq!(
+            with_base("r=ram,backing_dev=spill,algorithm_params=dict=a; priority=1 dict=b;dict=/c"),
+            "r=ram,backing_dev=/base/spill,algorithm_params=dict=/base/a; priority=1 dict=/base/b;dict=/c"
         );
     }
 

@@ -53,6 +53,11 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Remove(call) => ask::<verbs::remove::Remove>(&call.args, &call.common),
         Command::Reset(call) => ask::<verbs::reset::Reset>(&call.args, &call.common),
         Command::Compact(call) => ask::<verbs::compact::Compact>(&call.args, &call.common),
+        Command::Idle(call) => ask::<verbs::idle::Idle>(&call.args, &call.common),
+        Command::Writeback(call) => ask::<verbs::writeback::Writeback>(&call.args.try_into()?, &call.common),
+        Command::Recompress(call) => {
+            ask::<verbs::recompress::Recompress>(&call.args.try_into()?, &call.common)
+        }
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
         Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
     }?;

@@ -1,16 +1,19 @@
 //! The devices of a server by name.
 
+use std::fmt::Display;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::codec::Params;
 use freestone::device::Device;
 use freestone::file::{self, File};
 use freestone::null::{self, Null};
-use freestone::ram::{self, Ram};
+use freestone::ram::{self, BackingDev, Ram, Secondary};
 
+use crate::control::protocol::Errno;
 use crate::machine;
 use crate::size::exact;
-use crate::spec::{KindSpec, Spec};
+use crate::spec::{KindSpec, RamSpec, Spec};
 
 /// Most devices of one server.
 pub const MAX_DEVICES: usize = 65_536;
@@ -35,35 +38,29 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Sets the device up. The error is one sentence that names it; it is about the machine, not about the values.
-    pub fn build(spec: Spec) -> Result<Self, String> {
-        let failed = |why: &dyn std::fmt::Display| format!("{}: {why}", spec.name);
+    /// Sets the device up.
+    pub fn build(spec: Spec) -> Result<Self, BuildError> {
         let kind = match &spec.kind {
-            KindSpec::Ram { disksize, comp_algorithm, algorithm_params, mem_limit } => {
-                let mem_limit = match mem_limit {
-                    Some(bytes) => *bytes,
-                    None => machine::half_of_memory().map_err(|e| failed(&format!("{e:#}")))?,
-                };
-                let params = Params::parse(algorithm_params);
-                let config = ram::Config {
-                    disksize: *disksize,
-                    comp_algorithm: *comp_algorithm,
-                    algorithm_params: params.map_err(|e| failed(&format!("algorithm_params: {e}")))?,
-                    mem_limit,
-                };
-                Kind::Ram(Arc::new(Ram::new(config).map_err(|e| failed(&e))?))
-            }
+            KindSpec::Ram(ram) => build_ram(ram).map(|ram| Kind::Ram(Arc::new(ram))),
             KindSpec::Null { size, blocksize } => {
                 let config = null::Config { size: *size, logical_block: *blocksize };
-                Kind::Null(Arc::new(Null::new(config).map_err(|e| failed(&e))?))
+                let null = Null::new(config).map_err(|e| BuildError::new(Errno::EIO, &e));
+                null.map(|null| Kind::Null(Arc::new(null)))
             }
             KindSpec::File { path, readonly, direct, size } => {
                 let mut config = file::Config::new(path);
                 (config.read_only, config.direct, config.size) = (*readonly, *direct, *size);
-                Kind::File(Arc::new(File::open(&config).map_err(|e| failed(&in_typed_sizes(e)))?))
+                let file = File::open(&config)
+                    .map_err(|e| BuildError::new(errno_of(&e), &in_typed_sizes("size", &e)));
+                file.map(|file| Kind::File(Arc::new(file)))
             }
         };
-        Ok(Self { spec, kind })
+        match kind {
+            Ok(kind) => Ok(Self { spec, kind }),
+            Err(BuildError { errno, sentence }) => {
+                Err(BuildError { errno, sentence: format!("{}: {sentence}", spec.name) })
+            }
+        }
     }
 
     /// Its name.
@@ -90,12 +87,83 @@ impl Entry {
     }
 }
 
-/// The library says sizes in bytes; here they are typed with units.
-fn in_typed_sizes(error: file::SetupError) -> String {
+/// Why a device could not be set up: it is about the machine, not about the values.
+#[derive(Debug, PartialEq, Eq)]
+pub struct BuildError {
+    /// For programs.
+    pub errno: Errno,
+    /// For people; names the device.
+    pub sentence: String,
+}
+
+impl BuildError {
+    fn new(errno: Errno, why: &dyn Display) -> Self {
+        Self { errno, sentence: why.to_string() }
+    }
+}
+
+fn build_ram(spec: &RamSpec) -> Result<Ram, BuildError> {
+    let params = |words: &str| {
+        Params::parse(words).map_err(|e| BuildError::new(Errno::EIO, &format!("algorithm_params: {e}")))
+    };
+    let mem_limit = match spec.mem_limit {
+        Some(bytes) => bytes,
+        None => machine::half_of_memory().map_err(|e| BuildError::new(Errno::EIO, &format!("{e:#}")))?,
+    };
+    let mut config = ram::Config {
+        disksize: spec.disksize,
+        comp_algorithm: spec.comp_algorithm,
+        algorithm_params: params(&spec.algorithm_params)?,
+        mem_limit,
+        auto_recompress: spec.auto_recompress,
+        ..ram::Config::default()
+    };
+    for (secondary, asked) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
+        if let Some(asked) = asked {
+            *secondary = Some(Secondary { algorithm: asked.algorithm, params: params(&asked.params)? });
+        }
+    }
+    config.backing = spec.backing.as_ref().map(|backing| BackingDev {
+        path: backing.path.clone(),
+        size: backing.size,
+        compressed_writeback: backing.compressed,
+    });
+    let ram = Ram::new(config).map_err(|e| match e {
+        ram::SetupError::Backing(e) => {
+            BuildError::new(errno_of(&e), &format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
+        }
+        ram::SetupError::NoMemory => BuildError::new(Errno::ENOMEM, &e),
+        e => BuildError::new(Errno::EIO, &e),
+    })?;
+    if let Some(backing) = &spec.backing {
+        ram.set_writeback_limit(backing.limit);
+        ram.set_writeback_limit_enable(backing.limit_enable);
+        if let Some(pages) = backing.batch_size {
+            ram.set_writeback_batch_size(pages);
+        }
+    }
+    Ok(ram)
+}
+
+fn errno_of(error: &file::SetupError) -> Errno {
+    match error {
+        file::SetupError::InUse { .. } => Errno::EBUSY,
+        file::SetupError::Call { source, .. } => match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                Errno::ENOSPC
+            }
+            _ => Errno::EIO,
+        },
+        _ => Errno::EIO,
+    }
+}
+
+/// The library says sizes in bytes; here they are typed with units, under `key`.
+fn in_typed_sizes(key: &str, error: &file::SetupError) -> String {
     match error {
         file::SetupError::SizeDiffers { path, found, asked } => {
-            let (path, found, asked) = (path.display(), exact(found), exact(asked));
-            format!("size={asked}: {path} has {found}; leave size out to take the file as it is")
+            let (path, found, asked) = (path.display(), exact(*found), exact(*asked));
+            format!("{key}={asked}: {path} has {found}; leave {key} out to take the file as it is")
         }
         other => other.to_string(),
     }
@@ -182,17 +250,18 @@ mod tests {
 
     #[test]
     fn what_cannot_be_set_up_is_named() {
-        let error = Entry::build("f=file,path=/nowhere/at/all".parse().unwrap()).err().unwrap();
+        let error = Entry::build("f=file,path=/nowhere/at/all".parse().unwrap()).err().unwrap().sentence;
         assert!(error.starts_with("f: ") && error.contains("/nowhere/at/all"), "{error}");
         let dict = "r=ram,disksize=1M,comp_algorithm=zstd,algorithm_params=level=3 dict=/nowhere/d";
-        let error = Entry::build(dict.parse().unwrap()).err().unwrap();
+        let error = Entry::build(dict.parse().unwrap()).err().unwrap().sentence;
         let missing = "r: algorithm_params: dict=/nowhere/d: No such file or directory (os error 2)";
         assert_eq!(error, missing);
 
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(8192).unwrap();
         let path = file.path().display();
-        let error = Entry::build(format!("f=file,path={path},size=1G").parse().unwrap()).err().unwrap();
+        let error =
+            Entry::build(format!("f=file,path={path},size=1G").parse().unwrap()).err().unwrap().sentence;
         let differs = format!("f: size=1G: {path} has 8K; leave size out to take the file as it is");
         assert_eq!(error, differs);
     }

@@ -2,11 +2,12 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, Server};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::advice;
+use crate::advice::{self, Place};
 use crate::control::protocol::{Errno, Fault};
 use crate::control::server::Handler;
 use crate::entries::nearest;
@@ -59,6 +60,16 @@ impl Service {
         })
     }
 
+    /// The RAM disk of that name; `can` is what only such a device can.
+    pub fn find_ram(&self, name: &str, can: &str) -> Result<Arc<Ram>, Fault> {
+        match &self.find(name)?.kind {
+            Kind::Ram(ram) => Ok(Arc::clone(ram)),
+            Kind::Null(_) | Kind::File(_) => {
+                Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}")))
+            }
+        }
+    }
+
     /// Listens at an address of the command line. Returns it with the port that it got.
     pub fn listen_home(&self, changes: &mut Changes, address: &Address) -> Result<Address, Fault> {
         let listen = self.nbd.listen(address);
@@ -85,8 +96,10 @@ impl Service {
             }
             Refused::Full => Fault::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
         })?;
-        let entry = Arc::new(Entry::build(spec).map_err(|why| Fault::failed(Errno::EIO, why))?);
-        self.warn_of_memory(&entry);
+        // Before it is there: a file that is made has no name to look at.
+        let place = spec.backing_path().map(Place::of);
+        let entry = Arc::new(Entry::build(spec).map_err(|e| Fault::failed(e.errno, e.sentence))?);
+        self.warn_of_memory(&entry, place.unwrap_or_default());
         self.registry.add(Arc::clone(&entry));
         if publish && let Err(fault) = self.publish_home(changes, &entry) {
             // All or nothing. That it was published nowhere yet is no error here.
@@ -98,15 +111,22 @@ impl Service {
     }
 
     /// Called before the device is among the others.
-    fn warn_of_memory(&self, entry: &Entry) {
+    fn warn_of_memory(&self, entry: &Entry, place: Place) {
+        let Kind::Ram(ram) = &entry.kind else { return };
+        let config = ram.config();
+        if let (Some(backing), Some(stat)) = (&config.backing, ram.backing()) {
+            for warning in advice::of_backing(entry.name(), backing, stat.size, config.mem_limit, place) {
+                warn!("{warning}");
+            }
+        }
         // Without /proc there is nothing to compare with.
-        let (Kind::Ram(ram), Ok(memory)) = (&entry.kind, machine::memory()) else { return };
+        let Ok(memory) = machine::memory() else { return };
         let others = self.registry.all();
         let limits = others.iter().filter_map(|other| match &other.kind {
             Kind::Ram(ram) => Some(ram.config().mem_limit),
             Kind::Null(_) | Kind::File(_) => None,
         });
-        for warning in advice::of_memory(entry.name(), &ram.config(), limits, memory) {
+        for warning in advice::of_memory(entry.name(), &config, limits, memory) {
             warn!("{warning}");
         }
     }

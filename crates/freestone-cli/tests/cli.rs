@@ -3,6 +3,8 @@
 mod harness;
 #[path = "cli/sentences.rs"]
 mod sentences;
+#[path = "cli/writeback.rs"]
+mod writeback;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -91,7 +93,7 @@ fn attributes_are_read_and_set() {
     assert_eq!(serve.text(&["get", "ram0", "disksize"]), "67108864\n");
     assert_eq!(serve.text(&["get", "ram0", "comp_algorithm"]), "zstd\n");
     assert_eq!(serve.text(&["get", "ram0", "io_stat"]), "0 0 0 0\n");
-    assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit         0\n"));
+    assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit               0\n"));
     assert_eq!(serve.json(&["get", "ram0", "disksize"]), json!({ "disksize": 64 << 20 }));
 
     // What was set is shown as `get` has it, rounded up to pages.

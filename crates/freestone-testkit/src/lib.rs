@@ -3,6 +3,7 @@
 //! * [`conformance`]: checks any device against the contract of [`freestone::device`], in both directions.
 //! * [`Model`]: the plainest device there is, a byte vector under a mutex; the oracle.
 //! * [`Deferred`]: a decorator that answers "would block" and completes in a shuffled order.
+//! * [`Faulty`]: a disk in memory that fails, hangs, tears, corrupts and fills up when it is told to.
 //! * [`ModelZoned`]: the plainest zoned device.
 //!
 //! ```
@@ -15,11 +16,13 @@
 
 pub mod conformance;
 mod deferred;
+mod faulty;
 mod model;
 mod model_zoned;
 mod rng;
 
 pub use deferred::{Deferred, Policy};
+pub use faulty::{Counts, Faulty, What, When};
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;

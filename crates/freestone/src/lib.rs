@@ -15,6 +15,8 @@ struct Readme;
 /// Bytes of a page: what one slot of a page table stands for.
 pub const PAGE_BYTES: usize = 4096;
 
+#[cfg(not(loom))]
+mod age;
 pub mod device;
 mod parking;
 mod pin;
@@ -23,6 +25,8 @@ mod sync;
 
 #[cfg(not(loom))]
 mod arena;
+#[cfg(not(loom))]
+mod clock;
 #[cfg(not(loom))]
 pub mod codec;
 #[cfg(not(loom))]
@@ -35,12 +39,24 @@ mod percpu;
 mod pool;
 #[cfg(not(loom))]
 pub mod ram;
+#[cfg(not(loom))]
+mod spill;
 
 #[cfg(loom)]
 mod pool {
     //! What of the pool is modelled: the states of spans.
     pub mod class;
     mod spans;
+
+    #[cfg(test)]
+    mod models;
+}
+
+#[cfg(loom)]
+mod spill {
+    //! What of spilling is modelled: how blocks of the backing go round.
+    pub mod blocks;
+    pub mod space;
 
     #[cfg(test)]
     mod models;

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use freestone::codec::{Algorithm, Params};
+use freestone::codec::Algorithm;
 use freestone::device::Device;
 use freestone::ram::{Config, Ram};
 use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{Deferred, Policy};
 
 fn ram(comp_algorithm: Algorithm) -> Ram {
-    Ram::new(Config { disksize: 24 << 20, comp_algorithm, algorithm_params: Params::default(), mem_limit: 0 })
-        .unwrap()
+    Ram::new(Config { disksize: 24 << 20, comp_algorithm, ..Config::default() }).unwrap()
 }
 
 #[test]

@@ -23,7 +23,7 @@ const FAILED: i32 = -32000;
 pub enum Errno {
     /// A value that cannot be.
     EINVAL,
-    /// No such device.
+    /// No such device, or no backing device.
     ENODEV,
     /// The name is taken.
     EEXIST,
@@ -31,12 +31,16 @@ pub enum Errno {
     EBUSY,
     /// This kind of device does not do that.
     EOPNOTSUPP,
-    /// The device could not be set up.
+    /// The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.
     EIO,
     /// Nothing can listen at that address.
     EADDRNOTAVAIL,
-    /// A limit of the server is reached.
+    /// A limit of the server is reached, or no room on a disk.
     ENOSPC,
+    /// A page that the device does not have.
+    ERANGE,
+    /// No memory.
+    ENOMEM,
 }
 
 /// A JSON-RPC error object.
@@ -56,6 +60,15 @@ impl Fault {
     /// The verb failed.
     pub fn failed(errno: Errno, message: impl Into<String>) -> Self {
         Self { code: FAILED, message: message.into(), data: Some(json!({ "errno": errno })) }
+    }
+
+    /// Adds a number to `data`: what was done before it failed.
+    #[must_use]
+    pub fn with(mut self, key: &str, number: u64) -> Self {
+        if let Some(Value::Object(data)) = &mut self.data {
+            data.insert(key.into(), json!(number));
+        }
+        self
     }
 
     /// The parameters cannot be meant.

@@ -6,8 +6,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::{Errno, Fault};
-use crate::registry::Kind;
+use crate::control::protocol::Fault;
 use crate::service::Service;
 
 /// The verb.
@@ -37,13 +36,8 @@ impl Verb for Compact {
     // Runs under traffic and takes a while: not under the lock of the changes.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
-        match &service.find(&name)?.kind {
-            Kind::Ram(ram) => Ok(Reply { pages_freed: ram.compact(), name }),
-            Kind::Null(_) | Kind::File(_) => {
-                let why = "only a ram device can be compacted";
-                Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")))
-            }
-        }
+        let ram = service.find_ram(&name, "can be compacted")?;
+        Ok(Reply { pages_freed: ram.compact(), name })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {

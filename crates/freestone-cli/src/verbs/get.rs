@@ -43,23 +43,15 @@ impl Verb for Get {
     fn show(params: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
         let width = reply.keys().map(String::len).max().unwrap_or_default();
         for (attr, value) in reply {
-            let text = plain(value);
+            let text = attrs::plain(attr, value);
             // One attribute alone is for scripts: the value and nothing else.
             if params.attr.is_some() {
                 writeln!(out, "{text}")
             } else {
-                writeln!(out, "{attr:width$}  {text}")
+                let below = format!("\n{:width$}  ", "");
+                writeln!(out, "{}", format!("{attr:width$}  {}", text.replace('\n', &below)).trim_end())
             }?;
         }
         Ok(())
-    }
-}
-
-/// A value as sysfs shows it: statistics are a row of numbers.
-pub fn plain(value: &Value) -> String {
-    match value {
-        Value::String(text) => text.clone(),
-        Value::Object(columns) => columns.values().map(plain).collect::<Vec<_>>().join(" "),
-        other => other.to_string(),
     }
 }

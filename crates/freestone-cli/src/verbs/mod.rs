@@ -4,13 +4,16 @@
 pub mod compact;
 pub mod create;
 pub mod get;
+pub mod idle;
 pub mod list;
 pub mod publish;
+pub mod recompress;
 pub mod remove;
 pub mod reset;
 pub mod set;
 pub mod stat;
 pub mod unpublish;
+pub mod writeback;
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -44,7 +47,7 @@ pub trait Verb {
 
 type Run = fn(&Service, Option<Value>) -> Result<Value, Fault>;
 
-const VERBS: [(&str, Run); 10] = [
+const VERBS: [(&str, Run); 13] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -53,6 +56,9 @@ const VERBS: [(&str, Run); 10] = [
     entry::<remove::Remove>(),
     entry::<reset::Reset>(),
     entry::<compact::Compact>(),
+    entry::<idle::Idle>(),
+    entry::<writeback::Writeback>(),
+    entry::<recompress::Recompress>(),
     entry::<publish::Publish>(),
     entry::<unpublish::Unpublish>(),
 ];

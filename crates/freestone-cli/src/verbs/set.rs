@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Verb;
-use super::get::plain;
 use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
@@ -71,6 +70,6 @@ impl Verb for Set {
     }
 
     fn show(_: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply.iter().try_for_each(|(attr, value)| writeln!(out, "{attr}={}", plain(value)))
+        reply.iter().try_for_each(|(attr, value)| writeln!(out, "{attr}={}", attrs::plain(attr, value)))
     }
 }

@@ -27,8 +27,8 @@ pub struct Params {
     name: Option<String>,
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "mm_stat": {..}, "io_stat": {..}, "memory": {..},
-/// "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+/// One device: `{"name":, "kind":, "disksize":, "mm_stat": {..}, "io_stat": {..}, "bd_stat": {..},
+/// "backing": {..}, "auto_recompress": {..}, "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
 pub type Reply = Map<String, Value>;
 
 impl Verb for Stat {
@@ -81,6 +81,13 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
         reply.insert("mm_stat".into(), attrs::mm_stat(ram));
         reply.insert("io_stat".into(), attrs::io_stat(ram));
+        reply.insert("bd_stat".into(), attrs::bd_stat(ram));
+        if let Some(backing) = attrs::backing(ram) {
+            reply.insert("backing".into(), backing);
+        }
+        if let Some(done) = attrs::auto_recompressed(ram) {
+            reply.insert("auto_recompress".into(), done);
+        }
         let m = ram.memory();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,

@@ -6,6 +6,8 @@
 //! allocated under a stream and no page fault is taken: the object is written to the caller's stack, which was touched
 //! before, the stream goes back, and only then the pool is asked for a place.
 
+mod codecs;
+mod dictionary;
 mod lz4;
 mod params;
 mod zstd;
@@ -15,7 +17,9 @@ use std::sync::{Arc, PoisonError, Weak};
 
 use crossbeam_utils::CachePadded;
 
-pub use self::params::{Algorithm, DICTIONARY_BYTES_MAX, Dictionary, Params, ParamsError};
+pub use self::codecs::{Codecs, PRIORITIES, SetError};
+pub use self::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
+pub use self::params::{Algorithm, Params, ParamsError};
 use crate::PAGE_BYTES;
 use crate::device::{Error, Result};
 use crate::percpu;
@@ -80,6 +84,8 @@ pub struct Streams {
     algorithm: Algorithm,
     level: i32,
     dictionary: Option<Dictionary>,
+    /// The dictionary as all streams use it.
+    digest: Option<Arc<zstd::Digest>>,
     per_cpu: Box<[CachePadded<Mutex<Stream>>]>,
 }
 
@@ -109,13 +115,13 @@ impl Streams {
     /// The parameters do not fit the algorithm; no memory.
     pub fn new(algorithm: Algorithm, params: &Params) -> std::result::Result<Self, StreamsError> {
         let level = params.check(algorithm)?;
+        let digest = params.dictionary.as_ref().map(|dictionary| zstd::Digest::new(dictionary, level));
+        let digest = digest.transpose().map_err(StreamsError::Device)?;
         let make = || -> Result<CachePadded<Mutex<Stream>>> {
             let mut stream = match algorithm {
                 Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
                 Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
-                Algorithm::Zstd => {
-                    Stream::Zstd(Box::new(zstd::Zstd::new(level, params.dictionary.as_ref())?))
-                }
+                Algorithm::Zstd => Stream::Zstd(Box::new(zstd::Zstd::new(level, digest.clone())?)),
                 Algorithm::Store => Stream::Store,
             };
             warm_up(&mut stream);
@@ -123,7 +129,7 @@ impl Streams {
         };
         let per_cpu =
             (0..percpu::cpus()).map(|_| make()).collect::<Result<_>>().map_err(StreamsError::Device)?;
-        Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), per_cpu })
+        Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), digest, per_cpu })
     }
 
     /// Compresses `page` into `scratch`; `None` where the result is over the class-waste line.
@@ -170,9 +176,22 @@ impl Streams {
         }
     }
 
-    /// Bytes of all streams.
+    /// The algorithm.
+    pub fn algorithm(&self) -> Algorithm {
+        self.algorithm
+    }
+
+    /// The dictionary, if there is one.
+    pub fn dictionary(&self) -> Option<&Dictionary> {
+        self.dictionary.as_ref()
+    }
+
+    /// Bytes of all streams, and of the dictionary in all its forms.
     pub fn bytes(&self) -> u64 {
-        self.per_cpu.iter().map(|stream| stream.lock().bytes() as u64).sum()
+        let streams: usize = self.per_cpu.iter().map(|stream| stream.lock().bytes()).sum();
+        let dictionary = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.bytes().len());
+        let digest = self.digest.as_ref().map_or(0, |digest| digest.bytes());
+        (streams + dictionary + digest) as u64
     }
 }
 

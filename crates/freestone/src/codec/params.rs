@@ -1,14 +1,12 @@
 //! Algorithm names and their parameters, in the kernel's words.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use thiserror::Error;
 
-/// Largest dictionary that is read.
-pub const DICTIONARY_BYTES_MAX: u64 = 1 << 20;
+use super::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 
 /// A compression algorithm. `lzo` and `lzo-rle`, the kernel's defaults, are not offered: the crates that have them are
 /// under the GPL.
@@ -92,36 +90,6 @@ pub enum ParamsError {
     Dictionary { path: PathBuf, error: std::io::Error },
     #[error("dict={}: {bytes} bytes; a dictionary has 1 to {DICTIONARY_BYTES_MAX}", path.display())]
     DictionarySize { path: PathBuf, bytes: u64 },
-}
-
-/// A compression dictionary, read once.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Dictionary {
-    path: PathBuf,
-    bytes: Arc<[u8]>,
-}
-
-impl fmt::Debug for Dictionary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes)", self.path.display(), self.bytes.len())
-    }
-}
-
-impl Dictionary {
-    fn read(path: &Path) -> Result<Self, ParamsError> {
-        let failed = |error| ParamsError::Dictionary { path: path.into(), error };
-        let bytes = std::fs::metadata(path).map_err(failed)?.len();
-        if !(1..=DICTIONARY_BYTES_MAX).contains(&bytes) {
-            return Err(ParamsError::DictionarySize { path: path.into(), bytes });
-        }
-        let bytes = std::fs::read(path).map_err(failed)?;
-        Ok(Self { path: path.into(), bytes: bytes.into() })
-    }
-
-    /// The content.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
 }
 
 /// What `algorithm_params` sets.
@@ -218,11 +186,12 @@ fn fits(
     }
 }
 
+/// The words that [`Params::parse`] takes; for a dictionary that was trained here, which has no path, what it is.
 impl fmt::Display for Params {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let words = [
             self.level.map(|level| format!("level={level}")),
-            self.dictionary.as_ref().map(|dictionary| format!("dict={}", dictionary.path.display())),
+            self.dictionary.as_ref().map(|dictionary| format!("dict={dictionary}")),
         ];
         f.write_str(&words.into_iter().flatten().collect::<Vec<_>>().join(" "))
     }

@@ -1,21 +1,43 @@
 //! Zstandard with frames cut down to what a page needs: no magic, no content size, no checksum, no dictionary id.
 
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
-use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
+use zstd_safe::{CCtx, CDict, CParameter, DCtx, DDict, DParameter, FrameFormat};
 
-use super::params::Dictionary;
+use super::dictionary::Dictionary;
 use crate::PAGE_BYTES;
 use crate::device::{Error, Result};
 
+/// A dictionary in the form in which compressors and decompressors use it. One for all streams: it is several times as
+/// large as the dictionary.
+pub struct Digest {
+    compress: CDict<'static>,
+    decompress: DDict<'static>,
+}
+
+impl Digest {
+    pub fn new(dictionary: &Dictionary, level: i32) -> Result<Arc<Self>> {
+        let compress = CDict::try_create(dictionary.bytes(), level).ok_or(Error::NoMemory)?;
+        let decompress = DDict::try_create(dictionary.bytes()).ok_or(Error::NoMemory)?;
+        Ok(Arc::new(Self { compress, decompress }))
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.compress.sizeof() + self.decompress.sizeof()
+    }
+}
+
 /// Working memory of one compressor and decompressor.
 pub struct Zstd {
+    // Before the digest: fields are dropped in this order, and these two point into it.
     compressor: CCtx<'static>,
     decompressor: DCtx<'static>,
+    _digest: Option<Arc<Digest>>,
 }
 
 impl Zstd {
-    pub fn new(level: i32, dictionary: Option<&Dictionary>) -> Result<Self> {
+    pub fn new(level: i32, digest: Option<Arc<Digest>>) -> Result<Self> {
         let mut compressor = CCtx::try_create().ok_or(Error::NoMemory)?;
         let mut decompressor = DCtx::try_create().ok_or(Error::NoMemory)?;
         let set = [
@@ -31,11 +53,12 @@ impl Zstd {
         decompressor
             .set_parameter(DParameter::Format(FrameFormat::Magicless))
             .map_err(|_| Error::NoMemory)?;
-        if let Some(dictionary) = dictionary {
-            compressor.load_dictionary(dictionary.bytes()).map_err(|_| Error::NoMemory)?;
-            decompressor.load_dictionary(dictionary.bytes()).map_err(|_| Error::NoMemory)?;
+        if let Some(digest) = &digest {
+            let digest = shared::outliving(digest);
+            compressor.ref_cdict(&digest.compress).map_err(|_| Error::NoMemory)?;
+            decompressor.ref_ddict(&digest.decompress).map_err(|_| Error::NoMemory)?;
         }
-        Ok(Self { compressor, decompressor })
+        Ok(Self { compressor, decompressor, _digest: digest })
     }
 
     /// Compresses a page into `out`; `None` where it does not fit.
@@ -51,6 +74,21 @@ impl Zstd {
 
     pub fn bytes(&self) -> usize {
         self.compressor.sizeof() + self.decompressor.sizeof()
+    }
+}
+
+mod shared {
+    #![expect(unsafe_code)]
+    // UNSAFETY: contexts refer to a digest that lives beside them in one struct, which the borrow checker cannot see.
+    use std::sync::Arc;
+
+    use super::Digest;
+
+    /// The digest, for contexts that are dropped before the caller's `Arc`.
+    pub fn outliving(digest: &Arc<Digest>) -> &'static Digest {
+        // SAFETY: the heap allocation behind an Arc does not move and lives as long as the Arc, which `Zstd` keeps and
+        // drops after the contexts; nobody else gets to see this reference.
+        unsafe { &*Arc::as_ptr(digest) }
     }
 }
 

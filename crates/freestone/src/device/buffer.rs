@@ -16,6 +16,8 @@ pub const IO_ALIGN_BYTES: usize = 4096;
 pub struct IoBuf {
     ptr: NonNull<u8>,
     len: usize,
+    /// Bytes of the allocation, all initialised; `len` of them are shown.
+    capacity: usize,
 }
 
 // SAFETY: an IoBuf owns its memory exclusively, like Box<[u8]>.
@@ -26,7 +28,7 @@ unsafe impl Sync for IoBuf {}
 impl IoBuf {
     /// An empty buffer; allocates nothing.
     pub const fn empty() -> Self {
-        Self { ptr: NonNull::dangling(), len: 0 }
+        Self { ptr: NonNull::dangling(), len: 0, capacity: 0 }
     }
 
     /// A buffer of `len` zeroes.
@@ -40,7 +42,7 @@ impl IoBuf {
         let layout = Layout::from_size_align(len, IO_ALIGN_BYTES).map_err(|_| Error::NoMemory)?;
         // SAFETY: the layout's size is not zero.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(Error::NoMemory)?;
-        Ok(Self { ptr, len })
+        Ok(Self { ptr, len, capacity: len })
     }
 
     /// A copy of `data`.
@@ -52,13 +54,18 @@ impl IoBuf {
         buf.copy_from_slice(data);
         Ok(buf)
     }
+
+    /// Shows the first `len` bytes of the memory, at most what was allocated. What was hidden keeps its content.
+    pub fn show(&mut self, len: usize) {
+        self.len = len.min(self.capacity);
+    }
 }
 
 impl Drop for IoBuf {
     fn drop(&mut self) {
-        if self.len != 0 {
+        if self.capacity != 0 {
             // The layout was valid when the buffer was made.
-            if let Ok(layout) = Layout::from_size_align(self.len, IO_ALIGN_BYTES) {
+            if let Ok(layout) = Layout::from_size_align(self.capacity, IO_ALIGN_BYTES) {
                 // SAFETY: allocated in `zeroed` with this layout, freed once.
                 unsafe { dealloc(self.ptr.as_ptr(), layout) };
             }
@@ -69,7 +76,7 @@ impl Drop for IoBuf {
 impl Deref for IoBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes owned by self (or a dangling pointer with len 0).
+        // SAFETY: `len` of `capacity` initialised bytes owned by self (or a dangling pointer with len 0).
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 }

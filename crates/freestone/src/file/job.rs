@@ -183,7 +183,8 @@ impl Job {
         if backing.can_zero_range.load(SeqCst) { Phase::ZeroRange } else { Phase::ZeroPieces }
     }
 
-    fn io(&self, backing: &Backing) -> Io {
+    /// The system call of the step at hand, once more.
+    pub fn io(&self, backing: &Backing) -> Io {
         let Request { op, offset, len, .. } = self.request;
         let (at, left) = (offset + self.at, len - self.at);
         match self.phase {

@@ -76,6 +76,8 @@ pub struct Config {
     pub direct: Direct,
     /// Bytes. Where no file is there, a sparse one of this size is made (mode 0600). A file that is there must have this size.
     pub size: Option<u64>,
+    /// A file that is made has no name, and goes when the device does, also after a crash.
+    pub nameless: bool,
     /// What carries out the system calls.
     pub engine: Engine,
 }
@@ -88,6 +90,7 @@ impl Config {
             read_only: false,
             direct: Direct::default(),
             size: None,
+            nameless: false,
             engine: Engine::default(),
         }
     }

@@ -165,7 +165,12 @@ impl<'a> Opening<'a> {
             // Without CREATE: fails where the device is mounted or held otherwise.
             flags |= OFlags::EXCL;
         }
-        let fd = match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+        let opened = if found.is_none() && config.nameless {
+            nameless(path)
+        } else {
+            rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+        };
+        let fd = match opened {
             Ok(fd) => fd,
             Err(Errno::BUSY) => return Err(SetupError::InUse { path: path.clone() }),
             Err(errno) => return Err(failed(path, "open", errno)),
@@ -182,7 +187,7 @@ impl<'a> Opening<'a> {
         if let Some(size) = config.size
             && found.is_none()
         {
-            *created = true;
+            *created = !config.nameless;
             rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
         }
         // What was opened may not be what was looked at.
@@ -317,6 +322,25 @@ impl<'a> Opening<'a> {
         }
         let granularity = u32::try_from(queue("discard_granularity")).unwrap_or(0);
         if granularity >= block && granularity.is_multiple_of(block) { granularity } else { block }
+    }
+}
+
+/// A new file beside `path` that has no name: it goes with its last user, however that ends.
+fn nameless(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let mode = Mode::RUSR | Mode::WUSR;
+    let dir = match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    match rustix::fs::open(dir, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
+        // The file system, or the kernel, has no such files.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+            let fd = rustix::fs::open(path, flags, mode)?;
+            rustix::fs::unlink(path)?;
+            Ok(fd)
+        }
+        opened => opened,
     }
 }
 

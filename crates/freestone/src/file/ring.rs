@@ -1,7 +1,16 @@
-//! The `io_uring` engine: one thread owns the ring, starts jobs in batches and reaps them.
+//! The `io_uring` engine: whoever submits a request starts it; one thread reaps.
+//!
+//! A submitting thread puts its entry into the submission queue under a short mutex and hands it to the kernel itself, so
+//! that a request costs no wake-up. The ring's thread waits for answers, carries on chains of system calls, starts what
+//! had to wait, and runs the completions.
+//!
+//! What the kernel does for a request it does in the name of the thread that submitted it. It interrupts that thread's waits
+//! for a moment (they go on by themselves; `epoll_wait` and a few others return `EINTR`), and refuses what a
+//! thread that ends leaves behind: the ring's thread submits that again.
 #![expect(unsafe_code)]
-// UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered.
+// UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered, and its queues are shared.
 
+use std::fmt;
 use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -10,9 +19,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
+
+use crate::device::Result;
 
 use super::backing::Backing;
 use super::job::{Io, Job, Step, ZEROES};
@@ -25,6 +36,10 @@ const RING_ENTRIES: u32 = 256;
 const _: () = assert!(DEPTH_JOBS + 1 < RING_ENTRIES as usize);
 /// Marks the wake-up among the answers; ids of jobs are small.
 const WAKE: u64 = u64::MAX;
+/// Times that a submitter calls the kernel for one request: others may add entries meanwhile, and it takes them along.
+const SUBMITTER_ROUNDS: usize = 4;
+/// The same for the ring's thread: with as many entries the kernel has all it may have.
+const THREAD_ROUNDS: usize = RING_ENTRIES as usize;
 /// Pause after the kernel had no resources for a submission.
 const BREATH: Duration = Duration::from_millis(1);
 
@@ -34,22 +49,25 @@ pub(super) struct Ring {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
+/// The completion queue is the thread's alone.
 struct Shared {
     backing: Arc<Backing>,
-    /// Held for a few instructions; the only lock here.
-    inbox: Mutex<Inbox>,
-    /// An eventfd that the ring polls.
+    ring: IoUring,
+    /// Held for a few instructions, never over a system call or a completion; the only lock here.
+    state: Mutex<State>,
+    /// An eventfd that the ring polls: for the end, and for entries that a submitter could not hand over.
     wake: OwnedFd,
 }
 
+/// Whoever has it locked may touch the submission queue.
 #[derive(Debug, Default)]
-struct Inbox {
-    jobs: Vec<Job>,
-    /// The thread waits for the kernel, or is about to: it has to be woken.
-    sleeping: bool,
+struct State {
+    schedule: Schedule,
+    in_kernel: usize,
+    /// Somebody is handing entries to the kernel and looks for more before it stops.
+    handing_over: bool,
     stop: bool,
-    /// The thread has ended: nobody will take jobs any more.
+    /// The thread has ended: nobody will answer jobs any more.
     dead: bool,
 }
 
@@ -71,29 +89,36 @@ impl Ring {
             ));
         }
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared = Arc::new(Shared { backing: Arc::clone(backing), inbox: Mutex::default(), wake });
+        let shared = Arc::new(Shared { backing: Arc::clone(backing), ring, state: Mutex::default(), wake });
         let worker = Worker {
-            ring,
             shared: Arc::clone(&shared),
-            schedule: Schedule::default(),
-            in_kernel: 0,
+            answers: Vec::with_capacity(RING_ENTRIES as usize),
+            finished: Vec::with_capacity(DEPTH_JOBS),
             armed: false,
         };
         let thread = thread::Builder::new().name("file".into()).spawn(move || worker.run())?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    pub fn submit(&self, job: Job) {
-        let mut inbox = self.shared.lock();
-        if inbox.dead {
+    pub fn submit(&self, mut job: Job) {
+        let shared = &*self.shared;
+        // Looks at the file where the operation needs it, so not under the lock.
+        if let Step::Done(outcome) = job.begin(&shared.backing) {
+            return shared.finish(job, outcome);
+        }
+        let mut state = shared.lock();
+        if state.dead {
             // Answers `Gone`, outside of the lock.
-            drop(inbox);
+            drop(state);
             return drop(job);
         }
-        inbox.jobs.push(job);
-        if mem::take(&mut inbox.sleeping) {
-            drop(inbox);
-            self.shared.wake();
+        state.schedule.arrive(job);
+        shared.start_ready(&mut state);
+        let mine = shared.claim(&mut state);
+        drop(state);
+        if mine && shared.hand_over(SUBMITTER_ROUNDS).is_err() {
+            // The ring's thread takes over, and tries until it succeeds.
+            shared.wake();
         }
     }
 }
@@ -112,89 +137,30 @@ impl Drop for Ring {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wake(&self) {
         // Fails only where the counter is at its limit, and then the thread is awake.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
-}
 
-/// What the thread owns.
-struct Worker {
-    ring: IoUring,
-    shared: Arc<Shared>,
-    schedule: Schedule,
-    in_kernel: usize,
-    /// A poll of the eventfd is in the kernel's hands.
-    armed: bool,
-}
-
-impl Worker {
-    fn run(mut self) {
-        loop {
-            let (arrived, stop) = {
-                let mut inbox = self.shared.lock();
-                inbox.sleeping = inbox.jobs.is_empty();
-                (mem::take(&mut inbox.jobs), inbox.stop)
-            };
-            let sleep = arrived.is_empty();
-            for job in arrived {
-                self.schedule.arrive(job);
-            }
-            self.start_ready();
-            if stop && sleep && self.schedule.is_empty() {
-                return;
-            }
-            self.arm();
-            // Jobs that are ready and not started have a full ring to wait for.
-            let entered = if sleep { self.ring.submit_and_wait(1) } else { self.ring.submit() };
-            if let Err(error) = entered {
-                match Errno::from_io_error(&error) {
-                    Some(Errno::INTR) => {}
-                    Some(Errno::AGAIN | Errno::BUSY | Errno::NOMEM) => thread::sleep(BREATH),
-                    _ => {
-                        tracing::error!("{}: io_uring failed: {error}", self.shared.backing.path.display());
-                        return;
-                    }
-                }
-            }
-            self.reap();
-        }
-    }
-
-    fn start_ready(&mut self) {
-        while self.in_kernel < DEPTH_JOBS
-            && let Some(id) = self.schedule.next_ready()
+    /// Queues what nothing is in the way of, as far as the kernel may have it.
+    fn start_ready(&self, state: &mut State) {
+        while state.in_kernel < DEPTH_JOBS
+            && let Some(id) = state.schedule.next_ready()
         {
-            let backing = Arc::clone(&self.shared.backing);
-            if let Some(step) = self.schedule.job(id).map(|job| job.begin(&backing)) {
-                self.in_kernel += 1;
-                self.follow(id, step);
-            }
+            let Some(job) = state.schedule.job(id) else { continue };
+            let io = job.io(&self.backing);
+            let entry = self.entry(id, job, io);
+            state.in_kernel += 1;
+            self.push(state, &entry);
         }
     }
 
-    /// Does what a job asks for.
-    fn follow(&mut self, id: usize, step: Step) {
-        match step {
-            Step::Io(io) => self.push_io(id, io),
-            Step::Done(outcome) => {
-                self.in_kernel -= 1;
-                if let Some(job) = self.schedule.finish(id) {
-                    // A completion that panics ends its request, not the device.
-                    let finish = || job.finish(&self.shared.backing, outcome);
-                    let _ = catch_unwind(AssertUnwindSafe(finish));
-                }
-            }
-        }
-    }
-
-    fn push_io(&mut self, id: usize, io: Io) {
-        let fd = types::Fd(self.shared.backing.fd.as_raw_fd());
-        let Some(job) = self.schedule.job(id) else { return };
+    fn entry(&self, id: usize, job: &mut Job, io: Io) -> squeue::Entry {
+        let fd = types::Fd(self.backing.fd.as_raw_fd());
         let entry = match io {
             Io::Read { at, from, len } => {
                 let memory = &mut job.buffer()[from..from + len];
@@ -213,45 +179,150 @@ impl Worker {
             }
             Io::Sync => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         };
-        self.push(&entry.user_data(id as u64));
+        entry.user_data(id as u64)
     }
 
-    fn arm(&mut self) {
-        if !self.armed {
-            let fd = types::Fd(self.shared.wake.as_raw_fd());
-            let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
-            self.push(&poll.user_data(WAKE));
-            self.armed = true;
-        }
+    /// The submission queue, for as long as the state is held.
+    fn queue<'a>(&'a self, _state: &'a mut State) -> squeue::SubmissionQueue<'a> {
+        // SAFETY: whoever has the state touches the queue alone.
+        unsafe { self.ring.submission_shared() }
     }
 
-    fn push(&mut self, entry: &squeue::Entry) {
+    fn push(&self, state: &mut State, entry: &squeue::Entry) {
         // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the answer to this entry, as a job has
-        // one entry at a time) and leaked otherwise, or a static. The descriptors are open as long as `shared` lives;
+        // one entry at a time) and leaked otherwise, or a static. The descriptors are open as long as `self` lives;
         // the kernel takes its own reference when it accepts the entry.
-        let pushed = unsafe { self.ring.submission().push(entry) };
+        let pushed = unsafe { self.queue(state).push(entry) };
         // Each job has one entry at a time and the poll one; the queue is larger than both.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
     }
 
-    fn reap(&mut self) {
-        let answers: Vec<_> =
-            self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
-        for (id, result) in answers {
-            if id == WAKE {
-                self.armed = false;
-                let mut count = [0; 8];
-                // Empty where somebody else's wake-up was seen before: no harm.
-                let _ = rustix::io::read(&self.shared.wake, &mut count);
-                continue;
-            }
-            let id = id as usize;
-            let answer = if result < 0 { Err(Errno::from_raw_os_error(-result)) } else { Ok(result as u64) };
-            let backing = Arc::clone(&self.shared.backing);
-            if let Some(step) = self.schedule.job(id).map(|job| job.advance(&backing, answer)) {
-                self.follow(id, step);
+    /// Whether the caller has to hand over what is queued: nobody else is about to.
+    fn claim(&self, state: &mut State) -> bool {
+        let mine = !state.handing_over && !self.queue(state).is_empty();
+        state.handing_over |= mine;
+        mine
+    }
+
+    /// Hands everything that is queued to the kernel, by whoever has claimed that. After an error something is left.
+    fn hand_over(&self, rounds: usize) -> io::Result<()> {
+        let mut result = Ok(());
+        for left in (0..rounds).rev() {
+            // SAFETY: no argument is passed. The kernel takes no more entries than there are, and only their memory must be valid.
+            let taken = unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) };
+            let mut state = self.lock();
+            let empty = self.queue(&mut state).is_empty();
+            if taken.is_err() || empty || left == 0 {
+                state.handing_over = false;
+                let all = if empty { Ok(()) } else { Err(Errno::AGAIN.into()) };
+                result = taken.and(all);
+                break;
             }
         }
+        result
+    }
+
+    fn finish(&self, job: Job, outcome: Result<()>) {
+        // A completion that panics ends its request, not the device.
+        let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
+/// What the thread owns.
+struct Worker {
+    shared: Arc<Shared>,
+    /// Ids of jobs, and what the kernel says.
+    answers: Vec<(usize, i32)>,
+    finished: Vec<(Job, Result<()>)>,
+    /// A poll of the eventfd is in the kernel's hands.
+    armed: bool,
+}
+
+impl Worker {
+    fn run(mut self) {
+        loop {
+            let (mine, ended) = self.turn();
+            let entered = if mine { self.shared.hand_over(THREAD_ROUNDS) } else { Ok(()) };
+            for (job, outcome) in self.finished.drain(..) {
+                self.shared.finish(job, outcome);
+            }
+            if ended {
+                return;
+            }
+            let waited = entered.and_then(|()| self.wait());
+            if let Err(error) = waited {
+                match Errno::from_io_error(&error) {
+                    Some(Errno::INTR) => {}
+                    Some(Errno::AGAIN | Errno::BUSY | Errno::NOMEM) => thread::sleep(BREATH),
+                    _ => {
+                        tracing::error!("{}: io_uring failed: {error}", self.shared.backing.path.display());
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for an answer.
+    fn wait(&self) -> io::Result<()> {
+        // SAFETY: no argument is passed. Others may submit meanwhile.
+        unsafe { self.shared.ring.submitter().enter::<()>(0, 1, EnterFlags::GETEVENTS.bits(), None) }?;
+        Ok(())
+    }
+
+    /// Takes all answers. Returns whether entries are to be handed over, and whether this is the end.
+    fn turn(&mut self) -> (bool, bool) {
+        let shared = &*self.shared;
+        // SAFETY: only the one thread of this ring looks at the completion queue.
+        let answers = unsafe { shared.ring.completion_shared() };
+        for entry in answers {
+            if entry.user_data() == WAKE {
+                // Before the poll that sees the next one.
+                let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+                self.armed = false;
+            } else {
+                self.answers.push((entry.user_data() as usize, entry.result()));
+            }
+        }
+        let mut state = shared.lock();
+        for (id, result) in self.answers.drain(..) {
+            let Some(job) = state.schedule.job(id) else { continue };
+            match job.advance(&shared.backing, answer(result)) {
+                Step::Io(io) => {
+                    let entry = shared.entry(id, job, io);
+                    shared.push(&mut state, &entry);
+                }
+                Step::Done(outcome) => {
+                    state.in_kernel -= 1;
+                    self.finished.extend(state.schedule.finish(id).map(|job| (job, outcome)));
+                }
+            }
+        }
+        shared.start_ready(&mut state);
+        if !self.armed {
+            self.armed = true;
+            let fd = types::Fd(shared.wake.as_raw_fd());
+            let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
+            shared.push(&mut state, &poll.user_data(WAKE));
+        }
+        (shared.claim(&mut state), state.stop && state.schedule.is_empty())
+    }
+}
+
+/// What a system call answered.
+fn answer(result: i32) -> std::result::Result<u64, Errno> {
+    match u64::try_from(result) {
+        Ok(n) => Ok(n),
+        // A thread that ends takes what it has submitted with it, as far as it waits in the kernel. The buffers are there: it
+        // was not them. (A job does not repeat a call for ever.)
+        Err(_) if matches!(-result, libc::ECANCELED | libc::EFAULT) => Err(Errno::INTR),
+        Err(_) => Err(Errno::from_raw_os_error(-result)),
     }
 }
 
@@ -259,10 +330,12 @@ impl Drop for Worker {
     /// The end, in peace or not: nobody is left waiting.
     fn drop(&mut self) {
         let left = {
-            let mut inbox = self.shared.lock();
-            inbox.dead = true;
-            mem::take(&mut inbox.jobs)
+            let mut state = self.shared.lock();
+            state.dead = true;
+            mem::take(&mut state.schedule)
         };
-        drop(left);
+        for job in left.into_jobs() {
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(job)));
+        }
     }
 }

@@ -99,6 +99,11 @@ impl Schedule {
         gone.job
     }
 
+    /// Gives up: all jobs that are not taken.
+    pub fn into_jobs(self) -> impl Iterator<Item = Job> {
+        self.entries.into_iter().filter_map(|entry| entry?.job)
+    }
+
     pub fn is_empty(&self) -> bool {
         self.free.len() == self.entries.len()
     }

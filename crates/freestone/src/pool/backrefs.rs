@@ -22,6 +22,16 @@ impl BackRef {
         Self((table as u64) << SLOT_BITS | slot)
     }
 
+    /// As one number.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// From [`bits`](Self::bits).
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
     /// The table's id.
     pub const fn table(self) -> u32 {
         (self.0 >> SLOT_BITS) as u32

@@ -15,9 +15,18 @@ impl Pool {
     /// Packs every class into as few pages as possible and returns how many pages went back to the system. Only one
     /// runs at a time; a second caller gets 0, as in the kernel. Never needs memory of its own.
     pub fn compact(&self, owners: &dyn Owners) -> u64 {
+        self.compact_classes(0..CLASSES, owners)
+    }
+
+    /// As [`compact`](Self::compact), of one class: a bounded piece of it.
+    pub fn compact_one(&self, class: usize, owners: &dyn Owners) -> u64 {
+        self.compact_classes(class..class + 1, owners)
+    }
+
+    fn compact_classes(&self, classes: std::ops::Range<usize>, owners: &dyn Owners) -> u64 {
         let Some(_one) = self.compacting.try_lock() else { return 0 };
         let before = self.pages();
-        for class in (0..CLASSES).rev() {
+        for class in classes.rev() {
             self.compact_class(class, owners);
         }
         self.release_empties();

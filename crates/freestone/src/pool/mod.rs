@@ -23,6 +23,8 @@ mod spans;
 #[cfg(test)]
 mod tests;
 
+use std::sync::OnceLock;
+
 use crossbeam_utils::CachePadded;
 
 pub use self::backrefs::BackRef;
@@ -59,7 +61,13 @@ pub struct Pool {
     pages: AtomicU64,
     pages_max: AtomicU64,
     limit_pages: AtomicU64,
+    /// Above this many pages growth is reported to `alarm`.
+    alarm_pages: AtomicU64,
+    alarm: OnceLock<Alarm>,
 }
+
+/// Told that the pool has grown above its mark; takes no lock under which the pool is used.
+pub type Alarm = Box<dyn Fn() + Send + Sync>;
 
 /// One CPU's current spans, one a class.
 type Currents = [Mutex<Option<u32>>; CLASSES];
@@ -105,6 +113,8 @@ impl Pool {
             pages: AtomicU64::new(0),
             pages_max: AtomicU64::new(0),
             limit_pages: AtomicU64::new(u64::MAX),
+            alarm_pages: AtomicU64::new(u64::MAX),
+            alarm: OnceLock::new(),
         })
     }
 
@@ -143,6 +153,11 @@ impl Pool {
             Some(location) => self.view(location, word.stored_bytes()),
             None => &[],
         }
+    }
+
+    /// Bytes that an object takes of its span: its class.
+    pub fn charged_bytes(stored: usize) -> u64 {
+        u64::from(CLASS[class_of(stored)].bytes)
     }
 
     /// Whether objects of these sizes take places of one class; no object, of size 0, has one.
@@ -313,6 +328,12 @@ impl Pool {
         if let Ok(before) = before {
             // Relaxed: a statistic.
             self.pages_max.fetch_max(before + u64::from(pages), Ordering::Relaxed);
+            // Relaxed: a mark that changes at this moment counts from the next growth on.
+            if before + u64::from(pages) > self.alarm_pages.load(Ordering::Relaxed)
+                && let Some(alarm) = self.alarm.get()
+            {
+                alarm();
+            }
         }
         before.is_ok()
     }
@@ -439,6 +460,18 @@ impl Pool {
     pub fn set_limit_pages(&self, pages: u64) {
         // Relaxed: counts from the next allocation on.
         self.limit_pages.store(pages, Ordering::Relaxed);
+    }
+
+    /// Who is told of growth above [`set_alarm_pages`](Self::set_alarm_pages). Once.
+    pub fn on_alarm(&self, alarm: Alarm) {
+        let first = self.alarm.set(alarm).is_ok();
+        debug_assert!(first, "a pool has one alarm");
+    }
+
+    /// Growth above so many pages is reported.
+    pub fn set_alarm_pages(&self, pages: u64) {
+        // Relaxed: counts from the next growth on.
+        self.alarm_pages.store(pages, Ordering::Relaxed);
     }
 
     /// Pages in memory.

@@ -11,27 +11,44 @@
 //! * [`reset`](Ram::reset) wipes content and statistics and keeps size, algorithm and limit (zram forgets them), and it needs
 //!   no exclusive claim: who reads meanwhile sees the old or the new, empty content.
 //! * The disk can grow while it is used.
+//! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 //!
-//! Lock order: `resetting` or `growing`, then a slot; under a slot a compression stream or the pool's locks, one after
+//! Lock order: `resetting` or `growing` or `passes`, then a slot; under a slot a compression stream or the pool's locks, one after
 //! the other. Requests take neither of the first two.
 
+mod candidates;
+mod config;
+mod dictionary;
+mod fetch;
+mod keeper;
 #[cfg(test)]
 mod model_tests;
 mod pages;
+mod pass;
+mod reclaim;
+mod recompress;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod writeback;
 
 use std::sync::Arc;
 
-use thiserror::Error;
-
+use self::config::round_size;
+pub use self::config::{BackingDev, Config, Secondary, SetupError};
+pub use self::dictionary::AutoRecompressed;
+use self::fetch::{Job, Readers, Waiter};
+use self::keeper::Keeper;
 use self::pages::{Part, Waits};
+pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
 use self::stats::counter;
 pub use self::stats::{IoStat, Memory, MmStat};
+pub use self::writeback::{BackingStat, BdStat, Idle, Writeback, WritebackError, Written};
 use crate::PAGE_BYTES;
-use crate::codec::{Algorithm, Page, Params, ParamsError, Streams, StreamsError};
+use crate::age::Ages;
+use crate::clock::{self, Ticks};
+use crate::codec::{Codecs, Page, Streams};
 use crate::device::{
     self, Buffer, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Tried,
 };
@@ -39,6 +56,7 @@ use crate::percpu::Counters;
 use crate::pin::{self, Swap};
 use crate::pool::{self, BackRef, Pool};
 use crate::slot::{Common, Flights, Kind, LEAF_SLOTS, MAX_SLOTS, SlotGuard, Table, Word};
+use crate::spill::store::Store;
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Smallest request: a part of a page.
@@ -50,63 +68,12 @@ const TRY_FREE_LEAVES: u32 = 2;
 /// Leaves that one call of `extents` describes.
 const TRY_EXTENT_LEAVES: u32 = 64;
 const PAGE: u64 = PAGE_BYTES as u64;
+/// Priority of the automatic recompression.
+const AUTO_PRIORITY: usize = 3;
 
 /// Largest disk in bytes: 256 TiB.
 pub const DISKSIZE_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 const _: () = assert!(DISKSIZE_BYTES_MAX == 256 << 40, "SetupError::TooLarge says 256 TiB");
-
-/// What a RAM disk is made of.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// Bytes, rounded up to a page.
-    pub disksize: u64,
-    /// The algorithm that new pages are compressed with.
-    pub comp_algorithm: Algorithm,
-    /// Its parameters.
-    pub algorithm_params: Params,
-    /// Most bytes the pool may hold, rounded up to a page; 0 is no limit.
-    pub mem_limit: u64,
-}
-
-/// Why a RAM disk could not be made or changed.
-#[derive(Debug, Error)]
-pub enum SetupError {
-    /// Zero.
-    #[error("disksize must be at least one byte")]
-    Empty,
-    /// Beyond what a table of slots can address.
-    #[error("disksize={0} bytes is beyond the largest disk, 256 TiB")]
-    TooLarge(u64),
-    /// Growth to less than there is.
-    #[error("disksize={wanted} bytes would shrink the disk, which has {present}; it can only grow")]
-    Shrinks {
-        /// What was asked for.
-        wanted: u64,
-        /// What there is.
-        present: u64,
-    },
-    /// The algorithm's parameters.
-    #[error(transparent)]
-    Params(#[from] ParamsError),
-    /// No memory for tables or streams.
-    #[error("out of memory")]
-    NoMemory,
-}
-
-impl From<device::Error> for SetupError {
-    fn from(_: device::Error) -> Self {
-        Self::NoMemory
-    }
-}
-
-impl From<StreamsError> for SetupError {
-    fn from(error: StreamsError) -> Self {
-        match error {
-            StreamsError::Params(error) => Self::Params(error),
-            StreamsError::Device(_) => Self::NoMemory,
-        }
-    }
-}
 
 /// A compressed RAM disk. Clones are handles to one disk.
 #[derive(Clone)]
@@ -116,12 +83,26 @@ struct Inner {
     table: Swap<Table>,
     size: AtomicU64,
     common: Arc<Common>,
-    flights: Flights,
+    flights: Flights<Waiter>,
     pool: Pool,
-    streams: Arc<Streams>,
+    codecs: Codecs,
+    ages: Ages,
+    /// The backing device.
+    store: Option<Arc<Store>>,
+    keeper: Arc<Keeper>,
+    readers: Readers,
+    auto: dictionary::Auto,
     counters: Counters<{ counter::COUNT }>,
     mem_limit: AtomicU64,
     config: Config,
+    /// Held by whoever takes pages out of memory or recompresses them, for the whole of that.
+    passes: Mutex<()>,
+    /// The block at which the next step of reclaiming holes begins.
+    reclaim_cursor: Mutex<u64>,
+    /// When spilling failed, if it did the last time.
+    spill_failure_ms: Mutex<Option<u64>>,
+    /// What keeps pages from being spilled, as it was logged last.
+    spill_error: Mutex<Option<WritebackError>>,
     /// Taken by growth.
     growing: Mutex<()>,
     /// The id of the next table. Held for the whole of a reset.
@@ -134,26 +115,82 @@ impl Ram {
     /// An empty disk. Costs almost nothing before it is written.
     ///
     /// # Errors
-    /// The size, the parameters, or no memory.
+    /// The size, the parameters, the backing device, or no memory.
     pub fn new(config: Config) -> Result<Self, SetupError> {
+        round_size(config.disksize)?;
+        let backing = match &config.backing {
+            None => None,
+            Some(backing) => {
+                let device: Arc<dyn Device> = Arc::new(backing.open()?);
+                Some((device, backing.compressed_writeback))
+            }
+        };
+        Self::with(config, backing)
+    }
+
+    /// An empty disk whose pages are spilled to any device; `config.backing` is not looked at.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a device that is read-only, zoned or smaller than a page.
+    pub fn with_backing(
+        config: Config,
+        backing: Arc<dyn Device>,
+        compressed_writeback: bool,
+    ) -> Result<Self, SetupError> {
+        Self::with(config, Some((backing, compressed_writeback)))
+    }
+
+    fn with(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Self, SetupError> {
         let disksize = round_size(config.disksize)?;
         let mem_limit = config.mem_limit;
-        let streams = Streams::shared(config.comp_algorithm, &config.algorithm_params)?;
+        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
+        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
+            if let Some(Secondary { algorithm, params }) = secondary {
+                if priority == AUTO_PRIORITY && config.auto_recompress.is_some() {
+                    return Err(SetupError::PriorityTaken(*algorithm));
+                }
+                codecs
+                    .set(priority, Streams::shared(*algorithm, params)?)
+                    .map_err(|_| SetupError::NoMemory)?;
+            }
+        }
+        let store = match backing {
+            None => None,
+            Some((device, packed)) => {
+                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
+            }
+        };
         let common = Arc::new(Common::new()?);
-        let inner = Inner {
+        let inner = Arc::new(Inner {
             table: Swap::new(Box::new(Table::new(0, Arc::clone(&common)))),
             size: AtomicU64::new(disksize),
             common,
             flights: Flights::default(),
             pool: Pool::new()?,
-            streams,
+            codecs,
+            ages: Ages::default(),
+            store,
+            keeper: Arc::default(),
+            readers: Readers::default(),
+            auto: dictionary::Auto::default(),
             counters: Counters::default(),
             mem_limit: AtomicU64::new(0),
             config,
+            passes: Mutex::default(),
+            reclaim_cursor: Mutex::default(),
+            spill_failure_ms: Mutex::default(),
+            spill_error: Mutex::default(),
             growing: Mutex::default(),
             resetting: Mutex::new(1),
-        };
-        let ram = Self(Arc::new(inner));
+        });
+        if inner.store.is_some() || inner.config.auto_recompress.is_some() {
+            let keeper = Arc::clone(&inner.keeper);
+            inner.pool.on_alarm(Box::new(move || keeper.kick()));
+            inner.keeper.start(&inner).map_err(SetupError::Thread)?;
+        }
+        let ticks: Arc<dyn Ticks> = Arc::clone(&inner) as _;
+        clock::listen(Arc::downgrade(&ticks)).map_err(SetupError::Thread)?;
+        let ram = Self(inner);
         ram.set_mem_limit(mem_limit);
         Ok(ram)
     }
@@ -164,12 +201,14 @@ impl Ram {
     }
 
     /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
-    /// writes that need memory fail until enough is freed.
+    /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
         let pages = bytes.div_ceil(PAGE);
         // Relaxed: shown only; the pool has its own copy.
         self.0.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
         self.0.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
+        self.0.pool.set_alarm_pages(self.0.marks().map_or(u64::MAX, |(high, _)| high));
+        self.0.keeper.kick();
     }
 
     /// Sets `mem_used_max` to the present use.
@@ -202,10 +241,18 @@ impl Ram {
         let empty = Box::new(Table::new(id, Arc::clone(&self.0.common)));
         let mut old = self.0.table.replace(empty, pin::domain());
         old.drain(|_, word| {
-            self.0.release(word);
             self.0.account(word, Word::EMPTY);
+            match word.kind() {
+                Kind::InFlight => self.0.forget_flight(word.location()),
+                _ => self.0.release(word),
+            }
         });
         drop(old);
+        if let Some(store) = &self.0.store {
+            store.clear_counts();
+        }
+        self.0.clear_auto_recompressed();
+        self.0.keeper.memory_freed();
         self.0.pool.release_empties();
         self.0.pool.reset_pages_max();
         for counter in [
@@ -220,10 +267,14 @@ impl Ram {
         }
     }
 
-    /// Packs the pool, under traffic, and returns how many pages went back to the system. A second caller gets 0.
+    /// Packs the pool, under traffic, and returns how many pages went back to the system. A second caller gets 0. Packed
+    /// objects on a backing device are moved together as well; [`backing`](Self::backing) shows what that frees.
     pub fn compact(&self) -> u64 {
-        let pages = self.0.pool.compact(&*self.0);
-        self.0.counters.add(counter::PAGES_COMPACTED, pages as i64);
+        let pages = self.0.compact();
+        // Not while a pass waits for the device.
+        if let Some(_one) = self.0.passes.try_lock() {
+            self.0.reclaim_all();
+        }
         pages
     }
 
@@ -245,39 +296,27 @@ impl Ram {
     }
 }
 
-fn round_size(bytes: u64) -> Result<u64, SetupError> {
-    match bytes.checked_next_multiple_of(PAGE) {
-        _ if bytes == 0 => Err(SetupError::Empty),
-        Some(rounded) if rounded <= DISKSIZE_BYTES_MAX => Ok(rounded),
-        _ => Err(SetupError::TooLarge(bytes)),
-    }
-}
-
 // ---- the request path --------------------------------------------------------------------------------------------
 
 impl Device for Ram {
     fn geometry(&self) -> Geometry {
-        Geometry {
-            size: self.0.size(),
-            logical_block: LOGICAL_BLOCK_BYTES,
-            physical_block: PAGE_BYTES as u32,
-            io_min: PAGE_BYTES as u32,
-            io_opt: PAGE_BYTES as u32,
-            discard_granularity: PAGE_BYTES as u32,
-            fast_zeroes: true,
-            volatile_cache: false,
-            volatile_media: true,
-            read_only: false,
-            zones: None,
-        }
+        self.0.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
-        self.0.try_io(request, buffer, &self.geometry())
+        Ok(match self.0.step(request, buffer)? {
+            Step::Done => Tried::Done,
+            Step::Partly(bytes) => Tried::Partly(bytes),
+            Step::Blocked(_) => Tried::WouldBlock,
+        })
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.run(request, 0, buffer, done);
+        self.go(Job::new(request, buffer, done));
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.read_ahead(offset, len);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
@@ -288,40 +327,12 @@ impl Device for Ram {
     }
 }
 
-impl Ram {
-    /// Goes on with a submitted request from byte `at` of its buffer until it is done or meets a page in flight; then it
-    /// queues there.
-    fn run(&self, mut request: Request, mut at: usize, mut buffer: IoBuf, mut done: Completion) {
-        loop {
-            let part = match request.op {
-                Op::Read => buffer.get_mut(at..).map_or(Buffer::None, Buffer::Read),
-                Op::Write => buffer.get(at..).map_or(Buffer::None, Buffer::Write),
-                _ => Buffer::None,
-            };
-            match self.try_io(&request, part) {
-                Ok(Tried::Done) => return done.complete(Ok(()), buffer),
-                Ok(Tried::Partly(n)) => {
-                    request = request.rest(n);
-                    at += if buffer.is_empty() { 0 } else { n as usize };
-                }
-                Err(error) => return done.complete(Err(error), buffer),
-                Ok(Tried::WouldBlock) => {
-                    let mut job = Some((buffer, done));
-                    self.0.queue(request.offset / PAGE, || {
-                        let ram = self.clone();
-                        job.take().map(|(buffer, done)| -> Box<dyn FnOnce() + Send> {
-                            Box::new(move || ram.run(request, at, buffer, done))
-                        })
-                    });
-                    match job {
-                        None => return,
-                        // It landed meanwhile.
-                        Some(back) => (buffer, done) = back,
-                    }
-                }
-            }
-        }
-    }
+/// How far a request came.
+enum Step {
+    Done,
+    Partly(u64),
+    /// Nothing could be done.
+    Blocked(Waits),
 }
 
 impl Inner {
@@ -335,8 +346,25 @@ impl Inner {
         self.mem_limit.load(Ordering::Relaxed)
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>, geometry: &Geometry) -> device::Result<Tried> {
-        if let Err(error) = request.check(geometry) {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size(),
+            logical_block: LOGICAL_BLOCK_BYTES,
+            physical_block: PAGE_BYTES as u32,
+            io_min: PAGE_BYTES as u32,
+            io_opt: PAGE_BYTES as u32,
+            discard_granularity: PAGE_BYTES as u32,
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            read_only: false,
+            zones: None,
+        }
+    }
+
+    /// Does what can be done of a request at once.
+    fn step(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Step> {
+        if let Err(error) = request.check(&self.geometry()) {
             self.counters.add(counter::INVALID_IO, 1);
             return Err(error);
         }
@@ -352,13 +380,13 @@ impl Inner {
                 }
                 (Op::Discard, _) => self.free(table, offset, end, false),
                 (Op::WriteZeroes, _) => self.free(table, offset, end, true),
-                (Op::Flush, _) => Ok(Tried::Done),
+                (Op::Flush, _) => Ok(Step::Done),
                 (Op::Read | Op::Write, _) => Err(device::Error::Misaligned),
             }
         })
     }
 
-    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Step> {
         let len = into.len() as u64;
         let target = len.min(TRY_READ_PAGES * PAGE);
         let mut done = 0;
@@ -372,7 +400,7 @@ impl Inner {
                         let (slot, from, n) = piece(offset + done, stop - done);
                         match self.read_page(leaf, slot, from, &mut into[done as usize..][..n]) {
                             Ok(result) => result?,
-                            Err(Waits) => return Ok(progress(done, len)),
+                            Err(waits) => return Ok(stopped(done, waits)),
                         }
                         done += n as u64;
                     }
@@ -383,9 +411,9 @@ impl Inner {
         Ok(progress(done, len))
     }
 
-    fn write(&self, table: &Table, offset: u64, data: &[u8]) -> device::Result<Tried> {
+    fn write(&self, table: &Table, offset: u64, data: &[u8]) -> device::Result<Step> {
         let len = data.len() as u64;
-        let target = len.min(self.streams.pages_per_millisecond() * PAGE);
+        let target = len.min(self.codecs.primary().pages_per_millisecond() * PAGE);
         let mut done = 0;
         while done < target {
             let (slot, from, n) = piece(offset + done, target - done);
@@ -398,7 +426,7 @@ impl Inner {
             };
             match written {
                 Ok(result) => result?,
-                Err(Waits) => return Ok(progress(done, len)),
+                Err(waits) => return Ok(stopped(done, waits)),
             }
             done += n as u64;
         }
@@ -407,7 +435,7 @@ impl Inner {
 
     /// Empties the whole pages of a range. The parts of pages at its ends are zeroed where the range must be `exact`
     /// (write zeroes) and skipped where it is a hint (discard), as in the kernel.
-    fn free(&self, table: &Table, offset: u64, end: u64, exact: bool) -> device::Result<Tried> {
+    fn free(&self, table: &Table, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
         let len = end - offset;
         let mut at = offset;
         let mut leaves = 0;
@@ -416,8 +444,8 @@ impl Inner {
             let page_end = next_multiple(at, PAGE);
             if !at.is_multiple_of(PAGE) || page_end > end {
                 let stop = page_end.min(end);
-                if exact && self.zero_part(table, at, stop)?.is_err() {
-                    return Ok(progress(at - offset, len));
+                if exact && let Err(waits) = self.zero_part(table, at, stop)? {
+                    return Ok(stopped(at - offset, waits));
                 }
                 at = stop;
                 continue;
@@ -435,8 +463,8 @@ impl Inner {
             let Some(leaf) = table.leaf(present) else { continue };
             let stop = next_multiple(present, LEAF_SLOTS).min(last);
             for slot in present..stop {
-                if self.free_page(leaf, slot).is_err() {
-                    return Ok(progress(slot * PAGE - offset, len));
+                if let Err(waits) = self.free_page(leaf, slot) {
+                    return Ok(stopped(slot * PAGE - offset, waits));
                 }
             }
             at = stop * PAGE;
@@ -457,19 +485,6 @@ impl Inner {
             }
             _ => Ok(Ok(())),
         }
-    }
-
-    /// Queues what `job` makes on a slot in flight; does not call it where the slot has landed.
-    fn queue(&self, slot: u64, job: impl FnOnce() -> Option<Box<dyn FnOnce() + Send>>) {
-        pin::pinned(|pin| {
-            let Some(leaf) = self.table.load(pin).leaf(slot) else { return };
-            let guard = leaf.lock(slot);
-            if guard.word().kind() == Kind::InFlight
-                && let Some(job) = job()
-            {
-                self.flights.wait(&guard, job);
-            }
-        });
     }
 
     fn extents(&self, offset: u64, end: u64, row: &mut dyn FnMut(Extent) -> bool) -> u64 {
@@ -525,6 +540,18 @@ impl Inner {
     }
 }
 
+impl Ticks for Inner {
+    fn tick(&self) {
+        self.tick_ages();
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.keeper.stop();
+    }
+}
+
 impl pool::Owners for Inner {
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
         pin::pinned(|pin| {
@@ -546,13 +573,14 @@ fn kind_of(word: Word) -> ExtentKind {
     }
 }
 
-/// How far a request of `len` bytes came that stopped after `done`.
-fn progress(done: u64, len: u64) -> Tried {
-    match done {
-        0 => Tried::WouldBlock,
-        _ if done < len => Tried::Partly(done),
-        _ => Tried::Done,
-    }
+/// How far a request of `len` bytes came that did all it may do at once.
+fn progress(done: u64, len: u64) -> Step {
+    if done < len { Step::Partly(done) } else { Step::Done }
+}
+
+/// How far a request came that has to wait.
+fn stopped(done: u64, waits: Waits) -> Step {
+    if done > 0 { Step::Partly(done) } else { Step::Blocked(waits) }
 }
 
 /// The first multiple of `unit`, a power of two, above `at`.

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::tests::{MIB, config, content, ram};
 use super::*;
+use crate::codec::Algorithm;
 use crate::device::{Blocking, Flags};
 
 /// As many cases as the environment says, else `usual`.

@@ -10,8 +10,14 @@ use crate::device::{Error, Result};
 use crate::pool::{BackRef, Pool};
 use crate::slot::{Kind, Leaf, SlotGuard, Table, Word};
 
-/// The page could not be worked on because it is in flight.
-pub(super) struct Waits;
+/// Why a page cannot be worked on at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Waits {
+    /// Its content is on the backing device, or on its way from there.
+    ForPage,
+    /// Memory is used up to the limit, and pages can be spilled.
+    ForMemory,
+}
 
 thread_local! {
     /// Size of the last object that this thread wrote: a guess at the next one's.
@@ -28,8 +34,8 @@ impl Inner {
     #[inline]
     pub(super) fn read_page(&self, leaf: Leaf<'_>, slot: u64, from: usize, into: &mut [u8]) -> PageResult {
         let guard = leaf.lock(slot);
-        if guard.word().kind() == Kind::InFlight {
-            return Err(Waits);
+        if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
+            return Err(Waits::ForPage);
         }
         let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
             self.load(&guard, page)
@@ -40,6 +46,8 @@ impl Inner {
         if result.is_err() {
             self.counters.add(counter::FAILED_READS, 1);
         }
+        let touched = guard.word().touched(self.ages.now());
+        guard.publish(touched);
         Ok(result)
     }
 
@@ -55,12 +63,27 @@ impl Inner {
             }
             Kind::Compressed => {
                 self.pool.prefetch_for_read(word);
-                return self.streams.decompress(self.pool.object(guard), page);
+                return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
             }
             Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
-            Kind::InFlight => return Err(Error::Media),
+            Kind::InFlight | Kind::Spilled => return Err(Error::Media),
         }
         Ok(())
+    }
+
+    /// The page of which a compressed or huge slot's object has been copied.
+    pub(super) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
+        match word.kind() {
+            Kind::Huge if object.len() == page.len() => {
+                page.copy_from_slice(object);
+                Ok(())
+            }
+            Kind::Compressed => {
+                let page = page.try_into().map_err(|_| Error::Media)?;
+                self.codecs.decompress(word.algorithm(), object, page)
+            }
+            _ => Err(Error::Media),
+        }
     }
 
     // ---- write -----------------------------------------------------------------------------------------------------
@@ -79,25 +102,22 @@ impl Inner {
         if self.fits(&packed, seen) {
             let guard = leaf.lock(slot);
             if guard.word().kind() == Kind::InFlight {
-                return Err(Waits);
+                return Err(Waits::ForPage);
             }
             if self.fits(&packed, guard.word()) {
                 self.overwrite(guard, &packed);
                 return Ok(Ok(()));
             }
         }
-        let new = match self.store(table, slot, &packed) {
+        let new = match self.store(BackRef::new(table.id(), slot), &packed) {
             Ok(new) => new,
-            Err(error) => {
-                self.counters.add(counter::FAILED_WRITES, 1);
-                return Ok(Err(error));
-            }
+            Err(error) => return self.refused(error),
         };
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
             drop(guard);
             self.release(new);
-            return Err(Waits);
+            return Err(Waits::ForPage);
         }
         self.replace(guard, new);
         Ok(Ok(()))
@@ -113,8 +133,8 @@ impl Inner {
         part: Part<'_>,
     ) -> PageResult {
         let guard = leaf.lock(slot);
-        if guard.word().kind() == Kind::InFlight {
-            return Err(Waits);
+        if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
+            return Err(Waits::ForPage);
         }
         let mut page = [0; PAGE_BYTES];
         let mut scratch = Scratch::new();
@@ -127,18 +147,25 @@ impl Inner {
             if self.fits(&packed, guard.word()) {
                 Ok(Err(packed))
             } else {
-                self.store(table, slot, &packed).map(Ok)
+                self.store(BackRef::new(table.id(), slot), &packed).map(Ok)
             }
         });
         match patched {
             Ok(Ok(new)) => self.replace(guard, new),
             Ok(Err(packed)) => self.overwrite(guard, &packed),
-            Err(error) => {
-                self.counters.add(counter::FAILED_WRITES, 1);
-                return Ok(Err(error));
-            }
+            Err(error) => return self.refused(error),
         }
         Ok(Ok(()))
+    }
+
+    /// What becomes of a write that could not be stored.
+    #[cold]
+    fn refused(&self, error: Error) -> PageResult {
+        if error == Error::NoSpace && self.store.is_some() {
+            return Err(Waits::ForMemory);
+        }
+        self.counters.add(counter::FAILED_WRITES, 1);
+        Ok(Err(error))
     }
 
     /// Empties a slot.
@@ -149,7 +176,7 @@ impl Inner {
         }
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
-            return Err(Waits);
+            return Err(Waits::ForPage);
         }
         if guard.word() != Word::EMPTY {
             self.counters.add(counter::NOTIFY_FREE, 1);
@@ -164,17 +191,24 @@ impl Inner {
         match same_filled(page) {
             Some(pattern) if pattern as u32 == (pattern >> 32) as u32 => Packed::Same(pattern as u32),
             Some(_) => Packed::Pattern(&page[..8]),
-            None => self.streams.compress(page, scratch).map_or(Packed::Huge(page), Packed::Compressed),
+            None => {
+                self.codecs.primary().compress(page, scratch).map_or(Packed::Huge(page), Packed::Compressed)
+            }
         }
     }
 
     /// Stores a page's content for a slot and returns the word that says so.
     #[inline]
-    fn store(&self, table: &Table, slot: u64, packed: &Packed<'_>) -> Result<Word> {
+    fn store(&self, owner: BackRef, packed: &Packed<'_>) -> Result<Word> {
         let bytes = packed.bytes();
-        let location =
-            if bytes.is_empty() { 0 } else { self.pool.store(bytes, BackRef::new(table.id(), slot))? };
-        Ok(packed.word(location))
+        let location = if bytes.is_empty() { 0 } else { self.pool.store(bytes, owner)? };
+        Ok(packed.word(location).with_age(self.ages.now()))
+    }
+
+    /// Packs a page and stores it for a slot.
+    pub(super) fn store_page(&self, owner: BackRef, page: &Page) -> Result<Word> {
+        let mut scratch = Scratch::new();
+        self.store(owner, &self.pack(page, &mut scratch))
     }
 
     /// Whether the new content can go where the old object lies. Over its limit the pool takes nothing, as in the kernel.
@@ -188,7 +222,7 @@ impl Inner {
     #[inline]
     fn overwrite(&self, guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
-        let new = packed.word(old.location());
+        let new = packed.word(old.location()).with_age(self.ages.now());
         self.pool.overwrite(&guard, packed.bytes());
         guard.publish(new);
         self.account(old, new);
@@ -202,11 +236,20 @@ impl Inner {
         self.account(old, new);
     }
 
-    /// Frees the object of a word that no slot holds.
+    /// Frees the object of a word that no slot holds, in memory or on the backing device.
     #[inline]
     pub(super) fn release(&self, word: Word) {
         if let Some(location) = word.object() {
             self.pool.free(location);
+        } else if word.kind() == Kind::Spilled {
+            self.release_spilled(word);
+        }
+    }
+
+    #[cold]
+    fn release_spilled(&self, word: Word) {
+        if let Some(store) = &self.store {
+            store.release(word.location(), word.spilled_bytes());
         }
     }
 }

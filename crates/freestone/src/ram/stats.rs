@@ -88,6 +88,18 @@ impl Inner {
         add(counter::HUGE_PAGES_SINCE, i64::from(new.kind() == Kind::Huge));
     }
 
+    /// Counts that a spilled page is in memory again; it was counted as stored all the time.
+    pub(super) fn account_back(&self, word: Word) {
+        self.counters.add(counter::COMPRESSED_BYTES, word.stored_bytes() as i64);
+        self.counters.add(counter::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
+        self.counters.add(counter::HUGE_PAGES, i64::from(word.kind() == Kind::Huge));
+    }
+
+    /// Bytes of all objects in memory.
+    pub(super) fn stored_bytes(&self) -> u64 {
+        self.counters.get(counter::COMPRESSED_BYTES)
+    }
+
     pub(super) fn mm_stat(&self) -> MmStat {
         let get = |counter| self.counters.get(counter);
         MmStat {
@@ -120,7 +132,7 @@ impl Inner {
             backrefs_bytes: self.pool.backrefs_bytes(),
             pool_slack_bytes: (self.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
             metadata_bytes: self.pool.metadata_bytes(),
-            streams_bytes: self.streams.bytes(),
+            streams_bytes: self.codecs.bytes(),
         }
     }
 }

@@ -1,15 +1,13 @@
 //! Each of zram's rules for itself, and compaction, growth and reset under traffic.
 
-use std::sync::mpsc;
-use std::time::Duration;
-
 use super::*;
+use crate::codec::{Algorithm, Params};
 use crate::device::{Blocking, Error, Flags};
 
 pub(super) const MIB: u64 = 1 << 20;
 
 pub(super) fn config(disksize: u64) -> Config {
-    Config { disksize, comp_algorithm: Algorithm::Lz4, algorithm_params: Params::default(), mem_limit: 0 }
+    Config { disksize, ..Config::default() }
 }
 
 pub(super) fn ram(disksize: u64) -> Ram {
@@ -290,69 +288,10 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
 #[test]
 fn disks_share_their_streams() {
     let (a, b) = (ram(MIB), ram(MIB));
-    assert!(Arc::ptr_eq(&a.0.streams, &b.0.streams));
+    assert!(std::ptr::eq(a.0.codecs.primary(), b.0.codecs.primary()));
     let params = Params::parse("level=2").unwrap();
     let other = Ram::new(Config { algorithm_params: params, ..config(MIB) }).unwrap();
-    assert!(!Arc::ptr_eq(&a.0.streams, &other.0.streams));
-}
-
-#[test]
-fn a_page_in_flight_holds_up_only_its_own_requests() {
-    let ram = ram(8 * MIB);
-    let data = content(3, 5, PAGE_BYTES);
-    ram.write_at(5 * PAGE, &data, Flags::empty()).unwrap();
-    let inner = &ram.0;
-    let guard = |slot: u64, work: &mut dyn FnMut(SlotGuard<'_>)| {
-        pin::pinned(|pin| work(inner.table.load(pin).leaf(slot).unwrap().lock(slot)));
-    };
-    let mut held = Word::EMPTY;
-    guard(5, &mut |guard| held = inner.flights.depart(guard));
-
-    let mut page = vec![0; PAGE_BYTES];
-    let read = Request::read(5 * PAGE, PAGE);
-    assert_eq!(ram.try_io(&read, Buffer::Read(&mut page)), Ok(Tried::WouldBlock));
-    assert_eq!(ram.try_io(&Request::write(5 * PAGE, PAGE), Buffer::Write(&page)), Ok(Tried::WouldBlock));
-    assert_eq!(
-        ram.try_io(&Request::write(5 * PAGE, 512), Buffer::Write(&page[..512])),
-        Ok(Tried::WouldBlock)
-    );
-    let mut three = vec![0; 3 * PAGE_BYTES];
-    assert_eq!(
-        ram.try_io(&Request::read(4 * PAGE, 3 * PAGE), Buffer::Read(&mut three)),
-        Ok(Tried::Partly(PAGE))
-    );
-    assert_eq!(ram.try_io(&Request::new(Op::Discard, 0, MIB), Buffer::None), Ok(Tried::Partly(5 * PAGE)));
-    assert_eq!(
-        ram.try_io(&Request::new(Op::WriteZeroes, 5 * PAGE + 512, 512), Buffer::None),
-        Ok(Tried::WouldBlock)
-    );
-    assert_eq!(ram.try_io(&Request::read(6 * PAGE, PAGE), Buffer::Read(&mut page)), Ok(Tried::Done));
-    assert_eq!(ram.compact(), 0, "an object in flight does not move");
-
-    // Submitted requests queue on the page, in order, and run when it has landed.
-    let (tx, rx) = mpsc::channel();
-    for (number, request, buffer) in [
-        (0, Request::read(4 * PAGE, 3 * PAGE), IoBuf::zeroed(3 * PAGE_BYTES).unwrap()),
-        (1, Request::write(5 * PAGE, PAGE), IoBuf::copy_of(&[9; PAGE_BYTES]).unwrap()),
-        (2, Request::read(5 * PAGE, PAGE), IoBuf::zeroed(PAGE_BYTES).unwrap()),
-    ] {
-        let tx = tx.clone();
-        ram.submit(
-            request,
-            buffer,
-            Completion::new(move |outcome, buffer| {
-                outcome.unwrap();
-                tx.send((number, buffer.to_vec())).unwrap();
-            }),
-        );
-    }
-    assert!(rx.recv_timeout(Duration::from_millis(20)).is_err());
-    guard(5, &mut |guard| inner.flights.land(guard, held));
-    let (number, read) = rx.recv().unwrap();
-    assert!(number == 0 && read[PAGE_BYTES..2 * PAGE_BYTES] == data[..]);
-    assert_eq!(rx.recv().unwrap().0, 1);
-    let (number, read) = rx.recv().unwrap();
-    assert!(number == 2 && read == [9; PAGE_BYTES]);
+    assert!(!std::ptr::eq(a.0.codecs.primary(), other.0.codecs.primary()));
 }
 
 #[test]

@@ -1,81 +1,127 @@
-//! Slots in flight: a slot whose content is on its way from or to a disk holds no lock, but a kind of its own, and
-//! requests that need it queue here.
+//! Slots in flight: a slot whose content is on its way from a disk holds no lock, but a kind of its own, and requests
+//! that need it queue here.
 //!
 //! # Protocol
 //! * [`depart`](Flights::depart): under the slot's lock, the word becomes `InFlight(n)` and flight `n` opens.
-//! * [`wait`](Flights::wait): under the slot's lock, while it is in flight, a continuation is added to flight `n`.
-//! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published; the continuations run
-//!   after the unlock, in the order in which they came.
+//! * [`wait`](Flights::wait): under the slot's lock, while it is in flight, a waiter is added to flight `n`.
+//! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published; the caller lets those
+//!   go on that waited, in the order in which they came.
+//! * [`forget`](Flights::forget): the table was taken down, nobody can reach the slot any more: flight `n` closes.
 //!
-//! All three hold the slot's lock, so a continuation is either in the list that `land` takes, or its request sees
-//! the new word.
+//! The first three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees the
+//! new word. A flight ends once: whoever comes later (a disk that answers after its deadline, or after a reset) finds
+//! another word in the slot, or no flight of that number. Numbers are not used again before 2^36 others were.
 //!
-//! Lock order: slot, then `open`.
+//! Lock order: slot, then the flight's shard. Slots share shards by chance only, so no two reads meet in one lock for
+//! long.
 
-#![cfg_attr(not(test), expect(dead_code, reason = "so far only tests put slots in flight; writeback will"))]
+use std::collections::HashMap;
 
 use super::lock::SlotGuard;
-use super::word::{Kind, Word};
-use crate::sync::Mutex;
+use super::word::{Kind, LOCATION_BITS, Word};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-type Continuation = Box<dyn FnOnce() + Send>;
+#[cfg(not(loom))]
+const SHARDS: u64 = 64;
+#[cfg(loom)]
+const SHARDS: u64 = 1;
 
-/// The flights of one family of tables.
-#[derive(Default)]
-pub struct Flights {
-    open: Mutex<Open>,
+/// The flights of one family of tables. `W` is what waits.
+pub struct Flights<W> {
+    next: AtomicU64,
+    shards: Box<[Mutex<Shard<W>>]>,
 }
 
-#[derive(Default)]
-struct Open {
-    flights: Vec<Option<Vec<Continuation>>>,
-    free: Vec<u32>,
+/// Flights by number.
+type Shard<W> = HashMap<u64, Flight<W>>;
+
+struct Flight<W> {
+    held: Word,
+    /// Table and slot, in the caller's words.
+    owner: u64,
+    /// When it departed, in the caller's measure.
+    since: u64,
+    waiting: Vec<W>,
 }
 
-impl Flights {
-    /// Puts a slot in flight and unlocks it. Returns what it held.
-    pub fn depart(&self, guard: SlotGuard<'_>) -> Word {
+/// What a flight that is over leaves.
+pub struct Landed<W> {
+    /// What the slot held before.
+    pub held: Word,
+    /// Who waited.
+    pub waiting: Vec<W>,
+}
+
+impl<W> Default for Flights<W> {
+    fn default() -> Self {
+        Self { next: AtomicU64::new(0), shards: (0..SHARDS).map(|_| Mutex::new(HashMap::new())).collect() }
+    }
+}
+
+impl<W> Flights<W> {
+    fn shard(&self, number: u64) -> MutexGuard<'_, Shard<W>> {
+        self.shards[(number % SHARDS) as usize].lock()
+    }
+
+    /// Puts a slot in flight and unlocks it. Returns the flight's number.
+    pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, since: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
         debug_assert_ne!(held.kind(), Kind::InFlight, "a slot departs once");
-        let number = {
-            let mut open = self.open.lock();
-            if let Some(number) = open.free.pop() {
-                open.flights[number as usize] = Some(Vec::new());
-                number
-            } else {
-                open.flights.push(Some(Vec::new()));
-                (open.flights.len() - 1) as u32
-            }
-        };
+        // Relaxed: only the number's uniqueness counts.
+        let number = self.next.fetch_add(1, Ordering::Relaxed) % (1 << LOCATION_BITS);
+        let before = self.shard(number).insert(number, Flight { held, owner, since, waiting });
+        debug_assert!(before.is_none(), "flight {number} is open twice");
         guard.publish(Word::in_flight(number));
-        held
+        number
     }
 
-    /// Runs `continuation` when the slot, which is locked and in flight, has landed.
-    pub fn wait(&self, guard: &SlotGuard<'_>, continuation: Continuation) {
-        let number = number(guard);
-        match &mut self.open.lock().flights[number] {
-            Some(waiting) => waiting.push(continuation),
-            None => unreachable!("slot in flight {number}, which is not open"),
+    /// Adds a waiter to the flight of a locked slot.
+    pub fn wait(&self, guard: &SlotGuard<'_>, waiter: W) {
+        match self.shard(number(guard)).get_mut(&number(guard)) {
+            Some(flight) => flight.waiting.push(waiter),
+            None => unreachable!("slot in flight {}, which is not open", number(guard)),
         }
     }
 
-    /// Ends the flight of a locked slot: publishes `new`, unlocks, lets those go on that waited.
-    pub fn land(&self, guard: SlotGuard<'_>, new: Word) {
+    /// Ends the flight of a locked slot: publishes what `new` makes of the word that it held, and unlocks.
+    pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> Landed<W> {
         let number = number(&guard);
-        let waiting = {
-            let mut open = self.open.lock();
-            open.free.push(number as u32);
-            open.flights[number].take()
+        let flight = self.shard(number).remove(&number);
+        let Some(Flight { held, waiting, .. }) = flight else {
+            unreachable!("slot in flight {number}, which is not open")
         };
-        guard.publish(new);
-        for continuation in waiting.into_iter().flatten() {
-            continuation();
-        }
+        guard.publish(new(held));
+        Landed { held, waiting }
+    }
+
+    /// Ends a flight whose slot's table is gone. `None`: it had ended.
+    pub fn forget(&self, number: u64) -> Option<Landed<W>> {
+        let Flight { held, waiting, .. } = self.shard(number).remove(&number)?;
+        Some(Landed { held, waiting })
+    }
+
+    /// The owner of a slot in flight, while its flight is open.
+    pub fn owner(&self, number: u64) -> Option<u64> {
+        self.shard(number).get(&number).map(|flight| flight.owner)
+    }
+
+    /// Whether somebody waits for a flight of whom `is` is true.
+    pub fn any_waiter(&self, number: u64, is: impl FnMut(&W) -> bool) -> bool {
+        self.shard(number).get(&number).is_some_and(|flight| flight.waiting.iter().any(is))
+    }
+
+    /// The flights that departed before `since`: number and owner.
+    pub fn departed_before(&self, since: u64) -> Vec<(u64, u64)> {
+        let shards = self.shards.iter().map(Mutex::lock);
+        let late = |shard: MutexGuard<'_, Shard<W>>| -> Vec<_> {
+            let late = shard.iter().filter(|(_, flight)| flight.since < since);
+            late.map(|(number, flight)| (*number, flight.owner)).collect()
+        };
+        shards.flat_map(late).collect()
     }
 }
 
-fn number(guard: &SlotGuard<'_>) -> usize {
+fn number(guard: &SlotGuard<'_>) -> u64 {
     debug_assert_eq!(guard.word().kind(), Kind::InFlight);
-    guard.word().location() as usize
+    guard.word().location()
 }

@@ -14,9 +14,9 @@ mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-pub use flight::Flights;
+pub use flight::{Flights, Landed};
 pub use lock::SlotGuard;
 #[cfg(all(test, loom))]
 pub use lock::lock;
 pub use table::{Common, LEAF_SLOTS, Leaf, MAX_SLOTS, Table};
-pub use word::{Kind, LOCATION_BITS, Word};
+pub use word::{AGES, Kind, LOCATION_BITS, Word};

@@ -143,30 +143,120 @@ fn a_word_and_its_object_are_published_together() {
 #[test]
 fn nobody_waits_for_a_flight_that_has_landed() {
     loom::model(|| {
-        let shared = Arc::new((shared(), Flights::default(), Arc::new(AtomicU32::new(0))));
+        let shared = Arc::new((shared(), Flights::<Arc<AtomicU32>>::default(), Arc::new(AtomicU32::new(0))));
         let (s, flights, answered) = (&shared.0, &shared.1, &shared.2);
-        assert_eq!(flights.depart(lock(&s.slot, &s.parking)), Word::EMPTY);
+        lock(&s.slot, &s.parking).publish(Word::spilled(3, 0, 0));
+        let number = flights.depart(lock(&s.slot, &s.parking), 9, 0, Vec::new());
         let request = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
                 let guard = lock(&shared.0.slot, &shared.0.parking);
                 if guard.word().kind() == Kind::InFlight {
-                    let answered = Arc::clone(&shared.2);
-                    shared.1.wait(
-                        &guard,
-                        Box::new(move || {
-                            answered.fetch_add(1, Ordering::SeqCst);
-                        }),
-                    );
+                    shared.1.wait(&guard, Arc::clone(&shared.2));
                 } else {
                     assert_eq!(guard.word(), Word::same(5));
                     shared.2.fetch_add(1, Ordering::SeqCst);
                 }
             })
         };
-        flights.land(lock(&s.slot, &s.parking), Word::same(5));
+        assert_eq!(flights.owner(number), Some(9));
+        let landed = flights.land(lock(&s.slot, &s.parking), |_| Word::same(5));
+        assert_eq!(landed.held, Word::spilled(3, 0, 0));
+        for waiter in landed.waiting {
+            waiter.fetch_add(1, Ordering::SeqCst);
+        }
         request.join().unwrap();
         assert_eq!(answered.load(Ordering::SeqCst), 1);
+    });
+}
+
+/// The answer of the disk and the deadline race to land a slot, while somebody waits: one of them does it, and the
+/// waiter hears of it once. A second flight of the slot is not landed by the first one's late answer.
+#[test]
+fn a_flight_lands_once() {
+    bounded(|| {
+        let shared = Arc::new((shared(), Flights::<u32>::default(), AtomicU32::new(0)));
+        let s = &shared.0;
+        lock(&s.slot, &s.parking).publish(Word::spilled(3, 0, 0));
+        let first = shared.1.depart(lock(&s.slot, &s.parking), 0, 0, vec![1]);
+        let land = |shared: &(_, Flights<u32>, AtomicU32), number: u64, new: Option<Word>| {
+            let (s, flights, heard): (&Arc<Shared>, _, _) = (&shared.0, &shared.1, &shared.2);
+            let guard = lock(&s.slot, &s.parking);
+            if guard.word() == Word::in_flight(number) {
+                let landed = flights.land(guard, |held| new.unwrap_or(held));
+                heard.fetch_add(landed.waiting.len() as u32, Ordering::SeqCst);
+            }
+        };
+        let late = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                land(&shared, first, None);
+                let guard = lock(&shared.0.slot, &shared.0.parking);
+                if guard.word().kind() == Kind::Spilled {
+                    let second = shared.1.depart(guard, 0, 0, vec![2]);
+                    land(&shared, second, Some(Word::same(7)));
+                }
+            })
+        };
+        land(&shared, first, Some(Word::same(5)));
+        late.join().unwrap();
+        let word = lock(&s.slot, &s.parking).word();
+        assert!(word == Word::same(5) || word == Word::same(7), "{word:?}");
+        let heard = if word == Word::same(5) { 1 } else { 2 };
+        assert_eq!(shared.2.load(Ordering::SeqCst), heard, "each waiter hears once");
+        assert_eq!(shared.1.departed_before(1), [], "no flight is left open");
+    });
+}
+
+/// A page is written to disk while others overwrite it, and a second pass picks it as well: what the slot says in the
+/// end is the last content, on disk only if the disk has it, and every place that is no longer used was freed once.
+#[test]
+fn stale_bytes_never_become_a_page() {
+    bounded(|| {
+        // What each place on disk would give back; what the slot holds is `same(content)`.
+        let shared = Arc::new((shared(), AtomicU32::new(0)));
+        let s = &shared.0;
+        lock(&s.slot, &s.parking).publish(Word::same(1));
+        let pick = |s: &Shared, tag: u8| {
+            let guard = lock(&s.slot, &s.parking);
+            let word = guard.word();
+            // Only what is in memory and nobody works on.
+            if word.kind() != Kind::Same || word.is_picked() {
+                return None;
+            }
+            guard.publish(word.picked(tag));
+            Some(word.location())
+        };
+        let publish = |s: &Shared, tag: u8, copied: u64| {
+            let guard = lock(&s.slot, &s.parking);
+            if guard.word().is_picked_by(tag) {
+                guard.publish(Word::spilled(copied, 0, 0));
+            }
+        };
+        let writer = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                lock(&shared.0.slot, &shared.0.parking).publish(Word::same(2));
+                shared.1.store(1, Ordering::SeqCst);
+            })
+        };
+        let first = pick(s, 1);
+        // The write of the first batch is still under way.
+        let second = pick(s, 2);
+        if let Some(copied) = second {
+            publish(s, 2, copied);
+        }
+        if let Some(copied) = first {
+            publish(s, 1, copied);
+        }
+        let written = shared.1.load(Ordering::SeqCst) == 1;
+        writer.join().unwrap();
+        let word = lock(&s.slot, &s.parking).word();
+        assert_eq!(
+            word.location(),
+            2,
+            "the page is not what was written last: {word:?}, answered before: {written}"
+        );
     });
 }
 

@@ -1,34 +1,24 @@
 //! The attributes of devices under the kernel's names: what they are, and which can be set to what.
 
-use freestone::ram::Ram;
+mod ram;
+
+use freestone::codec::Algorithm;
 use serde_json::{Map, Value, json};
 
+use self::ram::Change;
+pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
 use crate::control::protocol::{Errno, Fault};
 use crate::entries::nearest;
 use crate::registry::{Entry, Kind};
-use crate::size;
-use crate::spec::{KindSpec, parse_disksize, parse_limit};
+use crate::spec::KindSpec;
 
-const RAM_ATTRS: [&str; 8] = [
-    "disksize",
-    "initstate",
-    "comp_algorithm",
-    "algorithm_params",
-    "mem_limit",
-    "mem_used_max",
-    "mm_stat",
-    "io_stat",
-];
 const NULL_ATTRS: [&str; 2] = ["size", "blocksize"];
 const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
-
-/// Attributes that can be set, for the sentence that says so.
-const RAM_SETTABLE: &str = "disksize (grow), mem_limit and mem_used_max (0) can be set";
 
 /// The names of a device's attributes.
 pub fn names(entry: &Entry) -> &'static [&'static str] {
     match entry.kind {
-        Kind::Ram(_) => &RAM_ATTRS,
+        Kind::Ram(_) => &ram::NAMES,
         Kind::Null(_) => &NULL_ATTRS,
         Kind::File(_) => &FILE_ATTRS,
     }
@@ -37,7 +27,7 @@ pub fn names(entry: &Entry) -> &'static [&'static str] {
 /// The value of one attribute. Sizes are numbers of bytes.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Fault> {
     let value = match (&entry.kind, &entry.spec.kind) {
-        (Kind::Ram(ram), _) => ram_value(ram, attr),
+        (Kind::Ram(ram), _) => ram::value(ram, attr),
         (_, KindSpec::Null { blocksize, .. }) if attr == "blocksize" => Some(json!(blocksize)),
         (Kind::File(file), _) if attr == "path" => Some(json!(file.path().to_string_lossy())),
         (Kind::File(file), _) if attr == "direct" => Some(json!(if file.is_direct() { "on" } else { "off" })),
@@ -48,56 +38,24 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Fault> {
     value.ok_or_else(|| unknown(entry, attr))
 }
 
-fn ram_value(ram: &Ram, attr: &str) -> Option<Value> {
-    Some(match attr {
-        "disksize" => json!(ram.config().disksize),
-        "initstate" => json!(1),
-        "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
-        "algorithm_params" => json!(ram.config().algorithm_params.to_string()),
-        "mem_limit" => json!(ram.config().mem_limit),
-        "mem_used_max" => json!(ram.mm_stat().mem_used_max),
-        "mm_stat" => mm_stat(ram),
-        "io_stat" => io_stat(ram),
-        _ => return None,
-    })
-}
-
-/// The kernel's nine columns, in its order.
-pub fn mm_stat(ram: &Ram) -> Value {
-    let s = ram.mm_stat();
-    json!({
-        "orig_data_size": s.orig_data_size,
-        "compr_data_size": s.compr_data_size,
-        "mem_used_total": s.mem_used_total,
-        "mem_limit": s.mem_limit,
-        "mem_used_max": s.mem_used_max,
-        "same_pages": s.same_pages,
-        "pages_compacted": s.pages_compacted,
-        "huge_pages": s.huge_pages,
-        "huge_pages_since": s.huge_pages_since,
-    })
-}
-
-/// The kernel's four columns, in its order.
-pub fn io_stat(ram: &Ram) -> Value {
-    let s = ram.io_stat();
-    json!({
-        "failed_reads": s.failed_reads,
-        "failed_writes": s.failed_writes,
-        "invalid_io": s.invalid_io,
-        "notify_free": s.notify_free,
-    })
-}
-
-/// What a `set` does to a RAM disk, once everything was checked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Change {
-    /// `disksize`, in bytes. First in order: the only one that can still fail.
-    Grow(u64),
-    /// `mem_limit`, in bytes; 0 for none.
-    MemLimit(u64),
-    /// `mem_used_max=0`.
-    ResetMemUsedMax,
+/// A value as sysfs shows it: statistics are a row of numbers, secondary algorithms a line each with all that could be
+/// chosen.
+pub fn plain(attr: &str, value: &Value) -> String {
+    match value {
+        Value::Object(chosen) if attr == "recomp_algorithm" => {
+            let line = |(priority, chosen): (&String, &Value)| {
+                let all = Algorithm::ALL.map(|algorithm| match algorithm.name() {
+                    name if chosen == name => format!("[{name}]"),
+                    name => name.to_owned(),
+                });
+                format!("#{priority}: {}", all.join(" "))
+            };
+            chosen.iter().map(line).collect::<Vec<_>>().join("\n")
+        }
+        Value::String(text) => text.clone(),
+        Value::Object(columns) => columns.values().map(|v| plain("", v)).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
 }
 
 /// Checks every attribute, then sets them; after a refusal nothing has changed.
@@ -114,44 +72,19 @@ pub fn set(entry: &Entry, wanted: &Map<String, Value>) -> Result<(), Fault> {
     changes.sort_unstable_by_key(|(change, ..)| *change);
     let Kind::Ram(ram) = &entry.kind else { return Ok(()) };
     for (change, attr, text) in changes {
-        match change {
-            Change::Grow(bytes) => ram
-                .grow(bytes)
-                .map_err(|e| Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?,
-            Change::MemLimit(bytes) => ram.set_mem_limit(bytes),
-            Change::ResetMemUsedMax => ram.reset_mem_used_max(),
-        }
+        let made = change.make(ram);
+        made.map_err(|e| Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?;
     }
     Ok(())
 }
 
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Fault> {
-    let name = entry.name();
-    let busy = |why: &str| Fault::failed(Errno::EBUSY, format!("{name}: {attr}={text}: {why}"));
-    let invalid = |why: String| Fault::invalid(format!("{name}: {attr}={text}: {why}"));
-    let Kind::Ram(ram) = &entry.kind else {
-        return Err(if names(entry).contains(&attr) {
-            busy(&format!("fixed for the life of a {} device", entry.kind_name()))
-        } else {
-            unknown(entry, attr)
-        });
-    };
-    match attr {
-        "disksize" => {
-            let (new, old) = (parse_disksize(text).map_err(invalid)?, ram.config().disksize);
-            if new < old {
-                let why = format!("smaller than the present {}; a device only grows", size::exact(old));
-                return Err(Fault::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {why}")));
-            }
-            Ok(Change::Grow(new))
+    match &entry.kind {
+        Kind::Ram(ram) => Change::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
+        _ if names(entry).contains(&attr) => {
+            let why = format!("fixed for the life of a {} device", entry.kind_name());
+            Err(Fault::failed(Errno::EBUSY, format!("{}: {attr}={text}: {why}", entry.name())))
         }
-        "mem_limit" => parse_limit(text).map(Change::MemLimit).map_err(invalid),
-        "mem_used_max" if text == "0" => Ok(Change::ResetMemUsedMax),
-        "mem_used_max" => Err(invalid("only 0 can be set, which starts the maximum anew".into())),
-        "comp_algorithm" | "algorithm_params" => {
-            Err(busy("fixed once the device is initialised; create a new device with another value"))
-        }
-        "initstate" | "mm_stat" | "io_stat" => Err(invalid(format!("read-only; {RAM_SETTABLE}"))),
         _ => Err(unknown(entry, attr)),
     }
 }
@@ -159,8 +92,15 @@ fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Fault> {
 fn unknown(entry: &Entry, attr: &str) -> Fault {
     let (name, names) = (entry.name(), names(entry));
     // In the kernel these are files to write to.
-    if matches!(attr, "compact" | "reset") {
-        return Fault::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}"));
+    let words = match attr {
+        "compact" | "reset" => Some(""),
+        "idle" => Some(" all"),
+        "writeback" => Some(" idle"),
+        "recompress" => Some(" type=idle"),
+        _ => None,
+    };
+    if let Some(words) = words {
+        return Fault::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
     let hint = nearest(attr, names).map(|h| format!("; {h}?")).unwrap_or_default();
     let (kind, all) = (entry.kind_name(), names.join(", "));
@@ -217,7 +157,8 @@ mod tests {
     fn refusals_change_nothing() {
         let ram = entry("r=ram,disksize=1M,mem_limit=1M");
         let fixed = "fixed once the device is initialised; create a new device with another value";
-        let settable = "read-only; disksize (grow), mem_limit and mem_used_max (0) can be set";
+        let settable = "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, \
+                        writeback_limit_enable and writeback_batch_size can be set";
         for (attr, value, code, sentence) in [
             ("disksize", "512K", -32000, "smaller than the present 1M; a device only grows"),
             ("disksize", "16777215T", -32602, "too large; a ram device has at most 256T"),
@@ -226,6 +167,8 @@ mod tests {
             ("comp_algorithm", "zstd", -32000, fixed),
             ("algorithm_params", "level=3", -32000, fixed),
             ("mm_stat", "0", -32602, settable),
+            ("backing_dev", "/a", -32000, fixed),
+            ("writeback_limit", "1", -32000, "the device has no backing_dev; create it with one"),
         ] {
             let fault = set(&ram, &wanted(&[("mem_limit", "8M"), (attr, value)])).unwrap_err();
             assert_eq!((fault.code, fault.message), (code, format!("r: {attr}={value}: {sentence}")));

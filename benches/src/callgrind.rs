@@ -1,0 +1,108 @@
+//! Instructions of one request, as callgrind counts them: the same on every machine and under any load. Two versions of this
+//! program, built from two commits, tell what the difference between them costs.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
+
+use crate::instructions::{Content, DISK_BYTES, What};
+use crate::measure::Summary;
+use crate::report::{Report, Row, Target, Unit};
+
+/// Requests of the two runs whose difference counts.
+const COUNTS: [u64; 2] = [10_000, 30_000];
+/// The loop's name on the command line, and the word for a disk with a backing device.
+const LOOP: &str = "instructions-loop";
+
+/// What it can be told.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// This program built from another commit, to compare with.
+    #[arg(long)]
+    against: Option<PathBuf>,
+}
+
+/// Counts every kind of request.
+pub fn run(args: &Args) -> Result<Vec<Report>> {
+    let own = std::env::current_exe().context("this program's own file")?;
+    let mut rows = Vec::new();
+    for request in [What::Read, What::Write] {
+        for content in [Content::Compressible, Content::Same] {
+            let what = format!("{} of a {} page", name(&request), name(&content));
+            let other = match &args.against {
+                Some(path) => Some(per_request(path, request, content, false)?),
+                None => None,
+            };
+            for backed in [false, true] {
+                let disk = if backed { ", with a backing device" } else { "" };
+                let count = per_request(&own, request, content, backed)?;
+                rows.push(Row::new(format!("{what}{disk}"), Unit::Count, Summary::one(count)));
+                if let Some(other) = other {
+                    let more = Summary::one(count / other);
+                    let row = Row::new(format!("{what}{disk} / before"), Unit::Ratio, more)
+                        .target(Target::AtMost(1.02))
+                        .part("before", other);
+                    rows.push(row);
+                }
+            }
+        }
+    }
+    let report = Report {
+        name: "instructions",
+        data: "fio's compressible pages, same-filled pages".into(),
+        data_bytes: DISK_BYTES,
+        algorithm: "lz4",
+        notes: vec![format!(
+            "Instructions of one 4 KiB request to a random page, by callgrind: the difference of {} and {} requests. Nothing is spilled. \
+             Before: {}.",
+            COUNTS[1],
+            COUNTS[0],
+            args.against.as_ref().map_or("not given".into(), |path| path.display().to_string())
+        )],
+        rows,
+    };
+    report.print();
+    Ok(vec![report])
+}
+
+fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
+}
+
+fn per_request(program: &Path, request: What, content: Content, backed: bool) -> Result<f64> {
+    let [few, many] = COUNTS;
+    let collected = |count: u64| {
+        let mut command = Command::new("valgrind");
+        command
+            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+            .arg(program)
+            .args([LOOP, &name(&request), &name(&content), &count.to_string()])
+            .args(backed.then_some("--backed"))
+            .stdin(Stdio::null());
+        let output =
+            command.output().context("valgrind could not be started; the package is called valgrind")?;
+        let told = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{} under valgrind failed: {told}", program.display());
+        parse(&told).with_context(|| format!("callgrind gave no count: {told}"))
+    };
+    let (few_count, many_count) = (collected(few)?, collected(many)?);
+    Ok(many_count.saturating_sub(few_count) as f64 / (many - few) as f64)
+}
+
+/// `==17== Collected : 123456`.
+fn parse(told: &str) -> Option<u64> {
+    let line = told.lines().find_map(|line| line.split_once("Collected :"))?;
+    line.1.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_count_is_found() {
+        let told = "==17== Events    : Ir\n==17== Collected : 123456\n==17== \n";
+        assert_eq!(super::parse(told), Some(123_456));
+        assert_eq!(super::parse("==17== Collected : many\n"), None);
+    }
+}

@@ -1,0 +1,76 @@
+//! A loop of one kind of request, for callgrind to count. It uses no more of the library than its first version had, so that it
+//! can be built with any of them.
+
+use std::hint::black_box;
+
+use anyhow::Result;
+use clap::ValueEnum;
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::Ram;
+
+use crate::data::{Order, fio_page};
+
+/// Pages of the disk.
+const PAGES: u32 = 4096;
+/// Bytes of the disk.
+pub const DISK_BYTES: u64 = PAGES as u64 * PAGE_BYTES as u64;
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Loop {
+    /// The request.
+    #[arg(value_enum)]
+    pub request: What,
+    /// What pages hold.
+    #[arg(value_enum)]
+    pub content: Content,
+    /// How many requests.
+    pub count: u64,
+}
+
+/// Requests of 4 KiB to random pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum What {
+    Read,
+    /// Every write replaces a page by another one of the same kind.
+    Write,
+}
+
+/// What pages hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Content {
+    /// fio's 60 % compressible pages, the cheapest for a codec.
+    Compressible,
+    /// One 32-bit pattern, another one in every page.
+    Same,
+}
+
+/// Fills a disk of [`DISK_BYTES`] and runs the loop. Two counts with one setup: the difference is the requests' own.
+pub fn run(ram: &Ram, Loop { request, content, count }: Loop) -> Result<()> {
+    let mut pages = IoBuf::zeroed(DISK_BYTES as usize)?;
+    for (number, page) in (0_u32..).zip(pages.chunks_exact_mut(PAGE_BYTES)) {
+        match content {
+            Content::Compressible => fio_page(u64::from(number), page),
+            Content::Same => page.as_chunks_mut().0.fill(number.to_ne_bytes()),
+        }
+        ram.write_at(u64::from(number) * PAGE_BYTES as u64, page, Flags::empty())?;
+    }
+    let (slots, contents) = (Order::new(3, 0, PAGES), Order::new(4, 0, PAGES));
+    let offset = |slot: u32| u64::from(slot) * PAGE_BYTES as u64;
+    match request {
+        What::Read => {
+            let mut into = [0; PAGE_BYTES];
+            for slot in slots.choices(0, count) {
+                ram.read_at(offset(slot), black_box(&mut into))?;
+            }
+        }
+        What::Write => {
+            for (slot, content) in slots.choices(0, count).zip(contents.choices(0, count)) {
+                let page = &pages[content as usize * PAGE_BYTES..][..PAGE_BYTES];
+                ram.write_at(offset(slot), black_box(page), Flags::empty())?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! What this process spends: CPU time, bytes written to disks, the busiest thread.
+#![expect(unsafe_code)]
+// UNSAFETY: rustix has no getrusage, so the C function is called.
+
+use std::collections::HashMap;
+use std::mem::MaybeUninit;
+use std::ops::Sub;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use rustix::param::clock_ticks_per_second;
+
+/// CPU time of all threads of this process, those that ended included. The kernel's threads that work for an `io_uring` of the
+/// process are among them.
+#[derive(Debug, Clone, Copy)]
+pub struct Cpu {
+    pub user: Duration,
+    pub system: Duration,
+}
+
+impl Cpu {
+    /// Until now.
+    pub fn now() -> Result<Self> {
+        let mut usage = MaybeUninit::<libc::rusage>::uninit();
+        // SAFETY: the pointer is to a whole `rusage`, which the call fills.
+        let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
+        ensure!(status == 0, "getrusage: {}", std::io::Error::last_os_error());
+        // SAFETY: the call succeeded, so it was filled.
+        let usage = unsafe { usage.assume_init() };
+        let span = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
+        Ok(Self { user: span(usage.ru_utime), system: span(usage.ru_stime) })
+    }
+
+    pub fn total(self) -> Duration {
+        self.user + self.system
+    }
+}
+
+impl Sub for Cpu {
+    type Output = Self;
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            user: self.user.saturating_sub(earlier.user),
+            system: self.system.saturating_sub(earlier.system),
+        }
+    }
+}
+
+/// The state at one moment, to compare a later one with.
+pub struct Watch {
+    begun: Instant,
+    cpu: Cpu,
+    threads: HashMap<u32, Thread>,
+    disk_bytes: u64,
+}
+
+/// One thread by its statistics.
+struct Thread {
+    name: String,
+    cpu: Duration,
+}
+
+/// What was spent between two moments.
+#[derive(Debug, Clone)]
+pub struct Spent {
+    pub wall: Duration,
+    pub cpu: Cpu,
+    /// CPU time of the thread that had most, as a part of `wall`. Its unit is one tick of the kernel, mostly 10 ms.
+    pub busiest: f64,
+    pub busiest_name: String,
+    /// Bytes that the process had written to disks (`write_bytes` of /proc/self/io).
+    pub disk_bytes: u64,
+}
+
+impl Watch {
+    /// From now on.
+    pub fn start() -> Result<Self> {
+        Ok(Self { disk_bytes: disk_bytes()?, threads: threads()?, cpu: Cpu::now()?, begun: Instant::now() })
+    }
+
+    /// Until now.
+    pub fn stop(self) -> Result<Spent> {
+        let wall = self.begun.elapsed();
+        let cpu = Cpu::now()? - self.cpu;
+        let mut busiest = (Duration::ZERO, String::new());
+        for (id, thread) in threads()? {
+            let before = self.threads.get(&id).map_or(Duration::ZERO, |thread| thread.cpu);
+            let spent = thread.cpu.saturating_sub(before);
+            if spent >= busiest.0 {
+                busiest = (spent, thread.name);
+            }
+        }
+        Ok(Spent {
+            wall,
+            cpu,
+            busiest: busiest.0.as_secs_f64() / wall.as_secs_f64(),
+            busiest_name: busiest.1,
+            disk_bytes: disk_bytes()?.saturating_sub(self.disk_bytes),
+        })
+    }
+}
+
+/// Every thread of this process by its id.
+fn threads() -> Result<HashMap<u32, Thread>> {
+    let mut all = HashMap::new();
+    for entry in std::fs::read_dir("/proc/self/task").context("/proc/self/task")? {
+        let entry = entry?;
+        // One may end between the listing and the look at it.
+        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
+        let id = entry.file_name().to_string_lossy().parse().context("/proc/self/task")?;
+        all.insert(id, thread(&stat).context("/proc/self/task/*/stat")?);
+    }
+    Ok(all)
+}
+
+/// Reads `id (name) state ...`: the name may hold anything, user and system ticks are the 12th and 13th word behind it.
+fn thread(stat: &str) -> Option<Thread> {
+    let (front, back) = stat.rsplit_once(')')?;
+    let mut words = back.split_ascii_whitespace().skip(11);
+    let mut ticks = || words.next()?.parse::<u64>().ok();
+    let cpu = Duration::from_secs_f64((ticks()? + ticks()?) as f64 / clock_ticks_per_second() as f64);
+    Some(Thread { name: front.split_once('(')?.1.to_owned(), cpu })
+}
+
+fn disk_bytes() -> Result<u64> {
+    let io = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
+    let line = io.lines().find_map(|line| line.strip_prefix("write_bytes:"));
+    line.and_then(|number| number.trim().parse().ok()).context("no write_bytes in /proc/self/io")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measure::thread_clock;
+
+    #[test]
+    fn a_threads_line_is_read_behind_its_name() {
+        let line =
+            "77 (a b) c) S 1 77 77 0 -1 4194304 9 0 0 0 250 50 0 0 20 0 1 0 100 1 1 18446744073709551615";
+        let thread = thread(line).unwrap();
+        assert_eq!(thread.name, "a b) c");
+        assert_eq!(thread.cpu, Duration::from_secs_f64(300.0 / clock_ticks_per_second() as f64));
+        assert!(super::thread("77 (x) S 1 2").is_none());
+    }
+
+    #[test]
+    fn a_busy_thread_is_seen() {
+        let watch = Watch::start().unwrap();
+        // By the thread's own clock: the machine may be busy with other things.
+        let begun = thread_clock();
+        while thread_clock().saturating_sub(begun) < Duration::from_millis(100) {
+            std::hint::black_box(0);
+        }
+        let spent = watch.stop().unwrap();
+        assert!(spent.cpu.total() >= Duration::from_millis(80), "{spent:?}");
+        assert!(spent.busiest > 0.0 && !spent.busiest_name.is_empty(), "{spent:?}");
+    }
+}

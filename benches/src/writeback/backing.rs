@@ -1,0 +1,126 @@
+//! The backing file, and RAM disks over it.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use freestone::PAGE_BYTES;
+use freestone::codec::Algorithm;
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::{BackingDev, Config, Idle, Ram, Writeback};
+
+use super::fio::{self, Job};
+use crate::data::Data;
+use crate::process::{Spent, Watch};
+
+const COPY_PAGES: u64 = 256;
+
+/// A file that disks and fio use one after the other. It is removed when this is dropped.
+pub struct BackingFile {
+    path: PathBuf,
+    bytes: u64,
+}
+
+/// How pages lie on the backing device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Objects, tightly (`compressed_writeback=1`).
+    Packed,
+    /// A page a block (`compressed_writeback=0`).
+    Plain,
+}
+
+/// A spill of a whole disk.
+pub struct Spilled {
+    pub pages: u64,
+    /// Bytes written by the disk's own count.
+    pub bytes: u64,
+    pub spent: Spent,
+}
+
+impl BackingFile {
+    /// A sparse file with room for every page of `data_bytes`, in either layout.
+    pub fn new(dir: &Path, data_bytes: u64) -> Result<Self> {
+        std::fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
+        let path = dir.join(format!("freestone-writeback-{}.img", std::process::id()));
+        // Headers and ends of runs: 16 bytes a page and a little more.
+        let bytes = (data_bytes + data_bytes / 32 + (16 << 20)).next_multiple_of(1 << 20);
+        let this = Self { path, bytes };
+        this.sparse()?;
+        Ok(this)
+    }
+
+    /// Empties it: no block of it is on the disk.
+    pub fn sparse(&self) -> Result<()> {
+        let sparse = || -> std::io::Result<()> {
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600);
+            let file: File = options.open(&self.path)?;
+            file.set_len(self.bytes)?;
+            file.sync_all()
+        };
+        sparse().with_context(|| format!("{}", self.path.display()))
+    }
+
+    /// Writes all of it once, so that every block is there.
+    pub fn fill(&self) -> Result<()> {
+        fio::run(&Job::sequential_writes(&self.path, self.bytes)).map(drop)
+    }
+
+    /// Whether all of it has blocks on the disk.
+    pub fn is_written(&self) -> Result<bool> {
+        let metadata = std::fs::metadata(&self.path).with_context(|| format!("{}", self.path.display()))?;
+        // Unix counts blocks of 512 bytes, whatever the file system's are.
+        Ok(metadata.blocks() * 512 >= self.bytes)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// An empty disk over it, the only one at a time.
+    pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
+        Ok(Ram::new(Config {
+            disksize: pages * PAGE_BYTES as u64,
+            comp_algorithm: Algorithm::Lz4,
+            mem_limit,
+            backing: Some(BackingDev {
+                path: self.path.clone(),
+                size: None,
+                compressed_writeback: layout == Layout::Packed,
+            }),
+            ..Config::default()
+        })?)
+    }
+}
+
+impl Drop for BackingFile {
+    fn drop(&mut self) {
+        // It may be gone already; there is nobody to tell.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Puts every `step`-th page of the data on the disk, in order.
+pub fn fill(ram: &Ram, data: &Data, step: u64) -> Result<()> {
+    let run = if step == 1 { COPY_PAGES } else { 1 };
+    let mut buffer = IoBuf::zeroed(run as usize * PAGE_BYTES)?;
+    let count = data.pages / step;
+    for first in (0..count).step_by(run as usize) {
+        let part = &mut buffer[..(count - first).min(run) as usize * PAGE_BYTES];
+        data.read(first * step, part)?;
+        ram.write_at(first * PAGE_BYTES as u64, part, Flags::empty())?;
+    }
+    Ok(())
+}
+
+/// Marks all pages idle and spills them.
+pub fn spill(ram: &Ram) -> Result<Spilled> {
+    ram.idle(Idle::All);
+    let watch = Watch::start()?;
+    let written = ram.writeback(&Writeback::Idle).map_err(|(_, error)| error)?;
+    let spent = watch.stop()?;
+    anyhow::ensure!(written.pages > 0, "nothing was spilled");
+    Ok(Spilled { pages: written.pages, bytes: written.blocks * PAGE_BYTES as u64, spent })
+}

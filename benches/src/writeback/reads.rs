@@ -1,0 +1,193 @@
+//! Random reads of spilled pages, many at a time, against fio's on the same file.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::{self, Buffer, Completion, Device, IoBuf, Request, Tried};
+use freestone::ram::Ram;
+
+use super::backing::{self, BackingFile, Layout};
+use super::fio::{self, Job, Speed};
+use super::{Bench, Part};
+use crate::bare::same_filled;
+use crate::data::{Data, Random};
+use crate::measure::Summary;
+use crate::process::{Spent, Watch};
+use crate::report::{Row, Target, Unit};
+
+const ROUNDS: u32 = 7;
+const DEPTH: usize = 32;
+/// Most reads of a round: about a second.
+const ROUND_READS: usize = 64 << 10;
+/// Reads whose content is compared, after the measured ones.
+const CHECKED_READS: usize = 1024;
+
+/// Most reads, as a part of all, that may find their page in memory: where a random page follows one of the last by chance, the
+/// disk reads ahead. With few pages that happens often.
+const INLINE_SHARE_MAX: f64 = 0.1;
+
+/// One round of ours.
+struct Round {
+    /// Those that found their page in memory left out.
+    reads: usize,
+    inline: usize,
+    spent: Spent,
+}
+
+pub(super) fn run(bench: &Bench) -> Result<Part> {
+    let mut rows = layout(bench, Layout::Packed, "packed")?;
+    rows.extend(layout(bench, Layout::Plain, "plain")?);
+    let notes = vec![format!(
+        "Reads: 4 KiB from random spilled pages, {DEPTH} at a time, each page once; every read is tried inline and then submitted with a \
+         buffer of its own. fio: randread, bs=4k, iodepth={DEPTH}, io_uring, O_DIRECT, one job, on the blocks that the disk uses of \
+         the same file. Every page that is read comes back to memory (packed)."
+    )];
+    Ok(Part { notes, rows })
+}
+
+fn layout(bench: &Bench, layout: Layout, name: &str) -> Result<Vec<Row>> {
+    let file = BackingFile::new(&bench.dir, bench.data.bytes())?;
+    file.fill()?;
+    let ram = file.disk(bench.data.pages, layout, 0)?;
+    backing::fill(&ram, &bench.data, 1)?;
+    backing::spill(&ram)?;
+    let used_bytes = ram.bd_stat().bd_count * PAGE_BYTES as u64;
+    let order = spilled_pages(&bench.data)?;
+    let rounds = bench.rounds(ROUNDS) as usize;
+    let checked = CHECKED_READS.min(order.len() / 4);
+    let count = ((order.len() - checked) / rounds).min(ROUND_READS);
+    ensure!(count > 0, "the data has too few pages for {rounds} rounds of reads");
+    let (mut ours, mut fio) = (Vec::new(), Vec::new());
+    let reads_before = ram.bd_stat().bd_reads;
+    for (round, pages) in order.chunks_exact(count).take(rounds).enumerate() {
+        let job = Job::random_reads(file.path(), used_bytes, DEPTH as u32, count as u64, round as u64 + 1);
+        if round % 2 == 1 {
+            fio.push(fio::run(&job)?);
+        }
+        ours.push(read_all(&ram, pages)?);
+        if round % 2 == 0 {
+            fio.push(fio::run(&job)?);
+        }
+    }
+    let blocks = ram.bd_stat().bd_reads - reads_before;
+    check(&ram, &bench.data, &order[order.len() - checked..])?;
+    Ok(rows(name, &ours, &fio, blocks))
+}
+
+fn rows(name: &str, ours: &[Round], fio: &[Speed], blocks: u64) -> Vec<Row> {
+    let speed: Vec<f64> = ours.iter().map(|r| r.reads as f64 / r.spent.wall.as_secs_f64()).collect();
+    let theirs: Vec<f64> = fio.iter().map(|speed| speed.operations_per_second).collect();
+    let median = |of: &[f64]| Summary::of(of.iter().copied()).median;
+    let reads: usize = ours.iter().map(|round| round.reads).sum();
+    let micros = Summary::of(ours.iter().map(|r| r.spent.cpu.total().as_secs_f64() * 1e6 / r.reads as f64));
+    let busiest: Vec<f64> = ours.iter().map(|round| round.spent.busiest).collect();
+    vec![
+        Row::new(
+            format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"),
+            Unit::Ratio,
+            Summary::ratio(&speed, &theirs),
+        )
+        .target(Target::AtLeast(0.90))
+        .part("reads/s", median(&speed))
+        .part("fio reads/s", median(&theirs))
+        .part("blocks / read", blocks as f64 / reads as f64)
+        .part("in memory", ours.iter().map(|round| round.inline).sum::<usize>() as f64)
+        .part("busiest thread", median(&busiest)),
+        Row::new(format!("reads: CPU a read, {name}"), Unit::Micros, micros).part(
+            "fio",
+            median(&fio.iter().map(|f| f.cpu * 1e6 / f.operations_per_second).collect::<Vec<_>>()),
+        ),
+    ]
+}
+
+/// Pages that do not stay in their slot's word, in random order.
+fn spilled_pages(data: &Data) -> Result<Vec<u32>> {
+    let mut page = [0; PAGE_BYTES];
+    let mut spilled = Vec::new();
+    for number in Random::new(5).permutation(data.pages) {
+        data.read(u64::from(number), &mut page)?;
+        if same_filled(&page).is_none() {
+            spilled.push(number);
+        }
+    }
+    Ok(spilled)
+}
+
+/// Where completions leave their buffers.
+#[derive(Default)]
+struct Finished {
+    list: Mutex<Vec<(device::Result<()>, IoBuf)>>,
+    some: Condvar,
+}
+
+impl Finished {
+    fn push(&self, outcome: device::Result<()>, buffer: IoBuf) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.push((outcome, buffer));
+        // Who waits found the list empty.
+        if list.len() == 1 {
+            self.some.notify_one();
+        }
+    }
+
+    /// Swaps what is there, at least one, with the empty `into`.
+    fn take(&self, into: &mut Vec<(device::Result<()>, IoBuf)>) {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list =
+            self.some.wait_while(list, |list| list.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        std::mem::swap(&mut *list, into);
+    }
+}
+
+/// Reads every one of `pages`, `DEPTH` at a time.
+fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
+    let finished = Arc::new(Finished::default());
+    let mut free = (0..DEPTH).map(|_| IoBuf::zeroed(PAGE_BYTES)).collect::<Result<Vec<_>, _>>()?;
+    let mut batch = Vec::with_capacity(DEPTH);
+    let mut inline = 0;
+    let mut pages = pages.iter();
+    let total = pages.len();
+    let mut running = 0;
+    let watch = Watch::start()?;
+    loop {
+        while let Some(mut buffer) = free.pop() {
+            let Some(&page) = pages.next() else { break };
+            let request = Request::read(u64::from(page) * PAGE_BYTES as u64, PAGE_BYTES as u64);
+            if ram.try_io(&request, Buffer::Read(&mut buffer))? == Tried::Done {
+                inline += 1;
+                free.push(buffer);
+                continue;
+            }
+            let finished = Arc::clone(&finished);
+            let done = Completion::new(move |outcome, buffer| finished.push(outcome, buffer));
+            ram.submit(request, buffer, done);
+            running += 1;
+        }
+        if running == 0 {
+            break;
+        }
+        finished.take(&mut batch);
+        running -= batch.len();
+        for (outcome, buffer) in batch.drain(..) {
+            outcome?;
+            free.push(buffer);
+        }
+    }
+    let spent = watch.stop()?;
+    let share = inline as f64 / total as f64;
+    ensure!(share <= INLINE_SHARE_MAX, "{inline} of {total} pages that were spilled are in memory");
+    Ok(Round { reads: total - inline, inline, spent })
+}
+
+/// Spilled pages hold what was written.
+fn check(ram: &Ram, data: &Data, pages: &[u32]) -> Result<()> {
+    let mut expected = [0; PAGE_BYTES];
+    let mut back = [0; PAGE_BYTES];
+    for &page in pages {
+        data.read(u64::from(page), &mut expected)?;
+        device::Blocking::read_at(ram, u64::from(page) * PAGE_BYTES as u64, &mut back)?;
+        ensure!(back == expected, "page {page} came back from the disk with other content");
+    }
+    Ok(())
+}

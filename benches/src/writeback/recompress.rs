@@ -1,0 +1,142 @@
+//! What recompression gains on real files, and what it costs.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::codec::{Algorithm, Params};
+use freestone::device::Blocking;
+use freestone::ram::{Config, Idle, Ram, Recompress, RecompressKind, Secondary};
+
+use super::{Bench, Part, backing};
+use crate::data::Data;
+use crate::measure::Summary;
+use crate::process::{Cpu, Watch};
+use crate::report::{Row, Unit};
+
+/// The automatic side takes what was not touched for so long.
+const IDLE: Duration = Duration::from_secs(1);
+/// It has finished when nothing has shrunk for so long (with --quick the second)...
+const QUIET: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(4)];
+/// ... it has failed when nothing shrank from the start for so long ...
+const START: Duration = Duration::from_secs(60);
+/// ... or when it never ends.
+const PATIENCE: Duration = Duration::from_secs(1800);
+const POLL: Duration = Duration::from_millis(100);
+/// Every so many pages one is compared afterwards.
+const CHECK_STEP: u64 = 16;
+
+/// One side.
+struct Side {
+    what: &'static str,
+    stored: u64,
+    pool: u64,
+    /// Spent on recompression.
+    cpu: Option<Cpu>,
+    /// Until the last page that shrank.
+    wall: Duration,
+    parts: Vec<(&'static str, f64)>,
+}
+
+pub(super) fn run(bench: &Bench) -> Result<Part> {
+    let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::parse("level=3")? };
+    let plain = filled(bench, Config::default())?;
+    let mut sides = vec![side("lz4", &plain, None, Duration::ZERO)];
+    drop(plain);
+    sides.push(manual(bench, zstd)?);
+    sides.push(automatic(bench, sides[0].stored)?);
+    let mut rows = Vec::new();
+    for side in &sides {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let ratio = Summary::one(side.stored as f64 / sides[0].stored as f64);
+        let mut row = Row::new(format!("recompress: bytes, {}", side.what), Unit::Ratio, ratio)
+            .part("MiB", mib(side.stored))
+            .part("pool MiB", mib(side.pool))
+            .part("pool / lz4's", side.pool as f64 / sides[0].pool as f64);
+        if let Some(cpu) = side.cpu {
+            row = row
+                .part("CPU s", cpu.total().as_secs_f64())
+                .part("us a page", cpu.total().as_secs_f64() * 1e6 / bench.data.pages as f64)
+                .part("took s", side.wall.as_secs_f64());
+        }
+        for (name, value) in &side.parts {
+            row = row.part(*name, *value);
+        }
+        rows.push(row);
+    }
+    let notes = vec![
+        "Recompress: compr_data_size and, after compact, mem_used_total, over those of lz4 alone. By hand: all pages idle, \
+         zstd level 3 without a dictionary. Automatic: zstd with a dictionary trained on the disk's own pages, from 1 s \
+         of idleness on. CPU: of all threads, without filling the disk; us over all pages."
+            .to_owned(),
+    ];
+    Ok(Part { notes, rows })
+}
+
+fn filled(bench: &Bench, config: Config) -> Result<Ram> {
+    let ram = Ram::new(Config { disksize: bench.data.bytes(), comp_algorithm: Algorithm::Lz4, ..config })?;
+    backing::fill(&ram, &bench.data, 1)?;
+    Ok(ram)
+}
+
+fn side(what: &'static str, ram: &Ram, cpu: Option<Cpu>, wall: Duration) -> Side {
+    ram.compact();
+    let stat = ram.mm_stat();
+    Side { what, stored: stat.compr_data_size, pool: stat.mem_used_total, cpu, wall, parts: Vec::new() }
+}
+
+fn manual(bench: &Bench, zstd: Secondary) -> Result<Side> {
+    let ram = filled(bench, Config { recomp_algorithms: [Some(zstd), None, None], ..Config::default() })?;
+    ram.idle(Idle::All);
+    let watch = Watch::start()?;
+    let done = ram.recompress(&Recompress {
+        kind: Some(RecompressKind::Idle),
+        threshold: 0,
+        max_pages: None,
+        algo: None,
+        priority: None,
+    });
+    let done = done.map_err(|(_, error)| error)?;
+    let spent = watch.stop()?;
+    check(&ram, &bench.data)?;
+    let mut side = side("by hand, zstd level 3", &ram, Some(spent.cpu), spent.wall);
+    side.parts = vec![("tried", done.tried as f64), ("shrunk", done.shrunk as f64)];
+    Ok(side)
+}
+
+fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
+    // It may begin while the disk is still filled: what filling costs comes from a disk that does not.
+    let watch = Watch::start()?;
+    drop(filled(bench, Config::default())?);
+    let fill = watch.stop()?.cpu;
+    let watch = Watch::start()?;
+    let ram = filled(bench, Config { auto_recompress: Some(IDLE), ..Config::default() })?;
+    let begun = Instant::now();
+    let (mut stored, mut changed) = (ram.mm_stat().compr_data_size, begun);
+    let quiet = QUIET[usize::from(bench.options.quick)];
+    while stored >= stored_lz4 || changed.elapsed() < quiet {
+        let elapsed = begun.elapsed();
+        ensure!(stored < stored_lz4 || elapsed < START, "automatic recompression did nothing in {START:?}");
+        ensure!(elapsed < PATIENCE, "automatic recompression did not finish in {PATIENCE:?}");
+        std::thread::sleep(POLL);
+        let now = ram.mm_stat().compr_data_size;
+        if now != stored {
+            (stored, changed) = (now, Instant::now());
+        }
+    }
+    let cpu = watch.stop()?.cpu - fill;
+    check(&ram, &bench.data)?;
+    Ok(side("automatic, zstd with a dictionary", &ram, Some(cpu), changed - begun))
+}
+
+/// Pages hold what was written.
+fn check(ram: &Ram, data: &Data) -> Result<()> {
+    let mut expected = [0; PAGE_BYTES];
+    let mut back = [0; PAGE_BYTES];
+    for page in (0..data.pages).step_by(CHECK_STEP as usize) {
+        data.read(page, &mut expected)?;
+        ram.read_at(page * PAGE_BYTES as u64, &mut back)?;
+        ensure!(back == expected, "page {page} was changed by recompression");
+    }
+    Ok(())
+}

@@ -1,0 +1,215 @@
+//! The attributes of a RAM disk.
+
+use std::fmt::Write as _;
+
+use freestone::ram::{Config, Ram};
+use serde_json::{Value, json};
+
+use crate::control::protocol::{Errno, Fault};
+use crate::size;
+use crate::spec::{parse_batch, parse_bool, parse_disksize, parse_limit, parse_units};
+
+/// Their names, in the order in which they are shown.
+pub const NAMES: [&str; 17] = [
+    "disksize",
+    "initstate",
+    "comp_algorithm",
+    "algorithm_params",
+    "recomp_algorithm",
+    "auto_recompress",
+    "mem_limit",
+    "mem_used_max",
+    "backing_dev",
+    "backing_size",
+    "compressed_writeback",
+    "writeback_limit",
+    "writeback_limit_enable",
+    "writeback_batch_size",
+    "mm_stat",
+    "io_stat",
+    "bd_stat",
+];
+
+/// Attributes that can be set, for the sentence that says so.
+const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable and \
+                        writeback_batch_size can be set";
+
+/// The value of an attribute that the disk has.
+pub fn value(ram: &Ram, attr: &str) -> Option<Value> {
+    Some(match attr {
+        "disksize" => json!(ram.config().disksize),
+        "initstate" => json!(1),
+        "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
+        "algorithm_params" => json!(algorithm_params(&ram.config())),
+        "recomp_algorithm" => recomp_algorithm(&ram.config()),
+        "auto_recompress" => json!(ram.config().auto_recompress.map_or(0, |idle| idle.as_secs())),
+        "mem_limit" => json!(ram.config().mem_limit),
+        "mem_used_max" => json!(ram.mm_stat().mem_used_max),
+        "backing_dev" => match ram.config().backing {
+            Some(backing) => json!(backing.path.to_string_lossy()),
+            None => json!("none"),
+        },
+        "backing_size" => json!(ram.backing().map_or(0, |backing| backing.size)),
+        "compressed_writeback" => {
+            json!(u8::from(ram.config().backing.is_some_and(|b| b.compressed_writeback)))
+        }
+        "writeback_limit" => json!(ram.writeback_limit()),
+        "writeback_limit_enable" => json!(u8::from(ram.writeback_limit_enable())),
+        "writeback_batch_size" => json!(ram.writeback_batch_size()),
+        "mm_stat" => mm_stat(ram),
+        "io_stat" => io_stat(ram),
+        "bd_stat" => bd_stat(ram),
+        _ => return None,
+    })
+}
+
+/// The words as they can be typed again: those of the primary algorithm, then those of the others.
+fn algorithm_params(config: &Config) -> String {
+    let mut text = config.algorithm_params.to_string();
+    for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
+        let params = secondary.as_ref().map(|s| s.params.to_string()).unwrap_or_default();
+        if !params.is_empty() {
+            let between = if text.is_empty() { "" } else { "; " };
+            // Writing to a string cannot fail.
+            let _ = write!(text, "{between}priority={priority} {params}");
+        }
+    }
+    text
+}
+
+/// `{"1": "zstd"}`: algorithms by priority.
+fn recomp_algorithm(config: &Config) -> Value {
+    let all = (1..).zip(&config.recomp_algorithms);
+    let all =
+        all.filter_map(|(priority, s)| Some((format!("{priority}"), json!(s.as_ref()?.algorithm.name()))));
+    Value::Object(all.collect())
+}
+
+/// The kernel's nine columns, in its order.
+pub fn mm_stat(ram: &Ram) -> Value {
+    let s = ram.mm_stat();
+    json!({
+        "orig_data_size": s.orig_data_size,
+        "compr_data_size": s.compr_data_size,
+        "mem_used_total": s.mem_used_total,
+        "mem_limit": s.mem_limit,
+        "mem_used_max": s.mem_used_max,
+        "same_pages": s.same_pages,
+        "pages_compacted": s.pages_compacted,
+        "huge_pages": s.huge_pages,
+        "huge_pages_since": s.huge_pages_since,
+    })
+}
+
+/// The kernel's four columns, in its order.
+pub fn io_stat(ram: &Ram) -> Value {
+    let s = ram.io_stat();
+    json!({
+        "failed_reads": s.failed_reads,
+        "failed_writes": s.failed_writes,
+        "invalid_io": s.invalid_io,
+        "notify_free": s.notify_free,
+    })
+}
+
+/// The kernel's three columns, in its order.
+pub fn bd_stat(ram: &Ram) -> Value {
+    let s = ram.bd_stat();
+    json!({ "bd_count": s.bd_count, "bd_reads": s.bd_reads, "bd_writes": s.bd_writes })
+}
+
+/// The backing device, where there is one.
+pub fn backing(ram: &Ram) -> Option<Value> {
+    let (path, s) = (ram.config().backing?.path, ram.backing()?);
+    Some(json!({
+        "path": path.to_string_lossy(),
+        "backing_size": s.size,
+        "used_bytes": s.used_bytes,
+        "live_bytes": s.live_bytes,
+        "spilled_pages": s.spilled_pages,
+        "failed_reads": s.failed_reads,
+        "failed_writes": s.failed_writes,
+        "unanswered_writes": s.unanswered_writes,
+        "state": if s.unanswered_writes > 0 { "does not answer" } else { "ok" },
+    }))
+}
+
+/// What recompression by itself has done, where it is on.
+pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
+    ram.config().auto_recompress?;
+    let s = ram.auto_recompressed();
+    Some(json!({
+        "pages": s.pages,
+        "saved_bytes": s.saved_bytes,
+        "dictionary_bytes": s.dictionary_bytes,
+    }))
+}
+
+/// What a `set` does to a RAM disk, once everything was checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Change {
+    /// `disksize`, in bytes. First in order: the only one that can still fail.
+    Grow(u64),
+    /// `mem_limit`, in bytes; 0 for none.
+    MemLimit(u64),
+    /// `mem_used_max=0`.
+    ResetMemUsedMax,
+    /// `writeback_limit`, in units of 4 KiB. Before its switch, which then finds it.
+    WritebackLimit(u64),
+    /// `writeback_limit_enable`.
+    WritebackLimitEnable(bool),
+    /// `writeback_batch_size`, in pages.
+    WritebackBatchSize(u32),
+}
+
+impl Change {
+    /// Checks a value; `None` where there is no such attribute.
+    pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Fault>> {
+        let failed = |errno, why: &str| Fault::failed(errno, format!("{name}: {attr}={text}: {why}"));
+        let invalid = |why: String| Fault::invalid(format!("{name}: {attr}={text}: {why}"));
+        Some(match attr {
+            "disksize" => parse_disksize(text).map_err(invalid).and_then(|new| {
+                let old = ram.config().disksize;
+                let smaller =
+                    || format!("smaller than the present {}; a device only grows", size::exact(old));
+                if new < old { Err(failed(Errno::EINVAL, &smaller())) } else { Ok(Self::Grow(new)) }
+            }),
+            "mem_limit" => parse_limit(text).map(Self::MemLimit).map_err(invalid),
+            "mem_used_max" if text == "0" => Ok(Self::ResetMemUsedMax),
+            "mem_used_max" => Err(invalid("only 0 can be set, which starts the maximum anew".into())),
+            "writeback_limit" | "writeback_limit_enable" | "writeback_batch_size"
+                if ram.config().backing.is_none() =>
+            {
+                Err(failed(Errno::ENODEV, "the device has no backing_dev; create it with one"))
+            }
+            "writeback_limit" => parse_units(text).map(Self::WritebackLimit).map_err(invalid),
+            "writeback_limit_enable" => parse_bool(text).map(Self::WritebackLimitEnable).map_err(invalid),
+            "writeback_batch_size" => parse_batch(text).map(Self::WritebackBatchSize).map_err(invalid),
+            "comp_algorithm"
+            | "algorithm_params"
+            | "recomp_algorithm"
+            | "auto_recompress"
+            | "backing_dev"
+            | "backing_size"
+            | "compressed_writeback" => {
+                let why = "fixed once the device is initialised; create a new device with another value";
+                Err(failed(Errno::EBUSY, why))
+            }
+            attr if NAMES.contains(&attr) => Err(invalid(format!("read-only; {SETTABLE}"))),
+            _ => return None,
+        })
+    }
+
+    /// Makes it so.
+    pub fn make(self, ram: &Ram) -> Result<(), freestone::ram::SetupError> {
+        match self {
+            Self::Grow(bytes) => ram.grow(bytes)?,
+            Self::MemLimit(bytes) => ram.set_mem_limit(bytes),
+            Self::ResetMemUsedMax => ram.reset_mem_used_max(),
+            Self::WritebackLimit(units) => ram.set_writeback_limit(units),
+            Self::WritebackLimitEnable(on) => ram.set_writeback_limit_enable(on),
+            Self::WritebackBatchSize(pages) => ram.set_writeback_batch_size(pages),
+        }
+        Ok(())
+    }
+}

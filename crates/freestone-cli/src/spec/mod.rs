@@ -1,0 +1,235 @@
+//! What a device is asked to be: kinds, their keys, and the values these take.
+
+mod ram;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use freestone::codec::{Algorithm, ParamsError};
+use freestone::file::Direct;
+use freestone::null;
+use freestone::ram::DISKSIZE_BYTES_MAX;
+
+pub use self::ram::{RamSpec, parse_batch, parse_units};
+use crate::entries::{Entries, SpecError, nearest};
+use crate::size::{self, SizeError};
+
+/// Every kind of device.
+pub const KINDS: [&str; 3] = ["ram", "null", "file"];
+const NULL_KEYS: [&str; 3] = ["size", "blocksize", "publish"];
+const FILE_KEYS: [&str; 5] = ["path", "readonly", "direct", "size", "publish"];
+
+const BLOCKSIZE_MIN_BYTES: u32 = 512;
+const BLOCKSIZE_MAX_BYTES: u32 = 4096;
+const _: () =
+    assert!(null::MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
+
+/// A device as it was asked for; every value is checked, nothing is opened yet.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// Its name.
+    pub name: String,
+    /// Publish it on the addresses of `serve`, where this was said.
+    pub publish: Option<bool>,
+    /// What it is.
+    pub kind: KindSpec,
+}
+
+/// The kinds with their keys.
+#[derive(Debug, Clone, PartialEq)]
+pub enum KindSpec {
+    /// A compressed RAM disk.
+    Ram(Box<RamSpec>),
+    /// Writes vanish, reads are zeroes.
+    Null {
+        /// Bytes.
+        size: u64,
+        /// Logical block in bytes.
+        blocksize: u32,
+    },
+    /// A raw image or a block device.
+    File {
+        /// Where it is.
+        path: PathBuf,
+        /// Only reads are served.
+        readonly: bool,
+        /// Use of `O_DIRECT`.
+        direct: Direct,
+        /// Bytes, where not the file's own.
+        size: Option<u64>,
+    },
+}
+
+impl FromStr for Spec {
+    type Err = SpecError;
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        Self::from_entries(Entries::parse(text)?)
+    }
+}
+
+impl Spec {
+    /// Where a RAM disk is to write pages.
+    pub fn backing_path(&self) -> Option<&Path> {
+        match &self.kind {
+            KindSpec::Ram(ram) => ram.backing.as_ref().map(|backing| backing.path.as_path()),
+            KindSpec::Null { .. } | KindSpec::File { .. } => None,
+        }
+    }
+
+    /// Checks kinds, keys and values.
+    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        let keys = Keys(entries);
+        let kind = match keys.0.kind.as_str() {
+            "ram" => KindSpec::Ram(Box::new(RamSpec::take(&keys)?)),
+            "null" => {
+                keys.allow(&NULL_KEYS)?;
+                let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_MAX_BYTES);
+                let size = keys.need("null", "size", "size=4G", parse_length)?;
+                if !size.is_multiple_of(u64::from(blocksize)) {
+                    let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
+                    return Err(keys.refuse("size", why));
+                }
+                KindSpec::Null { size, blocksize }
+            }
+            "file" => {
+                keys.allow(&FILE_KEYS)?;
+                KindSpec::File {
+                    path: keys.need("file", "path", "path=disk.img", parse_path)?,
+                    readonly: keys.take("readonly", parse_bool)?.unwrap_or(false),
+                    direct: keys.take("direct", parse_direct)?.unwrap_or(Direct::Auto),
+                    size: keys.take("size", parse_length)?,
+                }
+            }
+            other => {
+                let (kind, hint) = (other.to_owned(), nearest(other, &KINDS));
+                return Err(SpecError::Kind { name: keys.0.name, kind, hint, kinds: &KINDS });
+            }
+        };
+        let publish = keys.take("publish", parse_bool)?;
+        Ok(Self { name: keys.0.name, publish, kind })
+    }
+}
+
+/// Hands out keys one by one.
+struct Keys(Entries);
+
+impl Keys {
+    fn allow(&self, allowed: &'static [&'static str]) -> Result<(), SpecError> {
+        let Entries { name, kind, pairs } = &self.0;
+        match pairs.iter().find(|(key, _)| !allowed.contains(&key.as_str())) {
+            None => Ok(()),
+            Some((key, _)) => Err(SpecError::Key {
+                name: name.clone(),
+                kind: kind.clone(),
+                key: key.clone(),
+                hint: nearest(key, allowed),
+                allowed,
+            }),
+        }
+    }
+
+    fn take<T>(&self, key: &str, parse: fn(&str) -> Result<T, String>) -> Result<Option<T>, SpecError> {
+        let Some(value) = self.typed(key) else { return Ok(None) };
+        parse(value).map(Some).map_err(|why| self.value_error(key, value, why))
+    }
+
+    fn need<T>(
+        &self,
+        kind: &'static str,
+        key: &'static str,
+        example: &'static str,
+        parse: fn(&str) -> Result<T, String>,
+    ) -> Result<T, SpecError> {
+        let missing = || SpecError::Missing { name: self.0.name.clone(), kind, key, example };
+        self.take(key, parse)?.ok_or_else(missing)
+    }
+
+    fn typed(&self, key: &str) -> Option<&str> {
+        self.0.pairs.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
+    }
+
+    fn value_error(&self, key: &str, value: &str, why: String) -> SpecError {
+        SpecError::Value { name: self.0.name.clone(), key: key.into(), value: value.into(), why }
+    }
+
+    /// Refuses the value of a key that is there.
+    fn refuse(&self, key: &str, why: impl Into<String>) -> SpecError {
+        self.value_error(key, self.typed(key).unwrap_or_default(), why.into())
+    }
+
+    fn params_error(&self, why: String) -> SpecError {
+        SpecError::Params { name: self.0.name.clone(), why }
+    }
+}
+
+/// The size of a RAM disk, with a unit.
+pub fn parse_disksize(text: &str) -> Result<u64, String> {
+    let max = size::exact(DISKSIZE_BYTES_MAX);
+    parse_size(text, DISKSIZE_BYTES_MAX, &format!("a ram device has at most {max}"))
+}
+
+/// The size of a null device or a file, with a unit: what a signed 64-bit offset reaches.
+fn parse_length(text: &str) -> Result<u64, String> {
+    parse_size(text, null::MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
+}
+
+fn parse_size(text: &str, max: u64, allowed: &str) -> Result<u64, String> {
+    match size::parse(text) {
+        Ok(bytes) if bytes <= max => Ok(bytes),
+        Ok(_) | Err(SizeError::Overflow) => Err(format!("too large; {allowed}")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+/// A size with a unit; `0` and `none` are no limit.
+pub fn parse_limit(text: &str) -> Result<u64, String> {
+    match text {
+        "0" | "none" => Ok(0),
+        _ => size::parse(text).map_err(|e| format!("{e}; 0 or none is no limit")),
+    }
+}
+
+/// The name of an algorithm.
+pub fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
+    text.parse().map_err(|e| {
+        if let ParamsError::Lzo(_) = e {
+            return e.to_string();
+        }
+        let names = Algorithm::ALL.map(|a| a.to_string());
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let hint = nearest(text, &names).map(|h| format!("; {h}?")).unwrap_or_default();
+        format!("unknown algorithm{hint}; allowed are {}", names.join(", "))
+    })
+}
+
+fn parse_blocksize(text: &str) -> Result<u32, String> {
+    // A block size is written in bytes by everybody, so the bare number is welcome here.
+    let bytes = text.parse().ok().or_else(|| size::parse(text).ok().and_then(|n| u32::try_from(n).ok()));
+    bytes
+        .filter(|n: &u32| n.is_power_of_two() && (BLOCKSIZE_MIN_BYTES..=BLOCKSIZE_MAX_BYTES).contains(n))
+        .ok_or_else(|| format!("must be 512, 1024, 2048 or {BLOCKSIZE_MAX_BYTES} (bytes)"))
+}
+
+fn parse_path(text: &str) -> Result<PathBuf, String> {
+    if text.is_empty() { Err("a path is missing".into()) } else { Ok(text.into()) }
+}
+
+/// `yes` or `no`, in the usual ways to say it.
+pub fn parse_bool(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "yes" | "on" | "true" | "1" => Ok(true),
+        "no" | "off" | "false" | "0" => Ok(false),
+        _ => Err("must be yes or no".into()),
+    }
+}
+
+fn parse_direct(text: &str) -> Result<Direct, String> {
+    match text {
+        "auto" => Ok(Direct::Auto),
+        "on" => Ok(Direct::On),
+        "off" => Ok(Direct::Off),
+        _ => Err("must be auto, on or off".into()),
+    }
+}

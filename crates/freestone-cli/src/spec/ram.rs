@@ -1,0 +1,299 @@
+//! The keys of a RAM disk.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use freestone::codec::{Algorithm, Params, ParamsError};
+
+use super::{Keys, parse_algorithm, parse_bool, parse_disksize, parse_length, parse_limit, parse_path};
+use crate::entries::SpecError;
+use crate::size;
+
+pub(super) const KEYS: [&str; 13] = [
+    "disksize",
+    "comp_algorithm",
+    "algorithm_params",
+    "mem_limit",
+    "recomp_algorithm",
+    "auto_recompress",
+    "backing_dev",
+    "backing_size",
+    "compressed_writeback",
+    "writeback_limit",
+    "writeback_limit_enable",
+    "writeback_batch_size",
+    "publish",
+];
+/// Keys that mean nothing where nothing can be written back.
+const BACKING_KEYS: [&str; 5] = [
+    "backing_size",
+    "compressed_writeback",
+    "writeback_limit",
+    "writeback_limit_enable",
+    "writeback_batch_size",
+];
+
+/// Secondary algorithms a disk can have, at priorities 1 to this.
+pub const SECONDARIES: usize = 3;
+/// What `auto_recompress` can wait for.
+const IDLE_SECONDS_MAX: u64 = 86_400;
+/// The unit of `writeback_limit`, the kernel's.
+const LIMIT_UNIT_BYTES: u64 = 4096;
+
+/// A RAM disk as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RamSpec {
+    /// Bytes.
+    pub disksize: u64,
+    /// Codec of new pages.
+    pub comp_algorithm: Algorithm,
+    /// Its parameters: words that fit it. A dictionary among them is not read yet.
+    pub algorithm_params: String,
+    /// Bytes, 0 for none; without it, half of the machine's memory.
+    pub mem_limit: Option<u64>,
+    /// What pages are recompressed with, by priority from 1 on.
+    pub recomp_algorithms: [Option<SecondarySpec>; SECONDARIES],
+    /// Pages idle for so long are recompressed without being asked.
+    pub auto_recompress: Option<Duration>,
+    /// Where pages are written to.
+    pub backing: Option<BackingSpec>,
+}
+
+/// A secondary algorithm.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SecondarySpec {
+    /// Codec.
+    pub algorithm: Algorithm,
+    /// Its parameters: words that fit it.
+    pub params: String,
+}
+
+/// The backing device, and how it is used.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BackingSpec {
+    /// A file or a block device.
+    pub path: PathBuf,
+    /// Bytes; where nothing is there, a file of this size is made.
+    pub size: Option<u64>,
+    /// Pages are written as they are stored, packed.
+    pub compressed: bool,
+    /// Units of 4 KiB that may be written; 0 where it was not said, as in the kernel.
+    pub limit: u64,
+    /// Whether the limit holds.
+    pub limit_enable: bool,
+    /// Pages of a batch, where this was said.
+    pub batch_size: Option<u32>,
+}
+
+impl RamSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let comp_algorithm = keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4);
+        let disksize = keys.need("ram", "disksize", "disksize=4G", parse_disksize)?;
+        let mut recomp_algorithms = keys.take("recomp_algorithm", parse_secondaries)?.unwrap_or_default();
+        let algorithm_params = params(keys, comp_algorithm, &mut recomp_algorithms)?;
+        let auto_recompress = keys.take("auto_recompress", parse_idle)?.flatten();
+        if auto_recompress.is_some() && recomp_algorithms[SECONDARIES - 1].is_some() {
+            let why =
+                "takes priority 3 for a dictionary of its own, and recomp_algorithm has an algorithm there";
+            return Err(keys.refuse("auto_recompress", why));
+        }
+        Ok(Self {
+            disksize,
+            comp_algorithm,
+            algorithm_params,
+            mem_limit: keys.take("mem_limit", parse_limit)?,
+            recomp_algorithms,
+            auto_recompress,
+            backing: backing(keys)?,
+        })
+    }
+}
+
+fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
+    let Some(path) = keys.take("backing_dev", parse_path)? else {
+        return match BACKING_KEYS.iter().find(|key| keys.typed(key).is_some()) {
+            Some(key) => Err(keys.refuse(key, "only with backing_dev=PATH")),
+            None => Ok(None),
+        };
+    };
+    Ok(Some(BackingSpec {
+        path,
+        size: keys.take("backing_size", parse_length)?,
+        compressed: keys.take("compressed_writeback", parse_bool)?.unwrap_or(true),
+        limit: keys.take("writeback_limit", parse_units)?.unwrap_or(0),
+        limit_enable: keys.take("writeback_limit_enable", parse_bool)?.unwrap_or(false),
+        batch_size: keys.take("writeback_batch_size", parse_batch)?,
+    }))
+}
+
+// ---- words ---------------------------------------------------------------------------------------------------------
+
+/// `algo=NAME [priority=1..3]`, several of these separated by `;`. A bare NAME will do.
+fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES], String> {
+    let mut all = <[Option<SecondarySpec>; SECONDARIES]>::default();
+    for group in text.split(';') {
+        let Group { priority, algo, rest } = Group::parse(group)?;
+        let (algo, rest) = match (algo, rest.as_slice()) {
+            (Some(algo), []) => (algo, &[][..]),
+            (None, [bare, rest @ ..]) if !bare.contains('=') => (*bare, rest),
+            (algo, rest) => (algo.unwrap_or_default(), rest),
+        };
+        if let Some(word) = rest.first() {
+            return Err(format!(
+                "{word:?} is not understood; write algo=NAME priority=1..{SECONDARIES}, and ; between several"
+            ));
+        }
+        if algo.is_empty() {
+            return Err("an algorithm is missing; for example algo=zstd priority=1".into());
+        }
+        let priority = priority.unwrap_or(1);
+        let slot = (priority.checked_sub(1)).and_then(|index| all.get_mut(index));
+        let slot = slot.ok_or_else(|| format!("priority={priority}: must be 1 to {SECONDARIES}"))?;
+        let algorithm = parse_algorithm(algo)?;
+        if let Some(other) = slot {
+            let other = other.algorithm;
+            return Err(format!("two algorithms at priority {priority}, {other} and {algorithm}"));
+        }
+        *slot = Some(SecondarySpec { algorithm, params: String::new() });
+    }
+    Ok(all)
+}
+
+/// Parameters of the primary algorithm, which are returned, and of the secondary ones: the kernel's words, `;` between
+/// the algorithms. Whom a group is for is said by `priority=` (0 is the primary) or by `algo=`; it is the
+/// primary where neither is.
+fn params(
+    keys: &Keys,
+    primary: Algorithm,
+    secondaries: &mut [Option<SecondarySpec>; SECONDARIES],
+) -> Result<String, SpecError> {
+    let Some(text) = keys.typed("algorithm_params") else { return Ok(String::new()) };
+    let mut found: [Option<String>; SECONDARIES + 1] = Default::default();
+    for group in text.split(';') {
+        let priority =
+            whom(group, primary, secondaries).map_err(|why| keys.refuse("algorithm_params", why))?;
+        let algorithm = match priority.checked_sub(1).and_then(|index| secondaries[index].as_ref()) {
+            Some(secondary) => secondary.algorithm,
+            None => primary,
+        };
+        let words = group.split_whitespace().filter(|word| !word.starts_with("priority="));
+        let words = words.collect::<Vec<_>>().join(" ");
+        Params::check_words(&words, algorithm).map_err(|e| match e {
+            // These two do not say what was typed; the others name the word.
+            ParamsError::NotFor(..) | ParamsError::Twice(_) => keys.refuse("algorithm_params", e.to_string()),
+            ParamsError::OtherAlgorithm(algo, is) if priority > 0 => keys.params_error(format!(
+                "algo={algo} does not match recomp_algorithm, {is} at priority {priority}"
+            )),
+            e => keys.params_error(e.to_string()),
+        })?;
+        if found[priority].replace(words).is_some() {
+            let why = format!("two groups of words for priority {priority}, {algorithm}");
+            return Err(keys.refuse("algorithm_params", why));
+        }
+    }
+    let [of_primary, rest @ ..] = found;
+    for (secondary, words) in secondaries.iter_mut().zip(rest) {
+        if let (Some(secondary), Some(words)) = (secondary, words) {
+            secondary.params = words;
+        }
+    }
+    Ok(of_primary.unwrap_or_default())
+}
+
+/// The priority that a group of parameters is for.
+fn whom(
+    group: &str,
+    primary: Algorithm,
+    secondaries: &[Option<SecondarySpec>; SECONDARIES],
+) -> Result<usize, String> {
+    let has = |priority: usize| match priority.checked_sub(1) {
+        None => Some(primary),
+        Some(index) => secondaries.get(index)?.as_ref().map(|s| s.algorithm),
+    };
+    match Group::parse(group)? {
+        Group { priority: Some(priority), .. } if priority > SECONDARIES => {
+            Err(format!("priority={priority}: must be 0 (comp_algorithm) to {SECONDARIES}"))
+        }
+        Group { priority: Some(priority), .. } if has(priority).is_none() => {
+            Err(format!("priority={priority}: recomp_algorithm has no algorithm there"))
+        }
+        Group { priority: Some(priority), .. } => Ok(priority),
+        // One that none has is refused when the words are compared with the primary algorithm.
+        Group { algo: Some(algo), .. } => {
+            let named = |priority: &usize| has(*priority).is_some_and(|a| a.name() == algo);
+            let found = (0..=SECONDARIES).find(named);
+            let several = secondaries.iter().any(Option::is_some);
+            match found {
+                None if several => {
+                    Err(format!("algo={algo} is neither comp_algorithm nor in recomp_algorithm"))
+                }
+                found => Ok(found.unwrap_or(0)),
+            }
+        }
+        Group { .. } => Ok(0),
+    }
+}
+
+/// Words between two `;`.
+struct Group<'a> {
+    priority: Option<usize>,
+    algo: Option<&'a str>,
+    /// The others.
+    rest: Vec<&'a str>,
+}
+
+impl<'a> Group<'a> {
+    fn parse(text: &'a str) -> Result<Self, String> {
+        let mut group = Self { priority: None, algo: None, rest: Vec::new() };
+        for word in text.split_whitespace() {
+            let twice = match word.split_once('=') {
+                Some(("priority", number)) => {
+                    let parsed = number.parse().map_err(|_| format!("{word}: not a priority"))?;
+                    group.priority.replace(parsed).is_some()
+                }
+                Some(("algo", name)) => group.algo.replace(name).is_some(),
+                _ => {
+                    group.rest.push(word);
+                    false
+                }
+            };
+            if twice {
+                let (key, _) = word.split_once('=').unwrap_or_default();
+                return Err(format!("{key} is given twice"));
+            }
+        }
+        Ok(group)
+    }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+/// Seconds of idleness, or `no`.
+fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
+    match text.parse() {
+        Ok(0) => Ok(None),
+        Ok(seconds) if seconds <= IDLE_SECONDS_MAX => Ok(Some(Duration::from_secs(seconds))),
+        Err(_) if parse_bool(text) == Ok(false) => Ok(None),
+        _ => Err(format!("must be no, or the seconds a page must be idle, 1 to {IDLE_SECONDS_MAX}")),
+    }
+}
+
+/// `writeback_limit`: a count of 4 KiB units, as in the kernel. Not a size.
+pub fn parse_units(text: &str) -> Result<u64, String> {
+    match (text.parse(), size::parse(text)) {
+        (Ok(units), _) => Ok(units),
+        (_, Ok(bytes)) => {
+            Err(format!("a count of 4 KiB units, without a letter; {}?", bytes.div_ceil(LIMIT_UNIT_BYTES)))
+        }
+        _ => Err("must be a whole number: a count of 4 KiB units".into()),
+    }
+}
+
+/// `writeback_batch_size`.
+pub fn parse_batch(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(pages) if pages > 0 => Ok(pages),
+        _ => Err(format!("must be a whole number of pages, 1 to {}", u32::MAX)),
+    }
+}

@@ -1,0 +1,173 @@
+//! `recompress NAME [WORDS]`: packs pages of a RAM disk smaller with a secondary algorithm, in the kernel's words.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use freestone::ram;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::error::Usage;
+use crate::service::Service;
+use crate::size::human;
+use crate::spec::parse_algorithm;
+
+/// The verb.
+pub struct Recompress;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The ram device
+    name: String,
+    /// What to try.
+    #[arg(value_name = "KEY=VALUE")]
+    #[arg(
+        help = "type=idle|huge|huge_idle, threshold=BYTES (only objects that take as much), max_pages=N, \
+                  algo=NAME, priority=1..3; without any, all pages"
+    )]
+    words: Vec<String>,
+}
+
+/// Its parameters: the kernel's keys.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    name: String,
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    kind: Option<Type>,
+    /// Bytes that an object must have to be tried.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    threshold: Option<u32>,
+    /// Most pages that are tried.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    max_pages: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    algo: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    priority: Option<u8>,
+}
+
+/// Which pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Type {
+    Idle,
+    Huge,
+    HugeIdle,
+}
+
+const TYPES: [(&str, Type); 3] = [("idle", Type::Idle), ("huge", Type::Huge), ("huge_idle", Type::HugeIdle)];
+const ALLOWED: &str =
+    "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME and priority=1..3";
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let mut params = Self { name: line.name, ..Self::default() };
+        let name = params.name.clone();
+        for word in line.words.iter().flat_map(|words| words.split_whitespace()) {
+            let refuse = |why: &str| Usage(format!("{name}: recompress: {word}: {why}"));
+            let Some((key, value)) = word.split_once('=') else {
+                return Err(refuse(&format!("a value is missing; {ALLOWED}")));
+            };
+            let twice = match key {
+                "type" => {
+                    let found = TYPES.iter().find(|(name, _)| *name == value).map(|(_, kind)| *kind);
+                    let found = found.ok_or_else(|| refuse("must be idle, huge or huge_idle"))?;
+                    params.kind.replace(found).is_some()
+                }
+                "threshold" => {
+                    let bytes =
+                        value.parse().map_err(|_| refuse("must be a number of bytes, without a unit"))?;
+                    params.threshold.replace(bytes).is_some()
+                }
+                "max_pages" => {
+                    let pages = value.parse().map_err(|_| refuse("must be a number of pages"))?;
+                    params.max_pages.replace(pages).is_some()
+                }
+                "algo" => params.algo.replace(value.to_owned()).is_some(),
+                "priority" => {
+                    let priority = value.parse().map_err(|_| refuse("must be 1 to 3"))?;
+                    params.priority.replace(priority).is_some()
+                }
+                _ => return Err(refuse(&format!("unknown; {ALLOWED}"))),
+            };
+            if twice {
+                return Err(refuse(&format!("{key} is given twice")));
+            }
+        }
+        Ok(params)
+    }
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// Pages that were compressed anew.
+    tried: u64,
+    /// Pages that became smaller by that.
+    shrunk: u64,
+    /// Pages that no algorithm packs smaller: they are not tried again until they are written.
+    incompressible: u64,
+    /// What that saved.
+    saved_bytes: u64,
+}
+
+impl Verb for Recompress {
+    const METHOD: &'static str = "recompress";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Runs under traffic and takes a while: not under the lock of the changes.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { name, kind, threshold, max_pages, algo, priority } = params;
+        let ram = service.find_ram(&name, "is recompressed")?;
+        let algo = algo.map(|text| {
+            parse_algorithm(&text)
+                .map_err(|why| Fault::invalid(format!("{name}: recompress: algo={text}: {why}")))
+        });
+        let what = ram::Recompress {
+            kind: kind.map(|kind| match kind {
+                Type::Idle => ram::RecompressKind::Idle,
+                Type::Huge => ram::RecompressKind::Huge,
+                Type::HugeIdle => ram::RecompressKind::HugeIdle,
+            }),
+            threshold: threshold.unwrap_or(0),
+            max_pages,
+            algo: algo.transpose()?,
+            priority,
+        };
+        let done = ram.recompress(&what).map_err(|e| failed(&name, e))?;
+        let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
+        Ok(Reply { name, tried, shrunk, incompressible, saved_bytes })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, tried, shrunk, incompressible, saved_bytes } = reply;
+        let saved = human(*saved_bytes);
+        writeln!(
+            out,
+            "{name}: {tried} pages tried, {shrunk} smaller now, {incompressible} incompressible; {saved} saved"
+        )
+    }
+}
+
+fn failed(name: &str, (done, error): (ram::Recompressed, ram::RecompressError)) -> Fault {
+    let errno = match error {
+        ram::RecompressError::NoSpace => Errno::ENOSPC,
+        ram::RecompressError::NoMemory => Errno::ENOMEM,
+        ram::RecompressError::Media => Errno::EIO,
+        // What was asked for does not fit the disk.
+        _ => return Fault::invalid(format!("{name}: recompress: {error}")),
+    };
+    let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
+    let saved = human(saved_bytes);
+    let sentence =
+        format!("{name}: recompress: {error}; {shrunk} pages were made smaller before, {saved} saved");
+    let fault = Fault::failed(errno, sentence).with("tried", tried).with("shrunk", shrunk);
+    fault.with("incompressible", incompressible).with("saved_bytes", saved_bytes)
+}

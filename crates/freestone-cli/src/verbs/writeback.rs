@@ -1,0 +1,207 @@
+//! `writeback NAME WORDS`: writes pages of a RAM disk to its backing device, in the kernel's words.
+
+use std::io::{self, Write};
+use std::ops::RangeInclusive;
+
+use clap::Args;
+use freestone::PAGE_BYTES;
+use freestone::ram;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::error::Usage;
+use crate::service::Service;
+
+/// The verb.
+pub struct Writeback;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The ram device
+    name: String,
+    /// What to write.
+    #[arg(required = true, value_name = "WORD")]
+    #[arg(help = "idle, huge, huge_idle or incompressible (type=idle and so on will do); or any number of \
+                  page_index=N and page_indexes=LO-HI, pages of 4 KiB counted from 0")]
+    words: Vec<String>,
+}
+
+/// Its parameters: `type`, or pages.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    name: String,
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    kind: Option<Type>,
+    /// Pages by number.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    page_index: Vec<u64>,
+    /// `"LO-HI"`, both included.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    page_indexes: Vec<String>,
+}
+
+/// Which pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Type {
+    Idle,
+    Huge,
+    HugeIdle,
+    Incompressible,
+}
+
+const TYPES: [(&str, Type); 4] = [
+    ("idle", Type::Idle),
+    ("huge", Type::Huge),
+    ("huge_idle", Type::HugeIdle),
+    ("incompressible", Type::Incompressible),
+];
+const ALLOWED: &str =
+    "allowed are idle, huge, huge_idle, incompressible, page_index=N and page_indexes=LO-HI";
+const RANGE: &str = "must be two numbers of pages, LO-HI";
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let name = line.name;
+        let refuse = |word: &str, why: &str| Usage(format!("{name}: writeback: {word}: {why}"));
+        let (mut kind, mut page_index, mut page_indexes) = (None, Vec::new(), Vec::new());
+        for word in line.words.iter().flat_map(|words| words.split_whitespace()) {
+            // A word alone is a type.
+            match word.split_once('=').unwrap_or(("type", word)) {
+                ("type", text) => {
+                    let found = TYPES.iter().find(|(name, _)| *name == text);
+                    let (_, found) = found.ok_or_else(|| refuse(word, &format!("unknown; {ALLOWED}")))?;
+                    if kind.replace(*found).is_some() {
+                        return Err(refuse(word, "one type at a time"));
+                    }
+                }
+                ("page_index", number) => page_index.push(
+                    number.parse().map_err(|_| refuse(word, "must be the number of a page, from 0 on"))?,
+                ),
+                ("page_indexes", range) => {
+                    parse_range(range).ok_or_else(|| refuse(word, RANGE))?;
+                    page_indexes.push(range.to_owned());
+                }
+                _ => return Err(refuse(word, &format!("unknown; {ALLOWED}"))),
+            }
+        }
+        Ok(Self { name, kind, page_index, page_indexes })
+    }
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// Pages that are no longer in memory.
+    pages: u64,
+    /// Blocks of 4 KiB that were written.
+    blocks: u64,
+}
+
+impl Verb for Writeback {
+    const METHOD: &'static str = "writeback";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Runs under traffic and takes as long as the disk does: not under the lock of the changes.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let name = params.name.clone();
+        let ram = service.find_ram(&name, "writes its pages back")?;
+        if ram.config().backing.is_none() {
+            return Err(failed(&name, (ram::Written::default(), ram::WritebackError::NoBacking)));
+        }
+        let what = params.what(ram.config().disksize / PAGE_BYTES as u64)?;
+        let done = ram.writeback(&what).map_err(|e| failed(&name, e))?;
+        Ok(Reply { name, pages: done.pages, blocks: done.blocks })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}: {} pages written, in {} blocks", reply.name, reply.pages, reply.blocks)
+    }
+}
+
+fn failed(name: &str, (done, error): (ram::Written, ram::WritebackError)) -> Fault {
+    let errno = match error {
+        ram::WritebackError::NoBacking => {
+            return Fault::failed(Errno::ENODEV, format!("{name}: {error}"));
+        }
+        ram::WritebackError::Range { .. } => Errno::ERANGE,
+        ram::WritebackError::NoSpace => Errno::ENOSPC,
+        ram::WritebackError::Limit | ram::WritebackError::Device(_) => Errno::EIO,
+    };
+    let ram::Written { pages, blocks } = done;
+    let sentence =
+        format!("{name}: writeback: {error}; {pages} pages were written before, in {blocks} blocks");
+    Fault::failed(errno, sentence).with("pages", pages).with("blocks", blocks)
+}
+
+impl Params {
+    /// What is asked of a disk with so many pages.
+    fn what(self, pages: u64) -> Result<ram::Writeback, Fault> {
+        let Self { name, kind, page_index, page_indexes } = self;
+        let invalid = |why: &str| Fault::invalid(format!("{name}: writeback: {why}"));
+        let listed = !(page_index.is_empty() && page_indexes.is_empty());
+        match kind {
+            Some(_) if listed => return Err(invalid("a type, or page_index and page_indexes, but not both")),
+            None if !listed => return Err(invalid(&format!("nothing is said; {ALLOWED}"))),
+            Some(Type::Idle) => return Ok(ram::Writeback::Idle),
+            Some(Type::Huge) => return Ok(ram::Writeback::Huge),
+            Some(Type::HugeIdle) => return Ok(ram::Writeback::HugeIdle),
+            Some(Type::Incompressible) => return Ok(ram::Writeback::Incompressible),
+            None => {}
+        }
+        let outside = |word: String, why: &str| {
+            let last = pages.saturating_sub(1);
+            Fault::failed(
+                Errno::ERANGE,
+                format!("{name}: writeback: {word}: {why}; the pages are 0 to {last}"),
+            )
+        };
+        let mut ranges = Vec::with_capacity(page_index.len() + page_indexes.len());
+        for index in page_index {
+            if index >= pages {
+                return Err(outside(format!("page_index={index}"), "there is no such page"));
+            }
+            ranges.push(index..=index);
+        }
+        for text in page_indexes {
+            let word = format!("page_indexes={text}");
+            let range = parse_range(&text).ok_or_else(|| invalid(&format!("{word}: {RANGE}")))?;
+            if range.is_empty() {
+                return Err(outside(word, "the first page is behind the last"));
+            }
+            if *range.end() >= pages {
+                return Err(outside(word, "beyond the end"));
+            }
+            ranges.push(range);
+        }
+        Ok(ram::Writeback::Pages(merged(ranges)))
+    }
+}
+
+/// `LO-HI`; which is larger is not looked at.
+fn parse_range(text: &str) -> Option<RangeInclusive<u64>> {
+    let (low, high) = text.split_once('-')?;
+    Some(low.parse().ok()?..=high.parse().ok()?)
+}
+
+/// The same pages, each once: however often a request names a page, the work is that of the disk's size.
+fn merged(mut ranges: Vec<RangeInclusive<u64>>) -> Vec<RangeInclusive<u64>> {
+    ranges.sort_unstable_by_key(|range| *range.start());
+    let mut merged: Vec<RangeInclusive<u64>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if *range.start() <= last.end().saturating_add(1) => {
+                *last = *last.start()..=*last.end().max(range.end());
+            }
+            _ => merged.push(range),
+        }
+    }
+    merged
+}

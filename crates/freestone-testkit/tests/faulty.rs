@@ -1,0 +1,233 @@
+//! `Faulty`: that it is a sound device, and that each of its faults does what it says.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried,
+};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Faulty, What, When};
+
+const BLOCK: u64 = 4096;
+const SIZE: usize = 1 << 20;
+/// Long enough for what was answered at once to arrive.
+const SOON: Duration = Duration::from_millis(30);
+const NONE: Flags = Flags::empty();
+
+fn disk() -> Faulty {
+    Faulty::new(SIZE, BLOCK as u32)
+}
+
+fn block(byte: u8) -> Vec<u8> {
+    vec![byte; BLOCK as usize]
+}
+
+fn read(disk: &Faulty, offset: u64, len: u64) -> Result<Vec<u8>> {
+    let mut data = vec![0xAA; len as usize];
+    disk.read_at(offset, &mut data).map(|()| data)
+}
+
+/// Submits a request; what comes is its outcome.
+fn submit(disk: &Faulty, request: Request, data: &[u8]) -> Receiver<Result<()>> {
+    let (tx, rx) = mpsc::channel();
+    let done = Completion::new(move |outcome, _| {
+        // A test that does not wait for it is content.
+        let _ = tx.send(outcome);
+    });
+    disk.submit(request, IoBuf::copy_of(data).unwrap(), done);
+    rx
+}
+
+#[test]
+fn without_faults_it_keeps_the_contract() {
+    let options =
+        |seed| Options { seed, window: 1 << 19, rounds: 80, thread_rounds: 80, ..Options::default() };
+    for logical_block in [512, 4096] {
+        let plain = || Arc::new(Faulty::new(SIZE, logical_block)) as Arc<dyn Device>;
+        conformance::check("faulty", &plain, options(1));
+        let shuffled = || Arc::new(Faulty::new(SIZE, logical_block).shuffled(7)) as Arc<dyn Device>;
+        conformance::check("shuffled faulty", &shuffled, options(2));
+        let inline = || Arc::new(Faulty::new(SIZE, logical_block).inline()) as Arc<dyn Device>;
+        conformance::check("inline faulty", &inline, options(3));
+    }
+}
+
+#[test]
+fn operations_fail_as_they_are_numbered() {
+    let disk = disk();
+    disk.fault(Some(Op::Write), When::At(1), What::Fail(Error::Media));
+    disk.fault(None, When::At(4), What::Fail(Error::Gone));
+    disk.fault(Some(Op::Flush), When::From(1), What::Fail(Error::NoSpace));
+    assert_eq!(disk.write_at(0, &block(1), NONE), Ok(()));
+    assert_eq!(disk.flush(), Ok(()));
+    assert_eq!(disk.write_at(0, &block(2), NONE), Err(Error::Media));
+    assert_eq!(read(&disk, 0, BLOCK), Ok(block(1)));
+    assert_eq!(read(&disk, 0, BLOCK), Err(Error::Gone));
+    assert_eq!(disk.flush(), Err(Error::NoSpace));
+    assert_eq!(disk.flush(), Err(Error::NoSpace));
+    assert_eq!(disk.write_at(BLOCK, &[3; 3 * BLOCK as usize], NONE), Ok(()));
+    disk.fault(None, When::Always, What::Fail(Error::Media));
+    assert_eq!(disk.discard(0, BLOCK), Err(Error::Media));
+    disk.heal();
+    assert_eq!(disk.flush(), Ok(()));
+    let counts = disk.counts();
+    assert_eq!((counts.reads, counts.writes, counts.flushes, counts.frees), (2, 3, 4, 1));
+    assert_eq!((counts.total(), counts.largest, counts.in_flight), (10, 3 * BLOCK, 0));
+    assert_eq!((counts.bytes_written, counts.bytes_read), (4 * BLOCK, BLOCK));
+    assert_eq!(disk.complaints(), [""; 0]);
+}
+
+#[test]
+fn a_torn_write_leaves_its_first_half() {
+    let disk = disk();
+    disk.write_at(0, &[1; 3 * BLOCK as usize], NONE).unwrap();
+    disk.fault(Some(Op::Write), When::At(1), What::Tear);
+    assert_eq!(disk.write_at(0, &[2; 3 * BLOCK as usize], NONE), Err(Error::Media));
+    let left = read(&disk, 0, 3 * BLOCK).unwrap();
+    assert!(left[..BLOCK as usize] == block(2) && left[BLOCK as usize..] == [block(1), block(1)].concat());
+}
+
+#[test]
+fn a_corrupt_read_looks_fine_and_is_not() {
+    let disk = disk();
+    disk.write_at(0, &[1; 2 * BLOCK as usize], NONE).unwrap();
+    disk.fault(Some(Op::Read), When::At(0), What::Corrupt);
+    let data = read(&disk, 0, 2 * BLOCK).unwrap();
+    assert!(data.chunks(BLOCK as usize).all(|data| data.iter().filter(|&&byte| byte != 1).count() == 1));
+    assert_eq!(read(&disk, 0, BLOCK), Ok(block(1)));
+}
+
+#[test]
+fn what_hangs_is_done_when_all_is_well_again() {
+    let disk = disk();
+    disk.fault(Some(Op::Write), When::From(0), What::Hang);
+    let first = submit(&disk, Request::write(0, BLOCK), &block(1));
+    let second = submit(&disk, Request::write(BLOCK, BLOCK), &block(2));
+    disk.await_held(2);
+    // Others go on.
+    assert_eq!(read(&disk, 0, 2 * BLOCK), Ok(vec![0; 2 * BLOCK as usize]));
+    assert!(first.recv_timeout(SOON).is_err());
+    assert_eq!((disk.counts().held, disk.counts().in_flight), (2, 2));
+    disk.heal();
+    assert_eq!((first.recv(), second.recv()), (Ok(Ok(())), Ok(Ok(()))));
+    assert_eq!(read(&disk, 0, 2 * BLOCK), Ok([block(1), block(2)].concat()));
+    assert_eq!((disk.counts().in_flight, disk.counts().in_flight_max), (0, 3));
+}
+
+#[test]
+fn what_hangs_for_ever_is_answered_at_the_end() {
+    let disk = disk();
+    disk.fault(None, When::Always, What::Hang);
+    let read = submit(&disk, Request::read(0, BLOCK), &block(0));
+    disk.await_held(1);
+    drop(disk);
+    assert_eq!(read.recv(), Ok(Err(Error::Gone)));
+}
+
+#[test]
+fn a_delayed_operation_is_overtaken() {
+    let disk = disk();
+    let delay = Duration::from_millis(60);
+    disk.fault(Some(Op::Write), When::At(0), What::Delay(delay));
+    let start = Instant::now();
+    let slow = submit(&disk, Request::write(0, BLOCK), &block(1));
+    disk.write_at(BLOCK, &block(2), NONE).unwrap();
+    assert!(slow.try_recv().is_err());
+    assert_eq!(slow.recv(), Ok(Ok(())));
+    assert!(start.elapsed() >= delay);
+    assert_eq!(read(&disk, 0, BLOCK), Ok(block(1)));
+}
+
+#[test]
+fn a_full_disk_takes_no_more() {
+    let disk = disk();
+    disk.no_space_from(4 * BLOCK);
+    assert_eq!(disk.write_at(3 * BLOCK, &block(1), NONE), Ok(()));
+    assert_eq!(disk.write_at(3 * BLOCK, &[2; 2 * BLOCK as usize], NONE), Err(Error::NoSpace));
+    assert_eq!(read(&disk, 3 * BLOCK, BLOCK), Ok(block(1)));
+    disk.heal();
+    disk.no_space_after(3 * BLOCK);
+    assert_eq!(disk.write_at(8 * BLOCK, &[2; 2 * BLOCK as usize], NONE), Ok(()));
+    assert_eq!(disk.write_at(0, &block(3), NONE), Err(Error::NoSpace));
+    assert_eq!(disk.counts().bytes_written, 3 * BLOCK);
+}
+
+#[test]
+fn behind_the_cut_nothing_is_left() {
+    let disk = disk();
+    disk.write_at(0, &[1; 4 * BLOCK as usize], NONE).unwrap();
+    disk.truncate_at(2 * BLOCK);
+    assert_eq!(read(&disk, BLOCK, BLOCK), Ok(block(1)));
+    assert_eq!(read(&disk, BLOCK, 2 * BLOCK), Err(Error::Media));
+    assert_eq!(disk.write_at(3 * BLOCK, &block(2), NONE), Err(Error::Media));
+    assert_eq!(disk.geometry().size, SIZE as u64);
+}
+
+#[test]
+fn the_seed_shuffles() {
+    let order = |disk: Faulty| {
+        let (tx, rx) = mpsc::channel();
+        disk.fault(None, When::Always, What::Hang);
+        for number in 0..32_u64 {
+            let tx = tx.clone();
+            let done = Completion::new(move |_, _| tx.send(number).unwrap());
+            disk.submit(Request::read(number * BLOCK, BLOCK), IoBuf::zeroed(BLOCK as usize).unwrap(), done);
+        }
+        disk.await_held(32);
+        disk.heal();
+        (0..32).map(|_| rx.recv().unwrap()).collect::<Vec<_>>()
+    };
+    let sorted: Vec<_> = (0..32).collect();
+    assert_eq!(order(disk()), sorted);
+    let mut shuffled = order(disk().shuffled(5));
+    assert_ne!(shuffled, sorted);
+    assert_eq!(order(disk().shuffled(5)), shuffled);
+    shuffled.sort_unstable();
+    assert_eq!(shuffled, sorted);
+}
+
+#[test]
+fn misuse_is_reported() {
+    let disk = disk().strict_reads();
+    disk.write_at(0, &block(1), NONE).unwrap();
+    read(&disk, 0, BLOCK).unwrap();
+    assert_eq!(disk.complaints(), [""; 0]);
+    read(&disk, 0, 2 * BLOCK).unwrap();
+    assert!(
+        disk.complaints()[0].contains("reads block 1, which was never written"),
+        "{:?}",
+        disk.complaints()
+    );
+
+    let disk = self::disk();
+    read(&disk, 0, BLOCK).unwrap();
+    assert_eq!(submit(&disk, Request::read(512, 512), &[0; 512]).recv(), Ok(Err(Error::Misaligned)));
+    assert!(disk.complaints()[0].contains("is refused"), "{:?}", disk.complaints());
+
+    let disk = self::disk();
+    disk.fault(None, When::At(0), What::Hang);
+    let held = submit(&disk, Request::write(0, 2 * BLOCK), &[1; 2 * BLOCK as usize]);
+    disk.write_at(2 * BLOCK, &block(2), NONE).unwrap();
+    assert_eq!(disk.complaints(), [""; 0]);
+    disk.write_at(BLOCK, &block(2), NONE).unwrap();
+    assert_eq!(disk.complaints().len(), 1);
+    assert!(disk.complaints()[0].contains("is being written"), "{:?}", disk.complaints());
+    disk.heal();
+    assert_eq!(held.recv(), Ok(Ok(())));
+}
+
+#[test]
+fn tries_are_answered_inline_when_asked() {
+    let mut data = block(0);
+    let request = Request::read(0, BLOCK);
+    assert_eq!(disk().try_io(&request, Buffer::Read(&mut data)), Ok(Tried::WouldBlock));
+    let disk = disk().inline();
+    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(Tried::Done));
+    disk.fault(Some(Op::Read), When::At(1), What::Hang);
+    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(Tried::WouldBlock));
+    assert_eq!((disk.counts().reads, disk.counts().in_flight), (1, 0));
+    disk.fault(Some(Op::Write), When::At(0), What::Fail(Error::Media));
+    assert_eq!(disk.try_io(&Request::write(0, BLOCK), Buffer::Write(&data)), Err(Error::Media));
+}

@@ -1,0 +1,176 @@
+//! Ages: when a page was last touched, in the six bits that its slot has for that.
+//!
+//! A slot notes the *epoch* of its last access. An epoch is opened and closed by whoever needs the distinction (once a
+//! second by the clock, and by every round of spilling), and knows when it was closed. There are 63 numbers; when they run
+//! short, a scan merges neighbours among the older half, so that epochs get longer the older they are. A page is
+//! as old as the end of its epoch: never older than the truth.
+//!
+//! Number 0 is "before everything".
+
+use std::collections::VecDeque;
+
+use crate::slot::AGES;
+use crate::sync::{AtomicU32, Mutex, Ordering};
+
+/// Numbers below which a scan is due.
+const FEW_NUMBERS: usize = 8;
+
+/// The epochs of one disk.
+pub struct Ages {
+    now: AtomicU32,
+    epochs: Mutex<Epochs>,
+}
+
+struct Epochs {
+    /// Oldest first.
+    past: VecDeque<Epoch>,
+    free: Vec<u8>,
+    merging: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Epoch {
+    number: u8,
+    /// When it was closed.
+    to_ms: u64,
+}
+
+/// For each number the one that takes its place, while epochs are merged.
+pub type Renumbering = [u8; AGES];
+
+impl Default for Ages {
+    fn default() -> Self {
+        let epochs = Epochs { past: VecDeque::new(), free: (2..AGES as u8).rev().collect(), merging: false };
+        Self { now: AtomicU32::new(1), epochs: Mutex::new(epochs) }
+    }
+}
+
+impl Ages {
+    /// The number that an access notes.
+    #[inline]
+    pub fn now(&self) -> u8 {
+        // Relaxed: a page that is touched at the turn may note either epoch.
+        self.now.load(Ordering::Relaxed) as u8
+    }
+
+    /// Closes the present epoch at `now_ms` and opens the next, if there is a number for it.
+    pub fn advance(&self, now_ms: u64) {
+        let mut epochs = self.epochs.lock();
+        let Some(next) = epochs.free.pop() else { return };
+        epochs.past.push_back(Epoch { number: self.now(), to_ms: now_ms });
+        // Relaxed: written under the lock only, read as above.
+        self.now.store(u32::from(next), Ordering::Relaxed);
+    }
+
+    /// When the present epoch was opened: at the close of the one before.
+    pub fn opened_ms(&self) -> u64 {
+        self.epochs.lock().past.back().map_or(0, |epoch| epoch.to_ms)
+    }
+
+    /// Which numbers are to be replaced by which, where numbers run short. The caller applies that to every slot, then
+    /// calls [`merged`](Self::merged); nobody else gets a renumbering meanwhile.
+    pub fn merge(&self) -> Option<Renumbering> {
+        let mut epochs = self.epochs.lock();
+        if epochs.free.len() >= FEW_NUMBERS || epochs.merging {
+            return None;
+        }
+        epochs.merging = true;
+        let mut renumbering: Renumbering = std::array::from_fn(|number| number as u8);
+        let older = epochs.past.len() / 2;
+        // The later of two takes the earlier one in: pages look younger, not older.
+        for pair in 0..older / 2 {
+            renumbering[usize::from(epochs.past[2 * pair].number)] = epochs.past[2 * pair + 1].number;
+        }
+        Some(renumbering)
+    }
+
+    /// No slot has a replaced number any more.
+    pub fn merged(&self, renumbering: &Renumbering) {
+        let mut epochs = self.epochs.lock();
+        let Epochs { past, free, merging } = &mut *epochs;
+        past.retain(|epoch| {
+            let stays = renumbering[usize::from(epoch.number)] == epoch.number;
+            if !stays {
+                free.push(epoch.number);
+            }
+            stays
+        });
+        *merging = false;
+    }
+
+    /// For each number, whether a page with it was last touched at or before `ms`.
+    pub fn untouched_since(&self, ms: u64) -> [bool; AGES] {
+        let epochs = self.epochs.lock();
+        // A number that is in no epoch is left from before a merge: old.
+        let mut old = [true; AGES];
+        old[usize::from(self.now())] = false;
+        for epoch in &epochs.past {
+            old[usize::from(epoch.number)] = epoch.to_ms <= ms;
+        }
+        old
+    }
+
+    /// For each number its place in the order of ages, 0 for the oldest.
+    pub fn ranks(&self) -> [u8; AGES] {
+        let epochs = self.epochs.lock();
+        let mut ranks = [0; AGES];
+        for (place, epoch) in epochs.past.iter().enumerate() {
+            ranks[usize::from(epoch.number)] = place as u8 + 1;
+        }
+        ranks[usize::from(self.now())] = AGES as u8 - 1;
+        ranks
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_grow_old_by_epochs() {
+        let ages = Ages::default();
+        let first = ages.now();
+        ages.advance(1000);
+        let second = ages.now();
+        ages.advance(2000);
+        let (old, ranks) = (ages.untouched_since(1000), ages.ranks());
+        let of = |table: [bool; AGES], n: u8| table[usize::from(n)];
+        assert!(of(old, 0) && of(old, first) && !of(old, second) && !of(old, ages.now()));
+        assert!(!of(ages.untouched_since(999), first));
+        let rank = |n: u8| ranks[usize::from(n)];
+        assert!(rank(0) < rank(first) && rank(first) < rank(second) && rank(second) < rank(ages.now()));
+        assert_eq!(ages.opened_ms(), 2000);
+    }
+
+    #[test]
+    fn numbers_never_run_out_and_order_is_kept() {
+        let ages = Ages::default();
+        // What a slot notes, beside the second in which it did.
+        let mut slots: Vec<(u64, u8)> = Vec::new();
+        for second in 0..1000 {
+            slots.push((second, ages.now()));
+            ages.advance((second + 1) * 1000);
+            if let Some(renumbering) = ages.merge() {
+                assert!(ages.merge().is_none(), "one merge at a time");
+                for (_, number) in &mut slots {
+                    *number = renumbering[usize::from(*number)];
+                }
+                ages.merged(&renumbering);
+            }
+            let ranks = ages.ranks();
+            assert!(slots.windows(2).all(|w| ranks[usize::from(w[0].1)] <= ranks[usize::from(w[1].1)]));
+            // Never said to be older than it is; what is recent is known to the second.
+            for ago in [1, 5, 20] {
+                let old = ages.untouched_since(((second + 1).saturating_sub(ago)) * 1000);
+                for &(touched, number) in &slots {
+                    let is_old = touched + ago <= second;
+                    assert!(!old[usize::from(number)] || is_old, "{touched} at {second}, {ago}");
+                    assert!(
+                        old[usize::from(number)] || !is_old || touched + 40 < second,
+                        "{touched} at {second}, {ago}"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,536 @@
+//! Requests that cannot be done at once, and pages that come from the backing device for them.
+//!
+//! # The way of a page
+//! * A read, or a write to a part of the page, meets a `Spilled` slot: the slot becomes `InFlight`, whoever needs the page
+//!   meanwhile queues there, and the object is read from the device. No lock is held across that.
+//! * When it has come the slot *lands*. In the packed layout the object goes to the pool, as it is, if memory allows: the
+//!   page has come back, and its place on the device is free. Else the slot becomes `Spilled` as before. Either way those
+//!   that waited get the content.
+//! * A read that fails, is damaged, or is not answered in time lands the slot as it was, and is an I/O error for those
+//!   who waited for the content. Later requests ask the device again.
+//!
+//! A whole page that is overwritten or discarded needs no read: it replaces `Spilled`, and waits only for a flight.
+//!
+//! Pages that one request needs are asked for together, those that lie near each other on the device in one read. A
+//! sequential reader's next pages are asked for along with them.
+
+use std::sync::Arc;
+
+use super::pages::Waits;
+use super::stats::counter;
+use super::{Inner, PAGE, Ram, Step, piece};
+use crate::clock::now_ms;
+use crate::codec::Page;
+use crate::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result};
+use crate::pool::BackRef;
+use crate::slot::{Kind, Landed, SlotGuard, Word};
+use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::layout;
+use crate::spill::space::BLOCK_BYTES;
+use crate::sync::{AtomicU64, Mutex, Ordering};
+use crate::{PAGE_BYTES, pin};
+
+/// Pages that a read asks for at once.
+const FETCH_PAGES: u64 = 256;
+/// Pages that are read ahead of a sequential reader.
+const AHEAD_PAGES: u64 = 64;
+/// Blocks of one read from the device.
+const READ_BLOCKS_MAX: u64 = 64;
+/// Blocks between two objects that are read along, rather than asked for by two requests.
+const GAP_BLOCKS: u64 = 4;
+/// Times that a change of a part of a page waits for memory in vain.
+const WAITS_MAX: u32 = 32;
+/// And at least how long it does.
+const WAIT_MS_MAX: u64 = 2000;
+/// Sequential readers that are known at once.
+const READERS: usize = 8;
+
+/// A submitted request, and how far it came.
+pub(super) struct Job {
+    request: Request,
+    at: usize,
+    buffer: IoBuf,
+    done: Completion,
+    last_try: bool,
+    /// How often it has waited for memory since it last got on, and since when.
+    waits: (u32, u64),
+}
+
+impl Job {
+    /// A request that has just been submitted.
+    pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
+        Self { request, at: 0, buffer, done, last_try: false, waits: (0, 0) }
+    }
+
+    /// It fails if it finds no memory now.
+    pub fn for_the_last_time(self) -> Self {
+        Self { last_try: true, ..self }
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        self.request = self.request.rest(bytes);
+        self.at += if self.buffer.is_empty() { 0 } else { bytes as usize };
+        (self.last_try, self.waits) = (false, (0, 0));
+    }
+
+    fn slot(&self) -> u64 {
+        self.request.offset / PAGE
+    }
+
+    /// Whether it needs the old content of the page at which it stands.
+    fn needs_content(&self) -> bool {
+        let (_, _, len) = piece(self.request.offset, self.request.len);
+        matches!(self.request.op, Op::Write | Op::WriteZeroes) && len < PAGE_BYTES
+    }
+}
+
+/// Who waits for a slot in flight.
+pub(super) enum Waiter {
+    /// A read that wants the page's content.
+    Page(Arc<Fetch>, Piece),
+    /// Another request, which will try again.
+    Retry(Ram, Job),
+}
+
+/// A part of a page, and where it goes in a request's buffer.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    at: usize,
+    from: usize,
+    len: usize,
+}
+
+/// A read that waits for pages.
+pub(super) struct Fetch {
+    ram: Ram,
+    state: Mutex<Fetching>,
+}
+
+/// Lock order: `state` is taken before a slot while pages are gathered, and with no slot held when they arrive.
+struct Fetching {
+    job: Option<Job>,
+    /// Bytes that are done when nothing is pending any more.
+    bytes: u64,
+    pending: usize,
+    error: Option<Error>,
+}
+
+/// A page that is to be read from the device.
+pub(super) struct Wanted {
+    slot: u64,
+    flight: u64,
+    unit: u64,
+    stored: usize,
+    algorithm: usize,
+}
+
+/// Where sequential readers are expected next.
+#[derive(Default)]
+pub(super) struct Readers {
+    next: [AtomicU64; READERS],
+    turn: AtomicU64,
+}
+
+impl Readers {
+    /// Whether a read of `[first, end)` goes on where another ended.
+    fn is_sequential(&self, first: u64, end: u64) -> bool {
+        // Relaxed: a guess. 0 is nobody.
+        let known = self.next.iter().find(|next| first != 0 && next.load(Ordering::Relaxed) == first);
+        // Relaxed: whose place is taken does not matter.
+        let turn = || self.turn.fetch_add(1, Ordering::Relaxed) as usize % READERS;
+        // Relaxed: as above.
+        known.unwrap_or_else(|| &self.next[turn()]).store(end, Ordering::Relaxed);
+        known.is_some()
+    }
+}
+
+impl Ram {
+    /// Carries on with a request until it is done or has to wait.
+    pub(super) fn go(&self, mut job: Job) {
+        while let Some(rest) = self.slice(job) {
+            job = rest;
+        }
+    }
+
+    /// Carries on with a request for a bounded time. What is returned can go on at once.
+    pub(super) fn slice(&self, mut job: Job) -> Option<Job> {
+        let buffer = match job.request.op {
+            Op::Read => job.buffer.get_mut(job.at..).map_or(Buffer::None, Buffer::Read),
+            Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
+            _ => Buffer::None,
+        };
+        let step = self.0.step(&job.request, buffer);
+        match step {
+            Ok(Step::Done) => job.done.complete(Ok(()), job.buffer),
+            Ok(Step::Partly(bytes)) => {
+                job.advance(bytes);
+                return Some(job);
+            }
+            Ok(Step::Blocked(Waits::ForMemory)) => self.wait_for_memory(job),
+            Ok(Step::Blocked(Waits::ForPage)) if job.request.op == Op::Read => self.fetch(job),
+            Ok(Step::Blocked(Waits::ForPage)) => return self.wait_for_page(job),
+            Err(error) => job.done.complete(Err(error), job.buffer),
+        }
+        None
+    }
+
+    fn wait_for_memory(&self, mut job: Job) {
+        let since = if job.waits.0 == 0 { now_ms() } else { job.waits.1 };
+        job.waits = (job.waits.0 + 1, since);
+        // Its page comes to memory, others leave for it, the page has to leave again: there is no room for both.
+        let in_vain = job.waits.0 > WAITS_MAX && now_ms() - since > WAIT_MS_MAX;
+        job.last_try |= job.needs_content() && in_vain;
+        if job.last_try {
+            self.0.counters.add(counter::FAILED_WRITES, 1);
+            return job.done.complete(Err(Error::NoSpace), job.buffer);
+        }
+        self.0.keeper.wait_for_memory(self.clone(), job);
+    }
+
+    /// Queues a request on the page at which it stands; has the page read if it needs the content. Returned: it need not
+    /// wait any more.
+    fn wait_for_page(&self, job: Job) -> Option<Job> {
+        let slot = job.slot();
+        let mut job = Some(job);
+        let wanted = pin::pinned(|pin| {
+            let table = self.0.table.load(pin);
+            let guard = table.leaf(slot)?.lock(slot);
+            match guard.word().kind() {
+                Kind::InFlight => {
+                    let waiter = job.take().map(|job| Waiter::Retry(self.clone(), job))?;
+                    self.0.flights.wait(&guard, waiter);
+                    None
+                }
+                Kind::Spilled => {
+                    let waiter = job.take().map(|job| Waiter::Retry(self.clone(), job))?;
+                    Some(self.0.depart(table.id(), slot, guard, vec![waiter]))
+                }
+                _ => None,
+            }
+        });
+        self.read(wanted.into_iter().collect());
+        job
+    }
+
+    /// Reads the next pages of a request, from memory or from the device. The request goes on when all are there.
+    fn fetch(&self, job: Job) {
+        let first = job.request.offset;
+        let end = (first / PAGE + FETCH_PAGES) * PAGE;
+        let end = end.min(first + job.request.len);
+        let base = job.at;
+        let fetching = Fetching { job: Some(job), bytes: end - first, pending: 1, error: None };
+        let fetch = Arc::new(Fetch { ram: self.clone(), state: Mutex::new(fetching) });
+        let mut wanted = Vec::new();
+        let mut offset = first;
+        while offset < end {
+            let (slot, from, len) = piece(offset, end - offset);
+            let piece = Piece { at: base + (offset - first) as usize, from, len };
+            wanted.extend(self.gather(&fetch, slot, piece));
+            offset += len as u64;
+        }
+        let next = end.div_ceil(PAGE);
+        if self.0.comes_back() && self.0.readers.is_sequential(first / PAGE, next) {
+            wanted.extend(self.ahead(next, AHEAD_PAGES));
+        }
+        self.read(wanted);
+        fetch.arrived(None, Ok(()));
+    }
+
+    /// Gets one page for a read: now, or by queueing on it.
+    fn gather(&self, fetch: &Arc<Fetch>, slot: u64, piece: Piece) -> Option<Wanted> {
+        loop {
+            let mut fetching = fetch.state.lock();
+            let Fetching { job: Some(job), error, .. } = &mut *fetching else { return None };
+            let into = job.buffer.get_mut(piece.at..piece.at + piece.len)?;
+            let waits = pin::pinned(|pin| {
+                let table = self.0.table.load(pin);
+                match table.leaf(slot) {
+                    None => into.fill(0),
+                    Some(leaf) => match self.0.read_page(leaf, slot, piece.from, into) {
+                        Ok(outcome) => *error = error.or(outcome.err()),
+                        Err(_) => return true,
+                    },
+                }
+                false
+            });
+            if !waits {
+                return None;
+            }
+            fetching.pending += 1;
+            drop(fetching);
+            let queued = pin::pinned(|pin| {
+                let table = self.0.table.load(pin);
+                let guard = table.leaf(slot)?.lock(slot);
+                let waiter = || Waiter::Page(Arc::clone(fetch), piece);
+                match guard.word().kind() {
+                    Kind::InFlight => {
+                        self.0.flights.wait(&guard, waiter());
+                        Some(None)
+                    }
+                    Kind::Spilled => Some(Some(self.0.depart(table.id(), slot, guard, vec![waiter()]))),
+                    _ => None,
+                }
+            });
+            match queued {
+                Some(wanted) => return wanted,
+                // It has come meanwhile.
+                None => fetch.state.lock().pending -= 1,
+            }
+        }
+    }
+
+    /// The pages from `first` on that are spilled, put in flight with nobody waiting; none where memory is short.
+    fn ahead(&self, first: u64, pages: u64) -> Vec<Wanted> {
+        // Not what would push out others at once.
+        let room = self.0.marks().map_or(u64::MAX, |(high, _)| high.saturating_sub(self.0.pool.pages()));
+        let end = (first + pages.min(room)).min(self.0.size() / PAGE);
+        let wanted = |slot| {
+            pin::pinned(|pin| {
+                let table = self.0.table.load(pin);
+                let leaf = table.leaf(slot).filter(|leaf| leaf.peek(slot).kind() == Kind::Spilled)?;
+                let guard = leaf.lock(slot);
+                let spilled = guard.word().kind() == Kind::Spilled;
+                spilled.then(|| self.0.depart(table.id(), slot, guard, Vec::new()))
+            })
+        };
+        (first..end).filter_map(wanted).collect()
+    }
+
+    /// Has pages in memory that will be read soon.
+    pub(super) fn read_ahead(&self, offset: u64, len: u64) {
+        if self.0.comes_back() && len > 0 {
+            let first = offset / PAGE;
+            let pages = (offset.saturating_add(len).div_ceil(PAGE) - first).min(FETCH_PAGES);
+            self.read(self.ahead(first, pages));
+        }
+    }
+
+    /// Reads pages that are in flight, near ones together.
+    fn read(&self, mut wanted: Vec<Wanted>) {
+        let Some(store) = &self.0.store else { return };
+        wanted.sort_unstable_by_key(|wanted| wanted.unit);
+        let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
+        while !wanted.is_empty() {
+            let (first, blocks) = store.blocks_of(wanted[0].unit, wanted[0].stored);
+            let mut end = first + u64::from(blocks);
+            let near = wanted.iter().skip(1).take_while(|wanted| {
+                let (start, blocks) = store.blocks_of(wanted.unit, wanted.stored);
+                let to = end.max(start + u64::from(blocks));
+                let joins = start <= end + gap && to - first <= READ_BLOCKS_MAX;
+                end = if joins { to } else { end };
+                joins
+            });
+            let count = 1 + near.count();
+            let rest = wanted.split_off(count);
+            let together = std::mem::replace(&mut wanted, rest);
+            let ram = self.clone();
+            store.read(first, (end - first) as u32, move |outcome, buffer| {
+                if outcome.is_err() && together.len() > 1 {
+                    // One of them may be to blame. This is a thread of the device, which must not be asked from here.
+                    return ram.0.keeper.reread(ram.clone(), together);
+                }
+                for wanted in together {
+                    ram.0.came(&wanted, first, outcome, &buffer);
+                }
+            });
+        }
+    }
+}
+
+impl Ram {
+    /// Reads pages in flight again, each for itself; those that nobody waits for land as they were.
+    pub(super) fn read_one_by_one(&self, wanted: Vec<Wanted>) {
+        for wanted in wanted {
+            match self.0.flights.owner(wanted.flight) {
+                Some(owner) if !self.0.flights.any_waiter(wanted.flight, |_| true) => {
+                    self.0.land(owner, wanted.flight, None, Err(Error::Media));
+                }
+                _ => self.read(vec![wanted]),
+            }
+        }
+    }
+}
+
+impl Fetch {
+    /// One pending page has come, or failed; the last one carries the request on.
+    fn arrived(&self, piece: Option<Piece>, outcome: Result<()>) {
+        self.deliver(piece, outcome.map(|()| None));
+    }
+
+    fn deliver(&self, piece: Option<Piece>, outcome: Result<Option<&Page>>) {
+        let mut fetching = self.state.lock();
+        match (outcome, piece, &mut fetching.job) {
+            (Ok(Some(page)), Some(Piece { at, from, len }), Some(job)) => {
+                job.buffer[at..at + len].copy_from_slice(&page[from..from + len]);
+            }
+            (Err(error), ..) => fetching.error = fetching.error.or(Some(error)),
+            _ => {}
+        }
+        fetching.pending -= 1;
+        if fetching.pending > 0 {
+            return;
+        }
+        let (Some(mut job), bytes, error) = (fetching.job.take(), fetching.bytes, fetching.error) else {
+            return;
+        };
+        drop(fetching);
+        match error {
+            Some(error) => job.done.complete(Err(error), job.buffer),
+            None if bytes == job.request.len => job.done.complete(Ok(()), job.buffer),
+            None => {
+                job.advance(bytes);
+                self.ram.0.keeper.resume(self.ram.clone(), job);
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// Whether pages that were read stay in memory.
+    fn comes_back(&self) -> bool {
+        self.store.as_ref().is_some_and(|store| store.is_packed())
+    }
+
+    fn depart(&self, table: u32, slot: u64, guard: SlotGuard<'_>, waiting: Vec<Waiter>) -> Wanted {
+        let word = guard.word();
+        Wanted {
+            slot,
+            flight: self.flights.depart(guard, BackRef::new(table, slot).bits(), now_ms(), waiting),
+            unit: word.location(),
+            stored: word.spilled_bytes(),
+            algorithm: word.algorithm(),
+        }
+    }
+
+    /// What was read from block `first` on has come, or failed.
+    fn came(&self, wanted: &Wanted, first: u64, outcome: Result<()>, buffer: &[u8]) {
+        let Some(store) = &self.store else { return };
+        let at = (wanted.unit - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
+        let owner = self.flights.owner(wanted.flight);
+        let object = match (outcome, owner) {
+            // It landed by other hands: too late, or its table is gone.
+            (_, None) => return,
+            (Err(error), _) => Err(error),
+            (Ok(()), Some(owner)) if store.is_packed() => {
+                layout::object_at(buffer, at, owner, wanted.stored, wanted.algorithm as u8).ok_or_else(|| {
+                    store.failed_read();
+                    tracing::warn!("page {} came back damaged from the backing device", wanted.slot);
+                    Error::Media
+                })
+            }
+            (Ok(()), Some(_)) => buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media),
+        };
+        let (Ok(object), Some(owner)) = (object, owner) else {
+            return self.land(owner.unwrap_or_default(), wanted.flight, None, Err(Error::Media));
+        };
+        let back = if store.is_packed() {
+            self.take_back(owner, object, wanted)
+        } else {
+            // The kernel's way: it stays there. Who wants to change a part of it needs it here.
+            let needed = self.flights.any_waiter(wanted.flight, |waiter| matches!(waiter, Waiter::Retry(..)));
+            if needed { self.pack_back(owner, object) } else { None }
+        };
+        self.land(owner, wanted.flight, back, Ok((object, wanted)));
+    }
+
+    /// Stores an object that came from the device; `None` where memory is short.
+    fn take_back(&self, owner: u64, object: &[u8], wanted: &Wanted) -> Option<Word> {
+        let location = self.pool.store(object, BackRef::from_bits(owner)).ok();
+        if location.is_none() {
+            self.keeper.kick();
+        }
+        let size = if wanted.stored == PAGE_BYTES { 0 } else { wanted.stored as u32 };
+        location.map(|location| Word::spilled(0, size, wanted.algorithm as u8).back_at(location))
+    }
+
+    /// Packs a page that came from the device, as a write would.
+    fn pack_back(&self, owner: u64, page: &[u8]) -> Option<Word> {
+        let page = page.try_into().ok()?;
+        let stored = self.store_page(BackRef::from_bits(owner), page);
+        if stored.is_err() {
+            self.keeper.kick();
+        }
+        stored.ok()
+    }
+
+    /// Ends a flight, if it is still open: `back` is where the page is in memory now, if it came back. Those that waited get
+    /// the content, or the error.
+    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<(&[u8], &Wanted)>) {
+        let landed = pin::pinned(|pin| {
+            let table = self.table.load(pin);
+            let owner = BackRef::from_bits(owner);
+            let leaf = table.leaf(owner.slot()).filter(|_| table.id() == owner.table())?;
+            let guard = leaf.lock(owner.slot());
+            if guard.word() != Word::in_flight(flight) {
+                return None;
+            }
+            let now = self.ages.now();
+            Some(self.flights.land(guard, |held| match back {
+                Some(word) if held.is_incompressible() => word.with_incompressible().with_age(now),
+                Some(word) => word.with_age(now),
+                None => held.touched(now),
+            }))
+        });
+        let Some(Landed { held, waiting }) = landed else {
+            if let Some(back) = back {
+                self.release(back);
+            }
+            return;
+        };
+        if let Some(back) = back {
+            self.account_back(back);
+            self.release(held);
+        }
+        if waiting.is_empty() {
+            return;
+        }
+        let mut page = [0; PAGE_BYTES];
+        let outcome = content.and_then(|(object, _)| self.unpack_spilled(held, object, &mut page));
+        if outcome.is_err() {
+            self.counters.add(counter::FAILED_READS, 1);
+        }
+        for waiter in waiting {
+            match waiter {
+                Waiter::Page(fetch, piece) => fetch.deliver(Some(piece), outcome.map(|()| Some(&page))),
+                Waiter::Retry(ram, job) => match outcome {
+                    Err(error) if job.needs_content() => job.done.complete(Err(error), job.buffer),
+                    Ok(()) if back.is_none() && job.needs_content() => {
+                        ram.wait_for_memory(job);
+                    }
+                    _ => self.keeper.resume(ram, job),
+                },
+            }
+        }
+    }
+
+    fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.spilled_bytes() == PAGE_BYTES {
+            page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
+            return Ok(());
+        }
+        self.codecs.decompress(held.algorithm(), object, page)
+    }
+
+    /// Fails flights for which the device has taken too long.
+    pub(super) fn fail_late_flights(&self) {
+        let Some(store) = &self.store else { return };
+        let since = now_ms().saturating_sub(store.timeout_ms());
+        for (flight, owner) in self.flights.departed_before(since) {
+            store.failed_read();
+            tracing::warn!("the backing device has not answered a read within {} ms", store.timeout_ms());
+            self.land(owner, flight, None, Err(Error::Media));
+        }
+    }
+
+    /// The table of these slots is gone: who waited for one of them goes on with the new table, whose pages are empty.
+    pub(super) fn forget_flight(&self, flight: u64) {
+        let Some(Landed { held, waiting }) = self.flights.forget(flight) else { return };
+        self.release(held);
+        for waiter in waiting {
+            match waiter {
+                Waiter::Page(fetch, piece) => fetch.deliver(Some(piece), Ok(Some(&[0; PAGE_BYTES]))),
+                Waiter::Retry(ram, job) => self.keeper.resume(ram, job),
+            }
+        }
+    }
+}

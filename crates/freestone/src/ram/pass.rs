@@ -1,0 +1,444 @@
+//! A pass: pages leave memory for the backing device, many in one write, several writes at a time.
+//!
+//! # Protocol
+//! * A page that is taken on stays where it is, and is read and written as before. Under its slot's lock its bytes are copied
+//!   into the batch, and the slot is *picked* with the batch's tag. Whoever touches the page takes that mark away.
+//! * When the batch is on the device, each slot that still has the mark becomes `Spilled`, under its lock, and its old
+//!   object is freed. A slot without it keeps what it has, and the page's place on the device is free again.
+//! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot any more. So the mark
+//!   of an earlier batch is never taken for that of a later one, and stale bytes never become a page.
+//!
+//! Passes run one after the other ([`Inner::passes`]).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::Inner;
+use super::writeback::{WritebackError, Written};
+use crate::PAGE_BYTES;
+use crate::device::{Error, IoBuf};
+use crate::pin;
+use crate::pool::BackRef;
+use crate::slot::{Kind, Word};
+use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::layout::Packer;
+use crate::spill::space::{BLOCK_BYTES, Run};
+use crate::spill::store::{self, Refused, Store, WRITE_BLOCKS_MAX, WRITES_MAX, Write};
+
+/// A packed run is not shorter by choice: what is left at its end is lost.
+const PACKED_RUN_BLOCKS_MIN: u32 = 8;
+
+/// What became of a page that was offered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Offered {
+    /// It is on its way; its object takes so many bytes of memory.
+    Taken(usize),
+    /// It is not what is wanted, or no more.
+    Passed,
+    /// The disk was reset, the pass is over.
+    Reset,
+}
+
+/// See the module.
+pub(super) struct Pass<'a> {
+    ram: &'a Inner,
+    store: &'a Arc<Store>,
+    table: u32,
+    /// Blocks of a write, and how many writes fly at once.
+    write_blocks: u32,
+    writes_max: usize,
+    open: Option<Batch>,
+    flying: VecDeque<(Batch, Write)>,
+    /// Blocks of the device that are left to others.
+    reserve: u64,
+    tags_in_use: u64,
+    spare: Vec<IoBuf>,
+    done: Written,
+    /// The latest failure of the device.
+    failed: Option<Error>,
+    /// The device does not answer, or has no room: nothing more is begun.
+    stopped: bool,
+}
+
+/// Pages that go out in one write.
+struct Batch {
+    tag: u8,
+    run: Run,
+    content: Content,
+    entries: Vec<Entry>,
+}
+
+enum Content {
+    Packed(Packer),
+    Plain {
+        buffer: IoBuf,
+        blocks: u32,
+    },
+    /// Handed to the device.
+    Gone,
+}
+
+/// An object as it was read from the device.
+pub(super) struct Found<'b> {
+    /// Whose it is, by its header.
+    pub owner: u64,
+    /// Where its header begins.
+    pub unit: u64,
+    /// The generation of that block, before it was read.
+    pub generation: u32,
+    /// The object.
+    pub bytes: &'b [u8],
+}
+
+enum Picked {
+    Yes(Word),
+    No,
+    NoRoom,
+    Reset,
+}
+
+struct Entry {
+    slot: u64,
+    unit: u64,
+    /// Bytes of the object on the device.
+    stored: u32,
+    age: u8,
+}
+
+impl<'a> Pass<'a> {
+    /// Begins; the caller holds [`Inner::passes`].
+    pub fn new(ram: &'a Inner, store: &'a Arc<Store>) -> Self {
+        let batch = store.batch_blocks();
+        let least = if store.is_packed() { PACKED_RUN_BLOCKS_MIN } else { 1 };
+        let write_blocks = (batch / WRITES_MAX as u32).clamp(least, WRITE_BLOCKS_MAX);
+        Self {
+            ram,
+            store,
+            table: pin::pinned(|pin| ram.table.load(pin).id()),
+            write_blocks,
+            writes_max: ((batch / write_blocks) as usize).clamp(1, WRITES_MAX),
+            open: None,
+            flying: VecDeque::new(),
+            reserve: store.reserve(),
+            tags_in_use: 0,
+            spare: Vec::new(),
+            done: Written::default(),
+            failed: None,
+            stopped: false,
+        }
+    }
+
+    /// Begins to move what is spilled; the blocks that are kept for that can be used.
+    pub fn to_move(ram: &'a Inner, store: &'a Arc<Store>) -> Self {
+        let mut pass = Self::new(ram, store);
+        pass.reserve = 0;
+        pass
+    }
+
+    /// Takes a page on if its slot holds an object and is what is `wanted`.
+    ///
+    /// # Errors
+    /// Nothing more can be written: the pass should end.
+    pub fn offer(&mut self, slot: u64, wanted: impl Fn(Word) -> bool) -> Result<Offered, WritebackError> {
+        self.put(|pass, batch| pass.copy(batch, slot, &wanted))
+    }
+
+    /// Takes a page on that is spilled already, to another place: `object` is what was read from where it lies.
+    ///
+    /// # Errors
+    /// As [`offer`](Self::offer).
+    pub fn relocate(&mut self, object: &Found<'_>) -> Result<Offered, WritebackError> {
+        self.put(|pass, batch| match pass.pick_spilled(batch, object) {
+            Picked::Yes(word) => Some(Offered::Taken(word.spilled_bytes())),
+            Picked::No => Some(Offered::Passed),
+            Picked::Reset => Some(Offered::Reset),
+            Picked::NoRoom => None,
+        })
+    }
+
+    /// Has `put` add a page to the open batch, or to the next where that is full.
+    fn put(&mut self, put: impl Fn(&Self, &mut Batch) -> Option<Offered>) -> Result<Offered, WritebackError> {
+        if self.stopped {
+            return Err(self.failure());
+        }
+        loop {
+            let mut batch = match self.open.take() {
+                Some(batch) => batch,
+                None => self.begin()?,
+            };
+            let offered = put(self, &mut batch);
+            let fresh = batch.entries.is_empty();
+            self.open = Some(batch);
+            match offered {
+                Some(offered) => return Ok(offered),
+                // Not even an empty run has room for it: what is left is less than two blocks.
+                None if fresh => {
+                    let budget = self.store.budget().get();
+                    let last = budget.enabled && budget.left < 2;
+                    return Err(if last { WritebackError::Limit } else { WritebackError::NoSpace });
+                }
+                None => self.send()?,
+            }
+        }
+    }
+
+    /// Copies a page into the batch and picks its slot. `None`: no room.
+    fn copy(&self, batch: &mut Batch, slot: u64, wanted: &impl Fn(Word) -> bool) -> Option<Offered> {
+        let mut object = [0; PAGE_BYTES];
+        let word = match self.pick(batch, slot, wanted, &mut object) {
+            Picked::Yes(word) => word,
+            Picked::No => return Some(Offered::Passed),
+            Picked::Reset => return Some(Offered::Reset),
+            Picked::NoRoom => return None,
+        };
+        if let (Content::Plain { buffer, blocks }, Some(entry)) = (&mut batch.content, batch.entries.last()) {
+            // Outside of the slot's lock: it takes a while.
+            let at = (*blocks as usize - 1) * BLOCK_BYTES;
+            let page = &mut buffer[at..at + BLOCK_BYTES];
+            if self.ram.unpack(word, &object[..word.stored_bytes()], page).is_err() {
+                // Damaged in memory: it stays there, where its readers learn of it.
+                page.fill(0);
+                self.give_back(batch.tag, entry);
+                return Some(Offered::Passed);
+            }
+        }
+        Some(Offered::Taken(word.stored_bytes()))
+    }
+
+    /// The part of [`copy`](Self::copy) that is done under the slot's lock. The plain layout's object goes to `object`.
+    fn pick(
+        &self,
+        batch: &mut Batch,
+        slot: u64,
+        wanted: &impl Fn(Word) -> bool,
+        object: &mut [u8; PAGE_BYTES],
+    ) -> Picked {
+        pin::pinned(|pin| {
+            let table = self.ram.table.load(pin);
+            if table.id() != self.table {
+                return Picked::Reset;
+            }
+            let Some(leaf) = table.leaf(slot) else { return Picked::No };
+            let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
+            // Most are passed over: without their lock.
+            if !fits(leaf.peek(slot)) {
+                return Picked::No;
+            }
+            let guard = leaf.lock(slot);
+            let word = guard.word();
+            if !fits(word) {
+                return Picked::No;
+            }
+            let bytes = self.ram.pool.object(&guard);
+            let (unit, stored) = match &mut batch.content {
+                Content::Packed(packer) => {
+                    match packer.push(BackRef::new(self.table, slot).bits(), word.algorithm() as u8, bytes) {
+                        Some(unit) => (unit, bytes.len()),
+                        None => return Picked::NoRoom,
+                    }
+                }
+                Content::Plain { blocks, .. } if *blocks < batch.run.blocks => {
+                    object[..bytes.len()].copy_from_slice(bytes);
+                    *blocks += 1;
+                    ((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES)
+                }
+                Content::Plain { .. } | Content::Gone => return Picked::NoRoom,
+            };
+            self.store.place(unit, stored);
+            batch.entries.push(Entry { slot, unit, stored: stored as u32, age: word.age() });
+            guard.publish(word.picked(batch.tag));
+            Picked::Yes(word)
+        })
+    }
+
+    /// As [`pick`](Self::pick), for a page that is spilled.
+    fn pick_spilled(&self, batch: &mut Batch, object: &Found<'_>) -> Picked {
+        let Content::Packed(packer) = &mut batch.content else { return Picked::No };
+        let owner = BackRef::from_bits(object.owner);
+        pin::pinned(|pin| {
+            let table = self.ram.table.load(pin);
+            if table.id() != self.table {
+                return Picked::Reset;
+            }
+            let leaf = table.leaf(owner.slot()).filter(|_| owner.table() == self.table);
+            let Some(guard) = leaf.map(|leaf| leaf.lock(owner.slot())) else { return Picked::No };
+            let word = guard.word();
+            let is_it = word.kind() == Kind::Spilled
+                && word.location() == object.unit
+                && word.spilled_bytes() == object.bytes.len()
+                && !word.is_picked()
+                // The place was not used anew since it was read.
+                && self.store.map().generation(object.unit / BLOCK_UNITS) == object.generation;
+            if !is_it {
+                return Picked::No;
+            }
+            let Some(unit) = packer.push(object.owner, word.algorithm() as u8, object.bytes) else {
+                return Picked::NoRoom;
+            };
+            let stored = object.bytes.len();
+            self.store.place(unit, stored);
+            batch.entries.push(Entry { slot: owner.slot(), unit, stored: stored as u32, age: word.age() });
+            guard.publish(word.picked(batch.tag));
+            Picked::Yes(word)
+        })
+    }
+
+    fn begin(&mut self) -> Result<Batch, WritebackError> {
+        let run = self.store.open_run(self.write_blocks, self.reserve).map_err(|refused| match refused {
+            Refused::Limit => WritebackError::Limit,
+            Refused::Full => WritebackError::NoSpace,
+        })?;
+        let bytes = run.blocks as usize * BLOCK_BYTES;
+        let buffer = match self.spare.pop() {
+            Some(mut buffer) => {
+                buffer.show(bytes);
+                if buffer.len() == bytes { Ok(buffer) } else { IoBuf::zeroed(bytes) }
+            }
+            None => IoBuf::zeroed(bytes),
+        };
+        let buffer = match buffer {
+            Ok(buffer) => buffer,
+            Err(error) => {
+                self.store.trim_run(run, 0);
+                return Err(WritebackError::Device(error));
+            }
+        };
+        let content = if self.store.is_packed() {
+            Content::Packed(Packer::new(buffer, run))
+        } else {
+            Content::Plain { buffer, blocks: 0 }
+        };
+        let tag = (!self.tags_in_use).trailing_zeros() as u8;
+        self.tags_in_use |= 1 << tag;
+        Ok(Batch { tag, run, content, entries: Vec::new() })
+    }
+
+    /// Hands the open batch to the device.
+    fn send(&mut self) -> Result<(), WritebackError> {
+        let Some(mut batch) = self.open.take() else { return Ok(()) };
+        let (mut buffer, used) = match std::mem::replace(&mut batch.content, Content::Gone) {
+            Content::Packed(packer) => packer.finish(),
+            Content::Plain { buffer, blocks } => (buffer, blocks),
+            Content::Gone => return Ok(()),
+        };
+        let all = batch.run;
+        batch.run = self.store.trim_run(batch.run, used);
+        if used == 0 {
+            self.release(batch.tag);
+            buffer.show(all.blocks as usize * BLOCK_BYTES);
+            self.spare.push(buffer);
+            return Ok(());
+        }
+        buffer.show(used as usize * BLOCK_BYTES);
+        let write = self.store.write(batch.run, buffer);
+        self.flying.push_back((batch, write));
+        while self.flying.len() >= self.writes_max {
+            self.reap();
+        }
+        if self.stopped { Err(self.failure()) } else { Ok(()) }
+    }
+
+    /// Waits for the write that was begun first.
+    fn reap(&mut self) {
+        let Some((batch, write)) = self.flying.pop_front() else { return };
+        match self.store.finish(write) {
+            store::Written::Done(mut buffer) => {
+                self.done.blocks += u64::from(batch.run.blocks);
+                for entry in &batch.entries {
+                    self.publish(batch.tag, entry);
+                }
+                buffer.show(usize::MAX);
+                self.spare.push(buffer);
+                self.ram.keeper.memory_freed();
+            }
+            store::Written::Failed(error) => {
+                self.failed = Some(error);
+                // A full file system stays full; other errors may be of this place alone, and the kernel goes on, too.
+                self.stopped |= error != Error::Media;
+                batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
+            }
+            store::Written::Unanswered => {
+                self.failed = Some(Error::Media);
+                self.stopped = true;
+                batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
+            }
+        }
+        self.release(batch.tag);
+    }
+
+    fn release(&mut self, tag: u8) {
+        self.tags_in_use &= !(1 << tag);
+    }
+
+    /// The page is on the device: its slot says so, unless somebody touched it meanwhile.
+    fn publish(&mut self, tag: u8, entry: &Entry) {
+        let published = pin::pinned(|pin| {
+            let table = self.ram.table.load(pin);
+            let leaf = table.leaf(entry.slot).filter(|_| table.id() == self.table)?;
+            let guard = leaf.lock(entry.slot);
+            let old = guard.word();
+            if !old.is_picked_by(tag) {
+                return None;
+            }
+            let new = old.spilled_to(entry.unit, !self.store.is_packed());
+            self.store.took(entry.stored as usize);
+            guard.publish(new);
+            self.ram.release(old);
+            self.ram.account(old, new);
+            Some(())
+        });
+        match published {
+            Some(()) => self.done.pages += 1,
+            None => self.store.abandon(entry.unit, entry.stored as usize),
+        }
+    }
+
+    /// The page stays where it is.
+    fn give_back(&self, tag: u8, entry: &Entry) {
+        pin::pinned(|pin| {
+            let table = self.ram.table.load(pin);
+            if let Some(leaf) = table.leaf(entry.slot).filter(|_| table.id() == self.table) {
+                let guard = leaf.lock(entry.slot);
+                let word = guard.word();
+                if word.is_picked_by(tag) {
+                    guard.publish(word.unpicked(entry.age));
+                }
+            }
+        });
+    }
+
+    fn failure(&self) -> WritebackError {
+        match self.failed {
+            Some(Error::NoSpace) | None => WritebackError::NoSpace,
+            Some(error) => WritebackError::Device(error),
+        }
+    }
+
+    /// Writes what is left, waits for everything, and says what was done and what failed last.
+    pub fn end(mut self) -> (Written, Result<(), WritebackError>) {
+        let sent = self.send();
+        while !self.flying.is_empty() {
+            self.reap();
+        }
+        let outcome = if self.failed.is_some() { Err(self.failure()) } else { sent };
+        (std::mem::take(&mut self.done), outcome)
+    }
+}
+
+impl Drop for Pass<'_> {
+    /// A pass that is not ended in peace leaves no page picked and no block taken.
+    fn drop(&mut self) {
+        if let Some(batch) = self.open.take() {
+            batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
+            self.store.trim_run(batch.run, 0);
+        }
+        while !self.flying.is_empty() {
+            self.reap();
+        }
+    }
+}
+
+/// Whether a page can go to the device: it has an object that is worth it.
+pub(super) fn is_spillable(word: Word) -> bool {
+    matches!(word.kind(), Kind::Compressed | Kind::Huge)
+}

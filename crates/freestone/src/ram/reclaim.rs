@@ -1,0 +1,136 @@
+//! Holes in packed blocks: pages that were overwritten, discarded or came back leave places in blocks that others still
+//! use. What is left in sparse blocks is read and written elsewhere, tightly; then those blocks are free.
+//!
+//! Objects on the device say whose they are. One is moved only if its slot still points to where it was read, and
+//! the block has not been used anew since before it was read: then the bytes are the page's. The slot is picked
+//! meanwhile, as in every [pass](super::pass), and learns of the new place when the copy is on the device.
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use super::Inner;
+use super::pass::{Found, Offered, Pass};
+use super::writeback::WritebackError;
+use crate::device::{Error, IoBuf};
+use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::layout;
+use crate::spill::store::Store;
+
+/// A block is sparse with at most so many units of 16 bytes in use.
+const SPARSE_UNITS: u32 = 160;
+/// Blocks that are read at once.
+const WINDOW_BLOCKS: u64 = 64;
+/// Blocks that one step of the background looks through.
+const STEP_BLOCKS: u64 = 1 << 16;
+/// Below so many holes nothing is done by itself.
+const HOLES_MIN_BLOCKS: u64 = 256;
+
+impl Inner {
+    /// Moves objects together, a part of the device at a time, where room gets short and holes are many.
+    pub(super) fn reclaim_if_worth_it(&self) {
+        let Some(store) = &self.store else { return };
+        let (free, holes) = (store.free_blocks(), store.hole_blocks());
+        let blocks = store.numbers().blocks;
+        if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
+            return;
+        }
+        let Some(_one) = self.passes.try_lock() else { return };
+        let mut cursor = self.reclaim_cursor.lock();
+        if *cursor >= blocks {
+            *cursor = 0;
+        }
+        let end = (*cursor + STEP_BLOCKS).min(blocks);
+        if let Err(error) = self.reclaim(store, *cursor, end) {
+            tracing::debug!("holes are not reclaimed: {error}");
+        }
+        *cursor = end;
+    }
+
+    /// Moves objects together on the whole device. The caller holds `passes`. Returns how many blocks that freed.
+    pub(super) fn reclaim_all(&self) -> u64 {
+        let Some(store) = self.store.as_ref().filter(|store| store.is_packed()) else { return 0 };
+        let numbers = store.numbers();
+        if store.hole_blocks() == 0 {
+            return 0;
+        }
+        if let Err(error) = self.reclaim(store, 0, numbers.blocks) {
+            tracing::debug!("holes are not reclaimed: {error}");
+        }
+        numbers.used.saturating_sub(store.numbers().used)
+    }
+
+    /// Empties the sparse ones of the blocks `[from, end)`.
+    fn reclaim(&self, store: &Arc<Store>, from: u64, end: u64) -> Result<(), WritebackError> {
+        let is_sparse = |block: &u64| (1..=SPARSE_UNITS).contains(&store.map().live(*block));
+        let mut from = from;
+        while let Some(first) = (from..end).find(is_sparse) {
+            // Objects begin in the block before, and end in the one behind.
+            let start = first.saturating_sub(1);
+            let stop = (start + WINDOW_BLOCKS).min(store.numbers().blocks);
+            let last = if stop == store.numbers().blocks { stop } else { stop - 1 };
+            let sparse: Vec<u64> = (first..last.min(end)).filter(is_sparse).collect();
+            // A pass a window: nothing of its own is on its way while the next one is read.
+            let mut pass = Pass::to_move(self, store);
+            let moved = empty_window(store, start, stop, &sparse, &mut pass);
+            let (_, ended) = pass.end();
+            let more = moved.and_then(|more| ended.map(|()| more))?;
+            if !more {
+                break;
+            }
+            from = last;
+        }
+        Ok(())
+    }
+}
+
+/// Moves what lies in the `sparse` blocks of the window `[start, stop)`. False: the disk was reset.
+fn empty_window(
+    store: &Arc<Store>,
+    start: u64,
+    stop: u64,
+    sparse: &[u64],
+    pass: &mut Pass<'_>,
+) -> Result<bool, WritebackError> {
+    let generations: Vec<u32> = (start..stop).map(|block| store.map().generation(block)).collect();
+    let buffer = read(store, start, (stop - start) as u32).map_err(WritebackError::Device)?;
+    let first_unit = start * BLOCK_UNITS;
+    for &block in sparse {
+        let (begin, end) = (block * BLOCK_UNITS, (block + 1) * BLOCK_UNITS);
+        let mut done = begin - BLOCK_UNITS.min(begin);
+        // One that reaches in from the block before is found by that one's headers.
+        for of in [block.checked_sub(1).filter(|&before| before >= start), Some(block)].into_iter().flatten()
+        {
+            let Some(first) = store.map().first(of) else { continue };
+            let at = (of * BLOCK_UNITS + u64::from(first) - first_unit) as usize * layout::UNIT_BYTES;
+            for (at, header, bytes) in layout::walk(&buffer, at) {
+                let unit = first_unit + (at / layout::UNIT_BYTES) as u64;
+                let next = unit + u64::from(layout::units(bytes.len()));
+                if unit >= end {
+                    break;
+                }
+                if next <= begin || unit < done {
+                    continue;
+                }
+                done = next;
+                let owner = header.owner();
+                if layout::object_at(&buffer, at, owner, bytes.len(), header.algorithm()).is_none() {
+                    continue;
+                }
+                let generation = generations[(unit / BLOCK_UNITS - start) as usize];
+                if pass.relocate(&Found { owner, unit, generation, bytes })? == Offered::Reset {
+                    return Ok(false);
+                }
+            }
+        }
+    }
+    Ok(true)
+}
+/// Reads blocks and waits for them.
+fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<IoBuf, Error> {
+    let (tx, rx) = mpsc::channel();
+    store.read(first, blocks, move |outcome, buffer| {
+        // Too late for a reader that is gone.
+        let _ = tx.send(outcome.map(|()| buffer));
+    });
+    rx.recv_timeout(Duration::from_millis(store.timeout_ms())).unwrap_or(Err(Error::Media))
+}

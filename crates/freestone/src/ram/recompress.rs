@@ -1,0 +1,513 @@
+//! Recompression: pages that are in memory are compressed again, with a secondary algorithm, by the kernel's rules:
+//!
+//! * One priority a run. Objects below the threshold, pages that are spilled, same-filled or marked incompressible, and
+//!   objects of the same or a higher priority are left alone.
+//! * Largest objects first.
+//! * It is worth it only where the new object falls in a lower class of the pool, and below the threshold. A failure at
+//!   the highest priority there is marks the page incompressible: it is not tried again until it is rewritten.
+//! * An attempt clears the idle mark, but a page does not become younger by it.
+//!
+//! What differs: no slot is locked while its page is compressed, so requests are not held up; a page that is read or written
+//! meanwhile stays as it is. And the memory limit holds. The new object is there before the old one goes, so
+//! that no failure loses a page; where the limit leaves no room for it the pool is compacted, since what the run has freed is
+//! scattered, and pages that find no room even so are tried again in another round, as long as there is progress (the
+//! kernel exceeds the limit).
+//!
+//! Lock order: `passes` for the whole run; under it as requests do.
+
+use thiserror::Error;
+
+use super::candidates::Sizes;
+use super::stats::counter;
+use super::{AUTO_PRIORITY, Inner, PAGE, Ram};
+use crate::PAGE_BYTES;
+use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
+use crate::device;
+use crate::pin;
+use crate::pool::BackRef;
+use crate::pool::class::class_of;
+use crate::slot::{Kind, Leaf, Table, Word};
+
+/// Pages in a row that find no room below the memory limit before a round ends.
+const REFUSALS_MAX: u32 = 4096;
+/// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
+/// on: what one page frees may be room for the next two.
+const COMPACT_AFTER_BYTES: u64 = 1 << 20;
+/// By itself the pool is packed when also this share of it was freed.
+const COMPACT_SHARE: u64 = 64;
+/// The tag of slots that recompression has picked. `passes` keeps writeback and its tags out.
+const TAG: u8 = 0;
+
+/// What is to be recompressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Recompress {
+    /// Pages of this kind only; `None` is all of them.
+    pub kind: Option<RecompressKind>,
+    /// Objects of at least so many bytes only; the result must be smaller. 0 is no threshold. Below
+    /// [`Scratch::BYTES`].
+    pub threshold: u32,
+    /// Most pages to try, whether that succeeds or not.
+    pub max_pages: Option<u64>,
+    /// The secondary algorithm; where several priorities have it, the first.
+    pub algo: Option<Algorithm>,
+    /// The secondary algorithm's priority, 1 to 3. Without it and `algo` it is 1.
+    pub priority: Option<u8>,
+}
+
+/// Which pages: the kernel's `type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecompressKind {
+    /// Marked idle.
+    Idle,
+    /// Stored uncompressed.
+    Huge,
+    /// Both.
+    HugeIdle,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Recompressed {
+    /// Pages that were compressed to see what comes of it. Those that found no room are not counted.
+    pub tried: u64,
+    /// Pages that are stored smaller now.
+    pub shrunk: u64,
+    /// Pages that were marked incompressible.
+    pub incompressible: u64,
+    /// Bytes by which objects became smaller. Of that, whole pages go back to the system as spans get empty; the rest
+    /// when the pool is compacted.
+    pub saved_bytes: u64,
+}
+
+/// Why a run was refused (the first five, EINVAL in the kernel; nothing was done) or broke off (what was done stays).
+#[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
+pub enum RecompressError {
+    /// Not 1 to 3.
+    #[error("priority={0} does not exist: secondary algorithms have 1 to {PRIORITIES}")]
+    NoPriority(u8),
+    /// Nothing configured there.
+    #[error("priority={0} has no algorithm; recomp_algorithm sets one")]
+    NotConfigured(u8),
+    /// Configured nowhere.
+    #[error("algo={0} is no secondary algorithm of this disk; recomp_algorithm sets one")]
+    NoAlgorithm(Algorithm),
+    /// They disagree.
+    #[error("algo={algo} is not what priority={priority} has: that is {configured}")]
+    Mismatch {
+        /// What was asked for.
+        algo: Algorithm,
+        /// Where.
+        priority: u8,
+        /// What is there.
+        configured: Algorithm,
+    },
+    /// No object can be so large.
+    #[error("threshold={0} is beyond the largest compressed object; it must be below {line}", line = Scratch::BYTES)]
+    Threshold(u32),
+    /// The memory limit leaves no room for the new objects (ENOSPC; ENOMEM in the kernel).
+    #[error("mem_limit leaves no room to store the smaller objects; raise it for a moment")]
+    NoSpace,
+    /// The machine has no memory (ENOMEM).
+    #[error("out of memory")]
+    NoMemory,
+    /// An object is damaged (EIO).
+    #[error("an object in memory cannot be decompressed")]
+    Media,
+}
+
+impl RecompressError {
+    /// The Linux errno that a write to the kernel's `recompress` file fails with.
+    pub const fn errno(&self) -> i32 {
+        match self {
+            Self::NoPriority(_)
+            | Self::NotConfigured(_)
+            | Self::NoAlgorithm(_)
+            | Self::Mismatch { .. }
+            | Self::Threshold(_) => libc::EINVAL,
+            Self::NoSpace => libc::ENOSPC,
+            Self::NoMemory => libc::ENOMEM,
+            Self::Media => libc::EIO,
+        }
+    }
+}
+
+impl From<device::Error> for RecompressError {
+    fn from(error: device::Error) -> Self {
+        match error {
+            device::Error::NoSpace => Self::NoSpace,
+            device::Error::NoMemory => Self::NoMemory,
+            _ => Self::Media,
+        }
+    }
+}
+
+impl Recompress {
+    /// The priority that is asked for, and its streams.
+    fn target<'c>(&self, codecs: &'c Codecs) -> Result<(u8, &'c Streams), RecompressError> {
+        if self.threshold as usize >= Scratch::BYTES {
+            return Err(RecompressError::Threshold(self.threshold));
+        }
+        let priority = match (self.priority, self.algo) {
+            (Some(priority), _) => priority,
+            (None, Some(algo)) => codecs
+                .secondary()
+                .find(|(_, streams)| streams.algorithm() == algo)
+                .map(|(priority, _)| priority as u8)
+                .ok_or(RecompressError::NoAlgorithm(algo))?,
+            (None, None) => 1,
+        };
+        if !(1..=PRIORITIES as u8).contains(&priority) {
+            return Err(RecompressError::NoPriority(priority));
+        }
+        let streams = codecs.get(priority.into()).ok_or(RecompressError::NotConfigured(priority))?;
+        match (self.algo, streams.algorithm()) {
+            (Some(algo), configured) if algo != configured => {
+                Err(RecompressError::Mismatch { algo, priority, configured })
+            }
+            _ => Ok((priority, streams)),
+        }
+    }
+
+    fn wants(&self, word: Word) -> bool {
+        match self.kind {
+            None => true,
+            Some(RecompressKind::Idle) => word.is_idle(),
+            Some(RecompressKind::Huge) => word.kind() == Kind::Huge,
+            Some(RecompressKind::HugeIdle) => word.kind() == Kind::Huge && word.is_idle(),
+        }
+    }
+}
+
+impl Ram {
+    /// Compresses pages again with a secondary algorithm; see the kernel's `recompress`. Takes as long as it takes; requests
+    /// go on meanwhile, other runs and writeback wait.
+    ///
+    /// # Errors
+    /// What was asked for does not fit the disk; or the run broke off.
+    pub fn recompress(&self, what: &Recompress) -> Result<Recompressed, (Recompressed, RecompressError)> {
+        let inner = &*self.0;
+        let target = what.target(&inner.codecs);
+        let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
+        let _one = inner.passes.lock();
+        let target = Target {
+            priority,
+            streams,
+            is_last: priority == inner.highest_priority(),
+            threshold: what.threshold as usize,
+            clears_idle: true,
+        };
+        let wants = |word: Word| target.may_shrink(word) && what.wants(word);
+        let mut run = Run {
+            inner,
+            target: &target,
+            max_pages: what.max_pages.unwrap_or(u64::MAX),
+            table: inner.table_id(),
+            done: Recompressed::default(),
+            room: Room::default(),
+        };
+        let outcome = run.work(&wants);
+        outcome.map(|()| run.done).map_err(|error| (run.done, error))
+    }
+}
+
+/// Where a run leads to.
+pub(super) struct Target<'a> {
+    pub priority: u8,
+    pub streams: &'a Streams,
+    /// What fails here is incompressible.
+    pub is_last: bool,
+    pub threshold: usize,
+    pub clears_idle: bool,
+}
+
+impl Target<'_> {
+    /// Whether the rules allow an attempt on a slot that holds this.
+    pub fn may_shrink(&self, word: Word) -> bool {
+        matches!(word.kind(), Kind::Compressed | Kind::Huge)
+            && word.algorithm() < usize::from(self.priority)
+            && word.stored_bytes() >= self.threshold
+            && !word.is_incompressible()
+            && !word.is_picked()
+    }
+}
+
+/// What came of one page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Attempt {
+    /// Not wanted any more, or touched meanwhile.
+    Left,
+    /// The object had `from` bytes and has `to`.
+    Shrunk {
+        from: usize,
+        to: usize,
+    },
+    Failed,
+    FailedForGood,
+    /// The limit leaves no room for the smaller object.
+    NoRoom,
+    /// The disk was reset.
+    Reset,
+}
+
+// ---- a run over all pages, largest first ---------------------------------------------------------------------------
+
+struct Run<'a> {
+    inner: &'a Inner,
+    target: &'a Target<'a>,
+    max_pages: u64,
+    /// The run ends where a reset puts another table in place.
+    table: u32,
+    done: Recompressed,
+    room: Room,
+}
+
+impl Run<'_> {
+    /// Rounds over all pages: one, or, where the limit left no room for some, as many as there is progress.
+    fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
+        loop {
+            let before = self.done.shrunk;
+            if !self.round(wants)? {
+                return Ok(());
+            }
+            if self.done.shrunk == before {
+                return Err(RecompressError::NoSpace);
+            }
+            self.room.hope();
+        }
+    }
+
+    /// True: some pages found no room.
+    fn round(&mut self, wants: &impl Fn(Word) -> bool) -> Result<bool, RecompressError> {
+        let everything = [0..=self.inner.size() / PAGE - 1];
+        let mut sizes = Sizes::default();
+        self.inner.each_candidate(&everything, wants, |_, word| {
+            sizes.count(word);
+            true
+        });
+        let mut outcome = Ok(());
+        let (mut refused, mut reset) = (false, false);
+        self.inner.largest_first(&sizes, &everything, wants, |slot| {
+            if self.done.tried >= self.max_pages {
+                return false;
+            }
+            match self.try_slot(slot, wants) {
+                Ok(attempt) => {
+                    refused |= attempt == Attempt::NoRoom;
+                    reset = attempt == Attempt::Reset;
+                    !reset && !self.room.is_hopeless()
+                }
+                Err(error) => {
+                    outcome = Err(error);
+                    false
+                }
+            }
+        })?;
+        outcome?;
+        Ok(refused && !reset && self.done.tried < self.max_pages)
+    }
+
+    fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {
+        let mut attempt = self.inner.recompress_slot(self.table, slot, self.target, wants)?;
+        if attempt == Attempt::NoRoom && self.room.make(self.inner) {
+            attempt = self.inner.recompress_slot(self.table, slot, self.target, wants)?;
+        }
+        self.done.count(attempt);
+        self.room.count(attempt);
+        Ok(attempt)
+    }
+}
+
+impl Recompressed {
+    pub(super) fn count(&mut self, attempt: Attempt) {
+        self.tried += u64::from(!matches!(attempt, Attempt::Left | Attempt::NoRoom | Attempt::Reset));
+        match attempt {
+            Attempt::Shrunk { from, to } => {
+                self.shrunk += 1;
+                self.saved_bytes += (from - to) as u64;
+            }
+            Attempt::FailedForGood => self.incompressible += 1,
+            Attempt::Left | Attempt::Failed | Attempt::NoRoom | Attempt::Reset => {}
+        }
+    }
+}
+
+/// Room for smaller objects in a pool that is at its limit.
+#[derive(Default)]
+pub(super) struct Room {
+    /// So much must have been freed before the pool is compacted again.
+    compact_after: u64,
+    /// Bytes of old objects since the last compaction, and how much of that is not used by new ones.
+    freed_since: u64,
+    saved_since: u64,
+    refused_in_a_row: u32,
+}
+
+impl Room {
+    /// Turns places that were freed into pages, where that is worth trying.
+    pub fn make(&mut self, inner: &Inner) -> bool {
+        if self.freed_since < self.compact_after {
+            return false;
+        }
+        self.compact_after = (self.compact_after * 2).clamp(PAGE, COMPACT_AFTER_BYTES);
+        (self.freed_since, self.saved_since) = (0, 0);
+        inner.compact() > 0
+    }
+
+    pub fn count(&mut self, attempt: Attempt) {
+        match attempt {
+            Attempt::NoRoom => self.refused_in_a_row += 1,
+            Attempt::Shrunk { from, to } => {
+                self.refused_in_a_row = 0;
+                self.freed_since += from as u64;
+                self.saved_since += (from - to) as u64;
+            }
+            Attempt::Left | Attempt::Failed | Attempt::FailedForGood | Attempt::Reset => {}
+        }
+    }
+
+    pub fn is_hopeless(&self) -> bool {
+        self.refused_in_a_row >= REFUSALS_MAX
+    }
+
+    /// Another try: later there may be room.
+    pub fn hope(&mut self) {
+        (self.refused_in_a_row, self.compact_after) = (0, 0);
+    }
+
+    /// Whether packing a pool of so many bytes gains enough by what was freed since it was last done.
+    pub fn is_compaction_due(&self, pool_bytes: u64) -> bool {
+        self.saved_since >= COMPACT_AFTER_BYTES.max(pool_bytes / COMPACT_SHARE)
+    }
+}
+
+// ---- one page ------------------------------------------------------------------------------------------------------
+
+impl Inner {
+    /// The highest priority that this disk has or, for the automatic mode's, will have.
+    pub(super) fn highest_priority(&self) -> u8 {
+        match self.codecs.secondary().next_back() {
+            _ if self.config.auto_recompress.is_some() => AUTO_PRIORITY as u8,
+            Some((priority, _)) => priority as u8,
+            None => 0,
+        }
+    }
+
+    /// The present table's name.
+    pub(super) fn table_id(&self) -> u32 {
+        pin::pinned(|pin| self.table.load(pin).id())
+    }
+
+    /// Compresses the page of a slot of table `table` again, if it still is as `wants` says. Needs `passes`.
+    pub(super) fn recompress_slot(
+        &self,
+        table: u32,
+        slot: u64,
+        target: &Target<'_>,
+        wants: &impl Fn(Word) -> bool,
+    ) -> device::Result<Attempt> {
+        pin::pinned(|pin| {
+            let now = self.table.load(pin);
+            match now.leaf(slot) {
+                _ if now.id() != table => Ok(Attempt::Reset),
+                None => Ok(Attempt::Left),
+                Some(leaf) => self.recompress_page(now, leaf, slot, target, wants),
+            }
+        })
+    }
+
+    ///
+    /// The slot is not locked for long: its object is copied and the slot is marked as picked; the mark goes
+    /// when anybody reads, writes or frees the page, and then what was made of the copy is dropped.
+    fn recompress_page(
+        &self,
+        table: &Table,
+        leaf: Leaf<'_>,
+        slot: u64,
+        target: &Target<'_>,
+        wants: &impl Fn(Word) -> bool,
+    ) -> device::Result<Attempt> {
+        let mut copy = [0; PAGE_BYTES];
+        let guard = leaf.lock(slot);
+        let found = guard.word();
+        if !wants(found) {
+            return Ok(Attempt::Left);
+        }
+        let object = &mut copy[..found.stored_bytes()];
+        object.copy_from_slice(self.pool.object(&guard));
+        let old = found.with_idle(found.is_idle() && !target.clears_idle);
+        guard.publish(old.picked(TAG));
+        // Publishes what the page is now, unless it was touched; true if so.
+        let finish = |new: &dyn Fn(Word) -> Word| {
+            let guard = leaf.lock(slot);
+            let now = guard.word();
+            let untouched = now.is_picked_by(TAG)
+                && (now.kind(), now.stored_bytes(), now.algorithm())
+                    == (old.kind(), old.stored_bytes(), old.algorithm());
+            if untouched {
+                let new = new(now.unpicked(old.age()));
+                guard.publish(new);
+                // Its object may have been moved meanwhile, so it is this word's that goes.
+                if new.object() != now.object() {
+                    self.release(now);
+                    self.account(now, new);
+                }
+            }
+            untouched
+        };
+        let mut page = [0; PAGE_BYTES];
+        let page = if old.kind() == Kind::Huge {
+            &copy
+        } else if let Err(error) = self.codecs.decompress(old.algorithm(), object, &mut page) {
+            finish(&|word| word);
+            return Err(error);
+        } else {
+            &page
+        };
+        let mut scratch = Scratch::new();
+        let smaller = target.streams.compress(page, &mut scratch).filter(|new| {
+            class_of(new.len()) < class_of(old.stored_bytes())
+                && (target.threshold == 0 || new.len() < target.threshold)
+        });
+        let Some(new) = smaller else {
+            let fails = |word: Word| if target.is_last { word.with_incompressible() } else { word };
+            let marked = finish(&fails) && target.is_last;
+            return Ok(if marked { Attempt::FailedForGood } else { Attempt::Failed });
+        };
+        let location = match self.pool.store(new, BackRef::new(table.id(), slot)) {
+            Ok(location) => location,
+            Err(error) => {
+                // It may be tried again.
+                finish(&|word| word.with_idle(found.is_idle()));
+                return if error == device::Error::NoSpace { Ok(Attempt::NoRoom) } else { Err(error) };
+            }
+        };
+        let stored = |word: Word| {
+            Word::compressed(location, new.len() as u32, target.priority)
+                .with_age(word.age())
+                .with_idle(word.is_idle())
+        };
+        if finish(&stored) {
+            Ok(Attempt::Shrunk { from: old.stored_bytes(), to: new.len() })
+        } else {
+            self.pool.free(location);
+            Ok(Attempt::Failed)
+        }
+    }
+
+    /// Packs the pool and returns how many pages went back to the system.
+    pub(super) fn compact(&self) -> u64 {
+        let pages = self.pool.compact(self);
+        self.counters.add(counter::PAGES_COMPACTED, pages as i64);
+        pages
+    }
+
+    /// Packs one class of the pool.
+    pub(super) fn compact_class(&self, class: usize) {
+        let pages = self.pool.compact_one(class, self);
+        self.counters.add(counter::PAGES_COMPACTED, pages as i64);
+    }
+}
+
+#[cfg(test)]
+#[path = "recompress_tests.rs"]
+mod tests;

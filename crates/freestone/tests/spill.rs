@@ -1,0 +1,199 @@
+//! Pages go to a file and come back.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use freestone::device::{Blocking, Buffer, Device, Flags, Request, Tried};
+use freestone::ram::{BackingDev, Config, Idle, Ram, Writeback};
+
+const PAGE: u64 = 4096;
+
+/// A page that compresses to about a third, different for each index and round.
+fn content(index: u64, round: u64) -> Vec<u8> {
+    let mut state = index.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ round.wrapping_mul(0xD134_2543_DE82_EF95) | 1;
+    let mut page = vec![0; PAGE as usize];
+    for word in page.chunks_exact_mut(12) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word[..4].copy_from_slice(&(state as u32).to_le_bytes());
+    }
+    page
+}
+
+fn disk(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Ram {
+    let backing = BackingDev { path: dir.join("spill"), size: Some(2 * pages * PAGE), compressed_writeback };
+    Ram::new(Config { disksize: pages * PAGE, mem_limit, backing: Some(backing), ..Config::default() })
+        .unwrap()
+}
+
+fn fill(ram: &Ram, pages: u64, round: u64) {
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &content(page, round), Flags::empty()).unwrap();
+    }
+}
+
+fn check(ram: &Ram, pages: u64, round: u64) {
+    let mut back = vec![0; PAGE as usize];
+    for page in 0..pages {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content(page, round), "page {page}");
+    }
+}
+
+#[test]
+fn what_was_written_back_is_read_back() {
+    for packed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let pages = 4096;
+        let ram = disk(dir.path(), pages, 0, packed);
+        fill(&ram, pages, 1);
+        assert_eq!(ram.idle(Idle::All), pages);
+        let before = ram.mm_stat();
+        let written = ram.writeback(&Writeback::Idle).unwrap();
+        assert_eq!(written.pages, pages);
+        let (mm, bd, backing) = (ram.mm_stat(), ram.bd_stat(), ram.backing().unwrap());
+        assert_eq!((mm.orig_data_size, mm.compr_data_size), (pages * PAGE, 0));
+        assert_eq!((bd.bd_reads, bd.bd_writes, bd.bd_count), (0, written.blocks, written.blocks));
+        assert_eq!(backing.spilled_pages, pages);
+        if packed {
+            let bytes = before.compr_data_size + pages * (16 + 8);
+            assert!(bd.bd_count * PAGE < bytes * 102 / 100, "{} blocks for {bytes} bytes", bd.bd_count);
+        } else {
+            assert_eq!(bd.bd_count, pages);
+        }
+        check(&ram, pages, 1);
+        if packed {
+            let back = ram.mm_stat();
+            assert_eq!(back.compr_data_size, before.compr_data_size);
+            assert_eq!(ram.bd_stat().bd_count, 0, "all have come back");
+        } else {
+            assert_eq!(ram.bd_stat().bd_reads, pages);
+            assert_eq!(ram.bd_stat().bd_count, pages, "they stay there, as in the kernel");
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the file has no name");
+    }
+}
+
+#[test]
+fn a_disk_larger_than_its_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let pages = 16384;
+    let ram = disk(dir.path(), pages, 4 << 20, true);
+    for round in 0..2 {
+        fill(&ram, pages, round);
+        check(&ram, pages, round);
+        let mm = ram.mm_stat();
+        assert!(mm.mem_used_total <= 4 << 20, "{mm:?}");
+        assert_eq!(ram.io_stat().failed_writes, 0);
+    }
+    ram.discard(0, pages * PAGE).unwrap();
+    assert_eq!((ram.bd_stat().bd_count, ram.mm_stat().orig_data_size), (0, 0));
+}
+
+#[test]
+fn parts_of_spilled_pages_are_patched() {
+    for packed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let pages = 512;
+        let ram = disk(dir.path(), pages, 0, packed);
+        fill(&ram, pages, 1);
+        ram.idle(Idle::All);
+        ram.writeback(&Writeback::Idle).unwrap();
+        let mut back = vec![0; PAGE as usize];
+        for page in 0..pages {
+            ram.write_at(page * PAGE + 512, &[7; 512], Flags::empty()).unwrap();
+            ram.read_at(page * PAGE, &mut back).unwrap();
+            let mut wanted = content(page, 1);
+            wanted[512..1024].fill(7);
+            assert!(back == wanted, "page {page}");
+        }
+        // Overwritten and discarded without a read.
+        ram.idle(Idle::All);
+        ram.writeback(&Writeback::Idle).unwrap();
+        let reads = ram.bd_stat().bd_reads;
+        let page = content(0, 2);
+        assert_eq!(ram.try_io(&Request::write(0, PAGE), Buffer::Write(&page)), Ok(Tried::Done));
+        ram.discard(PAGE, (pages - 1) * PAGE).unwrap();
+        assert_eq!(ram.bd_stat().bd_reads, reads);
+        assert_eq!(ram.bd_stat().bd_count, 0);
+    }
+}
+
+#[test]
+fn a_reset_frees_what_was_spilled() {
+    let dir = tempfile::tempdir().unwrap();
+    let ram = disk(dir.path(), 1024, 0, true);
+    fill(&ram, 1024, 1);
+    ram.idle(Idle::All);
+    ram.writeback(&Writeback::Idle).unwrap();
+    ram.reset();
+    assert_eq!(ram.bd_stat(), freestone::ram::BdStat::default());
+    let mut back = vec![1; PAGE as usize];
+    ram.read_at(5 * PAGE, &mut back).unwrap();
+    assert!(back.iter().all(|&b| b == 0));
+}
+
+#[test]
+fn ages_tell_idle_pages_from_busy_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let ram = disk(dir.path(), 64, 0, true);
+    fill(&ram, 64, 1);
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(2500) {
+        check(&ram, 32, 1);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(ram.idle(Idle::OlderThan(Duration::from_secs(1))), 32);
+    assert_eq!(ram.writeback(&Writeback::Idle).unwrap().pages, 32);
+    assert_eq!(ram.idle(Idle::OlderThan(Duration::from_secs(3600))), 0);
+}
+
+#[test]
+fn holes_on_the_device_are_reclaimed() {
+    let dir = tempfile::tempdir().unwrap();
+    let pages = 8192;
+    let ram = disk(dir.path(), pages, 0, true);
+    fill(&ram, pages, 1);
+    ram.idle(Idle::All);
+    ram.writeback(&Writeback::Idle).unwrap();
+    let full = ram.bd_stat().bd_count;
+    // Two of three pages go, everywhere.
+    for page in (0..pages).filter(|page| page % 3 != 0) {
+        ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let sparse = ram.bd_stat().bd_count;
+    assert!(sparse > full * 6 / 10, "{sparse} of {full} blocks are still in use");
+    ram.compact();
+    let tight = ram.bd_stat().bd_count;
+    assert!(tight < full * 4 / 10, "{tight} of {full} blocks for a third of the pages");
+    assert_eq!(ram.backing().unwrap().spilled_pages, pages.div_ceil(3));
+    let mut back = vec![0; PAGE as usize];
+    for page in (0..pages).step_by(3) {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content(page, 1), "page {page}");
+    }
+    assert_eq!(ram.bd_stat().bd_count, 0);
+}
+
+#[test]
+fn a_device_full_of_holes_takes_pages_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let pages = 8192;
+    let ram = disk(dir.path(), pages, 0, true);
+    fill(&ram, pages, 0);
+    let stored = ram.mm_stat().compr_data_size;
+    // Memory and device together have room for all pages, and a fifth more.
+    let mem_limit = 3 << 20;
+    let size = (stored + stored / 5 - mem_limit).next_multiple_of(PAGE);
+    let backing = BackingDev { path: dir.path().join("small"), size: Some(size), compressed_writeback: true };
+    let config = Config { disksize: pages * PAGE, mem_limit, backing: Some(backing), ..Config::default() };
+    let ram = Ram::new(config).unwrap();
+    // Each round replaces every third page of the last: the device never has a whole block free for long.
+    for round in 0..12 {
+        for page in (round % 3..pages).step_by(3) {
+            ram.write_at(page * PAGE, &content(page, round / 3), Flags::empty()).unwrap();
+        }
+    }
+    check(&ram, pages, 3);
+}

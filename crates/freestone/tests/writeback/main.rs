@@ -1,0 +1,8 @@
+//! The RAM disk with a backing device below it: spilled pages against plain bytes, with every fault that a disk can have.
+//! Written against the public API only.
+
+mod disk;
+mod fault_sweep;
+mod limits;
+mod model;
+mod trouble;
