@@ -219,6 +219,7 @@ mod barrier {
 
 #[cfg(not(loom))]
 mod process {
+    use std::rc::Rc;
     use std::sync::LazyLock;
 
     use super::{Domain, Participant, Pin};
@@ -226,7 +227,7 @@ mod process {
     static DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::new);
 
     thread_local! {
-        static THIS_THREAD: Participant = DOMAIN.join();
+        static THIS_THREAD: Rc<Participant> = Rc::new(DOMAIN.join());
     }
 
     /// The process's domain.
@@ -237,10 +238,10 @@ mod process {
     /// Runs `work` with the calling thread pinned.
     #[inline]
     pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
-        THIS_THREAD.with(|participant| {
-            let pin = participant.pin();
-            work(&pin)
-        })
+        // Not `with` around all of it: the compiler would not make one function of a request then.
+        let participant = THIS_THREAD.with(Rc::clone);
+        let pin = participant.pin();
+        work(&pin)
     }
 }
 

@@ -83,21 +83,27 @@ impl Request {
     /// The checks that every device makes first, in this order: length and alignment, range, read-only.
     #[inline]
     pub fn check(&self, geometry: &Geometry) -> Result<()> {
+        self.check_place(geometry.size, geometry.logical_block)?;
+        if geometry.read_only && !matches!(self.op, Op::Read | Op::Flush) {
+            return Err(Error::ReadOnly);
+        }
+        Ok(())
+    }
+
+    /// The part of [`check`](Self::check) that a writable device needs: length and alignment, range.
+    #[inline]
+    pub fn check_place(&self, size: u64, logical_block: u32) -> Result<()> {
         if self.op == Op::Flush {
             return if self.offset == 0 && self.len == 0 { Ok(()) } else { Err(Error::Misaligned) };
         }
-        let mask = u64::from(geometry.logical_block) - 1;
+        let mask = u64::from(logical_block) - 1;
         if self.len == 0 || (self.offset | self.len) & mask != 0 {
             return Err(Error::Misaligned);
         }
         match self.offset.checked_add(self.len) {
-            Some(end) if end <= geometry.size => {}
-            _ => return Err(Error::OutOfRange),
+            Some(end) if end <= size => Ok(()),
+            _ => Err(Error::OutOfRange),
         }
-        if geometry.read_only && self.op != Op::Read {
-            return Err(Error::ReadOnly);
-        }
-        Ok(())
     }
 }
 

@@ -16,12 +16,11 @@
 
 use std::sync::Arc;
 
-use super::pages::Waits;
 use super::stats::counter;
-use super::{Inner, PAGE, Ram, Step, piece};
+use super::{Inner, PAGE, Ram, piece};
 use crate::clock::now_ms;
 use crate::codec::Page;
-use crate::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result};
+use crate::device::{Buffer, Completion, Device, Error, IoBuf, Op, Request, Result, Tried};
 use crate::pool::BackRef;
 use crate::slot::{Kind, Landed, SlotGuard, Word};
 use crate::spill::blocks::BLOCK_UNITS;
@@ -159,19 +158,29 @@ impl Ram {
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
-        let step = self.0.step(&job.request, buffer);
-        match step {
-            Ok(Step::Done) => job.done.complete(Ok(()), job.buffer),
-            Ok(Step::Partly(bytes)) => {
+        match self.try_io(&job.request, buffer) {
+            Ok(Tried::Done) => job.done.complete(Ok(()), job.buffer),
+            Ok(Tried::Partly(bytes)) => {
                 job.advance(bytes);
                 return Some(job);
             }
-            Ok(Step::Blocked(Waits::ForMemory)) => self.wait_for_memory(job),
-            Ok(Step::Blocked(Waits::ForPage)) if job.request.op == Op::Read => self.fetch(job),
-            Ok(Step::Blocked(Waits::ForPage)) => return self.wait_for_page(job),
+            Ok(Tried::WouldBlock) if job.request.op == Op::Read => self.fetch(job),
+            Ok(Tried::WouldBlock) if self.waits_for_page(&job) => return self.wait_for_page(job),
+            Ok(Tried::WouldBlock) => self.wait_for_memory(job),
             Err(error) => job.done.complete(Err(error), job.buffer),
         }
         None
+    }
+
+    /// Whether it is its page that a request could not go on without; else it is memory.
+    fn waits_for_page(&self, job: &Job) -> bool {
+        let slot = job.slot();
+        let word = pin::pinned(|pin| self.0.table.load(pin).leaf(slot).map(|leaf| leaf.peek(slot)));
+        match word.map(Word::kind) {
+            Some(Kind::InFlight) => true,
+            Some(Kind::Spilled) => job.needs_content(),
+            _ => false,
+        }
     }
 
     fn wait_for_memory(&self, mut job: Job) {
@@ -242,17 +251,14 @@ impl Ram {
             let mut fetching = fetch.state.lock();
             let Fetching { job: Some(job), error, .. } = &mut *fetching else { return None };
             let into = job.buffer.get_mut(piece.at..piece.at + piece.len)?;
-            let waits = pin::pinned(|pin| {
-                let table = self.0.table.load(pin);
-                match table.leaf(slot) {
-                    None => into.fill(0),
-                    Some(leaf) => match self.0.read_page(leaf, slot, piece.from, into) {
-                        Ok(outcome) => *error = error.or(outcome.err()),
-                        Err(_) => return true,
-                    },
+            let request = Request::read(slot * PAGE + piece.from as u64, piece.len as u64);
+            let waits = match self.try_io(&request, Buffer::Read(into)) {
+                Ok(tried) => tried == Tried::WouldBlock,
+                Err(failed) => {
+                    *error = error.or(Some(failed));
+                    false
                 }
-                false
-            });
+            };
             if !waits {
                 return None;
             }
@@ -330,7 +336,7 @@ impl Ram {
                     return ram.0.keeper.reread(ram.clone(), together);
                 }
                 for wanted in together {
-                    ram.0.came(&wanted, first, outcome, &buffer);
+                    ram.0.came(&wanted, first, outcome, buffer);
                 }
             });
         }

@@ -304,11 +304,7 @@ impl Device for Ram {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
-        Ok(match self.0.step(request, buffer)? {
-            Step::Done => Tried::Done,
-            Step::Partly(bytes) => Tried::Partly(bytes),
-            Step::Blocked(_) => Tried::WouldBlock,
-        })
+        self.0.try_io(request, buffer)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -325,14 +321,6 @@ impl Device for Ram {
             _ => Err(device::Error::OutOfRange),
         }
     }
-}
-
-/// How far a request came.
-enum Step {
-    Done,
-    Partly(u64),
-    /// Nothing could be done.
-    Blocked(Waits),
 }
 
 impl Inner {
@@ -362,9 +350,8 @@ impl Inner {
         }
     }
 
-    /// Does what can be done of a request at once.
-    fn step(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Step> {
-        if let Err(error) = request.check(&self.geometry()) {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        if let Err(error) = request.check_place(self.size(), LOGICAL_BLOCK_BYTES) {
             self.counters.add(counter::INVALID_IO, 1);
             return Err(error);
         }
@@ -380,13 +367,15 @@ impl Inner {
                 }
                 (Op::Discard, _) => self.free(table, offset, end, false),
                 (Op::WriteZeroes, _) => self.free(table, offset, end, true),
-                (Op::Flush, _) => Ok(Step::Done),
+                (Op::Flush, _) => Ok(Tried::Done),
                 (Op::Read | Op::Write, _) => Err(device::Error::Misaligned),
             }
         })
     }
 
-    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Step> {
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
+    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
         let len = into.len() as u64;
         let target = len.min(TRY_READ_PAGES * PAGE);
         let mut done = 0;
@@ -400,7 +389,7 @@ impl Inner {
                         let (slot, from, n) = piece(offset + done, stop - done);
                         match self.read_page(leaf, slot, from, &mut into[done as usize..][..n]) {
                             Ok(result) => result?,
-                            Err(waits) => return Ok(stopped(done, waits)),
+                            Err(Waits) => return Ok(progress(done, len)),
                         }
                         done += n as u64;
                     }
@@ -411,7 +400,7 @@ impl Inner {
         Ok(progress(done, len))
     }
 
-    fn write(&self, table: &Table, offset: u64, data: &[u8]) -> device::Result<Step> {
+    fn write(&self, table: &Table, offset: u64, data: &[u8]) -> device::Result<Tried> {
         let len = data.len() as u64;
         let target = len.min(self.codecs.primary().pages_per_millisecond() * PAGE);
         let mut done = 0;
@@ -426,7 +415,7 @@ impl Inner {
             };
             match written {
                 Ok(result) => result?,
-                Err(waits) => return Ok(stopped(done, waits)),
+                Err(Waits) => return Ok(progress(done, len)),
             }
             done += n as u64;
         }
@@ -435,7 +424,7 @@ impl Inner {
 
     /// Empties the whole pages of a range. The parts of pages at its ends are zeroed where the range must be `exact`
     /// (write zeroes) and skipped where it is a hint (discard), as in the kernel.
-    fn free(&self, table: &Table, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
+    fn free(&self, table: &Table, offset: u64, end: u64, exact: bool) -> device::Result<Tried> {
         let len = end - offset;
         let mut at = offset;
         let mut leaves = 0;
@@ -444,8 +433,8 @@ impl Inner {
             let page_end = next_multiple(at, PAGE);
             if !at.is_multiple_of(PAGE) || page_end > end {
                 let stop = page_end.min(end);
-                if exact && let Err(waits) = self.zero_part(table, at, stop)? {
-                    return Ok(stopped(at - offset, waits));
+                if exact && self.zero_part(table, at, stop)?.is_err() {
+                    return Ok(progress(at - offset, len));
                 }
                 at = stop;
                 continue;
@@ -463,8 +452,8 @@ impl Inner {
             let Some(leaf) = table.leaf(present) else { continue };
             let stop = next_multiple(present, LEAF_SLOTS).min(last);
             for slot in present..stop {
-                if let Err(waits) = self.free_page(leaf, slot) {
-                    return Ok(stopped(slot * PAGE - offset, waits));
+                if self.free_page(leaf, slot).is_err() {
+                    return Ok(progress(slot * PAGE - offset, len));
                 }
             }
             at = stop * PAGE;
@@ -573,14 +562,13 @@ fn kind_of(word: Word) -> ExtentKind {
     }
 }
 
-/// How far a request of `len` bytes came that did all it may do at once.
-fn progress(done: u64, len: u64) -> Step {
-    if done < len { Step::Partly(done) } else { Step::Done }
-}
-
-/// How far a request came that has to wait.
-fn stopped(done: u64, waits: Waits) -> Step {
-    if done > 0 { Step::Partly(done) } else { Step::Blocked(waits) }
+/// How far a request of `len` bytes came that stopped after `done`.
+fn progress(done: u64, len: u64) -> Tried {
+    match done {
+        0 => Tried::WouldBlock,
+        _ if done < len => Tried::Partly(done),
+        _ => Tried::Done,
+    }
 }
 
 /// The first multiple of `unit`, a power of two, above `at`.

@@ -10,14 +10,9 @@ use crate::device::{Error, Result};
 use crate::pool::{BackRef, Pool};
 use crate::slot::{Kind, Leaf, SlotGuard, Table, Word};
 
-/// Why a page cannot be worked on at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Waits {
-    /// Its content is on the backing device, or on its way from there.
-    ForPage,
-    /// Memory is used up to the limit, and pages can be spilled.
-    ForMemory,
-}
+/// The page cannot be worked on at once: its content is on the backing device or on its way from there, or it needs
+/// memory that can be had only by spilling.
+pub(super) struct Waits;
 
 thread_local! {
     /// Size of the last object that this thread wrote: a guess at the next one's.
@@ -35,7 +30,7 @@ impl Inner {
     pub(super) fn read_page(&self, leaf: Leaf<'_>, slot: u64, from: usize, into: &mut [u8]) -> PageResult {
         let guard = leaf.lock(slot);
         if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(Waits::ForPage);
+            return Err(Waits);
         }
         let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
             self.load(&guard, page)
@@ -102,7 +97,7 @@ impl Inner {
         if self.fits(&packed, seen) {
             let guard = leaf.lock(slot);
             if guard.word().kind() == Kind::InFlight {
-                return Err(Waits::ForPage);
+                return Err(Waits);
             }
             if self.fits(&packed, guard.word()) {
                 self.overwrite(guard, &packed);
@@ -117,7 +112,7 @@ impl Inner {
         if guard.word().kind() == Kind::InFlight {
             drop(guard);
             self.release(new);
-            return Err(Waits::ForPage);
+            return Err(Waits);
         }
         self.replace(guard, new);
         Ok(Ok(()))
@@ -134,7 +129,7 @@ impl Inner {
     ) -> PageResult {
         let guard = leaf.lock(slot);
         if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(Waits::ForPage);
+            return Err(Waits);
         }
         let mut page = [0; PAGE_BYTES];
         let mut scratch = Scratch::new();
@@ -162,7 +157,7 @@ impl Inner {
     #[cold]
     fn refused(&self, error: Error) -> PageResult {
         if error == Error::NoSpace && self.store.is_some() {
-            return Err(Waits::ForMemory);
+            return Err(Waits);
         }
         self.counters.add(counter::FAILED_WRITES, 1);
         Ok(Err(error))
@@ -176,7 +171,7 @@ impl Inner {
         }
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
-            return Err(Waits::ForPage);
+            return Err(Waits);
         }
         if guard.word() != Word::EMPTY {
             self.counters.add(counter::NOTIFY_FREE, 1);
@@ -304,7 +299,5 @@ fn same_filled(page: &Page) -> Option<u64> {
 }
 
 fn fill(page: &mut Page, pattern: u64) {
-    for word in page.chunks_exact_mut(8) {
-        word.copy_from_slice(&pattern.to_ne_bytes());
-    }
+    page.as_chunks_mut().0.fill(pattern.to_ne_bytes());
 }

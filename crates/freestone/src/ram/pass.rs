@@ -97,6 +97,17 @@ enum Picked {
     Reset,
 }
 
+/// What left memory with a batch: counted once, not page by page.
+#[derive(Default)]
+struct Left {
+    pages: u64,
+    /// Bytes on the device.
+    stored: u64,
+    /// Bytes of the objects in memory.
+    memory_bytes: u64,
+    huge: u64,
+}
+
 struct Entry {
     slot: u64,
     unit: u64,
@@ -184,8 +195,10 @@ impl<'a> Pass<'a> {
 
     /// Copies a page into the batch and picks its slot. `None`: no room.
     fn copy(&self, batch: &mut Batch, slot: u64, wanted: &impl Fn(Word) -> bool) -> Option<Offered> {
-        let mut object = [0; PAGE_BYTES];
-        let word = match self.pick(batch, slot, wanted, &mut object) {
+        // The packed layout needs no copy on the way: it is zeroed for the plain one only.
+        let mut object = if self.store.is_packed() { None } else { Some([0; PAGE_BYTES]) };
+        let object = object.as_mut().map_or(&mut [][..], |object| &mut object[..]);
+        let word = match self.pick(batch, slot, wanted, object) {
             Picked::Yes(word) => word,
             Picked::No => return Some(Offered::Passed),
             Picked::Reset => return Some(Offered::Reset),
@@ -211,7 +224,7 @@ impl<'a> Pass<'a> {
         batch: &mut Batch,
         slot: u64,
         wanted: &impl Fn(Word) -> bool,
-        object: &mut [u8; PAGE_BYTES],
+        object: &mut [u8],
     ) -> Picked {
         pin::pinned(|pin| {
             let table = self.ram.table.load(pin);
@@ -344,9 +357,13 @@ impl<'a> Pass<'a> {
         match self.store.finish(write) {
             store::Written::Done(mut buffer) => {
                 self.done.blocks += u64::from(batch.run.blocks);
+                let mut left = Left::default();
                 for entry in &batch.entries {
-                    self.publish(batch.tag, entry);
+                    self.publish(batch.tag, entry, &mut left);
                 }
+                self.store.took(left.pages, left.stored);
+                self.ram.account_spilled(left.memory_bytes, left.huge);
+                self.done.pages += left.pages;
                 buffer.show(usize::MAX);
                 self.spare.push(buffer);
                 self.ram.keeper.memory_freed();
@@ -371,7 +388,7 @@ impl<'a> Pass<'a> {
     }
 
     /// The page is on the device: its slot says so, unless somebody touched it meanwhile.
-    fn publish(&mut self, tag: u8, entry: &Entry) {
+    fn publish(&self, tag: u8, entry: &Entry, left: &mut Left) {
         let published = pin::pinned(|pin| {
             let table = self.ram.table.load(pin);
             let leaf = table.leaf(entry.slot).filter(|_| table.id() == self.table)?;
@@ -381,15 +398,16 @@ impl<'a> Pass<'a> {
                 return None;
             }
             let new = old.spilled_to(entry.unit, !self.store.is_packed());
-            self.store.took(entry.stored as usize);
             guard.publish(new);
             self.ram.release(old);
-            self.ram.account(old, new);
+            left.pages += 1;
+            left.stored += u64::from(entry.stored);
+            left.memory_bytes += old.stored_bytes() as u64;
+            left.huge += u64::from(old.kind() == Kind::Huge);
             Some(())
         });
-        match published {
-            Some(()) => self.done.pages += 1,
-            None => self.store.abandon(entry.unit, entry.stored as usize),
+        if published.is_none() {
+            self.store.abandon(entry.unit, entry.stored as usize);
         }
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::Inner;
 use super::pass::{Found, Offered, Pass};
 use super::writeback::WritebackError;
-use crate::device::{Error, IoBuf};
+use crate::device::Error;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::store::Store;
@@ -126,11 +126,11 @@ fn empty_window(
     Ok(true)
 }
 /// Reads blocks and waits for them.
-fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<IoBuf, Error> {
+fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<Vec<u8>, Error> {
     let (tx, rx) = mpsc::channel();
     store.read(first, blocks, move |outcome, buffer| {
         // Too late for a reader that is gone.
-        let _ = tx.send(outcome.map(|()| buffer));
+        let _ = tx.send(outcome.map(|()| buffer.to_vec()));
     });
     rx.recv_timeout(Duration::from_millis(store.timeout_ms())).unwrap_or(Err(Error::Media))
 }

@@ -88,6 +88,12 @@ impl Inner {
         add(counter::HUGE_PAGES_SINCE, i64::from(new.kind() == Kind::Huge));
     }
 
+    /// Counts that pages left memory which had so many bytes; they are still stored.
+    pub(super) fn account_spilled(&self, bytes: u64, huge: u64) {
+        self.counters.add(counter::COMPRESSED_BYTES, -(bytes as i64));
+        self.counters.add(counter::HUGE_PAGES, -(huge as i64));
+    }
+
     /// Counts that a spilled page is in memory again; it was counted as stored all the time.
     pub(super) fn account_back(&self, word: Word) {
         self.counters.add(counter::COMPRESSED_BYTES, word.stored_bytes() as i64);

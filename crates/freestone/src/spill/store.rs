@@ -9,11 +9,13 @@
 use std::sync::{Arc, Condvar, PoisonError};
 use std::time::{Duration, Instant};
 
+use crossbeam_utils::CachePadded;
+
 use super::blocks::{BLOCK_UNITS, Blocks};
 use super::layout;
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
 use crate::device::{Completion, Device, Error, IoBuf, Request, Result};
-use crate::percpu::Counters;
+use crate::percpu::{self, Counters};
 use crate::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
 /// Largest write.
@@ -35,6 +37,7 @@ pub struct Store {
     blocks: Blocks,
     budget: Budget,
     counters: Counters<{ counter::COUNT }>,
+    spare: Spare,
     batch_blocks: AtomicU32,
     timeout_ms: AtomicU64,
     /// Writes that were given up and are not answered yet.
@@ -115,6 +118,7 @@ impl Store {
             blocks: map,
             budget: Budget::default(),
             counters: Counters::default(),
+            spare: Spare::default(),
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
             timeout_ms: AtomicU64::new(TIMEOUT.as_millis() as u64),
             unanswered: AtomicU32::new(0),
@@ -234,9 +238,9 @@ impl Store {
         }
     }
 
-    /// Counts a page whose slot now says that it lies here.
-    pub fn took(&self, stored: usize) {
-        self.counters.add(counter::PAGES, 1);
+    /// Counts pages whose slots now say that they lie here, and the bytes of their objects.
+    pub fn took(&self, pages: u64, stored: u64) {
+        self.counters.add(counter::PAGES, pages as i64);
         self.counters.add(counter::LIVE_BYTES, stored as i64);
     }
 
@@ -270,12 +274,12 @@ impl Store {
         self: &Arc<Self>,
         first: u64,
         blocks: u32,
-        done: impl FnOnce(Result<()>, IoBuf) + Send + 'static,
+        done: impl FnOnce(Result<()>, &[u8]) + Send + 'static,
     ) {
         let len = blocks as usize * BLOCK_BYTES;
-        let buffer = match IoBuf::zeroed(len) {
+        let buffer = match self.spare.get(len) {
             Ok(buffer) => buffer,
-            Err(error) => return done(Err(error), IoBuf::empty()),
+            Err(error) => return done(Err(error), &[]),
         };
         let store = Arc::clone(self);
         let done = Completion::new(move |outcome, buffer| {
@@ -285,7 +289,8 @@ impl Store {
             }
             // A device that is gone answers without a buffer.
             let outcome = if buffer.len() == len { outcome } else { outcome.and(Err(Error::Gone)) };
-            done(outcome, buffer);
+            done(outcome, &buffer);
+            store.spare.put(buffer);
         });
         self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, done);
     }
@@ -370,6 +375,44 @@ impl Store {
     pub fn clear_counts(&self) {
         for counter in [counter::READS, counter::WRITES, counter::FAILED_READS, counter::FAILED_WRITES] {
             self.counters.clear(counter);
+        }
+    }
+}
+
+/// Buffers of small reads, kept for the next ones: a new one would have to be zeroed first. Each CPU has its own.
+struct Spare {
+    per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
+}
+
+/// Bytes of a buffer that is kept: an object lies in two blocks at most.
+const SPARE_BYTES: usize = 2 * BLOCK_BYTES;
+/// Buffers that a CPU keeps.
+const SPARE_MAX: usize = 32;
+
+impl Default for Spare {
+    fn default() -> Self {
+        Self { per_cpu: (0..percpu::cpus()).map(|_| CachePadded::default()).collect() }
+    }
+}
+
+impl Spare {
+    fn get(&self, len: usize) -> Result<IoBuf> {
+        if len > SPARE_BYTES {
+            return IoBuf::zeroed(len);
+        }
+        let kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]).pop();
+        let mut buffer = kept.map_or_else(|| IoBuf::zeroed(SPARE_BYTES), Ok)?;
+        buffer.show(len);
+        Ok(buffer)
+    }
+
+    fn put(&self, mut buffer: IoBuf) {
+        buffer.show(usize::MAX);
+        if buffer.len() == SPARE_BYTES {
+            let mut kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]);
+            if kept.len() < SPARE_MAX {
+                kept.push(buffer);
+            }
         }
     }
 }
