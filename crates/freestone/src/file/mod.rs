@@ -1,6 +1,6 @@
 //! A raw image or a block device as a device.
 //!
-//! Requests go through an `io_uring` with one thread per device that submits and reaps ([`Engine::IoUring`]); where the
+//! Requests go through an `io_uring`: the thread that submits starts them, one thread per device reaps ([`Engine::IoUring`]); where the
 //! kernel forbids `io_uring`, a few threads with plain system calls do the same work ([`Engine::Threads`]). Inline there is only one
 //! thing: a buffered read of what is in the page cache.
 //!
@@ -8,8 +8,8 @@
 //! does a request or extent query that reaches behind the known end, and the start of every write and flush. (The
 //! NBD server refuses what lies behind the known end before it asks: there a write, a flush or [`File::refresh`] shows the
 //! growth, and clients learn of it when they connect.) It never shrinks. If the file is truncated underneath, reads behind its real end answer [`Error::Media`], and so do writes, discards and
-//! zeroing that reach behind it: they would re-extend the file behind its owner's back. A truncation in the very moment
-//! of a write can still be undone by that write. What remains of the file stays usable. The file is never mapped, so there is no `SIGBUS`.
+//! zeroing that reach behind it: they would re-extend the file behind its owner's back. A truncation between
+//! the submission of a write and its answer can still be undone by that write. What remains of the file stays usable. The file is never mapped, so there is no `SIGBUS`.
 //!
 //! **Overlap.** The kernel lets a read see half of a write that runs at the same time; this device does not. Overlapping
 //! requests run one after the other in the order of their submission, all others side by side.

@@ -339,3 +339,115 @@ impl Drop for Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{Completion, Geometry, IoBuf, Request};
+    use std::path::PathBuf;
+    use std::sync::mpsc;
+
+    const SIZE: u64 = 1 << 20;
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// With a thread that waits for answers.
+    fn ring() -> Ring {
+        let fd = rustix::fs::memfd_create("ring", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, SIZE).unwrap();
+        let geometry = Geometry {
+            size: SIZE,
+            logical_block: 512,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 4096,
+            discard_granularity: 4096,
+            fast_zeroes: true,
+            volatile_cache: true,
+            volatile_media: false,
+            read_only: false,
+            zones: None,
+        };
+        let backing = Backing::new(fd, PathBuf::from("ring"), false, false, geometry);
+        let ring = Ring::start(&Arc::new(backing)).unwrap();
+        let (tx, rx) = mpsc::channel();
+        ring.submit(read(&tx));
+        assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+        ring
+    }
+
+    fn read(tx: &mpsc::Sender<Result<()>>) -> Job {
+        let tx = tx.clone();
+        let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+        Job::new(Request::read(0, 4096), IoBuf::zeroed(4096).unwrap(), done)
+    }
+
+    /// A submitter to whom the kernel said no leaves its entries, and wakes the thread.
+    #[test]
+    fn the_thread_submits_what_a_submitter_could_not() {
+        let ring = ring();
+        let (tx, rx) = mpsc::channel();
+        for round in 1..=3 {
+            {
+                let mut state = ring.shared.lock();
+                for _ in 0..2 * DEPTH_JOBS {
+                    state.schedule.arrive(read(&tx));
+                }
+                ring.shared.start_ready(&mut state);
+                assert_eq!(state.in_kernel, DEPTH_JOBS);
+            }
+            assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+            ring.shared.wake();
+            for _ in 0..2 * DEPTH_JOBS {
+                assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "round {round}");
+            }
+        }
+        assert!(ring.shared.lock().schedule.is_empty());
+    }
+
+    /// Entries that come while somebody is about to call the kernel are that one's.
+    #[test]
+    fn one_hands_over_for_all() {
+        let ring = ring();
+        let (tx, rx) = mpsc::channel();
+        {
+            let mut state = ring.shared.lock();
+            state.schedule.arrive(read(&tx));
+            ring.shared.start_ready(&mut state);
+            assert!(ring.shared.claim(&mut state) && !ring.shared.claim(&mut state));
+        }
+        ring.submit(read(&tx));
+        assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+        ring.shared.hand_over(SUBMITTER_ROUNDS).unwrap();
+        for _ in 0..2 {
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+        }
+        let mut state = ring.shared.lock();
+        assert!(!state.handing_over && !ring.shared.claim(&mut state));
+    }
+
+    #[test]
+    fn when_the_thread_is_gone_every_job_is_answered() {
+        let ring = ring();
+        let (tx, rx) = mpsc::channel();
+        let mut waiting = Schedule::default();
+        waiting.arrive(read(&tx));
+        let bad = Completion::new(|_, _| panic!("on purpose"));
+        waiting.arrive(Job::new(Request::flush(), IoBuf::empty(), bad));
+        waiting.arrive(read(&tx));
+        ring.shared.lock().schedule = waiting;
+        let shared = Arc::clone(&ring.shared);
+        drop(Worker { shared, answers: Vec::new(), finished: Vec::new(), armed: false });
+        ring.submit(read(&tx));
+        for _ in 0..3 {
+            assert_eq!(rx.try_recv(), Ok(Err(crate::device::Error::Gone)));
+        }
+    }
+
+    #[test]
+    fn what_an_ending_thread_leaves_is_repeated() {
+        assert_eq!(answer(4096), Ok(4096));
+        assert_eq!(answer(-libc::ECANCELED), Err(Errno::INTR));
+        assert_eq!(answer(-libc::EFAULT), Err(Errno::INTR));
+        assert_eq!(answer(-libc::EIO), Err(Errno::IO));
+    }
+}
