@@ -29,7 +29,7 @@ Devices:
       backing_size=SIZE                     makes a nameless file of this size where none is
       compressed_writeback=yes|no           default yes
       writeback_limit=N                     4 KiB units; with writeback_limit_enable=1
-      writeback_batch_size=N                pages
+      writeback_batch_size=N                blocks
       recomp_algorithm=WORDS                for example 'algo=zstd priority=1'
       auto_recompress=no|SECONDS            recompress what is idle for so long; default no
   NAME=null,size=SIZE       writes vanish, reads are zeroes

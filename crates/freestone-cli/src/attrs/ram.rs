@@ -158,7 +158,7 @@ pub enum Change {
     WritebackLimit(u64),
     /// `writeback_limit_enable`.
     WritebackLimitEnable(bool),
-    /// `writeback_batch_size`, in pages.
+    /// `writeback_batch_size`, in blocks of 4 KiB.
     WritebackBatchSize(u32),
 }
 
@@ -208,7 +208,7 @@ impl Change {
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),
             Self::WritebackLimitEnable(on) => ram.set_writeback_limit_enable(on),
-            Self::WritebackBatchSize(pages) => ram.set_writeback_batch_size(pages),
+            Self::WritebackBatchSize(blocks) => ram.set_writeback_batch_size(blocks),
         }
         Ok(())
     }

@@ -294,6 +294,6 @@ pub fn parse_units(text: &str) -> Result<u64, String> {
 pub fn parse_batch(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(pages) if pages > 0 => Ok(pages),
-        _ => Err(format!("must be a whole number of pages, 1 to {}", u32::MAX)),
+        _ => Err(format!("must be a whole number of 4 KiB blocks, 1 to {}", u32::MAX)),
     }
 }

@@ -212,7 +212,7 @@ fn refusals_of_writeback_and_recompression() {
         ),
         (
             "backing_dev=a,writeback_batch_size=0",
-            "writeback_batch_size=0: must be a whole number of pages, 1 to 4294967295",
+            "writeback_batch_size=0: must be a whole number of 4 KiB blocks, 1 to 4294967295",
         ),
         ("recomp_algorithm=", "recomp_algorithm=: an algorithm is missing; for example algo=zstd priority=1"),
         (

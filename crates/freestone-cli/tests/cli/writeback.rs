@@ -234,7 +234,7 @@ fn attributes_of_the_backing_device() {
         ("writeback_limit=4G", "a count of 4 KiB units, without a letter; 1048576?"),
         ("writeback_limit=many", "must be a whole number: a count of 4 KiB units"),
         ("writeback_limit_enable=2", "must be yes or no"),
-        ("writeback_batch_size=0", "must be a whole number of pages, 1 to 4294967295"),
+        ("writeback_batch_size=0", "must be a whole number of 4 KiB blocks, 1 to 4294967295"),
         (
             "bd_stat=0",
             "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable and \

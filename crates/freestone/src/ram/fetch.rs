@@ -37,10 +37,6 @@ const AHEAD_PAGES: u64 = 64;
 const READ_BLOCKS_MAX: u64 = 64;
 /// Blocks between two objects that are read along, rather than asked for by two requests.
 const GAP_BLOCKS: u64 = 4;
-/// Times that a change of a part of a page waits for memory in vain.
-const WAITS_MAX: u32 = 32;
-/// And at least how long it does.
-const WAIT_MS_MAX: u64 = 2000;
 /// Sequential readers that are known at once.
 const READERS: usize = 8;
 
@@ -51,14 +47,12 @@ pub(super) struct Job {
     buffer: IoBuf,
     done: Completion,
     last_try: bool,
-    /// How often it has waited for memory since it last got on, and since when.
-    waits: (u32, u64),
 }
 
 impl Job {
     /// A request that has just been submitted.
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self { request, at: 0, buffer, done, last_try: false, waits: (0, 0) }
+        Self { request, at: 0, buffer, done, last_try: false }
     }
 
     /// It fails if it finds no memory now.
@@ -69,7 +63,7 @@ impl Job {
     fn advance(&mut self, bytes: u64) {
         self.request = self.request.rest(bytes);
         self.at += if self.buffer.is_empty() { 0 } else { bytes as usize };
-        (self.last_try, self.waits) = (false, (0, 0));
+        self.last_try = false;
     }
 
     fn slot(&self) -> u64 {
@@ -144,9 +138,12 @@ impl Readers {
 }
 
 impl Ram {
-    /// Carries on with a request until it is done or has to wait.
+    /// Begins a request. Where it does not have to wait, the runner carries on with it; a disk without one never waits.
     pub(super) fn go(&self, mut job: Job) {
         while let Some(rest) = self.slice(job) {
+            if self.0.store.is_some() {
+                return self.0.keeper.resume(self.clone(), rest);
+            }
             job = rest;
         }
     }
@@ -166,6 +163,8 @@ impl Ram {
             }
             Ok(Tried::WouldBlock) if job.request.op == Op::Read => self.fetch(job),
             Ok(Tried::WouldBlock) if self.waits_for_page(&job) => return self.wait_for_page(job),
+            // A discard needs no memory: its page has landed meanwhile.
+            Ok(Tried::WouldBlock) if job.request.op == Op::Discard => return Some(job),
             Ok(Tried::WouldBlock) => self.wait_for_memory(job),
             Err(error) => job.done.complete(Err(error), job.buffer),
         }
@@ -183,12 +182,7 @@ impl Ram {
         }
     }
 
-    fn wait_for_memory(&self, mut job: Job) {
-        let since = if job.waits.0 == 0 { now_ms() } else { job.waits.1 };
-        job.waits = (job.waits.0 + 1, since);
-        // Its page comes to memory, others leave for it, the page has to leave again: there is no room for both.
-        let in_vain = job.waits.0 > WAITS_MAX && now_ms() - since > WAIT_MS_MAX;
-        job.last_try |= job.needs_content() && in_vain;
+    fn wait_for_memory(&self, job: Job) {
         if job.last_try {
             self.0.counters.add(counter::FAILED_WRITES, 1);
             return job.done.complete(Err(Error::NoSpace), job.buffer);
@@ -329,8 +323,10 @@ impl Ram {
             let count = 1 + near.count();
             let rest = wanted.split_off(count);
             let together = std::mem::replace(&mut wanted, rest);
-            let ram = self.clone();
+            // Weak: a device that never answers keeps no disk in memory.
+            let ram = Arc::downgrade(&self.0);
             store.read(first, (end - first) as u32, move |outcome, buffer| {
+                let Some(ram) = ram.upgrade().map(Ram) else { return };
                 if outcome.is_err() && together.len() > 1 {
                     // One of them may be to blame. This is a thread of the device, which must not be asked from here.
                     return ram.0.keeper.reread(ram.clone(), together);
@@ -351,7 +347,8 @@ impl Ram {
                 Some(owner) if !self.0.flights.any_waiter(wanted.flight, |_| true) => {
                     self.0.land(owner, wanted.flight, None, Err(Error::Media));
                 }
-                _ => self.read(vec![wanted]),
+                Some(_) => self.read(vec![wanted]),
+                None => {}
             }
         }
     }
@@ -427,16 +424,45 @@ impl Inner {
             (Ok(()), Some(_)) => buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media),
         };
         let (Ok(object), Some(owner)) = (object, owner) else {
-            return self.land(owner.unwrap_or_default(), wanted.flight, None, Err(Error::Media));
+            self.land(owner.unwrap_or_default(), wanted.flight, None, Err(Error::Media));
+            return;
         };
-        let back = if store.is_packed() {
-            self.take_back(owner, object, wanted)
-        } else {
-            // The kernel's way: it stays there. Who wants to change a part of it needs it here.
-            let needed = self.flights.any_waiter(wanted.flight, |waiter| matches!(waiter, Waiter::Retry(..)));
-            if needed { self.pack_back(owner, object) } else { None }
-        };
-        self.land(owner, wanted.flight, back, Ok((object, wanted)));
+        let changes = |waiter: &Waiter| matches!(waiter, Waiter::Retry(_, job) if job.needs_content());
+        if let Some(Waiter::Retry(ram, job)) = self.flights.take_waiter(wanted.flight, changes) {
+            return self.change(ram, job, owner, wanted, object);
+        }
+        // In the kernel's layout it stays there, as it does in the kernel.
+        let back = if store.is_packed() { self.take_back(owner, object, wanted) } else { None };
+        self.land(owner, wanted.flight, back, Ok(object));
+    }
+
+    /// Changes a part of a page that came from the device for that: what goes to memory is the changed page, so memory
+    /// for one object is enough.
+    fn change(&self, ram: Ram, mut job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
+        let mut page = [0; PAGE_BYTES];
+        let unpacked = self.unpack_spilled(wanted.stored, wanted.algorithm, object, &mut page);
+        let (_, from, len) = piece(job.request.offset, job.request.len);
+        match (job.request.op, job.buffer.get(job.at..job.at + len)) {
+            (Op::Write, Some(data)) => page[from..from + len].copy_from_slice(data),
+            _ => page[from..from + len].fill(0),
+        }
+        let stored = unpacked.and_then(|()| self.store_page(BackRef::from_bits(owner), &page));
+        let back = stored.as_ref().ok().copied();
+        let landed = self.land(owner, wanted.flight, back, unpacked.map(|()| object));
+        match stored {
+            Err(Error::NoSpace) => ram.wait_for_memory(job),
+            Err(error) => {
+                self.counters.add(counter::FAILED_WRITES, 1);
+                job.done.complete(Err(error), job.buffer);
+            }
+            // The page landed by other hands meanwhile.
+            Ok(_) if !landed => self.keeper.resume(ram, job),
+            Ok(_) if job.request.len == len as u64 => job.done.complete(Ok(()), job.buffer),
+            Ok(_) => {
+                job.advance(len as u64);
+                self.keeper.resume(ram, job);
+            }
+        }
     }
 
     /// Stores an object that came from the device; `None` where memory is short.
@@ -449,19 +475,9 @@ impl Inner {
         location.map(|location| Word::spilled(0, size, wanted.algorithm as u8).back_at(location))
     }
 
-    /// Packs a page that came from the device, as a write would.
-    fn pack_back(&self, owner: u64, page: &[u8]) -> Option<Word> {
-        let page = page.try_into().ok()?;
-        let stored = self.store_page(BackRef::from_bits(owner), page);
-        if stored.is_err() {
-            self.keeper.kick();
-        }
-        stored.ok()
-    }
-
-    /// Ends a flight, if it is still open: `back` is where the page is in memory now, if it came back. Those that waited get
-    /// the content, or the error.
-    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<(&[u8], &Wanted)>) {
+    /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
+    /// the error. False: it had ended.
+    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
         let landed = pin::pinned(|pin| {
             let table = self.table.load(pin);
             let owner = BackRef::from_bits(owner);
@@ -481,17 +497,19 @@ impl Inner {
             if let Some(back) = back {
                 self.release(back);
             }
-            return;
+            return false;
         };
         if let Some(back) = back {
             self.account_back(back);
             self.release(held);
         }
         if waiting.is_empty() {
-            return;
+            return true;
         }
         let mut page = [0; PAGE_BYTES];
-        let outcome = content.and_then(|(object, _)| self.unpack_spilled(held, object, &mut page));
+        let outcome = content.and_then(|object| {
+            self.unpack_spilled(held.spilled_bytes(), held.algorithm(), object, &mut page)
+        });
         if outcome.is_err() {
             self.counters.add(counter::FAILED_READS, 1);
         }
@@ -507,30 +525,39 @@ impl Inner {
                 },
             }
         }
+        true
     }
 
-    fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
-        if held.spilled_bytes() == PAGE_BYTES {
+    fn unpack_spilled(&self, stored: usize, algorithm: usize, object: &[u8], page: &mut Page) -> Result<()> {
+        if stored == PAGE_BYTES {
             page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
             return Ok(());
         }
-        self.codecs.decompress(held.algorithm(), object, page)
+        self.codecs.decompress(algorithm, object, page)
     }
 
-    /// Fails flights for which the device has taken too long.
-    pub(super) fn fail_late_flights(&self) {
+    /// Has flights failed for which the device has taken too long.
+    pub(super) fn hand_over_late_flights(&self) {
         let Some(store) = &self.store else { return };
         let since = now_ms().saturating_sub(store.timeout_ms());
-        for (flight, owner) in self.flights.departed_before(since) {
-            store.failed_read();
-            tracing::warn!("the backing device has not answered a read within {} ms", store.timeout_ms());
-            self.land(owner, flight, None, Err(Error::Media));
+        let late = self.flights.departed_before(since);
+        if !late.is_empty() {
+            let (reads, ms) = (late.len(), store.timeout_ms());
+            tracing::warn!("the backing device has not answered {reads} reads within {ms} ms");
+            self.keeper.fail(late);
         }
     }
 
-    /// The table of these slots is gone: who waited for one of them goes on with the new table, whose pages are empty.
-    pub(super) fn forget_flight(&self, flight: u64) {
-        let Some(Landed { held, waiting }) = self.flights.forget(flight) else { return };
+    /// Fails a flight that is late.
+    pub(super) fn fail_flight(&self, flight: u64, owner: u64) {
+        if let Some(store) = &self.store {
+            store.failed_read();
+        }
+        self.land(owner, flight, None, Err(Error::Media));
+    }
+
+    /// The table of this slot is gone: who waited for it goes on with the new table, whose pages are empty.
+    pub(super) fn answer_forgotten(&self, Landed { held, waiting }: Landed<Waiter>) {
         self.release(held);
         for waiter in waiting {
             match waiter {

@@ -10,12 +10,13 @@
 //! none holds up the others, and does what must not be done on a thread of the device. Both hold the disk by a weak reference while they have nothing to do.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, PoisonError, Weak};
 use std::thread;
 
 use super::fetch::{Job, Wanted};
 use super::pass::{Offered, Pass, is_spillable};
-use super::writeback::WritebackError;
+use super::writeback::{RECLAIMED_MIN_BLOCKS, WritebackError};
 use super::{Inner, Ram};
 use crate::PAGE_BYTES;
 use crate::clock::{TICK, now_ms};
@@ -29,11 +30,11 @@ use crate::sync::{Mutex, MutexGuard};
 const HIGH_PERCENT: u64 = 95;
 /// Share of `mem_limit` at which spilling ends, in percent.
 const LOW_PERCENT: u64 = 90;
-/// Less than this is not worth another round.
-const RECLAIMED_MIN_BLOCKS: u64 = 4;
 /// Rounds in a row that free nothing, although nothing fails, before requests that wait are refused.
 const EMPTY_ROUNDS_MAX: u32 = 16;
-/// After a failure nothing is tried for so long.
+/// Rounds in a row that failed and freed nothing, after which the device is not asked for every request.
+const FAILURES_MAX: u32 = 3;
+/// Then nothing is tried for so long.
 const RETRY_MS: u64 = 1000;
 /// Least that a round frees while requests wait for memory.
 const ROUND_BYTES_MIN: u64 = 16 * PAGE_BYTES as u64;
@@ -66,6 +67,8 @@ enum Task {
     Resume(Ram, Job),
     /// Pages that could not be read together are read one by one.
     Reread(Ram, Vec<Wanted>),
+    /// These flights, by number and owner, are late.
+    Fail(Vec<(u64, u64)>),
 }
 
 impl Keeper {
@@ -77,8 +80,8 @@ impl Keeper {
     pub fn start(self: &Arc<Self>, disk: &Arc<Inner>) -> std::io::Result<()> {
         let (keeper, ram) = (Arc::clone(self), Arc::downgrade(disk));
         thread::Builder::new().name("keeper".into()).spawn(move || keeper.keep(&ram))?;
-        let runner = Arc::clone(self);
-        thread::Builder::new().name("runner".into()).spawn(move || runner.run()).map(drop)
+        let (runner, ram) = (Arc::clone(self), Arc::downgrade(disk));
+        thread::Builder::new().name("runner".into()).spawn(move || runner.run(&ram)).map(drop)
     }
 
     /// Ends the threads when they have done what they are at.
@@ -127,6 +130,18 @@ impl Keeper {
         self.ready.notify_one();
     }
 
+    /// Flights are failed.
+    pub fn fail(&self, late: Vec<(u64, u64)>) {
+        self.lock().ready.push_back(Task::Fail(late));
+        self.ready.notify_one();
+    }
+
+    /// Whether somebody waits for what a round of spilling frees.
+    pub fn is_wanted(&self) -> bool {
+        let state = self.lock();
+        state.kick || !state.waiting.is_empty()
+    }
+
     /// Counts rounds in a row that did not get on.
     fn after_round(&self, got_on: bool) -> u32 {
         let mut state = self.lock();
@@ -144,24 +159,36 @@ impl Keeper {
         self.ready.notify_one();
     }
 
-    fn run(&self) {
+    fn run(&self, disk: &Weak<Inner>) {
         let mut state = self.lock();
         loop {
             match state.ready.pop_front() {
                 Some(task) => {
                     drop(state);
-                    match task {
-                        Task::Resume(ram, job) => {
-                            if let Some(job) = ram.slice(job) {
-                                self.resume(ram, job);
-                            }
-                        }
-                        Task::Reread(ram, wanted) => ram.read_one_by_one(wanted),
-                    }
+                    // A completion that panics ends its request, not the disk.
+                    let _ = catch_unwind(AssertUnwindSafe(|| self.carry_out(task, disk)));
                     state = self.lock();
                 }
                 None if state.stop => return,
                 None => state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn carry_out(&self, task: Task, disk: &Weak<Inner>) {
+        match task {
+            Task::Resume(ram, job) => {
+                if let Some(job) = ram.slice(job) {
+                    self.resume(ram, job);
+                }
+            }
+            Task::Reread(ram, wanted) => ram.read_one_by_one(wanted),
+            Task::Fail(late) => {
+                if let Some(disk) = disk.upgrade() {
+                    for (flight, owner) in late {
+                        disk.fail_flight(flight, owner);
+                    }
+                }
             }
         }
     }
@@ -184,7 +211,6 @@ impl Keeper {
             disk.make_room(waiting);
             if now_ms() - last_tick >= TICK.as_millis() as u64 {
                 last_tick = now_ms();
-                disk.fail_late_flights();
                 disk.reclaim_if_worth_it();
                 disk.auto_recompress();
             }
@@ -220,8 +246,8 @@ impl Inner {
         if self.pool.pages() <= high && !waiting {
             return;
         }
-        let last_failure = *self.spill_failure_ms.lock();
-        if last_failure.is_some_and(|at| now_ms() - at < RETRY_MS) {
+        let (failures, at) = *self.spill_failures.lock();
+        if failures >= FAILURES_MAX && now_ms() - at < RETRY_MS {
             return self.keeper.give_up();
         }
         let _one = self.passes.lock();
@@ -251,12 +277,21 @@ impl Inner {
         if let Err(error) = spilled.outcome {
             self.spill_failed(error);
         }
-        // A device that has just failed is not asked for every request.
-        let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
-        *self.spill_failure_ms.lock() = failed.then(now_ms);
         let got_on = spilled.freed > 0 || compacted > 0;
-        // What is cold was touched while it was being taken on: it may take some rounds.
-        let again = spilled.outcome.is_ok() && self.keeper.after_round(got_on) < EMPTY_ROUNDS_MAX;
+        let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
+        let failures = {
+            let mut failures = self.spill_failures.lock();
+            let silent = self.store.as_ref().is_some_and(|store| store.unanswered() > 0);
+            let count = if silent { FAILURES_MAX } else { failures.0 + 1 };
+            *failures = if failed && !got_on { (count, now_ms()) } else { (0, 0) };
+            failures.0
+        };
+        // One failure may be of one place only; and what was taken on may have been changed meanwhile.
+        let again = match spilled.outcome {
+            Ok(()) => self.keeper.after_round(got_on) < EMPTY_ROUNDS_MAX,
+            Err(WritebackError::Device(_)) => failures < FAILURES_MAX,
+            Err(_) => false,
+        };
         match (got_on, again) {
             (true, _) => self.keeper.memory_freed(),
             (false, true) => {}
@@ -280,7 +315,7 @@ impl Inner {
     fn spill(&self, need: u64) -> Spilled {
         let nothing = |outcome| Spilled { taken: 0, freed: 0, outcome };
         let Some(store) = &self.store else { return nothing(Ok(())) };
-        if store.numbers().unanswered > 0 {
+        if store.unanswered() > 0 {
             return nothing(Err(WritebackError::Device(Error::Media)));
         }
         // Before all slots are looked at in vain.

@@ -14,8 +14,8 @@
 //! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 //!
-//! Lock order: `resetting` or `growing` or `passes`, then a slot; under a slot a compression stream or the pool's locks, one after
-//! the other. Requests take neither of the first two.
+//! Lock order: `resetting` or `growing` or `passes`, then a slot; under a slot a compression stream or the pool's locks,
+//! one after the other. Requests take none of the first three.
 
 mod candidates;
 mod config;
@@ -99,11 +99,11 @@ struct Inner {
     passes: Mutex<()>,
     /// The block at which the next step of reclaiming holes begins.
     reclaim_cursor: Mutex<u64>,
-    /// When spilling failed, if it did the last time.
-    spill_failure_ms: Mutex<Option<u64>>,
+    /// How many rounds of spilling failed in a row, and when the last one did.
+    spill_failures: Mutex<(u32, u64)>,
     /// What keeps pages from being spilled, as it was logged last.
     spill_error: Mutex<Option<WritebackError>>,
-    /// Taken by growth.
+    /// Taken by growth, and to change the memory limit.
     growing: Mutex<()>,
     /// The id of the next table. Held for the whole of a reset.
     resetting: Mutex<u32>,
@@ -141,48 +141,8 @@ impl Ram {
     }
 
     fn with(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Self, SetupError> {
-        let disksize = round_size(config.disksize)?;
         let mem_limit = config.mem_limit;
-        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
-        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
-            if let Some(Secondary { algorithm, params }) = secondary {
-                if priority == AUTO_PRIORITY && config.auto_recompress.is_some() {
-                    return Err(SetupError::PriorityTaken(*algorithm));
-                }
-                codecs
-                    .set(priority, Streams::shared(*algorithm, params)?)
-                    .map_err(|_| SetupError::NoMemory)?;
-            }
-        }
-        let store = match backing {
-            None => None,
-            Some((device, packed)) => {
-                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
-            }
-        };
-        let common = Arc::new(Common::new()?);
-        let inner = Arc::new(Inner {
-            table: Swap::new(Box::new(Table::new(0, Arc::clone(&common)))),
-            size: AtomicU64::new(disksize),
-            common,
-            flights: Flights::default(),
-            pool: Pool::new()?,
-            codecs,
-            ages: Ages::default(),
-            store,
-            keeper: Arc::default(),
-            readers: Readers::default(),
-            auto: dictionary::Auto::default(),
-            counters: Counters::default(),
-            mem_limit: AtomicU64::new(0),
-            config,
-            passes: Mutex::default(),
-            reclaim_cursor: Mutex::default(),
-            spill_failure_ms: Mutex::default(),
-            spill_error: Mutex::default(),
-            growing: Mutex::default(),
-            resetting: Mutex::new(1),
-        });
+        let inner = Inner::new(config, backing)?;
         if inner.store.is_some() || inner.config.auto_recompress.is_some() {
             let keeper = Arc::clone(&inner.keeper);
             inner.pool.on_alarm(Box::new(move || keeper.kick()));
@@ -203,6 +163,8 @@ impl Ram {
     /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
     /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
+        // Two at one time would leave the pool with the one's limit and the keeper with the other's.
+        let _one = self.0.growing.lock();
         let pages = bytes.div_ceil(PAGE);
         // Relaxed: shown only; the pool has its own copy.
         self.0.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
@@ -240,10 +202,11 @@ impl Ram {
         *next_table = (id + 1) % pool::backrefs::MAX_TABLE_ID;
         let empty = Box::new(Table::new(id, Arc::clone(&self.0.common)));
         let mut old = self.0.table.replace(empty, pin::domain());
+        let mut forgotten = Vec::new();
         old.drain(|_, word| {
             self.0.account(word, Word::EMPTY);
             match word.kind() {
-                Kind::InFlight => self.0.forget_flight(word.location()),
+                Kind::InFlight => forgotten.extend(self.0.flights.forget(word.location())),
                 _ => self.0.release(word),
             }
         });
@@ -264,6 +227,11 @@ impl Ram {
             counter::PAGES_COMPACTED,
         ] {
             self.0.counters.clear(counter);
+        }
+        // Completions run with nothing held.
+        drop(next_table);
+        for landed in forgotten {
+            self.0.answer_forgotten(landed);
         }
     }
 
@@ -324,6 +292,51 @@ impl Device for Ram {
 }
 
 impl Inner {
+    /// A disk of which nobody knows yet: no thread works for it.
+    fn new(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Arc<Self>, SetupError> {
+        let disksize = round_size(config.disksize)?;
+        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
+        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
+            if let Some(Secondary { algorithm, params }) = secondary {
+                if priority == AUTO_PRIORITY && config.auto_recompress.is_some() {
+                    return Err(SetupError::PriorityTaken(*algorithm));
+                }
+                codecs
+                    .set(priority, Streams::shared(*algorithm, params)?)
+                    .map_err(|_| SetupError::NoMemory)?;
+            }
+        }
+        let store = match backing {
+            None => None,
+            Some((device, packed)) => {
+                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
+            }
+        };
+        let common = Arc::new(Common::new()?);
+        Ok(Arc::new(Self {
+            table: Swap::new(Box::new(Table::new(0, Arc::clone(&common)))),
+            size: AtomicU64::new(disksize),
+            common,
+            flights: Flights::default(),
+            pool: Pool::new()?,
+            codecs,
+            ages: Ages::default(),
+            store,
+            keeper: Arc::default(),
+            readers: Readers::default(),
+            auto: dictionary::Auto::default(),
+            counters: Counters::default(),
+            mem_limit: AtomicU64::new(0),
+            config,
+            passes: Mutex::default(),
+            reclaim_cursor: Mutex::default(),
+            spill_failures: Mutex::default(),
+            spill_error: Mutex::default(),
+            growing: Mutex::default(),
+            resetting: Mutex::new(1),
+        }))
+    }
+
     fn size(&self) -> u64 {
         // Acquire: pairs with the Release in `grow`.
         self.size.load(Ordering::Acquire)
@@ -532,6 +545,9 @@ impl Inner {
 impl Ticks for Inner {
     fn tick(&self) {
         self.tick_ages();
+        // What others freed meanwhile; what is late is answered by the runner, as this thread is everybody's.
+        self.keeper.memory_freed();
+        self.hand_over_late_flights();
     }
 }
 

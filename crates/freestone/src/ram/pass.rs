@@ -2,7 +2,8 @@
 //!
 //! # Protocol
 //! * A page that is taken on stays where it is, and is read and written as before. Under its slot's lock its bytes are copied
-//!   into the batch, and the slot is *picked* with the batch's tag. Whoever touches the page takes that mark away.
+//!   into the batch, and the slot is *picked* with the batch's tag. Whoever changes the page takes that mark away; a read
+//!   does not.
 //! * When the batch is on the device, each slot that still has the mark becomes `Spilled`, under its lock, and its old
 //!   object is freed. A slot without it keeps what it has, and the page's place on the device is free again.
 //! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot any more. So the mark
@@ -23,7 +24,7 @@ use crate::slot::{Kind, Word};
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout::Packer;
 use crate::spill::space::{BLOCK_BYTES, Run};
-use crate::spill::store::{self, Refused, Store, WRITE_BLOCKS_MAX, WRITES_MAX, Write};
+use crate::spill::store::{self, Charge, Refused, Store, WRITE_BLOCKS_MAX, WRITES_MAX, Write};
 
 /// A packed run is not shorter by choice: what is left at its end is lost.
 const PACKED_RUN_BLOCKS_MIN: u32 = 8;
@@ -64,6 +65,7 @@ pub(super) struct Pass<'a> {
 struct Batch {
     tag: u8,
     run: Run,
+    charge: Charge,
     content: Content,
     entries: Vec<Entry>,
 }
@@ -297,10 +299,15 @@ impl<'a> Pass<'a> {
     }
 
     fn begin(&mut self) -> Result<Batch, WritebackError> {
-        let run = self.store.open_run(self.write_blocks, self.reserve).map_err(|refused| match refused {
-            Refused::Limit => WritebackError::Limit,
-            Refused::Full => WritebackError::NoSpace,
-        })?;
+        // Each write that a silent device is given holds a buffer until it answers.
+        if self.store.unanswered() > 0 {
+            return Err(WritebackError::Device(Error::Media));
+        }
+        let (run, charge) =
+            self.store.open_run(self.write_blocks, self.reserve).map_err(|refused| match refused {
+                Refused::Limit => WritebackError::Limit,
+                Refused::Full => WritebackError::NoSpace,
+            })?;
         let bytes = run.blocks as usize * BLOCK_BYTES;
         let buffer = match self.spare.pop() {
             Some(mut buffer) => {
@@ -312,7 +319,7 @@ impl<'a> Pass<'a> {
         let buffer = match buffer {
             Ok(buffer) => buffer,
             Err(error) => {
-                self.store.trim_run(run, 0);
+                self.store.trim_run(run, charge, 0);
                 return Err(WritebackError::Device(error));
             }
         };
@@ -323,7 +330,7 @@ impl<'a> Pass<'a> {
         };
         let tag = (!self.tags_in_use).trailing_zeros() as u8;
         self.tags_in_use |= 1 << tag;
-        Ok(Batch { tag, run, content, entries: Vec::new() })
+        Ok(Batch { tag, run, charge, content, entries: Vec::new() })
     }
 
     /// Hands the open batch to the device.
@@ -335,7 +342,7 @@ impl<'a> Pass<'a> {
             Content::Gone => return Ok(()),
         };
         let all = batch.run;
-        batch.run = self.store.trim_run(batch.run, used);
+        batch.run = self.store.trim_run(batch.run, batch.charge, used);
         if used == 0 {
             self.release(batch.tag);
             buffer.show(all.blocks as usize * BLOCK_BYTES);
@@ -343,7 +350,7 @@ impl<'a> Pass<'a> {
             return Ok(());
         }
         buffer.show(used as usize * BLOCK_BYTES);
-        let write = self.store.write(batch.run, buffer);
+        let write = self.store.write(batch.run, batch.charge, buffer);
         self.flying.push_back((batch, write));
         while self.flying.len() >= self.writes_max {
             self.reap();
@@ -358,7 +365,8 @@ impl<'a> Pass<'a> {
             store::Written::Done(mut buffer) => {
                 self.done.blocks += u64::from(batch.run.blocks);
                 let mut left = Left::default();
-                for entry in &batch.entries {
+                // The newest first: a page that was changed and taken on again is twice in the batch.
+                for entry in batch.entries.iter().rev() {
                     self.publish(batch.tag, entry, &mut left);
                 }
                 self.store.took(left.pages, left.stored);
@@ -372,12 +380,12 @@ impl<'a> Pass<'a> {
                 self.failed = Some(error);
                 // A full file system stays full; other errors may be of this place alone, and the kernel goes on, too.
                 self.stopped |= error != Error::Media;
-                batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
+                batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
             }
             store::Written::Unanswered => {
                 self.failed = Some(Error::Media);
                 self.stopped = true;
-                batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
+                batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
             }
         }
         self.release(batch.tag);
@@ -387,7 +395,7 @@ impl<'a> Pass<'a> {
         self.tags_in_use &= !(1 << tag);
     }
 
-    /// The page is on the device: its slot says so, unless somebody touched it meanwhile.
+    /// The page is on the device: its slot says so, unless somebody changed it meanwhile.
     fn publish(&self, tag: u8, entry: &Entry, left: &mut Left) {
         let published = pin::pinned(|pin| {
             let table = self.ram.table.load(pin);
@@ -447,8 +455,8 @@ impl Drop for Pass<'_> {
     /// A pass that is not ended in peace leaves no page picked and no block taken.
     fn drop(&mut self) {
         if let Some(batch) = self.open.take() {
-            batch.entries.iter().for_each(|entry| self.give_back(batch.tag, entry));
-            self.store.trim_run(batch.run, 0);
+            batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
+            self.store.trim_run(batch.run, batch.charge, 0);
         }
         while !self.flying.is_empty() {
             self.reap();

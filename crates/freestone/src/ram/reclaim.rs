@@ -28,7 +28,7 @@ const HOLES_MIN_BLOCKS: u64 = 256;
 impl Inner {
     /// Moves objects together, a part of the device at a time, where room gets short and holes are many.
     pub(super) fn reclaim_if_worth_it(&self) {
-        let Some(store) = &self.store else { return };
+        let Some(store) = self.store.as_ref().filter(|store| store.unanswered() == 0) else { return };
         let (free, holes) = (store.free_blocks(), store.hole_blocks());
         let blocks = store.numbers().blocks;
         if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
@@ -73,9 +73,12 @@ impl Inner {
             let mut pass = Pass::to_move(self, store);
             let moved = empty_window(store, start, stop, &sparse, &mut pass);
             let (_, ended) = pass.end();
-            let more = moved.and_then(|more| ended.map(|()| more))?;
-            if !more {
-                break;
+            match moved.and_then(|more| ended.map(|()| more)) {
+                Ok(true) => {}
+                Ok(false) => break,
+                // What cannot be read stays where it is.
+                Err(WritebackError::Device(Error::Media)) if store.unanswered() == 0 => {}
+                Err(error) => return Err(error),
             }
             from = last;
         }
@@ -132,5 +135,6 @@ fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<Vec<u8>, Error> {
         // Too late for a reader that is gone.
         let _ = tx.send(outcome.map(|()| buffer.to_vec()));
     });
-    rx.recv_timeout(Duration::from_millis(store.timeout_ms())).unwrap_or(Err(Error::Media))
+    // No answer is not the error of this window only.
+    rx.recv_timeout(Duration::from_millis(store.timeout_ms())).unwrap_or(Err(Error::Gone))
 }

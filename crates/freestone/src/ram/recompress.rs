@@ -15,6 +15,8 @@
 //!
 //! Lock order: `passes` for the whole run; under it as requests do.
 
+use std::time::Duration;
+
 use thiserror::Error;
 
 use super::candidates::Sizes;
@@ -27,7 +29,11 @@ use crate::pin;
 use crate::pool::BackRef;
 use crate::pool::class::class_of;
 use crate::slot::{Kind, Leaf, Table, Word};
+use crate::sync::MutexGuard;
 
+/// So often a run looks whether requests wait for memory, and so long it stands aside for them.
+const GIVE_WAY_PAGES: u64 = 64;
+const GIVE_WAY: Duration = Duration::from_millis(1);
 /// Pages in a row that find no room below the memory limit before a round ends.
 const REFUSALS_MAX: u32 = 4096;
 /// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
@@ -188,7 +194,7 @@ impl Ram {
         let inner = &*self.0;
         let target = what.target(&inner.codecs);
         let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
-        let _one = inner.passes.lock();
+        let turn = inner.passes.lock();
         let target = Target {
             priority,
             streams,
@@ -204,6 +210,8 @@ impl Ram {
             table: inner.table_id(),
             done: Recompressed::default(),
             room: Room::default(),
+            turn: Some(turn),
+            visited: 0,
         };
         let outcome = run.work(&wants);
         outcome.map(|()| run.done).map_err(|error| (run.done, error))
@@ -259,9 +267,23 @@ struct Run<'a> {
     table: u32,
     done: Recompressed,
     room: Room,
+    /// [`Inner::passes`].
+    turn: Option<MutexGuard<'a, ()>>,
+    visited: u64,
 }
 
 impl Run<'_> {
+    /// Stands aside now and then where requests wait for memory: spilling has its turn.
+    fn give_way(&mut self) {
+        self.visited += 1;
+        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.inner.keeper.is_wanted() {
+            self.turn = None;
+            self.inner.keeper.memory_freed();
+            std::thread::sleep(GIVE_WAY);
+            self.turn = Some(self.inner.passes.lock());
+        }
+    }
+
     /// Rounds over all pages: one, or, where the limit left no room for some, as many as there is progress.
     fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
         loop {
@@ -290,6 +312,7 @@ impl Run<'_> {
             if self.done.tried >= self.max_pages {
                 return false;
             }
+            self.give_way();
             match self.try_slot(slot, wants) {
                 Ok(attempt) => {
                     refused |= attempt == Attempt::NoRoom;

@@ -15,13 +15,16 @@ use crate::slot::{Kind, LEAF_SLOTS, Word};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
 
+/// No more than this is not worth another try on a device that was full.
+pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
+
 /// Which pages are marked idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Idle {
     /// All that are in memory.
     All,
     /// Those that nobody touched for so long; the mark is taken from all others. Ages are known to the second at first, and
-    /// to about a tenth later on; a page is never taken for older than it is.
+    /// to about a third later on; a page is never taken for older than it is.
     OlderThan(Duration),
 }
 
@@ -214,8 +217,12 @@ impl Inner {
                 }
                 let guard = leaf.lock(slot);
                 let word = guard.word();
-                // A picked page's age is not known; it was found old by the pass that works on it.
-                let idle = old.is_none_or(|old| word.is_picked() || old[usize::from(word.age())]);
+                // A picked page's age is not known: it keeps the mark that it has.
+                let idle = match old {
+                    Some(_) if word.is_picked() => word.is_idle(),
+                    Some(old) => old[usize::from(word.age())],
+                    None => true,
+                };
                 if is_spillable(word) {
                     marked += u64::from(idle);
                     guard.publish(word.with_idle(idle));
@@ -251,12 +258,19 @@ impl Inner {
             Writeback::Pages(_) => true,
         };
         let _one = self.passes.lock();
-        let mut pass = Pass::new(self, store);
-        let outcome = self.select(store, ranges, &wanted, &mut pass);
-        let (done, ended) = pass.end();
-        match outcome.and(ended) {
-            Ok(()) => Ok(done),
-            Err(error) => Err((done, error)),
+        let mut done = Written::default();
+        loop {
+            let mut pass = Pass::new(self, store);
+            let outcome = self.select(store, ranges, &wanted, &mut pass);
+            let (written, ended) = pass.end();
+            done.pages += written.pages;
+            done.blocks += written.blocks;
+            match outcome.and(ended) {
+                Ok(()) => return Ok(done),
+                // A device that is full of holes has room.
+                Err(WritebackError::NoSpace) if self.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
+                Err(error) => return Err((done, error)),
+            }
         }
     }
 

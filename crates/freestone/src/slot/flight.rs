@@ -110,6 +110,13 @@ impl<W> Flights<W> {
         self.shard(number).get(&number).is_some_and(|flight| flight.waiting.iter().any(is))
     }
 
+    /// Takes the first waiter out of whom `is` is true.
+    pub fn take_waiter(&self, number: u64, is: impl FnMut(&W) -> bool) -> Option<W> {
+        let mut shard = self.shard(number);
+        let waiting = &mut shard.get_mut(&number)?.waiting;
+        waiting.iter().position(is).map(|at| waiting.remove(at))
+    }
+
     /// The flights that departed before `since`: number and owner.
     pub fn departed_before(&self, since: u64) -> Vec<(u64, u64)> {
         let shards = self.shards.iter().map(Mutex::lock);

@@ -209,11 +209,11 @@ fn a_flight_lands_once() {
 }
 
 /// A page is written to disk while others overwrite it, and a second pass picks it as well: what the slot says in the
-/// end is the last content, on disk only if the disk has it, and every place that is no longer used was freed once.
+/// end is the last content, in memory or on disk.
 #[test]
 fn stale_bytes_never_become_a_page() {
     bounded(|| {
-        // What each place on disk would give back; what the slot holds is `same(content)`.
+        // What the slot holds is `same(content)`; the flag says that the write was answered.
         let shared = Arc::new((shared(), AtomicU32::new(0)));
         let s = &shared.0;
         lock(&s.slot, &s.parking).publish(Word::same(1));

@@ -7,7 +7,7 @@
 //! | 2-4   | kind           | see [`Kind`] |
 //! | 5-6   | algorithm      | which of up to four algorithms made the object (0 is the primary) |
 //! | 7     | idle           | not touched since it was marked |
-//! | 8     | picked         | a background pass works on it, and nobody has touched it since |
+//! | 8     | picked         | a background pass works on it, and nobody has changed it since |
 //! | 9     | incompressible | every algorithm failed on it |
 //! | 10-15 | age            | epoch of the last access (see `age`); of a picked slot: the pass's tag |
 //! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; spilled: 0 is a whole page |
@@ -29,7 +29,7 @@ pub enum Kind {
     Compressed = 3,
     /// An incompressible page, stored as it is ("huge" in the kernel's words).
     Huge = 4,
-    /// The page's content is on its way from or to a disk; requests queue on it.
+    /// The page's content is on its way from a disk; requests queue on it.
     InFlight = 5,
     /// The page lies on the backing device.
     Spilled = 6,
@@ -216,7 +216,7 @@ impl Word {
         Self(self.0 & !AGE_MASK | (age as u64) << AGE_SHIFT)
     }
 
-    /// A background pass, whose work has this tag, takes the page on. The mark is gone as soon as somebody touches the
+    /// A background pass, whose work has this tag, takes the page on. The mark is gone as soon as somebody changes the
     /// page, so a pass that finds its tag again knows that nobody has.
     #[must_use]
     pub const fn picked(self, tag: u8) -> Self {
@@ -228,7 +228,7 @@ impl Word {
         self.0 & PICKED != 0
     }
 
-    /// Whether the pass with this tag works on the page, and nobody has touched it since.
+    /// Whether the pass with this tag works on the page, and nobody has changed it since.
     pub const fn is_picked_by(self, tag: u8) -> bool {
         self.is_picked() && self.age() == tag
     }
@@ -239,11 +239,13 @@ impl Word {
         Self(self.0 & !PICKED).with_age(age)
     }
 
-    /// The word after an access in epoch `now`: not idle, not picked. An empty one stays as it is.
+    /// The word after a read in epoch `now`: not idle. An empty one stays as it is; a picked one keeps its tag, so that
+    /// a page which is read all the time can still leave memory.
     #[inline]
     #[must_use]
     pub const fn touched(self, now: u8) -> Self {
-        if self.0 & KIND_MASK == 0 { self } else { Self(self.0 & !(IDLE | PICKED)).with_age(now) }
+        let word = Self(self.0 & !IDLE);
+        if self.0 & KIND_MASK == 0 || self.is_picked() { word } else { word.with_age(now) }
     }
 
     pub(super) const fn from_bits(bits: u64) -> Self {
@@ -297,10 +299,9 @@ mod tests {
         let picked = word.picked(5);
         assert!(picked.is_picked_by(5) && !picked.is_picked_by(6) && picked.is_idle());
         assert_eq!(picked.unpicked(63), word);
-        let touched = picked.touched(9);
-        assert!(
-            !touched.is_idle() && !touched.is_picked() && touched.is_incompressible() && touched.age() == 9
-        );
+        let touched = word.touched(9);
+        assert!(!touched.is_idle() && touched.is_incompressible() && touched.age() == 9);
+        assert!(picked.touched(9).is_picked_by(5) && !picked.touched(9).is_idle());
         for word in [word, picked, touched] {
             let fields = (word.kind(), word.location(), word.stored_bytes(), word.algorithm());
             assert_eq!(fields, (Kind::Compressed, 77, 1234, 2));

@@ -4,7 +4,8 @@
 //! Space is taken in contiguous runs, searched for from where the last one ended, so that runs taken one after another
 //! are neighbours and the disk is written from front to back.
 //!
-//! All of it lies under one lock, which is held for a bounded search and never across I/O. Reads do not come here.
+//! All of it lies under one lock, which is held for a bounded search and never across I/O. Of all
+//! reads only those come here whose page goes back to memory and was the last of its block.
 
 use zerocopy::FromZeros;
 

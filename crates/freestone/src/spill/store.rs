@@ -24,6 +24,8 @@ pub const WRITE_BLOCKS_MAX: u32 = 256;
 pub const WRITES_MAX: usize = 4;
 /// Blocks in flight at once, unless said otherwise.
 pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
+/// Reads that a silent device is given: each holds its buffer until it is answered.
+const READS_MAX: u32 = 1 << 14;
 /// How long the device may take for an answer, unless said otherwise.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -42,6 +44,8 @@ pub struct Store {
     timeout_ms: AtomicU64,
     /// Writes that were given up and are not answered yet.
     unanswered: AtomicU32,
+    /// Reads that the device has not answered yet.
+    reading: AtomicU32,
 }
 
 mod counter {
@@ -122,6 +126,7 @@ impl Store {
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
             timeout_ms: AtomicU64::new(TIMEOUT.as_millis() as u64),
             unanswered: AtomicU32::new(0),
+            reading: AtomicU32::new(0),
         })
     }
 
@@ -138,31 +143,31 @@ impl Store {
     }
 
     /// Reserves up to `wanted` contiguous blocks, out of the budget as well, where more than `reserve` are free.
-    pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<Run, Refused> {
+    pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<(Run, Charge), Refused> {
         let free = self.space.free();
         if free <= reserve {
             return Err(Refused::Full);
         }
         let wanted = u64::from(wanted).min(free - reserve) as u32;
-        let granted = self.budget.take(wanted);
+        let (granted, charge) = self.budget.take(wanted);
         if granted == 0 {
             return Err(Refused::Limit);
         }
         let Some(run) = self.space.take(granted) else {
-            self.budget.refund(granted);
+            self.budget.refund(granted, charge);
             return Err(Refused::Full);
         };
-        self.budget.refund(granted - run.blocks);
+        self.budget.refund(granted - run.blocks, charge);
         self.blocks.open(run);
-        Ok(run)
+        Ok((run, charge))
     }
 
     /// Gives the blocks behind the first `used` of a run back. Returns what is left of it.
-    pub fn trim_run(&self, run: Run, used: u32) -> Run {
+    pub fn trim_run(&self, run: Run, charge: Charge, used: u32) -> Run {
         if used < run.blocks {
             let rest = run.blocks - used;
             self.give(Run { start: run.start + u64::from(used), blocks: rest });
-            self.budget.refund(rest);
+            self.budget.refund(rest, charge);
         }
         Run { start: run.start, blocks: used }
     }
@@ -179,7 +184,7 @@ impl Store {
     }
 
     /// Writes a run. `buffer` has as many blocks.
-    pub fn write(self: &Arc<Self>, run: Run, buffer: IoBuf) -> Write {
+    pub fn write(self: &Arc<Self>, run: Run, charge: Charge, buffer: IoBuf) -> Write {
         debug_assert_eq!(buffer.len(), run.blocks as usize * BLOCK_BYTES);
         let answer = Arc::new(Answer { state: Mutex::new(State::Flying), answered: Condvar::new() });
         let done = {
@@ -200,12 +205,12 @@ impl Store {
         let len = u64::from(run.blocks) * BLOCK_BYTES as u64;
         let started = Instant::now();
         self.device.submit(Request::write(run.start * BLOCK_BYTES as u64, len), buffer, done);
-        Write { run, started, answer }
+        Write { run, charge, started, answer }
     }
 
     /// Waits for a write. Where it failed its blocks are free again, and the budget has them back.
     pub fn finish(&self, write: Write) -> Written {
-        let Write { run, started, answer } = write;
+        let Write { run, charge, started, answer } = write;
         // Relaxed: a setting.
         let timeout = Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed));
         let mut state = answer.state.lock();
@@ -219,7 +224,7 @@ impl Store {
                     drop(state);
                     self.counters.add(counter::FAILED_WRITES, 1);
                     self.give(run);
-                    self.budget.refund(run.blocks);
+                    self.budget.refund(run.blocks, charge);
                     return Written::Failed(error);
                 }
                 State::Flying | State::GivenUp => {
@@ -277,12 +282,20 @@ impl Store {
         done: impl FnOnce(Result<()>, &[u8]) + Send + 'static,
     ) {
         let len = blocks as usize * BLOCK_BYTES;
+        // Relaxed: a bound; a few more do no harm.
+        if self.reading.load(Ordering::Relaxed) >= READS_MAX {
+            return done(Err(Error::Media), &[]);
+        }
         let buffer = match self.spare.get(len) {
             Ok(buffer) => buffer,
             Err(error) => return done(Err(error), &[]),
         };
+        // Relaxed: a count.
+        self.reading.fetch_add(1, Ordering::Relaxed);
         let store = Arc::clone(self);
         let done = Completion::new(move |outcome, buffer| {
+            // Relaxed: a count.
+            store.reading.fetch_sub(1, Ordering::Relaxed);
             match outcome {
                 Ok(()) => store.counters.add(counter::READS, i64::from(blocks)),
                 Err(_) => store.counters.add(counter::FAILED_READS, 1),
@@ -332,10 +345,11 @@ impl Store {
         self.timeout_ms.load(Ordering::Relaxed)
     }
 
-    /// Sets how long the device may take for an answer.
+    /// Sets how long the device may take for an answer, at least a millisecond.
     pub fn set_timeout(&self, timeout: Duration) {
+        let ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).max(1);
         // Relaxed: a setting.
-        self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
+        self.timeout_ms.store(ms, Ordering::Relaxed);
     }
 
     /// Blocks that are free, without those that are kept for moving objects.
@@ -354,6 +368,12 @@ impl Store {
         used.saturating_sub(full.div_ceil(BLOCK_BYTES as u64))
     }
 
+    /// Writes that were given up and are not answered yet.
+    pub fn unanswered(&self) -> u32 {
+        // Relaxed: a count that is looked at now and then.
+        self.unanswered.load(Ordering::Relaxed)
+    }
+
     /// Everything that is counted.
     pub fn numbers(&self) -> Numbers {
         let get = |counter| self.counters.get(counter);
@@ -366,8 +386,7 @@ impl Store {
             failed_writes: get(counter::FAILED_WRITES),
             pages: get(counter::PAGES),
             live_bytes: get(counter::LIVE_BYTES),
-            // Relaxed: shown only.
-            unanswered: self.unanswered.load(Ordering::Relaxed),
+            unanswered: self.unanswered(),
         }
     }
 
@@ -420,6 +439,7 @@ impl Spare {
 /// A write under way.
 pub struct Write {
     run: Run,
+    charge: Charge,
     started: Instant,
     answer: Arc<Answer>,
 }
@@ -459,7 +479,12 @@ pub struct Limit {
     pub enabled: bool,
     /// Blocks of 4 KiB.
     pub left: u64,
+    /// How often it was set: what was taken before is not refunded after.
+    generation: u64,
 }
+
+/// To which budget blocks were charged; `None` where none counted.
+pub type Charge = Option<u64>;
 
 impl Budget {
     /// What is set, and left.
@@ -469,23 +494,25 @@ impl Budget {
 
     /// Changes it.
     pub fn set(&self, change: impl FnOnce(&mut Limit)) {
-        change(&mut self.state.lock());
+        let mut limit = self.state.lock();
+        change(&mut limit);
+        limit.generation += 1;
     }
 
     /// Takes up to `wanted` blocks out.
-    fn take(&self, wanted: u32) -> u32 {
+    fn take(&self, wanted: u32) -> (u32, Charge) {
         let mut limit = self.state.lock();
         if !limit.enabled {
-            return wanted;
+            return (wanted, None);
         }
         let granted = limit.left.min(u64::from(wanted)) as u32;
         limit.left -= u64::from(granted);
-        granted
+        (granted, Some(limit.generation))
     }
 
-    fn refund(&self, blocks: u32) {
+    fn refund(&self, blocks: u32, charge: Charge) {
         let mut limit = self.state.lock();
-        if limit.enabled {
+        if charge == Some(limit.generation) {
             limit.left = limit.left.saturating_add(u64::from(blocks));
         }
     }
