@@ -1,10 +1,11 @@
 //! Disks that are slow, full or silent: who has to wait for them, and who has not.
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use freestone::device::{Blocking, Error, Op};
+use freestone::device::{Blocking, Buffer, Device, Error, Op, Request};
 use freestone::ram::{Config, Idle, Writeback, WritebackError};
 use freestone_testkit::{Faulty, What, When};
 
@@ -286,4 +287,73 @@ fn a_disk_that_goes_away_takes_its_requests_along() {
     disk.backing.heal();
     assert!(disk.read(0, 64).unwrap() == noise(1, 64));
     disk.ends_clean();
+}
+
+/// A page that is changed and taken on again while its batch is being filled: the batch has it twice.
+#[test]
+fn a_page_that_a_batch_takes_twice_keeps_its_last_content() {
+    for packed in LAYOUTS {
+        let disk = Disk::manual(8 * MIB, 4000, packed);
+        disk.write(0, &noise(0, 1));
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(SeqCst) {
+                    disk.ram.writeback(&Writeback::Pages(vec![0..=0; 60])).unwrap();
+                }
+            });
+            let lost = (1..1500).filter(|&number| {
+                let page = noise(number, 1);
+                disk.write(0, &page);
+                thread::sleep(Duration::from_micros(200));
+                disk.read(0, 1).unwrap() != page
+            });
+            let lost = lost.count();
+            stop.store(true, SeqCst);
+            assert_eq!(lost, 0, "packed {packed}: answered writes are lost");
+        });
+        disk.ends_clean();
+    }
+}
+
+#[test]
+fn one_failed_write_of_the_disk_fails_no_write_to_it() {
+    for packed in LAYOUTS {
+        let disk = limited(24 * MIB, 2 * MIB, 8000, packed);
+        disk.backing.fault(Some(Op::Write), When::At(5), What::Fail(Error::Media));
+        for page in 0..6000 {
+            disk.write(page, &noise(page, 1));
+        }
+        assert_eq!(disk.ram.io_stat().failed_writes, 0);
+        assert_eq!(disk.ram.backing().unwrap().failed_writes, 1);
+        disk.ends_clean();
+    }
+}
+
+/// Memory that is read all the time can still be spilled.
+#[test]
+fn a_reader_of_everything_does_not_keep_writers_out() {
+    for packed in LAYOUTS {
+        let disk = limited(24 * MIB, MIB, 8000, packed);
+        disk.backing.fault(Some(Op::Write), When::Always, What::Delay(Duration::from_millis(2)));
+        disk.write(0, &noise(0, 200));
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut back = vec![0; PAGE as usize];
+                while !stop.load(SeqCst) {
+                    for page in 0..200 {
+                        // What is in memory only: it never waits.
+                        let _ = disk.ram.try_io(&Request::read(page * PAGE, PAGE), Buffer::Read(&mut back));
+                    }
+                }
+            });
+            for page in 200..2000 {
+                disk.write(page, &noise(page, 1));
+            }
+            stop.store(true, SeqCst);
+        });
+        assert_eq!(disk.ram.io_stat().failed_writes, 0);
+        disk.ends_clean();
+    }
 }
