@@ -112,9 +112,8 @@ struct Fetching {
 pub(super) struct Wanted {
     slot: u64,
     flight: u64,
-    unit: u64,
-    stored: usize,
-    algorithm: usize,
+    /// What its slot held.
+    word: Word,
 }
 
 /// Where sequential readers are expected next.
@@ -308,13 +307,13 @@ impl Ram {
     /// Reads pages that are in flight, near ones together.
     fn read(&self, mut wanted: Vec<Wanted>) {
         let Some(store) = &self.0.store else { return };
-        wanted.sort_unstable_by_key(|wanted| wanted.unit);
+        wanted.sort_unstable_by_key(|wanted| wanted.word.location());
         let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
         while !wanted.is_empty() {
-            let (first, blocks) = store.blocks_of(wanted[0].unit, wanted[0].stored);
+            let (first, blocks) = store.blocks_of(wanted[0].word);
             let mut end = first + u64::from(blocks);
             let near = wanted.iter().skip(1).take_while(|wanted| {
-                let (start, blocks) = store.blocks_of(wanted.unit, wanted.stored);
+                let (start, blocks) = store.blocks_of(wanted.word);
                 let to = end.max(start + u64::from(blocks));
                 let joins = start <= end + gap && to - first <= READ_BLOCKS_MAX;
                 end = if joins { to } else { end };
@@ -399,28 +398,31 @@ impl Inner {
         Wanted {
             slot,
             flight: self.flights.depart(guard, BackRef::new(table, slot).bits(), now_ms(), waiting),
-            unit: word.location(),
-            stored: word.spilled_bytes(),
-            algorithm: word.algorithm(),
+            word,
         }
     }
 
     /// What was read from block `first` on has come, or failed.
     fn came(&self, wanted: &Wanted, first: u64, outcome: Result<()>, buffer: &[u8]) {
         let Some(store) = &self.store else { return };
-        let at = (wanted.unit - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
+        let at = (wanted.word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
         let owner = self.flights.owner(wanted.flight);
         let object = match (outcome, owner) {
             // It landed by other hands: too late, or its table is gone.
             (_, None) => return,
             (Err(error), _) => Err(error),
-            (Ok(()), Some(owner)) if store.is_packed() => {
-                layout::object_at(buffer, at, owner, wanted.stored, wanted.algorithm as u8).ok_or_else(|| {
-                    store.failed_read();
-                    tracing::warn!("page {} came back damaged from the backing device", wanted.slot);
-                    Error::Media
-                })
-            }
+            (Ok(()), Some(owner)) if store.is_packed() => layout::object_at(
+                buffer,
+                at,
+                owner,
+                wanted.word.spilled_bytes(),
+                wanted.word.algorithm() as u8,
+            )
+            .ok_or_else(|| {
+                store.failed_read();
+                tracing::warn!("page {} came back damaged from the backing device", wanted.slot);
+                Error::Media
+            }),
             (Ok(()), Some(_)) => buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media),
         };
         let (Ok(object), Some(owner)) = (object, owner) else {
@@ -440,7 +442,7 @@ impl Inner {
     /// for one object is enough.
     fn change(&self, ram: Ram, mut job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
-        let unpacked = self.unpack_spilled(wanted.stored, wanted.algorithm, object, &mut page);
+        let unpacked = self.unpack_spilled(wanted.word, object, &mut page);
         let (_, from, len) = piece(job.request.offset, job.request.len);
         match (job.request.op, job.buffer.get(job.at..job.at + len)) {
             (Op::Write, Some(data)) => page[from..from + len].copy_from_slice(data),
@@ -471,8 +473,7 @@ impl Inner {
         if location.is_none() {
             self.keeper.kick();
         }
-        let size = if wanted.stored == PAGE_BYTES { 0 } else { wanted.stored as u32 };
-        location.map(|location| Word::spilled(0, size, wanted.algorithm as u8).back_at(location))
+        location.map(|location| wanted.word.back_at(location))
     }
 
     /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
@@ -488,7 +489,6 @@ impl Inner {
             }
             let now = self.ages.now();
             Some(self.flights.land(guard, |held| match back {
-                Some(word) if held.is_incompressible() => word.with_incompressible().with_age(now),
                 Some(word) => word.with_age(now),
                 None => held.touched(now),
             }))
@@ -507,9 +507,7 @@ impl Inner {
             return true;
         }
         let mut page = [0; PAGE_BYTES];
-        let outcome = content.and_then(|object| {
-            self.unpack_spilled(held.spilled_bytes(), held.algorithm(), object, &mut page)
-        });
+        let outcome = content.and_then(|object| self.unpack_spilled(held, object, &mut page));
         if outcome.is_err() {
             self.counters.add(counter::FAILED_READS, 1);
         }
@@ -528,12 +526,12 @@ impl Inner {
         true
     }
 
-    fn unpack_spilled(&self, stored: usize, algorithm: usize, object: &[u8], page: &mut Page) -> Result<()> {
-        if stored == PAGE_BYTES {
+    fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.spilled_bytes() == PAGE_BYTES {
             page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
             return Ok(());
         }
-        self.codecs.decompress(algorithm, object, page)
+        self.codecs.decompress(held.algorithm(), object, page)
     }
 
     /// Has flights failed for which the device has taken too long.

@@ -16,6 +16,7 @@ use super::layout;
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
 use crate::device::{Completion, Device, Error, IoBuf, Request, Result};
 use crate::percpu::{self, Counters};
+use crate::slot::Word;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
 /// Largest write.
@@ -267,8 +268,9 @@ impl Store {
 
     // ---- reading ---------------------------------------------------------------------------------------------------
 
-    /// The blocks in which an object lies: the first, and how many.
-    pub fn blocks_of(&self, unit: u64, stored: usize) -> (u64, u32) {
+    /// The blocks in which a spilled slot's object lies: the first, and how many.
+    pub fn blocks_of(&self, spilled: Word) -> (u64, u32) {
+        let (unit, stored) = (spilled.location(), spilled.spilled_bytes());
         let last = (unit + u64::from(self.units(stored)) - 1) / BLOCK_UNITS;
         let first = unit / BLOCK_UNITS;
         (first, (last - first + 1) as u32)
