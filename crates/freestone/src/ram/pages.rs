@@ -3,6 +3,7 @@
 use std::cell::Cell;
 
 use super::Inner;
+use super::pass::is_spillable;
 use super::stats::counter;
 use crate::PAGE_BYTES;
 use crate::codec::{Page, Scratch};
@@ -41,8 +42,11 @@ impl Inner {
         if result.is_err() {
             self.counters.add(counter::FAILED_READS, 1);
         }
-        let touched = guard.word().touched(self.ages.now());
-        guard.publish(touched);
+        let word = guard.word();
+        // Others never leave memory: their age is nobody's concern.
+        if is_spillable(word) {
+            guard.publish(word.touched(self.ages.now()));
+        }
         Ok(result)
     }
 
