@@ -32,6 +32,8 @@ pub mod codec;
 #[cfg(not(loom))]
 pub mod file;
 #[cfg(not(loom))]
+pub mod moment;
+#[cfg(not(loom))]
 pub mod null;
 #[cfg(not(loom))]
 mod percpu;

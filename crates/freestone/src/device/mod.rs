@@ -5,6 +5,7 @@
 
 mod blocking;
 mod buffer;
+mod changes;
 mod completion;
 mod error;
 mod geometry;
@@ -13,6 +14,7 @@ pub mod zoned;
 
 pub use blocking::Blocking;
 pub use buffer::{IO_ALIGN_BYTES, IoBuf};
+pub use changes::{Change, Changes};
 pub use completion::Completion;
 pub use error::{Error, Result};
 pub use geometry::{Extent, ExtentKind, Geometry};
@@ -85,6 +87,11 @@ pub trait Device: Send + Sync {
 
     /// The zone operations, where the device has zones.
     fn zoned(&self) -> Option<&dyn Zoned> {
+        None
+    }
+
+    /// What the device holds itself, where it was made from another.
+    fn changes(&self) -> Option<&dyn Changes> {
         None
     }
 }

@@ -1,0 +1,29 @@
+//! One moment for several devices: snapshots that are taken together show all of their origins at one point in time.
+//!
+//! A write that was answered before another began is in the snapshots if the other is, on whatever device of the set
+//! each went. All that can fail or take long (a store on a disk, memory) is done before, in making what implements
+//! [`Pending`].
+
+use std::sync::{Mutex, PoisonError};
+
+/// A snapshot that is ready and has not begun.
+pub trait Pending: Send {
+    /// Returns when no write to the origin is under way any more; those that come wait until [`thaw`](Self::thaw).
+    fn freeze(&mut self);
+    /// The snapshot begins: what the origin holds now is what it shows. Called once, while frozen.
+    fn attach(&mut self);
+    /// Writes go on.
+    fn thaw(&mut self);
+}
+
+/// Two sets of devices at one time could each wait for a device that the other has frozen.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as it takes; put origins
+/// that have to wait for a disk first, so that those in memory are held up for the least time.
+pub fn take(pending: &mut [Box<dyn Pending>]) {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    pending.iter_mut().for_each(|one| one.freeze());
+    pending.iter_mut().for_each(|one| one.attach());
+    pending.iter_mut().for_each(|one| one.thaw());
+}
