@@ -14,6 +14,11 @@ pub fn now_ms() -> u64 {
     START.elapsed().as_millis() as u64
 }
 
+/// A duration in milliseconds.
+pub fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Something that wants to know of time passing.
 pub trait Ticks: Send + Sync {
     /// Called about once a second, on a thread that all share: short work only.

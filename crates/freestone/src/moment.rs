@@ -21,9 +21,15 @@ static ONE: Mutex<()> = Mutex::new(());
 
 /// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as it takes; put origins
 /// that have to wait for a disk first, so that those in memory are held up for the least time.
-pub fn take(pending: &mut [Box<dyn Pending>]) {
+pub fn take(pending: &mut [&mut dyn Pending]) {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    pending.iter_mut().for_each(|one| one.freeze());
-    pending.iter_mut().for_each(|one| one.attach());
-    pending.iter_mut().for_each(|one| one.thaw());
+    for one in &mut *pending {
+        one.freeze();
+    }
+    for one in &mut *pending {
+        one.attach();
+    }
+    for one in pending {
+        one.thaw();
+    }
 }

@@ -69,11 +69,27 @@ impl<const N: usize> Counters<N> {
         self.cells[current()][counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
-    /// The counter's value; exact when nobody adds.
-    pub fn get(&self, counter: usize) -> u64 {
+    /// As [`add`](Self::add), of a counter whose cells are emptied into a common sum: returns what this CPU's cell had, and
+    /// empties it, once that is `most` or more, either way.
+    #[inline]
+    pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
+        let cell = &self.cells[current()][counter];
+        // Relaxed: a statistic.
+        let now = (cell.fetch_add(delta as u64, Ordering::Relaxed) as i64).wrapping_add(delta);
+        // Relaxed: what others add meanwhile is taken along.
+        (now.unsigned_abs() >= most).then(|| cell.swap(0, Ordering::Relaxed) as i64)
+    }
+
+    /// The sum of all cells, of which single ones may be negative.
+    pub fn sum(&self, counter: usize) -> u64 {
         // Relaxed: a statistic.
         let value = |cell: &CachePadded<[AtomicU64; N]>| cell[counter].load(Ordering::Relaxed);
-        let sum = self.cells.iter().map(value).fold(0, u64::wrapping_add);
+        self.cells.iter().map(value).fold(0, u64::wrapping_add)
+    }
+
+    /// The counter's value; exact when nobody adds.
+    pub fn get(&self, counter: usize) -> u64 {
+        let sum = self.sum(counter);
         // Cells are read one after the other: a sum of running counters can dip below zero.
         if sum as i64 >= 0 { sum } else { 0 }
     }

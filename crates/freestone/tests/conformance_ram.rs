@@ -47,7 +47,7 @@ fn it_conforms_while_the_pool_is_compacted() {
         conformance::check(
             "lz4 under compaction",
             &|| {
-                disk.reset();
+                disk.reset().unwrap();
                 Arc::new(disk.clone())
             },
             Options::default(),

@@ -127,7 +127,7 @@ fn a_reset_frees_what_was_spilled() {
     fill(&ram, 1024, 1);
     ram.idle(Idle::All);
     ram.writeback(&Writeback::Idle).unwrap();
-    ram.reset();
+    ram.reset().unwrap();
     assert_eq!(ram.bd_stat(), freestone::ram::BdStat::default());
     let mut back = vec![1; PAGE as usize];
     ram.read_at(5 * PAGE, &mut back).unwrap();

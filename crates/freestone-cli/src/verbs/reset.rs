@@ -48,7 +48,7 @@ impl Verb for Reset {
             service.check_idle(&name)?;
         }
         if let Kind::Ram(ram) = &entry.kind {
-            ram.reset();
+            ram.reset().map_err(|e| Fault::failed(Errno::EROFS, format!("{name}: {e}")))?;
         }
         // A null device keeps nothing that could be wiped.
         Ok(Reply { name })

@@ -49,7 +49,8 @@ const CHUNKS: usize = ((16 << crate::slot::LOCATION_BITS) / super::class::SPAN_B
 
 type Chunk = Box<[AtomicPtr<AtomicU64>]>;
 
-/// One array a span. A span's array is made and dropped by the span's owner, and used only by whoever owns the span.
+/// One array a span. A span's array is made and dropped by the span's owner; an entry is read by the span's owner, and
+/// written by it or by whoever has locked the slot that holds the object: while there is one, the span is not dropped.
 pub struct BackRefs {
     chunks: Box<[OnceLock<Chunk>]>,
     entries: AtomicU64,
@@ -104,17 +105,19 @@ impl BackRefs {
         let pointer = self.array(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
         // Relaxed: constant since `open`.
-        // SAFETY: the first entry exists, and the array lives while the caller owns the span.
+        // SAFETY: the first entry exists, and the array lives while the caller owns the span, or the slot of one of its
+        // objects.
         let objects = unsafe { &*pointer }.load(Ordering::Relaxed);
         assert!((object as u64) < objects, "object {object} of {objects}");
         // SAFETY: `objects` entries follow the first one.
         unsafe { &*pointer.add(object + 1) }
     }
 
-    /// Notes whose an object is. Owner of the span only.
+    /// Notes whose an object is. Owner of the span, or holder of the lock of the object's slot.
     #[inline]
     pub fn set(&self, span: u32, object: usize, owner: BackRef) {
-        // Relaxed: read by the span's next owner, which ownership's hand-over orders.
+        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an object's former owner finds
+        // that its slot holds something else.
         self.entry(span, object).store(owner.0, Ordering::Relaxed);
     }
 

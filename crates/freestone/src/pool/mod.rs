@@ -72,13 +72,14 @@ pub type Alarm = Box<dyn Fn() + Send + Sync>;
 /// One CPU's current spans, one a class.
 type Currents = [Mutex<Option<u32>>; CLASSES];
 
-/// What a refusal for want of memory means.
+/// For whom a place is looked for.
 #[derive(Clone, Copy)]
-enum Refusal {
-    /// Another place will be looked for.
-    MayBeAvoided,
-    /// The write fails.
-    Final,
+struct Asker {
+    owner: BackRef,
+    /// Pages of the limit that are kept for others.
+    kept: u64,
+    /// A refusal for want of memory is the write's failure; else another place will be looked for.
+    is_last: bool,
 }
 
 /// An object's place, taken apart.
@@ -120,13 +121,13 @@ impl Pool {
 
     // ---- the request path ------------------------------------------------------------------------------------------
 
-    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location. It may fault in memory, so it is called with
-    /// no compression stream held. (A write to a part of a page holds the page's slot: what waits then is that page.)
+    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location; of the limit, `kept` pages are left to others. It
+    /// may fault in memory, so it is called with no compression stream held. (A write to a part of a page holds the page's slot: what waits then is that page.)
     ///
     /// # Errors
     /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
     #[inline]
-    pub fn store(&self, data: &[u8], owner: BackRef) -> Result<u64> {
+    pub fn store(&self, data: &[u8], owner: BackRef, kept: u64) -> Result<u64> {
         if self.is_over_limit() {
             // Perhaps because of spans that are kept for nothing else.
             self.release_empties();
@@ -135,9 +136,10 @@ impl Pool {
             }
         }
         let class = class_of(data.len());
-        let taken = self.take_from(&mut self.lock_current(class), class, owner, Refusal::MayBeAvoided);
+        let asker = Asker { owner, kept, is_last: false };
+        let taken = self.take_from(&mut self.lock_current(class), class, asker);
         let place = match taken {
-            Err(Error::NoSpace) => self.take_when_scarce(class, owner)?,
+            Err(Error::NoSpace) => self.take_when_scarce(class, Asker { is_last: true, ..asker })?,
             taken => taken?,
         };
         let location = place.location();
@@ -187,6 +189,12 @@ impl Pool {
         }
     }
 
+    /// The object of a locked slot goes over to another slot, which is locked, too.
+    pub fn set_owner(&self, location: u64, owner: BackRef) {
+        let place = self.place(location);
+        self.backrefs.set(place.span, place.object, owner);
+    }
+
     /// Frees an object that no slot holds any more.
     #[inline]
     pub fn free(&self, location: u64) {
@@ -209,19 +217,13 @@ impl Pool {
     }
 
     #[inline]
-    fn take_from(
-        &self,
-        current: &mut Option<u32>,
-        class: usize,
-        owner: BackRef,
-        refusal: Refusal,
-    ) -> Result<Place> {
+    fn take_from(&self, current: &mut Option<u32>, class: usize, asker: Asker) -> Result<Place> {
         loop {
             if let Some(span) = *current {
                 if let Some(object) = self.spans.lowest_free(span) {
-                    self.make_resident(span, object, class, refusal)?;
+                    self.make_resident(span, object, class, asker)?;
                     self.spans.take(span, object);
-                    self.backrefs.set(span, object, owner);
+                    self.backrefs.set(span, object, asker.owner);
                     return Ok(Place { span, object, class });
                 }
                 *current = None;
@@ -237,7 +239,7 @@ impl Pool {
     /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current span or less full one
     /// it lies. (A span that compaction works on is not found.)
     #[cold]
-    fn take_when_scarce(&self, class: usize, owner: BackRef) -> Result<Place> {
+    fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Place> {
         let _one = self.scarce.lock();
         let mut currents: Vec<_> = self.current.iter().map(|cpu| cpu[class].lock()).collect();
         for span in currents.iter_mut().filter_map(|current| current.take()) {
@@ -257,7 +259,7 @@ impl Pool {
         }
         let current = &mut currents[percpu::current()];
         **current = found;
-        self.take_from(current, class, owner, Refusal::Final)
+        self.take_from(current, class, asker)
     }
 
     /// A free object below `end` of an owned span that lies in memory.
@@ -271,29 +273,29 @@ impl Pool {
     /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
     /// is retired or trimmed, so this is a comparison in the steady state.
     #[inline]
-    fn make_resident(&self, span: u32, object: usize, class: usize, refusal: Refusal) -> Result<()> {
+    fn make_resident(&self, span: u32, object: usize, class: usize, asker: Asker) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
         // Relaxed: written by the span's owner, who calls this.
         let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
         if needed <= resident {
             return Ok(());
         }
-        let grown = self.grow_resident(span, class, resident, needed);
-        if grown == Err(Error::NoSpace) && matches!(refusal, Refusal::Final) {
+        let grown = self.grow_resident(span, class, resident, needed, asker.kept);
+        if grown == Err(Error::NoSpace) && asker.is_last {
             self.over_limit(needed - resident);
         }
         grown
     }
 
     #[cold]
-    fn grow_resident(&self, span: u32, class: usize, resident: u32, needed: u32) -> Result<()> {
+    fn grow_resident(&self, span: u32, class: usize, resident: u32, needed: u32, kept: u64) -> Result<()> {
         let pages = CLASS[class].pages;
         let wanted = (needed + self.pages_ahead(class)).min(pages);
-        let target = if self.charge(wanted - resident) {
+        let target = if self.charge(wanted - resident, kept) {
             wanted
         } else {
             self.release_empties();
-            if !self.charge(needed - resident) {
+            if !self.charge(needed - resident, kept) {
                 return Err(Error::NoSpace);
             }
             needed
@@ -319,9 +321,9 @@ impl Pool {
 
     /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way: others would take that
     /// for a pool that is over it.
-    fn charge(&self, pages: u32) -> bool {
+    fn charge(&self, pages: u32, kept: u64) -> bool {
         // Relaxed: a limit that changes at this moment counts from the next growth on.
-        let limit = self.limit_pages.load(Ordering::Relaxed);
+        let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(kept);
         let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
         // Relaxed: the sum alone decides.
         let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);

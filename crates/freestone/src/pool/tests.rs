@@ -19,7 +19,7 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
 fn objects_of_every_size_keep_apart() {
     let pool = Pool::new().unwrap();
     let stored: Vec<_> =
-        (1..=PAGE_BYTES).map(|len| (pool.store(&bytes(len as u64, len), OWNER).unwrap(), len)).collect();
+        (1..=PAGE_BYTES).map(|len| (pool.store(&bytes(len as u64, len), OWNER, 0).unwrap(), len)).collect();
     for &(location, len) in &stored {
         assert!(pool.view(location, len) == bytes(len as u64, len), "{len} bytes at {location:#x}");
     }
@@ -33,13 +33,13 @@ fn objects_of_every_size_keep_apart() {
 #[test]
 fn holes_are_filled_before_memory_is_taken() {
     let pool = Pool::new().unwrap();
-    let mut live: Vec<u64> = (0..2000).map(|n| pool.store(&bytes(n, 1000), OWNER).unwrap()).collect();
+    let mut live: Vec<u64> = (0..2000).map(|n| pool.store(&bytes(n, 1000), OWNER, 0).unwrap()).collect();
     let pages = pool.pages();
     assert!(pages * PAGE_BYTES as u64 <= 2000 * 1008 * 102 / 100, "{pages} pages");
     for round in 0..10 {
         for n in (round % 3..live.len()).step_by(3) {
             pool.free(live[n]);
-            live[n] = pool.store(&bytes(n as u64, 995), OWNER).unwrap();
+            live[n] = pool.store(&bytes(n as u64, 995), OWNER, 0).unwrap();
         }
     }
     // A thread that comes to another CPU may begin a span there, once.
@@ -50,17 +50,17 @@ fn holes_are_filled_before_memory_is_taken() {
 #[test]
 fn memory_comes_page_by_page_and_the_limit_counts_it() {
     let pool = Pool::new().unwrap();
-    pool.store(&bytes(1, 40), OWNER).unwrap();
+    pool.store(&bytes(1, 40), OWNER, 0).unwrap();
     assert_eq!(pool.pages(), 1, "a span is not brought in whole");
     pool.set_limit_pages(2);
-    pool.store(&bytes(1, HUGE_LINE_BYTES - 100), OWNER).unwrap();
+    pool.store(&bytes(1, HUGE_LINE_BYTES - 100), OWNER, 0).unwrap();
     assert_eq!(pool.pages(), 2, "equal to the limit is allowed");
-    assert_eq!(pool.store(&bytes(1, 2000), OWNER), Err(Error::NoSpace));
+    assert_eq!(pool.store(&bytes(1, 2000), OWNER, 0), Err(Error::NoSpace));
     assert_eq!((pool.pages(), pool.pages_max()), (2, 3));
-    pool.store(&bytes(2, 40), OWNER).unwrap();
+    pool.store(&bytes(2, 40), OWNER, 0).unwrap();
     pool.set_limit_pages(1);
     assert_eq!(
-        pool.store(&bytes(2, 40), OWNER),
+        pool.store(&bytes(2, 40), OWNER, 0),
         Err(Error::NoSpace),
         "over the limit even a hole is refused"
     );
@@ -72,13 +72,13 @@ fn memory_comes_page_by_page_and_the_limit_counts_it() {
 fn empties_that_are_kept_make_room_under_a_limit() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(40);
-    let first: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    let first: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in first {
         pool.free(location);
     }
     assert!(pool.pages() > 0, "empties keep their memory for a while");
     for n in 0..40 * 256 {
-        pool.store(&bytes(n, 8), OWNER).unwrap_or_else(|e| panic!("{e} at {n}: {} pages", pool.pages()));
+        pool.store(&bytes(n, 8), OWNER, 0).unwrap_or_else(|e| panic!("{e} at {n}: {} pages", pool.pages()));
     }
     assert!(pool.pages() <= 40);
 }
@@ -86,22 +86,22 @@ fn empties_that_are_kept_make_room_under_a_limit() {
 #[test]
 fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_hold() {
     let pool = Pool::new().unwrap();
-    let all: Vec<u64> = (0..320).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    let all: Vec<u64> = (0..320).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in all {
         pool.free(location);
     }
     assert!(pool.pages() > 100, "empties are kept");
     pool.set_limit_pages(100);
-    let one = pool.store(&bytes(1, 100), OWNER).unwrap();
+    let one = pool.store(&bytes(1, 100), OWNER, 0).unwrap();
     pool.free(one);
     // A page of each class and a little, from spans that held whole pages before.
     pool.set_limit_pages(512);
-    let all: Vec<u64> = (0..512).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    let all: Vec<u64> = (0..512).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in all {
         pool.free(location);
     }
     for class in 0..CLASSES {
-        pool.store(&bytes(7, (class + 1) * CLASS_STEP_BYTES), OWNER).unwrap();
+        pool.store(&bytes(7, (class + 1) * CLASS_STEP_BYTES), OWNER, 0).unwrap();
     }
     assert!(pool.pages() <= CLASSES as u64 + 16 * 32, "{} pages", pool.pages());
 }
@@ -110,12 +110,12 @@ fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_
 #[test]
 fn a_hole_that_was_found_in_time_raises_no_mark() {
     let pool = Pool::new().unwrap();
-    let all: Vec<u64> = (0..33).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    let all: Vec<u64> = (0..33).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     pool.free(all[3]);
     pool.set_limit_pages(33);
-    pool.store(&bytes(1, PAGE_BYTES), OWNER).unwrap();
+    pool.store(&bytes(1, PAGE_BYTES), OWNER, 0).unwrap();
     assert_eq!((pool.pages(), pool.pages_max()), (33, 33));
-    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER), Err(Error::NoSpace));
+    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER, 0), Err(Error::NoSpace));
     assert_eq!((pool.pages(), pool.pages_max()), (33, 34));
 }
 
@@ -124,14 +124,14 @@ fn a_hole_that_was_found_in_time_raises_no_mark() {
 fn a_hole_behind_the_current_span_is_used_at_the_limit() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(40);
-    let all: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap()).collect();
+    let all: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for &location in &all[..20] {
         pool.free(location);
     }
     for n in 0..20 {
-        pool.store(&bytes(n, PAGE_BYTES), OWNER).unwrap();
+        pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap();
     }
-    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER), Err(Error::NoSpace));
+    assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER, 0), Err(Error::NoSpace));
 }
 
 /// Under a limit that is reached, every place in memory can be used, wherever it lies.
@@ -140,7 +140,7 @@ fn a_reached_limit_refuses_nobody_who_fits() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(100);
     let mut live = Vec::new();
-    while let Ok(location) = pool.store(&bytes(1, 2000), OWNER) {
+    while let Ok(location) = pool.store(&bytes(1, 2000), OWNER, 0) {
         live.push(location);
     }
     assert_eq!((live.len(), pool.pages()), (100 * PAGE_BYTES / 2000, 100));
@@ -151,13 +151,13 @@ fn a_reached_limit_refuses_nobody_who_fits() {
                 let mut mine = part[0];
                 for round in 0..200 {
                     pool.free(mine);
-                    mine = pool.store(&bytes(round, 1999), OWNER).unwrap();
+                    mine = pool.store(&bytes(round, 1999), OWNER, 0).unwrap();
                     assert!(pool.view(mine, 1999) == bytes(round, 1999));
                 }
             });
         }
     });
-    assert_eq!(pool.store(&bytes(1, 2000), OWNER), Err(Error::NoSpace));
+    assert_eq!(pool.store(&bytes(1, 2000), OWNER, 0), Err(Error::NoSpace));
     assert_eq!(pool.pages(), 100);
 }
 
@@ -177,7 +177,7 @@ fn many_threads_share_the_pool() {
                     // Few classes, so that threads meet in them.
                     let len = 16 * (1 + (state >> 40) % 12) as usize * 20;
                     let seed = thread << 32 | step;
-                    live.push((pool.store(&bytes(seed, len), BackRef::new(1, seed)).unwrap(), seed, len));
+                    live.push((pool.store(&bytes(seed, len), BackRef::new(1, seed), 0).unwrap(), seed, len));
                     if state >> 63 == 1 || live.len() > 200 {
                         let mut shared = exchange.lock();
                         shared.extend(live.drain(..live.len() / 2));
@@ -224,7 +224,7 @@ impl Owners for OneTable {
 
 impl OneTable {
     fn put(&self, pool: &Pool, slot: u64, len: usize) {
-        let location = pool.store(&bytes(slot, len), BackRef::new(self.0.id(), slot)).unwrap();
+        let location = pool.store(&bytes(slot, len), BackRef::new(self.0.id(), slot), 0).unwrap();
         self.0.leaf_or_new(slot).unwrap().lock(slot).publish(Word::compressed(location, len as u32, 0));
     }
 
@@ -252,7 +252,7 @@ fn compaction_leaves_one_packed_span_a_class() {
         table.put(&pool, slot, len(slot));
     }
     // An object that was allocated and is not in any slot yet must stay where it is.
-    let unpublished = pool.store(&bytes(99, 700), BackRef::new(1, 5)).unwrap();
+    let unpublished = pool.store(&bytes(99, 700), BackRef::new(1, 5), 0).unwrap();
     for slot in (0..20_000).filter(|s| s % 4 != 1) {
         table.remove(&pool, slot);
     }
@@ -278,7 +278,7 @@ fn the_free_state_is_rebuilt_from_the_tables() {
         table.remove(&pool, slot);
     }
     // Leaked: in the pool's books, but in no table. A rebuild finds it free.
-    let leaked = pool.store(&bytes(1, 3000), BackRef::new(1, 7)).unwrap();
+    let leaked = pool.store(&bytes(1, 3000), BackRef::new(1, 7), 0).unwrap();
     let words: HashMap<u64, Word> = (0..5000).map(|s| (s, table.0.leaf(s).unwrap().peek(s))).collect();
     let slots = || words.iter().map(|(&slot, &word)| (BackRef::new(1, slot), word));
     let pages = pool.pages();

@@ -4,10 +4,10 @@
 
 use std::ops::RangeInclusive;
 
-use super::Inner;
+use super::layer::Layer;
+use crate::PAGE_BYTES;
 use crate::device::{Error, Result};
 use crate::slot::{LEAF_SLOTS, LOCATION_BITS, MAX_SLOTS, Word};
-use crate::{PAGE_BYTES, pin};
 
 /// Sizes are sorted into buckets of so many bytes, as in the kernel.
 const BUCKET_BYTES: usize = 64;
@@ -37,7 +37,7 @@ fn bucket(word: Word) -> usize {
     word.stored_bytes() / BUCKET_BYTES
 }
 
-impl Inner {
+impl Layer {
     /// Shows the candidates of `ranges`, as they look without their lock, until `visit` has enough.
     pub(super) fn each_candidate(
         &self,
@@ -124,18 +124,15 @@ impl Inner {
         found: &mut Vec<(u64, Word)>,
     ) -> Option<u64> {
         found.clear();
-        pin::pinned(|pin| {
-            let table = self.table.load(pin);
-            let present = table.next_present(from, last.checked_add(1)?)?;
-            let leaf = table.leaf(present)?;
-            let next = (present | (LEAF_SLOTS - 1)) + 1;
-            for slot in present..next.min(last + 1) {
-                let word = leaf.peek(slot);
-                if wanted(word) {
-                    found.push((slot, word));
-                }
+        let present = self.table().next_present(from, last.checked_add(1)?)?;
+        let leaf = self.table().leaf(present)?;
+        let next = (present | (LEAF_SLOTS - 1)) + 1;
+        for slot in present..next.min(last + 1) {
+            let word = leaf.peek(slot);
+            if wanted(word) {
+                found.push((slot, word));
             }
-            Some(next)
-        })
+        }
+        Some(next)
     }
 }

@@ -71,6 +71,17 @@ impl BackingDev {
     }
 }
 
+/// What a fork is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ForkConfig {
+    /// Bytes, rounded up to a page; the base's size where nothing is said. What lies beyond the base reads as zeroes.
+    pub size: Option<u64>,
+    /// Most bytes that its own objects may take; 0 is no cap.
+    pub mem_limit: u64,
+    /// Bytes of the family's `mem_limit` that others leave to it.
+    pub mem_min: u64,
+}
+
 /// Why a RAM disk could not be made or changed.
 #[derive(Debug, Error)]
 pub enum SetupError {
@@ -87,6 +98,39 @@ pub enum SetupError {
         wanted: u64,
         /// What there is.
         present: u64,
+    },
+    /// A base that can be written.
+    #[error("is live; take a snapshot of it, and fork that")]
+    Live,
+    /// A base with zones.
+    #[error("has zones; a base has none")]
+    ZonedBase,
+    /// What only a live device can be asked for.
+    #[error("is a snapshot, which does not change; fork it")]
+    Snapshot,
+    /// A fork that would not show all of its base.
+    #[error("size={wanted} bytes is less than the base has, {base}")]
+    SmallerThanBase {
+        /// What was asked for.
+        wanted: u64,
+        /// What the base has.
+        base: u64,
+    },
+    /// A guarantee that the device could not use.
+    #[error("mem_min={guarantee} bytes is above mem_limit={cap} bytes")]
+    GuaranteeAboveCap {
+        /// What was to be guaranteed.
+        guarantee: u64,
+        /// The most that the device may have.
+        cap: u64,
+    },
+    /// A guarantee that the family cannot give.
+    #[error("mem_min={wanted} bytes: the family's mem_limit has {left} left for guarantees")]
+    Guarantee {
+        /// What was to be guaranteed.
+        wanted: u64,
+        /// What can be; 0 also where the family has no limit.
+        left: u64,
     },
     /// The algorithm's parameters.
     #[error(transparent)]

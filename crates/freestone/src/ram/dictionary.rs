@@ -5,7 +5,7 @@
 //! from the others. It is trained once, on a sample of pages that are old enough, and stays for the life of the disk:
 //! objects that were made with it need it.
 //!
-//! All of it happens in [steps](Inner::auto_recompress) of bounded work. The idle marks of pages, which are the user's, are
+//! All of it happens in [steps](Shared::auto_recompress) of bounded work. The idle marks of pages, which are the user's, are
 //! neither used nor changed; as always, a page that does not get smaller with the highest priority is marked
 //! incompressible, so that it is not tried again and again.
 //!
@@ -15,15 +15,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::family::Shared;
+use super::layer::Layer;
 use super::recompress::{Attempt, Room, Target};
-use super::{AUTO_PRIORITY, Inner, PAGE, Ram};
-use crate::codec::{Algorithm, Dictionary, Page, Params, Scratch, Streams};
+use super::{PAGE, Ram};
+use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
 use crate::pool::class::{CLASSES, class_of};
-use crate::slot::{AGES, Kind, Word};
+use crate::slot::{AGES, Kind, MAX_SLOTS, Word};
 use crate::sync::{AtomicU64, Mutex, Ordering};
-use crate::{PAGE_BYTES, clock, pin};
+use crate::{PAGE_BYTES, clock};
 
-const PRIORITY: u8 = AUTO_PRIORITY as u8;
 /// Time that a step takes.
 const STEP: Duration = Duration::from_millis(100);
 /// Leaves (2 MiB of disk each) that a step looks at.
@@ -63,10 +64,7 @@ pub(super) struct Auto {
 
 #[derive(Default)]
 struct State {
-    /// The table that cursor and sample are of.
-    table: u32,
-    /// The slot to go on with.
-    cursor: u64,
+    cursor: Cursor,
     sample: Sample,
     training: Option<JoinHandle<Option<Streams>>>,
     retry_ms: u64,
@@ -75,21 +73,29 @@ struct State {
     compacting: usize,
 }
 
+/// Where to go on: the layer, by its id, and the slot.
+#[derive(Default)]
+struct Cursor {
+    layer: u32,
+    slot: u64,
+}
+
 /// A sample of the pages that were shown, each as likely as any other, however many come.
 #[derive(Default)]
 struct Sample {
-    slots: Vec<u64>,
+    /// Pages, by layer and slot.
+    pages: Vec<(u32, u64)>,
     seen: u64,
     bytes: u64,
     random: u64,
 }
 
 impl Sample {
-    fn offer(&mut self, slot: u64, word: Word) {
+    fn offer(&mut self, page: (u32, u64), word: Word) {
         self.seen += 1;
         self.bytes += word.stored_bytes() as u64;
-        if self.slots.len() < SAMPLE_PAGES {
-            self.slots.push(slot);
+        if self.pages.len() < SAMPLE_PAGES {
+            self.pages.push(page);
             return;
         }
         // A splitmix generator: enough for a fair sample.
@@ -97,8 +103,8 @@ impl Sample {
         let mut mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
         let at = (mixed ^ mixed >> 31) % self.seen;
-        if let Some(place) = self.slots.get_mut(at as usize) {
-            *place = slot;
+        if let Some(place) = self.pages.get_mut(at as usize) {
+            *place = page;
         }
     }
 }
@@ -106,8 +112,9 @@ impl Sample {
 impl Ram {
     /// What the automatic mode has done; nothing where `auto_recompress` is not set.
     pub fn auto_recompressed(&self) -> AutoRecompressed {
-        let auto = &self.0.auto;
-        let streams = self.0.config.auto_recompress.and_then(|_| self.0.codecs.get(AUTO_PRIORITY));
+        let family = &self.0.family;
+        let auto = &family.auto;
+        let streams = family.config.auto_recompress.and_then(|_| family.codecs.get(PRIORITIES));
         let dictionary = streams.and_then(Streams::dictionary);
         AutoRecompressed {
             // Relaxed: statistics.
@@ -118,20 +125,16 @@ impl Ram {
     }
 }
 
-impl Inner {
+impl Shared {
     /// One step of the automatic mode, of about 100 ms at most (training goes on beside it). To be called about once a
     /// second. Does nothing while another background pass runs.
     pub(super) fn auto_recompress(&self) {
         let Some(age) = self.config.auto_recompress else { return };
         let Some(_one) = self.passes.try_lock() else { return };
         let now_ms = clock::now_ms();
-        let old = self.ages.untouched_since(now_ms.saturating_sub(age.as_millis() as u64));
+        let old = self.ages.untouched_since(now_ms.saturating_sub(clock::millis(age)));
         let mut state = self.auto.state.lock();
-        let table = self.table_id();
-        if state.table != table {
-            (state.table, state.cursor, state.sample) = (table, 0, Sample::default());
-        }
-        match self.codecs.get(AUTO_PRIORITY) {
+        match self.codecs.get(PRIORITIES) {
             Some(streams) => self.auto_step(&mut state, streams, &old),
             None => self.auto_learn(&mut state, now_ms, &old),
         }
@@ -152,7 +155,7 @@ impl Inner {
                 let bytes = streams.dictionary().map_or(0, |dictionary| dictionary.bytes().len());
                 tracing::info!(bytes, "auto_recompress: a dictionary was trained on the disk's pages");
                 // A disk that has something at this priority is not made.
-                let set = self.codecs.set(AUTO_PRIORITY, Arc::new(streams));
+                let set = self.codecs.set(PRIORITIES, Arc::new(streams));
                 debug_assert!(set.is_ok(), "{set:?}");
             } else {
                 tracing::warn!("auto_recompress: no dictionary could be trained; it is tried again later");
@@ -164,8 +167,8 @@ impl Inner {
         }
         let wanted = |word: Word| is_sample(word) && old[usize::from(word.age())];
         let sample = &mut state.sample;
-        let over = self.auto_walk(&mut state.cursor, &wanted, |slot, word| {
-            sample.offer(slot, word);
+        let over = self.auto_walk(&mut state.cursor, &wanted, |layer, slot, word| {
+            sample.offer((layer.id(), slot), word);
             true
         });
         if !over {
@@ -175,7 +178,7 @@ impl Inner {
         if sample.bytes < LEAST_BYTES {
             return;
         }
-        let pages = self.read_sample(sample.slots);
+        let pages = self.read_sample(sample.pages);
         let thread = std::thread::Builder::new().name("freestone-train".into());
         match thread.spawn(move || train(&pages)) {
             Ok(training) => state.training = Some(training),
@@ -187,18 +190,17 @@ impl Inner {
     }
 
     /// The content of those pages that are still there.
-    fn read_sample(&self, mut slots: Vec<u64>) -> Vec<Page> {
-        slots.sort_unstable();
-        let read = |slot| {
-            pin::pinned(|pin| {
-                let mut page = [0; PAGE_BYTES];
-                let guard = self.table.load(pin).leaf(slot)?.lock(slot);
-                let word = guard.word();
-                let object = is_sample(word).then(|| self.pool.object(&guard))?;
-                self.codecs.decompress(word.algorithm(), object, &mut page).ok().map(|()| page)
-            })
+    fn read_sample(&self, mut pages: Vec<(u32, u64)>) -> Vec<Page> {
+        pages.sort_unstable();
+        let read = |(layer, slot)| {
+            let layer: Arc<Layer> = self.layers.get(layer)?;
+            let mut page = [0; PAGE_BYTES];
+            let guard = layer.table().leaf(slot)?.lock(slot);
+            let word = guard.word();
+            let object = is_sample(word).then(|| self.pool.object(&guard))?;
+            self.codecs.decompress(word.algorithm(), object, &mut page).ok().map(|()| page)
         };
-        slots.into_iter().filter_map(read).collect()
+        pages.into_iter().filter_map(read).collect()
     }
 
     // ---- the pages -------------------------------------------------------------------------------------------------
@@ -213,18 +215,19 @@ impl Inner {
                 return;
             }
         }
-        let target = Target { priority: PRIORITY, streams, is_last: true, threshold: 0, clears_idle: false };
+        let target =
+            Target { priority: PRIORITIES as u8, streams, is_last: true, threshold: 0, clears_idle: false };
         let wants = |word: Word| target.may_shrink(word) && old[usize::from(word.age())];
-        let State { cursor, room, table, .. } = &mut *state;
+        let State { cursor, room, .. } = &mut *state;
         let mut damaged = 0_u32;
-        let over = self.auto_walk(cursor, &wants, |slot, _| {
-            let Ok(mut attempt) = self.recompress_slot(*table, slot, &target, &wants) else {
+        let over = self.auto_walk(cursor, &wants, |layer, slot, _| {
+            let Ok(mut attempt) = self.recompress_slot(layer, slot, &target, &wants) else {
                 // Its readers learn of it; here it would be found again and again.
                 damaged += 1;
                 return damaged < 16;
             };
             if attempt == Attempt::NoRoom && room.make(self) {
-                attempt = self.recompress_slot(*table, slot, &target, &wants).unwrap_or(Attempt::NoRoom);
+                attempt = self.recompress_slot(layer, slot, &target, &wants).unwrap_or(Attempt::NoRoom);
             }
             if let Attempt::Shrunk { from, to } = attempt {
                 // Relaxed: statistics.
@@ -244,27 +247,33 @@ impl Inner {
     }
 
     /// Shows candidates from the cursor on, which goes with them, until `visit` has enough, or enough was looked at;
-    /// true where the disk's end was reached, and the cursor is at its beginning again.
+    /// true where the last layer's end was reached, and the cursor is at the beginning again.
     fn auto_walk(
         &self,
-        cursor: &mut u64,
+        cursor: &mut Cursor,
         wanted: &impl Fn(Word) -> bool,
-        mut visit: impl FnMut(u64, Word) -> bool,
+        mut visit: impl FnMut(&Layer, u64, Word) -> bool,
     ) -> bool {
-        let last = self.size() / PAGE - 1;
         let mut found = Vec::new();
         for _ in 0..STEP_LEAVES {
-            let Some(next) = self.peek_leaf(*cursor, last, wanted, &mut found) else {
-                *cursor = 0;
+            let Some(layer) = self.layers.at_or_after(cursor.layer) else {
+                *cursor = Cursor::default();
                 return true;
             };
+            if layer.id() != cursor.layer {
+                *cursor = Cursor { layer: layer.id(), slot: 0 };
+            }
+            let Some(next) = layer.peek_leaf(cursor.slot, MAX_SLOTS - 1, wanted, &mut found) else {
+                *cursor = Cursor { layer: layer.id() + 1, slot: 0 };
+                continue;
+            };
             for &(slot, word) in &found {
-                if !visit(slot, word) {
-                    *cursor = slot + 1;
+                if !visit(&layer, slot, word) {
+                    cursor.slot = slot + 1;
                     return false;
                 }
             }
-            *cursor = next;
+            cursor.slot = next;
         }
         false
     }

@@ -35,11 +35,12 @@ fn write(ram: &Ram, slots: std::ops::Range<u64>) {
 /// Pages of these slots were touched long ago.
 fn grow_old(ram: &Ram, slots: std::ops::Range<u64>) {
     for slot in slots {
-        pin::pinned(|pin| {
-            let guard = ram.0.table.load(pin).leaf(slot).unwrap().lock(slot);
+        {
+            let layer = ram.0.layer();
+            let guard = layer.table().leaf(slot).unwrap().lock(slot);
             let old = guard.word().with_age(0);
             guard.publish(old);
-        });
+        }
     }
 }
 
@@ -47,13 +48,13 @@ fn steps_until(ram: &Ram, mut done: impl FnMut(AutoRecompressed) -> bool) {
     let began = Instant::now();
     while !done(ram.auto_recompressed()) {
         assert!(began.elapsed() < Duration::from_secs(60), "{:?}", ram.auto_recompressed());
-        ram.0.auto_recompress();
+        ram.0.family.auto_recompress();
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 fn word(ram: &Ram, slot: u64) -> Word {
-    pin::pinned(|pin| ram.0.table.load(pin).leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot)))
+    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
 }
 
 #[test]
@@ -62,11 +63,12 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
     let ram = disk(4096);
     write(&ram, 0..PAGES);
     grow_old(&ram, 100..PAGES);
-    pin::pinned(|pin| {
-        let guard = ram.0.table.load(pin).leaf(200).unwrap().lock(200);
+    {
+        let layer = ram.0.layer();
+        let guard = layer.table().leaf(200).unwrap().lock(200);
         let marked = guard.word().with_idle(true);
         guard.publish(marked);
-    });
+    }
     let before = ram.mm_stat();
     steps_until(&ram, |done| done.dictionary_bytes > 0);
     let ages: Vec<u8> = (0..PAGES).map(|slot| word(&ram, slot).age()).collect();
@@ -93,8 +95,8 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
         assert!(back == page(slot), "slot {slot}");
     }
     // The dictionary outlives the content; statistics do not.
-    ram.reset();
-    ram.0.clear_auto_recompressed();
+    ram.reset().unwrap();
+    ram.0.family.clear_auto_recompressed();
     assert_eq!(
         ram.auto_recompressed(),
         AutoRecompressed { dictionary_bytes: done.dictionary_bytes, ..Default::default() }
@@ -110,17 +112,17 @@ fn too_little_is_not_learned_from() {
     write(&ram, 0..500);
     grow_old(&ram, 0..500);
     for _ in 0..20 {
-        ram.0.auto_recompress();
+        ram.0.family.auto_recompress();
     }
     assert_eq!(ram.auto_recompressed(), AutoRecompressed::default());
-    assert!(ram.0.auto.state.lock().training.is_none());
-    assert!(ram.0.codecs.get(3).is_none());
+    assert!(ram.0.family.auto.state.lock().training.is_none());
+    assert!(ram.0.family.codecs.get(3).is_none());
     // Nor from pages that are in use.
     write(&ram, 0..3000);
     for _ in 0..20 {
-        ram.0.auto_recompress();
+        ram.0.family.auto_recompress();
     }
-    assert!(ram.0.auto.state.lock().training.is_none());
+    assert!(ram.0.family.auto.state.lock().training.is_none());
 }
 
 #[test]
@@ -128,12 +130,12 @@ fn a_step_gives_way_to_other_passes() {
     let ram = disk(4096);
     write(&ram, 0..3000);
     grow_old(&ram, 0..3000);
-    let other = ram.0.passes.lock();
-    ram.0.auto_recompress();
-    assert_eq!(ram.0.auto.state.lock().sample.seen, 0);
+    let other = ram.0.family.passes.lock();
+    ram.0.family.auto_recompress();
+    assert_eq!(ram.0.family.auto.state.lock().sample.seen, 0);
     drop(other);
-    ram.0.auto_recompress();
-    assert!(ram.0.auto.state.lock().training.is_some());
+    ram.0.family.auto_recompress();
+    assert!(ram.0.family.auto.state.lock().training.is_some());
 }
 
 #[test]
@@ -157,12 +159,12 @@ fn a_dictionary_that_is_of_no_use_is_not_used() {
 fn samples_are_even() {
     let mut sample = Sample::default();
     for slot in 0..100_000 {
-        sample.offer(slot, Word::compressed(0, 1000, 0));
+        sample.offer((0, slot), Word::compressed(0, 1000, 0));
     }
     assert_eq!((sample.seen, sample.bytes), (100_000, 100_000_000));
-    assert_eq!(sample.slots.len(), SAMPLE_PAGES);
+    assert_eq!(sample.pages.len(), SAMPLE_PAGES);
     for tenth in 0..10 {
-        let of_it = sample.slots.iter().filter(|&&slot| slot / 10_000 == tenth).count();
+        let of_it = sample.pages.iter().filter(|&&(_, slot)| slot / 10_000 == tenth).count();
         assert!((150..260).contains(&of_it), "{of_it} of the tenth number {tenth}");
     }
 }

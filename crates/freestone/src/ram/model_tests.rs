@@ -81,7 +81,7 @@ proptest! {
                     }
                 }
                 Step::Reset => {
-                    ram.reset();
+                    ram.reset().unwrap();
                     model.fill(0);
                 }
                 Step::Compact => {

@@ -2,17 +2,19 @@
 
 use std::cell::Cell;
 
-use super::Inner;
+use super::chain::View;
+use super::family::Shared;
+use super::layer::Layer;
 use super::pass::is_spillable;
-use super::stats::counter;
+use super::retire::Step;
 use crate::PAGE_BYTES;
 use crate::codec::{Page, Scratch};
 use crate::device::{Error, Result};
-use crate::pool::{BackRef, Pool};
-use crate::slot::{Kind, Leaf, SlotGuard, Table, Word};
+use crate::pool::Pool;
+use crate::slot::{Kind, Leaf, SlotGuard, Word};
 
-/// The page cannot be worked on at once: its content is on the backing device or on its way from there, or it needs
-/// memory that can be had only by spilling.
+/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
+/// to wait for a disk, or it needs memory that can be had only by spilling.
 pub(super) struct Waits;
 
 thread_local! {
@@ -21,16 +23,16 @@ thread_local! {
 }
 
 /// What an operation on one page comes to.
-pub(super) type PageResult = std::result::Result<Result<()>, Waits>;
+pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, Waits>;
 
-impl Inner {
+impl Shared {
     // ---- read ------------------------------------------------------------------------------------------------------
 
-    /// Reads `into.len()` bytes from `from` of the slot's page.
+    /// Reads `into.len()` bytes from `from` of the page of a locked slot.
     #[inline]
-    pub(super) fn read_page(&self, leaf: Leaf<'_>, slot: u64, from: usize, into: &mut [u8]) -> PageResult {
-        let guard = leaf.lock(slot);
-        if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
+    pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
+        let word = guard.word();
+        if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
             return Err(Waits);
         }
         let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
@@ -39,10 +41,6 @@ impl Inner {
             let mut page = [0; PAGE_BYTES];
             self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
         };
-        if result.is_err() {
-            self.counters.add(counter::FAILED_READS, 1);
-        }
-        let word = guard.word();
         // Others never leave memory: their age is nobody's concern.
         if is_spillable(word) {
             guard.publish(word.touched(self.ages.now()));
@@ -65,7 +63,7 @@ impl Inner {
                 return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
             }
             Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
-            Kind::InFlight | Kind::Spilled => return Err(Error::Media),
+            Kind::InFlight | Kind::Spilled | Kind::Base => return Err(Error::Media),
         }
         Ok(())
     }
@@ -89,7 +87,7 @@ impl Inner {
 
     /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves the old data.
     #[inline]
-    pub(super) fn write_page(&self, table: &Table, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
+    pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
         let seen = leaf.peek(slot);
         if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
             // Then this one is likely to fit, too: its place may come nearer while we compress.
@@ -103,12 +101,12 @@ impl Inner {
             if guard.word().kind() == Kind::InFlight {
                 return Err(Waits);
             }
-            if self.fits(&packed, guard.word()) {
-                self.overwrite(guard, &packed);
+            if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
+                self.overwrite(&view.layer, guard, &packed);
                 return Ok(Ok(()));
             }
         }
-        let new = match self.store(BackRef::new(table.id(), slot), &packed) {
+        let new = match self.store(&view.layer, slot, &packed) {
             Ok(new) => new,
             Err(error) => return self.refused(error),
         };
@@ -118,70 +116,80 @@ impl Inner {
             self.release(new);
             return Err(Waits);
         }
-        self.replace(guard, new);
-        Ok(Ok(()))
+        Ok(self.replace(view, slot, guard, new))
     }
 
     /// Replaces a part of a page, under the slot's lock from the read to the write.
     pub(super) fn patch_page(
         &self,
-        table: &Table,
+        view: &View,
         leaf: Leaf<'_>,
         slot: u64,
         from: usize,
         part: Part<'_>,
     ) -> PageResult {
         let guard = leaf.lock(slot);
-        if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(Waits);
-        }
         let mut page = [0; PAGE_BYTES];
-        let mut scratch = Scratch::new();
-        let patched = self.load(&guard, &mut page).and_then(|()| {
-            match part {
-                Part::Data(data) => page[from..from + data.len()].copy_from_slice(data),
-                Part::Zeroes(len) => page[from..from + len].fill(0),
-            }
-            let packed = self.pack(&page, &mut scratch);
-            if self.fits(&packed, guard.word()) {
-                Ok(Err(packed))
-            } else {
-                self.store(BackRef::new(table.id(), slot), &packed).map(Ok)
-            }
-        });
-        match patched {
-            Ok(Ok(new)) => self.replace(guard, new),
-            Ok(Err(packed)) => self.overwrite(guard, &packed),
-            Err(error) => return self.refused(error),
+        let loaded = match guard.word().kind() {
+            Kind::InFlight | Kind::Spilled => return Err(Waits),
+            Kind::Empty => match view.below.page(slot, &mut page) {
+                Ok(false) => return Err(Waits),
+                below => below.map(drop),
+            },
+            _ => self.load(&guard, &mut page),
+        };
+        if let Err(error) = loaded {
+            return Ok(Err(error));
         }
-        Ok(Ok(()))
+        part.put(from, &mut page);
+        self.put_page(view, slot, guard, &page)
+    }
+
+    /// Puts a whole page into a locked slot.
+    pub(super) fn put_page(&self, view: &View, slot: u64, guard: SlotGuard<'_>, page: &Page) -> PageResult {
+        let mut scratch = Scratch::new();
+        let packed = self.pack(page, &mut scratch);
+        if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
+            self.overwrite(&view.layer, guard, &packed);
+            return Ok(Ok(()));
+        }
+        match self.store(&view.layer, slot, &packed) {
+            Ok(new) => Ok(self.replace(view, slot, guard, new)),
+            Err(error) => self.refused(error),
+        }
     }
 
     /// What becomes of a write that could not be stored.
     #[cold]
     fn refused(&self, error: Error) -> PageResult {
-        if error == Error::NoSpace && self.store.is_some() {
-            return Err(Waits);
-        }
-        self.counters.add(counter::FAILED_WRITES, 1);
-        Ok(Err(error))
+        if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
     }
 
-    /// Empties a slot.
-    pub(super) fn free_page(&self, leaf: Leaf<'_>, slot: u64) -> std::result::Result<(), Waits> {
-        if leaf.peek(slot) == Word::EMPTY {
+    /// Empties a slot; where something lies below, that is covered with zeroes. Returns whether there was anything.
+    pub(super) fn free_page(&self, view: &View, slot: u64) -> PageResult<bool> {
+        let new = if view.below.reaches(slot) { Word::same(0) } else { Word::EMPTY };
+        let table = view.layer.table();
+        let leaf = match table.leaf(slot) {
+            Some(leaf) => leaf,
+            None if new == Word::EMPTY => return Ok(Ok(false)),
+            None => match table.leaf_or_new(slot) {
+                Ok(leaf) => leaf,
+                Err(error) => return Ok(Err(error)),
+            },
+        };
+        let is_free = |word: Word| word == Word::EMPTY && new == Word::EMPTY;
+        if is_free(leaf.peek(slot)) {
             // A write that is going on is not ordered against this request: the slot may as well be empty after it.
-            return Ok(());
+            return Ok(Ok(false));
         }
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
             return Err(Waits);
         }
-        if guard.word() != Word::EMPTY {
-            self.counters.add(counter::NOTIFY_FREE, 1);
-            self.replace(guard, Word::EMPTY);
+        if is_free(guard.word()) {
+            return Ok(Ok(false));
         }
-        Ok(())
+        Ok(self.replace(view, slot, guard, new).map(|()| true))
     }
 
     /// Finds the form in which a page is stored.
@@ -198,16 +206,40 @@ impl Inner {
 
     /// Stores a page's content for a slot and returns the word that says so.
     #[inline]
-    fn store(&self, owner: BackRef, packed: &Packed<'_>) -> Result<Word> {
+    fn store(&self, layer: &Layer, slot: u64, packed: &Packed<'_>) -> Result<Word> {
         let bytes = packed.bytes();
-        let location = if bytes.is_empty() { 0 } else { self.pool.store(bytes, owner)? };
+        let location = if bytes.is_empty() { 0 } else { self.store_object(layer, slot, bytes)? };
         Ok(packed.word(location).with_age(self.ages.now()))
     }
 
+    /// Stores an object for a slot and returns its location.
+    #[inline]
+    pub(super) fn store_object(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
+        if !layer.has_room(object.len()) {
+            return Err(Error::NoSpace);
+        }
+        match self.pool.store(object, layer.owner(slot), self.kept_from(layer)) {
+            Err(Error::NoSpace) => self.store_after_freeing(layer, slot, object),
+            stored => stored,
+        }
+    }
+
+    /// As long as something is being freed in the background there may be room.
+    #[cold]
+    fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
+        loop {
+            let freed = self.free_some();
+            match self.pool.store(object, layer.owner(slot), self.kept_from(layer)) {
+                Err(Error::NoSpace) if freed == Step::Freed => {}
+                stored => return stored,
+            }
+        }
+    }
+
     /// Packs a page and stores it for a slot.
-    pub(super) fn store_page(&self, owner: BackRef, page: &Page) -> Result<Word> {
+    pub(super) fn store_page(&self, layer: &Layer, slot: u64, page: &Page) -> Result<Word> {
         let mut scratch = Scratch::new();
-        self.store(owner, &self.pack(page, &mut scratch))
+        self.store(layer, slot, &self.pack(page, &mut scratch))
     }
 
     /// Whether the new content can go where the old object lies. Over its limit the pool takes nothing, as in the kernel.
@@ -219,20 +251,30 @@ impl Inner {
     /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old or the new: they need the
     /// slot's lock.
     #[inline]
-    fn overwrite(&self, guard: SlotGuard<'_>, packed: &Packed<'_>) {
+    fn overwrite(&self, layer: &Layer, guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
         let new = packed.word(old.location()).with_age(self.ages.now());
         self.pool.overwrite(&guard, packed.bytes());
         guard.publish(new);
-        self.account(old, new);
+        layer.account(self, old, new);
     }
 
+    /// Puts another word into a locked slot of the device; what it held goes to the snapshot that needs it, or is freed. On
+    /// failure `new` is freed.
     #[inline]
-    fn replace(&self, guard: SlotGuard<'_>, new: Word) {
-        let old = guard.word();
+    fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
+        let old = match view.preserve(self, slot, guard.word()) {
+            Ok(old) => old,
+            Err(error) => {
+                drop(guard);
+                self.release(new);
+                return Err(error);
+            }
+        };
         guard.publish(new);
         self.release(old);
-        self.account(old, new);
+        view.layer.account(self, old, new);
+        Ok(())
     }
 
     /// Frees the object of a word that no slot holds, in memory or on the backing device.
@@ -258,6 +300,16 @@ impl Inner {
 pub(super) enum Part<'a> {
     Data(&'a [u8]),
     Zeroes(usize),
+}
+
+impl Part<'_> {
+    /// Puts it into the page, at `from`.
+    pub fn put(&self, from: usize, page: &mut Page) {
+        match self {
+            Self::Data(data) => page[from..from + data.len()].copy_from_slice(data),
+            Self::Zeroes(len) => page[from..from + len].fill(0),
+        }
+    }
 }
 
 /// A page in the form in which it is stored.

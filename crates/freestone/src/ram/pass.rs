@@ -9,18 +9,18 @@
 //! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot any more. So the mark
 //!   of an earlier batch is never taken for that of a later one, and stale bytes never become a page.
 //!
-//! Passes run one after the other ([`Inner::passes`]).
+//! Passes run one after the other ([`Shared::passes`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::Inner;
+use super::family::Shared;
+use super::layer::Layer;
 use super::writeback::{WritebackError, Written};
 use crate::PAGE_BYTES;
 use crate::device::{Error, IoBuf};
-use crate::pin;
 use crate::pool::BackRef;
-use crate::slot::{Kind, Word};
+use crate::slot::{Kind, SlotGuard, Word};
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout::Packer;
 use crate::spill::space::{BLOCK_BYTES, Run};
@@ -36,15 +36,14 @@ pub(super) enum Offered {
     Taken(usize),
     /// It is not what is wanted, or no more.
     Passed,
-    /// The disk was reset, the pass is over.
-    Reset,
 }
 
 /// See the module.
 pub(super) struct Pass<'a> {
-    ram: &'a Inner,
+    family: &'a Shared,
     store: &'a Arc<Store>,
-    table: u32,
+    /// Those that entries name.
+    layers: Vec<Arc<Layer>>,
     /// Blocks of a write, and how many writes fly at once.
     write_blocks: u32,
     writes_max: usize,
@@ -92,11 +91,12 @@ pub(super) struct Found<'b> {
     pub bytes: &'b [u8],
 }
 
-enum Picked {
-    Yes(Word),
-    No,
+/// Why a page was not picked.
+enum Not {
+    /// It is not what is wanted.
+    Wanted,
+    /// The batch has no room for it.
     NoRoom,
-    Reset,
 }
 
 /// What left memory with a batch: counted once, not page by page.
@@ -105,12 +105,11 @@ struct Left {
     pages: u64,
     /// Bytes on the device.
     stored: u64,
-    /// Bytes of the objects in memory.
-    memory_bytes: u64,
-    huge: u64,
 }
 
 struct Entry {
+    /// Place among [`Pass::layers`].
+    layer: usize,
     slot: u64,
     unit: u64,
     /// Bytes of the object on the device.
@@ -119,15 +118,15 @@ struct Entry {
 }
 
 impl<'a> Pass<'a> {
-    /// Begins; the caller holds [`Inner::passes`].
-    pub fn new(ram: &'a Inner, store: &'a Arc<Store>) -> Self {
+    /// Begins; the caller holds [`Shared::passes`].
+    pub fn new(family: &'a Shared, store: &'a Arc<Store>) -> Self {
         let batch = store.batch_blocks();
         let least = if store.is_packed() { PACKED_RUN_BLOCKS_MIN } else { 1 };
         let write_blocks = (batch / WRITES_MAX as u32).clamp(least, WRITE_BLOCKS_MAX);
         Self {
-            ram,
+            family,
             store,
-            table: pin::pinned(|pin| ram.table.load(pin).id()),
+            layers: Vec::new(),
             write_blocks,
             writes_max: ((batch / write_blocks) as usize).clamp(1, WRITES_MAX),
             open: None,
@@ -142,8 +141,8 @@ impl<'a> Pass<'a> {
     }
 
     /// Begins to move what is spilled; the blocks that are kept for that can be used.
-    pub fn to_move(ram: &'a Inner, store: &'a Arc<Store>) -> Self {
-        let mut pass = Self::new(ram, store);
+    pub fn to_move(family: &'a Shared, store: &'a Arc<Store>) -> Self {
+        let mut pass = Self::new(family, store);
         pass.reserve = 0;
         pass
     }
@@ -152,25 +151,42 @@ impl<'a> Pass<'a> {
     ///
     /// # Errors
     /// Nothing more can be written: the pass should end.
-    pub fn offer(&mut self, slot: u64, wanted: impl Fn(Word) -> bool) -> Result<Offered, WritebackError> {
-        self.put(|pass, batch| pass.copy(batch, slot, &wanted))
+    pub fn offer(
+        &mut self,
+        layer: &Arc<Layer>,
+        slot: u64,
+        wanted: impl Fn(Word) -> bool,
+    ) -> Result<Offered, WritebackError> {
+        let at = self.place_of(layer);
+        self.put(|pass, batch| pass.copy(batch, at, slot, &wanted))
     }
 
-    /// Takes a page on that is spilled already, to another place: `object` is what was read from where it lies.
+    /// Takes a page on that is spilled already, to another place: `object` is what was read from where it lies, and the slot
+    /// of the layer may hold it.
     ///
     /// # Errors
     /// As [`offer`](Self::offer).
-    pub fn relocate(&mut self, object: &Found<'_>) -> Result<Offered, WritebackError> {
-        self.put(|pass, batch| match pass.pick_spilled(batch, object) {
-            Picked::Yes(word) => Some(Offered::Taken(word.spilled_bytes())),
-            Picked::No => Some(Offered::Passed),
-            Picked::Reset => Some(Offered::Reset),
-            Picked::NoRoom => None,
-        })
+    pub fn relocate(&mut self, layer: &Arc<Layer>, object: &Found<'_>) -> Result<Offered, WritebackError> {
+        let at = self.place_of(layer);
+        self.put(|pass, batch| pass.pick_spilled(batch, at, object).map(|word| word.spilled_bytes()))
+    }
+
+    fn place_of(&mut self, layer: &Arc<Layer>) -> usize {
+        // Pages of one layer come one after the other.
+        match self.layers.iter().rposition(|known| Arc::ptr_eq(known, layer)) {
+            Some(at) => at,
+            None => {
+                self.layers.push(Arc::clone(layer));
+                self.layers.len() - 1
+            }
+        }
     }
 
     /// Has `put` add a page to the open batch, or to the next where that is full.
-    fn put(&mut self, put: impl Fn(&Self, &mut Batch) -> Option<Offered>) -> Result<Offered, WritebackError> {
+    fn put(
+        &mut self,
+        put: impl Fn(&Self, &mut Batch) -> Result<usize, Not>,
+    ) -> Result<Offered, WritebackError> {
         if self.stopped {
             return Err(self.failure());
         }
@@ -179,123 +195,124 @@ impl<'a> Pass<'a> {
                 Some(batch) => batch,
                 None => self.begin()?,
             };
-            let offered = put(self, &mut batch);
+            let put = put(self, &mut batch);
             let fresh = batch.entries.is_empty();
             self.open = Some(batch);
-            match offered {
-                Some(offered) => return Ok(offered),
+            match put {
+                Ok(stored) => return Ok(Offered::Taken(stored)),
+                Err(Not::Wanted) => return Ok(Offered::Passed),
                 // Not even an empty run has room for it: what is left is less than two blocks.
-                None if fresh => {
+                Err(Not::NoRoom) if fresh => {
                     let budget = self.store.budget().get();
                     let last = budget.enabled && budget.left < 2;
                     return Err(if last { WritebackError::Limit } else { WritebackError::NoSpace });
                 }
-                None => self.send()?,
+                Err(Not::NoRoom) => self.send()?,
             }
         }
     }
 
-    /// Copies a page into the batch and picks its slot. `None`: no room.
-    fn copy(&self, batch: &mut Batch, slot: u64, wanted: &impl Fn(Word) -> bool) -> Option<Offered> {
+    /// Copies a page into the batch and picks its slot. Returns the bytes of its object.
+    fn copy(
+        &self,
+        batch: &mut Batch,
+        layer: usize,
+        slot: u64,
+        wanted: &impl Fn(Word) -> bool,
+    ) -> Result<usize, Not> {
         // The packed layout needs no copy on the way: it is zeroed for the plain one only.
         let mut object = if self.store.is_packed() { None } else { Some([0; PAGE_BYTES]) };
         let object = object.as_mut().map_or(&mut [][..], |object| &mut object[..]);
-        let word = match self.pick(batch, slot, wanted, object) {
-            Picked::Yes(word) => word,
-            Picked::No => return Some(Offered::Passed),
-            Picked::Reset => return Some(Offered::Reset),
-            Picked::NoRoom => return None,
-        };
+        let word = self.pick(batch, layer, slot, wanted, object)?;
         if let (Content::Plain { buffer, blocks }, Some(entry)) = (&mut batch.content, batch.entries.last()) {
             // Outside of the slot's lock: it takes a while.
             let at = (*blocks as usize - 1) * BLOCK_BYTES;
             let page = &mut buffer[at..at + BLOCK_BYTES];
-            if self.ram.unpack(word, &object[..word.stored_bytes()], page).is_err() {
+            if self.family.unpack(word, &object[..word.stored_bytes()], page).is_err() {
                 // Damaged in memory: it stays there, where its readers learn of it.
                 page.fill(0);
                 self.give_back(batch.tag, entry);
-                return Some(Offered::Passed);
+                return Err(Not::Wanted);
             }
         }
-        Some(Offered::Taken(word.stored_bytes()))
+        Ok(word.stored_bytes())
     }
 
     /// The part of [`copy`](Self::copy) that is done under the slot's lock. The plain layout's object goes to `object`.
     fn pick(
         &self,
         batch: &mut Batch,
+        at: usize,
         slot: u64,
         wanted: &impl Fn(Word) -> bool,
         object: &mut [u8],
-    ) -> Picked {
-        pin::pinned(|pin| {
-            let table = self.ram.table.load(pin);
-            if table.id() != self.table {
-                return Picked::Reset;
+    ) -> Result<Word, Not> {
+        let layer = &self.layers[at];
+        let leaf = layer.table().leaf(slot).ok_or(Not::Wanted)?;
+        let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
+        // Most are passed over: without their lock.
+        if layer.is_retired() || !fits(leaf.peek(slot)) {
+            return Err(Not::Wanted);
+        }
+        let guard = leaf.lock(slot);
+        let word = guard.word();
+        if !fits(word) {
+            return Err(Not::Wanted);
+        }
+        let bytes = self.family.pool.object(&guard);
+        let (unit, stored) = match &mut batch.content {
+            Content::Packed(packer) => {
+                let owner = layer.header_owner(slot);
+                let unit = packer.push(owner, word.algorithm() as u8, bytes).ok_or(Not::NoRoom)?;
+                (unit, bytes.len())
             }
-            let Some(leaf) = table.leaf(slot) else { return Picked::No };
-            let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
-            // Most are passed over: without their lock.
-            if !fits(leaf.peek(slot)) {
-                return Picked::No;
+            Content::Plain { blocks, .. } if *blocks < batch.run.blocks => {
+                object[..bytes.len()].copy_from_slice(bytes);
+                *blocks += 1;
+                ((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES)
             }
-            let guard = leaf.lock(slot);
-            let word = guard.word();
-            if !fits(word) {
-                return Picked::No;
-            }
-            let bytes = self.ram.pool.object(&guard);
-            let (unit, stored) = match &mut batch.content {
-                Content::Packed(packer) => {
-                    match packer.push(BackRef::new(self.table, slot).bits(), word.algorithm() as u8, bytes) {
-                        Some(unit) => (unit, bytes.len()),
-                        None => return Picked::NoRoom,
-                    }
-                }
-                Content::Plain { blocks, .. } if *blocks < batch.run.blocks => {
-                    object[..bytes.len()].copy_from_slice(bytes);
-                    *blocks += 1;
-                    ((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES)
-                }
-                Content::Plain { .. } | Content::Gone => return Picked::NoRoom,
-            };
-            self.store.place(unit, stored);
-            batch.entries.push(Entry { slot, unit, stored: stored as u32, age: word.age() });
-            guard.publish(word.picked(batch.tag));
-            Picked::Yes(word)
-        })
+            Content::Plain { .. } | Content::Gone => return Err(Not::NoRoom),
+        };
+        self.enter(batch, at, slot, guard, unit, stored);
+        Ok(word)
     }
 
     /// As [`pick`](Self::pick), for a page that is spilled.
-    fn pick_spilled(&self, batch: &mut Batch, object: &Found<'_>) -> Picked {
-        let Content::Packed(packer) = &mut batch.content else { return Picked::No };
-        let owner = BackRef::from_bits(object.owner);
-        pin::pinned(|pin| {
-            let table = self.ram.table.load(pin);
-            if table.id() != self.table {
-                return Picked::Reset;
-            }
-            let leaf = table.leaf(owner.slot()).filter(|_| owner.table() == self.table);
-            let Some(guard) = leaf.map(|leaf| leaf.lock(owner.slot())) else { return Picked::No };
-            let word = guard.word();
-            let is_it = word.kind() == Kind::Spilled
-                && word.location() == object.unit
-                && word.spilled_bytes() == object.bytes.len()
-                && !word.is_picked()
-                // The place was not used anew since it was read.
-                && self.store.map().generation(object.unit / BLOCK_UNITS) == object.generation;
-            if !is_it {
-                return Picked::No;
-            }
-            let Some(unit) = packer.push(object.owner, word.algorithm() as u8, object.bytes) else {
-                return Picked::NoRoom;
-            };
-            let stored = object.bytes.len();
-            self.store.place(unit, stored);
-            batch.entries.push(Entry { slot: owner.slot(), unit, stored: stored as u32, age: word.age() });
-            guard.publish(word.picked(batch.tag));
-            Picked::Yes(word)
-        })
+    fn pick_spilled(&self, batch: &mut Batch, at: usize, object: &Found<'_>) -> Result<Word, Not> {
+        let Content::Packed(packer) = &mut batch.content else { return Err(Not::Wanted) };
+        let layer = &self.layers[at];
+        let slot = BackRef::from_bits(object.owner).slot();
+        let guard = layer.table().leaf(slot).ok_or(Not::Wanted)?.lock(slot);
+        let word = guard.word();
+        let is_it = word.kind() == Kind::Spilled
+            && word.location() == object.unit
+            && word.spilled_bytes() == object.bytes.len()
+            && !word.is_picked()
+            && !layer.is_retired()
+            // The place was not used anew since it was read.
+            && self.store.map().generation(object.unit / BLOCK_UNITS) == object.generation;
+        if !is_it {
+            return Err(Not::Wanted);
+        }
+        let unit = packer.push(object.owner, word.algorithm() as u8, object.bytes).ok_or(Not::NoRoom)?;
+        self.enter(batch, at, slot, guard, unit, object.bytes.len());
+        Ok(word)
+    }
+
+    /// Enters a page into the batch, which has its bytes, and picks its slot.
+    fn enter(
+        &self,
+        batch: &mut Batch,
+        layer: usize,
+        slot: u64,
+        guard: SlotGuard<'_>,
+        unit: u64,
+        stored: usize,
+    ) {
+        let word = guard.word();
+        self.store.place(unit, stored);
+        batch.entries.push(Entry { layer, slot, unit, stored: stored as u32, age: word.age() });
+        guard.publish(word.picked(batch.tag));
     }
 
     fn begin(&mut self) -> Result<Batch, WritebackError> {
@@ -370,22 +387,21 @@ impl<'a> Pass<'a> {
                     self.publish(batch.tag, entry, &mut left);
                 }
                 self.store.took(left.pages, left.stored);
-                self.ram.account_spilled(left.memory_bytes, left.huge);
                 self.done.pages += left.pages;
                 buffer.show(usize::MAX);
                 self.spare.push(buffer);
-                self.ram.keeper.memory_freed();
+                self.family.keeper.memory_freed();
             }
             store::Written::Failed(error) => {
                 self.failed = Some(error);
                 // A full file system stays full; other errors may be of this place alone, and the kernel goes on, too.
                 self.stopped |= error != Error::Media;
-                batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
+                self.give_all_back(&batch);
             }
             store::Written::Unanswered => {
                 self.failed = Some(Error::Media);
                 self.stopped = true;
-                batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
+                self.give_all_back(&batch);
             }
         }
         self.release(batch.tag);
@@ -397,40 +413,33 @@ impl<'a> Pass<'a> {
 
     /// The page is on the device: its slot says so, unless somebody changed it meanwhile.
     fn publish(&self, tag: u8, entry: &Entry, left: &mut Left) {
-        let published = pin::pinned(|pin| {
-            let table = self.ram.table.load(pin);
-            let leaf = table.leaf(entry.slot).filter(|_| table.id() == self.table)?;
-            let guard = leaf.lock(entry.slot);
-            let old = guard.word();
-            if !old.is_picked_by(tag) {
-                return None;
-            }
-            let new = old.spilled_to(entry.unit, !self.store.is_packed());
-            guard.publish(new);
-            self.ram.release(old);
-            left.pages += 1;
-            left.stored += u64::from(entry.stored);
-            left.memory_bytes += old.stored_bytes() as u64;
-            left.huge += u64::from(old.kind() == Kind::Huge);
-            Some(())
-        });
-        if published.is_none() {
-            self.store.abandon(entry.unit, entry.stored as usize);
+        let layer = &self.layers[entry.layer];
+        let Some(guard) = layer.table().leaf(entry.slot).map(|leaf| leaf.lock(entry.slot)) else { return };
+        let old = guard.word();
+        if !old.is_picked_by(tag) {
+            drop(guard);
+            return self.store.abandon(entry.unit, entry.stored as usize);
         }
+        guard.publish(old.spilled_to(entry.unit, !self.store.is_packed()));
+        self.family.release(old);
+        layer.account_spilled(self.family, old);
+        left.pages += 1;
+        left.stored += u64::from(entry.stored);
     }
 
     /// The page stays where it is.
     fn give_back(&self, tag: u8, entry: &Entry) {
-        pin::pinned(|pin| {
-            let table = self.ram.table.load(pin);
-            if let Some(leaf) = table.leaf(entry.slot).filter(|_| table.id() == self.table) {
-                let guard = leaf.lock(entry.slot);
-                let word = guard.word();
-                if word.is_picked_by(tag) {
-                    guard.publish(word.unpicked(entry.age));
-                }
-            }
-        });
+        let layer = &self.layers[entry.layer];
+        let Some(guard) = layer.table().leaf(entry.slot).map(|leaf| leaf.lock(entry.slot)) else { return };
+        let word = guard.word();
+        if word.is_picked_by(tag) {
+            guard.publish(word.unpicked(entry.age));
+        }
+    }
+
+    /// All pages of a batch stay where they are; the newest first: one can be in it twice.
+    fn give_all_back(&self, batch: &Batch) {
+        batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
     }
 
     fn failure(&self) -> WritebackError {
@@ -455,7 +464,7 @@ impl Drop for Pass<'_> {
     /// A pass that is not ended in peace leaves no page picked and no block taken.
     fn drop(&mut self) {
         if let Some(batch) = self.open.take() {
-            batch.entries.iter().rev().for_each(|entry| self.give_back(batch.tag, entry));
+            self.give_all_back(&batch);
             self.store.trim_run(batch.run, batch.charge, 0);
         }
         while !self.flying.is_empty() {

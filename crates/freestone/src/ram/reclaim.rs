@@ -8,10 +8,11 @@
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use super::Inner;
+use super::family::Shared;
 use super::pass::{Found, Offered, Pass};
 use super::writeback::WritebackError;
 use crate::device::Error;
+use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::store::Store;
@@ -25,12 +26,12 @@ const STEP_BLOCKS: u64 = 1 << 16;
 /// Below so many holes nothing is done by itself.
 const HOLES_MIN_BLOCKS: u64 = 256;
 
-impl Inner {
+impl Shared {
     /// Moves objects together, a part of the device at a time, where room gets short and holes are many.
     pub(super) fn reclaim_if_worth_it(&self) {
         let Some(store) = self.store.as_ref().filter(|store| store.unanswered() == 0) else { return };
         let (free, holes) = (store.free_blocks(), store.hole_blocks());
-        let blocks = store.numbers().blocks;
+        let blocks = store.blocks();
         if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
             return;
         }
@@ -66,16 +67,15 @@ impl Inner {
         while let Some(first) = (from..end).find(is_sparse) {
             // Objects begin in the block before, and end in the one behind.
             let start = first.saturating_sub(1);
-            let stop = (start + WINDOW_BLOCKS).min(store.numbers().blocks);
-            let last = if stop == store.numbers().blocks { stop } else { stop - 1 };
+            let stop = (start + WINDOW_BLOCKS).min(store.blocks());
+            let last = if stop == store.blocks() { stop } else { stop - 1 };
             let sparse: Vec<u64> = (first..last.min(end)).filter(is_sparse).collect();
             // A pass a window: nothing of its own is on its way while the next one is read.
             let mut pass = Pass::to_move(self, store);
-            let moved = empty_window(store, start, stop, &sparse, &mut pass);
+            let moved = self.empty_window(store, start, stop, &sparse, &mut pass);
             let (_, ended) = pass.end();
-            match moved.and_then(|more| ended.map(|()| more)) {
-                Ok(true) => {}
-                Ok(false) => break,
+            match moved.and(ended) {
+                Ok(()) => {}
                 // What cannot be read stays where it is.
                 Err(WritebackError::Device(Error::Media)) if store.unanswered() == 0 => {}
                 Err(error) => return Err(error),
@@ -84,50 +84,57 @@ impl Inner {
         }
         Ok(())
     }
-}
 
-/// Moves what lies in the `sparse` blocks of the window `[start, stop)`. False: the disk was reset.
-fn empty_window(
-    store: &Arc<Store>,
-    start: u64,
-    stop: u64,
-    sparse: &[u64],
-    pass: &mut Pass<'_>,
-) -> Result<bool, WritebackError> {
-    let generations: Vec<u32> = (start..stop).map(|block| store.map().generation(block)).collect();
-    let buffer = read(store, start, (stop - start) as u32).map_err(WritebackError::Device)?;
-    let first_unit = start * BLOCK_UNITS;
-    for &block in sparse {
-        let (begin, end) = (block * BLOCK_UNITS, (block + 1) * BLOCK_UNITS);
-        let mut done = begin - BLOCK_UNITS.min(begin);
-        // One that reaches in from the block before is found by that one's headers.
-        for of in [block.checked_sub(1).filter(|&before| before >= start), Some(block)].into_iter().flatten()
-        {
-            let Some(first) = store.map().first(of) else { continue };
-            let at = (of * BLOCK_UNITS + u64::from(first) - first_unit) as usize * layout::UNIT_BYTES;
-            for (at, header, bytes) in layout::walk(&buffer, at) {
-                let unit = first_unit + (at / layout::UNIT_BYTES) as u64;
-                let next = unit + u64::from(layout::units(bytes.len()));
-                if unit >= end {
-                    break;
-                }
-                if next <= begin || unit < done {
-                    continue;
-                }
-                done = next;
-                let owner = header.owner();
-                if layout::object_at(&buffer, at, owner, bytes.len(), header.algorithm()).is_none() {
-                    continue;
-                }
-                let generation = generations[(unit / BLOCK_UNITS - start) as usize];
-                if pass.relocate(&Found { owner, unit, generation, bytes })? == Offered::Reset {
-                    return Ok(false);
+    /// Moves what lies in the `sparse` blocks of the window `[start, stop)`.
+    fn empty_window(
+        &self,
+        store: &Arc<Store>,
+        start: u64,
+        stop: u64,
+        sparse: &[u64],
+        pass: &mut Pass<'_>,
+    ) -> Result<(), WritebackError> {
+        let generations: Vec<u32> = (start..stop).map(|block| store.map().generation(block)).collect();
+        let buffer = read(store, start, (stop - start) as u32).map_err(WritebackError::Device)?;
+        let first_unit = start * BLOCK_UNITS;
+        for &block in sparse {
+            let (begin, end) = (block * BLOCK_UNITS, (block + 1) * BLOCK_UNITS);
+            let mut done = begin - BLOCK_UNITS.min(begin);
+            // One that reaches in from the block before is found by that one's headers.
+            let before = block.checked_sub(1).filter(|&before| before >= start);
+            for of in before.into_iter().chain([block]) {
+                let Some(first) = store.map().first(of) else { continue };
+                let at = (of * BLOCK_UNITS + u64::from(first) - first_unit) as usize * layout::UNIT_BYTES;
+                for (at, header, bytes) in layout::walk(&buffer, at) {
+                    let unit = first_unit + (at / layout::UNIT_BYTES) as u64;
+                    let next = unit + u64::from(layout::units(bytes.len()));
+                    if unit >= end {
+                        break;
+                    }
+                    if next <= begin || unit < done {
+                        continue;
+                    }
+                    done = next;
+                    let generation = generations[(unit / BLOCK_UNITS - start) as usize];
+                    self.move_object(&Found { owner: header.owner(), unit, generation, bytes }, pass)?;
                 }
             }
         }
+        Ok(())
     }
-    Ok(true)
+
+    /// Moves an object that whichever layer of its chain holds.
+    fn move_object(&self, object: &Found<'_>, pass: &mut Pass<'_>) -> Result<(), WritebackError> {
+        let owner = BackRef::from_bits(object.owner);
+        for layer in self.layers.of_chain(owner.table()) {
+            if pass.relocate(&layer, object)? != Offered::Passed {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
+
 /// Reads blocks and waits for them.
 fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<Vec<u8>, Error> {
     let (tx, rx) = mpsc::channel();

@@ -20,16 +20,16 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::candidates::Sizes;
-use super::stats::counter;
-use super::{AUTO_PRIORITY, Inner, PAGE, Ram};
+use super::family::Shared;
+use super::layer::Layer;
+use super::pass::is_spillable;
+use super::{PAGE, Ram};
 use crate::PAGE_BYTES;
 use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
 use crate::device;
-use crate::pin;
-use crate::pool::BackRef;
 use crate::pool::class::class_of;
-use crate::slot::{Kind, Leaf, Table, Word};
-use crate::sync::MutexGuard;
+use crate::slot::{Kind, Word};
+use crate::sync::{Arc, MutexGuard, Ordering};
 
 /// So often a run looks whether requests wait for memory, and so long it stands aside for them.
 const GIVE_WAY_PAGES: u64 = 64;
@@ -191,23 +191,24 @@ impl Ram {
     /// # Errors
     /// What was asked for does not fit the disk; or the run broke off.
     pub fn recompress(&self, what: &Recompress) -> Result<Recompressed, (Recompressed, RecompressError)> {
-        let inner = &*self.0;
-        let target = what.target(&inner.codecs);
+        let (family, layer) = (&*self.0.family, self.0.layer());
+        let target = what.target(&family.codecs);
         let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
-        let turn = inner.passes.lock();
+        let turn = family.passes.lock();
         let target = Target {
             priority,
             streams,
-            is_last: priority == inner.highest_priority(),
+            is_last: priority == family.highest_priority(),
             threshold: what.threshold as usize,
             clears_idle: true,
         };
         let wants = |word: Word| target.may_shrink(word) && what.wants(word);
         let mut run = Run {
-            inner,
+            family,
+            layer,
+            last_slot: self.0.last_slot(),
             target: &target,
             max_pages: what.max_pages.unwrap_or(u64::MAX),
-            table: inner.table_id(),
             done: Recompressed::default(),
             room: Room::default(),
             turn: Some(turn),
@@ -231,7 +232,7 @@ pub(super) struct Target<'a> {
 impl Target<'_> {
     /// Whether the rules allow an attempt on a slot that holds this.
     pub fn may_shrink(&self, word: Word) -> bool {
-        matches!(word.kind(), Kind::Compressed | Kind::Huge)
+        is_spillable(word)
             && word.algorithm() < usize::from(self.priority)
             && word.stored_bytes() >= self.threshold
             && !word.is_incompressible()
@@ -260,14 +261,15 @@ pub(super) enum Attempt {
 // ---- a run over all pages, largest first ---------------------------------------------------------------------------
 
 struct Run<'a> {
-    inner: &'a Inner,
+    family: &'a Shared,
+    /// The run ends where a reset puts another one in its place.
+    layer: Arc<Layer>,
+    last_slot: u64,
     target: &'a Target<'a>,
     max_pages: u64,
-    /// The run ends where a reset puts another table in place.
-    table: u32,
     done: Recompressed,
     room: Room,
-    /// [`Inner::passes`].
+    /// [`Shared::passes`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
 }
@@ -276,11 +278,11 @@ impl Run<'_> {
     /// Stands aside now and then where requests wait for memory: spilling has its turn.
     fn give_way(&mut self) {
         self.visited += 1;
-        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.inner.keeper.is_wanted() {
+        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.family.keeper.is_wanted() {
             self.turn = None;
-            self.inner.keeper.memory_freed();
+            self.family.keeper.memory_freed();
             std::thread::sleep(GIVE_WAY);
-            self.turn = Some(self.inner.passes.lock());
+            self.turn = Some(self.family.passes.lock());
         }
     }
 
@@ -300,15 +302,15 @@ impl Run<'_> {
 
     /// True: some pages found no room.
     fn round(&mut self, wants: &impl Fn(Word) -> bool) -> Result<bool, RecompressError> {
-        let everything = [0..=self.inner.size() / PAGE - 1];
+        let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
-        self.inner.each_candidate(&everything, wants, |_, word| {
+        layer.each_candidate(&everything, wants, |_, word| {
             sizes.count(word);
             true
         });
         let mut outcome = Ok(());
         let (mut refused, mut reset) = (false, false);
-        self.inner.largest_first(&sizes, &everything, wants, |slot| {
+        layer.largest_first(&sizes, &everything, wants, |slot| {
             if self.done.tried >= self.max_pages {
                 return false;
             }
@@ -330,9 +332,9 @@ impl Run<'_> {
     }
 
     fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {
-        let mut attempt = self.inner.recompress_slot(self.table, slot, self.target, wants)?;
-        if attempt == Attempt::NoRoom && self.room.make(self.inner) {
-            attempt = self.inner.recompress_slot(self.table, slot, self.target, wants)?;
+        let mut attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
+        if attempt == Attempt::NoRoom && self.room.make(self.family) {
+            attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
         }
         self.done.count(attempt);
         self.room.count(attempt);
@@ -367,13 +369,13 @@ pub(super) struct Room {
 
 impl Room {
     /// Turns places that were freed into pages, where that is worth trying.
-    pub fn make(&mut self, inner: &Inner) -> bool {
+    pub fn make(&mut self, family: &Shared) -> bool {
         if self.freed_since < self.compact_after {
             return false;
         }
         self.compact_after = (self.compact_after * 2).clamp(PAGE, COMPACT_AFTER_BYTES);
         (self.freed_since, self.saved_since) = (0, 0);
-        inner.compact() > 0
+        family.compact() > 0
     }
 
     pub fn count(&mut self, attempt: Attempt) {
@@ -405,50 +407,31 @@ impl Room {
 
 // ---- one page ------------------------------------------------------------------------------------------------------
 
-impl Inner {
-    /// The highest priority that this disk has or, for the automatic mode's, will have.
+impl Shared {
+    /// The highest priority that this family has or, for the automatic mode's, will have.
     pub(super) fn highest_priority(&self) -> u8 {
         match self.codecs.secondary().next_back() {
-            _ if self.config.auto_recompress.is_some() => AUTO_PRIORITY as u8,
+            _ if self.config.auto_recompress.is_some() => PRIORITIES as u8,
             Some((priority, _)) => priority as u8,
             None => 0,
         }
     }
 
-    /// The present table's name.
-    pub(super) fn table_id(&self) -> u32 {
-        pin::pinned(|pin| self.table.load(pin).id())
-    }
-
-    /// Compresses the page of a slot of table `table` again, if it still is as `wants` says. Needs `passes`.
-    pub(super) fn recompress_slot(
-        &self,
-        table: u32,
-        slot: u64,
-        target: &Target<'_>,
-        wants: &impl Fn(Word) -> bool,
-    ) -> device::Result<Attempt> {
-        pin::pinned(|pin| {
-            let now = self.table.load(pin);
-            match now.leaf(slot) {
-                _ if now.id() != table => Ok(Attempt::Reset),
-                None => Ok(Attempt::Left),
-                Some(leaf) => self.recompress_page(now, leaf, slot, target, wants),
-            }
-        })
-    }
-
+    /// Compresses the page of a slot again, if it still is as `wants` says. Needs `passes`.
     ///
     /// The slot is not locked for long: its object is copied and the slot is marked as picked; the mark goes
-    /// when anybody reads, writes or frees the page, and then what was made of the copy is dropped.
-    fn recompress_page(
+    /// when anybody writes or frees the page, and then what was made of the copy is dropped.
+    pub(super) fn recompress_slot(
         &self,
-        table: &Table,
-        leaf: Leaf<'_>,
+        layer: &Layer,
         slot: u64,
         target: &Target<'_>,
         wants: &impl Fn(Word) -> bool,
     ) -> device::Result<Attempt> {
+        if layer.is_retired() {
+            return Ok(Attempt::Reset);
+        }
+        let Some(leaf) = layer.table().leaf(slot) else { return Ok(Attempt::Left) };
         let mut copy = [0; PAGE_BYTES];
         let guard = leaf.lock(slot);
         let found = guard.word();
@@ -459,23 +442,23 @@ impl Inner {
         object.copy_from_slice(self.pool.object(&guard));
         let old = found.with_idle(found.is_idle() && !target.clears_idle);
         guard.publish(old.picked(TAG));
-        // Publishes what the page is now, unless it was touched; true if so.
+        // Publishes what the page is now, unless it was changed; true if so.
         let finish = |new: &dyn Fn(Word) -> Word| {
             let guard = leaf.lock(slot);
             let now = guard.word();
-            let untouched = now.is_picked_by(TAG)
+            let unchanged = now.is_picked_by(TAG)
                 && (now.kind(), now.stored_bytes(), now.algorithm())
                     == (old.kind(), old.stored_bytes(), old.algorithm());
-            if untouched {
+            if unchanged {
                 let new = new(now.unpicked(old.age()));
                 guard.publish(new);
                 // Its object may have been moved meanwhile, so it is this word's that goes.
                 if new.object() != now.object() {
                     self.release(now);
-                    self.account(now, new);
+                    layer.account(self, now, new);
                 }
             }
-            untouched
+            unchanged
         };
         let mut page = [0; PAGE_BYTES];
         let page = if old.kind() == Kind::Huge {
@@ -496,7 +479,7 @@ impl Inner {
             let marked = finish(&fails) && target.is_last;
             return Ok(if marked { Attempt::FailedForGood } else { Attempt::Failed });
         };
-        let location = match self.pool.store(new, BackRef::new(table.id(), slot)) {
+        let location = match self.pool.store(new, layer.owner(slot), self.kept_from(layer)) {
             Ok(location) => location,
             Err(error) => {
                 // It may be tried again.
@@ -520,14 +503,16 @@ impl Inner {
     /// Packs the pool and returns how many pages went back to the system.
     pub(super) fn compact(&self) -> u64 {
         let pages = self.pool.compact(self);
-        self.counters.add(counter::PAGES_COMPACTED, pages as i64);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
         pages
     }
 
     /// Packs one class of the pool.
     pub(super) fn compact_class(&self, class: usize) {
         let pages = self.pool.compact_one(class, self);
-        self.counters.add(counter::PAGES_COMPACTED, pages as i64);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
     }
 }
 

@@ -39,15 +39,14 @@ fn read(ram: &Ram, slot: u64) -> Page {
 }
 
 fn word(ram: &Ram, slot: u64) -> Word {
-    pin::pinned(|pin| ram.0.table.load(pin).leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot)))
+    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
 }
 
 fn change(ram: &Ram, slot: u64, change: impl Fn(Word) -> Word) {
-    pin::pinned(|pin| {
-        let guard = ram.0.table.load(pin).leaf(slot).unwrap().lock(slot);
-        let word = guard.word();
-        guard.publish(change(word));
-    });
+    let layer = ram.0.layer();
+    let guard = layer.table().leaf(slot).unwrap().lock(slot);
+    let word = guard.word();
+    guard.publish(change(word));
 }
 
 fn all() -> Recompress {
@@ -57,7 +56,7 @@ fn all() -> Recompress {
 /// Statistics, places in the pool and marks agree with what the slots say.
 fn check_books(ram: &Ram) {
     let (mut stored, mut huge) = (0, 0);
-    ram.0.each_candidate(&[0..=ram.0.size() / PAGE - 1], &|_| true, |slot, word| {
+    ram.0.layer().each_candidate(&[0..=ram.0.last_slot()], &|_| true, |slot, word| {
         assert!(!word.is_picked(), "slot {slot} was left picked");
         stored += word.stored_bytes() as u64;
         huge += u64::from(word.kind() == Kind::Huge);
@@ -420,7 +419,7 @@ fn a_reset_ends_a_run() {
             for slot in 0..200 {
                 write(&ram, slot, &page(slot + round, 300));
             }
-            ram.reset();
+            ram.reset().unwrap();
             assert!(read(&ram, 0) == [0; PAGE_BYTES]);
         }
         stop.store(true, Ordering::SeqCst);

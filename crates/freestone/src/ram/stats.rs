@@ -1,8 +1,10 @@
 //! The RAM disk's numbers, with the kernel's columns and meaning.
 
 use super::Inner;
+use super::family::Shared;
+use super::layer::stored;
 use crate::PAGE_BYTES;
-use crate::slot::{Kind, Word};
+use crate::sync::Ordering;
 
 /// `mm_stat`: the nine columns of the kernel's file, in its order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -12,7 +14,8 @@ pub struct MmStat {
     /// Bytes of all objects as they are stored; a huge page counts whole, a same-filled one not at all (an 8-byte
     /// pattern counts 8).
     pub compr_data_size: u64,
-    /// Bytes of the pool's pages. As in the kernel, tables and descriptions are not in it: see [`Memory`].
+    /// Bytes of the pool's pages; where several devices share the pool, what this one's objects take of it. As in the
+    /// kernel, tables and descriptions are not in it: see [`Memory`].
     pub mem_used_total: u64,
     /// Largest allowed `mem_used_total` in bytes; 0 is no limit.
     pub mem_limit: u64,
@@ -56,68 +59,47 @@ pub struct Memory {
     pub streams_bytes: u64,
 }
 
+/// What a fork or snapshot holds itself, and how it came there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OverStat {
+    /// Bytes of pages that the device holds itself, uncompressed.
+    pub own_bytes: u64,
+    /// Bytes that its objects take of the family's memory.
+    pub charged: u64,
+    /// The cap on that; 0 is none.
+    pub mem_limit: u64,
+    /// What of it is guaranteed.
+    pub mem_min: u64,
+    /// Pages that went to snapshots of this device as they were, without a copy.
+    pub handed_over: u64,
+}
+
 /// Counters of [`Inner::counters`], by index.
 pub(super) mod counter {
-    pub const PAGES_STORED: usize = 0;
-    pub const COMPRESSED_BYTES: usize = 1;
-    pub const SAME_PAGES: usize = 2;
-    pub const HUGE_PAGES: usize = 3;
-    pub const HUGE_PAGES_SINCE: usize = 4;
-    pub const FAILED_READS: usize = 5;
-    pub const FAILED_WRITES: usize = 6;
-    pub const INVALID_IO: usize = 7;
-    pub const NOTIFY_FREE: usize = 8;
-    pub const PAGES_COMPACTED: usize = 9;
-    pub const COUNT: usize = 10;
+    pub const FAILED_READS: usize = 0;
+    pub const FAILED_WRITES: usize = 1;
+    pub const INVALID_IO: usize = 2;
+    pub const NOTIFY_FREE: usize = 3;
+    pub const COUNT: usize = 4;
 }
 
 impl Inner {
-    /// Counts that a slot went from `old` to `new`.
-    #[inline]
-    pub(super) fn account(&self, old: Word, new: Word) {
-        let delta = |f: fn(Word) -> bool| i64::from(f(new)) - i64::from(f(old));
-        let add = |counter, delta| {
-            if delta != 0 {
-                self.counters.add(counter, delta);
-            }
-        };
-        add(counter::PAGES_STORED, delta(|w| w != Word::EMPTY));
-        add(counter::COMPRESSED_BYTES, new.stored_bytes() as i64 - old.stored_bytes() as i64);
-        add(counter::SAME_PAGES, delta(|w| matches!(w.kind(), Kind::Same | Kind::Pattern)));
-        add(counter::HUGE_PAGES, delta(|w| w.kind() == Kind::Huge));
-        add(counter::HUGE_PAGES_SINCE, i64::from(new.kind() == Kind::Huge));
-    }
-
-    /// Counts that pages left memory which had so many bytes; they are still stored.
-    pub(super) fn account_spilled(&self, bytes: u64, huge: u64) {
-        self.counters.add(counter::COMPRESSED_BYTES, -(bytes as i64));
-        self.counters.add(counter::HUGE_PAGES, -(huge as i64));
-    }
-
-    /// Counts that a spilled page is in memory again; it was counted as stored all the time.
-    pub(super) fn account_back(&self, word: Word) {
-        self.counters.add(counter::COMPRESSED_BYTES, word.stored_bytes() as i64);
-        self.counters.add(counter::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
-        self.counters.add(counter::HUGE_PAGES, i64::from(word.kind() == Kind::Huge));
-    }
-
-    /// Bytes of all objects in memory.
-    pub(super) fn stored_bytes(&self) -> u64 {
-        self.counters.get(counter::COMPRESSED_BYTES)
-    }
-
     pub(super) fn mm_stat(&self) -> MmStat {
-        let get = |counter| self.counters.get(counter);
+        let (layer, family) = (self.layer(), &self.family);
+        // A device that is alone has all of the pool; several are charged each for its own.
+        let alone = family.layers.is_alone(layer.id());
+        let (cap, charged) = (self.limits.cap(), layer.charged());
         MmStat {
-            orig_data_size: get(counter::PAGES_STORED) * PAGE_BYTES as u64,
-            compr_data_size: get(counter::COMPRESSED_BYTES),
-            mem_used_total: self.pool.pages() * PAGE_BYTES as u64,
-            mem_limit: self.mem_limit(),
-            mem_used_max: self.pool.pages_max() * PAGE_BYTES as u64,
-            same_pages: get(counter::SAME_PAGES),
-            pages_compacted: get(counter::PAGES_COMPACTED),
-            huge_pages: get(counter::HUGE_PAGES),
-            huge_pages_since: get(counter::HUGE_PAGES_SINCE),
+            orig_data_size: layer.get(stored::PAGES) * PAGE_BYTES as u64,
+            compr_data_size: layer.get(stored::COMPRESSED_BYTES),
+            mem_used_total: if alone { family.pool.pages() * PAGE_BYTES as u64 } else { charged },
+            mem_limit: if cap == u64::MAX { family.mem_limit() } else { cap },
+            mem_used_max: if alone { family.pool.pages_max() * PAGE_BYTES as u64 } else { charged },
+            same_pages: layer.get(stored::SAME_PAGES),
+            // Relaxed: a statistic.
+            pages_compacted: family.compacted.load(Ordering::Relaxed),
+            huge_pages: layer.get(stored::HUGE_PAGES),
+            huge_pages_since: layer.get(stored::HUGE_PAGES_SINCE),
         }
     }
 
@@ -131,8 +113,22 @@ impl Inner {
         }
     }
 
+    pub(super) fn over_stat(&self) -> OverStat {
+        let layer = self.layer();
+        let cap = self.limits.cap();
+        OverStat {
+            own_bytes: layer.get(stored::PAGES) * PAGE_BYTES as u64,
+            charged: layer.charged(),
+            mem_limit: if cap == u64::MAX { 0 } else { cap },
+            mem_min: self.limits.least(),
+            handed_over: layer.get(stored::HANDED_OVER),
+        }
+    }
+}
+
+impl Shared {
     pub(super) fn memory(&self) -> Memory {
-        let stored = self.counters.get(counter::COMPRESSED_BYTES);
+        let stored: u64 = self.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
         Memory {
             leaves_bytes: self.common.nodes.bytes(),
             backrefs_bytes: self.pool.backrefs_bytes(),

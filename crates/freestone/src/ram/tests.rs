@@ -3,6 +3,7 @@
 use super::*;
 use crate::codec::{Algorithm, Params};
 use crate::device::{Blocking, Error, Flags};
+use crate::device::{Buffer, Extent, ExtentKind, Request};
 
 pub(super) const MIB: u64 = 1 << 20;
 
@@ -175,7 +176,7 @@ fn reset_wipes_and_the_disk_goes_on() {
     let _ = ram.try_io(&Request::read(1, 1), Buffer::Read(&mut [0]));
     assert!(ram.mm_stat().huge_pages_since > 0 && ram.io_stat().invalid_io == 1);
     let empty = self::ram(64 * MIB);
-    ram.reset();
+    ram.reset().unwrap();
     assert_eq!((ram.mm_stat(), ram.io_stat()), (empty.mm_stat(), empty.io_stat()));
     assert_eq!(ram.memory().leaves_bytes, 0);
     assert_eq!(ram.config().disksize, 64 * MIB);
@@ -262,8 +263,7 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
     for slot in 0..256 {
         ram.write_at(slot * PAGE, &page(slot), Flags::empty()).unwrap();
     }
-    let location =
-        |slot: u64| pin::pinned(|pin| ram.0.table.load(pin).leaf(slot).unwrap().peek(slot).location());
+    let location = |slot: u64| ram.0.layer().table().leaf(slot).unwrap().peek(slot).location();
     let places: Vec<u64> = (0..256).map(location).collect();
     let before = ram.mm_stat();
     for slot in 0..256 {
@@ -288,16 +288,18 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
 #[test]
 fn disks_share_their_streams() {
     let (a, b) = (ram(MIB), ram(MIB));
-    assert!(std::ptr::eq(a.0.codecs.primary(), b.0.codecs.primary()));
+    assert!(std::ptr::eq(a.0.family.codecs.primary(), b.0.family.codecs.primary()));
     let params = Params::parse("level=2").unwrap();
     let other = Ram::new(Config { algorithm_params: params, ..config(MIB) }).unwrap();
-    assert!(!std::ptr::eq(a.0.codecs.primary(), other.0.codecs.primary()));
+    assert!(!std::ptr::eq(a.0.family.codecs.primary(), other.0.family.codecs.primary()));
 }
 
 #[test]
 fn compaction_under_traffic_moves_objects_and_harms_none() {
     // Nobody else has it: it is taken apart in the end.
-    let ram = Ram(Inner::new(config(64 * MIB), None).unwrap());
+    let family = Shared::new(config(64 * MIB), None).unwrap();
+    let mut ram = Ram::make(&family, 64 * MIB, Below::Nothing, Arc::default());
+    drop(family);
     let pages = 64 * MIB / PAGE;
     for page in 0..pages {
         ram.write_at(page * PAGE, &content((page % 3) as u8 + 3, page, PAGE_BYTES), Flags::empty()).unwrap();
@@ -346,16 +348,16 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
         ram.read_at(page * PAGE, &mut back).unwrap();
         assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
     }
-    let Ok(mut inner) = Arc::try_unwrap(ram.0).map_err(|_| ()) else { panic!("somebody holds the disk") };
     // The tables are the truth: learn the pool's state again from them, and find the same.
-    let pages_before = inner.pool.pages();
-    let words: Vec<_> = pin::pinned(|pin| {
-        let table = inner.table.load(pin);
-        (0..pages).filter_map(|p| Some((BackRef::new(table.id(), p), table.leaf(p)?.peek(p)))).collect()
-    });
-    inner.pool.rebuild(words.iter().copied()).unwrap();
-    assert!(inner.pool.pages() <= pages_before);
-    let ram = Ram(Arc::new(inner));
+    ram.0.chain().abandon();
+    let layer = ram.0.layer();
+    let words: Vec<_> = (0..pages)
+        .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))
+        .collect();
+    let pool = &mut Arc::get_mut(&mut Arc::get_mut(&mut ram.0).unwrap().family).unwrap().pool;
+    let pages_before = pool.pages();
+    pool.rebuild(words.iter().copied()).unwrap();
+    assert!(pool.pages() <= pages_before);
     for page in 0..pages {
         ram.write_at(page * PAGE, &content(4, page, PAGE_BYTES), Flags::empty()).unwrap();
     }
@@ -386,11 +388,11 @@ fn resets_under_traffic_lose_nothing_but_content() {
             })
             .collect();
         while traffic.iter().any(|t| !t.is_finished()) {
-            ram.reset();
+            ram.reset().unwrap();
             ram.compact();
         }
     });
-    ram.reset();
+    ram.reset().unwrap();
     assert_eq!((ram.mm_stat().orig_data_size, ram.mm_stat().compr_data_size), (0, 0));
     assert_eq!(
         (ram.mm_stat().mem_used_total, ram.memory().leaves_bytes, ram.memory().backrefs_bytes),

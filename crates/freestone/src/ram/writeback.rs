@@ -7,26 +7,16 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::candidates::Sizes;
+use super::layer::Layer;
 use super::pass::{Offered, Pass, is_spillable};
 use super::{Inner, PAGE, Ram};
-use crate::clock;
 use crate::device;
-use crate::slot::{Kind, LEAF_SLOTS, Word};
+use crate::slot::{Kind, Word};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
 
 /// No more than this is not worth another try on a device that was full.
 pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
-
-/// Which pages are marked idle.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Idle {
-    /// All that are in memory.
-    All,
-    /// Those that nobody touched for so long; the mark is taken from all others. Ages are known to the second at first, and
-    /// to about a third later on; a page is never taken for older than it is.
-    OlderThan(Duration),
-}
 
 /// Which pages are written back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,11 +102,6 @@ pub struct BackingStat {
 }
 
 impl Ram {
-    /// Marks pages idle. Returns how many have the mark now.
-    pub fn idle(&self, which: Idle) -> u64 {
-        self.0.mark_idle(which)
-    }
-
     /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one waits for the first.
     ///
     /// # Errors
@@ -128,13 +113,13 @@ impl Ram {
     /// The kernel's `bd_stat`; zeroes without a backing device.
     pub fn bd_stat(&self) -> BdStat {
         let Numbers { used, reads, writes, .. } =
-            self.0.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
+            self.0.family.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
         BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
     }
 
     /// What is known of the backing device.
     pub fn backing(&self) -> Option<BackingStat> {
-        let store = self.0.store.as_ref()?;
+        let store = self.0.family.store.as_ref()?;
         let n = store.numbers();
         Some(BackingStat {
             size: n.blocks * PAGE,
@@ -150,39 +135,39 @@ impl Ram {
 
     /// How many blocks of 4 KiB may still be written while the limit is enabled. Counts down.
     pub fn writeback_limit(&self) -> u64 {
-        self.0.store.as_ref().map_or(0, |store| store.budget().get().left)
+        self.0.family.store.as_ref().map_or(0, |store| store.budget().get().left)
     }
 
     /// Sets the budget. Without a backing device there is none, and nothing happens.
     pub fn set_writeback_limit(&self, blocks: u64) {
-        if let Some(store) = &self.0.store {
+        if let Some(store) = &self.0.family.store {
             store.budget().set(|limit| limit.left = blocks);
-            self.0.keeper.kick();
+            self.0.family.keeper.kick();
         }
     }
 
     /// Whether the budget counts.
     pub fn writeback_limit_enable(&self) -> bool {
-        self.0.store.as_ref().is_some_and(|store| store.budget().get().enabled)
+        self.0.family.store.as_ref().is_some_and(|store| store.budget().get().enabled)
     }
 
     /// Makes the budget count, or not.
     pub fn set_writeback_limit_enable(&self, enabled: bool) {
-        if let Some(store) = &self.0.store {
+        if let Some(store) = &self.0.family.store {
             store.budget().set(|limit| limit.enabled = enabled);
-            self.0.keeper.kick();
+            self.0.family.keeper.kick();
         }
     }
 
     /// Blocks of 4 KiB that are on their way to the backing device at once.
     pub fn writeback_batch_size(&self) -> u32 {
-        self.0.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
+        self.0.family.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
     }
 
     /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests of a quarter of it, of
     /// at most 1 MiB, are in flight.
     pub fn set_writeback_batch_size(&self, blocks: u32) {
-        if let Some(store) = &self.0.store {
+        if let Some(store) = &self.0.family.store {
             store.set_batch_blocks(blocks);
         }
     }
@@ -190,53 +175,18 @@ impl Ram {
     /// Sets how long the backing device may take to answer: 30 s unless set. After that a read fails, and pages that
     /// were being written stay in memory.
     pub fn set_backing_timeout(&self, timeout: Duration) {
-        if let Some(store) = &self.0.store {
+        if let Some(store) = &self.0.family.store {
             store.set_timeout(timeout);
         }
     }
 }
 
 impl Inner {
-    fn mark_idle(&self, which: Idle) -> u64 {
-        let old =
-            match which {
-                Idle::All => None,
-                Idle::OlderThan(age) => {
-                    let now = clock::now_ms();
-                    self.ages.advance(now);
-                    Some(self.ages.untouched_since(
-                        now.saturating_sub(u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
-                    ))
-                }
-            };
-        let mut marked = 0;
-        self.each_leaf(|start, leaf| {
-            for slot in start..start + LEAF_SLOTS {
-                if !is_spillable(leaf.peek(slot)) {
-                    continue;
-                }
-                let guard = leaf.lock(slot);
-                let word = guard.word();
-                // A picked page's age is not known: it keeps the mark that it has.
-                let idle = match old {
-                    Some(_) if word.is_picked() => word.is_idle(),
-                    Some(old) => old[usize::from(word.age())],
-                    None => true,
-                };
-                if is_spillable(word) {
-                    marked += u64::from(idle);
-                    guard.publish(word.with_idle(idle));
-                }
-            }
-            true
-        });
-        marked
-    }
-
     fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
         let fail = |error| (Written::default(), error);
-        let store = self.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
-        let end = self.size() / PAGE - 1;
+        let (family, layer) = (&*self.family, self.layer());
+        let store = family.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
+        let end = self.last_slot();
         let everything = [0..=end];
         let ranges = match what {
             Writeback::Pages(ranges) => {
@@ -257,28 +207,30 @@ impl Inner {
             Writeback::Incompressible => word.is_incompressible(),
             Writeback::Pages(_) => true,
         };
-        let _one = self.passes.lock();
+        let _one = family.passes.lock();
         let mut done = Written::default();
         loop {
-            let mut pass = Pass::new(self, store);
-            let outcome = self.select(store, ranges, &wanted, &mut pass);
+            let mut pass = Pass::new(family, store);
+            let outcome = layer.select(store, ranges, &wanted, &mut pass);
             let (written, ended) = pass.end();
             done.pages += written.pages;
             done.blocks += written.blocks;
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
                 // A device that is full of holes has room.
-                Err(WritebackError::NoSpace) if self.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
+                Err(WritebackError::NoSpace) if family.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
                 Err(error) => return Err((done, error)),
             }
         }
     }
+}
 
+impl Layer {
     /// Offers what is wanted. Where everything will go, in the order of addresses, so that neighbours stay neighbours on
     /// disk; where a limit or the device's size will end it early, the largest objects first, as in the kernel: they free
     /// most.
     fn select(
-        &self,
+        self: &Arc<Self>,
         store: &Arc<Store>,
         ranges: &[RangeInclusive<u64>],
         wanted: &impl Fn(Word) -> bool,
@@ -300,9 +252,9 @@ impl Inner {
         }
         let budget = store.budget().get();
         let mut outcome = Ok(());
-        let mut offer = |slot, outcome: &mut Result<(), WritebackError>| match pass.offer(slot, wanted) {
+        let mut offer = |slot, outcome: &mut Result<(), WritebackError>| match pass.offer(self, slot, wanted)
+        {
             Ok(Offered::Taken(_) | Offered::Passed) => true,
-            Ok(Offered::Reset) => false,
             Err(error) => {
                 *outcome = Err(error);
                 false

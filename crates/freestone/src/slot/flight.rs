@@ -6,11 +6,10 @@
 //! * [`wait`](Flights::wait): under the slot's lock, while it is in flight, a waiter is added to flight `n`.
 //! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published; the caller lets those
 //!   go on that waited, in the order in which they came.
-//! * [`forget`](Flights::forget): the table was taken down, nobody can reach the slot any more: flight `n` closes.
 //!
-//! The first three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees the
-//! new word. A flight ends once: whoever comes later (a disk that answers after its deadline, or after a reset) finds
-//! another word in the slot, or no flight of that number. Numbers are not used again before 2^36 others were.
+//! All three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees the
+//! new word. A flight ends once: whoever comes later (a disk that answers after its deadline) finds
+//! another word in the slot. Numbers are not used again before 2^36 others were.
 //!
 //! Lock order: slot, then the flight's shard. Slots share shards by chance only, so no two reads meet in one lock for
 //! long.
@@ -94,10 +93,9 @@ impl<W> Flights<W> {
         Landed { held, waiting }
     }
 
-    /// Ends a flight whose slot's table is gone. `None`: it had ended.
-    pub fn forget(&self, number: u64) -> Option<Landed<W>> {
-        let Flight { held, waiting, .. } = self.shard(number).remove(&number)?;
-        Some(Landed { held, waiting })
+    /// What a slot in flight held before, while its flight is open.
+    pub fn held(&self, number: u64) -> Option<Word> {
+        self.shard(number).get(&number).map(|flight| flight.held)
     }
 
     /// The owner of a slot in flight, while its flight is open.
@@ -105,9 +103,9 @@ impl<W> Flights<W> {
         self.shard(number).get(&number).map(|flight| flight.owner)
     }
 
-    /// Whether somebody waits for a flight of whom `is` is true.
-    pub fn any_waiter(&self, number: u64, is: impl FnMut(&W) -> bool) -> bool {
-        self.shard(number).get(&number).is_some_and(|flight| flight.waiting.iter().any(is))
+    /// Whether somebody waits for a flight.
+    pub fn is_awaited(&self, number: u64) -> bool {
+        self.shard(number).get(&number).is_some_and(|flight| !flight.waiting.is_empty())
     }
 
     /// Takes the first waiter out of whom `is` is true.

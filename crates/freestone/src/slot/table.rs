@@ -143,24 +143,6 @@ impl Table {
         // Acquire: pairs with the Release in make_leaf.
         self.root_end.load(Ordering::Acquire) << (2 * FANOUT_BITS)
     }
-
-    /// Every slot that is not empty, of a table that nobody uses any more.
-    pub fn drain(&mut self, mut visit: impl FnMut(u64, Word)) {
-        let mut slot = 0;
-        while let Some(present) = self.next_present(slot, MAX_SLOTS) {
-            let leaf =
-                self.leaf(present).unwrap_or_else(|| unreachable!("a leaf of an unshared table is gone"));
-            let start = present & !LOW;
-            for index in 0..LEAF_SLOTS {
-                let word = leaf.peek(start + index);
-                if word != Word::EMPTY {
-                    visit(start + index, word);
-                    leaf.lock(start + index).publish(Word::EMPTY);
-                }
-            }
-            slot = start + LEAF_SLOTS;
-        }
-    }
 }
 
 impl Drop for Table {

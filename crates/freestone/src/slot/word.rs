@@ -33,6 +33,8 @@ pub enum Kind {
     InFlight = 5,
     /// The page lies on the backing device.
     Spilled = 6,
+    /// In a snapshot: the page was never written since the origin was at its base, whatever the origin holds now.
+    Base = 7,
 }
 
 /// One slot's word, by value.
@@ -63,6 +65,9 @@ const _: () = assert!(LOCATION_SHIFT + LOCATION_BITS == 64);
 impl Word {
     /// An empty slot.
     pub const EMPTY: Self = Self(0);
+
+    /// A page of a snapshot that is the base's.
+    pub const BASE: Self = Self::new(Kind::Base, 0, 0, 0);
 
     const fn new(kind: Kind, algorithm: u8, size: u32, location: u64) -> Self {
         debug_assert!(algorithm < 4 && size < 4096 && location < 1 << LOCATION_BITS);
@@ -106,7 +111,7 @@ impl Word {
         Self::new(Kind::Spilled, algorithm, size, location)
     }
 
-    /// The kind. Words come from tables of this process only, so every value is known.
+    /// The kind.
     #[inline]
     pub fn kind(self) -> Kind {
         match (self.0 >> KIND_SHIFT) & 7 {
@@ -117,7 +122,7 @@ impl Word {
             4 => Kind::Huge,
             5 => Kind::InFlight,
             6 => Kind::Spilled,
-            other => unreachable!("slot of unknown kind {other}"),
+            _ => Kind::Base,
         }
     }
 
@@ -146,7 +151,7 @@ impl Word {
     #[inline]
     pub fn stored_bytes(self) -> usize {
         match self.kind() {
-            Kind::Empty | Kind::Same | Kind::InFlight | Kind::Spilled => 0,
+            Kind::Empty | Kind::Same | Kind::InFlight | Kind::Spilled | Kind::Base => 0,
             Kind::Pattern => 8,
             Kind::Compressed => ((self.0 >> SIZE_SHIFT) & 0xFFF) as usize,
             Kind::Huge => crate::PAGE_BYTES,

@@ -48,6 +48,7 @@ impl Header {
     }
 
     /// The number of the object's algorithm.
+    #[cfg(test)]
     pub fn algorithm(&self) -> u8 {
         self.algorithm
     }

@@ -354,6 +354,11 @@ impl Store {
         self.timeout_ms.store(ms, Ordering::Relaxed);
     }
 
+    /// Blocks of the device.
+    pub fn blocks(&self) -> u64 {
+        self.space.blocks()
+    }
+
     /// Blocks that are free, without those that are kept for moving objects.
     pub fn free_blocks(&self) -> u64 {
         self.space.free().saturating_sub(self.reserve())

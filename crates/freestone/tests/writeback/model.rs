@@ -114,7 +114,7 @@ fn take(ram: &Ram, plain: &mut Plain, base: u64, (step, block, blocks): Placed) 
             ram.writeback(&Writeback::Pages(vec![first..=last])).unwrap();
         }
         Step::Reset => {
-            ram.reset();
+            ram.reset().unwrap();
             plain.0.fill(0);
         }
         upkeep => keep(ram, upkeep),
@@ -318,7 +318,7 @@ fn resets_under_traffic_leak_nothing() {
             while traffic.iter().any(|thread| !thread.is_finished()) {
                 ram.idle(Idle::All);
                 ram.writeback(&Writeback::Idle).unwrap();
-                ram.reset();
+                ram.reset().unwrap();
             }
         });
         disk.ends_clean();

@@ -1,0 +1,428 @@
+//! Chains: a live device and its snapshots, and who of them holds a page.
+//!
+//! A snapshot is a layer that begins empty. An empty slot of it means "as the next younger one", and past the youngest
+//! "as the origin". Before the origin's slot changes, what it holds *goes over* to the youngest snapshot, if neither that one nor
+//! a removed one before it has anything there: one word moves, the object stays where it is. An origin's slot that is
+//! empty goes over as [`Word::BASE`].
+//!
+//! # Protocol
+//! * Words go from a slot of one layer to the same slot of another only under the origin's slot lock. So under it the whole
+//!   chain stands still, but for what happens to an object where it is (it moves in the pool, it is spilled).
+//! * A reader of a snapshot looks at the snapshot's own slot; where that is empty, it locks the origin's slot and looks
+//!   again from the snapshot to the origin. Where the origin has no leaf nobody has ever written there.
+//! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one that says so, which
+//!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is taken.
+//! * A removed snapshot is *dying*: nothing goes over to it any more, what it has goes to the next older one, slot by slot,
+//!   in the background; older ones read through it until then.
+//!
+//! Lock order: a chain's `state`; the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
+//! those of the chain that it is a fork of.
+
+use std::sync::{Arc, Condvar, PoisonError, Weak};
+
+use super::family::Shared;
+use super::layer::{Layer, stored};
+use super::through::Below;
+use super::{Inner, Ram};
+use crate::device::Result;
+use crate::pin::{self, Pin, Swap};
+use crate::slot::{SlotGuard, Word};
+use crate::sync::Mutex;
+
+/// What a device is for its requests at one time.
+pub(super) struct View {
+    /// Its own slots.
+    pub layer: Arc<Layer>,
+    pub below: Below,
+    pub role: Role,
+}
+
+pub(super) enum Role {
+    /// A disk or fork, with what lives of its snapshots.
+    Live { snapshots: Option<Arc<List>>, frozen: bool },
+    /// A snapshot: number `number` of its chain.
+    Snapshot { chain: Arc<Chain>, number: u64 },
+}
+
+/// The layers of a chain at one time.
+pub(super) struct List {
+    pub origin: Arc<Layer>,
+    /// Oldest first.
+    pub snapshots: Vec<Member>,
+}
+
+#[derive(Clone)]
+pub(super) struct Member {
+    /// Counts up within the chain.
+    pub number: u64,
+    pub layer: Arc<Layer>,
+    pub dying: bool,
+}
+
+impl List {
+    /// The snapshot that must be given what the origin's locked slot holds before that changes.
+    fn receiver(&self, slot: u64) -> Option<&Layer> {
+        for member in self.snapshots.iter().rev() {
+            if member.layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot) != Word::EMPTY) {
+                return None;
+            }
+            if !member.dying {
+                return Some(&member.layer);
+            }
+        }
+        None
+    }
+
+    /// The members from `number` on to the youngest.
+    fn from(&self, number: u64) -> &[Member] {
+        &self.snapshots[self.snapshots.partition_point(|member| member.number < number)..]
+    }
+}
+
+/// See the module.
+pub(super) struct Chain {
+    /// The origin's layer's.
+    pub id: u32,
+    list: Swap<List>,
+    below: Below,
+    state: Mutex<State>,
+    /// Signalled when writers go on.
+    thawed: Condvar,
+}
+
+struct State {
+    origin: Arc<Layer>,
+    /// The live device; nobody's once that is gone or has another layer.
+    device: Option<Weak<Inner>>,
+    snapshots: Vec<Member>,
+    next_number: u64,
+    /// Snapshots that are beginning: writers wait.
+    freezes: u32,
+}
+
+impl Chain {
+    /// A live device's chain, without snapshots.
+    pub fn new(origin: Arc<Layer>, below: Below) -> Arc<Self> {
+        let list = List { origin: Arc::clone(&origin), snapshots: Vec::new() };
+        Arc::new(Self {
+            id: origin.id(),
+            list: Swap::new(Box::new(list)),
+            below,
+            state: Mutex::new(State {
+                origin,
+                device: None,
+                snapshots: Vec::new(),
+                next_number: 0,
+                freezes: 0,
+            }),
+            thawed: Condvar::new(),
+        })
+    }
+
+    /// The view of the live device, and which device it is from now on.
+    pub fn first_view(&self, device: Weak<Inner>) -> View {
+        let mut state = self.state.lock();
+        state.device = Some(device);
+        self.live_view(&state)
+    }
+
+    fn live_view(&self, state: &State) -> View {
+        let snapshots = if state.snapshots.is_empty() {
+            None
+        } else {
+            let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
+            Some(Arc::new(list))
+        };
+        View {
+            layer: Arc::clone(&state.origin),
+            below: self.below.clone(),
+            role: Role::Live { snapshots, frozen: state.freezes > 0 },
+        }
+    }
+
+    /// Has requests see what the state says.
+    fn publish(&self, state: &State) {
+        let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
+        self.list.replace(Box::new(list), pin::domain());
+        self.publish_live(state);
+    }
+
+    fn publish_live(&self, state: &State) {
+        if let Some(device) = state.device.as_ref().and_then(Weak::upgrade) {
+            device.view.replace(Box::new(self.live_view(state)), pin::domain());
+        }
+    }
+
+    /// Returns when no write is under way any more; new ones wait.
+    pub fn freeze(&self) {
+        let mut state = self.state.lock();
+        state.freezes += 1;
+        self.publish_live(&state);
+    }
+
+    /// Adds a snapshot, while writers are held up. Returns its view.
+    pub fn attach(self: &Arc<Self>, layer: Arc<Layer>) -> View {
+        let mut state = self.state.lock();
+        debug_assert!(state.freezes > 0);
+        let number = state.next_number;
+        state.next_number += 1;
+        state.snapshots.push(Member { number, layer: Arc::clone(&layer), dying: false });
+        self.publish(&state);
+        View { layer, below: self.below.clone(), role: Role::Snapshot { chain: Arc::clone(self), number } }
+    }
+
+    /// Writers go on.
+    pub fn thaw(&self) {
+        let mut state = self.state.lock();
+        state.freezes -= 1;
+        self.publish_live(&state);
+        drop(state);
+        self.thawed.notify_all();
+    }
+
+    /// Waits until writers may go on. Not for long: see [`crate::moment`].
+    pub fn wait_until_thawed(&self) {
+        let mut state = self.state.lock();
+        while state.freezes > 0 && state.device.is_some() {
+            state = self.thawed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The live device is gone, or has another layer: its slots change no more. True: nobody needs them.
+    pub fn abandon(&self) -> bool {
+        let mut state = self.state.lock();
+        state.device = None;
+        let unused = state.snapshots.is_empty() && state.freezes == 0;
+        drop(state);
+        self.thawed.notify_all();
+        unused
+    }
+
+    /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed on](Self::pass_on).
+    pub fn doom(&self, number: u64) -> Option<Arc<Layer>> {
+        let mut state = self.state.lock();
+        let member = state.snapshots.iter_mut().find(|member| member.number == number)?;
+        member.dying = true;
+        let layer = Arc::clone(&member.layer);
+        self.publish(&state);
+        Some(layer)
+    }
+
+    /// Gives what a dying snapshot has in the leaf at `start` to the next older one, or frees it. Returns whether
+    /// something is left that is on its way from the backing device.
+    pub fn pass_on(&self, family: &Shared, number: u64, start: u64, end: u64) -> Result<bool> {
+        let (origin, from, to) = {
+            let state = self.state.lock();
+            let Ok(at) = state.snapshots.binary_search_by_key(&number, |member| member.number) else {
+                return Ok(false);
+            };
+            let older = at.checked_sub(1).map(|older| Arc::clone(&state.snapshots[older].layer));
+            (Arc::clone(&state.origin), Arc::clone(&state.snapshots[at].layer), older)
+        };
+        let Some(leaf) = from.table().leaf(start) else { return Ok(false) };
+        let mut left = false;
+        for slot in start..end {
+            if leaf.peek(slot) == Word::EMPTY {
+                continue;
+            }
+            if let Some(to) = &to {
+                to.table().leaf_or_new(slot)?;
+            }
+            // What is here came from there, so there is a leaf.
+            let Some(origin) = origin.table().leaf(slot) else { continue };
+            let still = origin.lock(slot);
+            let guard = leaf.lock(slot);
+            let word = guard.word();
+            match word.kind() {
+                crate::slot::Kind::Empty => {}
+                crate::slot::Kind::InFlight => left = true,
+                _ => {
+                    // One slot of a snapshot at a time: readers find it in neither for a moment, but not under the
+                    // origin's lock.
+                    guard.publish(Word::EMPTY);
+                    let wanted = to.as_ref().filter(|to| {
+                        to.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot) == Word::EMPTY)
+                    });
+                    if let Some(to) = wanted {
+                        family.hand_over(&from, to, slot, word)?;
+                    } else {
+                        from.account(family, word, Word::EMPTY);
+                        family.release(word);
+                    }
+                }
+            }
+            drop(still);
+        }
+        Ok(left)
+    }
+
+    /// A dying snapshot is empty. Returns its layer, and the origin's, if nobody needs that any more.
+    pub fn bury(&self, number: u64) -> (Option<Arc<Layer>>, Option<Arc<Layer>>) {
+        let mut state = self.state.lock();
+        let Ok(at) = state.snapshots.binary_search_by_key(&number, |member| member.number) else {
+            return (None, None);
+        };
+        let member = state.snapshots.remove(at);
+        self.publish(&state);
+        let alone = state.device.is_none() && state.snapshots.is_empty() && state.freezes == 0;
+        (Some(member.layer), alone.then(|| Arc::clone(&state.origin)))
+    }
+
+    /// How many snapshots live.
+    pub fn snapshots(&self) -> usize {
+        self.state.lock().snapshots.iter().filter(|member| !member.dying).count()
+    }
+}
+
+impl View {
+    /// Hands the page of a slot to `found`, locked in the layer that holds it; `None` where that is no layer of this
+    /// chain, and the page is what lies below.
+    pub fn with_page<R>(
+        &self,
+        pin: &Pin<'_>,
+        slot: u64,
+        found: impl FnOnce(Option<(&Layer, SlotGuard<'_>)>) -> R,
+    ) -> R {
+        if let Some(leaf) = self.layer.table().leaf(slot)
+            && leaf.peek(slot) != Word::EMPTY
+        {
+            let guard = leaf.lock(slot);
+            match guard.word() {
+                Word::EMPTY => {}
+                Word::BASE => return found(None),
+                _ => return found(Some((&self.layer, guard))),
+            }
+        }
+        let Role::Snapshot { chain, number } = &self.role else { return found(None) };
+        let list = chain.list.load(pin);
+        let Some(leaf) = list.origin.table().leaf(slot) else { return found(None) };
+        let origin = leaf.lock(slot);
+        for member in list.from(*number) {
+            if let Some(leaf) = member.layer.table().leaf(slot) {
+                let guard = leaf.lock(slot);
+                match guard.word() {
+                    Word::EMPTY => {}
+                    Word::BASE => return found(None),
+                    _ => return found(Some((&member.layer, guard))),
+                }
+            }
+        }
+        match origin.word() {
+            Word::EMPTY => found(None),
+            _ => found(Some((&list.origin, origin))),
+        }
+    }
+
+    /// How many of the pages `[slot, end)` certainly lie below, from the first one on.
+    pub fn run_below(&self, pin: &Pin<'_>, slot: u64, end: u64) -> u64 {
+        let table = match &self.role {
+            Role::Live { .. } => self.layer.table(),
+            // What a snapshot has came from its origin.
+            Role::Snapshot { chain, .. } => chain.list.load(pin).origin.table(),
+        };
+        let present = table.next_present(slot, end).unwrap_or(end);
+        if present > slot || matches!(self.role, Role::Snapshot { .. }) {
+            return present - slot;
+        }
+        let Some(leaf) = table.leaf(slot) else { return 0 };
+        let stop = super::next_multiple(slot, crate::slot::LEAF_SLOTS).min(end);
+        (slot..stop).take_while(|&slot| leaf.peek(slot) == Word::EMPTY).count() as u64
+    }
+
+    /// Whether writers are held up.
+    #[inline]
+    pub fn is_frozen(&self) -> bool {
+        matches!(self.role, Role::Live { frozen: true, .. })
+    }
+
+    /// Whether what the origin's slot holds must go over to a snapshot before it changes.
+    #[inline]
+    pub fn must_preserve(&self, slot: u64) -> bool {
+        match &self.role {
+            Role::Live { snapshots: Some(list), .. } => list.receiver(slot).is_some(),
+            _ => false,
+        }
+    }
+
+    /// Before a locked slot changes: has what it holds go over to the snapshot that needs it. Returns what is left for
+    /// the caller to free.
+    #[inline]
+    pub fn preserve(&self, family: &Shared, slot: u64, held: Word) -> Result<Word> {
+        match &self.role {
+            Role::Live { snapshots: Some(list), .. } => match list.receiver(slot) {
+                Some(to) => {
+                    family.hand_over(&self.layer, to, slot, held)?;
+                    self.layer.count(stored::HANDED_OVER, i64::from(held != Word::EMPTY));
+                    Ok(Word::EMPTY)
+                }
+                None => Ok(held),
+            },
+            _ => Ok(held),
+        }
+    }
+}
+
+impl Shared {
+    /// Moves the word of a slot, which is locked or was just taken out under the origin's lock, to an empty slot of a snapshot.
+    fn hand_over(&self, from: &Layer, to: &Layer, slot: u64, word: Word) -> Result<()> {
+        let guard = to.table().leaf_or_new(slot)?.lock(slot);
+        debug_assert_eq!(guard.word(), Word::EMPTY, "a snapshot's page is set once");
+        let new = match word {
+            Word::EMPTY => Word::BASE,
+            // It belongs to no batch any more.
+            _ if word.is_picked() => word.unpicked(self.ages.now()),
+            _ => word,
+        };
+        if let Some(location) = word.object() {
+            self.pool.set_owner(location, to.owner(slot));
+        }
+        guard.publish(new);
+        from.account(self, word, Word::EMPTY);
+        to.account(self, Word::EMPTY, new);
+        Ok(())
+    }
+}
+
+/// A snapshot that is ready to begin.
+pub struct PendingSnapshot {
+    origin: Ram,
+    chain: Option<Arc<Chain>>,
+    snapshot: Option<Ram>,
+}
+
+impl PendingSnapshot {
+    pub(super) fn new(origin: Ram) -> Self {
+        Self { origin, chain: None, snapshot: None }
+    }
+
+    /// The snapshot, once it has begun.
+    ///
+    /// # Panics
+    /// If it has not: [`moment::take`](crate::moment::take) comes first.
+    pub fn into_snapshot(mut self) -> Ram {
+        match self.snapshot.take() {
+            Some(snapshot) => snapshot,
+            None => unreachable!("into_snapshot comes after moment::take"),
+        }
+    }
+}
+
+impl crate::moment::Pending for PendingSnapshot {
+    fn freeze(&mut self) {
+        let chain = self.origin.0.freeze_chain();
+        self.chain = Some(chain);
+    }
+
+    fn attach(&mut self) {
+        let Some(chain) = &self.chain else { return };
+        let family = &self.origin.0.family;
+        let layer = family.layers.make(family, Arc::default(), Some(chain.id));
+        self.snapshot = Some(self.origin.0.snapshot_device(chain.attach(layer)));
+    }
+
+    fn thaw(&mut self) {
+        if let Some(chain) = self.chain.take() {
+            chain.thaw();
+        }
+    }
+}

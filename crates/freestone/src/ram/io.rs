@@ -1,0 +1,225 @@
+//! The request path of a disk, fork or snapshot, and how far one call of it goes.
+
+use super::chain::View;
+use super::pages::{Part, Waits};
+use super::stats::counter;
+use super::through::Below;
+use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece, progress};
+use crate::PAGE_BYTES;
+use crate::codec::Page;
+use crate::device::{
+    self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
+};
+use crate::pin;
+use crate::slot::{LEAF_SLOTS, Table, Word};
+
+/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the algorithm says.)
+pub(super) const TRY_READ_PAGES: u64 = 256;
+/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an object.
+const TRY_FREE_LEAVES: u32 = 2;
+
+impl Device for Ram {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        self.0.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.go(Job::new(request, buffer, done));
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.read_ahead(offset, len);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if len > 0 && end <= self.0.size() => self.0.extents(offset, end, row),
+            _ => Err(Error::OutOfRange),
+        }
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        (self.is_snapshot() || self.is_fork()).then_some(self)
+    }
+}
+
+/// Writers are held up while a snapshot begins.
+struct Frozen;
+
+impl Inner {
+    pub(super) fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size(),
+            logical_block: LOGICAL_BLOCK_BYTES,
+            physical_block: PAGE_BYTES as u32,
+            io_min: PAGE_BYTES as u32,
+            io_opt: PAGE_BYTES as u32,
+            discard_granularity: PAGE_BYTES as u32,
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            read_only: self.is_snapshot,
+            zones: None,
+        }
+    }
+
+    pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        if let Err(error) = request.check_place(self.size(), LOGICAL_BLOCK_BYTES) {
+            self.counters.add(counter::INVALID_IO, 1);
+            return Err(error);
+        }
+        let (offset, end) = (request.offset, request.offset + request.len);
+        match (request.op, buffer) {
+            (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => pin::pinned(|pin| {
+                let view = self.view.load(pin);
+                let read = match view.below {
+                    Below::Nothing if !self.is_snapshot => self.read(view.layer.table(), offset, into),
+                    _ => self.read_through(view, pin, offset, into),
+                };
+                read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1))
+            }),
+            (Op::Flush, _) => Ok(Tried::Done),
+            (Op::Read, _) => Err(Error::Misaligned),
+            _ if self.is_snapshot => Err(Error::ReadOnly),
+            (Op::Write, Buffer::Write(data)) if data.len() as u64 == request.len => {
+                self.change(|view| self.write(view, offset, data))
+            }
+            (Op::Write, _) => Err(Error::Misaligned),
+            (Op::Discard, _) => self.change(|view| self.free(view, offset, end, false)),
+            (Op::WriteZeroes, _) => self.change(|view| self.free(view, offset, end, true)),
+        }
+    }
+
+    /// Does what changes content, when no snapshot is just beginning.
+    #[expect(clippy::inline_always, reason = "a write in memory is one function")]
+    #[inline(always)]
+    fn change(&self, mut change: impl FnMut(&View) -> device::Result<Tried>) -> device::Result<Tried> {
+        loop {
+            let changed = pin::pinned(|pin| {
+                let view = self.view.load(pin);
+                if view.is_frozen() { Err(Frozen) } else { Ok(change(view)) }
+            });
+            match changed {
+                Ok(result) => return result,
+                Err(Frozen) => self.chain().wait_until_thawed(),
+            }
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
+    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+        let len = into.len() as u64;
+        let target = len.min(TRY_READ_PAGES * PAGE);
+        let mut done = 0;
+        while done < target {
+            let leaf_end = next_multiple(offset + done, LEAF_SLOTS * PAGE) - offset;
+            let stop = leaf_end.min(target);
+            match table.leaf((offset + done) / PAGE) {
+                None => into[done as usize..stop as usize].fill(0),
+                Some(leaf) => {
+                    while done < stop {
+                        let (slot, from, n) = piece(offset + done, stop - done);
+                        let part = &mut into[done as usize..][..n];
+                        match self.family.read_slot(leaf.lock(slot), from, part) {
+                            Ok(result) => result?,
+                            Err(Waits) => return Ok(progress(done, len)),
+                        }
+                        done += n as u64;
+                    }
+                }
+            }
+            done = stop;
+        }
+        Ok(progress(done, len))
+    }
+
+    fn write(&self, view: &View, offset: u64, data: &[u8]) -> device::Result<Tried> {
+        let len = data.len() as u64;
+        let target = len.min(self.family.codecs.primary().pages_per_millisecond() * PAGE);
+        let mut done = 0;
+        while done < target {
+            let (slot, from, n) = piece(offset + done, target - done);
+            let data = &data[done as usize..][..n];
+            let written = match view.layer.table().leaf_or_new(slot) {
+                Ok(leaf) => match <&Page>::try_from(data) {
+                    Ok(page) => self.family.write_page(view, leaf, slot, page),
+                    Err(_) => self.family.patch_page(view, leaf, slot, from, Part::Data(data)),
+                },
+                Err(error) => Ok(Err(error)),
+            };
+            match written {
+                Ok(result) => result.inspect_err(|_| self.counters.add(counter::FAILED_WRITES, 1))?,
+                Err(Waits) => return Ok(progress(done, len)),
+            }
+            done += n as u64;
+        }
+        Ok(progress(done, len))
+    }
+
+    /// Empties the whole pages of a range; over a base they become pages of zeroes. The parts of pages at its ends are
+    /// zeroed where the range must be `exact` (write zeroes) and skipped where it is a hint (discard), as in the kernel.
+    fn free(&self, view: &View, offset: u64, end: u64, exact: bool) -> device::Result<Tried> {
+        let table = view.layer.table();
+        let len = end - offset;
+        let mut at = offset;
+        let mut leaves = 0;
+        while at < end {
+            let slot = at / PAGE;
+            let page_end = next_multiple(at, PAGE);
+            if !at.is_multiple_of(PAGE) || page_end > end {
+                let stop = page_end.min(end);
+                if exact && self.zero_part(view, at, stop)?.is_err() {
+                    return Ok(progress(at - offset, len));
+                }
+                at = stop;
+                continue;
+            }
+            let last = end / PAGE;
+            let present = if view.below.reaches(slot) { Some(slot) } else { table.next_present(slot, last) };
+            let Some(present) = present else {
+                at = last * PAGE;
+                continue;
+            };
+            at = present * PAGE;
+            if leaves == TRY_FREE_LEAVES {
+                break;
+            }
+            leaves += 1;
+            let stop = next_multiple(present, LEAF_SLOTS).min(last);
+            for slot in present..stop {
+                let freed = match self.family.free_page(view, slot) {
+                    Ok(Ok(freed)) => freed,
+                    Ok(Err(error)) => {
+                        self.counters.add(counter::FAILED_WRITES, 1);
+                        return Err(error);
+                    }
+                    Err(Waits) => return Ok(progress(slot * PAGE - offset, len)),
+                };
+                self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
+            }
+            at = stop * PAGE;
+        }
+        Ok(progress(at - offset, len))
+    }
+
+    /// Zeroes a part of one page, if it holds anything.
+    fn zero_part(&self, view: &View, from: u64, to: u64) -> device::Result<Result<(), Waits>> {
+        let slot = from / PAGE;
+        let leaf = if view.below.reaches(slot) {
+            Some(view.layer.table().leaf_or_new(slot)?)
+        } else {
+            view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)
+        };
+        let Some(leaf) = leaf else { return Ok(Ok(())) };
+        let zeroes = Part::Zeroes((to - from) as usize);
+        match self.family.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
+            Ok(result) => result.inspect_err(|_| self.counters.add(counter::FAILED_WRITES, 1)).map(Ok),
+            Err(waits) => Ok(Err(waits)),
+        }
+    }
+}
