@@ -242,21 +242,17 @@ impl Shared {
             }
             Some(landed)
         });
-        match landed.flatten() {
-            Some(landed) => {
-                if back.is_some() {
-                    self.release(landed.held);
-                }
-                self.answer(landed, back.is_none(), content);
-                true
+        let Some(landed) = landed.flatten() else {
+            if let Some(back) = back {
+                self.release(back);
             }
-            None => {
-                if let Some(back) = back {
-                    self.release(back);
-                }
-                false
-            }
+            return false;
+        };
+        if back.is_some() {
+            self.release(landed.held);
         }
+        self.answer(landed, back.is_none(), content);
+        true
     }
 
     /// Gives the content of a page that has landed, or the error, to those that waited for it. `still_spilled`: who would

@@ -168,18 +168,16 @@ impl<'a> Pass<'a> {
     /// As [`offer`](Self::offer).
     pub fn relocate(&mut self, layer: &Arc<Layer>, object: &Found<'_>) -> Result<Offered, WritebackError> {
         let at = self.place_of(layer);
-        self.put(|pass, batch| pass.pick_spilled(batch, at, object).map(|word| word.spilled_bytes()))
+        self.put(|pass, batch| pass.pick_spilled(batch, at, object).map(Word::spilled_bytes))
     }
 
     fn place_of(&mut self, layer: &Arc<Layer>) -> usize {
         // Pages of one layer come one after the other.
-        match self.layers.iter().rposition(|known| Arc::ptr_eq(known, layer)) {
-            Some(at) => at,
-            None => {
-                self.layers.push(Arc::clone(layer));
-                self.layers.len() - 1
-            }
+        if let Some(at) = self.layers.iter().rposition(|known| Arc::ptr_eq(known, layer)) {
+            return at;
         }
+        self.layers.push(Arc::clone(layer));
+        self.layers.len() - 1
     }
 
     /// Has `put` add a page to the open batch, or to the next where that is full.

@@ -265,14 +265,12 @@ fn step(task: Task) -> (Option<Task>, bool) {
                     return (None, true);
                 };
                 let start = present & !(LEAF_SLOTS - 1);
-                match chain.pass_on(&shared, number, start, start + LEAF_SLOTS) {
-                    Ok(left) => progress.left |= left,
+                let Ok(left) = chain.pass_on(&shared, number, start, start + LEAF_SLOTS) else {
                     // No memory for a leaf: later there may be.
-                    Err(_) => {
-                        drop(shared);
-                        return (Some(Task::PassOn(family, chain, number, from, progress)), false);
-                    }
-                }
+                    drop(shared);
+                    return (Some(Task::PassOn(family, chain, number, from, progress)), false);
+                };
+                progress.left |= left;
                 progress.next = start + LEAF_SLOTS;
             }
             drop(shared);
