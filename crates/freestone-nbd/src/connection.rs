@@ -1,7 +1,6 @@
 //! The thread of one connection, from its first byte to its last.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -10,25 +9,30 @@ use rustix::net::{RecvFlags, Shutdown, shutdown};
 use crate::handshake::{End, Handshake};
 use crate::input::receive_into;
 use crate::link::Link;
-use crate::server::{Limits, Shared};
 use crate::session::Session;
+use crate::shared::Shared;
+use crate::template::OnEnd;
 
 /// How long the client's last bytes are thrown away, so that it can read our last replies before the socket closes.
 const LINGER: Duration = Duration::from_millis(250);
 
 /// Serves one client. A device that panics ends this connection and no other.
-pub fn run(shared: &Arc<Shared>, link: &Arc<Link>, limits: &Limits) {
-    let panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, limits))).is_err();
+pub fn run(shared: &Shared, link: &Link) {
+    // Out here, so that it outlives whatever holds the device, also where that unwinds.
+    let mut on_end = OnEnd::default();
+    let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
         tracing::error!(peer = %link.peer(), "the device panicked: its connection is closed");
     }
     // The client sees the end before the server counts it; the socket itself may outlive this thread for a moment.
     let _ = shutdown(link.socket(), Shutdown::Both);
+    // And who waits for the connection's end finds that of its device, too.
+    panicked |= on_end.run();
     shared.leave(link, panicked);
 }
 
-fn serve(shared: &Shared, link: &Link, limits: &Limits) {
-    match Handshake::new(shared, link, limits).run() {
+fn serve(shared: &Shared, link: &Link, on_end: &mut OnEnd) {
+    match Handshake::new(shared, link, on_end).run() {
         Ok((negotiated, input, replies)) => {
             let name = negotiated.export.name.clone();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "connected");
@@ -42,6 +46,9 @@ fn serve(shared: &Shared, link: &Link, limits: &Limits) {
         }
         Err(End::Violation(what)) => {
             tracing::warn!(peer = %link.peer(), what, "the client broke the protocol in the handshake");
+        }
+        Err(End::NoDevice(text)) => {
+            tracing::warn!(peer = %link.peer(), text, "no device for the client, which is not told why");
         }
     }
     linger(link);

@@ -2,11 +2,13 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
-use freestone::device::Device;
+use freestone::device::{Device, Geometry};
 
 use crate::address::Address;
 use crate::proto::TransmissionFlags;
+use crate::template::{Facts, OnEnd, Template};
 
 /// How a device is published.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,46 +28,83 @@ pub struct ExportInfo {
     pub name: String,
     /// Where it is seen.
     pub address: Address,
-    /// Whether writes are refused, by option or by the device.
+    /// Whether writes are refused, by option or by the device; of a template, by option.
     pub read_only: bool,
     /// Whether it answers to the empty name.
     pub default: bool,
+    /// Whether every connection gets a device of its own.
+    pub template: bool,
     /// The text for people.
     pub description: String,
     /// Connections that use it now.
     pub connections: usize,
 }
 
-/// A device under a name at one address.
+/// A device, or a template, under a name at one address.
 pub struct Export {
     /// Its name.
     pub name: String,
     /// Where it is seen.
     pub address: Address,
-    /// The device.
-    pub device: Arc<dyn Device>,
+    /// What clients get.
+    pub source: Source,
     /// By option or by the device.
     pub read_only: bool,
     /// Answers to the empty name.
     pub default: bool,
     /// For people.
     pub description: String,
+    /// Connections that use it; changed under the server's lock.
+    pub users: AtomicUsize,
+}
+
+/// Where an export's device comes from.
+pub enum Source {
+    /// One device for all connections.
+    Device(Arc<dyn Device>),
+    /// One for each.
+    Template(Template),
 }
 
 impl Export {
-    /// What clients are told that they may do.
-    pub fn flags(&self, structured: bool) -> TransmissionFlags {
+    /// The template, where it is one.
+    pub fn template(&self) -> Option<&Template> {
+        match &self.source {
+            Source::Device(_) => None,
+            Source::Template(template) => Some(template),
+        }
+    }
+
+    /// The device for a connection, and what is to be called when that has ended. An error is a sentence.
+    pub fn open(&self) -> Result<(Arc<dyn Device>, OnEnd), String> {
+        match &self.source {
+            Source::Device(device) => Ok((Arc::clone(device), OnEnd::default())),
+            Source::Template(template) => template.open(),
+        }
+    }
+
+    /// What a client is told that has not chosen the export. An error is a sentence.
+    pub fn facts(&self) -> Result<Facts, String> {
+        match &self.source {
+            Source::Device(device) => Ok(Facts::of(&**device)),
+            Source::Template(template) => template.facts(),
+        }
+    }
+
+    /// What clients are told that they may do with a device of this geometry.
+    pub fn flags(&self, geometry: &Geometry, structured: bool) -> TransmissionFlags {
         let mut flags = TransmissionFlags::HAS_FLAGS
             | TransmissionFlags::SEND_FLUSH
             | TransmissionFlags::SEND_FUA
-            | TransmissionFlags::SEND_CACHE
-            // Every connection goes straight to the one device, whose flush covers all that was answered.
-            | TransmissionFlags::CAN_MULTI_CONN;
-        if self.read_only {
+            | TransmissionFlags::SEND_CACHE;
+        // Every connection goes straight to the one device, whose flush covers all that was answered. A second
+        // connection to a template would be to another device.
+        flags.set(TransmissionFlags::CAN_MULTI_CONN, self.template().is_none());
+        if self.read_only || geometry.read_only {
             flags |= TransmissionFlags::READ_ONLY;
         } else {
             flags |= TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::SEND_FAST_ZERO;
-            flags.set(TransmissionFlags::SEND_TRIM, self.device.geometry().discard_granularity != 0);
+            flags.set(TransmissionFlags::SEND_TRIM, geometry.discard_granularity != 0);
         }
         flags.set(TransmissionFlags::SEND_DF, structured);
         flags

@@ -1,8 +1,10 @@
 //! The handshake of a connection: fixed newstyle, option by option.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use freestone::device::Device;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -12,13 +14,16 @@ use crate::export::Export;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
 use crate::proto::{
-    BASE_ALLOCATION, BASE_ALLOCATION_ID, EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting,
-    HandshakeFlags, INIT_MAGIC, InfoBlockSize, InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC,
-    OPTION_REPLY_MAGIC, OptionHeader, OptionReply, info, option, reply,
+    EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting, HandshakeFlags, INIT_MAGIC, InfoBlockSize,
+    InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC, OptionHeader,
+    OptionReply, info, option, reply,
 };
 use crate::replies::Replies;
-use crate::server::{EnterError, Limits, Shared};
 use crate::session::Negotiated;
+use crate::shared::Shared;
+use crate::status::Contexts;
+use crate::tables::EnterError;
+use crate::template::{Facts, OnEnd};
 
 /// Longest data of an option that is looked at, in bytes.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
@@ -34,7 +39,7 @@ const _: () = {
 };
 
 /// How a handshake ended without an export.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
     /// The client left, or said that it would.
     Left,
@@ -42,6 +47,8 @@ pub enum End {
     TimedOut,
     /// The client broke the protocol.
     Violation(&'static str),
+    /// No device could be made, and the option has no error reply; why.
+    NoDevice(String),
 }
 
 impl From<rustix::io::Errno> for End {
@@ -51,22 +58,36 @@ impl From<rustix::io::Errno> for End {
     }
 }
 
+/// An export and the device that the connection gets.
+type Chosen = (Arc<Export>, Arc<dyn Device>);
 /// An error reply: its type and a text for people.
-type Refusal = (u32, &'static str);
+type Refusal = (u32, Cow<'static, str>);
+
+/// The refusal of an export.
+impl From<EnterError> for Refusal {
+    fn from(error: EnterError) -> Self {
+        match error {
+            EnterError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
+            EnterError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
+            EnterError::Failed(text) => (reply::ERR_POLICY, text.into()),
+        }
+    }
+}
 
 /// A connection in its handshake.
-#[derive(Debug)]
 pub struct Handshake<'a> {
     shared: &'a Shared,
     link: &'a Link,
+    /// What is called when the connection has ended, from when its device was made.
+    on_end: &'a mut OnEnd,
     input: Input,
     replies: Replies,
     silence: Duration,
     deadline: Instant,
     no_zeroes: bool,
     structured: bool,
-    /// The export name for which `base:allocation` was selected.
-    context_for: Option<String>,
+    /// The export name for which contexts were selected, and these.
+    selected: Option<(String, Contexts)>,
 }
 
 /// Longest time that a handshake may be given; a sum with the clock never overflows.
@@ -74,17 +95,19 @@ const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<'a> Handshake<'a> {
     /// A handshake that begins now.
-    pub fn new(shared: &'a Shared, link: &'a Link, limits: &Limits) -> Self {
+    pub fn new(shared: &'a Shared, link: &'a Link, on_end: &'a mut OnEnd) -> Self {
+        let limits = &shared.limits;
         Self {
             shared,
             link,
+            on_end,
             input: Input::new(),
             replies: Replies::new(),
             silence: limits.handshake_silence,
             deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
             no_zeroes: false,
             structured: false,
-            context_for: None,
+            selected: None,
         }
     }
 
@@ -94,15 +117,17 @@ impl<'a> Handshake<'a> {
         let socket = self.link.socket();
         set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
         self.greet()?;
-        let export = loop {
-            if let Some(export) = self.next_option()? {
-                break export;
+        let (export, device) = loop {
+            if let Some(chosen) = self.next_option()? {
+                break chosen;
             }
         };
         self.replies.send(socket)?;
         set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
-        let block_status = self.structured && self.context_for.is_some();
-        Ok((Negotiated { export, structured: self.structured, block_status }, self.input, self.replies))
+        // Contexts count only for the export for which they were selected, by whatever of its names.
+        let contexts = self.selected.filter(|_| self.structured).map_or(Contexts::empty(), |(_, set)| set);
+        let negotiated = Negotiated { export, device, structured: self.structured, contexts };
+        Ok((negotiated, self.input, self.replies))
     }
 
     fn greet(&mut self) -> Result<(), End> {
@@ -119,8 +144,8 @@ impl<'a> Handshake<'a> {
         Ok(())
     }
 
-    /// Answers one option. The export, once one was chosen.
-    fn next_option(&mut self) -> Result<Option<Arc<Export>>, End> {
+    /// Answers one option. The export and its device, once one was chosen.
+    fn next_option(&mut self) -> Result<Option<Chosen>, End> {
         let header = self.take::<OPTION_HEADER_BYTES>()?;
         let header = OptionHeader::read_from_bytes(&header).map_err(|_| End::Left)?;
         if header.magic.get() != OPTION_MAGIC {
@@ -135,7 +160,7 @@ impl<'a> Handshake<'a> {
                 return Err(End::Violation("an option of more than 16 MiB"));
             }
             self.skip(len)?;
-            self.refuse(kind, (reply::ERR_TOO_BIG, "the option's data is too long"))?;
+            self.refuse(kind, (reply::ERR_TOO_BIG, "the option's data is too long".into()))?;
             return Ok(None);
         }
         self.need(len)?;
@@ -150,9 +175,9 @@ impl<'a> Handshake<'a> {
             }
             option::LIST => self.list(&data)?,
             option::INFO | option::GO => match self.info(kind, &data)? {
-                Ok(Some(export)) => {
+                Ok(Some(chosen)) => {
                     self.answer(kind, reply::ACK, &[])?;
-                    return Ok(Some(export));
+                    return Ok(Some(chosen));
                 }
                 Ok(None) => Ok(()),
                 Err(refusal) => Err(refusal),
@@ -161,9 +186,9 @@ impl<'a> Handshake<'a> {
                 self.structured = true;
                 Ok(())
             }
-            option::STRUCTURED_REPLY => Err((reply::ERR_INVALID, "this option has no data")),
+            option::STRUCTURED_REPLY => Err((reply::ERR_INVALID, "this option has no data".into())),
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(kind, &data)?,
-            _ => Err((reply::ERR_UNSUP, "the option is not supported")),
+            _ => Err((reply::ERR_UNSUP, "the option is not supported".into())),
         };
         match outcome {
             Ok(()) => self.answer(kind, reply::ACK, &[])?,
@@ -172,7 +197,27 @@ impl<'a> Handshake<'a> {
         Ok(None)
     }
 
-    fn export_name(&mut self, len: usize) -> Result<Arc<Export>, End> {
+    /// Chooses an export: from now on the connection counts as its user, and a template's device is made.
+    fn choose(&mut self, name: &str) -> Result<Chosen, EnterError> {
+        let export = self.shared.enter(self.link, name)?;
+        match export.open() {
+            Ok((device, on_end)) => {
+                *self.on_end = on_end;
+                if let Some(ttl) = export.template().and_then(|template| template.ttl) {
+                    self.shared.expire_after(self.link, ttl);
+                }
+                self.selected.take_if(|(selected, _)| selected != name);
+                Ok((export, device))
+            }
+            Err(text) => {
+                tracing::warn!(export = %export.name, text, "no device could be made for a client");
+                self.shared.withdraw(self.link);
+                Err(EnterError::Failed(sentence(text)))
+            }
+        }
+    }
+
+    fn export_name(&mut self, len: usize) -> Result<Chosen, End> {
         if len > MAX_STRING_BYTES {
             return Err(End::Violation("an export name of more than 4096 bytes"));
         }
@@ -181,23 +226,24 @@ impl<'a> Handshake<'a> {
             .map_err(|_| End::Violation("an export name that is not UTF-8"))?
             .to_owned();
         self.input.consume(len);
-        let export =
-            self.shared.enter(self.link, &name).map_err(|_| End::Violation("an unknown export name"))?;
-        self.forget_other_context(&name);
-        let size = export.device.geometry().size;
-        let flags = export.flags(self.structured).bits();
+        let (export, device) = self.choose(&name).map_err(|error| match error {
+            EnterError::Failed(text) => End::NoDevice(text),
+            EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
+        })?;
+        let geometry = device.geometry();
+        let flags = export.flags(&geometry, self.structured).bits();
         let room = size_of::<ExportNameReply>() + EXPORT_NAME_PADDING_BYTES;
         self.replies.reserve(self.link.socket(), room)?;
-        self.replies.put(&ExportNameReply { size: size.into(), flags: flags.into() });
+        self.replies.put(&ExportNameReply { size: geometry.size.into(), flags: flags.into() });
         if !self.no_zeroes {
             self.replies.put(&[0_u8; EXPORT_NAME_PADDING_BYTES]);
         }
-        Ok(export)
+        Ok((export, device))
     }
 
     fn list(&mut self, data: &[u8]) -> Result<Result<(), Refusal>, End> {
         if !data.is_empty() {
-            return Ok(Err((reply::ERR_INVALID, "this option has no data")));
+            return Ok(Err((reply::ERR_INVALID, "this option has no data".into())));
         }
         for export in self.shared.seen_at(&self.link.address) {
             let len = (export.name.len() as u32).to_be_bytes();
@@ -207,8 +253,8 @@ impl<'a> Handshake<'a> {
         Ok(Ok(()))
     }
 
-    /// `OPT_INFO` and `OPT_GO`; the export for the latter.
-    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<Arc<Export>>, Refusal>, End> {
+    /// `OPT_INFO` and `OPT_GO`; the export and its device for the latter.
+    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<Chosen>, Refusal>, End> {
         let mut fields = Fields(data);
         let parsed = (|| {
             let name = fields.string()?;
@@ -217,22 +263,18 @@ impl<'a> Handshake<'a> {
             fields.0.is_empty().then_some((name, wanted))
         })();
         let Some((name, wanted)) = parsed else {
-            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed")));
+            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed".into())));
         };
         let found = if kind == option::GO {
-            self.shared.enter(self.link, name)
+            self.choose(name).map(|chosen| (Arc::clone(&chosen.0), chosen.1.geometry(), Some(chosen)))
         } else {
-            self.shared.find(&self.link.address, name)
+            self.look(name).map(|(export, facts)| (export, facts.geometry, None))
         };
-        let export = match found {
-            Ok(export) => export,
-            Err(EnterError::Unknown) => return Ok(Err((reply::ERR_UNKNOWN, "no such export here"))),
-            Err(EnterError::ShuttingDown) => {
-                return Ok(Err((reply::ERR_SHUTDOWN, "the server is shutting down")));
-            }
+        let (export, geometry, chosen) = match found {
+            Ok(found) => found,
+            Err(error) => return Ok(Err(error.into())),
         };
-        let geometry = export.device.geometry();
-        let flags = export.flags(self.structured).bits();
+        let flags = export.flags(&geometry, self.structured).bits();
         let fact = InfoExport { kind: info::EXPORT.into(), size: geometry.size.into(), flags: flags.into() };
         self.answer(kind, reply::INFO, &[fact.as_bytes()])?;
         let preferred = geometry.physical_block.max(geometry.io_min).max(PREFERRED_BLOCK_BYTES);
@@ -252,56 +294,51 @@ impl<'a> Handshake<'a> {
             let parts: [&[u8]; 2] = [&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()];
             self.answer(kind, reply::INFO, &parts)?;
         }
-        if kind == option::GO {
-            self.forget_other_context(name);
-            return Ok(Ok(Some(export)));
-        }
-        Ok(Ok(None))
+        Ok(Ok(chosen))
+    }
+
+    /// An export that is not chosen.
+    fn look(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
+        let export = self.shared.find(&self.link.address, name)?;
+        let facts = export.facts().map_err(|text| EnterError::Failed(sentence(text)))?;
+        Ok((export, facts))
     }
 
     fn meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, End> {
-        let set = kind == option::SET_META_CONTEXT;
-        if set {
+        let list = kind == option::LIST_META_CONTEXT;
+        if !list {
             // Replaced by what this option selects, also where it fails.
-            self.context_for = None;
+            self.selected = None;
         }
         if !self.structured {
-            return Ok(Err((reply::ERR_INVALID, "structured replies must be negotiated first")));
+            return Ok(Err((reply::ERR_INVALID, "structured replies must be negotiated first".into())));
         }
         let mut fields = Fields(data);
         let parsed = (|| {
             let name = fields.string()?;
             let count = fields.u32()?;
-            let mut chosen = count == 0 && !set;
+            let mut asked = if list && count == 0 { Contexts::all() } else { Contexts::empty() };
             for _ in 0..count {
-                let query = fields.string()?;
-                chosen |= query == BASE_ALLOCATION || (!set && query == "base:");
+                asked |= Contexts::asked(fields.string()?, list);
             }
-            fields.0.is_empty().then_some((name, chosen))
+            fields.0.is_empty().then_some((name, asked))
         })();
-        let Some((name, chosen)) = parsed else {
-            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed")));
+        let Some((name, asked)) = parsed else {
+            return Ok(Err((reply::ERR_INVALID, "the option's data is malformed".into())));
         };
-        match self.shared.find(&self.link.address, name) {
-            Ok(_) => {}
-            Err(EnterError::Unknown) => return Ok(Err((reply::ERR_UNKNOWN, "no such export here"))),
-            Err(EnterError::ShuttingDown) => {
-                return Ok(Err((reply::ERR_SHUTDOWN, "the server is shutting down")));
-            }
+        let facts = match self.look(name) {
+            Ok((_, facts)) => facts,
+            Err(error) => return Ok(Err(error.into())),
+        };
+        let told = asked & Contexts::offered(facts.changes);
+        for (context, id) in told.named() {
+            let id = if list { 0 } else { id };
+            self.answer(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), context.as_bytes()])?;
         }
-        if chosen {
-            let id = if set { BASE_ALLOCATION_ID } else { 0 };
-            self.answer(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), BASE_ALLOCATION.as_bytes()])?;
-            if set {
-                self.context_for = Some(name.to_owned());
-            }
+        if !list {
+            self.selected = Some((name.to_owned(), told));
         }
         Ok(Ok(()))
-    }
-
-    /// Contexts count only for the export for which they were selected.
-    fn forget_other_context(&mut self, name: &str) {
-        self.context_for.take_if(|selected| selected != name);
     }
 }
 
@@ -331,7 +368,7 @@ impl Handshake<'_> {
     }
 
     fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
-        tracing::debug!(peer = %self.link.peer(), option, text, "option refused");
+        tracing::debug!(peer = %self.link.peer(), option, %text, "option refused");
         self.answer(option, kind, &[text.as_bytes()])
     }
 
@@ -377,6 +414,13 @@ impl Handshake<'_> {
         }
         Ok(())
     }
+}
+
+/// At most as much of a text as the protocol's strings may hold.
+fn sentence(mut text: String) -> String {
+    let end = (0..=MAX_STRING_BYTES.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    text.truncate(end.unwrap_or(0));
+    text
 }
 
 /// Fields of an option's data, taken from the front; `None` is the end of the data, or a string that breaks the rules.

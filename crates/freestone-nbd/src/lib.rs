@@ -1,5 +1,6 @@
 //! An NBD server for Freestone's devices, after the protocol's specification (`doc/proto.md` of the
-//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation`, many exports.
+//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation` and a context of
+//! what a fork or snapshot holds itself, many exports, exports that make a device for each connection.
 //!
 //! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the address to which
 //! it connected. Each connection has a thread of its own, which tries every request inline and submits what would
@@ -8,6 +9,7 @@
 //!
 //! Not offered: TLS, extended headers, resizing, oldstyle.
 
+mod acceptor;
 mod address;
 mod connection;
 mod errno;
@@ -22,8 +24,12 @@ mod replies;
 mod request;
 mod server;
 mod session;
+mod shared;
 mod stats;
+mod status;
 mod stream;
+mod tables;
+mod template;
 
 pub use address::{Address, AddressError};
 pub use export::{ExportInfo, ExportOptions};
@@ -33,7 +39,8 @@ pub use input::RECEIVE_BUFFER_BYTES;
 pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
 pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
 pub use replies::REPLY_BUFFER_BYTES;
-pub use request::MAX_DESCRIPTORS;
 pub use server::{END_GRACE, Limits, PublishError, Server};
 pub use session::CONNECTION_MEMORY_BYTES;
 pub use stats::Stats;
+pub use status::MAX_DESCRIPTORS;
+pub use template::{Fresh, Make, TemplateOptions};

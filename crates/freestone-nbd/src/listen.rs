@@ -1,19 +1,19 @@
-//! Listening sockets: made, accepted from, removed.
+//! Listening sockets: made and removed.
 
 use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind, connect,
-    getsockname, listen, socket_with, sockopt,
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, getsockname, listen, socket_with,
+    sockopt,
 };
 use thiserror::Error;
 
@@ -25,6 +25,8 @@ const BACKLOG: i32 = 128;
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// How long another process that makes a socket in the same directory is waited for.
 const DIRECTORY_LOCK_WAIT: Duration = Duration::from_secs(1);
+/// The first and the longest pause between two attempts at that: it is held for some 30 µs.
+const DIRECTORY_LOCK_PAUSES: Range<Duration> = Duration::from_micros(50)..Duration::from_millis(5);
 
 /// Why a server cannot listen at an address.
 #[derive(Debug, Error)]
@@ -76,35 +78,35 @@ pub enum ListenError {
     },
 }
 
-/// Sockets that listen at one address. The file of a Unix socket is removed on drop.
+/// Sockets that listen at one address.
 #[derive(Debug)]
 pub struct Bound {
     /// The address, with the port that the system chose.
     pub address: Address,
-    sockets: Vec<OwnedFd>,
-    stop: OwnedFd,
-    file: Option<SocketFile>,
+    /// One, or one for each address of a host; they do not block.
+    pub sockets: Vec<OwnedFd>,
+    /// The file of a Unix socket.
+    pub file: Option<SocketFile>,
 }
 
+/// The file of a Unix socket; removed on drop.
 #[derive(Debug)]
-struct SocketFile {
+pub struct SocketFile {
     path: PathBuf,
     identity: (u64, u64),
 }
 
 /// Listens at `address`.
 pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
-    let other = |errno: Errno| ListenError::Other { address: address.clone(), source: errno.into() };
-    let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(other)?;
     match address {
         Address::Unix(path) => {
             let (socket, file) = bind_unix(address, path)?;
-            Ok(Bound { address: address.clone(), sockets: vec![socket], stop, file: Some(file) })
+            Ok(Bound { address: address.clone(), sockets: vec![socket], file: Some(file) })
         }
         Address::Tcp { host, port } => {
             let (sockets, port) = bind_tcp(address, host, *port)?;
             let address = Address::Tcp { host: host.clone(), port };
-            Ok(Bound { address, sockets, stop, file: None })
+            Ok(Bound { address, sockets, file: None })
         }
     }
 }
@@ -142,10 +144,7 @@ fn bind_unix(address: &Address, path: &Path) -> Result<(OwnedFd, SocketFile), Li
     let metadata = fs::symlink_metadata(path)
         .map_err(|source| ListenError::Other { address: address.clone(), source })?;
     let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
-    listen(&socket, BACKLOG).map_err(|errno| {
-        file.remove();
-        fail(errno)
-    })?;
+    listen(&socket, BACKLOG).map_err(fail)?;
     Ok((socket, file))
 }
 
@@ -186,11 +185,13 @@ fn lock_directory(directory: Option<&Path>) -> Option<File> {
     let directory = directory.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let file = File::open(directory).ok()?;
     let deadline = Instant::now() + DIRECTORY_LOCK_WAIT;
+    let mut pause = DIRECTORY_LOCK_PAUSES.start;
     while let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
         if Instant::now() >= deadline {
             return None;
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(DIRECTORY_LOCK_PAUSES.end);
     }
     Some(file)
 }
@@ -245,60 +246,6 @@ fn bind_one(at: &SocketAddr, only_v6: bool) -> Result<(OwnedFd, u16), Errno> {
     Ok((socket, bound.port()))
 }
 
-impl Bound {
-    /// Calls `connected` with each connection and its peer until [`stop`](Self::stop); `failed` when one could not be
-    /// accepted.
-    pub fn accept(&self, mut connected: impl FnMut(OwnedFd, String), mut failed: impl FnMut(Errno)) {
-        /// How long to leave a machine without file descriptors alone.
-        const PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-        loop {
-            let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
-            fds.extend(self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
-            let _ = poll(&mut fds, None);
-            if !fds[0].revents().is_empty() {
-                return;
-            }
-            for socket in &self.sockets {
-                match acceptfrom_with(socket, SocketFlags::CLOEXEC) {
-                    Ok((stream, peer)) => {
-                        let peer = self.describe_peer(&stream, peer);
-                        connected(stream, peer);
-                    }
-                    // Nothing there, or the peer is gone again.
-                    Err(Errno::WOULDBLOCK | Errno::INTR | Errno::CONNABORTED) => {}
-                    Err(errno) => {
-                        failed(errno);
-                        let _ = poll(&mut [PollFd::new(&self.stop, PollFlags::IN)], Some(&PAUSE));
-                    }
-                }
-            }
-        }
-    }
-
-    /// Ends [`accept`](Self::accept), now or when it is called.
-    pub fn stop(&self) {
-        // It fails only where the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-    }
-
-    fn describe_peer(&self, stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
-        if self.file.is_some() {
-            return match sockopt::socket_peercred(stream) {
-                Ok(credentials) => {
-                    format!("pid {} of uid {}", credentials.pid.as_raw_nonzero(), credentials.uid.as_raw())
-                }
-                Err(_) => "unknown".to_owned(),
-            };
-        }
-        // Small requests and replies must not wait for each other; the loss is speed only.
-        let _ = sockopt::set_tcp_nodelay(stream, true);
-        // A peer whose machine is gone must not keep its place for ever; nothing else ends a silent session.
-        let _ = sockopt::set_socket_keepalive(stream, true);
-        peer.and_then(|peer| SocketAddr::try_from(peer).ok())
-            .map_or_else(|| "unknown".to_owned(), |peer| peer.to_string())
-    }
-}
-
 impl SocketFile {
     /// Removes the file, unless the path is another's by now.
     fn remove(&self) {
@@ -310,10 +257,8 @@ impl SocketFile {
     }
 }
 
-impl Drop for Bound {
+impl Drop for SocketFile {
     fn drop(&mut self) {
-        if let Some(file) = &self.file {
-            file.remove();
-        }
+        self.remove();
     }
 }

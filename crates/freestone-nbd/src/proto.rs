@@ -25,10 +25,14 @@ pub const MAX_STRING_BYTES: usize = 4096;
 pub const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
 /// Reserved bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
 pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
-/// The one metadata context that is served.
+/// The metadata context of holes and zeroes.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 /// Its identifier.
 pub const BASE_ALLOCATION_ID: u32 = 1;
+/// The metadata context of what a fork or a snapshot holds itself; offered by exports of such devices only.
+pub const FREESTONE_CHANGED: &str = "freestone:changed";
+/// Its identifier.
+pub const FREESTONE_CHANGED_ID: u32 = 2;
 
 bitflags! {
     /// Flags of the server's greeting; the client answers with the same bits in 32.
@@ -88,6 +92,13 @@ bitflags! {
         /// Reads as zeroes.
         const ZERO = 2;
     }
+
+    /// Flags of an extent in the context `freestone:changed`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct ChangedFlags: u32 {
+        /// The device holds it itself, it does not read it from what it was made from.
+        const OWN = 1;
+    }
 }
 
 /// Options of the handshake.
@@ -122,6 +133,8 @@ pub mod reply {
     pub const META_CONTEXT: u32 = 4;
     /// The option is not known.
     pub const ERR_UNSUP: u32 = (1 << 31) + 1;
+    /// The option is known and well formed, and the server will not.
+    pub const ERR_POLICY: u32 = (1 << 31) + 2;
     /// The option's data is wrong.
     pub const ERR_INVALID: u32 = (1 << 31) + 3;
     /// No such export.
@@ -326,7 +339,7 @@ pub struct ErrorChunk {
 pub struct StatusChunk {
     /// With 8 bytes for each descriptor + 4.
     pub chunk: Chunk,
-    /// [`BASE_ALLOCATION_ID`].
+    /// [`BASE_ALLOCATION_ID`] or [`FREESTONE_CHANGED_ID`].
     pub context: U32,
 }
 
@@ -336,7 +349,7 @@ pub struct StatusChunk {
 pub struct Descriptor {
     /// Length of the extent in bytes.
     pub len: U32,
-    /// [`StateFlags`].
+    /// [`StateFlags`] or [`ChangedFlags`].
     pub flags: U32,
 }
 

@@ -1,28 +1,20 @@
 //! From a request on the wire to the device and back: the path of every request, and the whole path of those
 //! that are done at once.
 
-use freestone::device::{Buffer, Error, ExtentKind, Flags, IoBuf, Op, Request, Tried};
-use zerocopy::{FromBytes, IntoBytes};
+use freestone::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
+use zerocopy::FromBytes;
 
 use crate::errno::{Action, Errno, Failure};
 use crate::input::RECEIVE_BUFFER_BYTES;
 use crate::proto::{
-    BASE_ALLOCATION_ID, Chunk, CommandFlags, DataChunk, Descriptor, MAX_PAYLOAD_BYTES, REQUEST_MAGIC,
-    RequestHeader, SimpleReply, StateFlags, StatusChunk, chunk, command,
+    CommandFlags, DataChunk, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, RequestHeader, SimpleReply, command,
 };
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step, data_chunk, no_memory, simple};
 use crate::stream::{Gather, Skip, Stream, Whole, Write};
 
-/// Most descriptors of one block status reply; the client asks again from where they end.
-pub const MAX_DESCRIPTORS: usize = 8192;
 /// Length of a request's header in bytes.
 pub const HEADER_BYTES: usize = size_of::<RequestHeader>();
-
-const _: () = {
-    // A piece of a read, or a block status, fits behind its header.
-    assert!(size_of::<StatusChunk>() + MAX_DESCRIPTORS * size_of::<Descriptor>() <= MAX_INLINE_BYTES);
-};
 
 /// A request as it came, in the machine's byte order.
 #[derive(Debug, Clone, Copy)]
@@ -77,19 +69,24 @@ impl Session<'_> {
     }
 
     /// The header is consumed: the request will be answered.
-    fn accept(&mut self) {
+    pub(crate) fn accept(&mut self) {
         self.input.consume(HEADER_BYTES);
         self.tally.requests += 1;
     }
 
-    fn refuse(&mut self, incoming: Incoming, errno: Errno, text: &'static str) -> Result<Step, Lost> {
+    pub(crate) fn refuse(
+        &mut self,
+        incoming: Incoming,
+        errno: Errno,
+        text: &'static str,
+    ) -> Result<Step, Lost> {
         self.reply_failure(incoming.cookie, &Failure::new(errno, text))?;
         Ok(Step::Done)
     }
 
     /// Checks everything that can be checked before any effect. FUA is allowed with each command, as the protocol
     /// wants it, and handed on where the command writes.
-    fn vet(
+    pub(crate) fn vet(
         &mut self,
         incoming: Incoming,
         op: Op,
@@ -100,7 +97,7 @@ impl Session<'_> {
             .filter(|flags| (allowed | CommandFlags::FUA).contains(*flags))
             .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
         let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
-        if writes && self.export.read_only {
+        if writes && self.read_only {
             return Err(Failure::of(Error::ReadOnly, action));
         }
         let mut request = Request::new(op, incoming.offset, u64::from(incoming.len));
@@ -110,7 +107,7 @@ impl Session<'_> {
         let mut checked = request.check(&self.geometry);
         if checked == Err(Error::OutOfRange) {
             // The device may have grown.
-            self.geometry = self.export.device.geometry();
+            self.geometry = self.device.geometry();
             checked = request.check(&self.geometry);
         }
         checked.map_err(|error| Failure::of(error, action))?;
@@ -176,7 +173,7 @@ impl Session<'_> {
             let start = self.replies.position();
             let at = start + head + (len - rest.len as usize);
             let space = self.replies.space(at, rest.len as usize);
-            match self.export.device.try_io(&rest, Buffer::Read(space)) {
+            match self.device.try_io(&rest, Buffer::Read(space)) {
                 Ok(Tried::Done) => {
                     let done = match part {
                         None => true,
@@ -298,7 +295,7 @@ impl Session<'_> {
         let mut rest = request;
         let result = loop {
             let payload = &self.input.data()[HEADER_BYTES + len - rest.len as usize..HEADER_BYTES + len];
-            match self.export.device.try_io(&rest, Buffer::Write(payload)) {
+            match self.device.try_io(&rest, Buffer::Write(payload)) {
                 Ok(Tried::Done) => break Ok(()),
                 Ok(Tried::Partly(n)) => {
                     rest = advance(rest, n);
@@ -379,99 +376,12 @@ impl Session<'_> {
         // Checked as a read is.
         match self.vet(incoming, Op::Read, CommandFlags::empty(), Action::Plain) {
             Ok((request, _)) => {
-                self.export.device.prefetch(request.offset, request.len);
+                self.device.prefetch(request.offset, request.len);
                 self.reply_done(incoming.cookie)?;
             }
             Err(failure) => self.reply_failure(incoming.cookie, &failure)?,
         }
         Ok(Step::Done)
-    }
-
-    fn block_status(&mut self, incoming: Incoming) -> Result<Step, Lost> {
-        self.accept();
-        let (request, flags) = match self.vet(incoming, Op::Read, CommandFlags::REQ_ONE, Action::Plain) {
-            Ok(vetted) => vetted,
-            Err(failure) => {
-                self.reply_failure(incoming.cookie, &failure)?;
-                return Ok(Step::Done);
-            }
-        };
-        if !self.block_status {
-            return self.refuse(incoming, Errno::Inval, "no metadata context was negotiated");
-        }
-        let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
-        let room = size_of::<StatusChunk>() + most * size_of::<Descriptor>();
-        self.replies.reserve(self.link.socket(), room)?;
-        let first = self.replies.position() + size_of::<StatusChunk>();
-        let space = self.replies.space(first, most * size_of::<Descriptor>());
-        match describe(&*self.export.device, request, space) {
-            Ok(count) => {
-                let bytes = count * size_of::<Descriptor>();
-                let len = size_of::<u32>() + bytes;
-                self.replies.put(&StatusChunk {
-                    chunk: Chunk::new(incoming.cookie, chunk::BLOCK_STATUS, true, len as u32),
-                    context: BASE_ALLOCATION_ID.into(),
-                });
-                self.replies.commit(first + bytes);
-                self.tally.replies += 1;
-            }
-            Err(error) => self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain))?,
-        }
-        Ok(Step::Done)
-    }
-}
-
-/// Fills `space` with descriptors of the range, neighbours of one kind as one; returns how many, at least one.
-fn describe(
-    device: &dyn freestone::device::Device,
-    range: Request,
-    space: &mut [u8],
-) -> Result<usize, Error> {
-    let end = range.offset + range.len;
-    let mut at = range.offset;
-    let mut count = 0;
-    let mut open: Option<(u64, StateFlags)> = None;
-    // Writes a run; true: there is room for more.
-    let mut write = |len: u64, flags: StateFlags| {
-        let mut places = space.chunks_exact_mut(size_of::<Descriptor>()).skip(count);
-        let Some(place) = places.next() else { return false };
-        // Runs lie inside the request, whose length has 32 bits.
-        let descriptor = Descriptor { len: (len as u32).into(), flags: flags.bits().into() };
-        place.copy_from_slice(descriptor.as_bytes());
-        count += 1;
-        places.next().is_some()
-    };
-    let result = device.extents(range.offset, range.len, &mut |row| {
-        let len = row.len.min(end - at);
-        if row.offset != at || len == 0 {
-            // Not what the contract promises: what was told so far is what is known.
-            return false;
-        }
-        let flags = match row.kind {
-            ExtentKind::Data => StateFlags::empty(),
-            ExtentKind::Zero => StateFlags::ZERO,
-            ExtentKind::Hole => StateFlags::ZERO | StateFlags::HOLE,
-        };
-        at += len;
-        match &mut open {
-            Some((run, kind)) if *kind == flags => *run += len,
-            _ => {
-                if let Some((run, kind)) = open.replace((len, flags))
-                    && !write(run, kind)
-                {
-                    return false;
-                }
-            }
-        }
-        at < end
-    });
-    if let Some((run, kind)) = open {
-        write(run, kind);
-    }
-    match result {
-        _ if count > 0 => Ok(count),
-        Err(error) => Err(error),
-        Ok(_) => Err(Error::Media),
     }
 }
 

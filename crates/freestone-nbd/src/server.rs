@@ -1,27 +1,24 @@
-//! The server: addresses, exports, connections, and their ends.
+//! The server: what its owner does with it.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use freestone::device::Device;
 use thiserror::Error;
 
 use crate::address::Address;
-use crate::connection;
-use crate::export::{Export, ExportInfo, ExportOptions};
-use crate::link::Link;
-use crate::listen::{self, Bound, ListenError};
+use crate::export::{Export, ExportInfo, ExportOptions, Source};
+use crate::listen::{self, ListenError};
 use crate::proto::MAX_STRING_BYTES;
+use crate::shared::Shared;
 use crate::stats::Stats;
+use crate::tables::Listener;
+use crate::template::{Make, Template, TemplateOptions};
 
 /// How long [`Server::close`], a forced [`Server::unpublish`] and dropping a server wait for requests in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
-/// How long a connection that was cut may take to notice; only a device call that hangs takes longer.
-const CUT_WAIT: Duration = Duration::from_secs(1);
 
 /// What clients may use up.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,54 +92,18 @@ pub enum PublishError {
 /// An NBD server: any number of addresses, each with exports of its own. A client sees what is published at the
 /// address to which it connected, and nothing else. Dropping it is [`shutdown`](Self::shutdown) with [`END_GRACE`].
 ///
-/// All calls may come from any thread, except from a device's completion.
+/// One thread accepts at all addresses: an address costs its sockets and no thread. All calls may come from any thread,
+/// except from a device's completion and from a template's functions.
 pub struct Server {
     shared: Arc<Shared>,
-    limits: Limits,
-}
-
-/// What connections need of their server.
-///
-/// Lock order: 1. `binding`, held while a socket is made; 2. `state`, held for lookups and changes of the tables, never
-/// across a call of a device, a wait, or I/O.
-#[derive(Debug, Default)]
-pub struct Shared {
-    binding: Mutex<()>,
-    state: Mutex<State>,
-    /// A connection has ended.
-    ended: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    listeners: Vec<Listener>,
-    connections: HashMap<u64, Connection>,
-    next_id: u64,
-    shutting_down: bool,
-    accepted: u64,
-    refused: u64,
-    panics: u64,
-    /// Counted by connections that have ended.
-    past: Stats,
-}
-
-#[derive(Debug)]
-struct Listener {
-    bound: Arc<Bound>,
-    exports: Vec<Arc<Export>>,
-    thread: JoinHandle<()>,
-}
-
-#[derive(Debug)]
-struct Connection {
-    link: Arc<Link>,
-    export: Option<Arc<Export>>,
+    /// Accepts at all addresses; from the first one on. Locked under `binding` only, or by the end of the server.
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Server {
     /// A server that listens nowhere yet.
     pub fn new(limits: Limits) -> Self {
-        Self { shared: Arc::default(), limits }
+        Self { shared: Arc::new(Shared::new(limits)), thread: Mutex::default() }
     }
 
     /// Starts to listen at an address; where it is listened on already, nothing changes. Returns the address with an
@@ -155,31 +116,37 @@ impl Server {
         let address = address.absolute();
         let _binding = self.shared.binding.lock().unwrap_or_else(PoisonError::into_inner);
         {
-            let state = self.shared.lock();
-            if state.shutting_down {
+            let tables = self.shared.lock();
+            if tables.shutting_down {
                 return Err(ListenError::ShuttingDown);
             }
-            if state.listener(&address).is_some() {
+            if tables.listener(&address).is_some() {
                 return Ok(address);
             }
         }
-        let bound = Arc::new(listen::bind_to(&address)?);
-        let address = bound.address.clone();
-        let thread = {
-            let (shared, bound, limits) = (Arc::clone(&self.shared), Arc::clone(&bound), self.limits.clone());
-            thread::Builder::new()
-                .name("nbd-accept".to_owned())
-                .spawn(move || accept(&shared, &bound, &limits))
-                .map_err(|source| ListenError::Other { address: address.clone(), source })?
-        };
-        let listener = Listener { bound, exports: Vec::new(), thread };
-        let mut state = self.shared.lock();
-        if state.shutting_down {
-            drop(state);
-            listener.stop();
+        let bound = listen::bind_to(&address)?;
+        let address = bound.address;
+        let other = |source| ListenError::Other { address: address.clone(), source };
+        {
+            let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+            if thread.is_none() {
+                *thread = Some(self.shared.start().map_err(other)?);
+            }
+        }
+        let mut tables = self.shared.lock();
+        if tables.shutting_down {
             return Err(ListenError::ShuttingDown);
         }
-        state.listeners.push(listener);
+        let id = tables.add_listener(address.clone(), bound.file);
+        let acceptor = self.shared.acceptor().expect("it was started above");
+        // Both under the lock, so that whoever closes the address finds both.
+        if let Err(errno) = acceptor.add(id, bound.sockets) {
+            let listener = tables.remove_listener(&address);
+            drop(tables);
+            drop(listener);
+            return Err(other(errno.into()));
+        }
+        drop(tables);
         tracing::info!(%address, "listening");
         Ok(address)
     }
@@ -193,7 +160,36 @@ impl Server {
         address: &Address,
         name: &str,
         device: Arc<dyn Device>,
+        mut options: ExportOptions,
+    ) -> Result<(), PublishError> {
+        options.read_only |= device.geometry().read_only;
+        self.show(address, name, options, Source::Device(device))
+    }
+
+    /// Shows a template as `name` at an address that is listened on: every connection that chooses it gets a device
+    /// that `make` makes for it, and that ends with the connection. Where `make` fails, the client is told its sentence
+    /// and may go on with another export. A client that only asks about the export (`INFO`, metadata contexts) is
+    /// told of the device that was made last; where there was none, one is made and ended at once.
+    ///
+    /// # Errors
+    /// See [`PublishError`].
+    pub fn publish_template(
+        &self,
+        address: &Address,
+        name: &str,
+        options: TemplateOptions,
+        make: Make,
+    ) -> Result<(), PublishError> {
+        let template = Template::new(make, options.ttl);
+        self.show(address, name, options.export, Source::Template(template))
+    }
+
+    fn show(
+        &self,
+        address: &Address,
+        name: &str,
         options: ExportOptions,
+        source: Source,
     ) -> Result<(), PublishError> {
         if name.is_empty() {
             return Err(PublishError::NameEmpty);
@@ -207,30 +203,17 @@ impl Server {
         if options.description.len() > MAX_STRING_BYTES {
             return Err(PublishError::DescriptionTooLong(options.description.len()));
         }
-        let address = address.absolute();
         let export = Arc::new(Export {
             name: name.to_owned(),
-            address: address.clone(),
-            read_only: options.read_only || device.geometry().read_only,
-            device,
+            address: address.absolute(),
+            source,
+            read_only: options.read_only,
             default: options.default,
             description: options.description,
+            users: 0.into(),
         });
-        let mut state = self.shared.lock();
-        let exports = match state.listener_mut(&address) {
-            Some(listener) => &mut listener.exports,
-            None => return Err(PublishError::NotListening(address)),
-        };
-        if exports.iter().any(|other| other.name == name) {
-            return Err(PublishError::Duplicate { name: name.to_owned(), address });
-        }
-        if options.default
-            && let Some(other) = exports.iter().find(|other| other.default)
-        {
-            return Err(PublishError::DefaultTaken { name: other.name.clone(), address });
-        }
-        exports.push(export);
-        Ok(())
+        // Where it is refused, the device goes after the lock.
+        self.shared.lock().publish(&export)
     }
 
     /// Takes `name` away from all addresses and returns from how many. With `force` the connections that use it end
@@ -239,86 +222,64 @@ impl Server {
     /// # Errors
     /// [`PublishError::NotPublished`]; [`PublishError::Busy`] where clients use it and `force` is not set.
     pub fn unpublish(&self, name: &str, force: bool) -> Result<usize, PublishError> {
-        let mut state = self.shared.lock();
-        let published =
-            state.listeners.iter().flat_map(|listener| &listener.exports).any(|export| export.name == name);
-        if !published {
-            return Err(PublishError::NotPublished(name.to_owned()));
-        }
-        let users =
-            |connection: &Connection| connection.export.as_ref().is_some_and(|export| export.name == name);
-        let connections = state.connections.values().filter(|connection| users(connection)).count();
-        if connections > 0 && !force {
-            return Err(PublishError::Busy { name: name.to_owned(), connections });
-        }
-        let mut removed: Vec<Arc<Export>> = Vec::new();
-        for listener in &mut state.listeners {
-            removed.extend(listener.exports.extract_if(.., |export| export.name == name));
-        }
-        let links = state.links(users);
-        drop(state);
-        self.shared.end(&links, END_GRACE);
+        let (removed, links) = self.shared.lock().unpublish(name, force)?;
+        self.shared.end(links, END_GRACE);
         // Their devices may go with them, which may wait for a disk: not under the lock.
         Ok(removed.len())
     }
 
     /// Everything that is published, in the order of publishing at each address.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        let state = self.shared.lock();
-        let exports = state.listeners.iter().flat_map(|listener| &listener.exports);
-        exports
-            .map(|export| ExportInfo {
-                name: export.name.clone(),
-                address: export.address.clone(),
-                read_only: export.read_only,
-                default: export.default,
-                description: export.description.clone(),
-                connections: state
-                    .count(|connection| connection.export.as_ref().is_some_and(|e| Arc::ptr_eq(e, export))),
-            })
-            .collect()
+        self.shared.lock().exports()
+    }
+
+    /// What is published as `name`, at whatever address; does not look at other exports.
+    pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
+        self.shared.lock().exports_named(name)
+    }
+
+    /// What is published at an address, in the order of publishing; does not look at other addresses.
+    pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
+        self.shared.lock().exports_at(&address.absolute())
     }
 
     /// Connections that use `name`, at all addresses.
     pub fn connections(&self, name: &str) -> usize {
-        self.shared
-            .lock()
-            .count(|connection| connection.export.as_ref().is_some_and(|export| export.name == name))
+        self.shared.lock().users(name)
     }
 
-    /// Where the server listens.
+    /// Where the server listens, in the order of listening.
     pub fn addresses(&self) -> Vec<Address> {
-        self.shared.lock().listeners.iter().map(|listener| listener.bound.address.clone()).collect()
+        self.shared.lock().listeners.values().map(|listener| listener.address.clone()).collect()
+    }
+
+    /// Whether the server listens at an address.
+    pub fn listens_at(&self, address: &Address) -> bool {
+        self.shared.lock().listener(&address.absolute()).is_some()
     }
 
     /// Stops listening at an address: removes its socket and its exports, and ends its connections after the requests
     /// they have received, or without these after [`END_GRACE`]. Nothing happens where it is not listened on.
     pub fn close(&self, address: &Address) {
         let address = address.absolute();
-        let listener = {
-            let mut state = self.shared.lock();
-            let at = state.listeners.iter().position(|listener| listener.bound.address == address);
-            at.map(|at| state.listeners.remove(at))
-        };
-        let Some(listener) = listener else { return };
-        listener.stop();
-        let links = self.shared.lock().links(|connection| connection.link.address == address);
-        self.shared.end(&links, END_GRACE);
+        let removed = self.shared.lock().remove_listener(&address);
+        let Some((id, listener, links)) = removed else { return };
+        self.stop(id, listener);
+        self.shared.end(links, END_GRACE);
         tracing::info!(%address, "closed");
+    }
+
+    /// Removes the file of a listener and closes its sockets.
+    fn stop(&self, id: u64, listener: Listener) {
+        drop(listener.file);
+        if let Some(acceptor) = self.shared.acceptor() {
+            acceptor.remove(id);
+        }
     }
 
     /// What the server has done so far.
     pub fn stats(&self) -> Stats {
-        let state = self.shared.lock();
-        let mut sum = state.past;
-        for connection in state.connections.values() {
-            sum.add(&connection.link.counters().read());
-        }
-        sum.accepted = state.accepted;
-        sum.refused = state.refused;
-        sum.panics = state.panics;
-        sum.connections = state.connections.len() as u64;
-        sum
+        self.shared.lock().stats()
     }
 
     /// Stops listening everywhere and removes the sockets, answers the requests that were received, and closes all
@@ -326,15 +287,26 @@ impl Server {
     /// nothing to do.
     pub fn shutdown(&self, grace: Duration) {
         let listeners = {
-            let mut state = self.shared.lock();
-            state.shutting_down = true;
-            std::mem::take(&mut state.listeners)
+            let mut tables = self.shared.lock();
+            tables.shutting_down = true;
+            tables.remove_all_listeners()
         };
-        for listener in listeners {
-            listener.stop();
+        for (id, listener) in listeners {
+            self.stop(id, listener);
         }
-        let links = self.shared.lock().links(|_| true);
-        self.shared.end(&links, grace);
+        if let Some(acceptor) = self.shared.acceptor() {
+            acceptor.wake();
+        }
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // The thread runs no code but ours; were it to panic, that was reported.
+            let _ = thread.join();
+        }
+        let links = {
+            let tables = self.shared.lock();
+            tables.links(tables.connections.keys())
+        };
+        self.shared.end(links, grace);
     }
 }
 
@@ -346,178 +318,6 @@ impl Drop for Server {
 
 impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Server").field("limits", &self.limits).finish_non_exhaustive()
-    }
-}
-
-impl Listener {
-    /// Ends the thread, closes the sockets and removes their file.
-    fn stop(self) {
-        self.bound.stop();
-        // The thread runs no code but ours; were it to panic, that was reported.
-        let _ = self.thread.join();
-    }
-}
-
-impl State {
-    fn listener(&self, address: &Address) -> Option<&Listener> {
-        self.listeners.iter().find(|listener| listener.bound.address == *address)
-    }
-
-    fn listener_mut(&mut self, address: &Address) -> Option<&mut Listener> {
-        self.listeners.iter_mut().find(|listener| listener.bound.address == *address)
-    }
-
-    fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
-        if self.shutting_down {
-            return Err(EnterError::ShuttingDown);
-        }
-        let exports = self.listener(address).map_or(&[][..], |listener| &listener.exports);
-        let matches = |export: &&Arc<Export>| {
-            if name.is_empty() { export.default } else { export.name == name }
-        };
-        exports.iter().find(matches).cloned().ok_or(EnterError::Unknown)
-    }
-
-    fn count(&self, of: impl Fn(&Connection) -> bool) -> usize {
-        self.connections.values().filter(|connection| of(connection)).count()
-    }
-
-    fn links(&self, of: impl Fn(&Connection) -> bool) -> Vec<Arc<Link>> {
-        let chosen = self.connections.values().filter(|connection| of(connection));
-        chosen.map(|connection| Arc::clone(&connection.link)).collect()
-    }
-}
-
-/// Why a client gets no export.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EnterError {
-    /// There is none of the name at the client's address.
-    Unknown,
-    /// The server is going away.
-    ShuttingDown,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing under this lock leaves the tables half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The export of this name at an address.
-    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
-        self.lock().find(address, name)
-    }
-
-    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
-    pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
-        let mut state = self.lock();
-        let export = state.find(&link.address, name)?;
-        let connection = state.connections.get_mut(&link.id).ok_or(EnterError::ShuttingDown)?;
-        connection.export = Some(Arc::clone(&export));
-        Ok(export)
-    }
-
-    /// What a client at this address sees.
-    pub fn seen_at(&self, address: &Address) -> Vec<Arc<Export>> {
-        self.lock().listener(address).map_or(Vec::new(), |listener| listener.exports.clone())
-    }
-
-    /// The connection's thread is about to end.
-    pub fn leave(&self, link: &Link, panicked: bool) {
-        let mut state = self.lock();
-        let gone = state.connections.remove(&link.id);
-        state.past.add(&link.counters().read());
-        state.panics += u64::from(panicked);
-        self.ended.notify_all();
-        drop(state);
-        // The device may go with its last user, which may wait for a disk: not under the lock.
-        drop(gone);
-    }
-
-    /// Ends connections: what they received is answered, what takes longer than `grace` is cut.
-    fn end(&self, links: &[Arc<Link>], grace: Duration) {
-        for link in links {
-            link.drain();
-        }
-        if self.wait_for_end(links, grace) {
-            return;
-        }
-        let late: Vec<_> = {
-            let state = self.lock();
-            links.iter().filter(|link| state.connections.contains_key(&link.id)).collect()
-        };
-        for link in late {
-            tracing::warn!(peer = %link.peer(), "the connection did not end in time and is cut");
-            link.cut();
-        }
-        self.wait_for_end(links, CUT_WAIT);
-    }
-
-    /// True: all of them have ended.
-    fn wait_for_end(&self, links: &[Arc<Link>], time: Duration) -> bool {
-        let deadline = Instant::now().checked_add(time);
-        let mut state = self.lock();
-        while links.iter().any(|link| state.connections.contains_key(&link.id)) {
-            let left = deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return false;
-            }
-            state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
-    }
-}
-
-/// The thread of one address.
-fn accept(shared: &Arc<Shared>, bound: &Bound, limits: &Limits) {
-    bound.accept(
-        |socket, peer| connect(shared, &bound.address, limits, socket, peer),
-        |errno| {
-            tracing::warn!(address = %bound.address, error = %errno, "a connection could not be accepted");
-            shared.lock().refused += 1;
-        },
-    );
-}
-
-fn connect(shared: &Arc<Shared>, address: &Address, limits: &Limits, socket: OwnedFd, peer: String) {
-    let link = {
-        let mut state = shared.lock();
-        state.accepted += 1;
-        let id = state.next_id;
-        state.next_id += 1;
-        if state.connections.len() >= limits.max_connections {
-            state.refused += 1;
-            drop(state);
-            tracing::warn!(
-                %address, peer, max_connections = limits.max_connections,
-                "too many connections: a new one is closed"
-            );
-            return;
-        }
-        match Link::new(id, address.clone(), peer, socket) {
-            Ok(link) => {
-                let link = Arc::new(link);
-                state.connections.insert(id, Connection { link: Arc::clone(&link), export: None });
-                link
-            }
-            Err(error) => {
-                state.refused += 1;
-                drop(state);
-                tracing::warn!(%address, %error, "no resources for a connection");
-                return;
-            }
-        }
-    };
-    let spawned = {
-        let (shared, link, limits) = (Arc::clone(shared), Arc::clone(&link), limits.clone());
-        thread::Builder::new()
-            .name(format!("nbd-{}", link.id))
-            .spawn(move || connection::run(&shared, &link, &limits))
-    };
-    if let Err(error) = spawned {
-        tracing::warn!(%address, %error, "no thread for a connection");
-        shared.leave(&link, false);
-        shared.lock().refused += 1;
+        f.debug_struct("Server").field("limits", &self.shared.limits).finish_non_exhaustive()
     }
 }

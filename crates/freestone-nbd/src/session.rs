@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use freestone::device::{Completion, Error, Geometry, IoBuf, Request};
+use freestone::device::{Completion, Device, Error, Geometry, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 
@@ -17,20 +17,22 @@ use crate::link::Link;
 use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
 use crate::stats::Tally;
+use crate::status::Contexts;
 use crate::stream::Stream;
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart, in bytes.
 pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES;
 
 /// What was negotiated in the handshake.
-#[derive(Debug, Clone)]
 pub struct Negotiated {
     /// The export.
     pub export: Arc<Export>,
+    /// Its device; of a template this connection's own.
+    pub device: Arc<dyn Device>,
     /// Structured replies.
     pub structured: bool,
-    /// The context `base:allocation`.
-    pub block_status: bool,
+    /// What block status tells of; none where the replies are not structured.
+    pub contexts: Contexts,
 }
 
 /// The socket takes no more replies.
@@ -62,8 +64,10 @@ pub enum Step {
 pub struct Session<'a> {
     pub(crate) link: &'a Link,
     pub(crate) export: Arc<Export>,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) read_only: bool,
     pub(crate) structured: bool,
-    pub(crate) block_status: bool,
+    pub(crate) contexts: Contexts,
     /// The size may be old, see [`Session::vet`].
     pub(crate) geometry: Geometry,
     pub(crate) input: Input,
@@ -82,12 +86,14 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     /// A session with what the handshake left unread.
     pub fn new(link: &'a Link, negotiated: Negotiated, input: Input, replies: Replies) -> Self {
-        let geometry = negotiated.export.device.geometry();
+        let geometry = negotiated.device.geometry();
         Self {
             link,
+            read_only: negotiated.export.read_only || geometry.read_only,
             export: negotiated.export,
+            device: negotiated.device,
             structured: negotiated.structured,
-            block_status: negotiated.block_status,
+            contexts: negotiated.contexts,
             geometry,
             input,
             replies,
@@ -311,7 +317,7 @@ impl Session<'_> {
         let done = Completion::new(move |outcome, buffer| {
             queue.push(Finished { slot, offset, charge, outcome, buffer });
         });
-        self.export.device.submit(request, buffer, done);
+        self.device.submit(request, buffer, done);
     }
 }
 

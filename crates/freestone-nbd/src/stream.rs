@@ -139,7 +139,7 @@ impl Session<'_> {
 
     fn go_on_whole(&mut self, mut whole: Whole) -> Result<Step, Lost> {
         let rest = whole.request.rest(whole.filled as u64);
-        match self.export.device.try_io(&rest, Buffer::Read(&mut whole.buffer[whole.filled..])) {
+        match self.device.try_io(&rest, Buffer::Read(&mut whole.buffer[whole.filled..])) {
             Ok(Tried::Done) => {
                 self.operations.charged -= whole.buffer.len();
                 self.reply_data(whole.cookie, whole.request.offset, whole.buffer, true)?;
@@ -186,7 +186,7 @@ impl Session<'_> {
         }
         let request = Request { len, ..rest };
         let mut done = len;
-        match self.export.device.try_io(&request, Buffer::Write(&data[..n])) {
+        match self.device.try_io(&request, Buffer::Write(&data[..n])) {
             Ok(Tried::Done) => {}
             Ok(Tried::Partly(n)) => done = len - advance(request, n).len,
             Ok(Tried::WouldBlock) => {
@@ -225,7 +225,7 @@ impl Session<'_> {
         }
         let len = gather.buffer.len();
         let at = len - gather.rest.len as usize;
-        let result = match self.export.device.try_io(&gather.rest, Buffer::Write(&gather.buffer[at..])) {
+        let result = match self.device.try_io(&gather.rest, Buffer::Write(&gather.buffer[at..])) {
             Ok(Tried::Done) => Ok(()),
             Ok(Tried::Partly(n)) => {
                 gather.rest = advance(gather.rest, n);
@@ -273,7 +273,7 @@ impl Session<'_> {
     }
 
     fn go_on_plain(&mut self, cookie: u64, request: Request, action: Action) -> Result<Step, Lost> {
-        match self.export.device.try_io(&request, Buffer::None) {
+        match self.device.try_io(&request, Buffer::None) {
             Ok(Tried::Done) => self.reply_done(cookie)?,
             Ok(Tried::Partly(n)) => {
                 let request = advance(request, n);

@@ -232,3 +232,41 @@ fn the_uri_leads_to_the_export() {
     fixture.enter(false).disconnect();
     eventually(|| fixture.server.stats().accepted == 1);
 }
+
+#[test]
+fn addresses_come_and_go_while_clients_connect() {
+    let fixture = Fixture::serving(&MemDevice::new(4096));
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let fixture = &fixture;
+            scope.spawn(move || {
+                for round in 0..50 {
+                    let address = unix(fixture.directory.path().join(format!("{thread}.sock")));
+                    assert_eq!(fixture.server.listen(&address).unwrap(), address);
+                    let name = format!("{thread}-{round}");
+                    let device = MemDevice::new(4096);
+                    fixture.server.publish(&address, &name, device, ExportOptions::default()).unwrap();
+                    let infos = fixture.server.exports_named(&name);
+                    assert_eq!(infos[0].address, address);
+                    assert_eq!(fixture.server.exports_at(&address), infos);
+                    assert!(fixture.server.listens_at(&address));
+                    let mut client = Client::connect(&address);
+                    // Never accepted, accepted just now, or in its handshake when the address goes.
+                    let _hasty: Vec<_> = (0..3).map(|_| Client::connect(&address)).collect();
+                    client.greet(3);
+                    client.go(&name);
+                    assert!(client.read(0, 512).is_ok());
+                    fixture.server.close(&address);
+                    client.assert_closed();
+                    assert!(!path_of(&address).exists());
+                    assert_eq!(fixture.server.exports_named(&name), []);
+                    assert_eq!(fixture.server.exports_at(&address), []);
+                    assert!(!fixture.server.listens_at(&address));
+                    assert_eq!(fixture.server.connections(&name), 0);
+                }
+            });
+        }
+    });
+    assert_eq!(fixture.server.addresses(), std::slice::from_ref(&fixture.address));
+    fixture.assert_sound();
+}

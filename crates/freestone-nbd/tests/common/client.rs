@@ -28,6 +28,7 @@ pub const SERVER: u32 = 2;
 pub const INFO: u32 = 3;
 pub const META_CONTEXT: u32 = 4;
 pub const ERR_UNSUP: u32 = 0x8000_0001;
+pub const ERR_POLICY: u32 = 0x8000_0002;
 pub const ERR_INVALID: u32 = 0x8000_0003;
 pub const ERR_UNKNOWN: u32 = 0x8000_0006;
 pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
@@ -42,6 +43,9 @@ pub struct Client {
     next_cookie: u64,
 }
 
+/// A context's identifier, and its extents: length and flags.
+pub type Context = (u32, Vec<(u32, u32)>);
+
 /// One reply to an option.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OptionReply {
@@ -55,7 +59,7 @@ pub enum Chunk {
     Simple { cookie: u64, error: u32 },
     None { cookie: u64 },
     Data { cookie: u64, done: bool, offset: u64, data: Vec<u8> },
-    Status { cookie: u64, context: u32, extents: Vec<(u32, u32)> },
+    Status { cookie: u64, done: bool, context: u32, extents: Vec<(u32, u32)> },
     Error { cookie: u64, error: u32, text: String },
 }
 
@@ -71,7 +75,7 @@ impl Chunk {
     }
 
     pub fn ends(&self) -> bool {
-        !matches!(self, Self::Data { done: false, .. })
+        !matches!(self, Self::Data { done: false, .. } | Self::Status { done: false, .. })
     }
 }
 
@@ -215,6 +219,18 @@ impl Client {
         self.structured = true;
     }
 
+    /// Sets these contexts; the identifiers and names that the server confirms.
+    pub fn set_contexts(&mut self, name: &str, queries: &[&str]) -> Vec<(u32, String)> {
+        let mut replies = self.option(10, &context_data(name, queries));
+        assert_eq!(replies.pop().unwrap().kind, ACK);
+        let parse = |reply: OptionReply| {
+            assert_eq!(reply.kind, META_CONTEXT);
+            let (id, name) = reply.data.split_at(4);
+            (u32::from_be_bytes(id.try_into().unwrap()), String::from_utf8(name.to_vec()).unwrap())
+        };
+        replies.into_iter().map(parse).collect()
+    }
+
     pub fn set_context(&mut self, name: &str) {
         let replies = self.option(10, &context_data(name, &["base:allocation"]));
         assert_eq!(replies.len(), 2, "{replies:?}");
@@ -252,10 +268,10 @@ impl Client {
                         Chunk::Data { cookie, done, offset, data: self.bytes(len - 8) }
                     }
                     5 => {
-                        assert!(done && len >= 12 && (len - 4).is_multiple_of(8));
+                        assert!(len >= 12 && (len - 4).is_multiple_of(8));
                         let context = self.u32();
                         let extents = (0..(len - 4) / 8).map(|_| (self.u32(), self.u32())).collect();
-                        Chunk::Status { cookie, context, extents }
+                        Chunk::Status { cookie, done, context, extents }
                     }
                     0x8001 => {
                         assert!(done);
@@ -364,18 +380,33 @@ impl Client {
         results
     }
 
+    /// The extents of `base:allocation`, where nothing else was negotiated.
     pub fn status(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<(u32, u32)>, u32> {
+        let mut contexts = self.statuses(flags, offset, len)?;
+        assert_eq!(contexts.len(), 1, "{contexts:?}");
+        assert_eq!(contexts[0].0, 1);
+        Ok(contexts.remove(0).1)
+    }
+
+    /// Each context's identifier and extents, in the order of the chunks.
+    pub fn statuses(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<Context>, u32> {
         let wanted = self.ask(flags, BLOCK_STATUS, offset, len);
-        match self.chunk() {
-            Chunk::Status { cookie, context, extents } => {
-                assert_eq!((cookie, context), (wanted, 1));
-                Ok(extents)
+        let mut contexts = Vec::new();
+        loop {
+            match self.chunk() {
+                Chunk::Status { cookie, done, context, extents } => {
+                    assert_eq!(cookie, wanted);
+                    contexts.push((context, extents));
+                    if done {
+                        return Ok(contexts);
+                    }
+                }
+                Chunk::Error { cookie, error, .. } | Chunk::Simple { cookie, error } => {
+                    assert_eq!(cookie, wanted);
+                    return Err(error);
+                }
+                other => panic!("{other:?}"),
             }
-            Chunk::Error { cookie, error, .. } | Chunk::Simple { cookie, error } => {
-                assert_eq!(cookie, wanted);
-                Err(error)
-            }
-            other => panic!("{other:?}"),
         }
     }
 

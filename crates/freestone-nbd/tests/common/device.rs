@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use freestone::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
 use freestone::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
+    Request, Result, Tried,
 };
 
 pub const PAGE: u64 = 4096;
@@ -25,6 +26,10 @@ pub struct MemDevice {
     geometry: Mutex<Geometry>,
     data: Mutex<Vec<u8>>,
     kinds: Mutex<Vec<ExtentKind>>,
+    /// Pages that were written, zeroed or discarded.
+    own: Mutex<Vec<bool>>,
+    /// Whether the device says that it was made from another.
+    pub forked: AtomicBool,
     manner: Mutex<Manner>,
     /// Most bytes of one try; 0 is no bound.
     pub per_try: AtomicU64,
@@ -62,6 +67,8 @@ impl MemDevice {
             geometry: Mutex::new(geometry),
             data: Mutex::new(vec![0; size as usize]),
             kinds: Mutex::new(vec![ExtentKind::Hole; size.div_ceil(PAGE) as usize]),
+            own: Mutex::new(vec![false; size.div_ceil(PAGE) as usize]),
+            forked: AtomicBool::new(false),
             manner: Mutex::new(Manner::Inline),
             per_try: AtomicU64::new(0),
             bad_byte: AtomicU64::new(u64::MAX),
@@ -89,6 +96,7 @@ impl MemDevice {
     pub fn grow(&self, size: u64) {
         self.data.lock().unwrap().resize(size as usize, 0);
         self.kinds.lock().unwrap().resize(size.div_ceil(PAGE) as usize, ExtentKind::Hole);
+        self.own.lock().unwrap().resize(size.div_ceil(PAGE) as usize, false);
         self.geometry.lock().unwrap().size = size;
     }
 
@@ -169,7 +177,8 @@ impl MemDevice {
         }
         if let Some(kind) = kind {
             let pages = from / PAGE as usize..to.div_ceil(PAGE as usize);
-            self.kinds.lock().unwrap()[pages].fill(kind);
+            self.kinds.lock().unwrap()[pages.clone()].fill(kind);
+            self.own.lock().unwrap()[pages].fill(true);
         }
         Ok(())
     }
@@ -238,12 +247,35 @@ impl Device for MemDevice {
         Ok(len)
     }
 
+    fn changes(&self) -> Option<&dyn Changes> {
+        self.forked.load(SeqCst).then_some(self as &dyn Changes)
+    }
+
     fn prefetch(&self, offset: u64, len: u64) {
         self.prefetched.lock().unwrap().push((offset, len));
     }
 
     fn zoned(&self) -> Option<&dyn Zoned> {
         self.geometry().zones.is_some().then_some(self as &dyn Zoned)
+    }
+}
+
+/// Page by page; a bad byte at the offset plus one is an error here only.
+impl Changes for MemDevice {
+    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
+        if self.bad_byte.load(SeqCst) == offset + 1 {
+            return Err(Error::Gone);
+        }
+        let own = self.own.lock().unwrap();
+        let mut at = offset;
+        while at < offset + len {
+            let end = ((at / PAGE + 1) * PAGE).min(offset + len);
+            if !row(Change { offset: at, len: end - at, own: own[(at / PAGE) as usize] }) {
+                return Ok(end - offset);
+            }
+            at = end;
+        }
+        Ok(len)
     }
 }
 

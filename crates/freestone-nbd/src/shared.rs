@@ -1,0 +1,223 @@
+//! What the threads of a server share: its tables under one lock, and the way connections come and end.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::acceptor::{Acceptor, Next};
+use crate::address::Address;
+use crate::connection;
+use crate::export::Export;
+use crate::link::Link;
+use crate::server::Limits;
+use crate::tables::{Due, EnterError, Tables};
+
+/// How long a connection that was cut may take to notice; only a device call that hangs takes longer.
+const CUT_WAIT: Duration = Duration::from_secs(1);
+
+/// What connections need of their server.
+///
+/// Lock order: 1. `binding`, held while a socket is made, and while the accepting thread is started or ended; 2. `tables`,
+/// held for lookups and changes, never across a call of a device or of a template, a wait, or I/O; 3. the acceptor's.
+#[derive(Debug)]
+pub struct Shared {
+    /// What clients may use up.
+    pub limits: Limits,
+    /// See the lock order.
+    pub binding: Mutex<()>,
+    tables: Mutex<Tables>,
+    /// A connection has ended.
+    ended: Condvar,
+    /// From the first address on.
+    acceptor: OnceLock<Acceptor>,
+}
+
+impl Shared {
+    /// Nothing yet.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            binding: Mutex::default(),
+            tables: Mutex::default(),
+            ended: Condvar::default(),
+            acceptor: OnceLock::new(),
+        }
+    }
+
+    /// The tables.
+    pub fn lock(&self) -> MutexGuard<'_, Tables> {
+        // Nothing under this lock leaves the tables half changed.
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The acceptor, where something was ever listened on.
+    pub fn acceptor(&self) -> Option<&Acceptor> {
+        self.acceptor.get()
+    }
+
+    /// Starts the accepting thread, which runs until the server shuts down. Called once, under `binding`.
+    ///
+    /// # Errors
+    /// No file descriptors or no thread are left.
+    pub fn start(self: &Arc<Self>) -> std::io::Result<JoinHandle<()>> {
+        if self.acceptor.get().is_none() {
+            let acceptor = Acceptor::new()?;
+            self.acceptor.get_or_init(|| acceptor);
+        }
+        let shared = Arc::clone(self);
+        thread::Builder::new().name("nbd-accept".to_owned()).spawn(move || {
+            let Some(acceptor) = shared.acceptor.get() else { return };
+            acceptor.run(
+                || shared.expire(),
+                |listener, socket, peer| shared.connect(listener, socket, peer),
+                |listener, errno| {
+                    tracing::warn!(listener, error = %errno, "a connection could not be accepted");
+                    shared.lock().refused += 1;
+                },
+            );
+        })
+    }
+
+    /// A client has connected.
+    fn connect(self: &Arc<Self>, listener: u64, socket: OwnedFd, peer: String) {
+        let link = {
+            let mut tables = self.lock();
+            tables.accepted += 1;
+            if tables.connections.len() >= self.limits.max_connections {
+                tables.refused += 1;
+                drop(tables);
+                tracing::warn!(
+                    peer,
+                    max_connections = self.limits.max_connections,
+                    "too many connections: a new one is closed"
+                );
+                return;
+            }
+            match tables.connect(listener, |id, address| Link::new(id, address.clone(), peer, socket)) {
+                Some(Ok(link)) => link,
+                // The address was closed meanwhile.
+                None => return,
+                Some(Err(error)) => {
+                    tables.refused += 1;
+                    drop(tables);
+                    tracing::warn!(%error, "no resources for a connection");
+                    return;
+                }
+            }
+        };
+        let spawned = {
+            let (shared, link) = (Arc::clone(self), Arc::clone(&link));
+            thread::Builder::new()
+                .name(format!("nbd-{}", link.id))
+                .spawn(move || connection::run(&shared, &link))
+        };
+        if let Err(error) = spawned {
+            tracing::warn!(address = %link.address, %error, "no thread for a connection");
+            self.leave(&link, false);
+            self.lock().refused += 1;
+        }
+    }
+}
+
+/// What connections ask.
+impl Shared {
+    /// The export of this name at an address.
+    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
+        self.lock().find(address, name)
+    }
+
+    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
+    pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+        self.lock().enter(link, name)
+    }
+
+    /// The connection does not use its export after all.
+    pub fn withdraw(&self, link: &Link) {
+        let export = self.lock().withdraw(link);
+        // What was published may go with its last user, which may wait for a disk: not under the lock.
+        drop(export);
+    }
+
+    /// What a client at this address sees.
+    pub fn seen_at(&self, address: &Address) -> Vec<Arc<Export>> {
+        let tables = self.lock();
+        let exports = tables.listener(address).map(|listener| listener.exports.values().cloned().collect());
+        exports.unwrap_or_default()
+    }
+
+    /// The connection is to end after that time.
+    pub fn expire_after(&self, link: &Link, ttl: Duration) {
+        // Beyond what the clock can tell is never.
+        let Some(moment) = Instant::now().checked_add(ttl) else { return };
+        let nearest = self.lock().expire_at(link, moment);
+        if nearest && let Some(acceptor) = self.acceptor.get() {
+            acceptor.wake();
+        }
+    }
+
+    /// The connection's thread is about to end.
+    pub fn leave(&self, link: &Link, panicked: bool) {
+        let mut tables = self.lock();
+        let gone = tables.leave(link);
+        tables.panics += u64::from(panicked);
+        self.ended.notify_all();
+        drop(tables);
+        // The device may go with its last user, which may wait for a disk: not under the lock.
+        drop(gone);
+    }
+}
+
+/// Ends.
+impl Shared {
+    /// Ends the connections whose time is up, and says when to look again.
+    fn expire(&self) -> Next {
+        let (expired, until) = {
+            let mut tables = self.lock();
+            if tables.shutting_down {
+                return Next::Stop;
+            }
+            tables.expired(Instant::now())
+        };
+        for (link, due) in expired {
+            tracing::info!(peer = %link.peer(), ?due, "the connection's time is up");
+            match due {
+                Due::Drain => link.drain(),
+                Due::Cut => link.cut(),
+            }
+        }
+        Next::Accept(until)
+    }
+
+    /// Ends connections: what they received is answered, what takes longer than `grace` is cut.
+    pub fn end(&self, mut links: Vec<Arc<Link>>, grace: Duration) {
+        for link in &links {
+            link.drain();
+        }
+        self.wait_for_end(&mut links, grace);
+        for link in &links {
+            tracing::warn!(peer = %link.peer(), "the connection did not end in time and is cut");
+            link.cut();
+        }
+        self.wait_for_end(&mut links, CUT_WAIT);
+    }
+
+    /// Waits until all of them have ended, takes out those that have.
+    fn wait_for_end(&self, links: &mut Vec<Arc<Link>>, time: Duration) {
+        let deadline = Instant::now().checked_add(time);
+        let mut tables = self.lock();
+        // One after the other: each look is at one that has not ended, however often others end.
+        while let Some(link) = links.last() {
+            if !tables.connections.contains_key(&link.id) {
+                links.pop();
+                continue;
+            }
+            let left = deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                links.retain(|link| tables.connections.contains_key(&link.id));
+                return;
+            }
+            tables = self.ended.wait_timeout(tables, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! The tables of a server: listeners, exports, connections, and who uses what. Nothing here waits, and nothing a
+//! change needs grows with the number of listeners or exports, their search trees apart.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use crate::address::Address;
+use crate::export::{Export, ExportInfo};
+use crate::link::Link;
+use crate::listen::SocketFile;
+use crate::server::{END_GRACE, PublishError};
+use crate::stats::Stats;
+
+/// The tables; guarded by their server's lock.
+#[derive(Debug, Default)]
+pub struct Tables {
+    /// By identifier, in the order of listening.
+    pub listeners: BTreeMap<u64, Listener>,
+    by_address: HashMap<Address, u64>,
+    /// By name of export, at all addresses; names that are neither published nor used are not there.
+    names: HashMap<String, Name>,
+    /// By identifier.
+    pub connections: HashMap<u64, Connection>,
+    /// By moment and connection: the ends of templates' devices.
+    deadlines: BTreeMap<(Instant, u64), Due>,
+    /// The next identifier, of whatever.
+    next_id: u64,
+    /// Nothing more is accepted, listened on or published.
+    pub shutting_down: bool,
+    /// See [`Stats::accepted`].
+    pub accepted: u64,
+    /// See [`Stats::refused`].
+    pub refused: u64,
+    /// See [`Stats::panics`].
+    pub panics: u64,
+    /// Counted by connections that have ended.
+    past: Stats,
+}
+
+/// An address that is listened on.
+#[derive(Debug)]
+pub struct Listener {
+    /// The address.
+    pub address: Address,
+    /// The file of a Unix socket.
+    pub file: Option<SocketFile>,
+    /// By identifier, in the order of publishing.
+    pub exports: BTreeMap<u64, Arc<Export>>,
+    by_name: HashMap<String, u64>,
+    /// The export that also answers to the empty name.
+    default: Option<u64>,
+    /// The connections that came in here and have not ended.
+    connections: HashSet<u64>,
+}
+
+/// A connection, from its acceptance to its end.
+#[derive(Debug)]
+pub struct Connection {
+    link: Arc<Link>,
+    listener: u64,
+    export: Option<Arc<Export>>,
+    /// Its key in `deadlines`, where it has one.
+    deadline: Option<Instant>,
+}
+
+/// An export's name.
+#[derive(Debug, Default)]
+struct Name {
+    /// Listeners at which it is published.
+    listeners: BTreeSet<u64>,
+    /// Connections that use it; also those that have not yet ended after it was unpublished.
+    users: HashSet<u64>,
+}
+
+/// What is due for a connection whose time is up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// It ends when it has answered what it received.
+    Drain,
+    /// It ends now.
+    Cut,
+}
+
+/// What was taken away, and the links of the connections that use it.
+pub type Unpublished = (Vec<Arc<Export>>, Vec<Arc<Link>>);
+
+/// Why a client gets no export.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EnterError {
+    /// There is none of the name at the client's address.
+    Unknown,
+    /// The server is going away.
+    ShuttingDown,
+    /// No device could be made for it; a sentence.
+    Failed(String),
+}
+
+impl Tables {
+    fn new_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    /// The listener at an address.
+    pub fn listener(&self, address: &Address) -> Option<&Listener> {
+        self.listeners.get(self.by_address.get(address)?)
+    }
+
+    /// A new listener; answers its identifier.
+    pub fn add_listener(&mut self, address: Address, file: Option<SocketFile>) -> u64 {
+        let id = self.new_id();
+        self.by_address.insert(address.clone(), id);
+        let listener = Listener {
+            address,
+            file,
+            exports: BTreeMap::new(),
+            by_name: HashMap::new(),
+            default: None,
+            connections: HashSet::new(),
+        };
+        self.listeners.insert(id, listener);
+        id
+    }
+
+    /// Takes away the listener at an address with its exports; the links are those of its connections.
+    pub fn remove_listener(&mut self, address: &Address) -> Option<(u64, Listener, Vec<Arc<Link>>)> {
+        let id = self.by_address.remove(address)?;
+        let listener = self.listeners.remove(&id)?;
+        for name in listener.by_name.keys() {
+            self.change_name(name, |name| name.listeners.remove(&id));
+        }
+        let links = self.links(&listener.connections);
+        Some((id, listener, links))
+    }
+
+    /// Takes away all listeners with their exports, of a server that shuts down.
+    pub fn remove_all_listeners(&mut self) -> BTreeMap<u64, Listener> {
+        debug_assert!(self.shutting_down, "names are not looked up any more");
+        self.by_address.clear();
+        self.names.values_mut().for_each(|name| name.listeners.clear());
+        std::mem::take(&mut self.listeners)
+    }
+
+    /// Shows an export at its address.
+    pub fn publish(&mut self, export: &Arc<Export>) -> Result<(), PublishError> {
+        let id = self.new_id();
+        let at = self.by_address.get(&export.address);
+        let Some((at, listener)) = at.and_then(|at| Some((*at, self.listeners.get_mut(at)?))) else {
+            return Err(PublishError::NotListening(export.address.clone()));
+        };
+        let (name, address) = (export.name.clone(), export.address.clone());
+        if listener.by_name.contains_key(&name) {
+            return Err(PublishError::Duplicate { name, address });
+        }
+        if export.default {
+            if let Some(other) = listener.default.and_then(|id| listener.exports.get(&id)) {
+                return Err(PublishError::DefaultTaken { name: other.name.clone(), address });
+            }
+            listener.default = Some(id);
+        }
+        listener.by_name.insert(name.clone(), id);
+        listener.exports.insert(id, Arc::clone(export));
+        self.names.entry(name).or_default().listeners.insert(at);
+        Ok(())
+    }
+
+    /// Takes `name` away from all addresses.
+    pub fn unpublish(&mut self, name: &str, force: bool) -> Result<Unpublished, PublishError> {
+        let known = self.names.get_mut(name).filter(|known| !known.listeners.is_empty());
+        let known = known.ok_or_else(|| PublishError::NotPublished(name.to_owned()))?;
+        if !known.users.is_empty() && !force {
+            let connections = known.users.len();
+            return Err(PublishError::Busy { name: name.to_owned(), connections });
+        }
+        let at = std::mem::take(&mut known.listeners);
+        let links = known.users.iter().filter_map(|id| self.connections.get(id));
+        let links = links.map(|connection| Arc::clone(&connection.link)).collect();
+        self.change_name(name, |_| ());
+        let removed = at.iter().filter_map(|at| self.listeners.get_mut(at)?.remove(name)).collect();
+        Ok((removed, links))
+    }
+
+    /// Changes what is known of a name, and forgets it where nothing is left.
+    fn change_name<T>(&mut self, name: &str, change: impl FnOnce(&mut Name) -> T) {
+        if let Some(known) = self.names.get_mut(name) {
+            change(known);
+            if known.listeners.is_empty() && known.users.is_empty() {
+                self.names.remove(name);
+            }
+        }
+    }
+
+    /// All exports, in the order of publishing at each address.
+    pub fn exports(&self) -> Vec<ExportInfo> {
+        self.listeners.values().flat_map(|at| at.exports.values()).map(|export| told(export)).collect()
+    }
+
+    /// The exports of one name.
+    pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
+        let at = self.names.get(name).into_iter().flat_map(|known| &known.listeners);
+        let at = at.filter_map(|at| self.listeners.get(at));
+        at.filter_map(|listener| listener.named(name)).map(|export| told(export)).collect()
+    }
+
+    /// The exports at one address, in the order of publishing.
+    pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
+        let at = self.listener(address).into_iter();
+        at.flat_map(|at| at.exports.values()).map(|export| told(export)).collect()
+    }
+
+    /// Connections that use `name`, at all addresses.
+    pub fn users(&self, name: &str) -> usize {
+        self.names.get(name).map_or(0, |known| known.users.len())
+    }
+
+    /// The export that answers to `name` at an address; the empty name is the default one's.
+    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
+        if self.shutting_down {
+            return Err(EnterError::ShuttingDown);
+        }
+        let found = self.listener(address).and_then(|listener| match listener.default {
+            Some(id) if name.is_empty() => listener.exports.get(&id),
+            _ => listener.named(name),
+        });
+        found.cloned().ok_or(EnterError::Unknown)
+    }
+
+    /// A new connection. `None`: its listener is gone.
+    pub fn connect<E>(
+        &mut self,
+        listener: u64,
+        link: impl FnOnce(u64, &Address) -> Result<Link, E>,
+    ) -> Option<Result<Arc<Link>, E>> {
+        let id = self.new_id();
+        let at = self.listeners.get_mut(&listener)?;
+        Some(link(id, &at.address).map(|link| {
+            let link = Arc::new(link);
+            at.connections.insert(id);
+            let connection = Connection { link: Arc::clone(&link), listener, export: None, deadline: None };
+            self.connections.insert(id, connection);
+            link
+        }))
+    }
+
+    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
+    pub fn enter(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+        let export = self.find(&link.address, name)?;
+        let connection = self.connections.get_mut(&link.id).ok_or(EnterError::ShuttingDown)?;
+        debug_assert!(connection.export.is_none(), "a connection uses one export");
+        connection.export = Some(Arc::clone(&export));
+        export.users.fetch_add(1, Ordering::SeqCst);
+        self.names.entry(export.name.clone()).or_default().users.insert(link.id);
+        Ok(export)
+    }
+
+    /// The connection uses no export any more.
+    pub fn withdraw(&mut self, link: &Link) -> Option<Arc<Export>> {
+        let export = self.connections.get_mut(&link.id)?.export.take()?;
+        self.forget_user(&export, link.id);
+        Some(export)
+    }
+
+    /// The connection has ended.
+    pub fn leave(&mut self, link: &Link) -> Option<Connection> {
+        let connection = self.connections.remove(&link.id)?;
+        if let Some(at) = self.listeners.get_mut(&connection.listener) {
+            at.connections.remove(&link.id);
+        }
+        if let Some(at) = connection.deadline {
+            self.deadlines.remove(&(at, link.id));
+        }
+        if let Some(export) = &connection.export {
+            self.forget_user(export, link.id);
+        }
+        self.past.add(&link.counters().read());
+        Some(connection)
+    }
+
+    fn forget_user(&mut self, export: &Export, id: u64) {
+        export.users.fetch_sub(1, Ordering::SeqCst);
+        self.change_name(&export.name, |known| known.users.remove(&id));
+    }
+
+    /// What the server has done so far.
+    pub fn stats(&self) -> Stats {
+        let mut sum = self.past;
+        for connection in self.connections.values() {
+            sum.add(&connection.link.counters().read());
+        }
+        sum.accepted = self.accepted;
+        sum.refused = self.refused;
+        sum.panics = self.panics;
+        sum.connections = self.connections.len() as u64;
+        sum
+    }
+
+    /// Links of these connections.
+    pub fn links<'a>(&self, ids: impl IntoIterator<Item = &'a u64>) -> Vec<Arc<Link>> {
+        let connections = ids.into_iter().filter_map(|id| self.connections.get(id));
+        connections.map(|connection| Arc::clone(&connection.link)).collect()
+    }
+
+    /// The connection is to end at that moment. True: it is the nearest of all.
+    pub fn expire_at(&mut self, link: &Link, moment: Instant) -> bool {
+        self.set_deadline(link.id, moment, Due::Drain);
+        self.deadlines.first_key_value().is_some_and(|(key, _)| *key == (moment, link.id))
+    }
+
+    fn set_deadline(&mut self, id: u64, moment: Instant, due: Due) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.deadline = Some(moment);
+            self.deadlines.insert((moment, id), due);
+        }
+    }
+
+    /// Takes the connections whose time is up; with the moment at which the next one's is.
+    pub fn expired(&mut self, now: Instant) -> (Vec<(Arc<Link>, Due)>, Option<Instant>) {
+        let mut expired = Vec::new();
+        while let Some(first) = self.deadlines.first_entry() {
+            let (moment, id) = *first.key();
+            if moment > now {
+                return (expired, Some(moment));
+            }
+            let due = first.remove();
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            connection.deadline = None;
+            expired.push((Arc::clone(&connection.link), due));
+            if due == Due::Drain {
+                self.set_deadline(id, now + END_GRACE, Due::Cut);
+            }
+        }
+        (expired, None)
+    }
+}
+
+impl Listener {
+    fn named(&self, name: &str) -> Option<&Arc<Export>> {
+        self.exports.get(self.by_name.get(name)?)
+    }
+
+    fn remove(&mut self, name: &str) -> Option<Arc<Export>> {
+        let id = self.by_name.remove(name)?;
+        self.default.take_if(|default| *default == id);
+        self.exports.remove(&id)
+    }
+}
+
+fn told(export: &Export) -> ExportInfo {
+    ExportInfo {
+        name: export.name.clone(),
+        address: export.address.clone(),
+        read_only: export.read_only,
+        default: export.default,
+        template: export.template().is_some(),
+        description: export.description.clone(),
+        connections: export.users.load(Ordering::SeqCst),
+    }
+}
