@@ -12,8 +12,9 @@
 //!   again from the snapshot to the origin. Where the origin has no leaf nobody has ever written there.
 //! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one that says so, which
 //!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is taken.
-//! * A removed snapshot is *dying*: nothing goes over to it any more, what it has goes to the next older one, slot by slot,
-//!   in the background; older ones read through it until then.
+//! * A removed snapshot is *dying*: nothing goes over to it any more, what it has goes to the next older one that lives,
+//!   slot by slot, in the background; older ones read through it until then. Where an older one that is dying, too, has the
+//!   page, that is what is read, and the younger one's is freed.
 //!
 //! Lock order: a chain's `state`; the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
 //! those of the chain that it is a fork of.
@@ -26,7 +27,7 @@ use super::through::Below;
 use super::{Inner, Ram};
 use crate::device::Result;
 use crate::pin::{self, Pin, Swap};
-use crate::slot::{SlotGuard, Word};
+use crate::slot::{Kind, SlotGuard, Word};
 use crate::sync::Mutex;
 
 /// What a device is for its requests at one time.
@@ -60,23 +61,24 @@ pub(super) struct Member {
 }
 
 impl List {
-    /// The snapshot that must be given what the origin's locked slot holds before that changes.
-    fn receiver(&self, slot: u64) -> Option<&Layer> {
-        for member in self.snapshots.iter().rev() {
-            if member.layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot) != Word::EMPTY) {
-                return None;
-            }
-            if !member.dying {
-                return Some(&member.layer);
-            }
-        }
-        None
-    }
-
     /// The members from `number` on to the youngest.
     fn from(&self, number: u64) -> &[Member] {
         &self.snapshots[self.snapshots.partition_point(|member| member.number < number)..]
     }
+}
+
+/// Who of `members`, from the younger to the older, must be given a word that nobody younger keeps any more: the first that
+/// lives, if neither it nor a dying one before it has that page already. The origin's slot is locked.
+fn receiver<'a>(members: impl Iterator<Item = &'a Member>, slot: u64) -> Option<&'a Layer> {
+    for member in members {
+        if member.layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot) != Word::EMPTY) {
+            return None;
+        }
+        if !member.dying {
+            return Some(&member.layer);
+        }
+    }
+    None
 }
 
 /// See the module.
@@ -208,25 +210,28 @@ impl Chain {
         Some(layer)
     }
 
-    /// Gives what a dying snapshot has in the leaf at `start` to the next older one, or frees it. Returns whether
-    /// something is left that is on its way from the backing device.
+    /// Gives what a dying snapshot has in the slots `[start, end)` of one leaf to the snapshot that reads it, or frees it.
+    /// Returns whether something is left that is on its way from the backing device. For the cleaner only: the chain's
+    /// members do not change meanwhile.
     pub fn pass_on(&self, family: &Shared, number: u64, start: u64, end: u64) -> Result<bool> {
-        let (origin, from, to) = {
+        let (origin, from, older) = {
             let state = self.state.lock();
             let Ok(at) = state.snapshots.binary_search_by_key(&number, |member| member.number) else {
                 return Ok(false);
             };
-            let older = at.checked_sub(1).map(|older| Arc::clone(&state.snapshots[older].layer));
+            let older = state.snapshots[..at].to_vec();
             (Arc::clone(&state.origin), Arc::clone(&state.snapshots[at].layer), older)
         };
         let Some(leaf) = from.table().leaf(start) else { return Ok(false) };
+        let heir = older.iter().rev().find(|member| !member.dying);
+        if let Some(heir) = heir {
+            // Nothing can fail once a word is in no slot.
+            heir.layer.table().leaf_or_new(start)?;
+        }
         let mut left = false;
         for slot in start..end {
             if leaf.peek(slot) == Word::EMPTY {
                 continue;
-            }
-            if let Some(to) = &to {
-                to.table().leaf_or_new(slot)?;
             }
             // What is here came from there, so there is a leaf.
             let Some(origin) = origin.table().leaf(slot) else { continue };
@@ -234,17 +239,12 @@ impl Chain {
             let guard = leaf.lock(slot);
             let word = guard.word();
             match word.kind() {
-                crate::slot::Kind::Empty => {}
-                crate::slot::Kind::InFlight => left = true,
+                Kind::Empty => {}
+                Kind::InFlight => left = true,
                 _ => {
-                    // One slot of a snapshot at a time: readers find it in neither for a moment, but not under the
-                    // origin's lock.
                     guard.publish(Word::EMPTY);
-                    let wanted = to.as_ref().filter(|to| {
-                        to.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot) == Word::EMPTY)
-                    });
-                    if let Some(to) = wanted {
-                        family.hand_over(&from, to, slot, word)?;
+                    if let Some(heir) = receiver(older.iter().rev(), slot) {
+                        family.hand_over(&from, heir, slot, word)?;
                     } else {
                         from.account(family, word, Word::EMPTY);
                         family.release(word);
@@ -339,7 +339,7 @@ impl View {
     #[inline]
     pub fn must_preserve(&self, slot: u64) -> bool {
         match &self.role {
-            Role::Live { snapshots: Some(list), .. } => list.receiver(slot).is_some(),
+            Role::Live { snapshots: Some(list), .. } => receiver(list.snapshots.iter().rev(), slot).is_some(),
             _ => false,
         }
     }
@@ -349,7 +349,7 @@ impl View {
     #[inline]
     pub fn preserve(&self, family: &Shared, slot: u64, held: Word) -> Result<Word> {
         match &self.role {
-            Role::Live { snapshots: Some(list), .. } => match list.receiver(slot) {
+            Role::Live { snapshots: Some(list), .. } => match receiver(list.snapshots.iter().rev(), slot) {
                 Some(to) => {
                     family.hand_over(&self.layer, to, slot, held)?;
                     self.layer.count(stored::HANDED_OVER, i64::from(held != Word::EMPTY));

@@ -72,17 +72,21 @@ impl Shared {
 
     /// Spills until the low mark, if memory is above the high one or requests wait.
     pub(super) fn make_room(&self, waiting: bool) {
-        if self.make_room_under_caps() {
+        let full: Vec<_> = self.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
+        if self.make_room_under_caps(&full) {
             self.keeper.memory_freed();
             return self.keeper.kick();
         }
-        let Some((high, low)) = self.marks() else {
-            // Nothing was found to spill under the caps, or the limit was lifted.
-            let capped = self.store.is_some() && self.layers.all().iter().any(|layer| is_full(layer));
-            return if capped { self.keeper.give_up() } else { self.keeper.memory_freed() };
-        };
-        if self.pool.pages() <= high && !waiting {
-            return;
+        let (high, low) = self.marks().unwrap_or((u64::MAX, u64::MAX));
+        if self.pool.pages() <= high {
+            match waiting {
+                false => return,
+                // Under its cap nothing can be spilled.
+                true if !full.is_empty() => return self.keeper.give_up(),
+                // The limit was lifted.
+                true if high == u64::MAX => return self.keeper.memory_freed(),
+                true => {}
+            }
         }
         {
             let rounds = self.rounds.lock();
@@ -118,19 +122,13 @@ impl Shared {
     }
 
     /// Spills pages of devices that are near their own caps. Returns whether any left memory.
-    fn make_room_under_caps(&self) -> bool {
-        if self.store.is_none() {
-            return false;
-        }
+    fn make_room_under_caps(&self, full: &[Arc<Layer>]) -> bool {
         let mut freed = 0;
-        for layer in self.layers.all() {
-            let cap = layer.limits().cap();
-            if cap == u64::MAX || !is_full(&layer) {
-                continue;
-            }
+        for layer in full {
             let _one = self.passes.lock();
+            let cap = layer.limits().cap();
             let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
-            let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(&layer));
+            let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
             self.rounds.lock().note(spilled.outcome);
             freed += spilled.freed;
         }
