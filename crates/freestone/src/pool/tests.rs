@@ -246,7 +246,7 @@ impl OneTable {
 #[test]
 fn compaction_leaves_one_packed_span_a_class() {
     let pool = Pool::new().unwrap();
-    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())));
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     let len = |slot: u64| 500 + (slot % 40) as usize * 80;
     for slot in 0..20_000 {
         table.put(&pool, slot, len(slot));
@@ -269,7 +269,7 @@ fn compaction_leaves_one_packed_span_a_class() {
 #[test]
 fn the_free_state_is_rebuilt_from_the_tables() {
     let mut pool = Pool::new().unwrap();
-    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())));
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     let len = |slot: u64| 1 + (slot * 37 % 3900) as usize;
     for slot in 0..5000 {
         table.put(&pool, slot, len(slot));

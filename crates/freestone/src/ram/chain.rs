@@ -24,7 +24,7 @@ use std::sync::{Arc, Condvar, PoisonError, Weak};
 use super::family::Shared;
 use super::layer::{Layer, stored};
 use super::through::Below;
-use super::{Inner, Ram};
+use super::{Inner, Ram, SetupError};
 use crate::device::Result;
 use crate::pin::{self, Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
@@ -386,13 +386,15 @@ impl Shared {
 /// A snapshot that is ready to begin.
 pub struct PendingSnapshot {
     origin: Ram,
+    layer: Arc<Layer>,
     chain: Option<Arc<Chain>>,
     snapshot: Option<Ram>,
 }
 
 impl PendingSnapshot {
-    pub(super) fn new(origin: Ram) -> Self {
-        Self { origin, chain: None, snapshot: None }
+    pub(super) fn new(origin: Ram) -> std::result::Result<Self, SetupError> {
+        let layer = origin.0.family.layers.make(&origin.0.family, Arc::default())?;
+        Ok(Self { origin, layer, chain: None, snapshot: None })
     }
 
     /// The snapshot, once it has begun.
@@ -414,15 +416,25 @@ impl crate::moment::Pending for PendingSnapshot {
     }
 
     fn attach(&mut self) {
-        let Some(chain) = &self.chain else { return };
-        let family = &self.origin.0.family;
-        let layer = family.layers.make(family, Arc::default(), Some(chain.id));
-        self.snapshot = Some(self.origin.0.snapshot_device(chain.attach(layer)));
+        if let Some(chain) = self.chain.as_ref().filter(|_| self.snapshot.is_none()) {
+            self.origin.0.family.layers.join(&self.layer, chain.id);
+            let view = chain.attach(Arc::clone(&self.layer));
+            self.snapshot = Some(self.origin.0.snapshot_device(view));
+        }
     }
 
     fn thaw(&mut self) {
         if let Some(chain) = self.chain.take() {
             chain.thaw();
+        }
+    }
+}
+
+impl Drop for PendingSnapshot {
+    fn drop(&mut self) {
+        // One that has not begun.
+        if !self.layer.is_in_chain() {
+            super::retire::layer(&self.origin.0.family, Arc::clone(&self.layer));
         }
     }
 }

@@ -125,7 +125,7 @@ impl Family {
     /// # Errors
     /// The size.
     pub fn ram(&self, disksize: u64) -> Result<Ram, SetupError> {
-        Ok(Ram::make(&self.0, round_size(disksize)?, Below::Nothing, Arc::default()))
+        Ram::make(&self.0, round_size(disksize)?, Below::Nothing, Arc::default())
     }
 
     /// A fork: a disk whose pages are those of `base` until they are written. `base` must not change as long as it lives.
@@ -233,7 +233,7 @@ impl Shared {
         }
         let limits = Arc::new(Limits::default());
         self.set_device_limits(&limits, config.mem_limit, config.mem_min)?;
-        Ok(Ram::make(self, round_size(size)?, below, limits))
+        Ram::make(self, round_size(size)?, below, limits)
     }
 
     /// Sets a device's cap (0 is none) and what is guaranteed to it.

@@ -173,7 +173,8 @@ impl Ram {
             let into = job.buffer.get_mut(piece.at..piece.at + piece.len)?;
             let request = Request::read(slot * PAGE + piece.from as u64, piece.len as u64);
             let waits = match self.try_io(&request, Buffer::Read(into)) {
-                Ok(tried) => tried == Tried::WouldBlock,
+                // A base may give a part of it.
+                Ok(tried) => tried != Tried::Done,
                 Err(failed) => {
                     *error = error.or(Some(failed));
                     false

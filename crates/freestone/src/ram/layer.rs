@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::family::Shared;
 use crate::PAGE_BYTES;
+use crate::device;
 use crate::percpu::Counters;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
@@ -59,7 +60,7 @@ pub(super) struct Layer {
     table: Table,
     /// Names on the backing device whose an object is: the id of the chain's origin, for it and all of its snapshots, so that an
     /// object can go from one to another.
-    chain: u32,
+    chain: AtomicU32,
     counters: Counters<{ stored::COUNT }>,
     /// Bytes of the classes of all objects, but for what CPUs still have in their cells.
     charged: AtomicU64,
@@ -97,9 +98,19 @@ impl Layer {
         BackRef::new(self.id(), slot)
     }
 
+    /// Whether it is a snapshot's that has begun.
+    pub fn is_in_chain(&self) -> bool {
+        self.chain() != self.id()
+    }
+
+    fn chain(&self) -> u32 {
+        // Relaxed: set before the layer is of use to anybody, which the swap of the chain's list orders.
+        self.chain.load(Ordering::Relaxed)
+    }
+
     /// Whose an object of this slot is by its header on the backing device.
     pub fn header_owner(&self, slot: u64) -> u64 {
-        BackRef::new(self.chain, slot).bits()
+        BackRef::new(self.chain(), slot).bits()
     }
 
     pub fn limits(&self) -> &Limits {
@@ -253,19 +264,18 @@ struct Map {
 }
 
 impl Layers {
-    /// An empty layer; `chain` is that of an origin, where it is a snapshot.
-    pub fn make(&self, family: &Shared, limits: Arc<Limits>, chain: Option<u32>) -> Arc<Layer> {
+    /// An empty layer.
+    pub fn make(&self, family: &Shared, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
         let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        // Numbers begin again after 2^28; those in use are passed over. (A snapshot's is larger than its origin's for
-        // nobody's sake.)
+        // Numbers begin again after 2^28; those in use are passed over.
         while map.by_id.contains_key(&map.next) {
             map.next = (map.next + 1) % MAX_TABLE_ID;
         }
         let id = map.next;
         map.next = (id + 1) % MAX_TABLE_ID;
         let layer = Arc::new(Layer {
-            table: Table::new(id, Arc::clone(&family.common)),
-            chain: chain.unwrap_or(id),
+            table: Table::new(id, Arc::clone(&family.common))?,
+            chain: AtomicU32::new(id),
             counters: Counters::default(),
             charged: AtomicU64::new(0),
             limits,
@@ -273,12 +283,17 @@ impl Layers {
             retired: AtomicU32::new(0),
         });
         map.by_id.insert(id, Arc::clone(&layer));
-        if let Some(chain) = chain {
-            map.snapshots.entry(chain).or_default().push(Arc::clone(&layer));
-        }
         drop(map);
         layer.reckon(family);
-        layer
+        Ok(layer)
+    }
+
+    /// A layer that holds nothing yet is a snapshot's from now on, in the chain of this origin.
+    pub fn join(&self, layer: &Arc<Layer>, chain: u32) {
+        // Relaxed: see `Layer::chain`.
+        layer.chain.store(chain, Ordering::Relaxed);
+        let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        map.snapshots.entry(chain).or_default().push(Arc::clone(layer));
     }
 
     /// The layer with this id, while it is not freed.
@@ -314,10 +329,10 @@ impl Layers {
     pub fn remove(&self, id: u32) {
         let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let Some(layer) = map.by_id.remove(&id) else { return };
-        if let Some(of_chain) = map.snapshots.get_mut(&layer.chain) {
+        if let Some(of_chain) = map.snapshots.get_mut(&layer.chain()) {
             of_chain.retain(|other| other.id() != id);
             if of_chain.is_empty() {
-                map.snapshots.remove(&layer.chain);
+                map.snapshots.remove(&layer.chain());
             }
         }
     }

@@ -121,10 +121,10 @@ impl Ram {
     }
 
     /// An empty live device over something.
-    fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Self {
-        let layer = family.layers.make(family, Arc::clone(&limits), None);
+    fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Result<Self, SetupError> {
+        let layer = family.layers.make(family, Arc::clone(&limits))?;
         let chain = Chain::new(layer, below);
-        Self(Arc::new_cyclic(|this| Inner {
+        Ok(Self(Arc::new_cyclic(|this| Inner {
             family: Arc::clone(family),
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
             size: AtomicU64::new(size),
@@ -133,7 +133,7 @@ impl Ram {
             limits,
             chain: Mutex::new(chain),
             changing: Mutex::default(),
-        }))
+        })))
     }
 
     /// What it has in common with those that were made from it, or that it was made from.
@@ -183,9 +183,9 @@ impl Ram {
     pub fn reset(&self) -> Result<(), SetupError> {
         self.rewind()?;
         let inner = &*self.0;
-        inner.family.free_all();
+        while inner.family.help_to_free() {}
         // What others have in it is not for this one to clear.
-        if inner.family.layers.all().len() == 1
+        if inner.family.layers.is_alone(inner.layer().id())
             && let Some(store) = &inner.family.store
         {
             store.clear_counts();
@@ -216,7 +216,7 @@ impl Ram {
             return Err(SetupError::Snapshot);
         }
         let _one = inner.changing.lock();
-        let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits), None);
+        let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
         let below = pin::pinned(|pin| inner.view.load(pin).below.clone());
         let new = Chain::new(layer, below);
         let old = {
@@ -251,9 +251,9 @@ impl Ram {
     /// Prepares a snapshot, which begins with [`moment::take`], together with others where that is wanted.
     ///
     /// # Errors
-    /// This is a snapshot: it does not change.
+    /// This is a snapshot: it does not change. No memory.
     pub fn prepare_snapshot(&self) -> Result<PendingSnapshot, SetupError> {
-        if self.0.is_snapshot { Err(SetupError::Snapshot) } else { Ok(PendingSnapshot::new(self.clone())) }
+        if self.0.is_snapshot { Err(SetupError::Snapshot) } else { PendingSnapshot::new(self.clone()) }
     }
 
     /// A snapshot of this disk or fork: what it holds now.

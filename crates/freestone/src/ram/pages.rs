@@ -6,7 +6,6 @@ use super::chain::View;
 use super::family::Shared;
 use super::layer::Layer;
 use super::pass::is_spillable;
-use super::retire::Step;
 use crate::PAGE_BYTES;
 use crate::codec::{Page, Scratch};
 use crate::device::{Error, Result};
@@ -228,9 +227,9 @@ impl Shared {
     #[cold]
     fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
         loop {
-            let freed = self.free_some();
+            let freed = self.help_to_free();
             match self.pool.store(object, layer.owner(slot), self.kept_from(layer)) {
-                Err(Error::NoSpace) if freed == Step::Freed => {}
+                Err(Error::NoSpace) if freed => {}
                 stored => return stored,
             }
         }

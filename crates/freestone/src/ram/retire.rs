@@ -36,7 +36,7 @@ struct Draining {
 
 /// What a step of freeing came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+enum Step {
     /// A leaf was freed.
     Freed,
     /// Others free what is left, or it is on its way from the backing device.
@@ -46,6 +46,11 @@ pub(super) enum Step {
 }
 
 impl Retiring {
+    /// Whether somebody is freeing a leaf.
+    fn is_busy(&self) -> bool {
+        self.0.lock().iter().any(|draining| draining.busy > 0)
+    }
+
     /// Bytes that are still to be freed.
     pub fn bytes(&self) -> u64 {
         self.0.lock().iter().map(|draining| draining.layer.charged()).sum()
@@ -54,7 +59,7 @@ impl Retiring {
 
 impl Shared {
     /// Frees a leaf of what is to be freed.
-    pub(super) fn free_some(&self) -> Step {
+    fn free_some(&self) -> Step {
         let (layer, start) = {
             let mut queue = self.retiring.0.lock();
             let mut found = None;
@@ -122,9 +127,17 @@ impl Shared {
         (freed, left)
     }
 
-    /// Frees all that is to be freed, but for what is on its way from the backing device.
-    pub(super) fn free_all(&self) {
-        while self.free_some() == Step::Freed {}
+    /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
+    /// the backing device.
+    pub(super) fn help_to_free(&self) -> bool {
+        match self.free_some() {
+            Step::Freed => true,
+            Step::Later if self.retiring.is_busy() => {
+                std::thread::yield_now();
+                true
+            }
+            Step::Later | Step::Nothing => false,
+        }
     }
 }
 

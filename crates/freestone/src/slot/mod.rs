@@ -6,6 +6,7 @@
 mod flight;
 mod lock;
 mod nodes;
+mod root;
 mod table;
 mod word;
 

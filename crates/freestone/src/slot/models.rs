@@ -266,7 +266,7 @@ fn a_leaf_is_made_once() {
     bounded(|| {
         let common = Arc::new(Common::new().unwrap());
         let before = common.nodes.left();
-        let table = Arc::new(Table::new(1, Arc::clone(&common)));
+        let table = Arc::new(Table::new(1, Arc::clone(&common)).unwrap());
         let makers: Vec<_> = (0..2)
             .map(|slot| {
                 let table = Arc::clone(&table);

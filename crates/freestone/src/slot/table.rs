@@ -10,6 +10,7 @@
 
 use super::lock::{SlotGuard, lock};
 use super::nodes::{FANOUT_BITS, Nodes};
+use super::root::Root;
 use super::word::Word;
 use crate::device::Result;
 use crate::parking::Parking;
@@ -43,8 +44,7 @@ impl Common {
 /// The slots of one device.
 pub struct Table {
     id: u32,
-    /// Fixed at the largest device's size; untouched parts of it cost no memory.
-    root: Box<[AtomicU64]>,
+    root: Root,
     /// Root entries at and above this index were never made: walks stop here.
     root_end: AtomicU64,
     common: Arc<Common>,
@@ -59,8 +59,8 @@ pub struct Leaf<'a> {
 
 impl Table {
     /// An empty table. `id` names it in the pool's back-references and is not used twice in a family.
-    pub fn new(id: u32, common: Arc<Common>) -> Self {
-        Self { id, root: zeroed_root(), root_end: AtomicU64::new(0), common }
+    pub fn new(id: u32, common: Arc<Common>) -> Result<Self> {
+        Ok(Self { id, root: Root::new(ROOT_ENTRIES)?, root_end: AtomicU64::new(0), common })
     }
 
     /// The name given to [`new`](Self::new).
@@ -175,28 +175,5 @@ impl<'a> Leaf<'a> {
     pub fn peek(&self, slot: u64) -> Word {
         // Relaxed: the value is only looked at.
         Word::from_bits(self.words[(slot & LOW) as usize].load(Ordering::Relaxed))
-    }
-}
-
-#[cfg(not(loom))]
-fn zeroed_root() -> Box<[AtomicU64]> {
-    zeroed::atomics(ROOT_ENTRIES)
-}
-
-#[cfg(loom)]
-fn zeroed_root() -> Box<[AtomicU64]> {
-    (0..ROOT_ENTRIES).map(|_| AtomicU64::new(0)).collect()
-}
-
-#[cfg(not(loom))]
-mod zeroed {
-    #![expect(unsafe_code)]
-    // UNSAFETY: a large array of zeroed atomics that the allocator need not touch.
-    use super::AtomicU64;
-
-    pub fn atomics(len: usize) -> Box<[AtomicU64]> {
-        let words = vec![0_u64; len].into_boxed_slice();
-        // SAFETY: AtomicU64 has the size, alignment and valid values of u64, and the box is not shared yet.
-        unsafe { Box::from_raw(Box::into_raw(words) as *mut [AtomicU64]) }
     }
 }

@@ -8,7 +8,7 @@ use super::{Common, LEAF_SLOTS, MAX_SLOTS, Table, Word};
 use crate::sync::Arc;
 
 fn table() -> Table {
-    Table::new(3, Arc::new(Common::new().unwrap()))
+    Table::new(3, Arc::new(Common::new().unwrap())).unwrap()
 }
 
 /// A thread that holds a slot does not run (here: it sleeps until everybody else is through). Threads that want other slots,
@@ -88,7 +88,7 @@ fn waiters_sleep() {
 #[test]
 fn looking_creates_nothing_and_walks_skip_what_is_absent() {
     let common = Arc::new(Common::new().unwrap());
-    let table = Table::new(1, Arc::clone(&common));
+    let table = Table::new(1, Arc::clone(&common)).unwrap();
     assert!(table.leaf(MAX_SLOTS - 1).is_none());
     assert_eq!(table.next_present(0, MAX_SLOTS), None);
     assert_eq!(common.nodes.bytes(), 0);

@@ -1,0 +1,100 @@
+//! The root of a slot table: an entry for each GiB of the largest device there can be. Parts of it that are not touched cost
+//! no memory.
+
+#[cfg(loom)]
+pub use model::Root;
+#[cfg(not(loom))]
+pub use real::Root;
+
+#[cfg(not(loom))]
+mod real {
+    #![expect(unsafe_code)]
+    // UNSAFETY: a mapping of its own. The allocator would take 2 MiB that were used before, and zero them.
+
+    use std::ops::Deref;
+    use std::ptr::NonNull;
+
+    use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+    use crate::device::{Error, Result};
+    use crate::sync::AtomicU64;
+
+    /// See the module.
+    pub struct Root {
+        entries: NonNull<AtomicU64>,
+        len: usize,
+    }
+
+    impl Root {
+        /// `len` entries of 0.
+        pub fn new(len: usize) -> Result<Self> {
+            let bytes = len * size_of::<AtomicU64>();
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let address = unsafe {
+                rustix::mm::mmap_anonymous(
+                    std::ptr::null_mut(),
+                    bytes,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    flags,
+                )
+            };
+            let address = address.map_err(|_| Error::NoMemory)?;
+            // An entry must not bring in a huge page. Where there are none the advice is refused, and not needed.
+            // SAFETY: the range was just mapped; the advice changes no content.
+            let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxNoHugepage) };
+            let entries = NonNull::new(address.cast()).ok_or(Error::NoMemory)?;
+            Ok(Self { entries, len })
+        }
+    }
+
+    impl Deref for Root {
+        type Target = [AtomicU64];
+
+        #[inline]
+        fn deref(&self) -> &[AtomicU64] {
+            // SAFETY: mapped with this length until the drop, zeroed by the kernel, and aligned to a page.
+            unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.len) }
+        }
+    }
+
+    impl Drop for Root {
+        fn drop(&mut self) {
+            // SAFETY: mapped in `new` with this length; nobody borrows it any more.
+            let unmapped = unsafe {
+                rustix::mm::munmap(self.entries.as_ptr().cast(), self.len * size_of::<AtomicU64>())
+            };
+            debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+        }
+    }
+
+    // SAFETY: it owns its mapping and gives out shared references to atomics only.
+    unsafe impl Send for Root {}
+    // SAFETY: as above.
+    unsafe impl Sync for Root {}
+}
+
+#[cfg(loom)]
+mod model {
+    use std::ops::Deref;
+
+    use crate::device::Result;
+    use crate::sync::AtomicU64;
+
+    /// See the module.
+    pub struct Root(Box<[AtomicU64]>);
+
+    impl Root {
+        pub fn new(len: usize) -> Result<Self> {
+            Ok(Self((0..len).map(|_| AtomicU64::new(0)).collect()))
+        }
+    }
+
+    impl Deref for Root {
+        type Target = [AtomicU64];
+
+        fn deref(&self) -> &[AtomicU64] {
+            &self.0
+        }
+    }
+}

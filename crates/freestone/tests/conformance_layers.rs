@@ -1,0 +1,198 @@
+//! The device contract, asked of every combination of bases, forks and snapshots two levels deep, with and without a
+//! backing device.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use freestone::device::{Blocking, Device, Flags};
+use freestone::file::{self, File};
+use freestone::ram::{Config, Family, ForkConfig, Ram};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Model, Policy, Rng};
+
+const MIB: u64 = 1 << 20;
+/// Not whole pages.
+const BASE_BYTES: usize = (2 << 20) + 1536;
+
+#[derive(Debug, Clone, Copy)]
+enum Base {
+    Disk,
+    File,
+    DeferredFile,
+    Snapshot,
+    SnapshotOfFork,
+}
+
+const BASES: [Base; 5] = [Base::Disk, Base::File, Base::DeferredFile, Base::Snapshot, Base::SnapshotOfFork];
+
+#[derive(Debug, Clone, Copy)]
+enum Memory {
+    Ample,
+    /// Pages are spilled all the time.
+    Scarce {
+        packed: bool,
+    },
+}
+
+const MEMORIES: [Memory; 3] =
+    [Memory::Ample, Memory::Scarce { packed: true }, Memory::Scarce { packed: false }];
+
+fn family(memory: Memory) -> Family {
+    match memory {
+        Memory::Ample => Family::new(Config::default()).unwrap(),
+        Memory::Scarce { packed } => {
+            let config = Config { mem_limit: MIB, ..Config::default() };
+            Family::with_backing(config, Arc::new(Model::new(64 << 20, 4096)), packed).unwrap()
+        }
+    }
+}
+
+fn filled_file() -> Arc<dyn Device> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut content = vec![0; BASE_BYTES];
+    Rng::new(1).fill(&mut content[..BASE_BYTES / 2]);
+    std::fs::write(file.path(), &content).unwrap();
+    let mut config = file::Config::new(file.path());
+    config.read_only = true;
+    Arc::new(File::open(&config).unwrap())
+}
+
+fn fill(device: &Ram, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let mut page = [0; 4096];
+    for _ in 0..200 {
+        rng.fill(&mut page[..2048]);
+        let slot = rng.below(device.geometry().size / 4096);
+        device.write_at(slot * 4096, &page, Flags::empty()).unwrap();
+    }
+}
+
+fn fork_config() -> ForkConfig {
+    ForkConfig { size: Some(3 * MIB), ..ForkConfig::default() }
+}
+
+/// A live device over this base.
+fn live(base: Base, family: &Family) -> Ram {
+    match base {
+        Base::Disk => family.ram(3 * MIB).unwrap(),
+        Base::File => family.fork(filled_file(), &fork_config()).unwrap(),
+        Base::DeferredFile => {
+            let deferred = Arc::new(Deferred::new(filled_file(), Policy::Sometimes(50), 3));
+            family.fork(deferred, &fork_config()).unwrap()
+        }
+        Base::Snapshot => {
+            let disk = family.ram(2 * MIB).unwrap();
+            fill(&disk, 5);
+            let snapshot = disk.snapshot().unwrap();
+            fill(&disk, 6);
+            snapshot.fork(&fork_config()).unwrap()
+        }
+        Base::SnapshotOfFork => {
+            let fork = family.fork(filled_file(), &fork_config()).unwrap();
+            fill(&fork, 7);
+            let snapshot = fork.snapshot().unwrap();
+            fill(&fork, 8);
+            snapshot.fork(&fork_config()).unwrap()
+        }
+    }
+}
+
+fn options() -> Options {
+    Options {
+        rounds: 40,
+        window: MIB,
+        max_io: 256 << 10,
+        threads: 3,
+        thread_rounds: 60,
+        ..Options::default()
+    }
+}
+
+fn each(mut check: impl FnMut(&str, Base, Memory)) {
+    for memory in MEMORIES {
+        for base in BASES {
+            check(&format!("{base:?}, memory {memory:?}"), base, memory);
+        }
+    }
+}
+
+#[test]
+fn live_devices_conform_over_every_base() {
+    each(|name, base, memory| {
+        conformance::check(name, &|| Arc::new(live(base, &family(memory))), options());
+    });
+}
+
+#[test]
+fn live_devices_conform_while_snapshots_come_and_go() {
+    each(|name, base, memory| {
+        let stop = AtomicBool::new(false);
+        let device = live(base, &family(memory));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut snapshots = Vec::new();
+                let mut rng = Rng::new(2);
+                while !stop.load(Ordering::SeqCst) {
+                    snapshots.push(device.snapshot().unwrap());
+                    if snapshots.len() > 3 {
+                        snapshots.remove(rng.below(4) as usize);
+                    }
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+            });
+            let make = || -> Arc<dyn Device> {
+                device.rewind().unwrap();
+                Arc::new(device.clone())
+            };
+            let checked = conformance::run(&make, &options());
+            stop.store(true, Ordering::SeqCst);
+            checked.unwrap_or_else(|violation| panic!("{name}: {violation}"));
+        });
+    });
+}
+
+#[test]
+fn snapshots_conform_while_their_origin_is_written() {
+    each(|name, base, memory| {
+        let stop = AtomicBool::new(false);
+        let origin = live(base, &family(memory));
+        fill(&origin, 3);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut seed = 100;
+                while !stop.load(Ordering::SeqCst) {
+                    fill(&origin, seed);
+                    seed += 1;
+                }
+            });
+            let make = || -> Arc<dyn Device> { Arc::new(origin.snapshot().unwrap()) };
+            let checked = conformance::run(&make, &options());
+            stop.store(true, Ordering::SeqCst);
+            checked.unwrap_or_else(|violation| panic!("{name}: {violation}"));
+        });
+    });
+}
+
+#[test]
+fn forks_of_snapshots_conform_while_their_origin_is_written() {
+    each(|name, base, memory| {
+        let stop = AtomicBool::new(false);
+        let origin = live(base, &family(memory));
+        fill(&origin, 3);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut seed = 100;
+                while !stop.load(Ordering::SeqCst) {
+                    fill(&origin, seed);
+                    seed += 1;
+                }
+            });
+            let make = || -> Arc<dyn Device> {
+                Arc::new(origin.snapshot().unwrap().fork(&ForkConfig::default()).unwrap())
+            };
+            let checked = conformance::run(&make, &options());
+            stop.store(true, Ordering::SeqCst);
+            checked.unwrap_or_else(|violation| panic!("{name}: {violation}"));
+        });
+    });
+}
