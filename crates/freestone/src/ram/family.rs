@@ -241,26 +241,27 @@ impl Shared {
     /// # Errors
     /// A guarantee above the cap, or above what the family's limit leaves beside other guarantees.
     pub fn set_device_limits(&self, limits: &Arc<Limits>, cap: u64, least: u64) -> Result<(), SetupError> {
-        let mut all = self.limits.lock();
         if cap > 0 && least > cap {
             return Err(SetupError::GuaranteeAboveCap { guarantee: least, cap });
         }
-        let total = self.mem_limit();
-        all.retain(|known| known.strong_count() > 0);
-        let others: u64 = all
-            .iter()
-            .filter_map(Weak::upgrade)
-            .filter(|other| !Arc::ptr_eq(other, limits))
-            .map(|other| other.least())
-            .sum();
-        if least > 0 && (total == 0 || others.saturating_add(least) > total) {
-            return Err(SetupError::Guarantee { wanted: least, left: total.saturating_sub(others) });
+        let mut all = self.limits.lock();
+        // Most devices have no guarantee, and are not looked at.
+        if least > 0 || limits.least() > 0 {
+            all.retain(|known| {
+                known.strong_count() > 0 && !std::ptr::eq(known.as_ptr(), Arc::as_ptr(limits))
+            });
+            let others: u64 = all.iter().filter_map(Weak::upgrade).map(|other| other.least()).sum();
+            let total = self.mem_limit();
+            if least > 0 && (total == 0 || others.saturating_add(least) > total) {
+                if limits.least() > 0 {
+                    all.push(Arc::downgrade(limits));
+                }
+                return Err(SetupError::Guarantee { wanted: least, left: total.saturating_sub(others) });
+            }
+            all.push(Arc::downgrade(limits));
         }
         limits.set_cap(if cap == 0 { u64::MAX } else { cap });
         limits.set_least(least);
-        if !all.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(limits))) {
-            all.push(Arc::downgrade(limits));
-        }
         Ok(())
     }
 

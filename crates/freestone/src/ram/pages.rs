@@ -28,7 +28,8 @@ impl Shared {
     // ---- read ------------------------------------------------------------------------------------------------------
 
     /// Reads `into.len()` bytes from `from` of the page of a locked slot.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
     pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
         let word = guard.word();
         if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
