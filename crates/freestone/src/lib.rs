@@ -30,6 +30,8 @@ mod clock;
 #[cfg(not(loom))]
 pub mod codec;
 #[cfg(not(loom))]
+pub mod cow;
+#[cfg(not(loom))]
 pub mod file;
 #[cfg(not(loom))]
 pub mod moment;
@@ -39,6 +41,8 @@ pub mod null;
 mod percpu;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+pub mod qcow2;
 #[cfg(not(loom))]
 pub mod ram;
 #[cfg(not(loom))]
@@ -59,6 +63,15 @@ mod spill {
     //! What of spilling is modelled: how blocks of the backing go round.
     pub mod blocks;
     pub mod space;
+
+    #[cfg(test)]
+    mod models;
+}
+
+#[cfg(loom)]
+mod cow {
+    //! What of snapshots is modelled: how exceptions are made.
+    pub mod exceptions;
 
     #[cfg(test)]
     mod models;

@@ -1,6 +1,6 @@
 //! The open file: what is known of it, and the order between inline reads and writes.
 
-use std::io::IoSliceMut;
+use std::io::{self, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -61,6 +61,21 @@ impl Backing {
         let whole = real - real % u64::from(self.geometry.logical_block);
         self.size.fetch_max(whole, SeqCst);
         Ok(real)
+    }
+
+    /// What the file has at this moment behind the device's end, less than a block.
+    pub fn tail(&self) -> io::Result<Vec<u8>> {
+        let geometry = self.geometry();
+        let mut tail = vec![0; geometry.logical_block as usize - 1];
+        let mut found = 0;
+        while !self.is_block_device && found < tail.len() {
+            match rustix::io::pread(&self.fd, &mut tail[found..], geometry.size + found as u64)? {
+                0 => break,
+                n => found += n,
+            }
+        }
+        tail.truncate(found);
+        Ok(tail)
     }
 
     /// What lies at `offset` in the page cache; `None` where it would have to be waited for.

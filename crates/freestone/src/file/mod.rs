@@ -37,6 +37,7 @@ use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, 
 use backing::Backing;
 use job::Job;
 pub use open::SetupError;
+use open::Tail;
 
 /// Most bytes that one try copies from the page cache.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
@@ -110,7 +111,23 @@ impl File {
     /// # Errors
     /// Each [`SetupError`] names the path and what to do.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
-        let backing = Arc::new(open::open(config)?);
+        Self::start(config, open::open(config, Tail::Refused)?)
+    }
+
+    /// As [`open`](Self::open), for a reader of a file that may end within a block: the device ends with the last whole
+    /// one, and what follows it is given apart.
+    pub(crate) fn open_with_tail(config: &Config) -> std::result::Result<(Self, Vec<u8>), SetupError> {
+        let file = Self::start(config, open::open(config, Tail::Apart)?)?;
+        let tail = file.backing.tail().map_err(|source| SetupError::Call {
+            path: config.path.clone(),
+            what: "read the end of",
+            source,
+        })?;
+        Ok((file, tail))
+    }
+
+    fn start(config: &Config, backing: Backing) -> std::result::Result<Self, SetupError> {
+        let backing = Arc::new(backing);
         let engine = engine::Running::start(config.engine, &backing)
             .map_err(|source| SetupError::Engine { path: config.path.clone(), source })?;
         Ok(Self { engine, backing })

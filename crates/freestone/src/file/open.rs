@@ -117,15 +117,24 @@ pub enum SetupError {
 
 type Setup<T> = Result<T, SetupError>;
 
+/// What becomes of a file that ends within a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tail {
+    /// An error.
+    Refused,
+    /// The device ends with the last whole block.
+    Apart,
+}
+
 /// Opens, locks and measures.
-pub(super) fn open(config: &Config) -> Setup<Backing> {
+pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     if let Some(size) = config.size
         && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
     {
         return Err(SetupError::AskedSize { path: config.path.clone(), size });
     }
     let mut created = false;
-    let opened = Opening::new(config, &mut created).and_then(Opening::finish);
+    let opened = Opening::new(config, &mut created).and_then(|opening| opening.finish(tail));
     if opened.is_err() && created {
         // Ours, and of no use. If this fails too, the first error says more.
         let _ = fs::remove_file(&config.path);
@@ -209,7 +218,7 @@ impl<'a> Opening<'a> {
         Ok(Self { config, fd, stat, is_block_device, direct })
     }
 
-    fn finish(self) -> Setup<Backing> {
+    fn finish(self, tail: Tail) -> Setup<Backing> {
         let path = &self.config.path;
         let call = |what| move |errno: Errno| failed(path, what, errno);
         let size = if self.is_block_device {
@@ -226,9 +235,11 @@ impl<'a> Opening<'a> {
             return Err(SetupError::SizeDiffers { path: path.clone(), found: size, asked });
         }
         let logical = self.logical_block()?;
-        if !size.is_multiple_of(u64::from(logical)) {
+        let block = u64::from(logical);
+        if !size.is_multiple_of(block) && (tail == Tail::Refused || size < block) {
             return Err(SetupError::Size { path: path.clone(), size, block: logical });
         }
+        let size = size - size % block;
         let physical = if self.is_block_device {
             rustix::fs::ioctl_blkpbszget(&self.fd).unwrap_or(logical)
         } else {

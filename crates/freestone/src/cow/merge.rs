@@ -1,0 +1,375 @@
+//! Merging a snapshot into its origin.
+//!
+//! From its beginning on the snapshot plays the origin's part: users of both see the snapshot's content, from the COW device
+//! where it is not merged yet. Writes where it has no exception go to the origin, which preserves them for other snapshots.
+//!
+//! # Steps
+//! One run of exceptions after the other, newest first, as the store gives them:
+//! 1. Other snapshots of the origin get exceptions for the run.
+//! 2. Its chunks are marked: writes that come to them wait.
+//! 3. Writes to the COW device that are under way there are waited for.
+//! 4. The chunks are copied to the origin.
+//! 5. The origin is flushed.
+//! 6. The store forgets the run, durably.
+//! 7. The chunks have no exception any more. Who waited goes on, with the origin.
+//!
+//! A crash at any step leaves a store that still has the run, or one whose run is wholly in the origin; opened again, it is merged
+//! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
+//! marks away, and fails those who waited; it can be begun again.
+//!
+//! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Condvar, mpsc};
+use std::thread;
+
+use thiserror::Error;
+
+use super::gather::{Job, Waiter};
+use super::origin;
+use super::snapshot::{Mode, Snap, Snapshot};
+use super::store::{self, Run};
+use crate::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
+use crate::sync::{Mutex, wait};
+
+/// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
+const RUN_BYTES_MAX: u64 = 4 << 20;
+/// Bytes that are copied at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// How far a merge is.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum MergeStatus {
+    /// None was begun.
+    #[default]
+    None,
+    /// It is under way.
+    Running,
+    /// It was stopped, and can be begun again.
+    Stopped,
+    /// All is in the origin. The snapshot shows the origin from now on.
+    Finished,
+    /// It met an error, and can be begun again.
+    Failed(MergeFailure),
+}
+
+/// Why a merge ended early.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MergeFailure {
+    /// The exception store.
+    #[error("the exception store: {0}")]
+    Store(#[from] store::MergeError),
+    /// The origin or the COW device.
+    #[error("{what} failed: {error}")]
+    Device {
+        /// What was done.
+        what: &'static str,
+        /// The device's answer.
+        error: Error,
+    },
+}
+
+/// Why a merge could not be begun.
+#[derive(Debug, Error)]
+pub enum MergeSetupError {
+    /// A transient snapshot.
+    #[error("a transient snapshot (N) cannot be merged")]
+    Transient,
+    /// The snapshot is lost, or was removed.
+    #[error("the snapshot is invalid or was removed")]
+    Invalid,
+    /// The origin cannot be written.
+    #[error("the origin is read-only")]
+    ReadOnly,
+    /// Another snapshot of this origin is being merged.
+    #[error("another snapshot is being merged into the origin")]
+    Other,
+    /// A snapshot of this origin is about to begin.
+    #[error("a snapshot of the origin is being taken")]
+    Preparing,
+    /// A thread could not be started.
+    #[error("a thread for the merge could not be started: {0}")]
+    Thread(#[source] io::Error),
+}
+
+/// The merge of one snapshot.
+#[derive(Default)]
+pub(super) struct Merge {
+    tracking: Mutex<Tracking>,
+    drained: Condvar,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Tracking {
+    /// Writes to the COW device under way, by chunk of the origin.
+    writes: HashMap<u64, usize>,
+    /// Writes that came to a marked chunk.
+    held: Vec<Waiter>,
+}
+
+#[derive(Default)]
+struct Progress {
+    status: MergeStatus,
+    stop: bool,
+}
+
+impl Snapshot {
+    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way.
+    /// A merge that runs or is finished stays as it is.
+    ///
+    /// # Errors
+    /// [`MergeSetupError`].
+    pub fn merge(&self) -> std::result::Result<(), MergeSetupError> {
+        self.0.snap.begin_merge()
+    }
+
+    /// How far the merge is.
+    pub fn merge_status(&self) -> MergeStatus {
+        self.0.snap.merge.progress.lock().status.clone()
+    }
+
+    /// Waits until the merge ends, one way or the other.
+    pub fn wait_merge(&self) -> MergeStatus {
+        self.0.snap.merge.wait()
+    }
+
+    /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on playing the origin's part, also
+    /// when it is dropped, until the origin is dropped too.
+    pub fn stop_merge(&self) {
+        self.0.snap.stop_merge();
+        self.0.snap.merge.wait();
+    }
+}
+
+// ---- what writes have to do with it ------------------------------------------------------------------------------------------
+
+impl Merge {
+    /// A write to the COW device begins. The chunk's slot is locked.
+    pub fn track(&self, chunk: u64) {
+        *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
+    }
+
+    /// It has ended.
+    pub fn untrack(&self, chunk: u64) {
+        let mut tracking = self.tracking.lock();
+        if let Some(count) = tracking.writes.get_mut(&chunk) {
+            *count -= 1;
+            if *count == 0 {
+                tracking.writes.remove(&chunk);
+                self.drained.notify_all();
+            }
+        }
+    }
+
+    /// A write waits for the end of the run. The chunk's slot is locked.
+    pub fn hold(&self, waiter: Waiter) {
+        self.tracking.lock().held.push(waiter);
+    }
+
+    pub fn has_failed(&self) -> bool {
+        matches!(self.progress.lock().status, MergeStatus::Failed(_))
+    }
+
+    fn wait(&self) -> MergeStatus {
+        let mut progress = self.progress.lock();
+        while progress.status == MergeStatus::Running {
+            progress = wait(&self.changed, progress);
+        }
+        progress.status.clone()
+    }
+
+    fn set(&self, status: MergeStatus) {
+        self.progress.lock().status = status;
+        self.changed.notify_all();
+    }
+
+    fn release(&self, outcome: Result<()>) {
+        let held = std::mem::take(&mut self.tracking.lock().held);
+        for waiter in held {
+            waiter.arrived(outcome);
+        }
+    }
+}
+
+/// A merge that panics has failed: nobody waits for it for ever.
+struct Ended<'a>(&'a Merge);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        if self.0.progress.lock().status == MergeStatus::Running {
+            self.0.set(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
+        }
+    }
+}
+
+// ---- the merge itself --------------------------------------------------------------------------------------------------------
+
+impl Snap {
+    fn begin_merge(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        if !self.store.kind().is_persistent() {
+            return Err(MergeSetupError::Transient);
+        }
+        if self.core.device.geometry().read_only {
+            return Err(MergeSetupError::ReadOnly);
+        }
+        // One beginning at a time, and no new snapshot meanwhile.
+        let mut changing = self.core.changing.lock();
+        if self.readable().is_err() {
+            return Err(MergeSetupError::Invalid);
+        }
+        if !self.is_merging() {
+            if changing.merging {
+                return Err(MergeSetupError::Other);
+            }
+            if !changing.preparing.is_empty() {
+                return Err(MergeSetupError::Preparing);
+            }
+        }
+        {
+            let mut progress = self.merge.progress.lock();
+            if matches!(progress.status, MergeStatus::Running | MergeStatus::Finished) {
+                return Ok(());
+            }
+            *progress = Progress { status: MergeStatus::Running, stop: false };
+        }
+        if !self.is_merging() {
+            self.play_origin();
+            changing.merging = true;
+        }
+        let snap = Arc::clone(self);
+        let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
+        started.map(drop).map_err(|error| {
+            self.merge.set(MergeStatus::Stopped);
+            MergeSetupError::Thread(error)
+        })
+    }
+
+    /// From now on no exception is made, and users of the origin see the snapshot.
+    fn play_origin(self: &Arc<Self>) {
+        // The origin first: then nothing there asks for exceptions, and those that are pending end.
+        self.core.gate.close();
+        self.gate.close();
+        self.set_merging();
+        self.gate.change(|_| Mode::Merging);
+        self.core.gate.change(|view| {
+            view.changed(|view| {
+                view.snapshots.retain(|snap| !Arc::ptr_eq(snap, self));
+                view.merging = Some(Arc::clone(self));
+            })
+        });
+        for task in self.gate.open().into_iter().chain(self.core.gate.open()) {
+            self.core.runner.push(task);
+        }
+    }
+
+    /// Stops the merge, if one runs.
+    pub fn stop_merge(&self) {
+        self.merge.progress.lock().stop = true;
+    }
+
+    fn run_merge(self: Arc<Self>) {
+        let _ended = Ended(&self.merge);
+        let status = loop {
+            if self.merge.progress.lock().stop {
+                break MergeStatus::Stopped;
+            }
+            match self.store.last_run() {
+                Ok(None) => break MergeStatus::Finished,
+                Ok(Some(run)) => {
+                    if let Err(failure) = self.merge_run(&run) {
+                        break MergeStatus::Failed(failure);
+                    }
+                }
+                Err(error) => break MergeStatus::Failed(error.into()),
+            }
+        };
+        match &status {
+            MergeStatus::Finished => {
+                self.core.forget(&self);
+                self.core.changing.lock().merging = false;
+            }
+            MergeStatus::Failed(failure) => tracing::warn!("a merge stopped: {failure}"),
+            _ => {}
+        }
+        self.merge.set(status);
+    }
+
+    /// Merges the end of a run.
+    fn merge_run(self: &Arc<Self>, run: &Run) -> std::result::Result<(), MergeFailure> {
+        let chunk = self.chunk();
+        let count = run.count.min((RUN_BYTES_MAX / chunk).max(1));
+        let (old, new) = (run.old + run.count - count, run.new + run.count - count);
+        let start = old * chunk;
+        let end = ((old + count) * chunk).min(self.size);
+        let failed = |what| move |error| MergeFailure::Device { what, error };
+        // 1
+        if start < end {
+            to_origin(|done| origin::Write::preserve(Arc::clone(&self.core), start, end - start, done))
+                .map_err(failed("copying to other snapshots"))?;
+        }
+        // 2
+        for chunk in old..old + count {
+            if let Some(locked) = self.exceptions.lock_present(chunk) {
+                locked.mark(true);
+            }
+        }
+        // 3
+        self.drain(old, old + count);
+        // 4, 5
+        let copied = self
+            .copy_back(new * chunk, start, end)
+            .and_then(|()| self.core.device.flush().map_err(failed("flushing the origin")));
+        // 6
+        let forgotten = copied.and_then(|()| Ok(self.store.commit_merge(run, count)?));
+        // 7
+        for chunk in (old..old + count).rev() {
+            match (self.exceptions.lock_present(chunk), &forgotten) {
+                (Some(locked), Ok(())) => locked.forget(),
+                (Some(locked), Err(_)) => locked.mark(false),
+                (None, _) => {}
+            }
+        }
+        self.merge.release(if forgotten.is_ok() { Ok(()) } else { Err(Error::Media) });
+        forgotten
+    }
+
+    /// Waits for writes to these chunks of the COW device.
+    fn drain(&self, first: u64, end: u64) {
+        let mut tracking = self.merge.tracking.lock();
+        while tracking.writes.keys().any(|chunk| (first..end).contains(chunk)) {
+            tracking = wait(&self.merge.drained, tracking);
+        }
+    }
+
+    fn copy_back(&self, from: u64, start: u64, end: u64) -> std::result::Result<(), MergeFailure> {
+        let failed = |what| move |error| MergeFailure::Device { what, error };
+        let mut at = start;
+        while at < end {
+            let len = (end - at).min(PIECE_BYTES);
+            let mut data = IoBuf::zeroed(len as usize).map_err(failed("copying"))?;
+            let cow = self.store.device();
+            cow.read_at(from + (at - start), &mut data).map_err(failed("reading the COW device"))?;
+            to_origin(|done| {
+                let request = Request::new(Op::Write, at, len);
+                origin::Write::past_merge(Arc::clone(&self.core), request, data, done)
+            })
+            .map_err(failed("writing the origin"))?;
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// Runs a write of the origin to its end.
+fn to_origin(write: impl FnOnce(Completion) -> origin::Write) -> Result<()> {
+    let (tx, rx) = mpsc::sync_channel(1);
+    let done = Completion::new(move |outcome, _| {
+        // The receiver waits below; it cannot be gone.
+        let _ = tx.send(outcome);
+    });
+    write(done).go(Ok(()));
+    rx.recv().unwrap_or(Err(Error::Gone))
+}

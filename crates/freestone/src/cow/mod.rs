@@ -1,0 +1,34 @@
+//! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any device that holds the exceptions.
+//!
+//! A chunk of the origin that is about to change is first copied to the COW device; that copy is an *exception*. The
+//! [`store`] decides where copies go and, where it is persistent, remembers that in the kernel's own format, so a COW device
+//! can be written here and read there, and the other way round.
+
+mod config;
+mod copy;
+mod exceptions;
+mod format;
+mod gate;
+mod gather;
+mod io;
+mod merge;
+mod origin;
+mod pending;
+mod reads;
+mod runner;
+mod snapshot;
+mod status;
+pub mod store;
+mod store_area;
+mod store_load;
+mod store_queue;
+mod throttle;
+mod writes;
+
+pub use config::{Config, SetupError, StoreKind};
+pub use format::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
+pub use merge::{MergeFailure, MergeSetupError, MergeStatus};
+pub use origin::Origin;
+pub use pending::PendingSnapshot;
+pub use snapshot::{Snapshot, SnapshotStats};
+pub use status::{Status, Usage};

@@ -1,0 +1,509 @@
+//! The origin: a device that preserves what snapshots need before it is overwritten.
+//!
+//! Reads and flushes go to the device below. A write looks at every snapshot, those with the largest chunks first. Where all of its
+//! chunks have complete exceptions it goes on at once. Else it asks for what is missing, of all snapshots together, waits until
+//! that is complete, and looks again; only a look that finds nothing missing lets it go. A snapshot for which there is no room is
+//! given up: a write to the origin never fails because of a snapshot.
+//!
+//! # Protocol
+//! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there before its thread is unpinned, until
+//!   the device has answered it. A snapshot begins with the gate closed, so every write is wholly before or wholly after it.
+//! * Writes that wait for copies are not counted: they look at the list again.
+//!
+//! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it had come to that snapshot. So
+//! what is half merged is never seen.
+//!
+//! Lock order: `changing`, then the gate of the origin, then that of a snapshot.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use super::copy::{Asked, Begun};
+use super::exceptions::Exception;
+use super::gate::Gate;
+use super::gather::{Gather, Job};
+use super::runner::Runner;
+use super::snapshot::{Snap, counter};
+use super::throttle::Permit;
+use super::{reads, writes};
+use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+use crate::slot::Common;
+use crate::sync::Mutex;
+
+/// Exceptions that one round of a write asks for.
+const ROUND_EXCEPTIONS: usize = 256;
+/// Rounds on the submitting thread; later ones run on the origin's own.
+const ROUNDS_INLINE: u32 = 3;
+/// Bytes of a request without data that are done together, and chunks that one try looks at.
+const STEP_CHUNKS: u64 = 1024;
+
+/// A device whose snapshots are kept. Clones are handles to one origin. All that writes the device must go through it.
+#[derive(Clone)]
+pub struct Origin(pub(super) Arc<Anchor>);
+
+/// What the handles of an origin and of its snapshots share. The last one breaks the ring of origin and snapshots.
+pub(super) struct Anchor(pub Arc<Core>);
+
+/// An origin, without what users hold of it.
+pub(super) struct Core {
+    pub device: Arc<dyn Device>,
+    pub gate: Gate<View>,
+    pub runner: Arc<Runner>,
+    pub common: OnceLock<Arc<Common>>,
+    pub changing: Mutex<Changing>,
+}
+
+/// What is going on with the snapshots of an origin.
+#[derive(Default)]
+pub(super) struct Changing {
+    /// The COW devices of snapshots that are prepared and have not begun.
+    pub preparing: Vec<Arc<dyn Device>>,
+    /// A snapshot is being merged.
+    pub merging: bool,
+}
+
+/// The snapshots that a write has to look at.
+#[derive(Clone, Default)]
+pub(super) struct View {
+    /// Largest chunks first.
+    pub snapshots: Vec<Arc<Snap>>,
+    /// Plays the origin's part.
+    pub merging: Option<Arc<Snap>>,
+    /// Differs from view to view.
+    generation: u64,
+}
+
+impl Origin {
+    /// An origin without snapshots.
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        let core = Core {
+            device,
+            gate: Gate::new(View::default()),
+            runner: Arc::default(),
+            common: OnceLock::new(),
+            changing: Mutex::default(),
+        };
+        Self(Arc::new(Anchor(Arc::new(core))))
+    }
+
+    /// The device below. Who writes it past the origin spoils the snapshots.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.0.0.device
+    }
+
+    /// How many snapshots it has.
+    pub fn snapshots(&self) -> usize {
+        let view = self.0.0.gate.value();
+        view.snapshots.len() + usize::from(view.merging.is_some())
+    }
+
+    /// The snapshot that plays the origin's part.
+    fn merging(&self) -> Option<Arc<Snap>> {
+        self.0.0.gate.enter_any(|view| view.merging.clone())
+    }
+}
+
+impl View {
+    /// The same view after a change.
+    pub fn changed(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut view = self.clone();
+        change(&mut view);
+        view.generation += 1;
+        view.snapshots.sort_by_key(|snap| std::cmp::Reverse(snap.chunk()));
+        view
+    }
+
+    /// The bytes from the start of a request on for which nothing is missing.
+    fn safe_bytes(&self, request: &Request) -> u64 {
+        let end = request.offset + request.len;
+        let active = self.snapshots.iter().filter(|snap| snap.is_active());
+        active.fold(end, |end, snap| snap.complete_until(request.offset, end)) - request.offset
+    }
+}
+
+impl Snap {
+    /// The byte up to which the chunks from byte `at` on have exceptions, or need none; at most `end`.
+    fn complete_until(&self, at: u64, end: u64) -> u64 {
+        let chunk = self.chunk();
+        let last = end.min(self.size).div_ceil(chunk).min(at / chunk + STEP_CHUNKS);
+        for number in at / chunk..last {
+            if !matches!(self.exceptions.get(number), Exception::At(_)) {
+                return (number * chunk).clamp(at, end);
+            }
+        }
+        if last * chunk >= self.size { end } else { (last * chunk).clamp(at, end) }
+    }
+}
+
+impl Device for Origin {
+    fn geometry(&self) -> Geometry {
+        self.0.0.device.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        let core = &self.0.0;
+        if matches!(request.op, Op::Read | Op::Flush) {
+            return match (self.merging(), buffer) {
+                (None, buffer) => core.device.try_io(request, buffer),
+                (Some(snap), Buffer::Read(into)) => {
+                    request.check(&core.device.geometry())?;
+                    reads::try_read(&snap, request, into)
+                }
+                (Some(snap), _) => {
+                    request.check(&core.device.geometry())?;
+                    snap.try_flush(request)
+                }
+            };
+        }
+        request.check(&core.device.geometry())?;
+        core.gate.enter(|view| match view {
+            Some(View { snapshots, merging: None, .. }) if snapshots.is_empty() => {
+                core.device.try_io(request, buffer)
+            }
+            Some(view @ View { merging: None, .. }) => {
+                let safe = view.safe_bytes(request);
+                if safe == 0 {
+                    return Ok(Tried::WouldBlock);
+                }
+                let buffer = match buffer {
+                    Buffer::Write(data) => Buffer::Write(data.get(..safe as usize).ok_or(Error::Misaligned)?),
+                    buffer => buffer,
+                };
+                let part = Request { len: safe, ..*request };
+                match core.device.try_io(&part, buffer)? {
+                    Tried::Done if safe < request.len => Ok(Tried::Partly(safe)),
+                    tried => Ok(tried),
+                }
+            }
+            // Closed, or a merge.
+            _ => Ok(Tried::WouldBlock),
+        })
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        let core = &self.0.0;
+        if !matches!(request.op, Op::Read | Op::Flush) {
+            return match request.check(&core.device.geometry()) {
+                Ok(()) => Write::new(Arc::clone(core), request, buffer, done).go(Ok(())),
+                Err(error) => done.complete(Err(error), buffer),
+            };
+        }
+        match self.merging() {
+            None => core.device.submit(request, buffer, done),
+            Some(snap) => match request.check(&core.device.geometry()) {
+                Err(error) => done.complete(Err(error), buffer),
+                Ok(()) if request.op == Op::Read => reads::submit(&snap, request, buffer, done),
+                Ok(()) => snap.flush(request, buffer, done),
+            },
+        }
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        match self.merging() {
+            Some(snap) if offset < snap.size => snap.extents(offset, len.min(snap.size - offset), row),
+            _ => self.0.0.device.extents(offset, len, row),
+        }
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.0.0.device.prefetch(offset, len);
+    }
+}
+
+impl fmt::Debug for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Origin({} snapshots)", self.snapshots())
+    }
+}
+
+impl Core {
+    /// Takes a snapshot out of the list.
+    pub fn forget(&self, snap: &Arc<Snap>) {
+        self.gate.change(|view| {
+            view.changed(|view| {
+                view.snapshots.retain(|other| !Arc::ptr_eq(other, snap));
+                view.merging.take_if(|other| Arc::ptr_eq(other, snap));
+            })
+        });
+    }
+}
+
+impl Drop for Anchor {
+    fn drop(&mut self) {
+        self.0.gate.change(|view| {
+            view.changed(|view| {
+                view.snapshots.clear();
+                view.merging = None;
+            })
+        });
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.runner.stop();
+    }
+}
+
+// ---- a write that was submitted ----------------------------------------------------------------------------------------------
+
+/// A write, write zeroes or discard under way.
+pub(super) struct Write {
+    core: Arc<Core>,
+    /// What is left of it.
+    request: Request,
+    buffer: IoBuf,
+    done: Completion,
+    /// Bytes of the present step that were found safe, in the view of this generation.
+    safe: u64,
+    generation: u64,
+    permit: Option<Permit>,
+    rounds: u32,
+    waited: bool,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// From a user.
+    User,
+    /// From the snapshot that is being merged.
+    PastMerge,
+    /// Nothing is written: exceptions are all that is wanted.
+    Preserve,
+}
+
+/// How a round was planned.
+enum Planned {
+    Send,
+    Wait,
+    Throttled(Arc<Snap>),
+    Merging(Arc<Snap>),
+    Held,
+}
+
+impl Write {
+    fn new(core: Arc<Core>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+        Self {
+            core,
+            request,
+            buffer,
+            done,
+            safe: 0,
+            generation: 0,
+            permit: None,
+            rounds: 0,
+            waited: false,
+            kind: Kind::User,
+        }
+    }
+
+    /// A write of the snapshot that is being merged.
+    pub fn past_merge(core: Arc<Core>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+        Self { kind: Kind::PastMerge, ..Self::new(core, request, buffer, done) }
+    }
+
+    /// Makes the exceptions that a write to this range would need.
+    pub fn preserve(core: Arc<Core>, offset: u64, len: u64, done: Completion) -> Self {
+        let request = Request::new(Op::Discard, offset, len);
+        Self { kind: Kind::Preserve, ..Self::new(core, request, IoBuf::empty(), done) }
+    }
+
+    /// The part of the request that is done next: all of it, where it has data.
+    fn step(&self, view: &View) -> Request {
+        let chunk = view.snapshots.iter().map(|snap| snap.chunk()).min();
+        match chunk {
+            Some(chunk) if self.request.op != Op::Write => {
+                let next = (self.request.offset / chunk + STEP_CHUNKS) * chunk;
+                Request { len: self.request.len.min(next - self.request.offset), ..self.request }
+            }
+            _ => self.request,
+        }
+    }
+}
+
+impl Job for Write {
+    fn go(mut self, _: Result<()>) {
+        self.rounds = 0;
+        // What it waited for may have failed with its snapshot; the look at the snapshots tells.
+        while self.rounds < ROUNDS_INLINE {
+            self.rounds += 1;
+            let Some(job) = self.round() else { return };
+            self = job;
+        }
+        let runner = Arc::clone(&self.core.runner);
+        runner.push(move || self.go(Ok(())));
+    }
+}
+
+impl Write {
+    /// One round. `None`: the job goes on elsewhere, or is done.
+    fn round(self) -> Option<Self> {
+        let core = Arc::clone(&self.core);
+        let gather = Gather::new(&core.runner);
+        let (mut begun, mut full) = (Vec::new(), Vec::new());
+        let mut step = self.request;
+        let mut this = Some(self);
+        let planned = core.gate.enter(|view| {
+            let (Some(view), Some(job)) = (view, &mut this) else {
+                let job = this.take();
+                core.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
+                return Planned::Held;
+            };
+            if let (Some(snap), Kind::User) = (&view.merging, job.kind) {
+                return Planned::Merging(Arc::clone(snap));
+            }
+            step = job.step(view);
+            let planned = job.plan(view, &step, &gather, &mut begun, &mut full);
+            if matches!(planned, Planned::Send) {
+                core.gate.begin();
+            }
+            planned
+        });
+        let mut job = this?;
+        // Held across a wait it would keep others waiting.
+        job.permit = None;
+        begun.into_iter().for_each(Begun::copy);
+        for snap in full {
+            snap.invalidate(Some(gather.waiter()));
+        }
+        match planned {
+            Planned::Held => None,
+            Planned::Merging(snap) => job.redirect(snap),
+            Planned::Throttled(snap) => {
+                snap.throttle.queue(move |permit| {
+                    job.permit = Some(permit);
+                    job.go(Ok(()));
+                });
+                None
+            }
+            Planned::Send => job.send(step),
+            Planned::Wait => gather.leave(job).map(|(job, _)| job),
+        }
+    }
+
+    /// The snapshot that is being merged does this write, as far as it reaches; an origin that has grown since is longer.
+    fn redirect(mut self, snap: Arc<Snap>) -> Option<Self> {
+        let head = snap.size.saturating_sub(self.request.offset).min(self.request.len);
+        if head == self.request.len {
+            writes::Write::new(snap, self.request, self.buffer, self.done).go(Ok(()));
+            return None;
+        }
+        self.kind = Kind::PastMerge;
+        if head == 0 {
+            return Some(self);
+        }
+        let request = Request { len: head, ..self.request };
+        let cut = self.buffer.len().min(head as usize);
+        let halves = IoBuf::copy_of(&self.buffer[..cut])
+            .and_then(|first| Ok((first, IoBuf::copy_of(&self.buffer[cut..])?)));
+        let (first, second) = match halves {
+            Ok(halves) => halves,
+            Err(error) => {
+                self.done.complete(Err(error), self.buffer);
+                return None;
+            }
+        };
+        self.buffer = second;
+        self.request = self.request.rest(head);
+        let then = Completion::new(move |outcome: Result<()>, _| match outcome {
+            Ok(()) => {
+                let runner = Arc::clone(&self.core.runner);
+                runner.push(move || self.go(Ok(())));
+            }
+            Err(error) => self.done.complete(Err(error), self.buffer),
+        });
+        writes::Write::new(snap, request, first, then).go(Ok(()));
+        None
+    }
+
+    /// Finds what is missing and asks for it.
+    fn plan(
+        &mut self,
+        view: &View,
+        step: &Request,
+        gather: &Arc<Gather<Self>>,
+        begun: &mut Vec<Begun>,
+        full: &mut Vec<Arc<Snap>>,
+    ) -> Planned {
+        if self.generation != view.generation {
+            (self.generation, self.safe) = (view.generation, 0);
+        }
+        let (from, end) = (step.offset + self.safe, step.offset + step.len);
+        // How many things the gatherer waits for.
+        let mut asked = 0;
+        let mut safe = end;
+        for snap in view.snapshots.iter().filter(|snap| snap.is_active()) {
+            let chunk = snap.chunk();
+            let before = asked;
+            for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
+                if matches!(snap.exceptions.get(number), Exception::At(_)) {
+                    continue;
+                }
+                safe = safe.min((number * chunk).max(from));
+                if asked >= ROUND_EXCEPTIONS {
+                    break;
+                }
+                if snap.is_invalid() {
+                    // Its COW device does not say so yet.
+                    snap.wait_for_loss(gather.waiter());
+                    asked += 1;
+                    break;
+                }
+                match snap.ask(number, || gather.waiter(), &mut self.permit) {
+                    Asked::Complete => {}
+                    Asked::Joined => asked += 1,
+                    Asked::Begun(one) => {
+                        begun.push(one);
+                        asked += 1;
+                    }
+                    Asked::Full | Asked::NoMemory => {
+                        snap.fails();
+                        full.push(Arc::clone(snap));
+                        break;
+                    }
+                    Asked::Throttled if asked == 0 && full.is_empty() => {
+                        return Planned::Throttled(Arc::clone(snap));
+                    }
+                    Asked::Throttled => break,
+                }
+            }
+            if asked > before && !self.waited {
+                snap.counters.add(counter::ORIGIN_WAITED, 1);
+                self.waited = true;
+            }
+        }
+        self.safe = safe - step.offset;
+        if asked == 0 && full.is_empty() { Planned::Send } else { Planned::Wait }
+    }
+
+    /// Sends a step, for which nothing is missing and which is counted, to the device.
+    fn send(mut self, step: Request) -> Option<Self> {
+        let core = Arc::clone(&self.core);
+        if self.kind == Kind::Preserve {
+            core.gate.end();
+            if step.len == self.request.len {
+                self.done.complete(Ok(()), self.buffer);
+                return None;
+            }
+            self.request = self.request.rest(step.len);
+            self.safe = 0;
+            return Some(self);
+        }
+        let device = Arc::clone(&core.device);
+        let buffer = std::mem::replace(&mut self.buffer, IoBuf::empty());
+        let done = Completion::new(move |outcome: Result<()>, buffer| {
+            core.gate.end();
+            if outcome.is_err() || step.len == self.request.len {
+                return self.done.complete(outcome, buffer);
+            }
+            // Only requests without data have several steps.
+            self.request = self.request.rest(step.len);
+            self.safe = 0;
+            let runner = Arc::clone(&core.runner);
+            runner.push(move || self.go(Ok(())));
+        });
+        device.submit(step, buffer, done);
+        None
+    }
+}

@@ -1,0 +1,339 @@
+//! What was handed out and handed in, and the thread that makes it durable in groups.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar};
+
+use super::Usage;
+use super::format::{self, Entry, Layout};
+use super::status::SECTOR_BYTES;
+use super::store::{Full, Invalid, MergeError, Run, Stats};
+use super::store_area::Area;
+use crate::device::{self, Blocking, Device, Flags};
+use crate::sync::{self, Mutex};
+
+/// Called with the outcome of a commit.
+pub type Done = Box<dyn FnOnce(Result<(), Invalid>) + Send>;
+
+/// A place that was handed back.
+pub enum Finished {
+    /// With its copy.
+    Entry(Ready),
+    /// The copy failed.
+    Failed(Done),
+    /// Nobody needed it.
+    Unused,
+}
+
+/// An exception that is not durable.
+pub struct Ready {
+    entry: Entry,
+    done: Done,
+}
+
+impl Finished {
+    pub fn entry(old: u64, new: u64, copied: device::Result<()>, done: Done) -> Self {
+        match copied {
+            Ok(()) => Self::Entry(Ready { entry: Entry::new(old, new), done }),
+            Err(_) => Self::Failed(done),
+        }
+    }
+}
+
+/// Places and groups. All in memory, every call is short.
+#[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
+pub struct Queue {
+    layout: Layout,
+    pub valid: bool,
+    /// The first chunk that was never handed out.
+    next_free: u64,
+    /// Where the durable record ends: the area, and the entries in it.
+    area: u64,
+    committed: u64,
+    /// Entries were taken from the record and none were added since.
+    merging: bool,
+    /// Places that were handed out, and that are not in the durable record.
+    claimed: u64,
+    /// Sequence number of the next place that is handed out.
+    allocated: u64,
+    /// Sequence number of the place that is waited for: all before it were handed back.
+    passed: u64,
+    /// Places that were handed back before an earlier one was.
+    early: BTreeMap<u64, Finished>,
+    /// The next group: copies whose turn has come.
+    gathered: VecDeque<Ready>,
+    /// Who is to be told that the snapshot is invalid.
+    lost: Vec<Done>,
+    /// The header on disk does not say yet that the snapshot is invalid.
+    header_due: bool,
+    stop: bool,
+    pub stats: Stats,
+}
+
+impl Queue {
+    /// Of a store whose first free chunk is `next_free` and whose record ends at `position`: the area, and the entries in it.
+    pub fn new(layout: Layout, valid: bool, next_free: u64, position: (u64, u64)) -> Self {
+        Self {
+            layout,
+            valid,
+            next_free,
+            area: position.0,
+            committed: position.1,
+            merging: false,
+            claimed: 0,
+            allocated: 0,
+            passed: 0,
+            early: BTreeMap::new(),
+            gathered: VecDeque::new(),
+            lost: Vec::new(),
+            header_due: false,
+            stop: false,
+            stats: Stats::default(),
+        }
+    }
+
+    /// Hands out a chunk and its sequence number: one order for both.
+    pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), Full> {
+        let chunks = self.layout.chunks(size);
+        // The entry that fills an area needs a next area.
+        let entries = self.area * self.layout.entries() + self.committed + self.claimed + 1;
+        let fills = entries.is_multiple_of(self.layout.entries());
+        let next_area = self.layout.area_chunk(entries / self.layout.entries());
+        if !self.valid || self.next_free >= chunks || fills && next_area >= chunks {
+            return Err(Full);
+        }
+        let chunk = self.next_free;
+        self.next_free = self.layout.skip_metadata(chunk + 1);
+        self.claimed += 1;
+        self.merging = false;
+        self.allocated += 1;
+        Ok((chunk, self.allocated - 1))
+    }
+
+    /// The same for a store without metadata.
+    pub fn allocate_transient(&mut self, size: u64) -> Result<(u64, u64), Full> {
+        if !self.valid || self.next_free >= self.layout.chunks(size) {
+            return Err(Full);
+        }
+        self.next_free += 1;
+        Ok((self.next_free - 1, 0))
+    }
+
+    /// A place comes back.
+    fn finish(&mut self, sequence: u64, finished: Finished) {
+        let finished = match finished {
+            Finished::Failed(done) => {
+                self.lose();
+                self.lost.push(done);
+                return;
+            }
+            Finished::Entry(ready) if !self.valid => return self.lost.push(ready.done),
+            other => other,
+        };
+        if sequence != self.passed {
+            self.early.insert(sequence, finished);
+            return;
+        }
+        let mut next = Some(finished);
+        while let Some(finished) = next {
+            self.passed += 1;
+            match finished {
+                Finished::Entry(ready) => self.gathered.push_back(ready),
+                Finished::Failed(_) | Finished::Unused => self.claimed -= 1,
+            }
+            next = self.early.remove(&self.passed);
+        }
+    }
+
+    /// Whether the group that was gathered is to be written: no copy is pending that could join it, or it fills an area.
+    fn is_due(&self) -> bool {
+        let pending = self.allocated != self.passed;
+        let fills = self.committed + self.gathered.len() as u64 >= self.layout.entries();
+        self.valid && !self.gathered.is_empty() && (!pending || fills)
+    }
+
+    /// The snapshot is invalid from now on.
+    fn lose(&mut self) {
+        if self.valid {
+            self.valid = false;
+            self.header_due = true;
+        }
+        self.lost.extend(self.gathered.drain(..).map(|ready| ready.done));
+        for finished in std::mem::take(&mut self.early).into_values() {
+            if let Finished::Entry(ready) = finished {
+                self.lost.push(ready.done);
+            }
+        }
+    }
+
+    pub fn usage(&self, size: u64) -> Usage {
+        let sectors = self.layout.chunk() / SECTOR_BYTES;
+        // As the kernel: while a merge goes on, as if all places had been handed out in the order of the entries.
+        let end = self.layout.area_chunk(self.area) + self.committed + 1;
+        let allocated = if self.merging { end } else { self.next_free };
+        // The header, and the areas up to this one.
+        let metadata = self.area + 2;
+        Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: metadata * sectors }
+    }
+
+    pub fn usage_transient(&self, size: u64) -> Usage {
+        let sectors = self.layout.chunk() / SECTOR_BYTES;
+        Usage { allocated: self.next_free * sectors, total: size / SECTOR_BYTES, metadata: 0 }
+    }
+}
+
+/// A persistent store's part that its thread shares.
+///
+/// Lock order:
+/// 1. `area`, held while metadata is read and written: by the store's thread and by a merge only.
+/// 2. `queue`, held for a few instructions.
+///
+/// Callbacks run without either.
+pub struct Committer {
+    pub layout: Layout,
+    pub device: Arc<dyn Device>,
+    pub area: Mutex<Area>,
+    pub queue: Mutex<Queue>,
+    /// The thread has something to do.
+    pub wake: Condvar,
+}
+
+enum Work {
+    Group,
+    Lost { header: bool, dones: Vec<Done> },
+}
+
+impl Committer {
+    /// A place comes back.
+    pub fn finish(&self, sequence: u64, finished: Finished) {
+        let mut queue = self.queue.lock();
+        queue.finish(sequence, finished);
+        let wake = queue.is_due() || !queue.lost.is_empty();
+        drop(queue);
+        if wake {
+            self.wake.notify_one();
+        }
+    }
+
+    /// The snapshot is invalid from now on; `then` is called when the disk says so.
+    pub fn invalidate(&self, then: Done) {
+        let mut queue = self.queue.lock();
+        queue.lose();
+        queue.lost.push(then);
+        drop(queue);
+        self.wake.notify_one();
+    }
+
+    /// Lets the thread end when everything is done.
+    pub fn stop(&self) {
+        self.queue.lock().stop = true;
+        self.wake.notify_one();
+    }
+
+    // ---- the store's thread ------------------------------------------------------------------------------------------
+
+    /// Makes groups durable and answers, until the store is dropped.
+    pub fn run(&self) {
+        while let Some(work) = self.next() {
+            match work {
+                Work::Group => self.commit_group(),
+                Work::Lost { header, dones } => {
+                    if header && let Err(error) = self.write_invalid() {
+                        tracing::warn!(%error, "an invalid snapshot could not be marked on its COW device");
+                    }
+                    answer(dones, Err(Invalid));
+                }
+            }
+        }
+    }
+
+    fn next(&self) -> Option<Work> {
+        let mut queue = self.queue.lock();
+        loop {
+            let header = std::mem::take(&mut queue.header_due);
+            if header || !queue.lost.is_empty() {
+                return Some(Work::Lost { header, dones: std::mem::take(&mut queue.lost) });
+            }
+            if queue.is_due() {
+                return Some(Work::Group);
+            }
+            if queue.stop {
+                return None;
+            }
+            queue = sync::wait(&self.wake, queue);
+        }
+    }
+
+    fn commit_group(&self) {
+        let mut area = self.area.lock();
+        let group: Vec<Ready> = {
+            let mut queue = self.queue.lock();
+            let count = area.room().min(queue.gathered.len());
+            queue.gathered.drain(..count).collect()
+        };
+        if group.is_empty() {
+            // The snapshot was lost meanwhile.
+            return;
+        }
+        let (entries, dones): (Vec<Entry>, Vec<Done>) =
+            group.into_iter().map(|ready| (ready.entry, ready.done)).unzip();
+        let outcome = area.append(&entries);
+        let mut queue = self.queue.lock();
+        if let Err(error) = outcome {
+            tracing::warn!(%error, "a snapshot is invalid: its exceptions could not be written");
+            queue.lose();
+        } else {
+            let count = entries.len() as u64;
+            (queue.area, queue.committed) = area.position();
+            queue.claimed -= count;
+            queue.stats.exceptions += count;
+            queue.stats.groups += 1;
+            queue.stats.largest_group = queue.stats.largest_group.max(count);
+        }
+        if !queue.valid {
+            // Answered when the header says so.
+            queue.lost.extend(dones);
+            return;
+        }
+        drop(queue);
+        drop(area);
+        answer(dones, Ok(()));
+    }
+
+    /// Rewrites the header. The flush before it has nothing to do with it: nothing else is worth keeping.
+    fn write_invalid(&self) -> device::Result<()> {
+        self.device.write_at(0, &format::header(self.layout.chunk(), false), Flags::FUA)
+    }
+
+    // ---- a merge's thread --------------------------------------------------------------------------------------------
+
+    pub fn last_run(&self) -> Result<Option<Run>, MergeError> {
+        let mut area = self.area.lock();
+        if !self.queue.lock().valid {
+            return Err(MergeError::Invalid);
+        }
+        area.last_run()
+    }
+
+    pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
+        let mut area = self.area.lock();
+        if !self.queue.lock().valid {
+            return Err(MergeError::Invalid);
+        }
+        area.remove(run, count)?;
+        let mut queue = self.queue.lock();
+        (queue.area, queue.committed) = area.position();
+        queue.merging = queue.claimed == 0;
+        if queue.merging && area.position() == (0, 0) {
+            queue.next_free = format::FIRST_COPY;
+        }
+        Ok(())
+    }
+}
+
+/// Calls them all. One that panics (which its hook reports) ends itself only.
+fn answer(dones: Vec<Done>, outcome: Result<(), Invalid>) {
+    for done in dones {
+        let _ = catch_unwind(AssertUnwindSafe(|| done(outcome)));
+    }
+}

@@ -1,0 +1,144 @@
+//! Damaged images: an error or other data, never a panic, a hang, or a lost request.
+
+use std::fs;
+use std::path::Path;
+
+use freestone::device::{Device, Error};
+use freestone::qcow2::{Config, Image};
+use freestone_testkit::Rng;
+
+use super::tools::{Dir, content, read, submit};
+
+const SIZE: usize = 1 << 20;
+/// Bytes of disks that are read thousands of times.
+const SMALL: usize = 192 << 10;
+
+/// Opens and reads all of it, in both ways and with extents. Whether it opened.
+fn survive(path: &Path, what: &str) -> bool {
+    let image = match Image::open(&Config::new(path)) {
+        Ok(image) => image,
+        Err(error) => {
+            assert!(!error.to_string().is_empty());
+            return false;
+        }
+    };
+    let size = image.geometry().size;
+    // A changed size may be huge; what is at its start and at its end says enough.
+    let part = size.min(SMALL as u64) / 512 * 512;
+    for offset in [0, size - part] {
+        let mut answers = Vec::new();
+        for at in (0..part).step_by(64 << 10) {
+            let len = (part - at).min(64 << 10);
+            answers.push(submit(&image, offset + at, len));
+        }
+        for answer in answers {
+            let answer = answer.recv_timeout(std::time::Duration::from_secs(60)).expect(what);
+            // "Gone" would be a request that was dropped: a panic.
+            assert!(matches!(&answer, Ok(_) | Err(Error::Media)), "{what}: {:?}", answer.err());
+        }
+        let tried = read(&image, offset, part.min(128 << 10), true);
+        assert!(matches!(&tried, Ok(_) | Err(Error::Media)), "{what}: {:?}", tried.err());
+        let mut described = 0;
+        while described < part {
+            match image.extents(offset + described, part - described, &mut |_| true) {
+                Ok(0) => panic!("{what}: nothing described"),
+                Ok(n) => described += n,
+                Err(Error::Media) => break,
+                Err(error) => panic!("{what}: {error}"),
+            }
+        }
+    }
+    true
+}
+
+fn images(dir: &Dir) -> Vec<String> {
+    fs::write(dir.path("raw"), content(SMALL, 1)).unwrap();
+    let kinds = [
+        "-o cluster_size=512",
+        "-c -o cluster_size=4k",
+        "-c -o compression_type=zstd,cluster_size=16k",
+        "-c -o compat=0.10",
+    ];
+    let mut names = Vec::new();
+    for (i, kind) in kinds.iter().enumerate() {
+        names.push(format!("{i}.qcow2"));
+        dir.img(&format!("convert -f raw -O qcow2 {kind} raw {i}.qcow2"));
+    }
+    dir.img("create -q -f qcow2 -b 1.qcow2 -F qcow2 over.qcow2");
+    dir.io("over.qcow2", &["write -P 3 20k 60k", "write -z 120k 30k"]);
+    names.push("over.qcow2".to_owned());
+    names
+}
+
+/// Every byte of the header, with several values.
+#[test]
+fn headers() {
+    let dir = Dir::new();
+    let mut opened = 0;
+    for name in images(&dir) {
+        let sound = fs::read(dir.path(&name)).unwrap();
+        for at in 0..144 {
+            for value in [0xff, sound[at] ^ 1 << (at % 8)] {
+                let mut bytes = sound.clone();
+                bytes[at] = value;
+                fs::write(dir.path("mutant"), &bytes).unwrap();
+                opened += u32::from(survive(&dir.path("mutant"), &format!("{name}: {value} at {at}")));
+            }
+        }
+    }
+    // Most changes of fields that a reader does not need are no reason to refuse.
+    assert!(opened > 250, "{opened}");
+}
+
+/// Random damage in all parts: metadata, tables, compressed data; and every length.
+#[test]
+fn bodies() {
+    Dir::both().iter().zip(2..).for_each(|(dir, seed)| damage_in(dir, seed));
+}
+
+fn damage_in(dir: &Dir, seed: u64) {
+    let mut rng = Rng::new(seed);
+    for name in images(dir) {
+        let sound = fs::read(dir.path(&name)).unwrap();
+        for round in 0..60 {
+            let mut bytes = sound.clone();
+            for _ in 0..=rng.below(64) {
+                // Tables lie in the front and at the end.
+                let reach = [bytes.len(), 4096, 0x30000][rng.below(3) as usize].min(bytes.len());
+                let at = 104 + rng.below(reach as u64 - 104) as usize;
+                bytes[at] = rng.below(256) as u8;
+            }
+            fs::write(dir.path("mutant"), &bytes).unwrap();
+            survive(&dir.path("mutant"), &format!("{name}, round {round}"));
+        }
+        for round in 0..25 {
+            let len = rng.below(sound.len() as u64) as usize;
+            fs::write(dir.path("mutant"), &sound[..len]).unwrap();
+            survive(&dir.path("mutant"), &format!("{name}, {len} bytes, round {round}"));
+        }
+    }
+}
+
+/// A file that was cut off has no zeroes in the place of lost clusters.
+#[test]
+fn lost_clusters_are_errors() {
+    let dir = Dir::new();
+    fs::write(dir.path("raw"), vec![1; SIZE]).unwrap();
+    for kind in ["", "-c"] {
+        dir.img(&format!("convert -f raw -O qcow2 {kind} raw image"));
+        let sound = fs::read(dir.path("image")).unwrap();
+        assert!(read(&dir.open("image"), 0, SIZE as u64, true).is_ok());
+        let used = sound.iter().rposition(|&byte| byte != 0).unwrap();
+        let cut = if kind.is_empty() { used + 1 - 3 * 65536 } else { used - 20 };
+        fs::write(dir.path("image"), &sound[..cut]).unwrap();
+        let image = dir.open("image");
+        assert_eq!(read(&image, 0, SIZE as u64, true).err(), Some(Error::Media));
+        assert_eq!(read(&image, 0, SIZE as u64, false).err(), Some(Error::Media));
+        // The others are as they were. (qemu-img writes several at once, in any order.)
+        let clusters = (0..SIZE as u64).step_by(65536).map(|at| read(&image, at, 65536, false));
+        let (sound, lost): (Vec<_>, Vec<_>) = clusters.partition(Result::is_ok);
+        assert!((1..=3).contains(&lost.len()), "{kind}: {} of {} are lost", lost.len(), sound.len());
+        assert!(sound.iter().flatten().all(|data| data.iter().all(|&byte| byte == 1)), "{kind}");
+        assert!(lost.iter().all(|answer| answer == &Err(Error::Media)), "{kind}");
+    }
+}

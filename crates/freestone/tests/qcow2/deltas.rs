@@ -1,0 +1,429 @@
+//! Deltas: what is saved is an overlay that qemu takes for one, and applied to another fork it gives the same disk.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use freestone::device::{Blocking as _, Device, Flags, Op, Request};
+use freestone::qcow2::Format;
+use freestone::qcow2::delta::{self, Applied, Changed, DeltaError, Saved};
+use freestone_testkit::{Model, Rng};
+
+use super::fork::Fork;
+use super::tools::{Dir, content, same};
+
+const CLUSTER: usize = 64 << 10;
+/// Ends within a cluster, and has a second L1 entry where it is not filled with zeroes.
+const SIZE: usize = (3 << 20) + 3 * 4096;
+
+/// A directory with a base, raw and as an image.
+fn with_base(seed: u64) -> (Dir, Vec<u8>) {
+    let dir = Dir::new();
+    let base = content(SIZE, seed);
+    fs::write(dir.path("base.raw"), &base).unwrap();
+    dir.img("convert -f raw -O qcow2 -c base.raw base.qcow2");
+    (dir, base)
+}
+
+/// Random writes, zeroes and discards.
+fn scribble(fork: &Fork, seed: u64, times: u64) {
+    let mut rng = Rng::new(seed);
+    let block = u64::from(fork.geometry().logical_block);
+    let blocks = fork.geometry().size / block;
+    for _ in 0..times {
+        let first = rng.below(blocks);
+        let len = (1 + rng.below((blocks - first).min(100))) * block;
+        match rng.below(4) {
+            0 => fork.run(Request::new(Op::Discard, first * block, len)).unwrap(),
+            1 => fork.write_zeroes(first * block, len, Flags::empty()).unwrap(),
+            _ => {
+                let mut data = vec![0; len as usize];
+                rng.fill(&mut data);
+                fork.write_at(first * block, &data, Flags::empty()).unwrap();
+            }
+        }
+    }
+}
+
+fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<Saved, DeltaError> {
+    let mut last = (0, 0);
+    let saved = delta::save(fork, base, format, to, &mut |done, total| {
+        assert!(done >= last.0 && done <= total, "{done} of {total} after {last:?}");
+        last = (done, total);
+    });
+    if let Ok(saved) = &saved {
+        assert_eq!(last, (saved.changes.bytes, saved.changes.bytes));
+        assert_eq!(fs::metadata(to).unwrap().len(), saved.file_bytes);
+    }
+    saved
+}
+
+/// Clusters with at least one changed block, and those of them that are zeroes.
+fn clusters(fork: &Fork) -> (u64, u64) {
+    let block = fork.geometry().logical_block as usize;
+    let (own, content) = (fork.own(), fork.content());
+    let mut found = (0, 0);
+    for (own, data) in own.chunks(CLUSTER / block).zip(content.chunks(CLUSTER)) {
+        if own.contains(&true) {
+            found.0 += 1;
+            found.1 += u64::from(data.iter().all(|&byte| byte == 0));
+        }
+    }
+    found
+}
+
+/// What `qemu-img map` says the overlay itself has: the sum of its own rows.
+fn mapped(dir: &Dir, name: &str) -> u64 {
+    let json = dir.img(&format!("map --output=json {name}"));
+    let field = |row: &str, name: &str| {
+        let at = row.find(&format!("\"{name}\": ")).unwrap_or_else(|| panic!("{row}")) + name.len() + 4;
+        row[at..].chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u64>().unwrap()
+    };
+    json.split('}')
+        .filter(|row| row.contains("\"start\""))
+        .filter(|row| field(row, "depth") == 0)
+        .map(|row| field(row, "length"))
+        .sum()
+}
+
+/// Checks a saved delta with qemu's tools, with our reader, and by applying it.
+fn accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &Saved) {
+    let content = fork.content();
+    dir.img(&format!("check -f qcow2 {name}"));
+    fs::write(dir.path("expected"), &content).unwrap();
+    dir.img(&format!("compare -f qcow2 -F raw {name} expected"));
+    let (touched, zeroes) = clusters(fork);
+    assert_eq!((saved.data_clusters, saved.zero_clusters), (touched - zeroes, zeroes), "{name}");
+    let info = dir.img(&format!("info {name}"));
+    assert!(info.contains(&format!("backing file: {base_name}")), "{info}");
+    same(&dir.open(name), &content, name);
+
+    let block = fork.geometry().logical_block;
+    let other = Fork::new(base, content.len(), block);
+    let mut steps = Vec::new();
+    let base_path = dir.path(base_name);
+    let applied = delta::apply(&dir.path(name), &other, Some(&base_path), &mut |done, total| {
+        steps.push((done, total));
+    });
+    let applied = applied.unwrap();
+    assert_eq!(other.content(), content, "{name}");
+    // Nothing but the clusters that were touched.
+    let per_cluster = CLUSTER / block as usize;
+    for (mine, theirs) in other.own().chunks(per_cluster).zip(fork.own().chunks(per_cluster)) {
+        assert_eq!(mine.contains(&true), theirs.contains(&true));
+    }
+    let total = applied.data_bytes + applied.zero_bytes;
+    assert_eq!((steps.first(), steps.last()), (Some(&(0, total)), Some(&(total, total))));
+    assert!(steps.is_sorted());
+    let own_bytes: u64 = mapped(dir, name);
+    assert_eq!(own_bytes, total, "{name}");
+}
+
+#[test]
+fn saved_checked_and_applied() {
+    for (seed, block, times) in [(1, 4096, 1), (2, 4096, 12), (3, 512, 30), (4, 4096, 200)] {
+        let (dir, base) = with_base(seed);
+        for (format, base_name) in [(Format::Raw, "base.raw"), (Format::Qcow2, "base.qcow2")] {
+            let fork = Fork::new(&base, SIZE, block);
+            scribble(&fork, seed, times);
+            let name = format!("{base_name}.delta");
+            let saved = save(&fork, &dir.path(base_name), format, &dir.path(&name)).unwrap();
+            accepted(&dir, &fork, &base, &name, base_name, &saved);
+            let own = fork.own().iter().filter(|&&own| own).count() as u64 * u64::from(block);
+            assert_eq!(saved.changes.bytes, own);
+        }
+        // Nothing beside: what was unfinished is gone.
+        let names = fs::read_dir(dir.all()).unwrap();
+        let left = names
+            .filter(|name| name.as_ref().unwrap().file_name().to_string_lossy().starts_with(".freestone"));
+        assert_eq!(left.count(), 0);
+    }
+}
+
+/// It is an image like any other: qemu goes on writing to it, and can put it into its base.
+#[test]
+fn qemu_goes_on_with_it() {
+    let (dir, base) = with_base(13);
+    let fork = Fork::new(&base, SIZE, 4096);
+    scribble(&fork, 13, 20);
+    save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
+    let mut content = fork.content();
+    for (at, len, byte) in [(0, 100 << 10, 1), (1 << 20, 4096, 2), (SIZE - 8192, 8192, 3)] {
+        dir.io("delta", &[&format!("write -P {byte} {at} {len}")]);
+        content[at..at + len].fill(byte);
+    }
+    dir.img("check -f qcow2 delta");
+    same(&dir.open("delta"), &content, "written on");
+    dir.img("commit -f qcow2 delta");
+    assert!(fs::read(dir.path("base.raw")).unwrap() == content);
+}
+
+#[test]
+fn nothing_and_everything() {
+    let (dir, base) = with_base(5);
+    let fork = Fork::new(&base, SIZE, 4096);
+    let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("none")).unwrap();
+    assert_eq!((saved.data_clusters, saved.zero_clusters, saved.changes.extents), (0, 0, 0));
+    accepted(&dir, &fork, &base, "none", "base.raw", &saved);
+    fork.write_at(0, &content(SIZE, 50), Flags::empty()).unwrap();
+    let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("all")).unwrap();
+    assert_eq!((saved.changes.extents, saved.changes.bytes), (1, SIZE as u64));
+    accepted(&dir, &fork, &base, "all", "base.raw", &saved);
+    fork.discard(0, SIZE as u64).unwrap();
+    let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("zero")).unwrap();
+    assert_eq!((saved.data_clusters, saved.changes.zero_bytes), (0, SIZE as u64));
+    assert!(saved.file_bytes < 8 * CLUSTER as u64, "{saved:?}");
+    accepted(&dir, &fork, &base, "zero", "base.raw", &saved);
+}
+
+/// The content of a fork as a file with holes.
+fn write_sparse(fork: &Fork, path: &Path) {
+    let file = fs::File::create(path).unwrap();
+    let size = fork.geometry().size;
+    file.set_len(size).unwrap();
+    let mut part = vec![0; 1 << 20];
+    for at in (0..size).step_by(1 << 20) {
+        let part = &mut part[..(size - at).min(1 << 20) as usize];
+        fork.read_at(at, part).unwrap();
+        if part.iter().any(|&byte| byte != 0) {
+            std::os::unix::fs::FileExt::write_all_at(&file, part, at).unwrap();
+        }
+    }
+}
+
+/// A fork that is larger than its base reads zeroes there.
+#[test]
+fn larger_than_the_base() {
+    let (dir, base) = with_base(6);
+    let fork = Fork::new(&base, 600 << 20, 4096);
+    scribble(&fork, 6, 20);
+    // Another L2 table.
+    fork.write_at(599 << 20, &[8; 8192], Flags::empty()).unwrap();
+    let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
+    dir.img("check -f qcow2 delta");
+    write_sparse(&fork, &dir.path("expected"));
+    dir.img("compare -f qcow2 -F raw delta expected");
+    assert!(saved.file_bytes < 64 << 20, "{saved:?}");
+    let other = Fork::new(&base, 600 << 20, 512);
+    delta::apply(&dir.path("delta"), &other, None, &mut |_, _| {}).unwrap();
+    for at in (0..600 << 20).step_by(1 << 20) {
+        let (mut mine, mut theirs) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+        fork.read_at(at, &mut mine).unwrap();
+        other.read_at(at, &mut theirs).unwrap();
+        assert!(mine == theirs, "{at}");
+    }
+    // And a fork that is smaller than the delta is left alone.
+    let small = Fork::new(&base, SIZE, 4096);
+    let error = delta::apply(&dir.path("delta"), &small, None, &mut |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("629145600 bytes"), "{error}");
+    assert!(!small.own().contains(&true));
+}
+
+#[test]
+fn shown() {
+    let fork = Fork::new(&vec![7; 1 << 20], 1 << 20, 4096);
+    assert_eq!(delta::show(&fork, &mut |_| panic!("no row is due")).unwrap().extents, 0);
+    // Two neighbours are one extent, with a part that is zeroes; and one far away.
+    fork.write_at(8192, &[1; 4096], Flags::empty()).unwrap();
+    fork.discard(12288, 4096).unwrap();
+    fork.write_at(1 << 19, &vec![2; 512 << 10], Flags::empty()).unwrap();
+    let mut rows: Vec<Changed> = Vec::new();
+    let summary = delta::show(&fork, &mut |row| {
+        match rows.last_mut() {
+            Some(last) if last.offset + last.len == row.offset && last.zero == row.zero => {
+                last.len += row.len;
+            }
+            _ => rows.push(row),
+        }
+        true
+    })
+    .unwrap();
+    assert_eq!((summary.extents, summary.bytes, summary.zero_bytes), (2, 8192 + (512 << 10), 4096));
+    assert_eq!(
+        rows,
+        [
+            Changed { offset: 8192, len: 4096, zero: false },
+            Changed { offset: 12288, len: 4096, zero: true },
+            Changed { offset: 1 << 19, len: 512 << 10, zero: false },
+        ]
+    );
+    let mut count = 0;
+    delta::show(&fork, &mut |_| {
+        count += 1;
+        count < 2
+    })
+    .unwrap();
+    assert_eq!(count, 2);
+    let whole = delta::show(&Model::new(4096, 4096), &mut |_| true);
+    assert!(matches!(whole, Err(DeltaError::NoChanges)));
+}
+
+/// A delta in another directory names its base by an absolute path; one beside it moves with it.
+#[test]
+fn how_the_base_is_named() {
+    let (dir, base) = with_base(7);
+    fs::create_dir(dir.path("there")).unwrap();
+    fs::copy(dir.path("base.raw"), dir.path("a:b")).unwrap();
+    let fork = Fork::new(&base, SIZE, 4096);
+    scribble(&fork, 7, 5);
+    save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("there/delta")).unwrap();
+    let info = dir.img("info there/delta");
+    assert!(info.contains(&format!("backing file: {}", dir.path("base.raw").display())), "{info}");
+    same(&dir.open("there/delta"), &fork.content(), "absolute");
+    // By way of symbolic links, and with a colon in the name.
+    std::os::unix::fs::symlink(dir.path("a:b"), dir.path("there/link")).unwrap();
+    save(&fork, &dir.path("there/link"), Format::Raw, &dir.path("delta")).unwrap();
+    dir.img("check delta");
+    same(&dir.open("delta"), &fork.content(), "with a colon");
+    fs::rename(dir.path("a:b"), dir.path("there/a:b")).unwrap();
+    fs::rename(dir.path("delta"), dir.path("there/delta")).unwrap();
+    same(&dir.open("there/delta"), &fork.content(), "moved");
+    let mode = fs::metadata(dir.path("there/delta")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn save_refuses_to_destroy() {
+    let (dir, base) = with_base(8);
+    dir.img("create -q -f qcow2 -b base.qcow2 -F qcow2 middle");
+    fs::create_dir(dir.path("directory")).unwrap();
+    std::os::unix::fs::symlink(dir.path("base.raw"), dir.path("link")).unwrap();
+    let fork = Fork::new(&base, SIZE, 4096);
+    scribble(&fork, 8, 5);
+    let before = fs::read(dir.path("base.raw")).unwrap();
+    for (base, format, to, word) in [
+        ("base.raw", Format::Raw, "base.raw", "take the place of the base"),
+        ("base.raw", Format::Raw, "link", "take the place of the base"),
+        ("middle", Format::Qcow2, "base.qcow2", "take the place of the base"),
+        ("base.raw", Format::Raw, "directory", "something else than a file"),
+        ("base.raw", Format::Raw, "no/such/directory", "cannot be written"),
+        ("none", Format::Raw, "delta", "cannot be the base"),
+        ("base.raw", Format::Qcow2, "delta", "is not a qcow2 image"),
+    ] {
+        let error = save(&fork, &dir.path(base), format, &dir.path(to)).unwrap_err().to_string();
+        assert!(error.contains(word), "{base} to {to}: {error}");
+    }
+    assert!(fs::read(dir.path("base.raw")).unwrap() == before);
+    assert!(!dir.path("delta").exists());
+    let error = delta::save(
+        &Model::new(4096, 4096),
+        &dir.path("base.raw"),
+        Format::Raw,
+        &dir.path("delta"),
+        &mut |_, _| {},
+    );
+    assert!(matches!(error, Err(DeltaError::NoChanges)));
+}
+
+/// What qemu wrote as an overlay of its own is applied too, compressed clusters among it.
+#[test]
+fn overlays_of_qemu() {
+    let (dir, base) = with_base(9);
+    for kind in ["", "-o compat=0.10", "-o cluster_size=4k", "-o compression_type=zstd"] {
+        dir.img(&format!("create -q -f qcow2 {kind} -b base.raw -F raw over"));
+        dir.io(
+            "over",
+            &["write -P 5 100k 900", "write -P 6 1M 512k", "discard 2M 128k", "write -z 2500k 64k"],
+        );
+        if !kind.contains("0.10") {
+            dir.io("over", &["write -c -P 7 1920k 64k"]);
+        }
+        let expected = dir.raw("over");
+        let fork = Fork::new(&base, SIZE, 512);
+        let applied = delta::apply(&dir.path("over"), &fork, Some(&dir.path("base.raw")), &mut |_, _| {});
+        assert!(applied.unwrap().data_bytes > 0);
+        assert!(fork.content() == expected, "{kind}");
+    }
+    // Clusters that are smaller than the device's blocks.
+    dir.img("create -q -f qcow2 -o cluster_size=512 -b base.raw -F raw small");
+    let fork = Fork::new(&base, SIZE, 4096);
+    let error = delta::apply(&dir.path("small"), &fork, None, &mut |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("blocks of 4096"), "{error}");
+}
+
+#[test]
+fn apply_refuses_before_it_writes() {
+    let (dir, base) = with_base(10);
+    let fork = Fork::new(&base, SIZE, 4096);
+    scribble(&fork, 10, 40);
+    save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
+    let target = Fork::new(&base, SIZE, 4096);
+    let refused = |name: &str, base: Option<&str>, word: &str| {
+        let base = base.map(|base| dir.path(base));
+        let error = delta::apply(&dir.path(name), &target, base.as_deref(), &mut |_, _| {}).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(word) && !matches!(error, DeltaError::Apply { .. }), "{name}: {text}");
+        assert!(!target.own().contains(&true), "{name}");
+    };
+    refused("delta", Some("base.qcow2"), "its base is");
+    refused("delta", Some("none"), "its base is");
+    refused("base.qcow2", None, "stands alone");
+    refused("base.raw", None, "is not a qcow2 image");
+    refused("none", None, "none");
+    let sound = fs::read(dir.path("delta")).unwrap();
+    // Cut off: at the first kilobytes, somewhere, one byte short. The refcounts lie last, and a reader needs none of them.
+    let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;
+    for len in [600, 65536, l1 / 2, l1 - 1, l1, l1 + 7] {
+        fs::write(dir.path("cut"), &sound[..len]).unwrap();
+        refused("cut", None, "cut");
+    }
+    let spoiled = |at: usize, bytes: &[u8], word: &str| {
+        let mut mutant = sound.clone();
+        mutant[at..at + bytes.len()].copy_from_slice(bytes);
+        fs::write(dir.path("spoiled"), mutant).unwrap();
+        refused("spoiled", None, word);
+    };
+    spoiled(79, &[2], "marked as corrupt");
+    spoiled(79, &[32], "bit 5");
+    // An L2 table in the place of the L1 table, behind the end, at an odd place.
+    spoiled(l1, &(l1 as u64).to_be_bytes(), "overlap");
+    spoiled(l1, &(1_u64 << 40).to_be_bytes(), "behind the end");
+    spoiled(l1, &(65536_u64 + 512).to_be_bytes(), "damaged");
+    // An entry with another's data, with the L1 table, with nothing.
+    let l2 = (u64::from_be_bytes(sound[l1..l1 + 8].try_into().unwrap()) & !(1 << 63)) as usize;
+    let entry = |index: usize| &sound[l2 + 8 * index..l2 + 8 * index + 8];
+    let data: Vec<usize> = (0..SIZE / CLUSTER).filter(|&index| entry(index)[0] == 0x80).collect();
+    assert!(data.len() > 2, "{data:?}");
+    spoiled(l2 + 8 * data[1], entry(data[0]), "two places");
+    spoiled(l2 + 8 * data[1], &(l1 as u64).to_be_bytes(), "two places");
+    spoiled(l2 + 8 * data[1], &(1_u64 << 50).to_be_bytes(), "cannot be read");
+    spoiled(l2 + 8 * data[1], &(65536_u64 + 512).to_be_bytes(), "cannot be read");
+    // Devices that take no delta.
+    let device = Model::read_only(base.clone(), 4096);
+    let error = delta::apply(&dir.path("delta"), &device, None, &mut |_, _| {}).unwrap_err();
+    assert!(matches!(error, DeltaError::NotWritable(_)), "{error}");
+    // And the sound one still goes.
+    let applied = delta::apply(&dir.path("delta"), &target, Some(&dir.path("base.raw")), &mut |_, _| {});
+    assert_ne!(applied.unwrap(), Applied::default());
+    assert!(target.content() == fork.content());
+}
+
+/// Damage at random: refused or applied in part of another content, never a panic.
+#[test]
+fn damaged_deltas() {
+    let (dir, base) = with_base(11);
+    let fork = Fork::new(&base, SIZE, 4096);
+    scribble(&fork, 11, 10);
+    save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
+    let sound = fs::read(dir.path("delta")).unwrap();
+    let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;
+    let mut rng = Rng::new(12);
+    let mut refused = 0;
+    for _ in 0..150 {
+        let mut mutant = sound.clone();
+        for _ in 0..=rng.below(4) {
+            let reach = [144, CLUSTER, mutant.len()][rng.below(3) as usize] as u64;
+            let near = [0, l1 - CLUSTER][rng.below(2) as usize];
+            let at =
+                near + rng.below(reach.min((mutant.len() - near) as u64).min(SIZE as u64 / 512)) as usize;
+            mutant[at] = rng.below(256) as u8;
+        }
+        fs::write(dir.path("mutant"), &mutant).unwrap();
+        let target = Fork::new(&base, SIZE, 4096);
+        if let Err(error) = delta::apply(&dir.path("mutant"), &target, None, &mut |_, _| {}) {
+            refused += 1;
+            assert!(!target.own().contains(&true), "{error}");
+        }
+    }
+    assert!(refused > 20, "{refused}");
+}
