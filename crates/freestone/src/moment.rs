@@ -8,6 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 /// A snapshot that is ready and has not begun.
 pub trait Pending: Send {
+    /// Whether [`freeze`](Self::freeze) may have to wait for a disk.
+    fn waits_for_disk(&self) -> bool {
+        false
+    }
     /// Returns when no write to the origin is under way any more; those that come wait until [`thaw`](Self::thaw).
     fn freeze(&mut self);
     /// The snapshot begins: what the origin holds now is what it shows. Called once, while frozen.
@@ -19,10 +23,12 @@ pub trait Pending: Send {
 /// Two sets of devices at one time could each wait for a device that the other has frozen.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as it takes; put origins
-/// that have to wait for a disk first, so that those in memory are held up for the least time.
+/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as it takes. Origins that
+/// have to wait for a disk come first, whatever the order here: those in memory are held up for the least time, and can be
+/// what others lie on. Of two such origins of which one lies on the other the upper one must be given first.
 pub fn take(pending: &mut [&mut dyn Pending]) {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    pending.sort_by_key(|one| !one.waits_for_disk());
     for one in &mut *pending {
         one.freeze();
     }

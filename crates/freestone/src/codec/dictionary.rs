@@ -47,6 +47,12 @@ impl Dictionary {
         Some(Self { path: None, bytes: bytes.into() })
     }
 
+    /// A dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that was trained elsewhere; `None` for another size.
+    pub fn trained(bytes: &[u8]) -> Option<Self> {
+        let fits = (1..=DICTIONARY_BYTES_MAX).contains(&(bytes.len() as u64));
+        fits.then(|| Self { path: None, bytes: bytes.into() })
+    }
+
     /// The content.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes

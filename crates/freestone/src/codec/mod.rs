@@ -181,6 +181,11 @@ impl Streams {
         self.algorithm
     }
 
+    /// The level; 0 where the algorithm has none.
+    pub fn level(&self) -> i32 {
+        self.level
+    }
+
     /// The dictionary, if there is one.
     pub fn dictionary(&self) -> Option<&Dictionary> {
         self.dictionary.as_ref()

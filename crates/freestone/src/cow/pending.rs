@@ -158,6 +158,10 @@ impl PendingSnapshot {
 }
 
 impl Pending for PendingSnapshot {
+    fn waits_for_disk(&self) -> bool {
+        true
+    }
+
     fn freeze(&mut self) {
         if !self.frozen {
             self.core().gate.close();

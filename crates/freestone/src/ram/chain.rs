@@ -142,24 +142,29 @@ impl Chain {
         }
     }
 
-    /// Has requests see what the state says.
-    fn publish(&self, state: &State) {
+    /// Has requests see what the state says. The device is for the caller to drop, with the state unlocked: it may be the
+    /// last handle.
+    #[must_use]
+    fn publish(&self, state: &State) -> Option<Arc<Inner>> {
         let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
         self.list.replace(Box::new(list), pin::domain());
-        self.publish_live(state);
+        self.publish_live(state)
     }
 
-    fn publish_live(&self, state: &State) {
-        if let Some(device) = state.device.as_ref().and_then(Weak::upgrade) {
-            device.view.replace(Box::new(self.live_view(state)), pin::domain());
-        }
+    #[must_use]
+    fn publish_live(&self, state: &State) -> Option<Arc<Inner>> {
+        let device = state.device.as_ref().and_then(Weak::upgrade)?;
+        device.view.replace(Box::new(self.live_view(state)), pin::domain());
+        Some(device)
     }
 
     /// Returns when no write is under way any more; new ones wait.
     pub fn freeze(&self) {
         let mut state = self.state.lock();
         state.freezes += 1;
-        self.publish_live(&state);
+        let device = self.publish_live(&state);
+        drop(state);
+        drop(device);
     }
 
     /// Adds a snapshot, while writers are held up. Returns its view.
@@ -169,7 +174,9 @@ impl Chain {
         let number = state.next_number;
         state.next_number += 1;
         state.snapshots.push(Member { number, layer: Arc::clone(&layer), dying: false });
-        self.publish(&state);
+        let device = self.publish(&state);
+        drop(state);
+        drop(device);
         View { layer, below: self.below.clone(), role: Role::Snapshot { chain: Arc::clone(self), number } }
     }
 
@@ -177,9 +184,10 @@ impl Chain {
     pub fn thaw(&self) {
         let mut state = self.state.lock();
         state.freezes -= 1;
-        self.publish_live(&state);
+        let device = self.publish_live(&state);
         drop(state);
         self.thawed.notify_all();
+        drop(device);
     }
 
     /// Waits until writers may go on. Not for long: see [`crate::moment`].
@@ -190,10 +198,23 @@ impl Chain {
         }
     }
 
-    /// The live device is gone, or has another layer: its slots change no more. True: nobody needs them.
-    pub fn abandon(&self) -> bool {
+    /// The live device is gone: its slots change no more. True: nobody needs them.
+    pub fn abandon(&self, family: &Shared) -> bool {
+        self.leave(family, || ())
+    }
+
+    /// The live device goes to another chain: its slots change no more here. True: nobody needs them.
+    pub fn abandon_for(&self, family: &Shared, other: &Self, device: &Arc<Inner>) -> bool {
+        let view = Box::new(other.first_view(Arc::downgrade(device)));
+        // Under the state: until writers have left the view none of the snapshots can be taken for passed on.
+        self.leave(family, || drop(device.view.replace(view, pin::domain())))
+    }
+
+    fn leave(&self, family: &Shared, away: impl FnOnce()) -> bool {
         let mut state = self.state.lock();
+        away();
         state.device = None;
+        state.origin.set_loose(family);
         let unused = state.snapshots.is_empty() && state.freezes == 0;
         drop(state);
         self.thawed.notify_all();
@@ -206,7 +227,9 @@ impl Chain {
         let member = state.snapshots.iter_mut().find(|member| member.number == number)?;
         member.dying = true;
         let layer = Arc::clone(&member.layer);
-        self.publish(&state);
+        let device = self.publish(&state);
+        drop(state);
+        drop(device);
         Some(layer)
     }
 
@@ -263,9 +286,17 @@ impl Chain {
             return (None, None);
         };
         let member = state.snapshots.remove(at);
-        self.publish(&state);
+        let device = self.publish(&state);
         let alone = state.device.is_none() && state.snapshots.is_empty() && state.freezes == 0;
-        (Some(member.layer), alone.then(|| Arc::clone(&state.origin)))
+        let origin = alone.then(|| Arc::clone(&state.origin));
+        drop(state);
+        drop(device);
+        (Some(member.layer), origin)
+    }
+
+    /// What lies below, for whoever is the last to have the chain.
+    pub fn into_below(self) -> Below {
+        self.below
     }
 
     /// How many snapshots live.
@@ -432,6 +463,9 @@ impl crate::moment::Pending for PendingSnapshot {
 
 impl Drop for PendingSnapshot {
     fn drop(&mut self) {
+        if let Some(chain) = self.chain.take() {
+            chain.thaw();
+        }
         // One that has not begun.
         if !self.layer.is_in_chain() {
             super::retire::layer(&self.origin.0.family, Arc::clone(&self.layer));

@@ -108,6 +108,12 @@ pub enum SetupError {
     /// What only a live device can be asked for.
     #[error("is a snapshot, which does not change; fork it")]
     Snapshot,
+    /// A fork of a snapshot of a fork, and so on.
+    #[error("is the snapshot of a fork of a snapshot, and so on, 64 times over; that is as deep as it goes")]
+    TooDeep,
+    /// A cap that no page may fit under.
+    #[error("mem_limit={0} bytes is below 64 KiB")]
+    CapTooSmall(u64),
     /// A fork that would not show all of its base.
     #[error("size={wanted} bytes is less than the base has, {base}")]
     SmallerThanBase {

@@ -26,6 +26,9 @@ use crate::slot::{Common, Flights, SlotGuard};
 use crate::spill::store::Store;
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
+/// Least cap of a device.
+const CAP_BYTES_MIN: u64 = 64 << 10;
+
 /// What its devices have in common. Clones are handles to one family.
 #[derive(Clone)]
 pub struct Family(pub(super) Arc<Shared>);
@@ -55,6 +58,8 @@ pub(super) struct Shared {
     pub passes: Mutex<()>,
     /// The block at which the next step of reclaiming holes begins.
     pub reclaim_cursor: Mutex<u64>,
+    /// Removed devices whose pages cannot be freed before something else is done.
+    pub removals: AtomicU64,
     pub rounds: Mutex<Rounds>,
     /// Taken to change limits; what is guaranteed to whom.
     limits: Mutex<Vec<Weak<Limits>>>,
@@ -215,6 +220,7 @@ impl Shared {
             kept: AtomicU64::new(0),
             passes: Mutex::default(),
             reclaim_cursor: Mutex::default(),
+            removals: AtomicU64::new(0),
             rounds: Mutex::default(),
             limits: Mutex::default(),
         }))
@@ -241,6 +247,9 @@ impl Shared {
     /// # Errors
     /// A guarantee above the cap, or above what the family's limit leaves beside other guarantees.
     pub fn set_device_limits(&self, limits: &Arc<Limits>, cap: u64, least: u64) -> Result<(), SetupError> {
+        if (1..CAP_BYTES_MIN).contains(&cap) {
+            return Err(SetupError::CapTooSmall(cap));
+        }
         if cap > 0 && least > cap {
             return Err(SetupError::GuaranteeAboveCap { guarantee: least, cap });
         }
@@ -278,6 +287,12 @@ impl Shared {
     pub fn add_kept(&self, bytes: u64) {
         // Relaxed: a hint to those who look for memory.
         self.kept.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Pages that are kept for devices which have less than what is guaranteed to them.
+    pub fn kept_pages(&self) -> u64 {
+        // Relaxed: a hint. Objects do not fill pages.
+        pages_of(self.kept.load(Ordering::Relaxed).saturating_mul(9) / 8)
     }
 
     /// Pages that this layer must leave to others.

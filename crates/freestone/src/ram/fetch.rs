@@ -30,8 +30,8 @@ const READERS: usize = 8;
 pub(super) enum Waiter {
     /// A read that wants the page's content.
     Page(Arc<Fetch>, Piece),
-    /// Another request, which will try again.
-    Retry(Ram, Job),
+    /// Another request, which will try again; for a page of the device's own, or for one that lies below it.
+    Retry { ram: Ram, job: Job, is_own: bool },
 }
 
 /// A part of a page, and where it goes in a request's buffer.
@@ -116,17 +116,19 @@ pub(super) enum Queued {
 
 impl Inner {
     /// Queues a waiter on a page. `None`: there is nothing to wait for any more.
-    pub(super) fn queue(&self, slot: u64, waiter: impl FnOnce() -> Option<Waiter>) -> Option<Queued> {
+    pub(super) fn queue(&self, slot: u64, waiter: impl FnOnce(bool) -> Option<Waiter>) -> Option<Queued> {
         pin::pinned(|pin| {
-            self.view.load(pin).locate(pin, slot, |place| match place {
+            let view = self.view.load(pin);
+            let is_own = |layer: &Layer| std::ptr::eq(layer, &raw const *view.layer);
+            view.locate(pin, slot, |place| match place {
                 Place::Here => None,
                 Place::Base(base) => Some(Queued::Base(base.clone())),
                 Place::Slot(layer, guard) => Some(match guard.word().kind() {
                     Kind::InFlight => {
-                        self.family.flights.wait(&guard, waiter()?);
+                        self.family.flights.wait(&guard, waiter(is_own(layer))?);
                         Queued::Waits
                     }
-                    _ => Queued::Wanted(self.family.depart(layer, slot, guard, vec![waiter()?])),
+                    _ => Queued::Wanted(self.family.depart(layer, slot, guard, vec![waiter(is_own(layer))?])),
                 }),
             })
         })
@@ -185,7 +187,7 @@ impl Ram {
             }
             fetching.pending += 1;
             drop(fetching);
-            match self.0.queue(slot, || Some(Waiter::Page(Arc::clone(fetch), piece))) {
+            match self.0.queue(slot, |_| Some(Waiter::Page(Arc::clone(fetch), piece))) {
                 None => fetch.state.lock().pending -= 1, // It has come meanwhile.
                 queued => return queued,
             }

@@ -104,10 +104,19 @@ impl Inner {
                 if view.is_frozen() { Err(Frozen) } else { Ok(change(view)) }
             });
             match changed {
+                Ok(Err(error)) if self.can_try_again(error) => {}
                 Ok(result) => return result,
                 Err(Frozen) => self.chain().wait_until_thawed(),
             }
         }
+    }
+
+    /// A change failed. Whether that may be for want of memory which removed devices are just giving back.
+    #[cold]
+    fn can_try_again(&self, error: Error) -> bool {
+        let again = error == Error::NoSpace && self.family.wait_for_removals();
+        self.counters.add(counter::FAILED_WRITES, i64::from(!again));
+        again
     }
 
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
@@ -153,7 +162,7 @@ impl Inner {
                 Err(error) => Ok(Err(error)),
             };
             match written {
-                Ok(result) => result.inspect_err(|_| self.counters.add(counter::FAILED_WRITES, 1))?,
+                Ok(result) => result?,
                 Err(Waits) => return Ok(progress(done, len)),
             }
             done += n as u64;
@@ -194,10 +203,7 @@ impl Inner {
             for slot in present..stop {
                 let freed = match self.family.free_page(view, slot) {
                     Ok(Ok(freed)) => freed,
-                    Ok(Err(error)) => {
-                        self.counters.add(counter::FAILED_WRITES, 1);
-                        return Err(error);
-                    }
+                    Ok(Err(error)) => return Err(error),
                     Err(Waits) => return Ok(progress(slot * PAGE - offset, len)),
                 };
                 self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
@@ -218,7 +224,7 @@ impl Inner {
         let Some(leaf) = leaf else { return Ok(Ok(())) };
         let zeroes = Part::Zeroes((to - from) as usize);
         match self.family.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
-            Ok(result) => result.inspect_err(|_| self.counters.add(counter::FAILED_WRITES, 1)).map(Ok),
+            Ok(result) => result.map(Ok),
             Err(waits) => Ok(Err(waits)),
         }
     }

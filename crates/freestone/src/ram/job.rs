@@ -118,7 +118,8 @@ impl Ram {
     fn wait_for_page(&self, job: Job) -> Option<Job> {
         let slot = job.slot();
         let mut job = Some(job);
-        match self.0.queue(slot, || job.take().map(|job| Waiter::Retry(self.clone(), job))) {
+        let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
+        match self.0.queue(slot, waiter) {
             Some(Queued::Wanted(wanted)) => self.0.family.read(vec![wanted]),
             Some(Queued::Base(base)) => self.change_over(&base, slot, job.take()?),
             Some(Queued::Waits) | None => {}
@@ -140,14 +141,14 @@ impl Ram {
             }
             let mut page = [0; PAGE_BYTES];
             page[..buffer.len()].copy_from_slice(&buffer);
-            ram.put_over(job, &mut page, false);
+            ram.put_over(job, &mut page);
         });
         base.device.submit(Request::read(slot * PAGE, len), buffer, done);
     }
 
     /// Does a request's change of a part of a page, of which `below` is the content as it lies below the device. Where the
-    /// device has the page itself by now, the request goes on, once there is memory if that is what it needs.
-    pub(super) fn put_over(&self, job: Job, below: &mut Page, needs_memory: bool) {
+    /// device has the page itself by now, the request tries again.
+    pub(super) fn put_over(&self, job: Job, below: &mut Page) {
         let slot = job.slot();
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, below);
@@ -164,7 +165,6 @@ impl Ram {
             Err(error) | Ok(Some(Ok(Err(error)))) => self.fail_write(job, error),
             Ok(Some(Ok(Ok(())))) => self.done_with_page(job, len),
             Ok(Some(Err(_))) => self.wait_for_memory(job),
-            Ok(None) if needs_memory => self.wait_for_memory(job),
             Ok(None) => self.0.family.keeper.resume(self.clone(), job),
         }
     }

@@ -105,9 +105,21 @@ impl Keeper {
         self.let_go(Job::for_the_last_time);
     }
 
+    /// As [`give_up`](Self::give_up), for the requests of some devices.
+    pub fn give_up_for(&self, is: impl Fn(&Ram) -> bool) {
+        let mut state = self.lock();
+        let (last, waiting) = std::mem::take(&mut state.waiting).into_iter().partition(|(ram, _)| is(ram));
+        state.waiting = waiting;
+        self.hand_on(state, last, Job::for_the_last_time);
+    }
+
     fn let_go(&self, how: fn(Job) -> Job) {
         let mut state = self.lock();
         let waiting = std::mem::take(&mut state.waiting);
+        self.hand_on(state, waiting, how);
+    }
+
+    fn hand_on(&self, mut state: MutexGuard<'_, State>, waiting: Vec<(Ram, Job)>, how: fn(Job) -> Job) {
         if !waiting.is_empty() {
             state.ready.extend(waiting.into_iter().map(|(ram, job)| Task::Resume(ram, how(job))));
             self.ready.notify_one();

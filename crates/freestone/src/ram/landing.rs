@@ -141,8 +141,8 @@ impl Shared {
         };
         let place = BackRef::from_bits(owner);
         // Only who changes this very slot: others read through it.
-        let changes = |waiter: &Waiter| matches!(waiter, Waiter::Retry(ram, job) if job.needs_content() && ram.0.layer().id() == place.table());
-        if let Some(Waiter::Retry(ram, job)) = self.flights.take_waiter(wanted.flight, changes) {
+        let changes = |waiter: &Waiter| matches!(waiter, Waiter::Retry { ram, job, .. } if job.needs_content() && ram.layer_id() == place.table());
+        if let Some(Waiter::Retry { ram, job, .. }) = self.flights.take_waiter(wanted.flight, changes) {
             return self.change(&ram, job, owner, wanted, object);
         }
         // In the kernel's layout it stays there, as it does in the kernel.
@@ -272,9 +272,11 @@ impl Shared {
                     }
                     fetch.deliver(Some(piece), outcome.map(|()| Some(&page)));
                 }
-                Waiter::Retry(ram, job) => match outcome {
+                Waiter::Retry { ram, job, is_own } => match outcome {
                     Err(error) if job.needs_content() => job.done.complete(Err(error), job.buffer),
-                    Ok(()) if job.needs_content() => ram.put_over(job, &mut page.clone(), still_spilled),
+                    // What lies below stays as it is, whatever became of the device meanwhile.
+                    Ok(()) if job.needs_content() && !is_own => ram.put_over(job, &mut page.clone()),
+                    Ok(()) if job.needs_content() && still_spilled => ram.wait_for_memory(job),
                     _ => self.keeper.resume(ram, job),
                 },
             }

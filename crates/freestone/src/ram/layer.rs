@@ -67,9 +67,16 @@ pub(super) struct Layer {
     limits: Arc<Limits>,
     /// What is kept of the family's memory for it, beside what it has.
     kept: AtomicU64,
-    /// 1: nobody uses it any more, it is being freed.
-    retired: AtomicU32,
+    /// One of [`LIVE`], [`LOOSE`], [`RETIRED`].
+    state: AtomicU32,
 }
+
+/// A device's present layer, or a snapshot's.
+const LIVE: u32 = 0;
+/// A former layer of a device, which snapshots read: no limits hold for it.
+const LOOSE: u32 = 1;
+/// Nobody uses it any more, it is being freed.
+const RETIRED: u32 = 2;
 
 /// Counters of a layer, by index.
 pub(super) mod stored {
@@ -113,20 +120,43 @@ impl Layer {
         BackRef::new(self.chain(), slot).bits()
     }
 
-    pub fn limits(&self) -> &Limits {
-        &self.limits
+    /// The limits that hold for it.
+    #[inline]
+    pub fn limits(&self) -> Option<&Limits> {
+        // Relaxed: a limit that no longer holds may hold for a moment.
+        (self.state.load(Ordering::Relaxed) == LIVE).then_some(&*self.limits)
+    }
+
+    /// The bytes that are guaranteed to it.
+    pub fn least(&self) -> u64 {
+        self.limits().map_or(0, Limits::least)
+    }
+
+    /// The most bytes that it may have; `u64::MAX` is no cap.
+    #[inline]
+    pub fn cap(&self) -> u64 {
+        self.limits().map_or(u64::MAX, Limits::cap)
     }
 
     pub fn is_retired(&self) -> bool {
         // Relaxed: only work in vain is saved.
-        self.retired.load(Ordering::Relaxed) != 0
+        self.state.load(Ordering::Relaxed) == RETIRED
+    }
+
+    /// It is no device's layer any more, but snapshots read it.
+    pub fn set_loose(&self, family: &Shared) {
+        self.set_state(family, LOOSE);
     }
 
     /// Nobody uses it any more.
     pub fn retire(&self, family: &Shared) {
-        // Relaxed: as above.
-        self.retired.store(1, Ordering::Relaxed);
-        self.keep(family, 0);
+        self.set_state(family, RETIRED);
+    }
+
+    fn set_state(&self, family: &Shared, state: u32) {
+        // Relaxed: see `limits` and `is_retired`.
+        self.state.store(state, Ordering::Relaxed);
+        self.reckon(family);
     }
 
     pub fn get(&self, counter: usize) -> u64 {
@@ -147,7 +177,7 @@ impl Layer {
     /// Whether another object of `bytes` is within the cap.
     #[inline]
     pub fn has_room(&self, bytes: usize) -> bool {
-        let cap = self.limits.cap();
+        let cap = self.cap();
         cap == u64::MAX || self.is_within(cap, bytes)
     }
 
@@ -205,21 +235,17 @@ impl Layer {
     fn fold(&self, family: &Shared, sum: i64) {
         // Relaxed: a statistic, that limits look at.
         self.charged.fetch_add(sum as u64, Ordering::Relaxed);
-        if self.limits.least() > 0 {
+        if self.least() > 0 {
             self.reckon(family);
         }
-        if self.limits.cap() != u64::MAX && self.charged() >= super::rounds::high_mark(self.limits.cap()) {
+        if self.cap() != u64::MAX && self.charged() >= super::rounds::high_mark(self.cap()) {
             family.keeper.kick();
         }
     }
 
     /// Sees to it that the family keeps what is left of the guarantee.
     pub fn reckon(&self, family: &Shared) {
-        let kept = if self.is_retired() { 0 } else { self.limits.least().saturating_sub(self.charged()) };
-        self.keep(family, kept);
-    }
-
-    fn keep(&self, family: &Shared, kept: u64) {
+        let kept = self.least().saturating_sub(self.charged());
         // Relaxed: each swap's difference goes to the family, so its sum is that of all layers when they are through.
         let before = self.kept.swap(kept, Ordering::Relaxed);
         family.add_kept(kept.wrapping_sub(before));
@@ -280,7 +306,7 @@ impl Layers {
             charged: AtomicU64::new(0),
             limits,
             kept: AtomicU64::new(0),
-            retired: AtomicU32::new(0),
+            state: AtomicU32::new(LIVE),
         });
         map.by_id.insert(id, Arc::clone(&layer));
         drop(map);

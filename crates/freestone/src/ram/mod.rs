@@ -21,6 +21,7 @@ mod candidates;
 mod chain;
 mod config;
 mod dictionary;
+mod export;
 mod extents;
 mod family;
 mod fetch;
@@ -51,6 +52,7 @@ use self::chain::{Chain, Role, View};
 use self::config::round_size;
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
 pub use self::dictionary::AutoRecompressed;
+pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 use self::family::Shared;
 pub use self::family::{Family, FamilyStat};
 pub use self::idle::Idle;
@@ -72,6 +74,9 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 /// Smallest request: a part of a page.
 const LOGICAL_BLOCK_BYTES: u32 = 512;
 const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Forks of snapshots of forks of snapshots ...: so many.
+const BELOW_DEPTH_MAX: u32 = 64;
 
 /// Largest disk in bytes: 256 TiB.
 pub const DISKSIZE_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
@@ -122,6 +127,7 @@ impl Ram {
 
     /// An empty live device over something.
     fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Result<Self, SetupError> {
+        retire::pace();
         let layer = family.layers.make(family, Arc::clone(&limits))?;
         let chain = Chain::new(layer, below);
         Ok(Self(Arc::new_cyclic(|this| Inner {
@@ -219,17 +225,11 @@ impl Ram {
         let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
         let below = pin::pinned(|pin| inner.view.load(pin).below.clone());
         let new = Chain::new(layer, below);
-        let old = {
-            let mut chain = inner.chain.lock();
-            let old = std::mem::replace(&mut *chain, Arc::clone(&new));
-            // From here on nobody changes the view for the old chain.
-            let unused = old.abandon();
-            drop(inner.view.replace(Box::new(new.first_view(Arc::downgrade(&self.0))), pin::domain()));
-            (old, unused)
-        };
-        if let (old, true) = old
-            && let Some(layer) = inner.family.layers.get(old.id)
-        {
+        let mut chain = inner.chain.lock();
+        let old = std::mem::replace(&mut *chain, Arc::clone(&new));
+        let unused = old.abandon_for(&inner.family, &new, &self.0);
+        drop(chain);
+        if let Some(layer) = inner.family.layers.get(old.id).filter(|_| unused) {
             retire::layer(&inner.family, layer);
         }
         Ok(())
@@ -274,7 +274,16 @@ impl Ram {
         if !self.0.is_snapshot {
             return Err(SetupError::Live);
         }
-        self.0.family.fork(Below::Snapshot(self.clone()), self.0.size(), config)
+        let below = Below::Snapshot(self.clone());
+        if below.depth() > BELOW_DEPTH_MAX {
+            return Err(SetupError::TooDeep);
+        }
+        self.0.family.fork(below, self.0.size(), config)
+    }
+
+    /// The id of the present layer.
+    fn layer_id(&self) -> u32 {
+        self.0.layer().id()
     }
 
     /// Whether this is a snapshot.
@@ -302,8 +311,11 @@ impl Ram {
     /// it. Beyond its cap it spills pages of its own, where the family has a backing device; else writes fail.
     ///
     /// # Errors
-    /// A guarantee above the cap, or above what the family has left for guarantees.
+    /// A snapshot; a cap below 64 KiB; a guarantee above the cap, or above what the family has left for guarantees.
     pub fn set_own_limits(&self, mem_limit: u64, mem_min: u64) -> Result<(), SetupError> {
+        if self.0.is_snapshot {
+            return Err(SetupError::Snapshot);
+        }
         self.0.family.set_device_limits(&self.0.limits, mem_limit, mem_min)?;
         self.0.layer().reckon(&self.0.family);
         self.0.family.keeper.kick();
@@ -378,10 +390,17 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let number = pin::pinned(|pin| match self.view.load(pin).role {
-            Role::Live { .. } => None,
-            Role::Snapshot { number, .. } => Some(number),
+        let (layer, number) = pin::pinned(|pin| {
+            let view = self.view.load(pin);
+            let number = match view.role {
+                Role::Live { .. } => None,
+                Role::Snapshot { number, .. } => Some(number),
+            };
+            (Arc::clone(&view.layer), number)
         });
+        // What was guaranteed to it can be given to others at once.
+        self.limits.set_least(0);
+        layer.reckon(&self.family);
         retire::device(&self.family, self.chain(), number);
     }
 }

@@ -12,13 +12,21 @@ use std::time::Duration;
 use super::chain::Chain;
 use super::family::Shared;
 use super::layer::Layer;
+use super::through::Below;
 use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
-use crate::sync::Mutex;
+use crate::sync::{Mutex, Ordering};
 
 /// Leaves of one thing that are freed before others have their turn.
 const TURN_LEAVES: u32 = 64;
 /// Pause where all that is left is on its way from a backing device.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// Removed devices that wait for the cleaner, beyond which making others waits for it.
+const TASKS_MAX: usize = 512;
+/// How often that looks again, at most: 0.1 s.
+const PACE_TRIES: u32 = 500;
+/// How often a write that needs the memory of removed devices looks again, at most: 2 s.
+const REMOVAL_TRIES: u32 = 20_000;
 
 /// Layers of a family that are being freed, by as many threads as come to help. Lock order: taken for a look at what to
 /// do next; slots are not locked under it.
@@ -148,31 +156,77 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
         return family.layers.remove(layer.id());
     }
     family.retiring.0.lock().push_back(Draining { layer, next: 0, busy: 0, again: Vec::new() });
-    CLEANER.add(Task::Drain(Arc::downgrade(family)));
+    CLEANER.add(Task { family: Arc::downgrade(family), work: Work::Drain });
 }
 
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain.
 pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>) {
-    let family = Arc::downgrade(family);
-    CLEANER.add(match number {
-        None => Task::Abandon(family, chain),
-        Some(number) => Task::Doom(family, chain, number),
-    });
+    // Relaxed: a write that misses it fails as one does that came a moment earlier.
+    family.removals.fetch_add(1, Ordering::Relaxed);
+    let work = match number {
+        None => Work::Abandon(chain),
+        Some(number) => Work::Doom(chain, number),
+    };
+    CLEANER.add(Task { family: Arc::downgrade(family), work });
 }
 
-/// Something for the cleaner. Families are held weakly: one that nobody uses any more goes as a whole.
-enum Task {
-    Drain(Weak<Shared>),
-    Abandon(Weak<Shared>, Arc<Chain>),
-    Doom(Weak<Shared>, Arc<Chain>, u64),
-    PassOn(Weak<Shared>, Arc<Chain>, u64, Arc<Layer>, Progress),
+/// Makes who makes devices wait where more were removed than are freed; not for long.
+pub(super) fn pace() {
+    for _ in 0..PACE_TRIES {
+        if CLEANER.tasks.lock().as_ref().is_none_or(|tasks| tasks.len() <= TASKS_MAX) {
+            return;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
 }
 
-/// How far passing on has come.
-#[derive(Default)]
-struct Progress {
+impl Shared {
+    /// Waits for removed devices, whose pages are to be freed, and for what they leave. Not with a table pinned: the
+    /// cleaner waits for pins. False: there is none, or it takes too long.
+    pub(super) fn wait_for_removals(&self) -> bool {
+        // Relaxed: as in `device`.
+        let waits = || self.removals.load(Ordering::Relaxed) > 0;
+        for tries in 0..REMOVAL_TRIES {
+            if !waits() {
+                return tries > 0;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        false
+    }
+
+    fn removal_done(&self) {
+        // Relaxed: as in `device`.
+        self.removals.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Something for the cleaner. The family is held weakly: one that nobody uses any more goes as a whole.
+struct Task {
+    family: Weak<Shared>,
+    work: Work,
+}
+
+enum Work {
+    /// Free what is retired.
+    Drain,
+    /// A live device is gone.
+    Abandon(Arc<Chain>),
+    /// A snapshot's device is gone.
+    Doom(Arc<Chain>, u64),
+    PassOn(PassingOn),
+}
+
+/// A dying snapshot, whose pages go to others.
+struct PassingOn {
+    chain: Arc<Chain>,
+    number: u64,
+    from: Arc<Layer>,
     next: u64,
+    /// Something was on its way from the backing device.
     left: bool,
+    /// That is all that is left: writes do not wait for it any more.
+    stalled: bool,
 }
 
 struct Cleaner {
@@ -227,67 +281,103 @@ impl Cleaner {
 }
 
 /// Carries on with a task. Returns what is left of it, and whether it got on.
-fn step(task: Task) -> (Option<Task>, bool) {
-    match task {
-        Task::Drain(family) => {
-            let Some(shared) = family.upgrade() else { return (None, true) };
-            let mut step = Step::Nothing;
-            for _ in 0..TURN_LEAVES {
-                step = shared.free_some();
-                if step != Step::Freed {
-                    break;
-                }
-            }
-            match step {
-                Step::Nothing => {
-                    shared.pool.release_empties();
-                    shared.keeper.memory_freed();
-                    (None, true)
-                }
-                _ => (Some(Task::Drain(family)), step == Step::Freed),
-            }
-        }
-        Task::Abandon(family, chain) => {
-            let Some(shared) = family.upgrade() else { return (None, true) };
-            if chain.abandon()
-                && let Some(origin) = shared.layers.get(chain.id)
+fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
+    let Some(family) = weak.upgrade() else { return (None, true) };
+    let (rest, got_on) = match work {
+        Work::Drain => drain(&family),
+        Work::Abandon(chain) => {
+            if chain.abandon(&family)
+                && let Some(origin) = family.layers.get(chain.id)
             {
-                layer(&shared, origin);
+                layer(&family, origin);
+            }
+            family.removal_done();
+            if let Some(chain) = Arc::into_inner(chain) {
+                drop_below(chain.into_below());
             }
             (None, true)
         }
-        Task::Doom(family, chain, number) => {
-            let Some(shared) = family.upgrade() else { return (None, true) };
-            let doomed = chain.doom(number);
-            drop(shared);
-            (doomed.map(|doomed| Task::PassOn(family, chain, number, doomed, Progress::default())), true)
-        }
-        Task::PassOn(family, chain, number, from, mut progress) => {
-            let Some(shared) = family.upgrade() else { return (None, true) };
-            for _ in 0..TURN_LEAVES {
-                let Some(present) = from.table().next_present(progress.next, MAX_SLOTS) else {
-                    if progress.left {
-                        drop(shared);
-                        let task = Task::PassOn(family, chain, number, from, Progress::default());
-                        return (Some(task), false);
-                    }
-                    let (buried, origin) = chain.bury(number);
-                    for gone in buried.into_iter().chain(origin) {
-                        layer(&shared, gone);
-                    }
-                    return (None, true);
-                };
-                let start = present & !(LEAF_SLOTS - 1);
-                let Ok(left) = chain.pass_on(&shared, number, start, start + LEAF_SLOTS) else {
-                    // No memory for a leaf: later there may be.
-                    drop(shared);
-                    return (Some(Task::PassOn(family, chain, number, from, progress)), false);
-                };
-                progress.left |= left;
-                progress.next = start + LEAF_SLOTS;
+        Work::Doom(chain, number) => {
+            if let Some(from) = chain.doom(number) {
+                let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
+                (Some(Work::PassOn(passing)), true)
+            } else {
+                family.removal_done();
+                (None, true)
             }
-            drop(shared);
-            (Some(Task::PassOn(family, chain, number, from, progress)), true)
         }
+        Work::PassOn(passing) => passing.step(&family),
+    };
+    // The last handle may be this one, and the family's backing device may take its time to end.
+    if let Some(last) = Arc::into_inner(family) {
+        drop_apart(last);
+        return (None, true);
+    }
+    (rest.map(|work| Task { family: weak, work }), got_on)
+}
+
+fn drain(family: &Shared) -> (Option<Work>, bool) {
+    for _ in 0..TURN_LEAVES {
+        match family.free_some() {
+            Step::Freed => {}
+            Step::Later => return (Some(Work::Drain), false),
+            Step::Nothing => {
+                family.pool.release_empties();
+                family.keeper.memory_freed();
+                return (None, true);
+            }
+        }
+    }
+    (Some(Work::Drain), true)
+}
+
+impl PassingOn {
+    fn step(mut self, family: &Arc<Shared>) -> (Option<Work>, bool) {
+        for _ in 0..TURN_LEAVES {
+            let Some(present) = self.from.table().next_present(self.next, MAX_SLOTS) else {
+                if self.left {
+                    if !std::mem::replace(&mut self.stalled, true) {
+                        family.removal_done();
+                    }
+                    (self.next, self.left) = (0, false);
+                    return (Some(Work::PassOn(self)), false);
+                }
+                let (buried, origin) = self.chain.bury(self.number);
+                for gone in buried.into_iter().chain(origin) {
+                    layer(family, gone);
+                }
+                if !self.stalled {
+                    family.removal_done();
+                }
+                if let Some(chain) = Arc::into_inner(self.chain) {
+                    drop_below(chain.into_below());
+                }
+                return (None, true);
+            };
+            let start = present & !(LEAF_SLOTS - 1);
+            let Ok(left) = self.chain.pass_on(family, self.number, start, start + LEAF_SLOTS) else {
+                // No memory for a leaf: later there may be.
+                return (Some(Work::PassOn(self)), false);
+            };
+            self.left |= left;
+            self.next = start + LEAF_SLOTS;
+        }
+        (Some(Work::PassOn(self)), true)
+    }
+}
+
+/// Drops what lay below a device. The end of a device may have to wait for a disk: not on this thread.
+fn drop_below(below: Below) {
+    if let Below::Device(base) = &below
+        && Arc::strong_count(&base.device) == 1
+    {
+        drop_apart(below);
+    }
+}
+
+fn drop_apart(what: impl Send + 'static) {
+    let started = std::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(what));
+    if let Err(error) = started {
+        tracing::warn!(%error, "no thread to end a device on; others wait for it");
     }
 }

@@ -77,16 +77,22 @@ impl Shared {
             self.keeper.memory_freed();
             return self.keeper.kick();
         }
-        let (high, low) = self.marks().unwrap_or((u64::MAX, u64::MAX));
-        if self.pool.pages() <= high {
-            match waiting {
-                false => return,
-                // Under its cap nothing can be spilled.
-                true if !full.is_empty() => return self.keeper.give_up(),
-                // The limit was lifted.
-                true if high == u64::MAX => return self.keeper.memory_freed(),
-                true => {}
+        if waiting && !full.is_empty() {
+            // Under its cap nothing can be spilled.
+            self.keeper.give_up_for(|ram| full.iter().any(|layer| layer.id() == ram.layer_id()));
+        }
+        let Some((high, low)) = self.marks() else {
+            // The limit was lifted.
+            if waiting {
+                self.keeper.memory_freed();
             }
+            return;
+        };
+        // What is kept for others is as good as used.
+        let kept = self.kept_pages();
+        let (high, low) = (high.saturating_sub(kept), low.saturating_sub(kept));
+        if self.pool.pages() <= high && !waiting {
+            return;
         }
         {
             let rounds = self.rounds.lock();
@@ -126,7 +132,7 @@ impl Shared {
         let mut freed = 0;
         for layer in full {
             let _one = self.passes.lock();
-            let cap = layer.limits().cap();
+            let cap = layer.cap();
             let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
             let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
             self.rounds.lock().note(spilled.outcome);
@@ -237,7 +243,7 @@ impl Shared {
             return vec![(Arc::clone(only), u64::MAX)];
         }
         let may_take = |layer: Arc<Layer>| {
-            let most = match layer.limits().least() {
+            let most = match layer.least() {
                 0 => u64::MAX,
                 least => layer.charged().saturating_sub(least),
             };
@@ -283,6 +289,6 @@ impl Rounds {
 }
 
 fn is_full(layer: &Layer) -> bool {
-    let cap = layer.limits().cap();
+    let cap = layer.cap();
     cap != u64::MAX && layer.charged() >= high_mark(cap)
 }

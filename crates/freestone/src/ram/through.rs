@@ -80,6 +80,15 @@ impl Below {
         slot * PAGE < self.size()
     }
 
+    /// How many devices lie below one another.
+    pub fn depth(&self) -> u32 {
+        match self {
+            Self::Nothing => 0,
+            Self::Device(_) => 1,
+            Self::Snapshot(ram) => 1 + pin::pinned(|pin| ram.0.view.load(pin).below.depth()),
+        }
+    }
+
     fn size(&self) -> u64 {
         match self {
             Self::Nothing => 0,

@@ -11,6 +11,8 @@ mod table;
 mod word;
 
 #[cfg(all(test, loom))]
+mod chain_models;
+#[cfg(all(test, loom))]
 mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -1,0 +1,279 @@
+//! What a review of families was after: nothing is lost, kept or refused that should not be.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Op, Request};
+use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError, Writeback};
+use freestone_testkit::{Faulty, Model, Rng, What, When};
+
+const PAGE: u64 = 4096;
+const MIB: u64 = 1 << 20;
+/// Slots of a leaf.
+const LEAF: u64 = 512;
+
+/// A page that does not compress.
+fn noise(seed: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE as usize];
+    Rng::new(seed).fill(&mut page);
+    page
+}
+
+fn write(device: &Ram, slot: u64, seed: u64) {
+    device.write_at(slot * PAGE, &noise(seed), Flags::empty()).unwrap();
+}
+
+fn read(device: &Ram, slot: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE as usize];
+    device.read_at(slot * PAGE, &mut page).unwrap();
+    page
+}
+
+fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is() {
+        assert!(began.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn family(mem_limit: u64) -> Family {
+    Family::new(Config { mem_limit, ..Config::default() }).unwrap()
+}
+
+fn zero_base(size: u64) -> Arc<dyn Device> {
+    Arc::new(Model::read_only(vec![0; size as usize], 4096))
+}
+
+/// Two removed snapshots in a row, of which the younger one's pages go to the oldest, past the other one that goes as well.
+#[test]
+fn what_dying_snapshots_hand_down_arrives() {
+    // More leaves than are passed on in one turn.
+    let leaves = 1500;
+    for order in [[1, 2], [2, 1]] {
+        let disk = family(0).ram(leaves * LEAF * PAGE).unwrap();
+        for leaf in 0..leaves {
+            write(&disk, leaf * LEAF, leaf);
+        }
+        // All three show the same; what is overwritten after the third lies there.
+        let mut snapshots = Vec::new();
+        for round in 0..3 {
+            snapshots.push(Some(disk.snapshot().unwrap()));
+            // Something for each of them, in every leaf.
+            for leaf in 0..leaves {
+                write(&disk, leaf * LEAF + 1 + round, 1000 + leaf);
+            }
+        }
+        for leaf in 0..leaves {
+            write(&disk, leaf * LEAF, 7777);
+        }
+        for at in order {
+            snapshots[at] = None;
+        }
+        let family = disk.family();
+        eventually("removed snapshots go", || family.stat().layers == 2);
+        let oldest = snapshots[0].take().unwrap();
+        let lost = (0..leaves).filter(|leaf| read(&oldest, leaf * LEAF) != noise(*leaf)).count();
+        assert_eq!(lost, 0, "pages of the oldest snapshot changed, of {leaves}");
+    }
+}
+
+fn submit_write(device: &Ram, offset: u64, data: &[u8]) -> std::sync::mpsc::Receiver<Result<(), Error>> {
+    let (tx, rx) = std::sync::mpsc::channel();
+    let mut buffer = IoBuf::zeroed(data.len()).unwrap();
+    buffer.copy_from_slice(data);
+    let done = Completion::new(move |outcome, _| {
+        let _ = tx.send(outcome);
+    });
+    device.submit(Request::write(offset, data.len() as u64), buffer, done);
+    rx
+}
+
+/// A write to a part of a spilled page waits for the page; meanwhile the device goes back to its base.
+#[test]
+fn a_rewind_leaves_nothing_of_a_page_that_was_in_flight() {
+    for packed in [true, false] {
+        let disk = Arc::new(Faulty::new(4 << 20, 4096));
+        let family = Family::with_backing(Config::default(), disk.clone(), packed).unwrap();
+        let fork = family.fork(zero_base(MIB), &ForkConfig::default()).unwrap();
+        write(&fork, 3, 5);
+        fork.writeback(&Writeback::Pages(vec![3..=3])).unwrap();
+        disk.fault(Some(Op::Read), When::From(0), What::Hang);
+        // The first is the one that the page is changed for when it comes, the others wait for the content.
+        let waits: Vec<_> =
+            (0..3).map(|at| submit_write(&fork, 3 * PAGE + at * 512, &[at as u8 + 1; 512])).collect();
+        disk.await_held(1);
+        fork.rewind().unwrap();
+        disk.heal();
+        for one in waits {
+            one.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+        }
+        let page = read(&fork, 3);
+        for at in 0..3 {
+            let part = &page[at * 512..][..512];
+            assert!(part == [at as u8 + 1; 512] || part == [0; 512], "part {at}, packed {packed}");
+        }
+        assert!(page[1536..].iter().all(|&b| b == 0), "content from before the rewind, packed {packed}");
+    }
+}
+
+const SMALL_LIMIT: u64 = 2 * MIB;
+/// Incompressible pages that fit once, not twice.
+const MANY: u64 = 450;
+
+fn fill(device: &Ram, what: &str) {
+    for slot in 0..MANY {
+        if let Err(error) = device.write_at(slot * PAGE, &noise(slot), Flags::empty()) {
+            panic!("{what}: page {slot}: {error}");
+        }
+    }
+}
+
+/// What a rewind leaves is freed in the background, and never the cause of "no space".
+#[test]
+fn what_a_rewind_leaves_is_no_cause_of_a_refusal() {
+    let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
+    for round in 0..200 {
+        fill(&disk, &format!("after rewind {round}"));
+        disk.rewind().unwrap();
+    }
+}
+
+/// The same of two devices that write at one time.
+#[test]
+fn two_writers_after_a_rewind_are_not_refused() {
+    let family = family(SMALL_LIMIT);
+    let (a, b) = (family.ram(MIB).unwrap(), family.ram(MIB).unwrap());
+    for round in 0..200 {
+        std::thread::scope(|scope| {
+            for device in [&a, &b] {
+                scope.spawn(move || {
+                    for slot in 0..MANY / 2 {
+                        if let Err(error) = device.write_at(slot * PAGE, &noise(slot), Flags::empty()) {
+                            panic!("round {round}, page {slot}: {error}");
+                        }
+                    }
+                });
+            }
+        });
+        a.rewind().unwrap();
+        b.rewind().unwrap();
+    }
+}
+
+/// What a removed device leaves is no cause of "no space" either.
+#[test]
+fn what_a_removed_device_leaves_is_no_cause_of_a_refusal() {
+    let family = family(SMALL_LIMIT);
+    for round in 0..200 {
+        let disk = family.ram(MANY * PAGE).unwrap();
+        fill(&disk, &format!("after removal {round}"));
+    }
+}
+
+/// Nor is what a removed snapshot leaves.
+#[test]
+fn what_a_removed_snapshot_leaves_is_no_cause_of_a_refusal() {
+    let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
+    for round in 0..200 {
+        fill(&disk, &format!("after removal {round}"));
+        let snapshot = disk.snapshot().unwrap();
+        disk.discard(0, MANY * PAGE).unwrap();
+        drop(snapshot);
+    }
+}
+
+/// A guarantee ends with its device.
+#[test]
+fn a_guarantee_goes_with_its_device() {
+    let family = family(8 * MIB);
+    let config = ForkConfig { mem_min: 6 * MIB, ..ForkConfig::default() };
+    let make = || family.fork(zero_base(4 * MIB), &config);
+    for round in 0..50 {
+        let fork = make().unwrap_or_else(|error| panic!("round {round}: {error}"));
+        write(&fork, 1, 1);
+    }
+    let fork = make().unwrap();
+    write(&fork, 1, 1);
+    let snapshot = fork.snapshot().unwrap();
+    drop(fork);
+    eventually("the guarantee of a device that is gone", || family.stat().guaranteed == 0);
+    // Others can have what was kept for it.
+    let other = family.ram(64 * MIB).unwrap();
+    let mut written = 0;
+    while written < 16 * MIB / PAGE && other.write_at(written * PAGE, &noise(written), Flags::empty()).is_ok()
+    {
+        written += 1;
+    }
+    assert!(written * PAGE > 7 * MIB, "{} MiB of 8", written * PAGE / MIB);
+    drop(snapshot);
+}
+
+/// A guarantee is kept once, whatever snapshots hold after a rewind.
+#[test]
+fn a_rewind_does_not_keep_a_guarantee_twice() {
+    let family = family(8 * MIB);
+    let config = ForkConfig { mem_min: 3 * MIB, ..ForkConfig::default() };
+    let fork = family.fork(zero_base(4 * MIB), &config).unwrap();
+    let snapshot = fork.snapshot().unwrap();
+    write(&fork, 0, 1);
+    fork.rewind().unwrap();
+    let other = family.ram(64 * MIB).unwrap();
+    let mut written = 0;
+    while other.write_at(written * PAGE, &noise(written), Flags::empty()).is_ok() {
+        written += 1;
+    }
+    assert!(written * PAGE > 4 * MIB, "{} KiB of 8 MiB less 3", written * PAGE / 1024);
+    drop(snapshot);
+}
+
+/// What is set on a snapshot holds, or is refused.
+#[test]
+fn limits_of_a_snapshot_are_not_ignored() {
+    let family = family(8 * MIB);
+    let disk = family.ram(4 * MIB).unwrap();
+    let snapshot = disk.snapshot().unwrap();
+    if let Err(error) = snapshot.set_own_limits(0, 6 * MIB) {
+        assert!(matches!(error, SetupError::Snapshot), "{error}");
+        return;
+    }
+    let mut written = 0;
+    while written < 1024 && disk.write_at(written * PAGE, &noise(written), Flags::empty()).is_ok() {
+        written += 1;
+    }
+    assert!(written * PAGE < 3 * MIB, "6 MiB of 8 were guaranteed to the snapshot");
+}
+
+/// A capped device that has nothing to spill is refused in time, however busy others are.
+#[test]
+fn a_write_beyond_a_cap_does_not_wait_for_ever() {
+    let disk = Arc::new(Faulty::new(64 << 20, 4096));
+    let config = Config { mem_limit: 4 * MIB, ..Config::default() };
+    let family = Family::with_backing(config, disk, true).unwrap();
+    let capped = ForkConfig { mem_limit: 64 << 10, ..ForkConfig::default() };
+    let capped = family.fork(zero_base(32 * MIB), &capped).unwrap();
+    // Patterns of 8 bytes are not spilled: after about 4096 of them nothing more can ever be stored.
+    let pattern = |n: u64| (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes().repeat(512);
+    for n in 0..3900 {
+        capped.write_at(n * PAGE, &pattern(n), Flags::empty()).unwrap();
+    }
+    let neighbour = family.ram(32 * MIB).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in 0.. {
+                if stop.load(Ordering::SeqCst) {
+                    break;
+                }
+                neighbour.write_at(n % 4000 * PAGE, &noise(n), Flags::empty()).unwrap();
+            }
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        let began = Instant::now();
+        let outcome = submit_write(&capped, 0, &noise(1)).recv_timeout(Duration::from_secs(10));
+        let took = began.elapsed();
+        stop.store(true, Ordering::SeqCst);
+        assert_eq!(outcome, Ok(Err(Error::NoSpace)), "after {took:?}");
+    });
+}

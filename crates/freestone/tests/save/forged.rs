@@ -1,0 +1,121 @@
+//! Files with checksums that are right around fields that are not: written by the byte map of `docs/save-format.md`, not
+//! by the library. Nothing of that may panic, hang or take memory without bound, whatever it restores.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use freestone::save::{self, RestoreError};
+use freestone_testkit::Rng;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+
+use crate::bad_files::{save_family, small_family};
+use crate::support::*;
+
+const HEADER: usize = 64;
+const BLOCK: usize = 40;
+
+fn u32_at(bytes: &[u8], at: usize) -> usize {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize
+}
+
+fn set(bytes: &mut [u8], at: usize, sum: u64) {
+    bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Where the blocks begin that the file's own lengths lead to.
+fn blocks(bytes: &[u8]) -> Vec<usize> {
+    let mut at = HEADER + u32_at(bytes, 32).min(1 << 24);
+    let mut found = Vec::new();
+    while bytes.len() >= at + BLOCK {
+        found.push(at);
+        at += BLOCK + u32_at(bytes, at + 32);
+    }
+    found
+}
+
+/// Makes all checksums right, as far as the lengths allow.
+fn seal(bytes: &mut [u8]) {
+    let salt = u64::from_le_bytes(bytes[24..32].try_into().unwrap());
+    let contents = u32_at(bytes, 32);
+    if let Some(contents) = bytes.get(HEADER..HEADER + contents) {
+        let sum = xxh3_64_with_seed(contents, salt);
+        set(bytes, 48, sum);
+    }
+    let sum = xxh3_64_with_seed(&bytes[..56], 0);
+    set(bytes, 56, sum);
+    let mut digest = Xxh3::with_seed(salt);
+    let found = blocks(bytes);
+    for (number, &at) in found.iter().enumerate() {
+        let end = at + BLOCK + u32_at(bytes, at + 32);
+        if end > bytes.len() {
+            break;
+        }
+        if number + 1 == found.len() && end == at + 72 {
+            set(bytes, at + 64, digest.digest());
+        }
+        let sum = xxh3_64_with_seed(&bytes[at + 8..end], salt);
+        set(bytes, at, sum);
+        digest.update(&sum.to_le_bytes());
+    }
+}
+
+#[test]
+fn sealing_an_unchanged_file_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    save_family(&small_family(1).0, &file);
+    let whole = std::fs::read(&file).unwrap();
+    let mut sealed = whole.clone();
+    seal(&mut sealed);
+    assert!(whole == sealed);
+    assert!(blocks(&whole).len() > 4);
+}
+
+#[test]
+fn forged_fields_do_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    let (devices, base) = small_family(1);
+    save_family(&devices, &file);
+    let whole = std::fs::read(&file).unwrap();
+    let found = blocks(&whole);
+    let mut rng = Rng::new(11);
+    let (mut taken, mut damaged) = (0, 0);
+    for round in 0..8000 {
+        let mut bytes = whole.clone();
+        for _ in 0..=rng.below(2) {
+            // A field of the contents, of a block's header, or of the first records behind one.
+            let at = match rng.below(4) {
+                0 => rng.below(HEADER as u64 + u32_at(&whole, 32) as u64) as usize,
+                1 => found[rng.below(found.len() as u64) as usize] + rng.below(BLOCK as u64) as usize,
+                2 => found[rng.below(found.len() as u64) as usize] + BLOCK + rng.below(200) as usize,
+                _ => rng.below(whole.len() as u64) as usize,
+            };
+            let Some(byte) = bytes.get_mut(at) else { continue };
+            *byte = match rng.below(4) {
+                0 => *byte ^ 1 << rng.below(8),
+                1 => byte.wrapping_add(1),
+                2 => byte.wrapping_sub(1),
+                _ => [0, 1, 0x0F, 0x7F, 0x80, 0xFF][rng.below(6) as usize],
+            };
+        }
+        seal(&mut bytes);
+        std::fs::write(&file, &bytes).unwrap();
+        let restored =
+            catch_unwind(AssertUnwindSafe(|| restore(&file, &family(), std::slice::from_ref(&base))));
+        match restored {
+            Err(_) => {
+                let kept = std::env::temp_dir().join("forged-save");
+                std::fs::write(&kept, &bytes).unwrap();
+                panic!("round {round} panicked; see {}", kept.display());
+            }
+            Ok(Ok(restored)) => {
+                taken += 1;
+                assert!(restored.len() <= 4 && save::verify(&file, &mut |_, _| {}).is_ok());
+            }
+            Ok(Err(RestoreError::Damaged { .. })) => damaged += 1,
+            Ok(Err(_)) => {}
+        }
+    }
+    // Both ways were gone: past the checksums, and stopped behind them.
+    assert!(taken > 300 && damaged > 300, "{taken} taken, {damaged} damaged");
+}
