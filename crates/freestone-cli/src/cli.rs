@@ -4,8 +4,8 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
 use crate::verbs::{
-    Common, compact, create, get, idle, list, publish, recompress, remove, reset, set, stat, unpublish,
-    writeback,
+    Common, compact, create, delta, fork, get, idle, list, merge, publish, recompress, remove, reset,
+    restore, rewind, save, set, snapshot, stat, unpublish, writeback,
 };
 
 const EXAMPLES: &str = "\
@@ -38,13 +38,32 @@ Devices:
       readonly=yes|no                       default no
       direct=auto|on|off                    auto: O_DIRECT for block devices only
       size=SIZE                             makes a sparse file of this size where none is
-  All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
+      what its forks share is set here too, with readonly=yes: all keys of ram but disksize
+  NAME=qcow2,path=PATH      read-only qcow2 image, with those that it stands on
+      standalone=yes|no                     yes refuses one that names other files; default no
+      and the keys of what its forks share
+  NAME=fork,base=NAME       disk over a file with readonly=yes, a qcow2 image or a snapshot
+      size=SIZE                             default the base's; beyond it are zeroes
+      mem_limit=SIZE|none                   its own cap in its family's memory; default none
+      mem_min=SIZE                          what its family keeps for it; default none
+  NAME=template,base=NAME   a fork for every connection, gone when that ends
+      size, mem_limit, mem_min              as for a fork
+      ttl=SECONDS|none                      how long a connection may last; default none
+  NAME=snapshot,origin=NAME what a ram device, fork or file held when this was made
+      cow=PATH|DEVICE                       where copies of a file's chunks go; default memory
+      cow_size=SIZE                         makes a sparse file of this size where none is
+      store=P|PO|N                          dm-snapshot's persistent, with overflow, transient; default P
+      chunk_size=SIZE                       unit of copies, 4K to 1G; default 16K, without cow 4K
+      readonly=yes|no                       default yes without cow, no with it
+      discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, force=yes|no
+  A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
   Without any device: ram0=ram,disksize=1G
 
 Examples:
   freestone serve ram0=ram,disksize=4G ram1=ram,disksize=16G,mem_limit=2G
   freestone serve big=ram,disksize=16G,mem_limit=1G,backing_dev=spill.img,backing_size=8G
   freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
+  freestone serve golden=file,path=golden.img,readonly=yes,mem_limit=8G vm1=fork,base=golden vm2=fork,base=golden
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
 
 const LIST_COLUMNS: &str = "\
@@ -58,10 +77,68 @@ Columns (the names are zramctl's; after the names in brackets see stat and get):
   MEM-LIMIT   the most it may take (mem_limit)
   MEM-USED    the most it took so far (mem_used_max); `freestone set NAME mem_used_max=0` starts anew
   ZERO-PAGES  pages filled with one repeated pattern, zeroes or not; next to no memory (same_pages)
+  BASE        what a fork was made of, the origin of a snapshot
   CLIENTS     open connections
   EXPORTS     NBD addresses, (ro) where clients cannot write
 
 A dash stands where a kind of device has no such thing. --json gives bytes.";
+
+const FORK_EXAMPLES: &str = "\
+Examples:
+  freestone fork golden job --nbd unix:/run/job.sock
+  freestone fork golden job mem_limit=512M size=20G
+  freestone fork golden job-{n} --count 100 --nbd unix:/run/job-{n}.sock
+  freestone fork golden ci --template --ttl 3600 --nbd unix:/run/ci.sock
+      every connection to ci gets a fork of its own, ci@1, ci@2 and so on, gone when it ends
+
+A live device is no base: `freestone snapshot ram0 ram0-1` makes one of it. All forks of a file or image share
+memory, limit and backing device, which are keys of the base: base=file,path=golden.img,readonly=yes,mem_limit=8G";
+
+const MERGE_EXAMPLES: &str = "\
+Example:
+  freestone merge disk-1 --into-origin        disk is again what it was, or what was written to disk-1
+
+From the beginning on, users of both see the snapshot's content. A merge that ended early (a failure, a crash) goes on
+with the same command. Only snapshots with cow=PATH or DEVICE and store=P or PO are merged.";
+
+const DELTA_EXAMPLES: &str = "\
+Examples:
+  freestone delta show job-7
+  freestone delta save job-7 job-7.qcow2      qemu-img check, map, compare and rebase take it
+  freestone delta apply job-8 job-7.qcow2     job-8 is a fork of the same file or image";
+
+const SAVE_EXAMPLES: &str = "\
+Examples:
+  freestone save ram0 ram0.saved
+  freestone save data,log db.saved                both as they are at one moment
+  freestone save golden jobs.saved --family       all forks of golden, and their snapshots
+
+The devices go on meanwhile. The file is the old one or the new one at any moment, also after a crash.";
+
+const RESTORE_EXAMPLES: &str = "\
+Examples:
+  freestone restore ram0.saved
+  freestone restore ram0.saved ram1 mem_limit=2G
+  freestone restore jobs.saved                    the base of the forks must be there, with its content
+
+The whole file is checked before any device of it is there.";
+
+const PUBLISH_EXAMPLES: &str = "\
+Examples:
+  freestone publish ram1 --nbd unix:/run/ram1.sock --read-only
+  freestone publish golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock
+      every connection to scratch gets a fork of golden; the same as
+      `freestone fork golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock`";
+
+const SNAPSHOT_EXAMPLES: &str = "\
+Examples:
+  freestone snapshot ram0 ram0-monday
+  freestone snapshot data,log data-1,log-1               both at one moment
+  freestone snapshot disk disk-1                         of a file; copies go to memory
+  freestone snapshot disk disk-1 cow=./disk-1.cow cow_size=2G store=PO chunk_size=64K
+      copies go to a file in dm-snapshot's format; users of the snapshot may write it (readonly=yes: not)
+
+Fork a snapshot to write: `freestone fork ram0-monday trial`.";
 
 const IDLE_EXAMPLES: &str = "\
 Examples:
@@ -88,7 +165,7 @@ The algorithms are those of recomp_algorithm, given when the device was created.
 /// Behind the options of the subcommand.
 const LAST: usize = 900;
 
-/// Virtual block devices served over NBD: compressed RAM disks, raw images, null devices.
+/// Virtual block devices served over NBD: compressed RAM disks, images, forks and snapshots of them.
 #[derive(Debug, Parser)]
 #[command(name = "freestone", version, after_help = EXAMPLES)]
 pub struct Cli {
@@ -114,19 +191,48 @@ pub enum Command {
     #[command(after_help = LIST_COLUMNS)]
     List(Call<list::Params>),
     /// Show statistics
+    #[command(after_help = "Examples:\n  freestone stat\n  freestone stat job-7 --json")]
     Stat(Call<stat::Params>),
     /// Show attributes
+    #[command(after_help = "Examples:\n  freestone get ram0\n  freestone get ram0 mm_stat")]
     Get(Call<get::Params>),
     /// Set attributes: all that were given, or none
+    #[command(
+        after_help = "Examples:\n  freestone set ram0 mem_limit=2G disksize=8G\n  freestone set job-7 mem_limit=512M mem_min=64M"
+    )]
     Set(Call<set::Line>),
     /// Create a device
     #[command(after_help = "Example:\n  freestone create ram1=ram,disksize=4G,mem_limit=1G")]
     Create(Call<create::Params>),
+    /// Make disks over a base: a read-only file, a qcow2 image or a snapshot
+    #[command(after_help = FORK_EXAMPLES)]
+    Fork(Call<fork::Line>),
+    /// Keep what devices hold at one moment, while they go on
+    #[command(after_help = SNAPSHOT_EXAMPLES)]
+    Snapshot(Call<snapshot::Line>),
+    /// Put what a snapshot of a file holds back into the file
+    #[command(after_help = MERGE_EXAMPLES)]
+    Merge(Call<merge::Params>),
+    /// What a fork or snapshot holds itself: show it, save it as a qcow2 overlay, apply one
+    #[command(subcommand, after_help = DELTA_EXAMPLES)]
+    Delta(delta::Line),
+    /// Save what ram devices, forks and snapshots hold to a file
+    #[command(after_help = SAVE_EXAMPLES)]
+    Save(Call<save::Line>),
+    /// Make the devices of a saved file again
+    #[command(after_help = RESTORE_EXAMPLES)]
+    Restore(Call<restore::Line>),
+    /// Set a fork back to its base, at once
+    #[command(after_help = "Example:\n  freestone rewind job-7")]
+    Rewind(Call<rewind::Params>),
     /// Unpublish and remove a device
+    #[command(after_help = "Example:\n  freestone remove job-7 --force")]
     Remove(Call<remove::Params>),
-    /// Wipe a ram or null device
+    /// Wipe a ram or null device; a fork is as its base after that
+    #[command(after_help = "Example:\n  freestone reset ram0")]
     Reset(Call<reset::Params>),
     /// Give memory back that a ram device holds in partly used places
+    #[command(after_help = "Example:\n  freestone compact ram0")]
     Compact(Call<compact::Params>),
     /// Mark the pages of a ram device that nobody uses
     #[command(after_help = IDLE_EXAMPLES)]
@@ -138,9 +244,10 @@ pub enum Command {
     #[command(after_help = RECOMPRESS_EXAMPLES)]
     Recompress(Call<recompress::Line>),
     /// Publish a device at an NBD address
-    #[command(after_help = "Example:\n  freestone publish ram1 --nbd unix:/run/ram1.sock --read-only")]
+    #[command(after_help = PUBLISH_EXAMPLES)]
     Publish(Call<publish::Params>),
     /// Take a device off all NBD addresses
+    #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),
 }
 

@@ -148,7 +148,9 @@ impl Entries {
     pub fn with_base(mut self, base: &Path) -> Self {
         for (key, value) in &mut self.pairs {
             match key.as_str() {
-                "path" | "backing_dev" if !value.is_empty() => {
+                // Without a slash it is the name of a device.
+                "cow" if !value.contains('/') => {}
+                "path" | "backing_dev" | "cow" if !value.is_empty() => {
                     *value = base.join(&*value).to_string_lossy().into_owned();
                 }
                 "algorithm_params" => {
@@ -236,6 +238,8 @@ mod tests {
         assert_eq!(with_base("f=file,path=x.img"), "f=file,path=/base/x.img");
         assert_eq!(with_base("f=file,path=/x.img,size=1G"), "f=file,path=/x.img,size=1G");
         assert_eq!(with_base("f=file,path="), "f=file,path=");
+        assert_eq!(with_base("s=snapshot,cow=./x.cow"), "s=snapshot,cow=/base/./x.cow");
+        assert_eq!(with_base("s=snapshot,cow=x"), "s=snapshot,cow=x");
         assert_eq!(
             with_base("r=ram,algorithm_params=level=3 dict=d"),
             "r=ram,algorithm_params=level=3 dict=/base/d"

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use freestone::PAGE_BYTES;
+use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 
 /// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two halves are not more
@@ -45,6 +46,19 @@ fn group_limit(groups: &str, root: &Path) -> Option<u64> {
 
 fn read_number(file: &PathBuf) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+/// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take more than the usual
+/// 1024. Returns the former soft limit, where it was changed.
+pub fn raise_open_files() -> Option<u64> {
+    let Rlimit { current, maximum } = rustix::process::getrlimit(Resource::Nofile);
+    let former = current?;
+    if maximum.is_some_and(|most| former >= most) {
+        return None;
+    }
+    // If that is refused, the limit is what it was.
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).ok()?;
+    Some(former)
 }
 
 /// Memory of this process as the kernel counts it, in bytes.

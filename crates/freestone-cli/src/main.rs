@@ -2,18 +2,24 @@
 
 mod advice;
 mod attrs;
+mod build;
 mod cli;
 mod config;
 mod control;
 mod entries;
+mod entry;
 mod error;
+mod frozen;
+mod job;
 mod machine;
 mod paths;
+mod readonly;
 mod registry;
 mod serve;
 mod service;
 mod size;
 mod spec;
+mod template;
 mod until;
 mod verbs;
 
@@ -25,7 +31,7 @@ use clap::Parser as _;
 use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
-use verbs::ask;
+use verbs::{ask, ask_long, delta};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -59,9 +65,42 @@ fn run(command: Command) -> Result<ExitCode> {
             ask::<verbs::recompress::Recompress>(&call.args.try_into()?, &call.common)
         }
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
+        Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
+        Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
+        Command::Merge(call) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<verbs::merge::Merge>(&params, &name, &call.common)
+        }
+        Command::Delta(delta::Line::Show(call)) => ask::<delta::Show>(&call.args, &call.common),
+        Command::Delta(delta::Line::Save(call)) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<delta::Save>(&params, &name, &call.common)
+        }
+        Command::Delta(delta::Line::Apply(call)) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<delta::Apply>(&params, &name, &call.common)
+        }
+        Command::Save(call) => {
+            let params = call.args.try_into()?;
+            let (params, name) = named(params, |params: &verbs::save::Params| &params.names[0]);
+            ask_long::<verbs::save::Save>(&params, &name, &call.common)
+        }
+        Command::Restore(call) => {
+            let params: verbs::restore::Params = call.args.try_into()?;
+            // The device is not there yet.
+            let name = params.file.display().to_string();
+            ask_long::<verbs::restore::Restore>(&params, &name, &call.common)
+        }
+        Command::Rewind(call) => ask::<verbs::rewind::Rewind>(&call.args, &call.common),
         Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
     }?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Parameters, and the device that they name.
+fn named<P>(params: P, name: impl Fn(&P) -> &String) -> (P, String) {
+    let name = name(&params).clone();
+    (params, name)
 }
 
 fn start_log(cli: &Cli) {

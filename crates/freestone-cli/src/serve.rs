@@ -23,6 +23,7 @@ use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::entries::Entries;
 use crate::error::Usage;
+use crate::machine;
 use crate::paths;
 use crate::service::Service;
 use crate::spec::Spec;
@@ -42,7 +43,7 @@ const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time;
 /// The command line of `serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// NAME=KIND[,key=value]..., KIND is ram, null or file
+    /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
     #[arg(value_name = "DEVICE")]
     devices: Vec<String>,
     /// NBD addresses.
@@ -230,13 +231,14 @@ impl Drop for Running {
 
 /// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
 pub fn serve(args: ServeArgs) -> Result<ExitCode> {
+    let open_files = machine::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;
     let plan = Plan::new(&args)?;
     let control = plan.control.clone();
     let mut running = Running::start(plan)?;
     let outcome = if let Some(command) = args.run {
-        until::command_ends(&events, run_command(&command, &running.service, &control))
+        until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
     } else {
         announce(&running.service, &control);
         until::signalled(&events).map(|()| 0)
@@ -252,7 +254,8 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     outcome.map(ExitCode::from)
 }
 
-fn run_command(command: &str, service: &Service, control: &Path) -> Command {
+/// The command has the limit of open files that we were started with: programs may not expect more.
+fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
     let exports = service.nbd.exports();
     let export = exports.iter().find(|e| e.default).or(exports.first());
     let addresses = service.nbd.addresses();
@@ -262,6 +265,10 @@ fn run_command(command: &str, service: &Service, control: &Path) -> Command {
         (None, None) => String::new(),
     };
     let mut shell = Command::new("sh");
+    let command = match open_files {
+        Some(most) => format!("ulimit -S -n {most}; {command}"),
+        None => command.to_owned(),
+    };
     shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri).env("control", control);
     let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
     match unix {

@@ -1,31 +1,37 @@
 //! What the verbs work on: the devices, the NBD server, and who listens where.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Ram;
-use freestone_nbd::{Address, ExportInfo, ExportOptions, Server};
+use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::advice::{self, Place};
+use crate::advice;
+use crate::build::{self, BuildError, build};
 use crate::control::protocol::{Errno, Fault};
 use crate::control::server::Handler;
 use crate::entries::nearest;
-use crate::machine;
-use crate::registry::{Entry, Kind, Refused, Registry};
-use crate::spec::Spec;
+use crate::entry::{Entry, Kind};
+use crate::job::Jobs;
+use crate::registry::{Refused, Registry};
+use crate::spec::{CowPlace, KindSpec, Spec};
+use crate::template;
 use crate::verbs;
 
 /// The state behind the control socket.
 ///
-/// Lock order: `changes`, then the registry's lock. `changes` makes verbs that change what exists, what is
-/// published or who listens run one after the other, also while a forced end of connections takes its time; the
-/// NBD server and readers of statistics never take it.
+/// Lock order: `changes`, then a base's family, then the registry's lock. `changes` makes verbs that change what exists,
+/// what is published or who listens run one after the other, also while a forced end of connections takes its time;
+/// the NBD server, connections to templates and readers of statistics never take it.
 pub struct Service {
     /// The devices.
-    pub registry: Registry,
+    pub registry: Arc<Registry>,
     /// Who serves them.
     pub nbd: Arc<Server>,
+    /// What takes long and tells how far it is.
+    pub jobs: Jobs,
     changes: Mutex<Changes>,
 }
 
@@ -34,14 +40,14 @@ pub struct Service {
 pub struct Changes {
     /// The addresses of the command line: there as long as the server.
     home: Vec<Address>,
-    /// Addresses that `publish` opened; closed when their last export goes.
-    opened: Vec<Address>,
+    /// Addresses that `publish` opened, with the number of their exports; closed when the last one goes.
+    opened: HashMap<Address, usize>,
 }
 
 impl Service {
     /// A service without devices.
     pub fn new(nbd: Arc<Server>) -> Self {
-        Self { registry: Registry::default(), nbd, changes: Mutex::default() }
+        Self { registry: Arc::default(), nbd, jobs: Jobs::default(), changes: Mutex::default() }
     }
 
     /// Waits for the right to change things.
@@ -60,15 +66,110 @@ impl Service {
         })
     }
 
-    /// The RAM disk of that name; `can` is what only such a device can.
+    /// The RAM disk, fork or snapshot in memory of that name; `can` is what only such a device can.
     pub fn find_ram(&self, name: &str, can: &str) -> Result<Arc<Ram>, Fault> {
-        match &self.find(name)?.kind {
-            Kind::Ram(ram) => Ok(Arc::clone(ram)),
-            Kind::Null(_) | Kind::File(_) => {
-                Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}")))
+        let entry = self.find(name)?;
+        let only = || Fault::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}"));
+        entry.ram().cloned().ok_or_else(only)
+    }
+
+    // ---- coming and going ------------------------------------------------------------------------------------------
+
+    /// Sets a device up and publishes it at home, where that is asked.
+    pub fn create(&self, changes: &mut Changes, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
+        self.check_new(&spec)?;
+        let entry = Arc::new(build(spec, &self.registry).map_err(fault)?);
+        self.add(&entry)?;
+        if publish && let Err(fault) = self.publish_home(changes, &entry) {
+            // All or nothing.
+            self.undo(changes, &entry);
+            return Err(fault);
+        }
+        Ok(entry)
+    }
+
+    /// The device of that name, if it was asked for with the same words; else as [`create`](Self::create). True: it was made.
+    pub fn create_if_absent(
+        &self,
+        changes: &mut Changes,
+        spec: Spec,
+        publish: bool,
+    ) -> Result<(Arc<Entry>, bool), Fault> {
+        let Some(found) = self.registry.find(&spec.name) else {
+            return Ok((self.create(changes, spec, publish)?, true));
+        };
+        if found.spec.kind == spec.kind && found.template.is_none() {
+            return Ok((found, false));
+        }
+        let (name, kind) = (found.name(), found.kind_name());
+        let other = format!("{name}: a {kind} device of that name exists, and was made with other settings");
+        Err(Fault::failed(Errno::EEXIST, other))
+    }
+
+    /// Snapshots of several devices at one moment.
+    pub fn snapshot(&self, specs: Vec<Spec>) -> Result<Vec<Arc<Entry>>, Fault> {
+        let mut names = HashSet::new();
+        for spec in &specs {
+            if !names.insert(spec.name.clone()) {
+                return Err(Fault::invalid(format!("{}: two snapshots of that name", spec.name)));
+            }
+            self.check_new(spec)?;
+        }
+        let made = build::snapshots(specs, &self.registry).map_err(fault)?;
+        let made: Vec<_> = made.into_iter().map(Arc::new).collect();
+        for (index, entry) in made.iter().enumerate() {
+            if let Err(fault) = self.add(entry) {
+                for before in &made[..index] {
+                    let _ = self.registry.remove(before);
+                }
+                return Err(fault);
             }
         }
+        Ok(made)
     }
+
+    /// What would be refused anyhow is refused before anything is opened.
+    fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
+        let name = &spec.name;
+        self.registry.check_free(name).map_err(|why| refused(name, &why))?;
+        if let KindSpec::Snapshot(snapshot) = &spec.kind
+            && let Some(CowPlace::Device(cow)) = snapshot.cow.as_ref().map(|cow| &cow.place)
+            && !self.nbd.exports_named(cow).is_empty()
+        {
+            let why = format!("{name}: cow={cow}: is published; copies need it for themselves");
+            return Err(Fault::failed(Errno::EBUSY, why));
+        }
+        Ok(())
+    }
+
+    /// Adds a device that is ready.
+    pub fn add(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
+        self.registry.add(entry).map_err(|why| refused(entry.name(), &why))
+    }
+
+    /// Takes back what this verb made.
+    pub fn undo(&self, changes: &mut Changes, entry: &Arc<Entry>) {
+        // That it was published nowhere yet is no error here; nobody can stand on it yet.
+        let _ = self.unpublish(changes, entry, true);
+        let _ = self.registry.remove(entry);
+    }
+
+    /// Unpublishes a device and forgets it. Returns how many connections that ended.
+    pub fn remove(&self, changes: &mut Changes, entry: &Arc<Entry>, force: bool) -> Result<usize, Fault> {
+        let name = entry.name();
+        Self::check_own(entry)?;
+        self.check_unused(entry, "removed")?;
+        let exports = self.exports_of(name);
+        let ended = if exports.is_empty() { 0 } else { self.unpublish(changes, entry, force)? };
+        // Connections to a template may have made forks of a base until now, but not of what has no users.
+        let removed = self.registry.remove(entry);
+        removed.map_err(|users| {
+            Fault::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
+        })?;
+        Ok(ended)
+    }
+
+    // ---- exports ---------------------------------------------------------------------------------------------------
 
     /// Listens at an address of the command line. Returns it with the port that it got.
     pub fn listen_home(&self, changes: &mut Changes, address: &Address) -> Result<Address, Fault> {
@@ -80,55 +181,11 @@ impl Service {
     }
 
     /// Publishes a device at the addresses of the command line.
-    pub fn publish_home(&self, changes: &mut Changes, entry: &Entry) -> Result<(), Fault> {
+    pub fn publish_home(&self, changes: &mut Changes, entry: &Arc<Entry>) -> Result<(), Fault> {
         for address in changes.home.clone() {
             self.publish(changes, entry, &address, false)?;
         }
         Ok(())
-    }
-
-    /// Sets a device up and publishes it at home, where that is asked.
-    pub fn create(&self, changes: &mut Changes, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
-        let name = spec.name.clone();
-        self.registry.check_free(&name).map_err(|refused| match refused {
-            Refused::Duplicate => {
-                Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists"))
-            }
-            Refused::Full => Fault::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
-        })?;
-        // Before it is there: a file that is made has no name to look at.
-        let place = spec.backing_path().map(Place::of);
-        let entry = Arc::new(Entry::build(spec).map_err(|e| Fault::failed(e.errno, e.sentence))?);
-        self.warn_of_memory(&entry, place.unwrap_or_default());
-        self.registry.add(Arc::clone(&entry));
-        if publish && let Err(fault) = self.publish_home(changes, &entry) {
-            // All or nothing. That it was published nowhere yet is no error here.
-            let _ = self.nbd.unpublish(&name, true);
-            self.registry.remove(&name);
-            return Err(fault);
-        }
-        Ok(entry)
-    }
-
-    /// Called before the device is among the others.
-    fn warn_of_memory(&self, entry: &Entry, place: Place) {
-        let Kind::Ram(ram) = &entry.kind else { return };
-        let config = ram.config();
-        if let (Some(backing), Some(stat)) = (&config.backing, ram.backing()) {
-            for warning in advice::of_backing(entry.name(), backing, stat.size, config.mem_limit, place) {
-                warn!("{warning}");
-            }
-        }
-        // Without /proc there is nothing to compare with.
-        let Ok(memory) = machine::memory() else { return };
-        let others = self.registry.all();
-        let limits = others.iter().filter_map(|other| match &other.kind {
-            Kind::Ram(ram) => Some(ram.config().mem_limit),
-            Kind::Null(_) | Kind::File(_) => None,
-        });
-        for warning in advice::of_memory(entry.name(), &config, limits, memory) {
-            warn!("{warning}");
-        }
     }
 
     /// Publishes a device at an address, and listens there if nobody does. The first export of an address is
@@ -136,33 +193,39 @@ impl Service {
     pub fn publish(
         &self,
         changes: &mut Changes,
-        entry: &Entry,
+        entry: &Arc<Entry>,
         address: &Address,
         read_only: bool,
     ) -> Result<Address, Fault> {
         let name = entry.name();
-        let exports = self.nbd.exports();
-        if exports.iter().any(|e| e.name == name && e.address == *address) {
-            return Err(Fault::failed(Errno::EEXIST, format!("{name}: already published at {address}")));
+        Self::check_own(entry)?;
+        if let Some(snapshot) = self.copies_for(entry) {
+            let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
+            return Err(Fault::failed(Errno::EBUSY, why));
         }
-        let (at, opened) = if self.nbd.addresses().contains(address) {
+        let (at, opened) = if self.nbd.listens_at(address) {
             (address.clone(), false)
         } else {
             let listen = self.nbd.listen(address);
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
-        let options = ExportOptions {
-            read_only: read_only || entry.device().geometry().read_only,
-            default: !exports.iter().any(|e| e.default && e.address == at),
-            description: format!("freestone {} device", entry.kind_name()),
+        let shown = match self.show(entry, &at, read_only, true) {
+            Err(PublishError::DefaultTaken { .. }) => self.show(entry, &at, read_only, false),
+            shown => shown,
         };
-        match self.nbd.publish(&at, name, entry.device(), options) {
+        match shown {
             Ok(()) => {
                 if opened {
                     warn_of_exposure(&at);
-                    changes.opened.push(at.clone());
+                    changes.opened.insert(at.clone(), 0);
+                }
+                if let Some(exports) = changes.opened.get_mut(&at) {
+                    *exports += 1;
                 }
                 Ok(at)
+            }
+            Err(PublishError::Duplicate { .. }) => {
+                Err(Fault::failed(Errno::EEXIST, format!("{name}: already published at {at}")))
             }
             Err(e) => {
                 if opened {
@@ -173,29 +236,59 @@ impl Service {
         }
     }
 
-    /// Takes a device off all addresses. Returns how many connections that ended.
-    pub fn unpublish(&self, changes: &mut Changes, name: &str, force: bool) -> Result<usize, Fault> {
-        if !force {
-            self.check_idle(name)?;
+    fn show(
+        &self,
+        entry: &Arc<Entry>,
+        at: &Address,
+        read_only: bool,
+        default: bool,
+    ) -> Result<(), PublishError> {
+        let description = format!("freestone {} device", entry.kind_name());
+        let export = ExportOptions { read_only: read_only || entry.is_read_only(), default, description };
+        match (entry.device(), &entry.spec.kind) {
+            (Some(device), _) => self.nbd.publish(at, entry.name(), Arc::clone(device), export),
+            (None, KindSpec::Template(spec)) => {
+                let options = TemplateOptions { export, ttl: spec.ttl };
+                self.nbd.publish_template(at, entry.name(), options, template::make(&self.registry, entry))
+            }
+            (None, _) => unreachable!("only a template is without a device"),
         }
+    }
+
+    /// Takes a device off all addresses. Returns how many connections that ended.
+    pub fn unpublish(&self, changes: &mut Changes, entry: &Entry, force: bool) -> Result<usize, Fault> {
+        let name = entry.name();
+        if !force {
+            self.check_idle(entry)?;
+        }
+        let exports = self.exports_of(name);
         let connections = self.nbd.connections(name);
         // Between the check and here somebody may have connected.
         let done = self.nbd.unpublish(name, force);
         done.map_err(|e| Fault::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
-        let exports = self.nbd.exports();
-        changes.opened.retain(|address| {
-            let used = exports.iter().any(|e| e.address == *address);
-            if !used {
-                self.nbd.close(address);
+        for export in exports {
+            let Some(left) = changes.opened.get_mut(&export.address) else { continue };
+            *left -= 1;
+            if *left == 0 {
+                changes.opened.remove(&export.address);
+                self.nbd.close(&export.address);
             }
-            used
-        });
+        }
         Ok(connections)
     }
 
+    /// Where a device is published.
+    pub fn exports_of(&self, name: &str) -> Vec<ExportInfo> {
+        self.nbd.exports_named(name)
+    }
+
+    // ---- what is refused -------------------------------------------------------------------------------------------
+
     /// Refuses where clients are connected.
-    pub fn check_idle(&self, name: &str) -> Result<(), Fault> {
-        match self.nbd.connections(name) {
+    pub fn check_idle(&self, entry: &Entry) -> Result<(), Fault> {
+        let name = entry.name();
+        let of_template = usize::from(entry.template.is_some());
+        match self.nbd.connections(name) + of_template {
             0 => Ok(()),
             1 => {
                 Err(Fault::failed(Errno::EBUSY, format!("{name}: a client is connected; --force goes ahead")))
@@ -207,10 +300,53 @@ impl Service {
         }
     }
 
-    /// Where a device is published.
-    pub fn exports_of(&self, name: &str) -> Vec<ExportInfo> {
-        self.nbd.exports().into_iter().filter(|e| e.name == name).collect()
+    /// Refuses where others stand on the device: what they show would change.
+    pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Fault> {
+        let Some(users) = self.registry.users(entry) else { return Ok(()) };
+        let stand = if users.count == 1 { "stands" } else { "stand" };
+        let why = format!("{}: cannot be {done}: {users} {stand} on it", entry.name());
+        Err(Fault::failed(Errno::EBUSY, why))
     }
+
+    /// Refuses what was made for one connection.
+    fn check_own(entry: &Entry) -> Result<(), Fault> {
+        let Some(template) = &entry.template else { return Ok(()) };
+        let why =
+            format!("{}: belongs to a connection to the template {template}, and goes with it", entry.name());
+        Err(Fault::failed(Errno::EBUSY, why))
+    }
+
+    /// The snapshot whose copies a device holds.
+    fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
+        if !matches!(entry.kind, Kind::Ram(_) | Kind::Fork(_) | Kind::File(_, Some(_))) {
+            return None;
+        }
+        let users = self.registry.users(entry)?;
+        let holds = |name: &String| match &self.registry.find(name)?.spec.kind {
+            KindSpec::Snapshot(snapshot) => {
+                let cow = snapshot.cow.as_ref()?;
+                (cow.place == CowPlace::Device(entry.name().to_owned())).then(|| name.clone())
+            }
+            _ => None,
+        };
+        // It has no other users then.
+        users.some.iter().find_map(holds)
+    }
+}
+
+fn refused(name: &str, why: &Refused) -> Fault {
+    match why {
+        Refused::Duplicate => Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")),
+        Refused::Full => Fault::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
+        Refused::Gone(base) => {
+            Fault::failed(Errno::ENODEV, format!("{name}: {base} was removed at the same time"))
+        }
+    }
+}
+
+/// As the control socket tells it.
+pub fn fault(error: BuildError) -> Fault {
+    Fault::failed(error.errno, error.sentence)
 }
 
 fn warn_of_exposure(address: &Address) {

@@ -61,6 +61,55 @@ fn devices_are_served_and_listed() {
 }
 
 #[test]
+fn open_files_are_many_for_the_server_and_as_before_for_its_command() {
+    let dir = tempdir().unwrap();
+    let run = |limit: &str| {
+        let command = format!(
+            "{limit}; exec {} serve n=null,size=1M --run 'ulimit -S -n; grep open.files /proc/$PPID/limits'",
+            env!("CARGO_BIN_EXE_freestone")
+        );
+        let mut shell = std::process::Command::new("sh");
+        let (code, out, err) =
+            finish(shell.arg("-c").arg(command).current_dir(dir.path()).env("XDG_RUNTIME_DIR", dir.path()));
+        assert_eq!((code, err.as_str()), (0, ""), "{out}");
+        out.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let said = run("ulimit -S -n 300; ulimit -H -n 700");
+    // The command's own limit; then name, soft and hard limit of the server.
+    assert_eq!([&said[0], &said[4], &said[5]], ["300", "700", "700"], "{said:?}");
+}
+
+#[test]
+fn every_verb_shows_examples() {
+    let dir = tempdir().unwrap();
+    for verb in [
+        "serve",
+        "stat",
+        "get",
+        "set",
+        "create",
+        "fork",
+        "snapshot",
+        "merge",
+        "delta",
+        "save",
+        "restore",
+        "rewind",
+        "remove",
+        "reset",
+        "compact",
+        "idle",
+        "writeback",
+        "recompress",
+        "publish",
+        "unpublish",
+    ] {
+        let (code, out, _) = finish(freestone(dir.path()).args([verb, "--help"]));
+        assert!(code == 0 && out.contains("Example") && out.contains(&format!("freestone {verb}")), "{out}");
+    }
+}
+
+#[test]
 fn statistics_have_the_kernels_columns() {
     let serve = Serve::start(&["ram0=ram,disksize=64M", "n0=null,size=1G"]);
     let stat = serve.json(&["stat", "ram0"]);
@@ -142,7 +191,10 @@ fn devices_come_and_go() {
 
     assert_eq!(serve.refused(1, &["create", "r=ram,disksize=64M"]), "r: a device of that name exists");
     let hint = serve.refused(2, &["create", "x=rma,disksize=64M"]);
-    assert_eq!(hint, "x: unknown kind \"rma\"; ram?; the kinds are ram, null, file");
+    assert_eq!(
+        hint,
+        "x: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2"
+    );
     assert!(serve.refused(1, &["create", "x=file,path=missing.img"]).starts_with("x: "));
     let large = "x: disksize=300T: too large; a ram device has at most 256T";
     assert_eq!(serve.refused(2, &["create", "x=ram,disksize=300T"]), large);
@@ -159,7 +211,7 @@ fn devices_come_and_go() {
     assert_eq!(serve.text(&["reset", "r"]), "");
     assert_eq!(serve.json(&["reset", "n0"]), json!({ "name": "n0" }));
     let file = serve.refused(1, &["reset", "f"]);
-    assert_eq!(file, "f: a file device is not reset; only ram and null devices are");
+    assert_eq!(file, "f: a file device is not reset; only ram and null devices and forks are");
 
     assert_eq!(serve.json(&["remove", "h"]), json!({ "name": "h", "connections_ended": 0 }));
     assert_eq!(serve.text(&["remove", "f"]), "");

@@ -1,39 +1,63 @@
 //! The attributes of devices under the kernel's names: what they are, and which can be set to what.
 
+mod over;
 mod ram;
+
+use std::sync::Arc;
 
 use freestone::codec::Algorithm;
 use serde_json::{Map, Value, json};
 
+pub use self::over::{cow_stat, family_stat, merge, over_stat};
 use self::ram::Change;
 pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
+use crate::build::family_of;
 use crate::control::protocol::{Errno, Fault};
 use crate::entries::nearest;
-use crate::registry::{Entry, Kind};
-use crate::spec::KindSpec;
+use crate::entry::{Entry, Kind};
+use crate::registry::Registry;
+use crate::service::fault;
+use crate::spec::{KindSpec, parse_limit};
 
 const NULL_ATTRS: [&str; 2] = ["size", "blocksize"];
 const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
+/// The last three are of the forks' family.
+const BASE_ATTRS: [&str; 7] = ["path", "readonly", "direct", "size", "comp_algorithm", "mem_limit", "family"];
+const QCOW2_ATTRS: [&str; 6] = ["path", "standalone", "size", "comp_algorithm", "mem_limit", "family"];
 
 /// The names of a device's attributes.
 pub fn names(entry: &Entry) -> &'static [&'static str] {
     match entry.kind {
         Kind::Ram(_) => &ram::NAMES,
-        Kind::Null(_) => &NULL_ATTRS,
-        Kind::File(_) => &FILE_ATTRS,
+        Kind::Fork(_) => &over::FORK_NAMES,
+        Kind::Snapshot(_) => &over::SNAPSHOT_NAMES,
+        Kind::Cow(_) => &over::COW_NAMES,
+        Kind::Template(_) => &over::TEMPLATE_NAMES,
+        Kind::Null => &NULL_ATTRS,
+        Kind::File(_, None) => &BASE_ATTRS,
+        Kind::File(..) => &FILE_ATTRS,
+        Kind::Qcow2 => &QCOW2_ATTRS,
     }
 }
 
 /// The value of one attribute. Sizes are numbers of bytes.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Fault> {
     let value = match (&entry.kind, &entry.spec.kind) {
+        _ if !names(entry).contains(&attr) => None,
         (Kind::Ram(ram), _) => ram::value(ram, attr),
+        (Kind::Fork(ram) | Kind::Snapshot(ram), _) => over::value(entry, ram, attr),
+        (Kind::Cow(snapshot), _) => over::cow_value(entry, snapshot, attr),
+        (Kind::Template(made), _) => over::template_value(entry, made, attr),
         (_, KindSpec::Null { blocksize, .. }) if attr == "blocksize" => Some(json!(blocksize)),
-        (Kind::File(file), _) if attr == "path" => Some(json!(file.path().to_string_lossy())),
-        (Kind::File(file), _) if attr == "direct" => Some(json!(if file.is_direct() { "on" } else { "off" })),
-        (Kind::File(_), _) if attr == "readonly" => Some(json!(entry.device().geometry().read_only)),
-        _ if attr == "size" => Some(json!(entry.device().geometry().size)),
-        _ => None,
+        (Kind::File(file, _), _) if attr == "path" => Some(json!(file.path().to_string_lossy())),
+        (Kind::File(file, _), _) if attr == "direct" => {
+            Some(json!(if file.is_direct() { "on" } else { "off" }))
+        }
+        (Kind::File(..), _) if attr == "readonly" => Some(json!(entry.is_read_only())),
+        (_, KindSpec::Qcow2 { path, .. }) if attr == "path" => Some(json!(path.to_string_lossy())),
+        (_, KindSpec::Qcow2 { standalone, .. }) if attr == "standalone" => Some(json!(standalone)),
+        _ if attr == "size" => Some(json!(entry.size())),
+        _ => over::family_value(entry, attr),
     };
     value.ok_or_else(|| unknown(entry, attr))
 }
@@ -59,7 +83,7 @@ pub fn plain(attr: &str, value: &Value) -> String {
 }
 
 /// Checks every attribute, then sets them; after a refusal nothing has changed.
-pub fn set(entry: &Entry, wanted: &Map<String, Value>) -> Result<(), Fault> {
+pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
     let mut changes = Vec::new();
     for (attr, value) in wanted {
         let text = match value {
@@ -70,7 +94,16 @@ pub fn set(entry: &Entry, wanted: &Map<String, Value>) -> Result<(), Fault> {
         changes.push((check(entry, attr, &text)?, attr, text));
     }
     changes.sort_unstable_by_key(|(change, ..)| *change);
-    let Kind::Ram(ram) = &entry.kind else { return Ok(()) };
+    let ram = match &entry.kind {
+        Kind::Ram(ram) => ram,
+        Kind::Fork(ram) => return over::set(entry, ram, &changes),
+        // All that can be set there.
+        _ => {
+            let Some((Change::MemLimit(bytes), ..)) = changes.first() else { return Ok(()) };
+            family_of(entry, registry).map_err(fault)?.set_mem_limit(*bytes);
+            return Ok(());
+        }
+    };
     for (change, attr, text) in changes {
         let made = change.make(ram);
         made.map_err(|e| Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?;
@@ -81,6 +114,10 @@ pub fn set(entry: &Entry, wanted: &Map<String, Value>) -> Result<(), Fault> {
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Fault> {
     match &entry.kind {
         Kind::Ram(ram) => Change::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
+        Kind::Fork(ram) => over::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
+        _ if attr == "mem_limit" && entry.is_outer_base() => parse_limit(text)
+            .map(Change::MemLimit)
+            .map_err(|why| Fault::invalid(format!("{}: mem_limit={text}: {why}", entry.name()))),
         _ if names(entry).contains(&attr) => {
             let why = format!("fixed for the life of a {} device", entry.kind_name());
             Err(Fault::failed(Errno::EBUSY, format!("{}: {attr}={text}: {why}", entry.name())))
@@ -93,7 +130,7 @@ fn unknown(entry: &Entry, attr: &str) -> Fault {
     let (name, names) = (entry.name(), names(entry));
     // In the kernel these are files to write to.
     let words = match attr {
-        "compact" | "reset" => Some(""),
+        "compact" | "reset" | "rewind" => Some(""),
         "idle" => Some(" all"),
         "writeback" => Some(" idle"),
         "recompress" => Some(" type=idle"),
@@ -113,11 +150,26 @@ fn unknown(entry: &Entry, attr: &str) -> Fault {
 mod tests {
     use serde_json::{Map, Value, json};
 
-    use super::{get, names, set};
-    use crate::registry::Entry;
+    use super::{get, names};
+    use std::sync::Arc;
 
-    fn entry(text: &str) -> Entry {
-        Entry::build(text.parse().unwrap()).unwrap()
+    use crate::build::build;
+    use crate::control::protocol::Fault;
+    use crate::entry::Entry;
+    use crate::registry::Registry;
+
+    fn entry(text: &str) -> Arc<Entry> {
+        add(&Registry::default(), text)
+    }
+
+    fn add(registry: &Registry, text: &str) -> Arc<Entry> {
+        let entry = Arc::new(build(text.parse().unwrap(), registry).unwrap());
+        registry.add(&entry).unwrap();
+        entry
+    }
+
+    fn set(entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
+        super::set(&Registry::default(), entry, wanted)
     }
 
     fn wanted(pairs: &[(&str, &str)]) -> Map<String, Value> {
@@ -137,6 +189,36 @@ mod tests {
             }
             assert!(get(&entry, "nonsense").is_err());
         }
+        let registry = Registry::default();
+        let golden = dir.path().join("golden");
+        std::fs::write(&golden, vec![0; 8192]).unwrap();
+        let base = format!("base=file,path={},readonly=1,mem_limit=8M,comp_algorithm=zstd", golden.display());
+        let other = dir.path().join("other");
+        std::fs::write(&other, vec![0; 8192]).unwrap();
+        let disk = format!("disk=file,path={}", other.display());
+        for text in [
+            "r=ram,disksize=1M",
+            &base,
+            &disk,
+            "s=snapshot,origin=r",
+            "f=fork,base=s,mem_limit=1M",
+            "c=snapshot,origin=disk,chunk_size=8K",
+            "t=template,base=base,ttl=5,size=1M",
+        ] {
+            let entry = add(&registry, text);
+            for attr in names(&entry) {
+                get(&entry, attr).unwrap();
+            }
+            assert!(get(&entry, "nonsense").is_err());
+        }
+        let value = |name: &str, attr: &str| get(&registry.find(name).unwrap(), attr).unwrap();
+        assert_eq!((value("s", "origin"), value("f", "mem_limit")), (json!("r"), json!(1 << 20)));
+        assert_eq!((value("c", "store"), value("c", "chunk_size")), (json!("N"), json!(8192)));
+        assert_eq!((value("t", "ttl"), value("t", "size")), (json!(5), json!(1 << 20)));
+        assert_eq!(
+            (value("base", "mem_limit"), value("base", "comp_algorithm")),
+            (json!(8 << 20), json!("zstd"))
+        );
         assert_eq!(get(&entry("r=ram,disksize=1M"), "disksize"), Ok(json!(1 << 20)));
         assert_eq!(get(&entry("n=null,size=1M,blocksize=512"), "blocksize"), Ok(json!(512)));
         assert_eq!(get(&entry(&file), "size"), Ok(json!(8192)));
@@ -174,7 +256,8 @@ mod tests {
             assert_eq!((fault.code, fault.message), (code, format!("r: {attr}={value}: {sentence}")));
             assert_eq!(get(&ram, "mem_limit"), Ok(json!(1 << 20)));
         }
-        let message = |entry: &Entry, attr: &str| set(entry, &wanted(&[(attr, "1")])).unwrap_err().message;
+        let message =
+            |entry: &Arc<Entry>, attr: &str| set(entry, &wanted(&[(attr, "1")])).unwrap_err().message;
         assert_eq!(message(&ram, "compact"), "r: compact is a verb here: freestone compact r");
         assert!(message(&ram, "memlimit").starts_with("r: unknown attribute \"memlimit\"; mem_limit?; "));
         let null = entry("n=null,size=1M");

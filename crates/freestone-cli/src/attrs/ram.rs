@@ -152,6 +152,8 @@ pub enum Change {
     Grow(u64),
     /// `mem_limit`, in bytes; 0 for none.
     MemLimit(u64),
+    /// `mem_min` of a fork, in bytes.
+    MemMin(u64),
     /// `mem_used_max=0`.
     ResetMemUsedMax,
     /// `writeback_limit`, in units of 4 KiB. Before its switch, which then finds it.
@@ -205,6 +207,7 @@ impl Change {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
             Self::MemLimit(bytes) => ram.set_mem_limit(bytes),
+            Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),
             Self::WritebackLimitEnable(on) => ram.set_writeback_limit_enable(on),

@@ -31,6 +31,8 @@ pub enum Errno {
     EBUSY,
     /// This kind of device does not do that.
     EOPNOTSUPP,
+    /// The device does not change.
+    EROFS,
     /// The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.
     EIO,
     /// Nothing can listen at that address.

@@ -1,10 +1,11 @@
 //! What a device is asked to be: kinds, their keys, and the values these take.
 
-mod ram;
+mod family;
+mod over;
 #[cfg(test)]
 mod tests;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use freestone::codec::{Algorithm, ParamsError};
@@ -12,14 +13,17 @@ use freestone::file::Direct;
 use freestone::null;
 use freestone::ram::DISKSIZE_BYTES_MAX;
 
-pub use self::ram::{RamSpec, parse_batch, parse_units};
+pub use self::family::{FamilySpec, KEYS as FAMILY_KEYS, parse_batch, parse_units};
+pub use self::over::{CowPlace, CowSpec, ForkSpec, SnapshotSpec, TemplateSpec};
 use crate::entries::{Entries, SpecError, nearest};
 use crate::size::{self, SizeError};
 
 /// Every kind of device.
-pub const KINDS: [&str; 3] = ["ram", "null", "file"];
+pub const KINDS: [&str; 7] = ["ram", "fork", "snapshot", "template", "null", "file", "qcow2"];
+const RAM_KEYS: [&str; 13] = joined(&["disksize"], &family::KEYS, &["publish"]);
 const NULL_KEYS: [&str; 3] = ["size", "blocksize", "publish"];
-const FILE_KEYS: [&str; 5] = ["path", "readonly", "direct", "size", "publish"];
+const FILE_KEYS: [&str; 16] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &["publish"]);
+const QCOW2_KEYS: [&str; 14] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
 
 const BLOCKSIZE_MIN_BYTES: u32 = 512;
 const BLOCKSIZE_MAX_BYTES: u32 = 4096;
@@ -41,7 +45,18 @@ pub struct Spec {
 #[derive(Debug, Clone, PartialEq)]
 pub enum KindSpec {
     /// A compressed RAM disk.
-    Ram(Box<RamSpec>),
+    Ram {
+        /// Bytes.
+        disksize: u64,
+        /// Everything else.
+        family: Box<FamilySpec>,
+    },
+    /// A disk over a base.
+    Fork(ForkSpec),
+    /// What a device held at one moment.
+    Snapshot(Box<SnapshotSpec>),
+    /// A fork for every connection.
+    Template(TemplateSpec),
     /// Writes vanish, reads are zeroes.
     Null {
         /// Bytes.
@@ -59,6 +74,24 @@ pub enum KindSpec {
         direct: Direct,
         /// Bytes, where not the file's own.
         size: Option<u64>,
+        /// What its forks share.
+        family: Box<FamilySpec>,
+    },
+    /// From a saved file.
+    Restored {
+        /// Where that is.
+        file: PathBuf,
+        /// The name of the base that forks stand on.
+        base: Option<String>,
+    },
+    /// A qcow2 image, read-only.
+    Qcow2 {
+        /// Where it is.
+        path: PathBuf,
+        /// Refuse one that stands on other files.
+        standalone: bool,
+        /// What its forks share.
+        family: Box<FamilySpec>,
     },
 }
 
@@ -70,11 +103,16 @@ impl FromStr for Spec {
 }
 
 impl Spec {
-    /// Where a RAM disk is to write pages.
-    pub fn backing_path(&self) -> Option<&Path> {
+    /// What it shares with others: with its own snapshots and their forks, or its forks with one another.
+    pub fn family(&self) -> Option<&FamilySpec> {
         match &self.kind {
-            KindSpec::Ram(ram) => ram.backing.as_ref().map(|backing| backing.path.as_path()),
-            KindSpec::Null { .. } | KindSpec::File { .. } => None,
+            KindSpec::Ram { family, .. } | KindSpec::File { family, .. } | KindSpec::Qcow2 { family, .. } => {
+                Some(family)
+            }
+            KindSpec::Snapshot(spec) => Some(&spec.family),
+            KindSpec::Fork(_) | KindSpec::Template(_) | KindSpec::Null { .. } | KindSpec::Restored { .. } => {
+                None
+            }
         }
     }
 
@@ -82,7 +120,14 @@ impl Spec {
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
         let keys = Keys(entries);
         let kind = match keys.0.kind.as_str() {
-            "ram" => KindSpec::Ram(Box::new(RamSpec::take(&keys)?)),
+            "ram" => {
+                keys.allow(&RAM_KEYS)?;
+                let disksize = keys.need("ram", "disksize", "disksize=4G", parse_disksize)?;
+                KindSpec::Ram { disksize, family: Box::new(FamilySpec::take(&keys)?) }
+            }
+            "fork" => KindSpec::Fork(ForkSpec::take(&keys)?),
+            "snapshot" => KindSpec::Snapshot(Box::new(SnapshotSpec::take(&keys)?)),
+            "template" => KindSpec::Template(TemplateSpec::take(&keys)?),
             "null" => {
                 keys.allow(&NULL_KEYS)?;
                 let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_MAX_BYTES);
@@ -95,11 +140,26 @@ impl Spec {
             }
             "file" => {
                 keys.allow(&FILE_KEYS)?;
+                let path = keys.need("file", "path", "path=disk.img", parse_path)?;
+                let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
+                if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some()))
+                {
+                    return Err(keys.refuse(key, "only with readonly=yes; it is for the forks of the file"));
+                }
                 KindSpec::File {
-                    path: keys.need("file", "path", "path=disk.img", parse_path)?,
-                    readonly: keys.take("readonly", parse_bool)?.unwrap_or(false),
+                    path,
+                    readonly,
                     direct: keys.take("direct", parse_direct)?.unwrap_or(Direct::Auto),
                     size: keys.take("size", parse_length)?,
+                    family: Box::new(FamilySpec::take(&keys)?),
+                }
+            }
+            "qcow2" => {
+                keys.allow(&QCOW2_KEYS)?;
+                KindSpec::Qcow2 {
+                    path: keys.need("qcow2", "path", "path=disk.qcow2", parse_path)?,
+                    standalone: keys.take("standalone", parse_bool)?.unwrap_or(false),
+                    family: Box::new(FamilySpec::take(&keys)?),
                 }
             }
             other => {
@@ -110,6 +170,26 @@ impl Spec {
         let publish = keys.take("publish", parse_bool)?;
         Ok(Self { name: keys.0.name, publish, kind })
     }
+}
+
+/// Lists one after the other.
+const fn joined<const N: usize>(
+    first: &[&'static str],
+    then: &[&'static str],
+    last: &[&'static str],
+) -> [&'static str; N] {
+    let (mut all, lists) = ([""; N], [first, then, last]);
+    let (mut index, mut from, mut to) = (0, 0, 0);
+    while index < lists.len() {
+        if from == lists[index].len() {
+            (index, from) = (index + 1, 0);
+        } else {
+            all[to] = lists[index][from];
+            (from, to) = (from + 1, to + 1);
+        }
+    }
+    assert!(to == N, "the length is the sum");
+    all
 }
 
 /// Hands out keys one by one.

@@ -1,14 +1,15 @@
 //! What is taken and what is refused.
 
 use freestone::codec::Algorithm;
+use freestone::cow::StoreKind;
 use freestone::file::Direct;
 
-use super::{KindSpec, RamSpec, Spec};
+use super::{CowPlace, FamilySpec, KindSpec, Spec};
 
-fn ram(keys: &str) -> RamSpec {
+fn ram(keys: &str) -> FamilySpec {
     let spec: Spec = format!("r=ram,disksize=1G,{keys}").parse().unwrap();
-    let KindSpec::Ram(ram) = spec.kind else { panic!("{keys}") };
-    *ram
+    let KindSpec::Ram { family, .. } = spec.kind else { panic!("{keys}") };
+    *family
 }
 
 #[test]
@@ -16,13 +17,13 @@ fn devices_are_parsed() {
     let spec: Spec =
         "r=ram,disksize=4G,comp_algorithm=zstd,algorithm_params=level=3,mem_limit=1g".parse().unwrap();
     assert_eq!((spec.name.as_str(), spec.publish), ("r", None));
-    let KindSpec::Ram(ram) = spec.kind else { panic!() };
-    assert_eq!((ram.disksize, ram.comp_algorithm, ram.mem_limit), (4 << 30, Algorithm::Zstd, Some(1 << 30)));
+    let KindSpec::Ram { disksize, family: ram } = spec.kind else { panic!() };
+    assert_eq!((disksize, ram.comp_algorithm, ram.mem_limit), (4 << 30, Algorithm::Zstd, Some(1 << 30)));
     assert_eq!((ram.algorithm_params.as_str(), ram.backing, ram.auto_recompress), ("level=3", None, None));
 
     for (text, limit) in [("", None), (",mem_limit=0", Some(0)), (",mem_limit=none", Some(0))] {
         let spec: Spec = format!("r=ram,disksize=1M{text}").parse().unwrap();
-        assert!(matches!(spec.kind, KindSpec::Ram(ram) if ram.mem_limit == limit), "{text}");
+        assert!(matches!(spec.kind, KindSpec::Ram { family, .. } if family.mem_limit == limit), "{text}");
     }
 
     let spec: Spec = "n=null,size=1T,blocksize=512,publish=no".parse().unwrap();
@@ -33,8 +34,81 @@ fn devices_are_parsed() {
 
     let spec: Spec = "f=file,path=/a=b,,c,readonly=1,direct=off,size=8K,publish=yes".parse().unwrap();
     let path = "/a=b,c".into();
-    assert_eq!(spec.kind, KindSpec::File { path, readonly: true, direct: Direct::Off, size: Some(8192) });
+    let family = Box::new(ram_family());
+    assert_eq!(
+        spec.kind,
+        KindSpec::File { path, readonly: true, direct: Direct::Off, size: Some(8192), family }
+    );
     assert_eq!(spec.publish, Some(true));
+}
+
+fn ram_family() -> FamilySpec {
+    let spec: Spec = "r=ram,disksize=1G".parse().unwrap();
+    spec.family().unwrap().clone()
+}
+
+#[test]
+fn forks_snapshots_and_templates_are_parsed() {
+    let spec: Spec = "f=fork,base=golden,size=20G,mem_limit=512M,mem_min=64M".parse().unwrap();
+    let KindSpec::Fork(fork) = spec.kind else { panic!() };
+    assert_eq!((fork.base.as_str(), fork.size), ("golden", Some(20 << 30)));
+    assert_eq!((fork.mem_limit, fork.mem_min), (512 << 20, 64 << 20));
+    let spec: Spec = "f=fork,base=golden".parse().unwrap();
+    let KindSpec::Fork(fork) = spec.kind else { panic!() };
+    assert_eq!((fork.size, fork.mem_limit, fork.mem_min), (None, 0, 0));
+    let spec: Spec = "t=template,base=golden,ttl=60,mem_limit=none".parse().unwrap();
+    let KindSpec::Template(template) = spec.kind else { panic!() };
+    assert_eq!((template.ttl.map(|ttl| ttl.as_secs()), template.fork.mem_limit), (Some(60), 0));
+
+    let spec: Spec = "s=snapshot,origin=r".parse().unwrap();
+    let KindSpec::Snapshot(snapshot) = spec.kind else { panic!() };
+    assert_eq!((snapshot.origin.as_str(), &snapshot.cow, snapshot.family_said), ("r", &None, false));
+    let text =
+        "s=snapshot,origin=r,cow=./x.cow,cow_size=1G,store=po,chunk_size=64K,force=1,readonly=1,mem_limit=1G";
+    let KindSpec::Snapshot(snapshot) = text.parse::<Spec>().unwrap().kind else { panic!() };
+    let cow = snapshot.cow.unwrap();
+    assert_eq!((cow.place, cow.size), (CowPlace::Path("./x.cow".into()), Some(1 << 30)));
+    assert_eq!((cow.store, cow.force), (StoreKind::PersistentOverflow, true));
+    assert_eq!((snapshot.chunk_size, snapshot.readonly), (Some(65536), Some(true)));
+    assert!(snapshot.family_said && snapshot.family.mem_limit == Some(1 << 30));
+    let KindSpec::Snapshot(snapshot) = "s=snapshot,origin=r,cow=c".parse::<Spec>().unwrap().kind else {
+        panic!()
+    };
+    assert_eq!(snapshot.cow.unwrap().place, CowPlace::Device("c".into()));
+
+    let spec: Spec = "q=qcow2,path=a,standalone=1,comp_algorithm=zstd".parse().unwrap();
+    assert_eq!(spec.family().unwrap().comp_algorithm, Algorithm::Zstd);
+    assert!(matches!(spec.kind, KindSpec::Qcow2 { standalone: true, .. }));
+}
+
+#[test]
+fn refusals_of_forks_and_snapshots() {
+    let unit = "(K, M, G and T are known, 1024-based)";
+    for (text, sentence) in [
+        ("f=fork", "f: base is missing; a fork device needs it, for example base=golden".to_owned()),
+        ("f=fork,base=", "f: base=: must be the name of a device".into()),
+        ("f=fork,base=./x.img", "f: base=./x.img: must be the name of a device".into()),
+        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, publish".into()),
+        ("f=fork,base=x,size=1", format!("f: size=1: give a unit; 1M? {unit}")),
+        ("f=fork,base=x,size=0", "f: size=0: must be more than 0".into()),
+        ("f=fork,base=x,mem_limit=1M,mem_min=2M", "f: mem_min=2M: above mem_limit=1M".into()),
+        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, publish".into()),
+        ("t=template,base=x,ttl=forever", "t: ttl=forever: must be none, or the seconds a connection may last, 1 to 31622400".into()),
+        ("s=snapshot", "s: origin is missing; a snapshot device needs it, for example origin=ram0".into()),
+        ("s=snapshot,origin=r,store=PO", "s: store=PO: only with cow=PATH or cow=DEVICE".into()),
+        ("s=snapshot,origin=r,cow_size=1G", "s: cow_size=1G: only with cow=PATH or cow=DEVICE".into()),
+        ("s=snapshot,origin=r,cow=c,cow_size=1G", "s: cow_size=1G: only where cow is a file; a path has a slash, ./x.cow".into()),
+        ("s=snapshot,origin=r,cow=", "s: cow=: must be a path with a slash, ./x.cow, or a device".into()),
+        ("s=snapshot,origin=r,cow=c,store=X", "s: store=X: must be P (persistent), PO (persistent, with overflow) or N (transient)".into()),
+        ("s=snapshot,origin=r,chunk_size=5K", "s: chunk_size=5K: must be a power of two from 4K to 1G".into()),
+        ("s=snapshot,origin=r,chunk_size=2K", "s: chunk_size=2K: must be a power of two from 4K to 1G".into()),
+        ("s=snapshot,origin=r,chunk_size=64", format!("s: chunk_size=64: give a unit; 64M? {unit}")),
+        ("s=snapshot,origin=r,discard_passdown_origin=1", "s: discard_passdown_origin=1: only with discard_zeroes_cow=yes".into()),
+        ("f=file,path=a,mem_limit=1G", "f: mem_limit=1G: only with readonly=yes; it is for the forks of the file".into()),
+        ("q=qcow2", "q: path is missing; a qcow2 device needs it, for example path=disk.qcow2".into()),
+    ] {
+        assert_eq!(text.parse::<Spec>().unwrap_err().to_string(), sentence, "{text}");
+    }
 }
 
 #[test]
@@ -51,8 +125,8 @@ fn refusals_name_device_key_and_what_is_allowed() {
             "=ram,disksize=1G",
             "\"\": a device name is 1 to 255 bytes of printable characters without '=', ',', '/' or blanks".into(),
         ),
-        ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, null, file".into()),
-        ("r=", "r: unknown kind \"\"; the kinds are ram, null, file".into()),
+        ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2".into()),
+        ("r=", "r: unknown kind \"\"; the kinds are ram, fork, snapshot, template, null, file, qcow2".into()),
         ("r=ram,disksiez=1G", format!("r: unknown key \"disksiez\"; disksize?; {ram}")),
         ("r=ram,size=1G", format!("r: unknown key \"size\"; disksize?; {ram}")),
         ("r=ram,colour=blue", format!("r: unknown key \"colour\"; {ram}")),

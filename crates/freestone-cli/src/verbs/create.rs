@@ -24,18 +24,23 @@ pub struct Create;
 pub struct Params {
     /// NAME=KIND[,key=value]... as for serve; publish=yes publishes it on serve's addresses
     device: String,
+    /// If it is there, made with the same words, that is success as well
+    #[arg(long)]
+    #[serde(default)]
+    if_absent: bool,
 }
 
 impl Params {
     /// Checks the device before the server is asked, and makes its paths independent of our directory.
     pub fn checked(self) -> Result<Self, Usage> {
+        let if_absent = self.if_absent;
         let entries = Entries::parse(&self.device).map_err(|e| Usage(e.to_string()))?;
         let here =
             env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let entries = entries.with_base(&here);
         let device = entries.to_string();
         Spec::from_entries(entries).map_err(|e| Usage(e.to_string()))?;
-        Ok(Self { device })
+        Ok(Self { device, if_absent })
     }
 }
 
@@ -46,6 +51,8 @@ pub struct Reply {
     kind: String,
     /// Bytes.
     disksize: u64,
+    /// False where it was there.
+    created: bool,
     exports: Vec<Export>,
 }
 
@@ -57,17 +64,24 @@ impl Verb for Create {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let spec: Spec = params.device.parse().map_err(|e| Fault::invalid(format!("{e}")))?;
         let publish = spec.publish.unwrap_or(false);
-        let entry = service.create(&mut service.changes(), spec, publish)?;
+        let mut changes = service.changes();
+        let (entry, created) = if params.if_absent {
+            service.create_if_absent(&mut changes, spec, publish)?
+        } else {
+            (service.create(&mut changes, spec, publish)?, true)
+        };
+        drop(changes);
         Ok(Reply {
             name: entry.name().to_owned(),
             kind: entry.kind_name().to_owned(),
-            disksize: entry.device().geometry().size,
+            disksize: entry.size(),
+            created,
             exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
         })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, kind, disksize, exports } = reply;
+        let Reply { name, kind, disksize, exports, created: _ } = reply;
         if exports.is_empty() {
             let publish = format!("freestone publish {name} --nbd ADDR");
             return writeln!(

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::registry::{Entry, Kind};
+use crate::entry::{Entry, Kind};
 use crate::service::Service;
 use crate::size::human;
 
@@ -38,6 +38,15 @@ struct Row {
     name: String,
     kind: String,
     disksize: u64,
+    /// Of forks and templates; the origin of a snapshot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<String>,
+    /// Of a fork that was made for a connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    template: Option<String>,
+    /// Of a file's snapshot, in dm's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    status: Option<String>,
     #[serde(flatten)]
     ram: Option<RamRow>,
     exports: Vec<Export>,
@@ -65,6 +74,8 @@ pub struct Export {
     pub read_only: bool,
     /// Also found under the empty name.
     pub default: bool,
+    /// Every connection gets a fork of its own.
+    pub template: bool,
     /// Open connections.
     pub connections: usize,
 }
@@ -76,6 +87,7 @@ impl From<&ExportInfo> for Export {
             uri: info.address.uri(&info.name),
             read_only: info.read_only,
             default: info.default,
+            template: info.template,
             connections: info.connections,
         }
     }
@@ -88,10 +100,9 @@ impl Verb for List {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let pattern = params.pattern.as_deref().unwrap_or("*");
-        let exports = service.nbd.exports();
         let entries = service.registry.all();
-        let devices =
-            entries.iter().filter(|e| matches(pattern, e.name())).map(|e| row(e, &exports)).collect();
+        let devices = entries.iter().filter(|e| matches(pattern, e.name())).map(|e| row(e, service));
+        let devices = devices.collect();
         Ok(Reply { devices })
     }
 
@@ -114,7 +125,7 @@ impl Verb for List {
     }
 }
 
-const HEADER: [&str; 12] = [
+const HEADER: [&str; 13] = [
     "NAME",
     "KIND",
     "DISKSIZE",
@@ -125,34 +136,39 @@ const HEADER: [&str; 12] = [
     "MEM-LIMIT",
     "MEM-USED",
     "ZERO-PAGES",
+    "BASE",
     "CLIENTS",
     "EXPORTS",
 ];
 /// Aligned to the left; the others are numbers.
-const TEXT_COLUMNS: [&str; 4] = ["NAME", "KIND", "ALGORITHM", "EXPORTS"];
+const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
-fn row(entry: &Entry, exports: &[ExportInfo]) -> Row {
-    let ram = match &entry.kind {
-        Kind::Ram(ram) => {
-            let stat = ram.mm_stat();
-            Some(RamRow {
-                orig_data_size: stat.orig_data_size,
-                compr_data_size: stat.compr_data_size,
-                comp_algorithm: ram.config().comp_algorithm.to_string(),
-                mem_used_total: stat.mem_used_total,
-                mem_limit: stat.mem_limit,
-                mem_used_max: stat.mem_used_max,
-                same_pages: stat.same_pages,
-            })
+fn row(entry: &Entry, service: &Service) -> Row {
+    let ram = entry.ram().map(|ram| {
+        let stat = ram.mm_stat();
+        RamRow {
+            orig_data_size: stat.orig_data_size,
+            compr_data_size: stat.compr_data_size,
+            comp_algorithm: ram.config().comp_algorithm.to_string(),
+            mem_used_total: stat.mem_used_total,
+            mem_limit: stat.mem_limit,
+            mem_used_max: stat.mem_used_max,
+            same_pages: stat.same_pages,
         }
-        Kind::Null(_) | Kind::File(_) => None,
+    });
+    let status = match &entry.kind {
+        Kind::Cow(snapshot) => Some(snapshot.status().to_string()),
+        _ => None,
     };
     Row {
         name: entry.name().to_owned(),
         kind: entry.kind_name().to_owned(),
-        disksize: entry.device().geometry().size,
+        disksize: entry.size(),
+        base: entry.below().map(str::to_owned),
+        template: entry.template.clone(),
+        status,
         ram,
-        exports: exports.iter().filter(|e| e.name == entry.name()).map(Export::from).collect(),
+        exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
     }
 }
 
@@ -161,7 +177,11 @@ fn cells(row: &Row) -> Vec<String> {
     let exports: Vec<_> = row
         .exports
         .iter()
-        .map(|e| if e.read_only { format!("{} (ro)", e.address) } else { e.address.clone() })
+        .map(|e| match (e.read_only, e.template) {
+            (true, _) => format!("{} (ro)", e.address),
+            (false, true) => format!("{} (template)", e.address),
+            (false, false) => e.address.clone(),
+        })
         .collect();
     vec![
         row.name.clone(),
@@ -174,7 +194,10 @@ fn cells(row: &Row) -> Vec<String> {
         ram(|r| if r.mem_limit == 0 { "none".into() } else { human(r.mem_limit) }),
         ram(|r| human(r.mem_used_max)),
         ram(|r| r.same_pages.to_string()),
-        row.exports.iter().map(|e| e.connections).sum::<usize>().to_string(),
+        row.base.clone().unwrap_or_else(|| "-".to_owned()),
+        // A fork of a template has the one that it was made for.
+        (row.exports.iter().map(|e| e.connections).sum::<usize>() + usize::from(row.template.is_some()))
+            .to_string(),
         if exports.is_empty() { "-".into() } else { exports.join(" ") },
     ]
 }

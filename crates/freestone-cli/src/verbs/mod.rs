@@ -3,31 +3,43 @@
 
 pub mod compact;
 pub mod create;
+pub mod delta;
+pub mod fork;
 pub mod get;
 pub mod idle;
 pub mod list;
+pub mod merge;
 pub mod publish;
 pub mod recompress;
 pub mod remove;
 pub mod reset;
+pub mod restore;
+pub mod rewind;
+pub mod save;
 pub mod set;
+pub mod snapshot;
 pub mod stat;
 pub mod unpublish;
+mod words;
 pub mod writeback;
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal as _, Write};
 use std::path::PathBuf;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error::Stdout;
 use crate::service::Service;
+use crate::size::human;
 
 /// A verb of the control socket.
 pub trait Verb {
@@ -47,12 +59,21 @@ pub trait Verb {
 
 type Run = fn(&Service, Option<Value>) -> Result<Value, Fault>;
 
-const VERBS: [(&str, Run); 13] = [
+const VERBS: [(&str, Run); 22] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
     entry::<set::Set>(),
     entry::<create::Create>(),
+    entry::<fork::Fork>(),
+    entry::<snapshot::Snapshot>(),
+    entry::<rewind::Rewind>(),
+    entry::<merge::Merge>(),
+    entry::<delta::Show>(),
+    entry::<delta::Save>(),
+    entry::<delta::Apply>(),
+    entry::<save::Save>(),
+    entry::<restore::Restore>(),
     entry::<remove::Remove>(),
     entry::<reset::Reset>(),
     entry::<compact::Compact>(),
@@ -99,11 +120,37 @@ pub struct Common {
     control: Option<PathBuf>,
 }
 
+/// How often a client that waits looks how far it is.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
 /// The client's part of any verb: ask, and show the answer.
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
+    let answer = call::<V>(params, common)?;
+    show::<V>(params, answer, common)
+}
+
+/// The same for a verb that takes long: a terminal is shown how far it is.
+pub fn ask_long<V: Verb>(params: &V::Params, name: &str, common: &Common) -> Result<()> {
+    if !io::stderr().is_terminal() {
+        return ask::<V>(params, common);
+    }
+    let (ended, end) = mpsc::channel::<()>();
+    let answer = thread::scope(|scope| {
+        scope.spawn(move || watch(name, common, &end));
+        let answer = call::<V>(params, common);
+        drop(ended);
+        answer
+    })?;
+    show::<V>(params, answer, common)
+}
+
+fn call<V: Verb>(params: &V::Params, common: &Common) -> Result<Value> {
     let mut client = Client::connect(common.control.as_deref())?;
     let request = serde_json::to_value(params).context("cannot write the request")?;
-    let answer = client.call(V::METHOD, &request)?;
+    client.call(V::METHOD, &request)
+}
+
+fn show<V: Verb>(params: &V::Params, answer: Value, common: &Common) -> Result<()> {
     let mut out = io::stdout().lock();
     let written = if common.json {
         let json = serde_json::to_writer_pretty(&mut out, &answer).map_err(io::Error::from);
@@ -115,4 +162,25 @@ pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     };
     written.and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
+}
+
+/// Shows on one line of stderr how far a verb is, until it ends. Whatever fails here, the verb goes on.
+fn watch(name: &str, common: &Common, end: &mpsc::Receiver<()>) {
+    let mut shown = false;
+    while matches!(end.recv_timeout(LOOK_EVERY), Err(mpsc::RecvTimeoutError::Timeout)) {
+        let look = || {
+            let mut client = Client::connect(common.control.as_deref()).ok()?;
+            let stat = client.call(stat::Stat::METHOD, &json!({ "name": name })).ok()?;
+            let number = |key: &str| stat["progress"][key].as_u64();
+            let (done, total) = (number("done_bytes")?, number("total_bytes")?);
+            let verb = stat["progress"]["verb"].as_str()?;
+            let part = done.saturating_mul(100) / total.max(1);
+            let line = format!("{name}: {verb}: {} of {}, {part} %", human(done), human(total));
+            write!(io::stderr(), "\r{line:<70}").ok()
+        };
+        shown |= look().is_some();
+    }
+    if shown {
+        let _ = write!(io::stderr(), "\r{:<70}\r", "");
+    }
 }

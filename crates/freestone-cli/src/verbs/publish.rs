@@ -1,6 +1,7 @@
 //! `publish NAME --nbd ADDR`: an export at run time.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
@@ -8,9 +9,11 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
+use crate::entries::Entries;
 use crate::error::Usage;
 use crate::paths::parse_address;
 use crate::service::Service;
+use crate::spec::Spec;
 
 /// The verb.
 pub struct Publish;
@@ -19,8 +22,11 @@ pub struct Publish;
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device
+    /// The device; with --template the base
     name: String,
+    /// With --template: the name that clients ask for [default: NAME-fork]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    export: Option<String>,
     /// unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not yet
     #[arg(long, value_name = "ADDR")]
     nbd: String,
@@ -28,21 +34,56 @@ pub struct Params {
     #[arg(long)]
     #[serde(default)]
     read_only: bool,
+    /// Every connection gets a fork of its own, gone when it ends
+    #[arg(long)]
+    #[serde(default)]
+    template: bool,
+    /// End a connection to the template after so long
+    #[arg(long, value_name = "SECONDS")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ttl: Option<u64>,
 }
 
 impl Params {
     /// Checks the address before the server is asked, and makes its path independent of our directory.
     pub fn checked(mut self) -> Result<Self, Usage> {
+        self.template_spec().map_err(|fault| Usage(fault.message))?;
         self.nbd = parse_address(&self.nbd, None)
             .map_err(|e| Usage(format!("{}: --nbd: {e}", self.name)))?
             .to_string();
         Ok(self)
+    }
+
+    /// The template that is to be made first.
+    fn template_spec(&self) -> Result<Option<Spec>, Fault> {
+        let name = &self.name;
+        if !self.template {
+            return match (&self.export, self.ttl) {
+                (None, None) => Ok(None),
+                (Some(export), _) => Err(Fault::invalid(format!(
+                    "{name}: publish: {export}: a name of its own is for --template"
+                ))),
+                (None, Some(ttl)) => {
+                    Err(Fault::invalid(format!("{name}: publish: ttl={ttl}: only with --template")))
+                }
+            };
+        }
+        let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
+        let spec = Entries::new(&export, "template").and_then(|mut entries| {
+            entries.add("base", name)?;
+            if let Some(ttl) = self.ttl {
+                entries.add("ttl", &ttl.to_string())?;
+            }
+            Spec::from_entries(entries)
+        });
+        spec.map(Some).map_err(|e| Fault::invalid(e.to_string()))
     }
 }
 
 /// Where it is now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
+    /// What clients ask for.
     name: String,
     /// With the port that was chosen.
     address: String,
@@ -55,13 +96,29 @@ impl Verb for Publish {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        let Params { name, nbd, read_only } = params;
+        let template = params.template_spec()?;
+        let Params { name, nbd, read_only, .. } = params;
         let address: Address =
             parse_address(&nbd, None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))?;
         let mut changes = service.changes();
-        let entry = service.find(&name)?;
-        let at = service.publish(&mut changes, &entry, &address, read_only)?;
-        Ok(Reply { address: at.to_string(), uri: at.uri(&name), name })
+        let made = template.map(|spec| service.create(&mut changes, spec, false)).transpose()?;
+        let entry = match &made {
+            Some(template) => Arc::clone(template),
+            None => service.find(&name)?,
+        };
+        match service.publish(&mut changes, &entry, &address, read_only) {
+            Ok(at) => Ok(Reply {
+                address: at.to_string(),
+                uri: at.uri(entry.name()),
+                name: entry.name().to_owned(),
+            }),
+            Err(fault) => {
+                if let Some(template) = made {
+                    service.undo(&mut changes, &template);
+                }
+                Err(fault)
+            }
+        }
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {

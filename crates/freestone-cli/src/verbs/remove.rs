@@ -3,10 +3,12 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use freestone::cow::MergeStatus;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::{Entry, Kind};
 use crate::service::Service;
 
 /// The verb.
@@ -16,12 +18,25 @@ pub struct Remove;
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device; the content of a ram device is gone with it
+    /// The device; what it holds in memory is gone with it
     name: String,
     /// Also where clients are connected; they are cut off
     #[arg(long)]
     #[serde(default)]
     force: bool,
+}
+
+/// Refuses to forget a snapshot that is half in its origin.
+fn check_merged(entry: &Entry) -> Result<(), Fault> {
+    let (Kind::Cow(snapshot), name) = (&entry.kind, entry.name()) else { return Ok(()) };
+    match snapshot.merge_status() {
+        MergeStatus::None | MergeStatus::Finished => Ok(()),
+        _ => {
+            let origin = entry.below().unwrap_or_default();
+            let why = format!("{name}: its merge into {origin} is not finished: freestone merge {name}");
+            Err(Fault::failed(Errno::EBUSY, format!("{why} --into-origin")))
+        }
+    }
 }
 
 /// What was done.
@@ -41,12 +56,8 @@ impl Verb for Remove {
         let name = params.name;
         let mut changes = service.changes();
         let entry = service.find(&name)?;
-        let connections_ended = if service.exports_of(&name).is_empty() {
-            0
-        } else {
-            service.unpublish(&mut changes, &name, params.force)?
-        };
-        service.registry.remove(&name);
+        check_merged(&entry)?;
+        let connections_ended = service.remove(&mut changes, &entry, params.force)?;
         drop(changes);
         // To give back a large device takes time, which nobody else waits for.
         drop(entry);

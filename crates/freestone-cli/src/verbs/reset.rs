@@ -1,13 +1,14 @@
-//! `reset NAME`: wipes a ram or null device.
+//! `reset NAME`: wipes a ram or null device; a fork is as its base after that.
 
 use std::io::{self, Write};
+use std::sync::atomic::Ordering;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::{Errno, Fault};
-use crate::registry::Kind;
+use crate::entry::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -17,9 +18,9 @@ pub struct Reset;
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device, ram or null
+    /// The device: ram, null, or a fork
     name: String,
-    /// Also where clients are connected; they stay, and read zeroes from then on
+    /// Also where clients are connected; they stay, and read zeroes (of a fork its base) from then on
     #[arg(long)]
     #[serde(default)]
     force: bool,
@@ -40,14 +41,25 @@ impl Verb for Reset {
         let name = params.name;
         let _changes = service.changes();
         let entry = service.find(&name)?;
-        if let Kind::File(_) = entry.kind {
-            let why = "a file device is not reset; only ram and null devices are";
-            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
+        match entry.kind {
+            Kind::Ram(_) | Kind::Fork(_) | Kind::Null => {}
+            Kind::Snapshot(_) | Kind::Cow(_) => {
+                let why = "is a snapshot, which does not change; fork it";
+                return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
+            }
+            Kind::Template(_) | Kind::File(..) | Kind::Qcow2 => {
+                let why = "is not reset; only ram and null devices and forks are";
+                let kind = entry.kind_name();
+                return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
+            }
         }
+        service.check_unused(&entry, "reset")?;
         if !params.force {
-            service.check_idle(&name)?;
+            service.check_idle(&entry)?;
         }
-        if let Kind::Ram(ram) = &entry.kind {
+        let _job = service.jobs.begin(&name, "reset")?;
+        entry.rewinds.fetch_add(1, Ordering::SeqCst);
+        if let Some(ram) = entry.ram() {
             ram.reset().map_err(|e| Fault::failed(Errno::EROFS, format!("{name}: {e}")))?;
         }
         // A null device keeps nothing that could be wiped.

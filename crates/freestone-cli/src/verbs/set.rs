@@ -65,7 +65,7 @@ impl Verb for Set {
         }
         let _changes = service.changes();
         let entry = service.find(&params.name)?;
-        attrs::set(&entry, &params.attrs)?;
+        attrs::set(&service.registry, &entry, &params.attrs)?;
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 

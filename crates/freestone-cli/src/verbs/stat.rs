@@ -10,8 +10,8 @@ use super::Verb;
 use super::list::Export;
 use crate::attrs;
 use crate::control::protocol::Fault;
+use crate::entry::{Entry, Kind};
 use crate::machine;
-use crate::registry::{Entry, Kind};
 use crate::service::Service;
 use crate::size::human;
 
@@ -27,8 +27,9 @@ pub struct Params {
     name: Option<String>,
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "mm_stat": {..}, "io_stat": {..}, "bd_stat": {..},
-/// "backing": {..}, "auto_recompress": {..}, "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+/// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..}, "bd_stat": {..},
+/// "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "family": {..}, "memory": {..}, "exports": [..]}`, statistics
+/// where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
 pub type Reply = Map<String, Value>;
 
 impl Verb for Stat {
@@ -39,6 +40,12 @@ impl Verb for Stat {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let process = machine::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
         if let Some(name) = params.name {
+            // What is being restored has no name yet but its file's.
+            if service.registry.find(&name).is_none()
+                && let Some(progress) = service.jobs.show(&name)
+            {
+                return Ok(object(json!({ "name": name, "progress": progress })));
+            }
             return device(service, &*service.find(&name)?, Some(process));
         }
         let devices: Result<Vec<_>, _> =
@@ -74,10 +81,24 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
     let mut reply = object(json!({
         "name": entry.name(),
         "kind": entry.kind_name(),
-        "disksize": entry.device().geometry().size,
+        "disksize": entry.size(),
     }));
+    let mut insert = |key: &str, value: Option<Value>| {
+        if let Some(value) = value {
+            reply.insert(key.to_owned(), value);
+        }
+    };
+    insert("base", entry.below().map(Into::into));
+    insert("template", entry.template.clone().map(Into::into));
+    insert("progress", service.jobs.show(entry.name()));
+    if let Kind::Cow(snapshot) = &entry.kind {
+        insert("status", Some(snapshot.status().to_string().into()));
+        insert("merge", attrs::merge(&snapshot.merge_status()));
+        insert("cow_stat", Some(attrs::cow_stat(snapshot)));
+    }
+    let alone = process.is_some();
     let mut memory = Map::new();
-    if let Kind::Ram(ram) = &entry.kind {
+    if let Some(ram) = entry.ram() {
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
         reply.insert("mm_stat".into(), attrs::mm_stat(ram));
         reply.insert("io_stat".into(), attrs::io_stat(ram));
@@ -88,6 +109,14 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
         if let Some(done) = attrs::auto_recompressed(ram) {
             reply.insert("auto_recompress".into(), done);
         }
+        reply.insert("over_stat".into(), attrs::over_stat(ram));
+    }
+    // What many have in common is told once, where all are listed.
+    let tells = matches!(entry.kind, Kind::Ram(_)) || entry.is_outer_base();
+    if let Some(family) = entry.family_made().filter(|_| alone || tells) {
+        reply.insert("family".into(), attrs::family_stat(&family));
+    }
+    if let Some(ram) = entry.ram().filter(|_| alone || tells) {
         let m = ram.memory();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,
@@ -121,6 +150,11 @@ fn show_device(device: &Reply, out: &mut dyn Write) -> io::Result<()> {
     let size = device.get("disksize").and_then(Value::as_u64).unwrap_or_default();
     let head = format!("{}: {} {} {}", text("name"), text("kind"), human(size), text("comp_algorithm"));
     writeln!(out, "{}", head.trim_end())?;
+    for key in ["base", "template", "status", "merge"] {
+        if let Some(text) = device.get(key).and_then(Value::as_str) {
+            writeln!(out, "  {key}: {text}")?;
+        }
+    }
     for (key, value) in device {
         match value {
             Value::Object(section) => {

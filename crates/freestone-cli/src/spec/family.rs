@@ -1,16 +1,16 @@
-//! The keys of a RAM disk.
+//! The keys of a family: what a RAM disk, or the forks of a base, share.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use freestone::codec::{Algorithm, Params, ParamsError};
 
-use super::{Keys, parse_algorithm, parse_bool, parse_disksize, parse_length, parse_limit, parse_path};
+use super::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::entries::SpecError;
 use crate::size;
 
-pub(super) const KEYS: [&str; 13] = [
-    "disksize",
+/// The keys.
+pub const KEYS: [&str; 11] = [
     "comp_algorithm",
     "algorithm_params",
     "mem_limit",
@@ -22,7 +22,6 @@ pub(super) const KEYS: [&str; 13] = [
     "writeback_limit",
     "writeback_limit_enable",
     "writeback_batch_size",
-    "publish",
 ];
 /// Keys that mean nothing where nothing can be written back.
 const BACKING_KEYS: [&str; 5] = [
@@ -40,11 +39,9 @@ const IDLE_SECONDS_MAX: u64 = 86_400;
 /// The unit of `writeback_limit`, the kernel's.
 const LIMIT_UNIT_BYTES: u64 = 4096;
 
-/// A RAM disk as it was asked for.
+/// A family as it was asked for.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RamSpec {
-    /// Bytes.
-    pub disksize: u64,
+pub struct FamilySpec {
     /// Codec of new pages.
     pub comp_algorithm: Algorithm,
     /// Its parameters: words that fit it. A dictionary among them is not read yet.
@@ -85,11 +82,9 @@ pub struct BackingSpec {
     pub batch_size: Option<u32>,
 }
 
-impl RamSpec {
+impl FamilySpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
         let comp_algorithm = keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4);
-        let disksize = keys.need("ram", "disksize", "disksize=4G", parse_disksize)?;
         let mut recomp_algorithms = keys.take("recomp_algorithm", parse_secondaries)?.unwrap_or_default();
         let algorithm_params = params(keys, comp_algorithm, &mut recomp_algorithms)?;
         let auto_recompress = keys.take("auto_recompress", parse_idle)?.flatten();
@@ -99,7 +94,6 @@ impl RamSpec {
             return Err(keys.refuse("auto_recompress", why));
         }
         Ok(Self {
-            disksize,
             comp_algorithm,
             algorithm_params,
             mem_limit: keys.take("mem_limit", parse_limit)?,

@@ -1,0 +1,120 @@
+//! Families: pool, limit, codecs and backing device of a RAM disk, or of the forks of one base.
+
+use std::sync::{Arc, PoisonError};
+
+use freestone::PAGE_BYTES;
+use freestone::codec::Params;
+use freestone::ram::{self, BackingDev, Family, Ram, Secondary};
+use tracing::warn;
+
+use super::{BuildError, errno_of, in_typed_sizes};
+use crate::advice::{self, Place};
+use crate::control::protocol::Errno;
+use crate::entry::Entry;
+use crate::machine;
+use crate::registry::Registry;
+use crate::spec::FamilySpec;
+
+/// What the forks of a base have in common; made at the first one.
+pub fn family_of(base: &Arc<Entry>, registry: &Registry) -> Result<Family, BuildError> {
+    if let Some(ram) = base.ram() {
+        return Ok(ram.family());
+    }
+    let mut made = base.family.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(family) = &*made {
+        return Ok(family.clone());
+    }
+    let Some(spec) = base.spec.family() else {
+        let why = format!("{}: a {} device is no base", base.name(), base.kind_name());
+        return Err(BuildError::new(Errno::EINVAL, why));
+    };
+    // Asked before the lock would be: of all others.
+    let family = new(base.name(), spec, base.size(), registry);
+    let family = family.map_err(|error| error.of(base.name()))?;
+    *made = Some(family.clone());
+    Ok(family)
+}
+
+/// A new family; `size` is that of its disks. Warns of what may not be meant.
+pub fn new(name: &str, spec: &FamilySpec, size: u64, registry: &Registry) -> Result<Family, BuildError> {
+    // Before it is there: a file that is made has no name to look at.
+    let place = spec.backing.as_ref().map(|backing| Place::of(&backing.path));
+    let config = config(spec)?;
+    let family = Family::new(config.clone()).map_err(refused)?;
+    if let Some(backing) = &spec.backing {
+        // The family's settings are reached through its disks.
+        let disk = family.ram(PAGE_BYTES as u64).map_err(refused)?;
+        disk.set_writeback_limit(backing.limit);
+        disk.set_writeback_limit_enable(backing.limit_enable);
+        if let Some(pages) = backing.batch_size {
+            disk.set_writeback_batch_size(pages);
+        }
+        warn_of_backing(name, &config, &disk, place.unwrap_or_default());
+    }
+    // Without /proc there is nothing to compare with.
+    if let Ok(memory) = machine::memory() {
+        let limits = registry.all().iter().filter_map(limit).collect::<Vec<_>>();
+        let config = ram::Config { disksize: size, ..config };
+        for warning in advice::of_memory(name, &config, limits.into_iter(), memory) {
+            warn!("{warning}");
+        }
+    }
+    Ok(family)
+}
+
+/// The limit of the family that began with this device.
+fn limit(entry: &Arc<Entry>) -> Option<u64> {
+    match &entry.kind {
+        crate::entry::Kind::Ram(ram) => Some(ram.family().mem_limit()),
+        // One that is being made is not there yet.
+        _ if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
+        _ => None,
+    }
+}
+
+fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
+    if let (Some(backing), Some(stat)) = (&config.backing, disk.backing()) {
+        for warning in advice::of_backing(name, backing, stat.size, config.mem_limit, place) {
+            warn!("{warning}");
+        }
+    }
+}
+
+fn config(spec: &FamilySpec) -> Result<ram::Config, BuildError> {
+    let params = |words: &str| {
+        Params::parse(words).map_err(|e| BuildError::new(Errno::EIO, format!("algorithm_params: {e}")))
+    };
+    let mem_limit = match spec.mem_limit {
+        Some(bytes) => bytes,
+        None => machine::half_of_memory().map_err(|e| BuildError::new(Errno::EIO, format!("{e:#}")))?,
+    };
+    let mut config = ram::Config {
+        comp_algorithm: spec.comp_algorithm,
+        algorithm_params: params(&spec.algorithm_params)?,
+        mem_limit,
+        auto_recompress: spec.auto_recompress,
+        ..ram::Config::default()
+    };
+    for (secondary, asked) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
+        if let Some(asked) = asked {
+            *secondary = Some(Secondary { algorithm: asked.algorithm, params: params(&asked.params)? });
+        }
+    }
+    config.backing = spec.backing.as_ref().map(|backing| BackingDev {
+        path: backing.path.clone(),
+        size: backing.size,
+        compressed_writeback: backing.compressed,
+    });
+    Ok(config)
+}
+
+/// Why a family or a disk of it was refused.
+pub fn refused(error: ram::SetupError) -> BuildError {
+    match error {
+        ram::SetupError::Backing(e) => {
+            BuildError::new(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
+        }
+        ram::SetupError::NoMemory => BuildError::new(Errno::ENOMEM, error),
+        e => BuildError::new(Errno::EIO, e),
+    }
+}

@@ -1,0 +1,212 @@
+//! Snapshots: of any number of devices at one moment.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use freestone::cow;
+use freestone::device::Device;
+use freestone::file;
+use freestone::moment::{self, Pending};
+use freestone::ram::{self, DISKSIZE_BYTES_MAX, PendingSnapshot, Ram};
+
+use super::{BuildError, family, find, open};
+use crate::control::protocol::Errno;
+use crate::entry::{Entry, Kind};
+use crate::machine;
+use crate::readonly::ReadOnly;
+use crate::registry::Registry;
+use crate::size::exact;
+use crate::spec::{CowPlace, CowSpec, KindSpec, SnapshotSpec, Spec};
+
+/// Snapshots of all of these, at one moment.
+pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, BuildError> {
+    let mut begun = Vec::with_capacity(specs.len());
+    for spec in specs {
+        let name = spec.name.clone();
+        begun.push(prepare(spec, registry).map_err(|error| error.of(&name))?);
+    }
+    // What waits for a disk goes first, so that those in memory are held up for the least time.
+    let mut pending: Vec<&mut Begun> = begun.iter_mut().collect();
+    pending.sort_by_key(|begun| matches!(begun.pending, Which::Ram(_)));
+    let mut pending: Vec<&mut dyn Pending> = pending
+        .into_iter()
+        .map(|begun| match &mut begun.pending {
+            Which::Ram(pending) => pending as &mut dyn Pending,
+            Which::Cow(pending) => pending,
+        })
+        .collect();
+    moment::take(&mut pending);
+    Ok(begun.into_iter().map(Begun::finish).collect())
+}
+
+/// A snapshot that is ready.
+struct Begun {
+    spec: Spec,
+    pending: Which,
+    read_only: bool,
+    needs: Vec<Arc<Entry>>,
+    origin: Arc<Entry>,
+}
+
+enum Which {
+    Ram(PendingSnapshot),
+    Cow(cow::PendingSnapshot),
+}
+
+fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
+    let KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
+    let origin = find(registry, "origin", &asked.origin)?;
+    let refuse = |why: &str| Err(BuildError::new(Errno::EINVAL, format!("origin={}: {why}", asked.origin)));
+    match &origin.kind {
+        Kind::Ram(ram) | Kind::Fork(ram) => {
+            check_in_memory(asked)?;
+            let pending = Which::Ram(ram.prepare_snapshot().map_err(family::refused)?);
+            // It holds what it shows, also without its origin, but not what that stands on.
+            let needs = origin.needs().to_vec();
+            Ok(Begun { spec, pending, read_only: true, needs, origin })
+        }
+        Kind::File(_, Some(of_file)) => {
+            let (pending, mut needs) = prepare_cow(asked, of_file, registry)?;
+            needs.push(Arc::clone(&origin));
+            let read_only = asked.readonly.unwrap_or(asked.cow.is_none());
+            Ok(Begun { spec, pending: Which::Cow(pending), read_only, needs, origin })
+        }
+        Kind::Snapshot(_) | Kind::Cow(_) => refuse("is a snapshot, which does not change; fork it"),
+        Kind::File(_, None) | Kind::Qcow2 => refuse("is read-only, so it does not change; fork it"),
+        Kind::Null => refuse("a null device has no snapshots"),
+        Kind::Template(_) => refuse("a template has no content; take a snapshot of a fork"),
+    }
+}
+
+/// Refuses what means nothing for a snapshot of a RAM disk or fork.
+fn check_in_memory(asked: &SnapshotSpec) -> Result<(), BuildError> {
+    let origin = &asked.origin;
+    let why = match asked {
+        SnapshotSpec { cow: Some(CowSpec { place, .. }), .. } => {
+            let place = match place {
+                CowPlace::Path(path) => path.display().to_string(),
+                CowPlace::Device(name) => name.clone(),
+            };
+            format!("cow={place}: only for a file; copies of a ram device stay in its family's memory")
+        }
+        SnapshotSpec { chunk_size: Some(bytes), .. } => {
+            format!("chunk_size={}: only for a file; a ram device preserves single pages", exact(*bytes))
+        }
+        SnapshotSpec { readonly: Some(false), .. } => {
+            "readonly=no: a snapshot of a ram device is read; fork it to write".to_owned()
+        }
+        SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only for a file".to_owned(),
+        SnapshotSpec { family_said: true, .. } => {
+            format!("its forks are in the family of {origin}; set mem_limit and the like there")
+        }
+        _ => return Ok(()),
+    };
+    Err(BuildError::new(Errno::EINVAL, why))
+}
+
+fn prepare_cow(
+    asked: &SnapshotSpec,
+    origin: &cow::Origin,
+    registry: &Registry,
+) -> Result<(cow::PendingSnapshot, Vec<Arc<Entry>>), BuildError> {
+    let mut config = cow::Config {
+        kind: cow::StoreKind::Transient,
+        chunk_bytes: asked.chunk_size,
+        discard_zeroes_cow: asked.discard_zeroes_cow,
+        discard_passdown_origin: asked.discard_passdown_origin,
+        force: true,
+    };
+    let mut needs = Vec::new();
+    let device: Arc<dyn Device> = match &asked.cow {
+        None => {
+            // Memory has pages.
+            let chunk = asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN);
+            config.chunk_bytes = Some(chunk);
+            Arc::new(private_cow(origin.geometry().size, chunk)?)
+        }
+        Some(cow) => {
+            (config.kind, config.force) = (cow.store, cow.force);
+            match &cow.place {
+                CowPlace::Path(path) => {
+                    let mut file = file::Config::new(path);
+                    file.size = cow.size;
+                    Arc::new(open(&file, "cow_size").map_err(|e| e.of("cow"))?)
+                }
+                CowPlace::Device(name) => {
+                    let (entry, device) = cow_device(&asked.origin, name, registry)?;
+                    needs.push(entry);
+                    device
+                }
+            }
+        }
+    };
+    let pending = origin.prepare_snapshot(device, &config).map_err(|error| {
+        let errno = match error {
+            cow::SetupError::InUse | cow::SetupError::Merging => Errno::EBUSY,
+            cow::SetupError::NoMemory | cow::SetupError::Thread(_) => Errno::ENOMEM,
+            cow::SetupError::Device { .. } | cow::SetupError::Damaged(_) => Errno::EIO,
+            _ => Errno::EINVAL,
+        };
+        let at = match asked.cow.as_ref().map(|cow| &cow.place) {
+            Some(CowPlace::Path(path)) => format!("cow={}: ", path.display()),
+            Some(CowPlace::Device(name)) => format!("cow={name}: "),
+            None => String::new(),
+        };
+        BuildError::new(errno, format!("{at}{error}"))
+    })?;
+    Ok((pending, needs))
+}
+
+/// Room in memory for the copies of a file of `size` bytes.
+fn private_cow(size: u64, chunk: u64) -> Result<Ram, BuildError> {
+    let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
+    let mem_limit = machine::half_of_memory().map_err(|e| BuildError::new(Errno::EIO, format!("{e:#}")))?;
+    Ram::new(ram::Config { disksize, mem_limit, ..ram::Config::default() }).map_err(family::refused)
+}
+
+/// A device of the server that takes copies, and is nobody else's.
+fn cow_device(
+    origin: &str,
+    name: &str,
+    registry: &Registry,
+) -> Result<(Arc<Entry>, Arc<dyn Device>), BuildError> {
+    let refuse = |errno, why: &str| Err(BuildError::new(errno, format!("cow={name}: {why}")));
+    let entry = find(registry, "cow", name).map_err(|error| {
+        let slash = format!("{}; a file is written with a slash, ./{name}", error.sentence);
+        BuildError { sentence: slash, ..error }
+    })?;
+    if name == origin {
+        return refuse(Errno::EINVAL, "is the origin itself");
+    }
+    let taken = matches!(entry.kind, Kind::Ram(_) | Kind::Fork(_) | Kind::File(..));
+    let device = match entry.device() {
+        Some(device) if taken && !entry.is_read_only() => Arc::clone(device),
+        _ => return refuse(Errno::EINVAL, "copies need a ram, fork or file device that can be written"),
+    };
+    if let Some(users) = registry.users(&entry) {
+        return refuse(Errno::EBUSY, &format!("is in use by {users}"));
+    }
+    Ok((entry, device))
+}
+
+impl Begun {
+    fn finish(self) -> Entry {
+        let Self { spec, pending, read_only, needs, origin } = self;
+        match pending {
+            Which::Ram(pending) => {
+                let snapshot = Arc::new(pending.into_snapshot());
+                let kind = Kind::Snapshot(Arc::clone(&snapshot));
+                let mut entry = Entry::new(spec, kind, Some(snapshot), needs);
+                // Whoever rewinds a fork has the right to change things, as has who takes a snapshot.
+                entry.origin = Some((Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
+                entry
+            }
+            Which::Cow(pending) => {
+                let snapshot = pending.into_snapshot();
+                let device: Arc<dyn Device> = Arc::new(snapshot.clone());
+                let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
+                Entry::new(spec, Kind::Cow(snapshot), Some(device), needs)
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! A device with its name, and what it stands on.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use freestone::cow;
+use freestone::device::Device;
+use freestone::file::File;
+use freestone::ram::{Family, Ram};
+
+use crate::spec::{ForkSpec, KindSpec, Spec};
+
+/// A device of one of the kinds, for what is not the same for all of them.
+pub enum Kind {
+    /// A compressed RAM disk.
+    Ram(Arc<Ram>),
+    /// A disk over a base.
+    Fork(Arc<Ram>),
+    /// What a RAM disk or fork held at one moment.
+    Snapshot(Arc<Ram>),
+    /// What a file held at one moment, as dm-snapshot keeps it.
+    Cow(cow::Snapshot),
+    /// A fork for every connection; the number of those that were made.
+    Template(AtomicU64),
+    /// Writes vanish, reads are zeroes.
+    Null,
+    /// A raw image or a block device. One that is written knows its snapshots.
+    File(Arc<File>, Option<cow::Origin>),
+    /// A qcow2 image.
+    Qcow2,
+}
+
+/// A device with its name.
+pub struct Entry {
+    /// As it was asked for; what can change later is asked of the device.
+    pub spec: Spec,
+    /// The device.
+    pub kind: Kind,
+    /// The template, where this was made for one of its connections. It goes with that.
+    pub template: Option<String>,
+    /// As exports see it; a template has none.
+    device: Option<Arc<dyn Device>>,
+    /// What has to be there as long as this is.
+    needs: Vec<Arc<Entry>>,
+    /// What the forks of a base share, from the first one on. Locked also while it is made.
+    pub family: Mutex<Option<Family>>,
+    /// How often a fork was set back to its base.
+    pub rewinds: AtomicU64,
+    /// Of a snapshot in memory: its origin, and how often that had been rewound.
+    pub origin: Option<(Weak<Entry>, u64)>,
+}
+
+impl Entry {
+    /// A device that stands on others, or on nothing.
+    pub fn new(spec: Spec, kind: Kind, device: Option<Arc<dyn Device>>, needs: Vec<Arc<Entry>>) -> Self {
+        Self {
+            spec,
+            kind,
+            template: None,
+            device,
+            needs,
+            family: Mutex::default(),
+            rewinds: AtomicU64::new(0),
+            origin: None,
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// The name of its kind.
+    pub fn kind_name(&self) -> &'static str {
+        match self.kind {
+            Kind::Ram(_) => "ram",
+            Kind::Fork(_) => "fork",
+            Kind::Snapshot(_) | Kind::Cow(_) => "snapshot",
+            Kind::Template(_) => "template",
+            Kind::Null => "null",
+            Kind::File(..) => "file",
+            Kind::Qcow2 => "qcow2",
+        }
+    }
+
+    /// The device as exports see it. A template has none.
+    pub fn device(&self) -> Option<&Arc<dyn Device>> {
+        self.device.as_ref()
+    }
+
+    /// Its size in bytes; of a template that of its forks.
+    pub fn size(&self) -> u64 {
+        match (&self.device, self.fork_spec()) {
+            (Some(device), _) => device.geometry().size,
+            (None, Some(ForkSpec { size: Some(size), .. })) => *size,
+            (None, _) => self.needs.first().map_or(0, |base| base.size()),
+        }
+    }
+
+    /// Whether it takes no writes, from anybody.
+    pub fn is_read_only(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.geometry().read_only)
+    }
+
+    /// What has to be there as long as this is.
+    pub fn needs(&self) -> &[Arc<Entry>] {
+        &self.needs
+    }
+
+    /// Disk, fork or snapshot in memory.
+    pub fn ram(&self) -> Option<&Arc<Ram>> {
+        match &self.kind {
+            Kind::Ram(ram) | Kind::Fork(ram) | Kind::Snapshot(ram) => Some(ram),
+            _ => None,
+        }
+    }
+
+    /// What forks are made of, for a fork or template.
+    pub fn fork_spec(&self) -> Option<&ForkSpec> {
+        match &self.spec.kind {
+            KindSpec::Fork(fork) => Some(fork),
+            KindSpec::Template(template) => Some(&template.fork),
+            _ => None,
+        }
+    }
+
+    /// The name of what it shows where it holds nothing itself.
+    pub fn below(&self) -> Option<&str> {
+        match &self.spec.kind {
+            KindSpec::Snapshot(snapshot) => Some(&snapshot.origin),
+            KindSpec::Restored { base, .. } => base.as_deref(),
+            _ => self.fork_spec().map(|fork| fork.base.as_str()),
+        }
+    }
+
+    /// Whether forks can be made of it, each with a family that is not its own.
+    pub fn is_outer_base(&self) -> bool {
+        match self.kind {
+            Kind::File(..) | Kind::Cow(_) => self.is_read_only(),
+            Kind::Qcow2 => true,
+            _ => false,
+        }
+    }
+
+    /// Its family, or that of its forks, if there is one already.
+    pub fn family_made(&self) -> Option<Family> {
+        match self.ram() {
+            Some(ram) => Some(ram.family()),
+            None => self.family.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! A device of which its users see that they only read.
+
+use std::sync::Arc;
+
+use freestone::device::{
+    Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried,
+};
+
+/// A device that takes no writes.
+pub struct ReadOnly(pub Arc<dyn Device>);
+
+impl Device for ReadOnly {
+    fn geometry(&self) -> Geometry {
+        Geometry { read_only: true, ..self.0.geometry() }
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry())?;
+        self.0.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        match request.check(&self.geometry()) {
+            Ok(()) => self.0.submit(request, buffer, done),
+            Err(error) => done.complete(Err(error), buffer),
+        }
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.0.extents(offset, len, row)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.0.prefetch(offset, len);
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        self.0.changes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use freestone::device::{Blocking as _, Error, Flags};
+    use freestone::ram::{Config, Ram};
+
+    use super::ReadOnly;
+
+    #[test]
+    fn writes_are_refused_and_reads_go_through() {
+        let ram = Ram::new(Config { disksize: 8192, ..Config::default() }).unwrap();
+        ram.write_at(4096, &[7; 4096], Flags::empty()).unwrap();
+        let device = ReadOnly(Arc::new(ram.clone()));
+        let mut page = [0; 4096];
+        device.read_at(4096, &mut page).unwrap();
+        assert_eq!(page, [7; 4096]);
+        assert_eq!(device.write_at(0, &page, Flags::empty()), Err(Error::ReadOnly));
+        assert_eq!(device.discard(4096, 4096), Err(Error::ReadOnly));
+        device.flush().unwrap();
+        ram.read_at(4096, &mut page).unwrap();
+        assert_eq!(page, [7; 4096]);
+    }
+}

@@ -1,0 +1,347 @@
+//! `delta show|save|apply NAME [FILE]`: what a fork or snapshot holds itself, as a qcow2 overlay on its base.
+
+use std::env;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use clap::{Args, Subcommand};
+use freestone::device::Device;
+use freestone::qcow2::Format;
+use freestone::qcow2::delta::{self, Changed, DeltaError};
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::cli::Call;
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::{Entry, Kind};
+use crate::error::Usage;
+use crate::frozen::Frozen;
+use crate::job::Job;
+use crate::service::Service;
+use crate::size::human;
+use crate::spec::KindSpec;
+
+/// Runs that `show` lists.
+const ROWS_MAX: usize = 4096;
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Line {
+    /// List what a fork or snapshot holds itself
+    Show(Call<Name>),
+    /// Write that to a qcow2 overlay on the base
+    Save(Call<NameAndFile>),
+    /// Write the changes of an overlay to a fork of the same base
+    Apply(Call<ApplyParams>),
+}
+
+/// The parameters of `delta.show`.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Name {
+    /// The fork or snapshot
+    name: String,
+}
+
+/// The parameters of `delta.save`.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NameAndFile {
+    /// A fork of a file or image, or a snapshot of one
+    pub name: String,
+    /// The overlay; one that is there is replaced when the new one is complete
+    file: PathBuf,
+}
+
+/// The parameters of `delta.apply`.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ApplyParams {
+    /// A fork of the file or image that the overlay stands on
+    pub name: String,
+    /// The overlay
+    file: PathBuf,
+    /// Also where clients are connected, and over changes that the fork has already
+    #[arg(long)]
+    #[serde(default)]
+    force: bool,
+}
+
+impl NameAndFile {
+    /// Makes the path independent of our directory.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        self.file = absolute(&self.name, &self.file)?;
+        Ok(self)
+    }
+}
+
+impl ApplyParams {
+    /// Makes the path independent of our directory.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        self.file = absolute(&self.name, &self.file)?;
+        Ok(self)
+    }
+}
+
+/// A path that the server understands as we do.
+pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
+    if path.as_os_str().is_empty() {
+        return Err(Usage(format!("{name}: a path is missing")));
+    }
+    let here = env::current_dir();
+    let here = here.map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
+    Ok(here.join(path))
+}
+
+// ---- show ----------------------------------------------------------------------------------------------------------
+
+/// `delta.show`.
+pub struct Show;
+
+/// What a device holds itself.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Shown {
+    name: String,
+    /// What it lies over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<String>,
+    /// Bytes that it holds itself.
+    bytes: u64,
+    /// Those of them that are known to read as zeroes.
+    zero_bytes: u64,
+    /// Runs of such bytes.
+    extents: u64,
+    /// The first of them.
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    offset: u64,
+    length: u64,
+    zero: bool,
+}
+
+impl Verb for Show {
+    const METHOD: &'static str = "delta.show";
+    type Params = Name;
+    type Reply = Shown;
+
+    fn run(service: &Service, params: Name) -> Result<Shown, Fault> {
+        let name = params.name;
+        let entry = service.find(&name)?;
+        let looked = look(service, &entry, "delta show")?;
+        let mut rows = Vec::new();
+        let summary = delta::show(&*looked.device, &mut |Changed { offset, len, zero }| {
+            if rows.len() < ROWS_MAX {
+                rows.push(Row { offset, length: len, zero });
+            }
+            true
+        });
+        let summary = summary.map_err(|error| failed(&name, "show", &error))?;
+        Ok(Shown {
+            base: entry.below().map(str::to_owned),
+            bytes: summary.bytes,
+            zero_bytes: summary.zero_bytes,
+            extents: summary.extents,
+            rows,
+            name,
+        })
+    }
+
+    fn show(_: &Name, reply: &Shown, out: &mut dyn Write) -> io::Result<()> {
+        for Row { offset, length, zero } in &reply.rows {
+            writeln!(out, "{offset:>15} {length:>12}  {}", if *zero { "zero" } else { "data" })?;
+        }
+        if reply.rows.len() == ROWS_MAX {
+            writeln!(out, "(the first {ROWS_MAX} runs)")?;
+        }
+        let Shown { name, bytes, zero_bytes, extents, .. } = reply;
+        let (bytes, zero) = (human(*bytes), human(*zero_bytes));
+        writeln!(out, "{name}: {bytes} of its own in {extents} places, {zero} of them zeroes")
+    }
+}
+
+// ---- save ----------------------------------------------------------------------------------------------------------
+
+/// `delta.save`.
+pub struct Save;
+
+/// What was saved.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Saved {
+    name: String,
+    file: PathBuf,
+    /// Bytes that the device holds itself.
+    bytes: u64,
+    zero_bytes: u64,
+    /// Clusters of 64 KiB.
+    data_clusters: u64,
+    zero_clusters: u64,
+    /// Length of the file.
+    file_bytes: u64,
+}
+
+impl Verb for Save {
+    const METHOD: &'static str = "delta.save";
+    type Params = NameAndFile;
+    type Reply = Saved;
+
+    // Takes as long as the disk does: not under the lock of the changes.
+    fn run(service: &Service, params: NameAndFile) -> Result<Saved, Fault> {
+        let NameAndFile { name, file } = params;
+        let entry = service.find(&name)?;
+        let (base, format) = base_file(&entry, "save")?;
+        let looked = look(service, &entry, "delta save")?;
+        let mut progress = |done, total| looked.job.at(done, total);
+        let saved = delta::save(&*looked.device, &base, format, &file, &mut progress);
+        let saved = saved.map_err(|error| failed(&name, "save", &error))?;
+        Ok(Saved {
+            name,
+            file,
+            bytes: saved.changes.bytes,
+            zero_bytes: saved.changes.zero_bytes,
+            data_clusters: saved.data_clusters,
+            zero_clusters: saved.zero_clusters,
+            file_bytes: saved.file_bytes,
+        })
+    }
+
+    fn show(_: &NameAndFile, reply: &Saved, out: &mut dyn Write) -> io::Result<()> {
+        let Saved { name, file, bytes, file_bytes, .. } = reply;
+        let (bytes, size) = (human(*bytes), human(*file_bytes));
+        writeln!(out, "{name}: {bytes} of its own saved to {}, {size}", file.display())
+    }
+}
+
+// ---- apply ---------------------------------------------------------------------------------------------------------
+
+/// `delta.apply`.
+pub struct Apply;
+
+/// What was written.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Applied {
+    name: String,
+    file: PathBuf,
+    data_bytes: u64,
+    zero_bytes: u64,
+}
+
+impl Verb for Apply {
+    const METHOD: &'static str = "delta.apply";
+    type Params = ApplyParams;
+    type Reply = Applied;
+
+    // Takes as long as the disk does: not under the lock of the changes.
+    fn run(service: &Service, params: ApplyParams) -> Result<Applied, Fault> {
+        let ApplyParams { name, file, force } = params;
+        let entry = service.find(&name)?;
+        let Kind::Fork(fork) = &entry.kind else {
+            let why = format!("{name}: delta apply: a {} device is not a fork", entry.kind_name());
+            return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+        };
+        let (base, _) = base_file(&entry, "apply")?;
+        service.check_unused(&entry, "written")?;
+        if !force {
+            service.check_idle(&entry)?;
+            if fork.over_stat().own_bytes > 0 {
+                let why = format!(
+                    "{name}: delta apply: it has changes of its own; `freestone rewind {name}` first"
+                );
+                return Err(Fault::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
+            }
+        }
+        let job = service.jobs.begin(&name, "delta apply")?;
+        let applied = delta::apply(&file, &**fork, Some(&base), &mut |done, total| job.at(done, total));
+        let applied = applied.map_err(|error| failed(&name, "apply", &error))?;
+        let delta::Applied { data_bytes, zero_bytes } = applied;
+        Ok(Applied { name, file, data_bytes, zero_bytes })
+    }
+
+    fn show(_: &ApplyParams, reply: &Applied, out: &mut dyn Write) -> io::Result<()> {
+        let Applied { name, file, data_bytes, zero_bytes } = reply;
+        let (data, zero) = (human(*data_bytes), human(*zero_bytes));
+        writeln!(out, "{name}: {data} written and {zero} zeroed, from {}", file.display())
+    }
+}
+
+// ---- common --------------------------------------------------------------------------------------------------------
+
+/// What is looked at, and the right to do so.
+struct Looked {
+    device: Arc<dyn Device>,
+    job: Job,
+    /// Of the origin: that it is not rewound.
+    _origin: Option<Job>,
+}
+
+/// Of a fork, which may be in use, a snapshot for the time being. Of a snapshot of a fork what its origin had over the
+/// base; of other snapshots what they preserved.
+fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, Fault> {
+    let name = entry.name();
+    let job = service.jobs.begin(name, verb)?;
+    let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
+    match (&entry.kind, entry.device()) {
+        (Kind::Fork(fork), _) => {
+            let snapshot = fork.snapshot();
+            let snapshot = snapshot.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
+            let device = Frozen { snapshot: Arc::new(snapshot), fork: Arc::clone(fork) };
+            Ok(Looked { device: Arc::new(device), job, _origin: None })
+        }
+        (Kind::Snapshot(snapshot), _) if !entry.needs().is_empty() => {
+            let origin = entry.origin.as_ref();
+            let origin = origin.and_then(|(origin, rewinds)| Some((origin.upgrade()?, *rewinds)));
+            let lost =
+                "the fork that it is a snapshot of was removed or rewound; save such a delta before that";
+            let Some((origin, rewinds)) = origin else { return refuse(Errno::ENODEV, lost) };
+            let held = service.jobs.begin(origin.name(), verb)?;
+            match &origin.kind {
+                Kind::Fork(fork) if origin.rewinds.load(Ordering::SeqCst) == rewinds => {
+                    let device = Frozen { snapshot: Arc::clone(snapshot), fork: Arc::clone(fork) };
+                    Ok(Looked { device: Arc::new(device), job, _origin: Some(held) })
+                }
+                _ => refuse(Errno::ENODEV, lost),
+            }
+        }
+        (Kind::Snapshot(_) | Kind::Cow(_), Some(device)) => {
+            Ok(Looked { device: Arc::clone(device), job, _origin: None })
+        }
+        _ => {
+            let kind = entry.kind_name();
+            let why = format!("a {kind} device holds nothing over a base; forks and snapshots do");
+            refuse(Errno::EOPNOTSUPP, &why)
+        }
+    }
+}
+
+/// The file that a fork of it, or a snapshot of such a fork, stands on.
+fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), Fault> {
+    // The one thing that both stand on. What was restored may stand on a snapshot that was in the file.
+    let base = match (&entry.kind, entry.needs()) {
+        _ if matches!(entry.spec.kind, KindSpec::Restored { .. }) => None,
+        (Kind::Fork(_) | Kind::Snapshot(_), [base]) => Some(base),
+        _ => None,
+    };
+    match base.map(|base| &base.spec.kind) {
+        Some(KindSpec::File { path, .. }) => Ok((path.clone(), Format::Raw)),
+        Some(KindSpec::Qcow2 { path, .. }) => Ok((path.clone(), Format::Qcow2)),
+        _ => {
+            let why = "only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
+            Err(Fault::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name())))
+        }
+    }
+}
+
+fn failed(name: &str, verb: &str, error: &DeltaError) -> Fault {
+    let errno = match error {
+        DeltaError::NoChanges | DeltaError::NotWritable(_) => Errno::EOPNOTSUPP,
+        DeltaError::DeviceSize { .. } | DeltaError::Base { .. } | DeltaError::Foreign { .. } => Errno::EINVAL,
+        DeltaError::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull => Errno::ENOSPC,
+        DeltaError::Apply { error: freestone::device::Error::NoSpace, .. } => Errno::ENOSPC,
+        _ => Errno::EIO,
+    };
+    Fault::failed(errno, format!("{name}: delta {verb}: {error}"))
+}

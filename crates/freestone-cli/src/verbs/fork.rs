@@ -1,0 +1,259 @@
+//! `fork BASE NAME`: disks over a base; one, many, or one for every connection.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use freestone_nbd::Address;
+use serde::{Deserialize, Serialize};
+
+use super::list::Export;
+use super::{Verb, words};
+use crate::control::protocol::Fault;
+use crate::entries::Entries;
+use crate::entry::Entry;
+use crate::error::Usage;
+use crate::paths::parse_address;
+use crate::registry::MAX_DEVICES;
+use crate::service::{Changes, Service};
+use crate::size::human;
+use crate::spec::Spec;
+
+/// Stands for the number of a fork, in its name and address.
+const NUMBER: &str = "{n}";
+const KEYS: [&str; 3] = ["size", "mem_limit", "mem_min"];
+
+/// The verb.
+pub struct Fork;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// A file with readonly=yes, a qcow2 image, or a snapshot
+    base: String,
+    /// The fork; with --count, {n} in it is the number (else -N is appended)
+    name: String,
+    /// Of the fork.
+    #[arg(value_name = "KEY=VALUE")]
+    #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
+                  mem_min=SIZE (guaranteed of the family's mem_limit)")]
+    words: Vec<String>,
+    /// Publish it there; the server starts to listen there if it does not yet; with --count, {n} is the number
+    #[arg(long, value_name = "ADDR")]
+    nbd: Option<String>,
+    /// A fork for every connection, gone when that ends
+    #[arg(long, conflicts_with = "count")]
+    template: bool,
+    /// End a connection to the template after so long
+    #[arg(long, value_name = "SECONDS", requires = "template")]
+    ttl: Option<u64>,
+    /// So many forks, 0 to N-1, all or none
+    #[arg(long, value_name = "N")]
+    count: Option<usize>,
+    /// What is there, made with the same settings, is success as well
+    #[arg(long)]
+    if_absent: bool,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    base: String,
+    name: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    size: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mem_limit: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mem_min: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nbd: Option<String>,
+    #[serde(default)]
+    template: bool,
+    /// Seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ttl: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    count: Option<usize>,
+    #[serde(default)]
+    if_absent: bool,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { base, name, words, nbd, template, ttl, count, if_absent } = line;
+        let mut values = words::parse(&name, "fork", &words, &KEYS)?;
+        let mut params = Self {
+            size: values.remove("size"),
+            mem_limit: values.remove("mem_limit"),
+            mem_min: values.remove("mem_min"),
+            base,
+            name,
+            nbd,
+            template,
+            ttl,
+            count,
+            if_absent,
+        };
+        if let Some(nbd) = &params.nbd {
+            let absolute = parse_address(nbd, None);
+            let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
+            params.nbd = Some(absolute.to_string());
+        }
+        // Everything that the words alone can tell.
+        params.plan().map_err(|fault| Usage(fault.message))?;
+        Ok(params)
+    }
+}
+
+/// A fork and where it is published.
+struct One {
+    spec: Spec,
+    address: Option<Address>,
+}
+
+impl Params {
+    fn plan(&self) -> Result<Vec<One>, Fault> {
+        let name = &self.name;
+        let invalid = |why: String| Fault::invalid(format!("{name}: fork: {why}"));
+        if self.template && self.count.is_some() {
+            return Err(invalid(
+                "a template makes as many forks as there are connections, without count".into(),
+            ));
+        }
+        if self.ttl.is_some() && !self.template {
+            return Err(invalid("ttl is for a template".into()));
+        }
+        let Some(count) = self.count else { return Ok(vec![self.one(None)?]) };
+        if !(1..=MAX_DEVICES).contains(&count) {
+            return Err(invalid(format!("count={count}: must be a number from 1 to {MAX_DEVICES}")));
+        }
+        (0..count).map(|number| self.one(Some(number))).collect()
+    }
+
+    fn one(&self, number: Option<usize>) -> Result<One, Fault> {
+        let at = |text: &str| match number {
+            Some(number) => text.replace(NUMBER, &number.to_string()),
+            None => text.to_owned(),
+        };
+        let name = match number {
+            Some(number) if !self.name.contains(NUMBER) => format!("{}-{number}", self.name),
+            None if self.name.contains(NUMBER) => {
+                return Err(Fault::invalid(format!("{}: fork: {NUMBER} is for --count", self.name)));
+            }
+            _ => at(&self.name),
+        };
+        let kind = if self.template { "template" } else { "fork" };
+        let entries = Entries::new(&name, kind).and_then(|mut entries| {
+            let ttl = self.ttl.map(|ttl| ttl.to_string());
+            entries.add("base", &self.base)?;
+            let all = [&self.size, &self.mem_limit, &self.mem_min, &ttl];
+            for (key, value) in ["size", "mem_limit", "mem_min", "ttl"].iter().zip(all) {
+                if let Some(value) = value {
+                    entries.add(key, value)?;
+                }
+            }
+            Spec::from_entries(entries)
+        });
+        let spec = entries.map_err(|e| Fault::invalid(e.to_string()))?;
+        let address = self.nbd.as_deref().map(|nbd| {
+            parse_address(&at(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
+        });
+        Ok(One { spec, address: address.transpose()? })
+    }
+}
+
+/// What was made, in order.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    forks: Vec<Made>,
+}
+
+/// A fork or template.
+#[derive(Debug, Serialize, Deserialize)]
+struct Made {
+    name: String,
+    kind: String,
+    base: String,
+    /// Bytes.
+    disksize: u64,
+    /// False where it was there.
+    created: bool,
+    exports: Vec<Export>,
+}
+
+impl Verb for Fork {
+    const METHOD: &'static str = "fork";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let plan = params.plan()?;
+        let mut changes = service.changes();
+        let mut made = Vec::with_capacity(plan.len());
+        for One { spec, address } in plan {
+            match make(service, &mut changes, spec, address.as_ref(), params.if_absent) {
+                Ok(one) => made.push(one),
+                Err(fault) => {
+                    // All or nothing.
+                    for (entry, created) in made.iter().rev() {
+                        if *created {
+                            service.undo(&mut changes, entry);
+                        }
+                    }
+                    return Err(fault);
+                }
+            }
+        }
+        let told = |(entry, created): &(std::sync::Arc<Entry>, bool)| Made {
+            name: entry.name().to_owned(),
+            kind: entry.kind_name().to_owned(),
+            base: params.base.clone(),
+            disksize: entry.size(),
+            created: *created,
+            exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
+        };
+        Ok(Reply { forks: made.iter().map(told).collect() })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        for Made { name, kind, base, disksize, created, exports } in &reply.forks {
+            let there = if *created { "" } else { " (was there)" };
+            let what = format!("{name}: {kind} of {base}, {}{there}", human(*disksize));
+            match exports.as_slice() {
+                [] => {
+                    writeln!(out, "{what}, not published; `freestone publish {name} --nbd ADDR` does that")?;
+                }
+                exports => exports.iter().try_for_each(|e| writeln!(out, "{what}, {}", e.uri))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One fork, or nothing.
+fn make(
+    service: &Service,
+    changes: &mut Changes,
+    spec: Spec,
+    address: Option<&Address>,
+    if_absent: bool,
+) -> Result<(std::sync::Arc<Entry>, bool), Fault> {
+    let (entry, created) = if if_absent {
+        service.create_if_absent(changes, spec, false)?
+    } else {
+        (service.create(changes, spec, false)?, true)
+    };
+    if let Some(address) = address {
+        let there = !created && service.exports_of(entry.name()).iter().any(|e| e.address == *address);
+        if !there && let Err(fault) = service.publish(changes, &entry, address, false) {
+            if created {
+                service.undo(changes, &entry);
+            }
+            return Err(fault);
+        }
+    }
+    Ok((entry, created))
+}

@@ -1,0 +1,274 @@
+//! `restore FILE [NAME]`: the devices of a file that `save` wrote.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use freestone::device::Device;
+use freestone::ram::{Family, Ram};
+use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::delta::absolute;
+use super::{Verb, words};
+use crate::build;
+use crate::control::protocol::{Errno, Fault};
+use crate::entries::{Entries, check_name};
+use crate::entry::{Entry, Kind};
+use crate::error::Usage;
+use crate::service::{Service, fault};
+use crate::size::human;
+use crate::spec::{FAMILY_KEYS, KindSpec, Spec};
+
+/// The verb.
+pub struct Restore;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The file
+    file: PathBuf,
+    /// The name of the device, where the file has only one [default: as it was saved]
+    name: Option<String>,
+    /// Of the devices' family.
+    #[arg(value_name = "KEY=VALUE")]
+    #[arg(
+        help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
+                  family has; of forks, these are their base's"
+    )]
+    words: Vec<String>,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    pub file: PathBuf,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    /// `{"mem_limit": "2G"}`
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    family: Map<String, Value>,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { file, mut name, mut words } = line;
+        let label = file.display().to_string();
+        // The name can be left out.
+        if name.as_ref().is_some_and(|name| name.contains('=')) {
+            words.insert(0, name.take().unwrap_or_default());
+        }
+        let values = words::parse(&label, "restore", &words, &FAMILY_KEYS)?;
+        let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
+        for (key, value) in values {
+            entries.add(&key, &value).map_err(|e| Usage(e.to_string()))?;
+        }
+        let here = std::env::current_dir();
+        let here = here.map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
+        let entries = entries.with_base(&here);
+        let family = entries.pairs.into_iter().map(|(key, value)| (key, value.into())).collect();
+        let params = Self { file: absolute(&label, &file)?, name, family };
+        params.checked().map_err(|fault| Usage(fault.message))?;
+        Ok(params)
+    }
+}
+
+impl Params {
+    /// What was said of the family, as a RAM disk says it.
+    fn checked(&self) -> Result<Spec, Fault> {
+        let label = self.name.as_deref().unwrap_or("restored");
+        check_name(label).map_err(|e| Fault::invalid(e.to_string()))?;
+        let entries = Entries::new(label, "ram").and_then(|mut entries| {
+            // The size is the file's.
+            entries.add("disksize", "1M")?;
+            for (key, value) in &self.family {
+                let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                entries.add(key, &text)?;
+            }
+            Spec::from_entries(entries)
+        });
+        entries.map_err(|e| Fault::invalid(e.to_string()))
+    }
+}
+
+/// What was made.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    file: PathBuf,
+    devices: Vec<Made>,
+}
+
+/// A device.
+#[derive(Debug, Serialize, Deserialize)]
+struct Made {
+    name: String,
+    kind: String,
+    /// Bytes.
+    disksize: u64,
+}
+
+impl Verb for Restore {
+    const METHOD: &'static str = "restore";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Takes as long as the disk does: not under the lock of the changes until the devices are there.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { file, name, .. } = &params;
+        let at = file.display();
+        let asked = params.checked()?;
+        let contents = inspect(file).map_err(|error| failed(&error))?;
+        let names = names(&contents, name.as_deref(), &at.to_string())?;
+        for name in &names {
+            if service.registry.find(name).is_some() {
+                return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
+            }
+        }
+        let job = service.jobs.begin(&at.to_string(), "restore")?;
+        let base = base(service, &contents)?;
+        let (family, bases) = match &base {
+            Some(base) if params.family.is_empty() => {
+                let given = match (&base.kind, base.device()) {
+                    (Kind::Snapshot(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
+                    (_, Some(device)) => Base::Device(Arc::clone(device)),
+                    (_, None) => unreachable!("a template is no base"),
+                };
+                (build::family_of(base, &service.registry).map_err(fault)?, vec![given])
+            }
+            Some(base) => {
+                let key = params.family.keys().next().cloned().unwrap_or_default();
+                let why = format!(
+                    "{}: restore: {key}: the forks in the file join the family of {}; set it there",
+                    at,
+                    base.name()
+                );
+                return Err(Fault::failed(Errno::EINVAL, why));
+            }
+            None => (own_family(service, &contents, asked, &params.family, &names[0])?, Vec::new()),
+        };
+        let restored = restore(file, &family, &bases, &mut |done, total| job.at(done, total));
+        let restored = restored.map_err(|error| failed(&error))?;
+        let _changes = service.changes();
+        let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
+        for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
+            let entry = Arc::new(entry(name, told.kind, ram, file.clone(), base.as_ref()));
+            if let Err(fault) = service.add(&entry) {
+                for before in made.iter().rev() {
+                    // Nobody can stand on it yet.
+                    let _ = service.registry.remove(before);
+                }
+                return Err(fault);
+            }
+            made.push(entry);
+        }
+        let devices = made.iter().map(|entry| Made {
+            name: entry.name().to_owned(),
+            kind: entry.kind_name().to_owned(),
+            disksize: entry.size(),
+        });
+        Ok(Reply { devices: devices.collect(), file: file.clone() })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        reply.devices.iter().try_for_each(|Made { name, kind, disksize }| {
+            writeln!(out, "{name}: {kind} {}, not published", human(*disksize))
+        })
+    }
+}
+
+/// What the devices are called here.
+fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String>, Fault> {
+    let names: Vec<String> = match (contents.devices.as_slice(), name) {
+        ([], _) => return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: no device is in it"))),
+        ([_], Some(name)) => vec![name.to_owned()],
+        (devices, Some(name)) => {
+            let why = format!("{name}: restore: {at} has {} devices, which keep their names", devices.len());
+            return Err(Fault::failed(Errno::EINVAL, why));
+        }
+        (devices, None) => devices.iter().map(|device| device.name.clone()).collect(),
+    };
+    for name in &names {
+        check_name(name).map_err(|e| Fault::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
+    }
+    Ok(names)
+}
+
+/// The base that the forks in a file were made of, among the devices that are there.
+fn base(service: &Service, contents: &Contents) -> Result<Option<Arc<Entry>>, Fault> {
+    let wanted = match contents.bases.as_slice() {
+        [] => return Ok(None),
+        [wanted] => wanted,
+        [..] => {
+            let why = "restore: its devices were made from several bases, which cannot share one family here";
+            return Err(Fault::failed(Errno::EINVAL, why));
+        }
+    };
+    for entry in service.registry.all() {
+        let device: &dyn Device = match (&entry.kind, entry.device()) {
+            (Kind::Snapshot(snapshot), _) => &**snapshot,
+            (_, Some(device)) if entry.is_outer_base() => &**device,
+            _ => continue,
+        };
+        if device.geometry().size != wanted.size {
+            continue;
+        }
+        // One that cannot be read is not it.
+        if BaseIdentity::of(device, wanted.check).is_ok_and(|identity| identity == *wanted) {
+            return Ok(Some(entry));
+        }
+    }
+    let device = contents.devices.iter().find(|device| device.base.is_some());
+    let device = device.map_or("its fork", |device| &device.name);
+    let why =
+        format!("restore: {device} was made from {wanted}, which no device here is; create that base first");
+    Err(Fault::failed(Errno::ENODEV, why))
+}
+
+/// The family of disks that stand on nothing. They are compressed as they were, unless something else was said.
+fn own_family(
+    service: &Service,
+    contents: &Contents,
+    asked: Spec,
+    said: &Map<String, Value>,
+    name: &str,
+) -> Result<Family, Fault> {
+    let KindSpec::Ram { mut family, .. } = asked.kind else { unreachable!("it was made as one") };
+    let size = contents.devices.iter().map(|device| device.size).sum();
+    if let (false, Some(first)) = (said.contains_key("comp_algorithm"), contents.devices.first()) {
+        family.comp_algorithm = first.comp_algorithm;
+        if first.level != 0 && family.algorithm_params.is_empty() {
+            family.algorithm_params = format!("level={}", first.level);
+        }
+    }
+    build::new_family(name, &family, size, &service.registry).map_err(fault)
+}
+
+fn entry(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&Arc<Entry>>) -> Entry {
+    let ram = Arc::new(ram);
+    let needs = base.into_iter().cloned().collect::<Vec<_>>();
+    let base = base.map(|base| base.name().to_owned());
+    let spec = Spec { name, publish: None, kind: KindSpec::Restored { file, base } };
+    let device: Arc<dyn Device> = Arc::clone(&ram) as _;
+    let kind = match kind {
+        DeviceKind::Disk => Kind::Ram(ram),
+        DeviceKind::Fork => Kind::Fork(ram),
+        DeviceKind::Snapshot => Kind::Snapshot(ram),
+    };
+    Entry::new(spec, kind, Some(device), needs)
+}
+
+fn failed(error: &RestoreError) -> Fault {
+    let errno = match error {
+        RestoreError::Foreign(_) | RestoreError::Newer { .. } | RestoreError::Incomplete(_) => Errno::EINVAL,
+        RestoreError::BaseMissing { .. } | RestoreError::BaseDiffers { .. } => Errno::ENODEV,
+        RestoreError::Store { error: freestone::device::Error::NoSpace, .. } => Errno::ENOSPC,
+        RestoreError::NoMemory => Errno::ENOMEM,
+        _ => Errno::EIO,
+    };
+    Fault::failed(errno, format!("restore: {error}"))
+}

@@ -1,0 +1,64 @@
+//! `rewind NAME`: a fork back to its base, at once.
+
+use std::io::{self, Write};
+use std::sync::atomic::Ordering;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::Kind;
+use crate::service::Service;
+
+/// The verb.
+pub struct Rewind;
+
+/// Its parameters.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The fork; what was written to it is gone
+    name: String,
+    /// Also where clients are connected; they stay, and read the base from then on
+    #[arg(long)]
+    #[serde(default)]
+    force: bool,
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+}
+
+impl Verb for Rewind {
+    const METHOD: &'static str = "rewind";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let name = params.name;
+        let _changes = service.changes();
+        let entry = service.find(&name)?;
+        let Kind::Fork(fork) = &entry.kind else {
+            let why = match &entry.kind {
+                Kind::Ram(_) => format!("a ram device has no base; `freestone reset {name}` wipes it"),
+                _ => format!("a {} device is not rewound; only forks are", entry.kind_name()),
+            };
+            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
+        };
+        service.check_unused(&entry, "rewound")?;
+        if !params.force {
+            service.check_idle(&entry)?;
+        }
+        let _job = service.jobs.begin(&name, "rewind")?;
+        entry.rewinds.fetch_add(1, Ordering::SeqCst);
+        fork.rewind().map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
+        Ok(Reply { name })
+    }
+
+    fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}

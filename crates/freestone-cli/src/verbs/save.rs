@@ -1,0 +1,158 @@
+//! `save NAME[,NAME...] FILE`: what RAM disks, forks and snapshots hold, into a file.
+
+use std::collections::HashSet;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use freestone::ram::Ram;
+use freestone::save::{BaseCheck, SaveError, save};
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use super::delta::absolute;
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::{Entry, Kind};
+use crate::error::Usage;
+use crate::service::Service;
+use crate::size::human;
+
+/// The verb.
+pub struct Save;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Ram devices, forks and snapshots of these; all are saved as they are at one moment
+    #[arg(value_name = "NAME[,NAME...]")]
+    names: String,
+    /// The file; one that is there is replaced when the new one is complete
+    file: PathBuf,
+    /// Save all that share memory with NAME; NAME may also be the file or image that forks were made of
+    #[arg(long)]
+    family: bool,
+    /// Read whole bases, to tell at restoring that they are the same; else samples of them
+    #[arg(long)]
+    whole_base: bool,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    pub names: Vec<String>,
+    file: PathBuf,
+    #[serde(default)]
+    family: bool,
+    #[serde(default)]
+    whole_base: bool,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { names, file, family, whole_base } = line;
+        let file = absolute(&names, &file)?;
+        Ok(Self { names: names.split(',').map(str::to_owned).collect(), file, family, whole_base })
+    }
+}
+
+/// What was saved.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    names: Vec<String>,
+    file: PathBuf,
+    /// Pages of 4 KiB that are in the file.
+    pages: u64,
+    /// Length of the file.
+    file_bytes: u64,
+}
+
+impl Verb for Save {
+    const METHOD: &'static str = "save";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Takes as long as the disk does: not under the lock of the changes.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { names, file, family, whole_base } = params;
+        let Some(first) = names.first().cloned() else {
+            return Err(Fault::invalid("save: names: must have one at least"));
+        };
+        let mut entries = names.iter().map(|name| service.find(name)).collect::<Result<Vec<_>, _>>()?;
+        if family {
+            entries = relatives(service, &entries);
+        }
+        let mut devices: Vec<(&str, &Ram)> = Vec::new();
+        for entry in &entries {
+            let Some(ram) = entry.ram() else {
+                let (name, kind) = (entry.name(), entry.kind_name());
+                let why = format!(
+                    "{name}: save: a {kind} device is not saved; ram devices, forks and snapshots are"
+                );
+                return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+            };
+            devices.push((entry.name(), ram));
+        }
+        let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
+        let job = service.jobs.begin(&first, "save")?;
+        let saved = save(&devices, &file, check, &mut |done, total| job.at(done, total));
+        let saved = saved.map_err(|error| {
+            let errno = match &error {
+                SaveError::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+                    Errno::ENOSPC
+                }
+                SaveError::Nothing | SaveError::TwiceNamed(_) | SaveError::TwiceGiven(..) => Errno::EINVAL,
+                _ => Errno::EIO,
+            };
+            Fault::failed(errno, format!("{first}: save: {error}"))
+        })?;
+        let names = entries.iter().map(|entry| entry.name().to_owned()).collect();
+        Ok(Reply { names, file, pages: saved.pages, file_bytes: saved.file_bytes })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { names, file, file_bytes, .. } = reply;
+        writeln!(out, "{}: saved to {}, {}", names.join(","), file.display(), human(*file_bytes))
+    }
+}
+
+/// All that share memory with these, but for what belongs to a connection.
+fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
+    let root = |entry: &Arc<Entry>| {
+        let mut root = Arc::clone(entry);
+        while let Some(parent) = parent(&root) {
+            root = parent;
+        }
+        root
+    };
+    let number = |entry: &Arc<Entry>| Arc::as_ptr(entry) as usize;
+    let mut family: HashSet<usize> = entries.iter().map(|entry| number(&root(entry))).collect();
+    let mut found = Vec::new();
+    // What stands on another came after it.
+    for entry in service.registry.all() {
+        let is_in = family.contains(&number(&entry))
+            || parent(&entry).is_some_and(|parent| family.contains(&number(&parent)));
+        if is_in {
+            family.insert(number(&entry));
+            if entry.ram().is_some() && entry.template.is_none() {
+                found.push(entry);
+            }
+        }
+    }
+    found
+}
+
+/// What a device shares memory with, or whose forks share memory with one another.
+fn parent(entry: &Arc<Entry>) -> Option<Arc<Entry>> {
+    match &entry.kind {
+        Kind::Fork(_) => entry.needs().first().cloned(),
+        Kind::Snapshot(_) => {
+            let origin = entry.origin.as_ref().and_then(|(origin, _)| origin.upgrade());
+            origin.or_else(|| entry.needs().first().cloned())
+        }
+        _ => None,
+    }
+}

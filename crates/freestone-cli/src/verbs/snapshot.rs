@@ -1,0 +1,177 @@
+//! `snapshot ORIGIN[,ORIGIN...] NAME[,NAME...]`: what devices hold, all at one moment.
+
+use std::env;
+use std::io::{self, Write};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{Verb, words};
+use crate::control::protocol::Fault;
+use crate::entries::Entries;
+use crate::error::Usage;
+use crate::service::Service;
+use crate::size::human;
+use crate::spec::Spec;
+
+/// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.
+const KEYS: [&str; 8] = [
+    "cow",
+    "cow_size",
+    "store",
+    "chunk_size",
+    "readonly",
+    "discard_zeroes_cow",
+    "discard_passdown_origin",
+    "force",
+];
+const KEYS_FOR_EACH: [&str; 2] = ["cow", "cow_size"];
+
+/// The verb.
+pub struct Snapshot;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Ram devices, forks and files that can be written
+    #[arg(value_name = "ORIGIN[,ORIGIN...]")]
+    origins: String,
+    /// A name for each
+    #[arg(value_name = "NAME[,NAME...]")]
+    names: String,
+    /// Of snapshots of files.
+    #[arg(value_name = "KEY=VALUE")]
+    #[arg(
+        help = "For files: cow=PATH|DEVICE (where copies go; default memory), cow_size=SIZE, store=P|PO|N, \
+                  chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \
+                  force=yes|no; several origins have cow=A,B"
+    )]
+    words: Vec<String>,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// `[{"origin": "db", "name": "db-1", "cow": "/x.cow", ...}]`
+    snapshots: Vec<Map<String, Value>>,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { origins, names: list, words } = line;
+        let [origins, names] = [&origins, &list].map(|text| text.split(',').collect::<Vec<_>>());
+        if origins.len() != names.len() {
+            let (of, to) = (origins.len(), names.len());
+            return Err(Usage(format!(
+                "{list}: snapshot: {of} origins and {to} names; one for each is needed"
+            )));
+        }
+        let mut values = words::parse(&list, "snapshot", &words, &KEYS)?;
+        let mut each = Vec::new();
+        for key in KEYS_FOR_EACH {
+            let Some(text) = values.remove(key) else { continue };
+            let parts: Vec<String> = text.split(',').map(str::to_owned).collect();
+            if parts.len() != names.len() {
+                let (found, wanted) = (parts.len(), names.len());
+                let why = format!(
+                    "{found} values for {wanted} snapshots; leave the place of one empty that has none"
+                );
+                return Err(Usage(format!("{list}: snapshot: {key}={text}: {why}")));
+            }
+            each.push((key, parts));
+        }
+        let here =
+            env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
+        let mut snapshots = Vec::new();
+        for (index, (origin, name)) in origins.iter().zip(&names).enumerate() {
+            let mut entries = Entries::new(name, "snapshot").map_err(|e| Usage(e.to_string()))?;
+            let own = each.iter().map(|(key, parts)| (*key, parts[index].as_str()));
+            let all = values.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+            for (key, value) in own.filter(|(_, value)| !value.is_empty()).chain(all) {
+                entries.add(key, value).map_err(|e| Usage(e.to_string()))?;
+            }
+            let entries = entries.with_base(&here);
+            let mut snapshot = Map::from_iter([
+                ("origin".to_owned(), (*origin).into()),
+                ("name".to_owned(), (*name).into()),
+            ]);
+            for (key, value) in entries.pairs {
+                snapshot.insert(key, value.into());
+            }
+            snapshots.push(snapshot);
+        }
+        let params = Self { snapshots };
+        params.specs().map_err(|fault| Usage(fault.message))?;
+        Ok(params)
+    }
+}
+
+impl Params {
+    fn specs(&self) -> Result<Vec<Spec>, Fault> {
+        if self.snapshots.is_empty() {
+            return Err(Fault::invalid("snapshots: must have one at least"));
+        }
+        self.snapshots.iter().map(spec).collect()
+    }
+}
+
+/// The same keys as those of a device of the kind `snapshot`.
+fn spec(asked: &Map<String, Value>) -> Result<Spec, Fault> {
+    let Some(Value::String(name)) = asked.get("name") else {
+        return Err(Fault::invalid("snapshots: each needs a name, a text"));
+    };
+    let invalid = |e: &dyn std::fmt::Display| Fault::invalid(e.to_string());
+    let mut entries = Entries::new(name, "snapshot").map_err(|e| invalid(&e))?;
+    for (key, value) in asked.iter().filter(|(key, _)| *key != "name") {
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
+            _ => return Err(Fault::invalid(format!("{name}: {key}: must be a text or a boolean"))),
+        };
+        entries.add(key, &text).map_err(|e| invalid(&e))?;
+    }
+    Spec::from_entries(entries).map_err(|e| invalid(&e))
+}
+
+/// What was made, in the order of asking.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    snapshots: Vec<Made>,
+}
+
+/// A snapshot.
+#[derive(Debug, Serialize, Deserialize)]
+struct Made {
+    name: String,
+    origin: String,
+    /// Bytes.
+    disksize: u64,
+}
+
+impl Verb for Snapshot {
+    const METHOD: &'static str = "snapshot";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let specs = params.specs()?;
+        let _changes = service.changes();
+        let made = service.snapshot(specs)?;
+        let told = made.iter().map(|entry| Made {
+            name: entry.name().to_owned(),
+            origin: entry.below().unwrap_or_default().to_owned(),
+            disksize: entry.size(),
+        });
+        Ok(Reply { snapshots: told.collect() })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        reply.snapshots.iter().try_for_each(|Made { name, origin, disksize }| {
+            writeln!(out, "{name}: snapshot of {origin}, {}, not published", human(*disksize))
+        })
+    }
+}

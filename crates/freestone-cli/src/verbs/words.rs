@@ -1,0 +1,30 @@
+//! `key=value` words of a command line.
+
+use std::collections::HashMap;
+
+use crate::entries::nearest;
+use crate::error::Usage;
+
+/// Takes the words of a verb apart; each key is one of `allowed`, once.
+pub fn parse(
+    name: &str,
+    verb: &str,
+    words: &[String],
+    allowed: &[&str],
+) -> Result<HashMap<String, String>, Usage> {
+    let mut values = HashMap::new();
+    for word in words {
+        let refuse = |why: String| Usage(format!("{name}: {verb}: {why}"));
+        let Some((key, value)) = word.split_once('=') else {
+            return Err(refuse(format!("{word}: a value is missing; write {word}=VALUE")));
+        };
+        if !allowed.contains(&key) {
+            let hint = nearest(key, allowed).map(|h| format!("; {h}?")).unwrap_or_default();
+            return Err(refuse(format!("unknown key {key:?}{hint}; the keys are {}", allowed.join(", "))));
+        }
+        if values.insert(key.to_owned(), value.to_owned()).is_some() {
+            return Err(refuse(format!("{key}: given twice")));
+        }
+    }
+    Ok(values)
+}
