@@ -13,8 +13,29 @@ use crate::report::{Report, Row, Target, Unit};
 
 /// Requests of the two runs whose difference counts.
 const COUNTS: [u64; 2] = [10_000, 30_000];
-/// The loop's name on the command line, and the word for a disk with a backing device.
+/// The loop's name on the command line.
 const LOOP: &str = "instructions-loop";
+
+/// The disk that the requests go to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Disk {
+    Plain,
+    /// With a backing device.
+    Backed,
+    /// A fork that has every page itself.
+    Fork,
+}
+
+impl Disk {
+    /// The word for it on the loop's command line.
+    fn word(self) -> Option<&'static str> {
+        match self {
+            Self::Plain => None,
+            Self::Backed => Some("--backed"),
+            Self::Fork => Some("--fork"),
+        }
+    }
+}
 
 /// What it can be told.
 #[derive(Debug, Clone, clap::Args)]
@@ -32,12 +53,13 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
         for content in [Content::Compressible, Content::Same] {
             let what = format!("{} of a {} page", name(&request), name(&content));
             let other = match &args.against {
-                Some(path) => Some(per_request(path, request, content, false)?),
+                Some(path) => Some(per_request(path, request, content, Disk::Plain)?),
                 None => None,
             };
-            for backed in [false, true] {
-                let disk = if backed { ", with a backing device" } else { "" };
-                let count = per_request(&own, request, content, backed)?;
+            let plain = per_request(&own, request, content, Disk::Plain)?;
+            let backed = per_request(&own, request, content, Disk::Backed)?;
+            let fork = per_request(&own, request, content, Disk::Fork)?;
+            for (disk, count) in [("", plain), (", with a backing device", backed)] {
                 rows.push(Row::new(format!("{what}{disk}"), Unit::Count, Summary::one(count)));
                 if let Some(other) = other {
                     let more = Summary::one(count / other);
@@ -47,6 +69,11 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
                     rows.push(row);
                 }
             }
+            let more = Summary::one(fork / plain);
+            let row = Row::new(format!("{what}, of a fork's own / of a disk"), Unit::Ratio, more)
+                .part("fork", fork)
+                .part("disk", plain);
+            rows.push(if request == What::Write { row.target(Target::AtMost(1.02)) } else { row });
         }
     }
     let report = Report {
@@ -56,7 +83,7 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
         algorithm: "lz4",
         notes: vec![format!(
             "Instructions of one 4 KiB request to a random page, by callgrind: the difference of {} and {} requests. Nothing is spilled. \
-             Before: {}.",
+             A fork's own: a fork of a snapshot that has written every page before. Before: {}.",
             COUNTS[1],
             COUNTS[0],
             args.against.as_ref().map_or("not given".into(), |path| path.display().to_string())
@@ -71,7 +98,7 @@ fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }
 
-fn per_request(program: &Path, request: What, content: Content, backed: bool) -> Result<f64> {
+fn per_request(program: &Path, request: What, content: Content, disk: Disk) -> Result<f64> {
     let [few, many] = COUNTS;
     let collected = |count: u64| {
         let mut command = Command::new("valgrind");
@@ -79,7 +106,7 @@ fn per_request(program: &Path, request: What, content: Content, backed: bool) ->
             .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
             .arg(program)
             .args([LOOP, &name(&request), &name(&content), &count.to_string()])
-            .args(backed.then_some("--backed"))
+            .args(disk.word())
             .stdin(Stdio::null());
         let output =
             command.output().context("valgrind could not be started; the package is called valgrind")?;

@@ -7,6 +7,7 @@ mod bare;
 mod callgrind;
 mod codec;
 mod data;
+mod forks;
 mod instructions;
 mod machine;
 mod measure;
@@ -52,6 +53,9 @@ enum Bench {
     /// Spilling a whole disk, reads of spilled pages, what memory serves of a zipfian load, recompression. Needs fio and a disk
     /// that takes direct I/O.
     Writeback(writeback::Args),
+    /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and nbdkit, 64 busy forks and a quiet
+    /// one, a thousand forks. Needs fio with its nbd engine, qemu-utils and nbdkit.
+    Forks(forks::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs valgrind.
     Instructions(callgrind::Args),
     /// The loop that `instructions` counts.
@@ -62,7 +66,13 @@ enum Bench {
         /// The disk has a backing device, which nothing is written to.
         #[arg(long)]
         backed: bool,
+        /// The disk is a fork, which has every page itself.
+        #[arg(long, conflicts_with = "backed")]
+        fork: bool,
     },
+    /// The NBD server that `forks` measures.
+    #[command(hide = true)]
+    NbdServer(forks::ServerArgs),
 }
 
 impl Bench {
@@ -74,8 +84,10 @@ impl Bench {
             Self::Memory => "memory",
             Self::All => "all",
             Self::Writeback(_) => "writeback",
+            Self::Forks(_) => "forks",
             Self::Instructions(_) => "instructions",
             Self::InstructionsLoop { .. } => "instructions-loop",
+            Self::NbdServer(_) => "nbd-server",
         }
     }
 
@@ -94,10 +106,19 @@ impl Bench {
                 reports
             }
             Self::Writeback(args) => writeback::run(args, options)?,
+            Self::Forks(args) => forks::run(args, options)?,
             Self::Instructions(args) => callgrind::run(args)?,
-            Self::InstructionsLoop { what, backed } => {
-                let ram = if *backed { setup::backed_ram } else { setup::new_ram }(instructions::DISK_BYTES)?;
+            Self::InstructionsLoop { what, backed, fork } => {
+                let ram = match (backed, fork) {
+                    (true, _) => setup::backed_ram,
+                    (_, true) => setup::forked_ram,
+                    _ => setup::new_ram,
+                }(instructions::DISK_BYTES)?;
                 instructions::run(&ram, *what)?;
+                return Ok(None);
+            }
+            Self::NbdServer(args) => {
+                forks::serve(args)?;
                 return Ok(None);
             }
         };

@@ -122,6 +122,13 @@ fn thread(stat: &str) -> Option<Thread> {
     Some(Thread { name: front.split_once('(')?.1.to_owned(), cpu })
 }
 
+/// CPU time of all threads of another process until now, in ticks of the kernel, mostly 10 ms.
+pub fn cpu_of(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    Ok(thread(&stat).context(path)?.cpu)
+}
+
 fn disk_bytes() -> Result<u64> {
     let io = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
     let line = io.lines().find_map(|line| line.strip_prefix("write_bytes:"));

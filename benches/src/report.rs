@@ -11,6 +11,11 @@ use crate::bare;
 use crate::machine::Machine;
 use crate::measure::Summary;
 
+/// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not given.
+const SPREAD_MAX: f64 = 0.25;
+/// Fewer measurements have no spread that means anything.
+const STEADY_COUNT_MIN: usize = 3;
+
 /// One run of the program.
 #[derive(Serialize)]
 pub struct Document {
@@ -44,6 +49,8 @@ pub struct Row {
     pub parts: Vec<(String, f64)>,
     pub target: Option<Target>,
     pub met: Option<bool>,
+    /// The spread is too wide: there is no median then, and no judgement.
+    pub refused: bool,
 }
 
 /// What a number counts.
@@ -53,8 +60,15 @@ pub enum Unit {
     Ratio,
     Seconds,
     Mib,
+    Kib,
+    /// Milliseconds.
+    Millis,
     /// Microseconds.
     Micros,
+    /// Nanoseconds.
+    Nanos,
+    /// Thousands of operations a second.
+    Kiops,
     /// Of a hundred.
     Percent,
     /// A difference of percentages.
@@ -94,7 +108,7 @@ impl Target {
 impl Row {
     /// A row without a target.
     pub fn new(what: impl Into<String>, unit: Unit, value: Summary) -> Self {
-        Self { what: what.into(), unit, value, parts: Vec::new(), target: None, met: None }
+        Self { what: what.into(), unit, value, parts: Vec::new(), target: None, met: None, refused: false }
     }
 
     /// The same row with a target for its median.
@@ -102,6 +116,18 @@ impl Row {
     pub fn target(mut self, target: Target) -> Self {
         self.met = Some(target.met(self.value.median));
         self.target = Some(target);
+        self
+    }
+
+    /// The same row, without a median and without a judgement where the numbers are too far apart to give one. Comes last.
+    #[must_use]
+    pub fn steady(mut self) -> Self {
+        let Summary { median, quartile1, quartile3, count, .. } = self.value;
+        let close = quartile3 - quartile1 <= SPREAD_MAX * median.abs();
+        if count < STEADY_COUNT_MIN || !close {
+            (self.refused, self.target, self.met) = (true, None, None);
+            self.value.median = f64::NAN;
+        }
         self
     }
 
@@ -119,7 +145,11 @@ impl Unit {
             Self::Ratio => format!("{value:.3}"),
             Self::Seconds => format!("{value:.2} s"),
             Self::Mib => format!("{value:.1} MiB"),
+            Self::Kib => format!("{value:.2} KiB"),
+            Self::Millis => format!("{value:.2} ms"),
             Self::Micros => format!("{value:.2} us"),
+            Self::Nanos => format!("{value:.1} ns"),
+            Self::Kiops => format!("{value:.1} k/s"),
             Self::Percent => format!("{value:.2} %"),
             Self::Points => format!("{value:.2}"),
             Self::Count => format!("{value:.1}"),
@@ -150,7 +180,7 @@ impl Report {
             }
             table.add_row([
                 row.what.clone(),
-                unit.text(value.median),
+                if row.refused { "too wide a spread".into() } else { unit.text(value.median) },
                 pair(value.quartile1, value.quartile3, " - "),
                 pair(value.min, value.max, " .. "),
                 if spread { value.count.to_string() } else { String::new() },
@@ -208,5 +238,20 @@ mod tests {
         assert_eq!(row(1.03, Target::AtMost(1.02)), Some(false));
         assert_eq!(row(0.96, Target::Within(0.95, 1.05)), Some(true));
         assert_eq!(Row::new("x", Unit::Mib, Summary::one(1.0)).met, None);
+    }
+
+    #[test]
+    fn a_ratio_that_is_not_sure_is_not_given() {
+        let row = |numbers: &[f64]| {
+            let value = Summary::of(numbers.iter().copied());
+            Row::new("x", Unit::Ratio, value).target(Target::AtLeast(0.5)).steady()
+        };
+        let sure = row(&[1.0, 1.1, 1.05]);
+        assert_eq!((sure.met, sure.refused), (Some(true), false));
+        for unsure in [&[1.0, 2.0, 3.0][..], &[1.0], &[1.0, 1.0], &[f64::NAN, f64::NAN, f64::NAN]] {
+            let row = row(unsure);
+            assert!(row.refused && row.met.is_none() && row.value.median.is_nan());
+            assert!(serde_json::to_value(&row).unwrap()["median"].is_null());
+        }
     }
 }

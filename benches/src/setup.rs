@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
-use freestone::ram::{Config, Ram};
+use freestone::ram::{Config, ForkConfig, Ram};
 
 use crate::bare::{self, Census, Ours, Plain, Store, page_at, whole_pages};
 use crate::data::{Data, Order, Random};
@@ -35,6 +35,11 @@ pub fn new_ram(bytes: u64) -> Result<Ram> {
 pub fn backed_ram(bytes: u64) -> Result<Ram> {
     let backing = new_ram(2 * bytes)?;
     Ok(Ram::with_backing(config(bytes), Arc::new(backing), true)?)
+}
+
+/// A fork of a snapshot of an empty disk.
+pub fn forked_ram(bytes: u64) -> Result<Ram> {
+    Ok(new_ram(bytes)?.snapshot()?.fork(&ForkConfig::default())?)
 }
 
 fn config(bytes: u64) -> Config {

@@ -146,13 +146,80 @@ fn writeback_runs_every_part() {
 }
 
 #[test]
+fn forks_runs_every_part() {
+    // Not in /tmp, whose file system may know no direct I/O.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let json = dir.path().join("forks.json");
+    let data = dir.path().join("data");
+    let small = ["--quick", "--size", "4M", "--pairs", "3", "--set", "fio", "--dirty", "4M", "--base", "32M"];
+    let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
+        .arg("forks")
+        .args(small)
+        .args(["--busy", "8", "--forks", "20", "--cycles", "100", "--json"])
+        .arg(&json)
+        .arg("--data-dir")
+        .arg(&data)
+        .output()
+        .unwrap();
+    assert!(
+        out.status.success(),
+        "{}\n{}",
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
+    );
+    let value: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let reports = value["reports"].as_array().unwrap();
+    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        [
+            "forks: a RAM disk with a live snapshot, first writes",
+            "forks: a fork of a RAM snapshot, first writes",
+            "forks: an origin on a device, first writes",
+            "forks: a snapshot on a device, first writes",
+            "forks: costs",
+            "forks: over NBD",
+            "forks: density",
+            "forks: a thousand of one base",
+        ]
+    );
+    for report in reports {
+        for row in report["rows"].as_array().unwrap() {
+            // A ratio that is not sure has no median and is not judged.
+            assert_eq!(row["median"].is_null(), row["refused"].as_bool().unwrap(), "{row}");
+            assert_eq!(row["target"].is_null(), row["met"].is_null(), "{row}");
+            assert!(!(row["refused"] == true && row["met"].is_boolean()), "{row}");
+        }
+    }
+    for (report, variants) in reports.iter().zip([5, 5, 4, 4]) {
+        let speeds = report["rows"].as_array().unwrap().iter().filter(|row| row["unit"] == "kiops");
+        assert!(speeds.clone().all(|row| row["median"].as_f64().unwrap() > 0.0 && row["count"] == 3));
+        assert_eq!(speeds.count(), 4 * variants, "workers by variants");
+    }
+    let nbd = &reports[5];
+    for server in ["fork", "null", "qemu-nbd", "nbdkit"] {
+        for connections in ["1 connection", "4 connections"] {
+            assert!(row(nbd, &format!("{connections}: {server}"))["median"].as_f64().unwrap() > 0.0);
+        }
+    }
+    let density = &reports[6];
+    assert!(part(row(density, "writing every page once"), "writes") >= 8192.0);
+    let pool = row(density, "the family's pool at the end");
+    assert!(part(pool, "blocks written to the spill file, MiB") > 0.0, "nothing was spilled: {pool}");
+    let thousand = &reports[7];
+    assert_eq!(row(thousand, "descriptors more after 100 cycles")["met"], true);
+    let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
 fn the_loop_for_callgrind_runs_without_it() {
     let program = || Command::new(env!("CARGO_BIN_EXE_freestone-benches"));
     for request in ["read", "write"] {
         for content in ["compressible", "same"] {
-            for backed in [None, Some("--backed")] {
+            for disk in [None, Some("--backed"), Some("--fork")] {
                 let loops = ["instructions-loop", request, content, "100"];
-                let out = program().args(loops).args(backed).output().unwrap();
+                let out = program().args(loops).args(disk).output().unwrap();
                 assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
             }
         }
@@ -183,6 +250,9 @@ fn bad_options_are_refused() {
         &["zram", "--zram", "../x"],
         &["writeback", "--part", "spil"],
         &["codec", "--against", "x"],
+        &["forks", "--part", "table"],
+        &["forks", "--store", "X"],
+        &["forks", "--busy", "0"],
     ] {
         let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches")).args(bad).output().unwrap();
         assert!(!out.status.success(), "{bad:?} was taken");

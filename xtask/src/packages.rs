@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
-const TOOLS: [(&str, &str); 24] = [
+const TOOLS: [(&str, &str); 27] = [
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
@@ -15,6 +15,9 @@ const TOOLS: [(&str, &str); 24] = [
     ("fusermount3", "fuse3"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
+    // Benchmarks measure these beside ours.
+    ("qemu-nbd", "qemu-utils"),
+    ("nbdkit", "nbdkit"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("mount", "mount"),
@@ -33,6 +36,7 @@ const TOOLS: [(&str, &str); 24] = [
     ("python3", "python3"),
     ("nbd-client", "nbd-client"),
     ("socat", "socat"),
+    ("dmsetup", "dmsetup"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

@@ -1,0 +1,257 @@
+//! What a fork costs beside a disk: the first write of a page, and a read that falls through to the base. (Instructions of a rewrite:
+//! see `instructions`.)
+
+use std::cell::Cell;
+use std::hint::black_box;
+use std::sync::Arc;
+
+use anyhow::Result;
+use freestone::PAGE_BYTES;
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result as Answer, Tried,
+};
+use freestone::null::{self, Null};
+use freestone::ram::{Family, ForkConfig, Ram};
+
+use super::{Bench, Image, family, wait_until_freed};
+use crate::bare::{page_at, whole_pages};
+use crate::data::{Data, Order, Random};
+use crate::machine;
+use crate::measure::{Summary, alternate, thread_clock};
+use crate::options::Set;
+use crate::report::{Report, Row, Target, Unit};
+
+/// Data where `--size` does not say.
+const BYTES: u64 = 128 << 20;
+const ROUNDS: u32 = 21;
+/// Pages of a leaf of the slot table: what the first write to one of them makes.
+const LEAF_PAGES: u64 = 512;
+
+pub(super) fn run(bench: &Bench) -> Result<Vec<Report>> {
+    machine::pin_to(machine::allowed_cpus()?[0])?;
+    let sets = bench.options.sets(&[Set::Fio, Set::Real]);
+    let reports = sets.into_iter().map(|set| one(bench, set)).collect();
+    machine::pin_to_any(&machine::allowed_cpus()?)?;
+    reports
+}
+
+fn one(bench: &Bench, set: Set) -> Result<Report> {
+    let data = Data::open(set, bench.options.bytes(BYTES), bench.options)?;
+    let pages = data.load()?;
+    let image = Image::sparse(&bench.dir, "base", pages.len() as u64)?;
+    std::fs::write(&image.0, &*pages)?;
+    let mut rows = first_writes(bench, &image, &pages)?;
+    rows.extend(falling_through(bench, &image, &pages)?);
+    Ok(Report {
+        name: "forks: costs",
+        data: data.description,
+        data_bytes: pages.len() as u64,
+        algorithm: "lz4",
+        notes: vec![
+            format!(
+                "First writes: 4 KiB, each page once, in random order, by one pinned thread; one page of every leaf ({LEAF_PAGES} pages) was written \
+                 before. Ordinary: a disk's page that holds nothing, in the same way; rewriting: one that holds another page's content. By CPU time of \
+                 the thread."
+            ),
+            "Falls through: random 4 KiB reads of a fork that holds nothing, less the same reads of its base, by one pinned thread. Leaf: every \
+             leaf of the fork is there, and the slot that is read is empty."
+                .into(),
+        ],
+        rows,
+    })
+}
+
+// ---- first writes --------------------------------------------------------------------------------------------------
+
+/// What is written in one slice.
+enum Disk {
+    /// Made empty before each slice.
+    Empty(Family, Ram, u64),
+    /// Holds every page.
+    Full(Ram),
+}
+
+impl Disk {
+    /// Nanoseconds of CPU time a write.
+    fn slice(&self, pages: &[u8], round: u64) -> Result<f64> {
+        let count = (pages.len() / PAGE_BYTES) as u64;
+        let write = |ram: &Ram, slot: u64, content: u32| {
+            ram.write_at(slot * PAGE_BYTES as u64, page_at(pages, content), Flags::empty())
+        };
+        let order = Random::new(round).permutation(count);
+        let ram = match self {
+            Self::Full(ram) => ram,
+            Self::Empty(family, ram, layers) => {
+                ram.rewind()?;
+                wait_until_freed(family, *layers)?;
+                for slot in (0..count).step_by(LEAF_PAGES as usize) {
+                    write(ram, slot, slot as u32)?;
+                }
+                ram
+            }
+        };
+        let begun = thread_clock();
+        let mut written = 0;
+        for slot in order.into_iter().filter(|slot| u64::from(*slot) % LEAF_PAGES != 0) {
+            // A page far away, another one in each round.
+            let content = (u64::from(slot) + count / 2 + round) % count;
+            write(ram, u64::from(slot), content as u32)?;
+            written += 1;
+        }
+        Ok(thread_clock().saturating_sub(begun).as_nanos() as f64 / f64::from(written))
+    }
+}
+
+fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> {
+    let empty = || -> Result<_> {
+        let family = family()?;
+        let ram = family.ram(pages.len() as u64)?;
+        Ok(Disk::Empty(family, ram, 1))
+    };
+    let of_snapshot = || -> Result<_> {
+        let family = family()?;
+        let origin = filled(&family, pages)?;
+        let fork = origin.snapshot()?.fork(&ForkConfig::default())?;
+        // Origin, snapshot, fork: the fork keeps its snapshot.
+        drop(origin);
+        let layers = family.stat().layers;
+        Ok(Disk::Empty(family, fork, layers))
+    };
+    let of_file = || -> Result<_> {
+        let family = family()?;
+        let fork = family.fork(Arc::new(image.device()?), &ForkConfig::default())?;
+        Ok(Disk::Empty(family, fork, 1))
+    };
+    let sides = [empty()?, Disk::Full(filled(&family()?, pages)?), of_snapshot()?, of_file()?];
+    let mut times = sides.each_ref().map(|_| Vec::new());
+    // The first one pays for memory that later ones use again.
+    for round in 0..=u64::from(bench.rounds(ROUNDS)) {
+        let mut order = [0, 1, 2, 3];
+        order.rotate_left(round as usize % 4);
+        for side in order {
+            let nanos = sides[side].slice(pages, round)?;
+            if round > 0 {
+                times[side].push(nanos);
+            }
+        }
+    }
+    let median = |side: usize| Summary::of(times[side].iter().copied()).median;
+    let mut rows = Vec::new();
+    for (side, fork) in [(2, "fork of a snapshot"), (3, "fork of a file")] {
+        for (disk, of) in [(0, "an ordinary first write"), (1, "rewriting")] {
+            let ratio = Summary::ratio(&times[side], &times[disk]);
+            let row = Row::new(format!("first write, {fork} / {of}"), Unit::Ratio, ratio)
+                .part("fork ns", median(side))
+                .part("disk ns", median(disk));
+            // A first write of either takes memory of the pool, which rewriting has.
+            let row = if disk == 0 { row.target(Target::AtMost(1.3)) } else { row };
+            rows.push(row.steady());
+        }
+    }
+    Ok(rows)
+}
+
+/// A disk that holds the pages.
+fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
+    let ram = family.ram(pages.len() as u64)?;
+    for (number, page) in whole_pages(pages).enumerate() {
+        ram.write_at((number * PAGE_BYTES) as u64, page, Flags::empty())?;
+    }
+    Ok(ram)
+}
+
+// ---- reads that fall through ---------------------------------------------------------------------------------------
+
+/// A device that says that it cannot be written.
+struct ReadOnly(Null);
+
+impl Device for ReadOnly {
+    fn geometry(&self) -> Geometry {
+        Geometry { read_only: true, ..self.0.geometry() }
+    }
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<Tried> {
+        request.check(&self.geometry())?;
+        self.0.try_io(request, buffer)
+    }
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        match request.check(&self.geometry()) {
+            Ok(()) => self.0.submit(request, buffer, done),
+            Err(error) => done.complete(Err(error), buffer),
+        }
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Answer<u64> {
+        self.0.extents(offset, len, row)
+    }
+}
+
+fn falling_through(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> {
+    let count = (pages.len() / PAGE_BYTES) as u64;
+    let family = family()?;
+    let snapshot = filled(&family, pages)?.snapshot()?;
+    let null = ReadOnly(Null::new(null::Config { size: pages.len() as u64, logical_block: 4096 })?);
+    let (null, file): (Arc<dyn Device>, Arc<dyn Device>) = (Arc::new(null), Arc::new(image.device()?));
+    // All of the file is in the page cache from here on.
+    let mut page = [0; PAGE_BYTES];
+    for number in 0..count {
+        file.read_at(number * PAGE_BYTES as u64, &mut page)?;
+    }
+    let fork = |base: &Arc<dyn Device>| -> Result<Ram> {
+        Ok(family.fork(Arc::clone(base), &ForkConfig::default())?)
+    };
+    let mut rows = Vec::new();
+    let of_snapshot = || snapshot.fork(&ForkConfig::default());
+    let base: Arc<dyn Device> = Arc::new(snapshot.clone());
+    rows.extend(reads(bench, "a RAM snapshot", &*base, [of_snapshot()?, of_snapshot()?], count)?);
+    rows.extend(reads(bench, "a file in the page cache", &*file, [fork(&file)?, fork(&file)?], count)?);
+    rows.extend(reads(bench, "a null device", &*null, [fork(&null)?, fork(&null)?], count)?);
+    Ok(rows)
+}
+
+/// Of a base, of a fork without leaves, and of one with every leaf.
+fn reads(bench: &Bench, of: &str, base: &dyn Device, forks: [Ram; 2], count: u64) -> Result<Vec<Row>> {
+    let page = PAGE_BYTES as u64;
+    let [empty, leaves] = forks;
+    for slot in (0..count).step_by(LEAF_PAGES as usize) {
+        leaves.write_at(slot * page, &[1; PAGE_BYTES], Flags::empty())?;
+    }
+    // Only slots without content are read: never the first of a leaf.
+    let order = Order::new(5, 0, count as u32);
+    let failed = Cell::new(None);
+    let read = |device: &dyn Device, from: u64, ops: u64| {
+        let mut into = [0; PAGE_BYTES];
+        for slot in order.choices(from, ops) {
+            let slot = u64::from(slot);
+            let slot = if slot.is_multiple_of(LEAF_PAGES) { slot + 1 } else { slot };
+            if let Err(error) = device.read_at(slot * page, black_box(&mut into)) {
+                return failed.set(Some(error));
+            }
+        }
+    };
+    let times = alternate(
+        bench.options.slices(),
+        &mut [
+            &mut |from, ops| read(base, from, ops),
+            &mut |from, ops| read(&empty, from, ops),
+            &mut |from, ops| read(&leaves, from, ops),
+        ],
+    );
+    if let Some(error) = failed.get() {
+        return Err(error.into());
+    }
+    let [below, empty, leaves] = &times[..] else { unreachable!("three sides") };
+    let more = |fork: &[f64]| Summary::of(fork.iter().zip(&below.cpu).map(|(fork, below)| fork - below));
+    let median = |times: &[f64]| Summary::of(times.iter().copied()).median;
+    Ok([("", empty), (", leaf", leaves)]
+        .into_iter()
+        .map(|(leaf, times)| {
+            Row::new(
+                format!("falls through to {of}{leaf}, more than the base"),
+                Unit::Nanos,
+                more(&times.cpu),
+            )
+            .target(Target::AtMost(200.0))
+            .part("fork ns", median(&times.cpu))
+            .part("base ns", median(&below.cpu))
+        })
+        .collect())
+}

@@ -1,0 +1,128 @@
+//! The two tables for snapshots on devices: null devices below, as in the source, so that nothing but the engine is measured.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use freestone::PAGE_BYTES;
+use freestone::cow::{Config, Origin, Snapshot};
+use freestone::device::{Device, IoBuf};
+use freestone::null::{self, Null};
+
+use super::Bench;
+use super::locks::{Kind, Locked, Outside};
+use super::tables::{self, Variant};
+use crate::report::{Report, Target};
+
+/// Size of the origin where `--size` does not say.
+const BYTES: u64 = 256 << 20;
+/// The source's chunks.
+const CHUNK_BYTES: u64 = 4096;
+
+/// Which device the workers write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Which {
+    Origin,
+    Snapshot,
+}
+
+/// A variant, and what it holds for the present slice.
+struct Devices {
+    name: &'static str,
+    which: Which,
+    config: Config,
+    bytes: u64,
+    /// Every worker has an origin and a snapshot of its own.
+    apart: bool,
+    locks: Option<Kind>,
+    now: Vec<(Origin, Snapshot)>,
+}
+
+impl Variant for Devices {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+        self.now.clear();
+        let (count, bytes) =
+            if self.apart { (workers, self.bytes / workers as u64) } else { (1, self.bytes) };
+        for _ in 0..count {
+            let origin = Origin::new(null(bytes)?);
+            let snapshot = origin.snapshot(null(2 * bytes + (1 << 20))?, &self.config)?;
+            self.now.push((origin, snapshot));
+        }
+        let devices = self.now.iter().map(|(origin, snapshot)| -> Arc<dyn Device> {
+            let device: Arc<dyn Device> = match self.which {
+                Which::Origin => Arc::new(origin.clone()),
+                Which::Snapshot => Arc::new(snapshot.clone()),
+            };
+            match self.locks {
+                Some(kind) => Arc::new(Locked::new(device, kind)),
+                None => device,
+            }
+        });
+        let devices: Vec<_> = devices.collect();
+        Ok(devices.iter().cycle().take(workers).cloned().collect())
+    }
+}
+
+fn null(bytes: u64) -> Result<Arc<dyn Device>> {
+    let size = bytes & !(CHUNK_BYTES - 1);
+    Ok(Arc::new(Outside(Null::new(null::Config { size, logical_block: 4096 })?)))
+}
+
+/// Writes of the origin.
+pub(super) fn origin(bench: &Bench) -> Result<Report> {
+    one(bench, Which::Origin, "forks: an origin on a device, first writes")
+}
+
+/// Writes of the snapshot.
+pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
+    one(bench, Which::Snapshot, "forks: a snapshot on a device, first writes")
+}
+
+fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
+    let mut pages = IoBuf::zeroed(bench.options.bytes(BYTES) as usize)?;
+    pages.fill(0x5A);
+    let config =
+        Config { kind: bench.args.store, chunk_bytes: Some(CHUNK_BYTES), force: true, ..Config::default() };
+    let variant = |name, apart, locks| -> Box<dyn Variant> {
+        let bytes = pages.len() as u64;
+        Box::new(Devices { name, which, config, bytes, apart, locks, now: Vec::new() })
+    };
+    let mut variants = vec![
+        variant("a lock a chunk", false, None),
+        variant("each worker a device of its own", true, None),
+        variant("one lock", false, Some(Kind::One)),
+        variant("locks by bucket", false, Some(Kind::Buckets)),
+    ];
+    let speeds = tables::run(bench, &mut variants, &pages)?;
+    let mut rows = tables::rows(&variants, &speeds);
+    rows.extend(tables::ratios("a lock a chunk / one lock", &speeds, [0, 2], None));
+    rows.extend(tables::ratios("a lock a chunk / locks by bucket", &speeds, [0, 3], None));
+    let target = Some((2, Target::AtLeast(0.95)));
+    rows.extend(tables::ratios("a lock a chunk / a device each", &speeds, [0, 1], target));
+    let what = match which {
+        Which::Origin => "every write has its chunk copied first",
+        Which::Snapshot => "every write covers a chunk, so nothing is copied",
+    };
+    Ok(Report {
+        name,
+        data: format!("null devices, store {}, chunks of {CHUNK_BYTES} bytes", config.kind),
+        data_bytes: pages.len() as u64,
+        algorithm: "none",
+        notes: vec![
+            format!(
+                "Random 4 KiB writes, each of {} chunks once, workers with chunks of their own, one write of each at a time, worker n on CPU n modulo {}; \
+                 {what}; a new snapshot before each slice. Latency is of one write; taking the time is in it.",
+                pages.len() / PAGE_BYTES,
+                crate::machine::allowed_cpus()?.len()
+            ),
+            "One lock: a mutex around all of the engine's work on the caller's thread (tables, allocation of places, queues, memory of the request), let \
+             go around every access to the two devices below, as dm-snapshot had one before Linux 5.2. By bucket: a shared read-write lock, then the \
+             chunk's bucket of complete and of pending exceptions, held for the same time, as since. What the engine leaves to its own thread is under neither."
+                .into(),
+        ],
+        rows,
+    })
+}

@@ -1,0 +1,183 @@
+//! Snapshots and forks: what one lock over the exception table would cost, what a fork costs beside a disk, forks over NBD beside
+//! what others have, many busy forks beside a quiet one, and a thousand forks of one base.
+
+mod costs;
+mod cow_tables;
+mod density;
+mod locks;
+mod many;
+mod nbd;
+mod ram_tables;
+mod server;
+mod tables;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use freestone::codec::Algorithm;
+use freestone::cow::StoreKind;
+use freestone::file;
+use freestone::ram::{Config, Family};
+
+pub use self::server::{ServerArgs, serve};
+use crate::options::{Options, Size};
+use crate::report::Report;
+
+/// How long what was given up may take to be freed.
+const FREED_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// What it can be told.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Directory for images and the spill file [default: that of --data-dir]
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// What to measure, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    part: Vec<PartName>,
+    /// tables: the exception store of the snapshots on devices: N, P or PO.
+    #[arg(long, default_value = "N")]
+    store: StoreKind,
+    /// density: how many forks are written [default: 64, with --quick 8]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    busy: Option<u32>,
+    /// density: what each of them is written [default: 128M, with --quick 4M]
+    #[arg(long)]
+    dirty: Option<Size>,
+    /// thousand: how many forks [default: 1000, with --quick 40]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(20..=100_000))]
+    forks: Option<u32>,
+    /// thousand: size of their sparse base [default: 10G, with --quick 64M]
+    #[arg(long)]
+    base: Option<Size>,
+    /// thousand: forks that are made, written and removed one after the other [default: 100000, with --quick 500]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    cycles: Option<u32>,
+}
+
+/// A part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum PartName {
+    /// Writes of an origin and of a snapshot by 1 to 8 workers: one lock a page, one lock over all, locks by bucket.
+    Tables,
+    /// First writes and reads that fall through, beside a disk's.
+    Costs,
+    /// Over NBD, beside qemu-nbd and nbdkit.
+    Nbd,
+    /// Busy forks that are spilled, and a quiet neighbour.
+    Density,
+    /// A thousand forks of one base.
+    Thousand,
+}
+
+/// What every part works with.
+struct Bench<'a> {
+    args: &'a Args,
+    options: &'a Options,
+    dir: PathBuf,
+}
+
+/// Runs the parts.
+pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
+    let dir = args.dir.clone().unwrap_or_else(|| options.data_dir.clone());
+    std::fs::create_dir_all(&dir).with_context(|| format!("{}", dir.display()))?;
+    let bench = Bench { args, options, dir };
+    let wanted = |part| args.part.is_empty() || args.part.contains(&part);
+    let mut reports = Vec::new();
+    let mut add = |new: Vec<Report>| {
+        new.iter().for_each(Report::print);
+        reports.extend(new);
+    };
+    if wanted(PartName::Tables) {
+        add(vec![ram_tables::origin(&bench)?]);
+        add(vec![ram_tables::snapshot(&bench)?]);
+        add(vec![cow_tables::origin(&bench)?]);
+        add(vec![cow_tables::snapshot(&bench)?]);
+    }
+    if wanted(PartName::Costs) {
+        add(costs::run(&bench)?);
+    }
+    if wanted(PartName::Nbd) {
+        add(vec![nbd::run(&bench)?]);
+    }
+    if wanted(PartName::Density) {
+        add(vec![density::run(&bench)?]);
+    }
+    if wanted(PartName::Thousand) {
+        add(vec![many::run(&bench)?]);
+    }
+    Ok(reports)
+}
+
+impl Bench<'_> {
+    /// How often to repeat what takes long.
+    fn rounds(&self, usual: u32) -> u32 {
+        self.options.pairs.unwrap_or(if self.options.quick { 2 } else { usual })
+    }
+
+    /// A number of the command line, or the usual one.
+    fn count(&self, given: Option<u32>, usual: u32, quick: u32) -> u64 {
+        u64::from(given.unwrap_or(if self.options.quick { quick } else { usual }))
+    }
+
+    /// A size of the command line in whole leaves of 2 MiB, or the usual one.
+    fn size(&self, given: Option<Size>, usual: u64, quick: u64) -> u64 {
+        let bytes = given.map_or(if self.options.quick { quick } else { usual }, |size| size.0);
+        bytes.next_multiple_of(2 << 20)
+    }
+}
+
+/// An empty family without a limit.
+fn family() -> Result<Family> {
+    Ok(Family::new(Config { comp_algorithm: Algorithm::Lz4, ..Config::default() })?)
+}
+
+/// Waits until nothing but `layers` disks, forks and snapshots is left of a family.
+fn wait_until_freed(family: &Family, layers: u64) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        let stat = family.stat();
+        if stat.layers <= layers && stat.retiring == 0 {
+            return Ok(());
+        }
+        if begun.elapsed() > FREED_WAIT_MAX {
+            bail!("{} layers and {} bytes were not freed in a minute", stat.layers, stat.retiring);
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// A file of this benchmark. It is removed when this is dropped.
+struct Image(PathBuf);
+
+impl Image {
+    /// A new file of `bytes` without blocks.
+    fn sparse(dir: &Path, name: &str, bytes: u64) -> Result<Self> {
+        let image = Self(dir.join(format!("freestone-forks-{name}-{}.img", std::process::id())));
+        let made = File::create(&image.0).and_then(|file| file.set_len(bytes));
+        made.with_context(|| format!("{}", image.0.display()))?;
+        Ok(image)
+    }
+
+    /// As a base.
+    fn device(&self) -> Result<file::File> {
+        base_device(&self.0)
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // It may be gone already; there is nobody to tell.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A file as a base: read-only, through the page cache.
+fn base_device(path: &Path) -> Result<file::File> {
+    let mut config = file::Config::new(path);
+    config.read_only = true;
+    Ok(file::File::open(&config)?)
+}
