@@ -5,7 +5,7 @@
 //! meet only in a page's own lock; beside it they use what belongs to their CPU (a stream, a current span), and a write
 //! takes a lock of the pool when that grows, shrinks or reaches its limit.
 //!
-//! A [`Ram`] is a disk, a fork (an empty slot reads through to its base), or a snapshot (read-only; see [`chain`]). Those
+//! A [`Ram`] is a disk, a fork (an empty slot reads through to its base), or a snapshot (read-only). Those
 //! that were made from one another are a [`Family`] and share pool, streams, limit and backing device.
 //!
 //! Where it differs from zram on purpose:
