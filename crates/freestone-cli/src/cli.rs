@@ -87,7 +87,7 @@ const FORK_EXAMPLES: &str = "\
 Examples:
   freestone fork golden job --nbd unix:/run/job.sock
   freestone fork golden job mem_limit=512M size=20G
-  freestone fork golden job-{n} --count 100 --nbd unix:/run/job-{n}.sock
+  freestone fork golden job-%n --count 100 --nbd unix:/run/job-%n.sock
   freestone fork golden ci --template --ttl 3600 --nbd unix:/run/ci.sock
       every connection to ci gets a fork of its own, ci@1, ci@2 and so on, gone when it ends
 

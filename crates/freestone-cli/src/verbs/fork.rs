@@ -19,7 +19,7 @@ use crate::size::human;
 use crate::spec::Spec;
 
 /// Stands for the number of a fork, in its name and address.
-const NUMBER: &str = "{n}";
+const NUMBER: &str = "%n";
 const KEYS: [&str; 3] = ["size", "mem_limit", "mem_min"];
 
 /// The verb.
@@ -30,14 +30,14 @@ pub struct Fork;
 pub struct Line {
     /// A file with readonly=yes, a qcow2 image, or a snapshot
     base: String,
-    /// The fork; with --count, {n} in it is the number (else -N is appended)
+    /// The fork; with --count, %n in it is the number (else -N is appended)
     name: String,
     /// Of the fork.
     #[arg(value_name = "KEY=VALUE")]
     #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
                   mem_min=SIZE (guaranteed of the family's mem_limit)")]
     words: Vec<String>,
-    /// Publish it there; the server starts to listen there if it does not yet; with --count, {n} is the number
+    /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is the number
     #[arg(long, value_name = "ADDR")]
     nbd: Option<String>,
     /// A fork for every connection, gone when that ends

@@ -51,7 +51,7 @@ fn is_as(uri: &str, file: &std::path::Path) {
 fn a_ci_machine() {
     const FORKS: usize = 100;
     let (serve, image) = with_base(&[]);
-    let made = serve.json(&["fork", "golden", "job-{n}", "--count", "100", "--nbd", "unix:job-{n}.sock"]);
+    let made = serve.json(&["fork", "golden", "job-%n", "--count", "100", "--nbd", "unix:job-%n.sock"]);
     let made = made["forks"].as_array().unwrap();
     assert_eq!(made.len(), FORKS);
     assert_eq!((&made[7]["name"], &made[7]["base"]), (&json!("job-7"), &json!("golden")));
@@ -172,7 +172,7 @@ fn settings_of_forks() {
 
     // All or nothing.
     serve.text(&["create", "many-3=null,size=1M"]);
-    let many = ["fork", "golden", "many", "--count", "5", "--nbd", "unix:many-{n}.sock"];
+    let many = ["fork", "golden", "many", "--count", "5", "--nbd", "unix:many-%n.sock"];
     assert_eq!(serve.refused(1, &many), "many-3: a device of that name exists");
     assert_eq!(serve.json(&["list", "many*"])["devices"].as_array().unwrap().len(), 1);
     assert!(!serve.path("many-0.sock").exists());
@@ -194,7 +194,7 @@ fn what_is_no_base_is_told() {
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
-        (&["fork", "golden", "f-{n}"], "f-{n}: fork: {n} is for --count".into()),
+        (&["fork", "golden", "f-%n"], "f-%n: fork: %n is for --count".into()),
         (&["fork", "golden", "a/b"], "\"a/b\": a device name is 1 to 255 bytes of printable characters without '=', ',', '/' or blanks".into()),
         (&["publish", "golden", "--nbd", "unix:x", "--ttl", "1"], "golden: publish: ttl=1: only with --template".into()),
         (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: a name of its own is for --template".into()),
