@@ -29,7 +29,7 @@ pub enum Step {
     Doc,
     /// All tests, the real clients among them
     Test,
-    /// Writeback in a stock kernel: its zram and Freestone answer the same
+    /// In a stock kernel: writeback of its zram and of Freestone, snapshots of its dm-snapshot and of Freestone
     Lab,
     /// The loom models of the lock protocols
     Models,
@@ -64,8 +64,13 @@ impl Step {
             }
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
             Self::Lab => {
-                let mut command = Command::new("lab/run-writeback.sh");
-                cargo::run(command.stdin(Stdio::null()))
+                let (mut ok, mut counts) = (true, Counts::default());
+                for script in ["lab/run-writeback.sh", "lab/run-snapshots.sh"] {
+                    let passed = cargo::run(Command::new(script).stdin(Stdio::null()))?.ok;
+                    counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
+                    ok &= passed;
+                }
+                Ok(Outcome { ok, counts })
             }
             Self::Models => {
                 let mut command = cargo();
