@@ -328,7 +328,9 @@ fn a_snapshot_begins_at_one_moment() {
                         data.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect()
                     };
                     let (first, second) = (numbers(&first), numbers(&second));
-                    for numbers in [&first, &second] {
+                    // A device that does a part of a request divides it: what it has done of one shows.
+                    let whole = !matches!(kind, Kind::Sometimes);
+                    for numbers in [&first, &second].into_iter().filter(|_| whole) {
                         assert!(numbers.iter().all(|number| number == &numbers[0]), "{kind:?}: a torn write");
                     }
                     let ahead = first[0] - second[0];
