@@ -306,6 +306,22 @@ impl Chain {
 }
 
 impl View {
+    /// The slot of a page that the device's own layer holds, locked.
+    #[inline]
+    pub fn own_page(&self, slot: u64) -> Option<SlotGuard<'_>> {
+        let leaf = self.layer.table().leaf(slot)?;
+        let holds = |word: Word| !matches!(word.kind(), Kind::Empty | Kind::Base);
+        if !holds(leaf.peek(slot)) {
+            return None;
+        }
+        Some(leaf.lock(slot)).filter(|guard| holds(guard.word()))
+    }
+
+    /// Whether a snapshot knows that a page is the base's. That does not change as long as there is a snapshot.
+    fn is_base(&self, slot: u64) -> bool {
+        self.layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot).kind() == Kind::Base)
+    }
+
     /// Hands the page of a slot to `found`, locked in the layer that holds it; `None` where that is no layer of this
     /// chain, and the page is what lies below.
     pub fn with_page<R>(
@@ -314,15 +330,11 @@ impl View {
         slot: u64,
         found: impl FnOnce(Option<(&Layer, SlotGuard<'_>)>) -> R,
     ) -> R {
-        if let Some(leaf) = self.layer.table().leaf(slot)
-            && leaf.peek(slot) != Word::EMPTY
-        {
-            let guard = leaf.lock(slot);
-            match guard.word() {
-                Word::EMPTY => {}
-                Word::BASE => return found(None),
-                _ => return found(Some((&self.layer, guard))),
-            }
+        if let Some(guard) = self.own_page(slot) {
+            return found(Some((&self.layer, guard)));
+        }
+        if self.is_base(slot) {
+            return found(None);
         }
         let Role::Snapshot { chain, number } = &self.role else { return found(None) };
         let list = chain.list.load(pin);
