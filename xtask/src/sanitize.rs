@@ -80,6 +80,7 @@ pub fn run(sanitizer: Sanitizer) -> Result<Outcome> {
     command.env("RUSTC_BOOTSTRAP", "1");
     command.env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
     command.env("PROPTEST_CASES", PROPTEST_CASES);
+    command.env("FREESTONE_MODEL_SECONDS", "2").env("COW_ROUNDS", "1");
     let suppressions = |file| format!("suppressions='{}'", root.join(file).display());
     command.env("TSAN_OPTIONS", suppressions(RACES));
     command.env("LSAN_OPTIONS", suppressions(LEAKS) + ":print_suppressions=0");

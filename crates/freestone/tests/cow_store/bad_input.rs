@@ -298,7 +298,8 @@ fn mutated_stores_are_refused_or_make_sense() {
         assert!(matches!(check(input), Some(Ok(_))), "good input {at}: {:?}", check(input));
     }
     let (mut opened, mut refused) = (0, 0);
-    for _ in 0..MUTATED {
+    let mutated = crate::disk::scaled(MUTATED);
+    for _ in 0..mutated {
         let mut input = good[rng.below(good.len() as u64) as usize].clone();
         mutate(&mut input, &mut rng);
         match check(&input) {
@@ -308,7 +309,7 @@ fn mutated_stores_are_refused_or_make_sense() {
         }
     }
     println!("{opened} opened, {refused} refused");
-    assert!(opened > MUTATED / 10 && refused > MUTATED / 10, "{opened} opened, {refused} refused");
+    assert!(opened > mutated / 10 && refused > mutated / 10, "{opened} opened, {refused} refused");
 }
 
 /// What the fuzzer found interesting, and one file of each kind.

@@ -138,7 +138,7 @@ impl<'a> Check<'a> {
     fn all(&mut self, recording: &Recording) {
         let mut cut = Cut::new(recording);
         loop {
-            for image in cut.images(IMAGES, &mut self.rng) {
+            for image in cut.images(crate::disk::scaled(IMAGES), &mut self.rng) {
                 self.image(&cut, image);
             }
             // A note that only allows more leaves nothing new to check.

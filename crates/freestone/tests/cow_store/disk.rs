@@ -13,6 +13,12 @@ use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
 
+/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set there, for other tests.)
+pub fn scaled(usual: usize) -> usize {
+    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+}
+
+
 /// What happened, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {

@@ -14,6 +14,11 @@ use freestone_testkit::{Model, Rng};
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 
+/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set there, for other tests.)
+pub fn scaled(usual: u32) -> u32 {
+    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+}
+
 /// A page: empty of a repeated 32-bit pattern, of a 64-bit one, compressible, or noise.
 pub fn content(seed: u64, slot: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ slot);
