@@ -18,7 +18,6 @@ pub fn scaled(usual: usize) -> usize {
     if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
 }
 
-
 /// What happened, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
