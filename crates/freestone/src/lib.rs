@@ -46,6 +46,8 @@ pub mod qcow2;
 #[cfg(not(loom))]
 pub mod ram;
 #[cfg(not(loom))]
+mod replace;
+#[cfg(not(loom))]
 pub mod save;
 #[cfg(not(loom))]
 mod spill;

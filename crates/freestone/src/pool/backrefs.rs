@@ -105,8 +105,7 @@ impl BackRefs {
         let pointer = self.array(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
         // Relaxed: constant since `open`.
-        // SAFETY: the first entry exists, and the array lives while the caller owns the span, or the slot of one of its
-        // objects.
+        // SAFETY: the first entry exists; the array lives while the caller owns the span, or the slot of an object in it.
         let objects = unsafe { &*pointer }.load(Ordering::Relaxed);
         assert!((object as u64) < objects, "object {object} of {objects}");
         // SAFETY: `objects` entries follow the first one.

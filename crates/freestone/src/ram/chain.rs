@@ -102,6 +102,22 @@ struct State {
     freezes: u32,
 }
 
+impl State {
+    fn list(&self) -> List {
+        List { origin: Arc::clone(&self.origin), snapshots: self.snapshots.clone() }
+    }
+
+    /// The place of a snapshot among the others.
+    fn place(&self, number: u64) -> Option<usize> {
+        self.snapshots.binary_search_by_key(&number, |member| member.number).ok()
+    }
+
+    /// Whether nobody needs the origin's layer.
+    fn is_unused(&self) -> bool {
+        self.device.is_none() && self.snapshots.is_empty() && self.freezes == 0
+    }
+}
+
 impl Chain {
     /// A live device's chain, without snapshots.
     pub fn new(origin: Arc<Layer>, below: Below) -> Arc<Self> {
@@ -129,12 +145,7 @@ impl Chain {
     }
 
     fn live_view(&self, state: &State) -> View {
-        let snapshots = if state.snapshots.is_empty() {
-            None
-        } else {
-            let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
-            Some(Arc::new(list))
-        };
+        let snapshots = if state.snapshots.is_empty() { None } else { Some(Arc::new(state.list())) };
         View {
             layer: Arc::clone(&state.origin),
             below: self.below.clone(),
@@ -146,8 +157,7 @@ impl Chain {
     /// last handle.
     #[must_use]
     fn publish(&self, state: &State) -> Option<Arc<Inner>> {
-        let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
-        self.list.replace(Box::new(list), pin::domain());
+        self.list.replace(Box::new(state.list()), pin::domain());
         self.publish_live(state)
     }
 
@@ -215,7 +225,7 @@ impl Chain {
         away();
         state.device = None;
         state.origin.set_loose(family);
-        let unused = state.snapshots.is_empty() && state.freezes == 0;
+        let unused = state.is_unused();
         drop(state);
         self.thawed.notify_all();
         unused
@@ -224,9 +234,9 @@ impl Chain {
     /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed on](Self::pass_on).
     pub fn doom(&self, number: u64) -> Option<Arc<Layer>> {
         let mut state = self.state.lock();
-        let member = state.snapshots.iter_mut().find(|member| member.number == number)?;
-        member.dying = true;
-        let layer = Arc::clone(&member.layer);
+        let at = state.place(number)?;
+        state.snapshots[at].dying = true;
+        let layer = Arc::clone(&state.snapshots[at].layer);
         let device = self.publish(&state);
         drop(state);
         drop(device);
@@ -239,9 +249,7 @@ impl Chain {
     pub fn pass_on(&self, family: &Shared, number: u64, start: u64, end: u64) -> Result<bool> {
         let (origin, from, older) = {
             let state = self.state.lock();
-            let Ok(at) = state.snapshots.binary_search_by_key(&number, |member| member.number) else {
-                return Ok(false);
-            };
+            let Some(at) = state.place(number) else { return Ok(false) };
             let older = state.snapshots[..at].to_vec();
             (Arc::clone(&state.origin), Arc::clone(&state.snapshots[at].layer), older)
         };
@@ -282,13 +290,10 @@ impl Chain {
     /// A dying snapshot is empty. Returns its layer, and the origin's, if nobody needs that any more.
     pub fn bury(&self, number: u64) -> (Option<Arc<Layer>>, Option<Arc<Layer>>) {
         let mut state = self.state.lock();
-        let Ok(at) = state.snapshots.binary_search_by_key(&number, |member| member.number) else {
-            return (None, None);
-        };
+        let Some(at) = state.place(number) else { return (None, None) };
         let member = state.snapshots.remove(at);
         let device = self.publish(&state);
-        let alone = state.device.is_none() && state.snapshots.is_empty() && state.freezes == 0;
-        let origin = alone.then(|| Arc::clone(&state.origin));
+        let origin = state.is_unused().then(|| Arc::clone(&state.origin));
         drop(state);
         drop(device);
         (Some(member.layer), origin)

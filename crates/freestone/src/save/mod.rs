@@ -15,7 +15,6 @@ mod format;
 mod plan;
 mod reader;
 mod restore;
-mod target;
 mod writer;
 
 use std::path::Path;
@@ -26,11 +25,14 @@ use self::format::Over;
 use self::plan::Plan;
 use self::reader::Reader;
 pub use self::restore::{Base, restore};
-use self::target::Target;
 use self::writer::Writer;
 use crate::codec::Algorithm;
 use crate::moment;
 use crate::ram::{Gathered, PendingSnapshot, Ram};
+use crate::replace::Place;
+
+/// How a file is named that is not complete yet.
+const UNFINISHED_PREFIX: &str = ".freestone-save-";
 
 /// Longest name of a saved device in bytes.
 pub const NAME_BYTES_MAX: usize = 255;
@@ -106,10 +108,11 @@ pub fn save(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Saved, SaveError> {
     plan::check(devices)?;
-    let target = Target::new(to)?;
+    let place = Place::new(to).map_err(|source| SaveError::Write { path: to.to_owned(), source })?;
+    let failed = |source| SaveError::Write { path: place.path.clone(), source };
     let plan = Plan::new(frozen(devices)?)?;
-    let unfinished = target.begin()?;
-    let mut writer = Writer::new(unfinished.as_file(), &target.path);
+    let unfinished = place.begin(UNFINISHED_PREFIX).map_err(failed)?;
+    let mut writer = Writer::new(unfinished.as_file(), &place.path);
     writer.contents(&plan, &plan.identify_bases(check)?)?;
     let all = plan.nodes.iter().map(|node| held_bytes(&node.ram)).sum();
     let mut done = 0;
@@ -136,7 +139,7 @@ pub fn save(
         writer.end_of_node()?;
     }
     let saved = writer.finish()?;
-    target.put(unfinished)?;
+    place.put(unfinished).map_err(failed)?;
     progress(all, all);
     Ok(saved)
 }

@@ -1,14 +1,14 @@
 //! Saving: what the device holds itself, into a new overlay, which then takes the place of an old one.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
-use std::io;
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::device::{Blocking as _, Device, ExtentKind, IoBuf};
 use crate::qcow2::chain::{Chain, Format};
 use crate::qcow2::header::MAX_NAME_BYTES;
+use crate::replace::Place;
 
 use super::runs::{Runs, each_extent};
 use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
@@ -53,26 +53,20 @@ pub fn save(
         return Err(DeltaError::DeviceSize { size, most: MAX_SIZE_BYTES });
     }
     let changes = show(device, &mut |_| true)?;
-    let to = Target::new(to)?;
-    let name = to.name_of(base, base_format)?;
-    let failed = |source| DeltaError::Write { path: to.path.clone(), source };
-    let unfinished = tempfile::Builder::new()
-        .prefix(UNFINISHED_PREFIX)
-        .suffix(".tmp")
-        .tempfile_in(&to.dir)
-        .map_err(failed)?;
+    let place = Place::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
+    let name = name_of(base, base_format, &place)?;
+    let failed = |source| DeltaError::Write { path: place.path.clone(), source };
+    let unfinished = place.begin(UNFINISHED_PREFIX).map_err(failed)?;
     let saved = {
         let writer = Writer::new(unfinished.as_file(), size).map_err(failed)?;
-        let path = &to.path;
+        let path = &place.path;
         let mut saving = Saving { device, size, writer, data_clusters: 0, zero_clusters: 0, path };
         saving.run(changes.bytes, progress)?;
         let Saving { writer, data_clusters, zero_clusters, .. } = saving;
         let file_bytes = writer.finish(name.as_bytes(), base_format).map_err(failed)?;
         Saved { changes, data_clusters, zero_clusters, file_bytes }
     };
-    unfinished.as_file().sync_all().map_err(failed)?;
-    unfinished.persist(&to.path).map_err(|error| failed(error.error))?;
-    File::open(&to.dir).and_then(|dir| dir.sync_all()).map_err(failed)?;
+    place.put(unfinished).map_err(failed)?;
     Ok(saved)
 }
 
@@ -151,54 +145,29 @@ impl Saving<'_> {
     }
 }
 
-/// Where a delta goes.
-struct Target {
-    /// Absolute, and no symbolic link.
-    path: PathBuf,
-    dir: PathBuf,
-}
-
-impl Target {
-    fn new(to: &Path) -> Result<Self, DeltaError> {
-        let failed = |source| DeltaError::Write { path: to.to_owned(), source };
-        let path = match fs::metadata(to) {
-            Ok(found) if found.is_file() => fs::canonicalize(to).map_err(failed)?,
-            Ok(_) => return Err(failed(io::Error::other("there is something else than a file"))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let name = to.file_name().ok_or_else(|| failed(io::Error::other("this is no file name")))?;
-                let dir = to.parent().filter(|dir| !dir.as_os_str().is_empty());
-                fs::canonicalize(dir.unwrap_or(Path::new("."))).map_err(failed)?.join(name)
-            }
-            Err(error) => return Err(failed(error)),
-        };
-        let dir = path.parent().map_or_else(|| PathBuf::from("/"), Path::to_owned);
-        Ok(Self { path, dir })
-    }
-
-    /// How the overlay names its base.
-    fn name_of(&self, base: &Path, format: Format) -> Result<OsString, DeltaError> {
-        let refuse = |reason: String| DeltaError::Base { path: base.to_owned(), reason };
-        let path = fs::canonicalize(base).map_err(|error| refuse(error.to_string()))?;
-        let below = match format {
-            Format::Raw => vec![path.clone()],
-            Format::Qcow2 => Chain::open(&path, false)?.paths().collect(),
-        };
-        for file in below {
-            if fs::canonicalize(&file).is_ok_and(|file| file == self.path) {
-                return Err(refuse("the delta would take the place of the base".to_owned()));
-            }
+/// How the overlay names its base.
+fn name_of(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaError> {
+    let refuse = |reason: String| DeltaError::Base { path: base.to_owned(), reason };
+    let path = fs::canonicalize(base).map_err(|error| refuse(error.to_string()))?;
+    let below = match format {
+        Format::Raw => vec![path.clone()],
+        Format::Qcow2 => Chain::open(&path, false)?.paths().collect(),
+    };
+    for file in below {
+        if fs::canonicalize(&file).is_ok_and(|file| file == to.path) {
+            return Err(refuse("the delta would take the place of the base".to_owned()));
         }
-        let name = match path.file_name() {
-            Some(name) if path.parent() == Some(&self.dir) => {
-                // Not to be taken for the name of a protocol.
-                let colon = name.as_bytes().contains(&b':');
-                if colon { Path::new(".").join(name).into_os_string() } else { name.to_owned() }
-            }
-            _ => path.clone().into_os_string(),
-        };
-        check_name(&name).map_err(refuse)?;
-        Ok(name)
     }
+    let name = match path.file_name() {
+        Some(name) if path.parent() == Some(&to.dir) => {
+            // Not to be taken for the name of a protocol.
+            let colon = name.as_bytes().contains(&b':');
+            if colon { Path::new(".").join(name).into_os_string() } else { name.to_owned() }
+        }
+        _ => path.clone().into_os_string(),
+    };
+    check_name(&name).map_err(refuse)?;
+    Ok(name)
 }
 
 fn check_name(name: &OsStr) -> Result<(), String> {
