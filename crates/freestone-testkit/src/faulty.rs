@@ -185,6 +185,8 @@ impl Faulty {
             fast_zeroes: false,
             volatile_cache: true,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         };

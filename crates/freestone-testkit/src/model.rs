@@ -58,6 +58,8 @@ impl Device for Model {
             fast_zeroes: true,
             volatile_cache: false,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: self.read_only,
             zones: None,
         }

@@ -168,6 +168,8 @@ impl Device for ModelZoned {
             fast_zeroes: false,
             volatile_cache: false,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: Some(ZoneGeometry {
                 zone_size: c.zone_size,

@@ -194,6 +194,8 @@ impl Device for Broken {
             fast_zeroes: false,
             volatile_cache: false,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: self.is(Fault::ReadOnlyWrites),
             zones: None,
         }

@@ -32,6 +32,8 @@ pub mod codec;
 #[cfg(not(loom))]
 pub mod cow;
 #[cfg(not(loom))]
+pub mod faults;
+#[cfg(not(loom))]
 pub mod file;
 #[cfg(not(loom))]
 pub mod moment;
@@ -42,6 +44,8 @@ mod percpu;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
+pub mod power;
+#[cfg(not(loom))]
 pub mod qcow2;
 #[cfg(not(loom))]
 pub mod ram;
@@ -51,6 +55,10 @@ mod replace;
 pub mod save;
 #[cfg(not(loom))]
 mod spill;
+#[cfg(not(loom))]
+mod timer;
+#[cfg(not(loom))]
+pub mod zone;
 
 #[cfg(loom)]
 mod pool {

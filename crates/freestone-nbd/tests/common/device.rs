@@ -59,6 +59,8 @@ impl MemDevice {
             fast_zeroes: true,
             volatile_cache: true,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         };

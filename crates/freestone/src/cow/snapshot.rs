@@ -416,6 +416,8 @@ impl Snap {
             // What is merged is as durable as the origin's flush makes it.
             volatile_cache: cow.volatile_cache || persistent && origin.volatile_cache,
             volatile_media: origin.volatile_media || cow.volatile_media || !persistent,
+            rotational: origin.rotational,
+            max_request: 0,
             read_only: false,
             zones: None,
         }

@@ -5,7 +5,7 @@ use super::zoned::ZoneGeometry;
 /// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two calls, the
 /// rest stays as it is for the life of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "four independent promises, each with a name")]
+#[expect(clippy::struct_excessive_bools, reason = "independent promises, each with a name")]
 pub struct Geometry {
     /// Bytes; a multiple of `logical_block`.
     pub size: u64,
@@ -17,6 +17,9 @@ pub struct Geometry {
     pub io_min: u32,
     /// Preferred request size for streaming in bytes.
     pub io_opt: u32,
+    /// The largest request that clients should send, in bytes, a multiple of `logical_block`; 0 is no limit. A larger one
+    /// is done in pieces.
+    pub max_request: u32,
     /// Smallest range that a discard can free, in bytes; 0 where a discard frees nothing (it is answered all the same).
     pub discard_granularity: u32,
     /// Writing zeroes that may become a hole takes far less work than writing data.
@@ -26,6 +29,8 @@ pub struct Geometry {
     pub volatile_cache: bool,
     /// The content ends with the process: a RAM disk.
     pub volatile_media: bool,
+    /// Neighbours are cheaper to reach than what is far away, as on a disk that turns.
+    pub rotational: bool,
     /// Only reads are served.
     pub read_only: bool,
     /// The zone model, for a device with [`Device::zoned`](super::Device::zoned).

@@ -28,6 +28,9 @@ bitflags! {
         const FUA = 1;
         /// Write zeroes: the range may become a hole.
         const MAY_FREE = 2;
+        /// Read: nobody will look at the buffer, so a device that stores nothing may leave it as it is. For measuring
+        /// in-process; exports never set it.
+        const UNREAD = 4;
     }
 }
 

@@ -261,6 +261,8 @@ mod tests {
             fast_zeroes: true,
             volatile_cache: true,
             volatile_media: false,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         };

@@ -258,6 +258,8 @@ impl<'a> Opening<'a> {
             fast_zeroes: granularity > 0,
             volatile_cache: true,
             volatile_media: false,
+            rotational: false,
+            max_request: 0,
             read_only: self.config.read_only,
             zones: None,
         };

@@ -364,6 +364,8 @@ mod tests {
             fast_zeroes: true,
             volatile_cache: true,
             volatile_media: false,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         };

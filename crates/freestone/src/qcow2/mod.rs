@@ -143,6 +143,8 @@ impl Device for Image {
             fast_zeroes: false,
             volatile_cache: false,
             volatile_media: false,
+            rotational: false,
+            max_request: 0,
             read_only: true,
             zones: None,
         }

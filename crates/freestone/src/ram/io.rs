@@ -62,6 +62,8 @@ impl Inner {
             fast_zeroes: true,
             volatile_cache: false,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: self.is_snapshot,
             zones: None,
         }

@@ -245,6 +245,8 @@ impl Device for Disk {
             fast_zeroes: false,
             volatile_cache: true,
             volatile_media: false,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         }

@@ -60,6 +60,8 @@ impl Null {
             fast_zeroes: true,
             volatile_cache: false,
             volatile_media: true,
+            rotational: false,
+            max_request: 0,
             read_only: false,
             zones: None,
         };

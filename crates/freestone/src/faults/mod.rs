@@ -1,0 +1,1 @@
+//! Faults that repeat from a seed, over any device.

@@ -1,0 +1,1 @@
+//! Answers that are given at a time: one thread for the whole process.

@@ -1,0 +1,1 @@
+//! Zones over any device: write pointers, conditions, limits, one lock per zone.
