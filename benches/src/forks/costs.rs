@@ -28,10 +28,11 @@ const ROUNDS: u32 = 21;
 const LEAF_PAGES: u64 = 512;
 
 pub(super) fn run(bench: &Bench) -> Result<Vec<Report>> {
-    machine::pin_to(machine::allowed_cpus()?[0])?;
+    let cpus = machine::allowed_cpus()?;
+    machine::pin_to(cpus[0])?;
     let sets = bench.options.sets(&[Set::Fio, Set::Real]);
     let reports = sets.into_iter().map(|set| one(bench, set)).collect();
-    machine::pin_to_any(&machine::allowed_cpus()?)?;
+    machine::pin_to_any(&cpus)?;
     reports
 }
 

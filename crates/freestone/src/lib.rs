@@ -38,6 +38,8 @@ pub mod file;
 #[cfg(not(loom))]
 pub mod moment;
 #[cfg(not(loom))]
+mod near;
+#[cfg(not(loom))]
 pub mod null;
 #[cfg(not(loom))]
 mod percpu;
@@ -61,6 +63,17 @@ mod timer;
 pub mod zone;
 
 #[cfg(loom)]
+mod percpu {
+    //! A model has one CPU.
+    pub const fn cpus() -> usize {
+        1
+    }
+    pub const fn current() -> usize {
+        0
+    }
+}
+
+#[cfg(loom)]
 mod pool {
     //! What of the pool is modelled: the states of spans.
     pub mod class;
@@ -82,8 +95,9 @@ mod spill {
 
 #[cfg(loom)]
 mod cow {
-    //! What of snapshots is modelled: how exceptions are made.
+    //! What of snapshots is modelled: how exceptions are made, and how copies in flight are bounded.
     pub mod exceptions;
+    mod tokens;
 
     #[cfg(test)]
     mod models;

@@ -25,9 +25,9 @@ pub const PIECE_BYTES: u64 = 512 << 10;
 
 /// An exception that was begun.
 pub struct Begun {
-    snap: Arc<Snap>,
     chunk: u64,
     place: Allocated,
+    /// Of the snapshot whose exception it is.
     permit: Permit,
 }
 
@@ -59,8 +59,8 @@ impl Snap {
         loop {
             match self.exceptions.get(chunk) {
                 Exception::At(_) | Exception::Merging(_) => return Asked::Complete,
-                Exception::None if !permit.as_ref().is_some_and(|permit| self.throttle.gave(permit)) => {
-                    *permit = self.throttle.permit();
+                Exception::None if !permit.as_ref().is_some_and(|permit| permit.snap().is(self)) => {
+                    *permit = self.permit();
                     if permit.is_none() {
                         return Asked::Throttled;
                     }
@@ -75,13 +75,13 @@ impl Snap {
                     return Asked::Joined;
                 }
                 Exception::None => {
-                    let own = permit.take_if(|permit| self.throttle.gave(permit));
+                    let own = permit.take_if(|permit| permit.snap().is(self));
                     // It was pending and was given up meanwhile.
                     let Some(own) = own else { continue };
                     let Ok(place) = self.store.allocate() else { return Asked::Full };
                     self.gate.begin();
                     locked.begin(waiter());
-                    return Asked::Begun(Begun { snap: Arc::clone(self), chunk, place, permit: own });
+                    return Asked::Begun(Begun { chunk, place, permit: own });
                 }
             }
         }
@@ -101,14 +101,18 @@ impl Snap {
 }
 
 impl Begun {
+    fn snap(&self) -> &Arc<Snap> {
+        self.permit.snap()
+    }
+
     /// Copies the chunk from the origin.
     pub fn copy(self) {
-        let start = self.chunk * self.snap.chunk();
-        let device = &self.snap.core.device;
+        let snap = self.snap();
+        let start = self.chunk * snap.chunk();
         // As far as the origin reaches now, which may be further than the snapshot.
-        let len = device.geometry().size.saturating_sub(start).min(self.snap.chunk());
-        self.snap.counters.add(counter::COPIED, 1);
-        match IoBuf::zeroed(len.min(PIECE_BYTES).next_multiple_of(self.snap.cow_block()) as usize) {
+        let len = snap.core.device.geometry().size.saturating_sub(start).min(snap.chunk());
+        snap.counters.add(counter::COPIED, 1);
+        match IoBuf::zeroed(len.min(PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
             Ok(buffer) => Copying { begun: self, at: 0, len, writing: false, buffer }.go(),
             Err(error) => self.copied(Err(error)),
         }
@@ -119,13 +123,14 @@ impl Begun {
     /// # Errors
     /// No memory for the data: the exception is given up, as if it had not been asked for.
     pub fn write(self, op: Op, flags: Flags, len: u64, data: Option<&[u8]>) -> Result<()> {
-        self.snap.counters.add(counter::FULL, 1);
+        let snap = Arc::clone(self.snap());
+        snap.counters.add(counter::FULL, 1);
         // The record is written behind a flush, where there is one.
-        let durable = self.snap.store.kind().is_persistent();
+        let durable = snap.store.kind().is_persistent();
         let flags = if durable { flags - Flags::FUA } else { flags };
         let request = Request { op, flags, offset: self.place.byte(), len };
-        let cow = Arc::clone(self.snap.store.device());
-        match try_put(&*cow, request, data) {
+        let cow = snap.store.device();
+        match try_put(&**cow, request, data) {
             Put::Done(outcome) => self.copied(outcome),
             Put::Rest(request, from) => {
                 let buffer = data.map_or(Ok(IoBuf::empty()), |data| IoBuf::copy_of(&data[from..]));
@@ -136,7 +141,7 @@ impl Begun {
                         return Err(error);
                     }
                 };
-                let runner = Arc::clone(&self.snap.core.runner);
+                let runner = Arc::clone(&snap.core.runner);
                 let done = move |outcome, _| runner.push(move || self.copied(outcome));
                 cow.submit(request, buffer, Completion::new(done));
             }
@@ -146,7 +151,8 @@ impl Begun {
 
     /// Nothing was stored; whoever waits may begin it again.
     fn give_up(self) {
-        let Self { snap, chunk, place, permit } = self;
+        let Self { chunk, place, permit } = self;
+        let snap = Arc::clone(permit.snap());
         drop((place, permit));
         let waiting = snap.exceptions.land(chunk, None);
         snap.gate.end();
@@ -157,15 +163,18 @@ impl Begun {
 
     /// The chunk is on the COW device, or is not.
     fn copied(self, outcome: Result<()>) {
-        let Self { snap, chunk, place, permit } = self;
+        let Self { chunk, place, permit } = self;
+        let snap = Arc::clone(permit.snap());
         drop(permit);
         if let Err(error) = outcome {
             tracing::warn!("chunk {chunk} could not be copied for a snapshot, which is lost: {error}");
             // Its own accesses fail from now on; the store says so on disk before anyone who waits goes on.
             snap.fails();
         }
-        let (new, store) = (place.chunk(), Arc::clone(&snap.store));
-        store.commit(place, chunk, outcome, move |committed| snap.landed(chunk, new, committed.is_ok()));
+        let (new, landing) = (place.chunk(), Arc::clone(&snap));
+        let landed =
+            move |committed: std::result::Result<(), _>| landing.landed(chunk, new, committed.is_ok());
+        snap.store.commit(place, chunk, outcome, landed);
     }
 }
 
@@ -186,7 +195,7 @@ impl Copying {
     }
 
     fn go(mut self) {
-        let snap = Arc::clone(&self.begun.snap);
+        let snap = Arc::clone(self.begun.snap());
         let piece = self.piece();
         if !self.writing {
             self.buffer.show(piece as usize);
@@ -209,7 +218,7 @@ impl Copying {
     fn submit_to(mut self, device: &Arc<dyn crate::device::Device>, request: Request) {
         let buffer = std::mem::replace(&mut self.buffer, IoBuf::empty());
         let done = Completion::new(move |outcome: Result<()>, buffer| {
-            let runner = Arc::clone(&self.begun.snap.core.runner);
+            let runner = Arc::clone(&self.begun.snap().core.runner);
             runner.push(move || self.came(outcome, buffer));
         });
         device.submit(request, buffer, done);
@@ -231,7 +240,7 @@ impl Copying {
         self.writing = true;
         let piece = self.piece();
         // Only the end of the origin can lie inside a block of the COW device.
-        self.buffer.show(piece.next_multiple_of(self.begun.snap.cow_block()) as usize);
+        self.buffer.show(piece.next_multiple_of(self.begun.snap().cow_block()) as usize);
         self.buffer[piece as usize..].fill(0);
     }
 
@@ -242,7 +251,7 @@ impl Copying {
             return self.begun.copied(Ok(()));
         }
         // Others have their turn between two pieces.
-        let runner = Arc::clone(&self.begun.snap.core.runner);
+        let runner = Arc::clone(&self.begun.snap().core.runner);
         runner.push(move || self.go());
     }
 }

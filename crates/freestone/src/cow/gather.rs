@@ -10,6 +10,9 @@ use crate::sync::Mutex;
 pub trait Job: Send + 'static {
     /// Carries it on, as far as that goes without waiting. `so_far` is the first error of what it waited for.
     fn go(self, so_far: Result<()>);
+
+    /// Where it goes on when the last of what it waits for has arrived.
+    fn runner(&self) -> &Arc<Runner>;
 }
 
 /// One thing that a request waits for. One that is dropped without an answer has ended too.
@@ -23,7 +26,6 @@ trait Arrive: Send + Sync {
 ///
 /// Lock order: `state` is taken under a slot, and nothing under it.
 pub struct Gather<J> {
-    runner: Arc<Runner>,
     state: Mutex<State<J>>,
 }
 
@@ -35,9 +37,9 @@ struct State<J> {
 
 impl<J: Job> Gather<J> {
     /// Waits for its maker only.
-    pub fn new(runner: &Arc<Runner>) -> Arc<Self> {
+    pub fn new() -> Arc<Self> {
         let state = State { left: 1, job: None, error: None };
-        Arc::new(Self { runner: Arc::clone(runner), state: Mutex::new(state) })
+        Arc::new(Self { state: Mutex::new(state) })
     }
 
     /// One thing more.
@@ -69,7 +71,8 @@ impl<J: Job> Arrive for Gather<J> {
         {
             let so_far = state.error.map_or(Ok(()), Err);
             drop(state);
-            self.runner.push(move || job.go(so_far));
+            let runner = Arc::clone(job.runner());
+            runner.push(move || job.go(so_far));
         }
     }
 }

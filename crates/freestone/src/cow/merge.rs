@@ -256,8 +256,9 @@ impl Snap {
         self.gate.change(|_| Mode::Merging);
         self.core.gate.change(|view| {
             view.changed(|view| {
-                view.snapshots.retain(|snap| !Arc::ptr_eq(snap, self));
-                view.merging = Some(Arc::clone(self));
+                let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
+                view.snapshots = others;
+                view.merging = merging.into_iter().next();
             })
         });
         for task in self.gate.open().into_iter().chain(self.core.gate.open()) {

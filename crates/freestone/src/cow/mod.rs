@@ -22,7 +22,9 @@ pub mod store;
 mod store_area;
 mod store_load;
 mod store_queue;
+mod store_transient;
 mod throttle;
+mod tokens;
 mod writes;
 
 pub use config::{Config, SetupError, StoreKind};

@@ -16,7 +16,10 @@
 //! Lock order: `changing`, then the gate of the origin, then that of a snapshot.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
+
+use crossbeam_utils::CachePadded;
 
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
@@ -27,6 +30,7 @@ use super::snapshot::{Snap, counter};
 use super::throttle::Permit;
 use super::{reads, writes};
 use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+use crate::near::Near;
 use crate::slot::Common;
 use crate::sync::Mutex;
 
@@ -42,10 +46,13 @@ const STEP_CHUNKS: u64 = 1024;
 pub struct Origin(pub(super) Arc<Anchor>);
 
 /// What the handles of an origin and of its snapshots share. The last one breaks the ring of origin and snapshots.
-pub(super) struct Anchor(pub Arc<Core>);
+pub(super) struct Anchor(pub Near<Core>);
+
+/// A CPU's hold on an origin.
+pub(super) struct Core(CachePadded<Arc<CoreState>>);
 
 /// An origin, without what users hold of it.
-pub(super) struct Core {
+pub(super) struct CoreState {
     pub device: Arc<dyn Device>,
     pub gate: Gate<View>,
     pub runner: Arc<Runner>,
@@ -66,9 +73,9 @@ pub(super) struct Changing {
 #[derive(Clone, Default)]
 pub(super) struct View {
     /// Largest chunks first.
-    pub snapshots: Vec<Arc<Snap>>,
+    pub snapshots: Vec<Near<Snap>>,
     /// Plays the origin's part.
-    pub merging: Option<Arc<Snap>>,
+    pub merging: Option<Near<Snap>>,
     /// Differs from view to view.
     generation: u64,
 }
@@ -76,14 +83,15 @@ pub(super) struct View {
 impl Origin {
     /// An origin without snapshots.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        let core = Core {
+        let core = Arc::new(CoreState {
             device,
             gate: Gate::new(View::default()),
             runner: Arc::default(),
             common: OnceLock::new(),
             changing: Mutex::default(),
-        };
-        Self(Arc::new(Anchor(Arc::new(core))))
+        });
+        let near = Near::new(|| Core(CachePadded::new(Arc::clone(&core))));
+        Self(Arc::new(Anchor(near)))
     }
 
     /// The device below. Who writes it past the origin spoils the snapshots.
@@ -99,7 +107,7 @@ impl Origin {
 
     /// The snapshot that plays the origin's part.
     fn merging(&self) -> Option<Arc<Snap>> {
-        self.0.0.gate.enter_any(|view| view.merging.clone())
+        self.0.0.gate.enter_any(|view| view.merging.as_deref().map(Arc::clone))
     }
 }
 
@@ -216,13 +224,20 @@ impl fmt::Debug for Origin {
     }
 }
 
-impl Core {
+impl Deref for Core {
+    type Target = CoreState;
+    fn deref(&self) -> &CoreState {
+        &self.0
+    }
+}
+
+impl CoreState {
     /// Takes a snapshot out of the list.
-    pub fn forget(&self, snap: &Arc<Snap>) {
+    pub fn forget(&self, snap: &Snap) {
         self.gate.change(|view| {
             view.changed(|view| {
-                view.snapshots.retain(|other| !Arc::ptr_eq(other, snap));
-                view.merging.take_if(|other| Arc::ptr_eq(other, snap));
+                view.snapshots.retain(|other| !other.is(snap));
+                view.merging.take_if(|other| other.is(snap));
             })
         });
     }
@@ -239,7 +254,7 @@ impl Drop for Anchor {
     }
 }
 
-impl Drop for Core {
+impl Drop for CoreState {
     fn drop(&mut self) {
         self.runner.stop();
     }
@@ -323,6 +338,10 @@ impl Write {
 }
 
 impl Job for Write {
+    fn runner(&self) -> &Arc<Runner> {
+        &self.core.runner
+    }
+
     fn go(mut self, _: Result<()>) {
         self.rounds = 0;
         // What it waited for may have failed with its snapshot; the look at the snapshots tells.
@@ -340,7 +359,7 @@ impl Write {
     /// One round. `None`: the job goes on elsewhere, or is done.
     fn round(self) -> Option<Self> {
         let core = Arc::clone(&self.core);
-        let gather = Gather::new(&core.runner);
+        let gather = Gather::new();
         let (mut begun, mut full) = (Vec::new(), Vec::new());
         let mut step = self.request;
         let mut this = Some(self);
@@ -371,7 +390,7 @@ impl Write {
             Planned::Held => None,
             Planned::Merging(snap) => job.redirect(snap),
             Planned::Throttled(snap) => {
-                snap.throttle.queue(move |permit| {
+                snap.queue(move |permit| {
                     job.permit = Some(permit);
                     job.go(Ok(()));
                 });

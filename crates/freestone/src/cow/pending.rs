@@ -174,7 +174,7 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
-            core.gate.change(|view| view.changed(|view| view.snapshots.push(Arc::clone(snap))));
+            core.gate.change(|view| view.changed(|view| view.snapshots.push(snap.clone())));
             core.prepared(self.snapshot.cow());
         }
     }

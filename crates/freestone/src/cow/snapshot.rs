@@ -17,7 +17,10 @@
 //! is pinned.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
+
+use crossbeam_utils::CachePadded;
 
 use super::exceptions::Exceptions;
 use super::gate::Gate;
@@ -25,12 +28,14 @@ use super::gather::Waiter;
 use super::merge::Merge;
 use super::origin::{Anchor, Core};
 use super::store::Store;
-use super::throttle::{COPIES_MAX_DEFAULT, Throttle};
+use super::throttle::{self, COPIES_MAX_DEFAULT, Next};
+use super::tokens::Tokens;
 use super::{Config, Status, StoreKind, reads, writes};
 use crate::cow::copy::PIECE_BYTES;
 use crate::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
+use crate::near::Near;
 use crate::percpu::Counters;
 use crate::sync::{AtomicU32, Mutex, Ordering};
 
@@ -88,14 +93,17 @@ pub(super) enum Mode {
     Merging,
 }
 
+/// A CPU's hold on a snapshot.
+pub(super) struct Snap(CachePadded<Arc<SnapState>>);
+
 /// A snapshot, without what users hold of it.
-pub(super) struct Snap {
-    pub core: Arc<Core>,
+pub(super) struct SnapState {
+    pub core: Near<Core>,
     pub store: Arc<Store>,
     pub exceptions: Exceptions<Waiter>,
     /// Passed by writes to the snapshot, and by what makes exceptions.
     pub gate: Gate<Mode>,
-    pub throttle: Arc<Throttle>,
+    pub rights: Tokens<Next>,
     pub config: Config,
     pub size: u64,
     pub merge: Merge,
@@ -114,7 +122,7 @@ pub struct Snapshot(pub(super) Arc<Handle>);
 
 /// What the user's handles share.
 pub(super) struct Handle {
-    pub snap: Arc<Snap>,
+    pub snap: Near<Snap>,
     /// Below `snap`: the origin's list is cleared after this snapshot has left it.
     _anchor: Arc<Anchor>,
 }
@@ -122,7 +130,7 @@ pub(super) struct Handle {
 // ---- what the user sees ------------------------------------------------------------------------------------------------------
 
 impl Snapshot {
-    pub(super) fn new(snap: Arc<Snap>, anchor: Arc<Anchor>) -> Self {
+    pub(super) fn new(snap: Near<Snap>, anchor: Arc<Anchor>) -> Self {
         Self(Arc::new(Handle { snap, _anchor: anchor }))
     }
 
@@ -180,7 +188,7 @@ impl Snapshot {
     /// 64 MiB of memory hold. Requests beyond it queue.
     pub fn set_cow_threshold(&self, copies: usize) {
         let snap = &self.0.snap;
-        snap.throttle.set_most(copies.clamp(1, copies_max(snap.chunk())));
+        snap.set_copies(copies.clamp(1, copies_max(snap.chunk())));
     }
 
     /// Takes the snapshot off its origin. Its accesses fail from now on; on the COW device it stays as it is.
@@ -256,22 +264,29 @@ fn copies_max(chunk: u64) -> usize {
     (COPY_MEMORY_BYTES_MAX / chunk.min(PIECE_BYTES)) as usize
 }
 
+impl Deref for Snap {
+    type Target = SnapState;
+    fn deref(&self) -> &SnapState {
+        &self.0
+    }
+}
+
 impl Snap {
     pub fn new(
-        core: &Arc<Core>,
+        core: &Near<Core>,
         store: Arc<Store>,
         exceptions: Exceptions<Waiter>,
         config: Config,
         origin: &Geometry,
-    ) -> Arc<Self> {
+    ) -> Near<Self> {
         let block = origin.logical_block.max(store.device().geometry().logical_block);
         let lost = if store.is_valid() { 0 } else { state::INVALID | state::LOST };
         let most = COPIES_MAX_DEFAULT.min(copies_max(store.chunk_bytes()));
-        Arc::new(Self {
-            core: Arc::clone(core),
+        let state = Arc::new(SnapState {
+            core: core.clone(),
             exceptions,
             gate: Gate::new(Mode::Normal),
-            throttle: Throttle::new(&core.runner, most),
+            rights: throttle::rights(most),
             config,
             size: origin.size,
             merge: Merge::default(),
@@ -280,7 +295,13 @@ impl Snap {
             state: AtomicU32::new(lost),
             waiting_for_loss: Mutex::default(),
             store,
-        })
+        });
+        Near::new(|| Self(CachePadded::new(Arc::clone(&state))))
+    }
+
+    /// Whether both are of one snapshot.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     pub fn chunk(&self) -> u64 {

@@ -16,6 +16,7 @@ use super::format::Layout;
 use super::store_area::Area;
 use super::store_load::{self, Loaded};
 use super::store_queue::{Committer, Finished, Queue};
+use super::store_transient::Transient;
 use super::{CHUNK_BYTES_DEFAULT, SetupError, StoreKind, Usage};
 use crate::device::{self, Device, Geometry};
 use crate::sync::Mutex;
@@ -36,7 +37,7 @@ pub struct Store {
 
 enum Core {
     Persistent { committer: Arc<Committer>, thread: Option<JoinHandle<()>> },
-    Transient(Mutex<Queue>),
+    Transient(Transient),
 }
 
 /// Exceptions: (chunk of the origin, chunk of the COW device).
@@ -45,10 +46,10 @@ pub type Exceptions = Vec<(u64, u64)>;
 /// A place for a copy. One that is dropped was not needed: its chunk stays unused.
 #[derive(Debug)]
 pub struct Allocated {
-    store: Arc<Store>,
     chunk: u64,
-    /// `None`: it was handed in.
-    sequence: Option<u64>,
+    chunk_bytes: u64,
+    /// A persistent store counts on its coming back. `None`: it does not, or it was handed in.
+    due: Option<(Arc<Store>, u64)>,
 }
 
 /// There is no room on the COW device, or the store is invalid.
@@ -129,7 +130,7 @@ impl Store {
         if !kind.is_persistent() {
             let chunk = chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT);
             let layout = Layout::new(chunk, &geometry, origin)?;
-            let core = Core::Transient(Mutex::new(Queue::new(layout, true, 0, (0, 0))));
+            let core = Core::Transient(Transient::new(layout));
             return Ok((Arc::new(Self { kind, layout, device: cow, core }), Vec::new()));
         }
         let Loaded { layout, valid, end, next_free, exceptions } =
@@ -169,7 +170,10 @@ impl Store {
 
     /// Whether the snapshot is good. Once it is not, it stays so.
     pub fn is_valid(&self) -> bool {
-        self.queue().lock().valid
+        match &self.core {
+            Core::Persistent { committer, .. } => committer.queue.lock().valid,
+            Core::Transient(store) => store.is_valid(),
+        }
     }
 
     /// Takes a place for a copy. Never waits. The caller bounds how many places it holds; each costs the store a few words.
@@ -178,12 +182,14 @@ impl Store {
     /// [`Full`]. The store stays as it is: whether that invalidates the snapshot depends on who wanted the place.
     pub fn allocate(self: &Arc<Self>) -> Result<Allocated, Full> {
         let size = self.device.geometry().size;
-        let mut queue = self.queue().lock();
-        let (chunk, sequence) = match &self.core {
-            Core::Persistent { .. } => queue.allocate(size)?,
-            Core::Transient(_) => queue.allocate_transient(size)?,
+        let (chunk, due) = match &self.core {
+            Core::Persistent { committer, .. } => {
+                let (chunk, sequence) = committer.queue.lock().allocate(size)?;
+                (chunk, Some((Arc::clone(self), sequence)))
+            }
+            Core::Transient(store) => (store.allocate(size)?, None),
         };
-        Ok(Allocated { store: Arc::clone(self), chunk, sequence: Some(sequence) })
+        Ok(Allocated { chunk, chunk_bytes: self.chunk_bytes(), due })
     }
 
     /// Hands in a copy: chunk `old` of the origin was written (not flushed) to the place `allocated`, or that failed, which
@@ -199,19 +205,18 @@ impl Store {
         copied: device::Result<()>,
         done: impl FnOnce(Result<(), Invalid>) + Send + 'static,
     ) {
-        debug_assert!(Arc::ptr_eq(self, &allocated.store), "a place of another store");
-        let Some(sequence) = allocated.sequence.take() else { return };
         match &self.core {
             Core::Persistent { committer, .. } => {
+                let Some((store, sequence)) = allocated.due.take() else { return };
+                debug_assert!(Arc::ptr_eq(self, &store), "a place of another store");
                 let finished = Finished::entry(old, allocated.chunk, copied, Box::new(done));
                 committer.finish(sequence, finished);
             }
-            Core::Transient(queue) => {
-                let mut queue = queue.lock();
-                queue.valid &= copied.is_ok();
-                let outcome = if queue.valid { Ok(()) } else { Err(Invalid) };
-                drop(queue);
-                done(outcome);
+            Core::Transient(store) => {
+                if copied.is_err() {
+                    store.lose();
+                }
+                done(if store.is_valid() { Ok(()) } else { Err(Invalid) });
             }
         }
     }
@@ -222,8 +227,8 @@ impl Store {
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
             Core::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
-            Core::Transient(queue) => {
-                queue.lock().valid = false;
+            Core::Transient(store) => {
+                store.lose();
                 then();
             }
         }
@@ -232,16 +237,18 @@ impl Store {
     /// What of the COW device is used.
     pub fn usage(&self) -> Usage {
         let size = self.device.geometry().size;
-        let queue = self.queue().lock();
-        match self.core {
-            Core::Persistent { .. } => queue.usage(size),
-            Core::Transient(_) => queue.usage_transient(size),
+        match &self.core {
+            Core::Persistent { committer, .. } => committer.queue.lock().usage(size),
+            Core::Transient(store) => store.usage(size),
         }
     }
 
     /// What was done so far.
     pub fn stats(&self) -> Stats {
-        self.queue().lock().stats
+        match &self.core {
+            Core::Persistent { committer, .. } => committer.queue.lock().stats,
+            Core::Transient(_) => Stats::default(),
+        }
     }
 
     /// The exceptions that were committed last, as far as both their chunks follow each other and they are in one area; at most
@@ -262,13 +269,6 @@ impl Store {
         self.committer()?.commit_merge(run, count)
     }
 
-    fn queue(&self) -> &Mutex<Queue> {
-        match &self.core {
-            Core::Persistent { committer, .. } => &committer.queue,
-            Core::Transient(queue) => queue,
-        }
-    }
-
     fn committer(&self) -> Result<&Committer, MergeError> {
         match &self.core {
             Core::Persistent { committer, .. } => Ok(committer),
@@ -285,13 +285,15 @@ impl Allocated {
 
     /// Byte of the COW device at which it begins.
     pub fn byte(&self) -> u64 {
-        self.chunk * self.store.chunk_bytes()
+        self.chunk * self.chunk_bytes
     }
 }
 
 impl Drop for Allocated {
     fn drop(&mut self) {
-        if let (Some(sequence), Core::Persistent { committer, .. }) = (self.sequence, &self.store.core) {
+        if let Some((store, sequence)) = self.due.take()
+            && let Core::Persistent { committer, .. } = &store.core
+        {
             committer.finish(sequence, Finished::Unused);
         }
     }

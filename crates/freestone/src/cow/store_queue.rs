@@ -110,15 +110,6 @@ impl Queue {
         Ok((chunk, self.allocated - 1))
     }
 
-    /// The same for a store without metadata.
-    pub fn allocate_transient(&mut self, size: u64) -> Result<(u64, u64), Full> {
-        if !self.valid || self.next_free >= self.layout.chunks(size) {
-            return Err(Full);
-        }
-        self.next_free += 1;
-        Ok((self.next_free - 1, 0))
-    }
-
     /// A place comes back.
     fn finish(&mut self, sequence: u64, finished: Finished) {
         let finished = match finished {
@@ -174,11 +165,6 @@ impl Queue {
         // The header, and the areas up to this one.
         let metadata = self.area + 2;
         Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: metadata * sectors }
-    }
-
-    pub fn usage_transient(&self, size: u64) -> Usage {
-        let sectors = self.layout.chunk() / SECTOR_BYTES;
-        Usage { allocated: self.next_free * sectors, total: size / SECTOR_BYTES, metadata: 0 }
     }
 }
 

@@ -5,88 +5,61 @@
 //! runs a copy, which ends by itself, or is on its way to begin one, and gives it back if it need not. (The kernel's counter did
 //! deadlock when it was a semaphore that was waited for with a lock held.)
 //!
-//! Lock order: `state` is taken under a slot, and under it the runner's queue.
+//! Lock order: the rights' lock may be taken under a slot; the runner's queue with nothing of this held.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::runner::Runner;
-use crate::sync::Mutex;
+use super::snapshot::Snap;
+use super::tokens::Tokens;
+use crate::percpu;
 
 /// Copies in flight a snapshot unless told otherwise: the kernel's `snapshot_cow_threshold`.
 pub const COPIES_MAX_DEFAULT: usize = 2048;
 
-/// See the module.
-pub struct Throttle {
-    runner: Arc<Runner>,
-    state: Mutex<State>,
+/// What goes on with a permit.
+pub type Next = Box<dyn FnOnce(Permit) + Send>;
+
+/// The right to have one copy in flight, of one snapshot.
+pub struct Permit(Arc<Snap>);
+
+/// The rights of one snapshot.
+pub fn rights(most: usize) -> Tokens<Next> {
+    Tokens::new(most as u64, percpu::cpus())
 }
 
-struct State {
-    most: usize,
-    running: usize,
-    queue: VecDeque<Box<dyn FnOnce(Permit) + Send>>,
-}
-
-/// The right to have one copy in flight.
-pub struct Permit(Arc<Throttle>);
-
-impl Throttle {
-    /// Nothing in flight.
-    pub fn new(runner: &Arc<Runner>, most: usize) -> Arc<Self> {
-        let state = State { most, running: 0, queue: VecDeque::new() };
-        Arc::new(Self { runner: Arc::clone(runner), state: Mutex::new(state) })
-    }
-
+impl Snap {
     /// At most `most` copies, at least 1, from now on; those in flight stay.
-    pub fn set_most(self: &Arc<Self>, most: usize) {
-        let mut state = self.state.lock();
-        state.most = most.max(1);
-        while state.running < state.most
-            && let Some(next) = state.queue.pop_front()
-        {
-            state.running += 1;
-            self.hand_over(next);
-        }
+    pub fn set_copies(self: &Arc<Self>, most: usize) {
+        self.hand_over(self.rights.set_most(most.max(1) as u64));
     }
 
     /// A permit, if one is free.
     pub fn permit(self: &Arc<Self>) -> Option<Permit> {
-        let mut state = self.state.lock();
-        let free = state.running < state.most;
-        state.running += usize::from(free);
-        free.then(|| Permit(Arc::clone(self)))
+        self.rights.take(percpu::current()).then(|| Permit(Arc::clone(self)))
     }
 
     /// Runs `next` with a permit when there is one, on the runner.
     pub fn queue(self: &Arc<Self>, next: impl FnOnce(Permit) + Send + 'static) {
-        let mut state = self.state.lock();
-        if state.running < state.most {
-            state.running += 1;
-            self.hand_over(Box::new(next));
-        } else {
-            state.queue.push_back(Box::new(next));
+        self.hand_over(self.rights.wait(Box::new(next)));
+    }
+
+    fn hand_over(self: &Arc<Self>, served: Vec<Next>) {
+        for next in served {
+            let permit = Permit(Arc::clone(self));
+            self.core.runner.push(move || next(permit));
         }
     }
+}
 
-    /// Whether this permit is of this throttle.
-    pub fn gave(self: &Arc<Self>, permit: &Permit) -> bool {
-        Arc::ptr_eq(self, &permit.0)
-    }
-
-    fn hand_over(self: &Arc<Self>, next: Box<dyn FnOnce(Permit) + Send>) {
-        let permit = Permit(Arc::clone(self));
-        self.runner.push(move || next(permit));
+impl Permit {
+    /// The snapshot that gave it.
+    pub fn snap(&self) -> &Arc<Snap> {
+        &self.0
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        let next = if state.running <= state.most { state.queue.pop_front() } else { None };
-        match next {
-            Some(next) => self.0.hand_over(next),
-            None => state.running -= 1,
-        }
+        self.0.hand_over(self.0.rights.give(percpu::current()));
     }
 }

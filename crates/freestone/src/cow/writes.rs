@@ -15,6 +15,7 @@ use super::exceptions::{Exception, Locked};
 use super::gather::{Gather, Job};
 use super::io::{Put, progress, put, try_put};
 use super::origin;
+use super::runner::Runner;
 use super::snapshot::{Mode, Snap};
 use super::throttle::Permit;
 use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
@@ -210,6 +211,10 @@ impl Write {
 }
 
 impl Job for Write {
+    fn runner(&self) -> &Arc<Runner> {
+        &self.snap.core.runner
+    }
+
     fn go(mut self, mut so_far: Result<()>) {
         self.rounds = 0;
         loop {
@@ -251,7 +256,7 @@ impl Write {
     /// One round. `None`: the job goes on elsewhere.
     fn round(self) -> Option<(Self, Result<()>)> {
         let snap = Arc::clone(&self.snap);
-        let gather = Gather::new(&snap.core.runner);
+        let gather = Gather::new();
         let mut actions = Vec::new();
         let mut this = Some(self);
         let planned = snap.gate.enter(|mode| {
@@ -280,7 +285,7 @@ impl Write {
                 Some((job, Err(Error::NoSpace)))
             }
             Planned::Throttled => {
-                snap.throttle.queue(move |permit| {
+                snap.queue(move |permit| {
                     job.permit = Some(permit);
                     job.go(Ok(()));
                 });
@@ -399,12 +404,12 @@ impl Write {
                     snap.gate.end();
                     waiter.arrived(outcome);
                 };
-                let device = Arc::clone(self.snap.store.device());
+                let device = &**self.snap.store.device();
                 let data = self.data(from, len);
-                match try_put(&*device, Request { op, flags, offset: at, len }, data) {
+                match try_put(device, Request { op, flags, offset: at, len }, data) {
                     Put::Done(outcome) => then(outcome),
                     Put::Rest(request, from) => {
-                        put(&*device, request, data.map(|data| &data[from..]), then);
+                        put(device, request, data.map(|data| &data[from..]), then);
                     }
                 }
             }

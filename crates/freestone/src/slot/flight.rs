@@ -9,15 +9,19 @@
 //!
 //! All three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees the
 //! new word. A flight ends once: whoever comes later (a disk that answers after its deadline) finds
-//! another word in the slot. Numbers are not used again before 2^36 others were.
+//! another word in the slot. A CPU's numbers are not used again before all of them
+//! were, 2^36 of all CPUs together.
 //!
-//! Lock order: slot, then the flight's shard. Slots share shards by chance only, so no two reads meet in one lock for
-//! long.
+//! Lock order: slot, then the flight's shard. Slots share shards by chance only, and the slots of different CPUs
+//! seldom, so no two requests meet in one lock for long.
 
 use std::collections::HashMap;
 
+use crossbeam_utils::CachePadded;
+
 use super::lock::SlotGuard;
 use super::word::{Kind, LOCATION_BITS, Word};
+use crate::percpu;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 #[cfg(not(loom))]
@@ -27,8 +31,9 @@ const SHARDS: u64 = 1;
 
 /// The flights of one family of tables. `W` is what waits.
 pub struct Flights<W> {
-    next: AtomicU64,
-    shards: Box<[Mutex<Shard<W>>]>,
+    /// By CPU: numbers that one CPU gives are those of its place, modulo the number of CPUs.
+    next: Box<[CachePadded<AtomicU64>]>,
+    shards: Box<[CachePadded<Mutex<Shard<W>>>]>,
 }
 
 /// Flights by number.
@@ -53,7 +58,10 @@ pub struct Landed<W> {
 
 impl<W> Default for Flights<W> {
     fn default() -> Self {
-        Self { next: AtomicU64::new(0), shards: (0..SHARDS).map(|_| Mutex::new(HashMap::new())).collect() }
+        Self {
+            next: (0..percpu::cpus()).map(|_| CachePadded::new(AtomicU64::new(0))).collect(),
+            shards: (0..SHARDS).map(|_| CachePadded::new(Mutex::new(HashMap::new()))).collect(),
+        }
     }
 }
 
@@ -66,8 +74,11 @@ impl<W> Flights<W> {
     pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, since: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
         debug_assert_ne!(held.kind(), Kind::InFlight, "a slot departs once");
+        let (cpu, cpus) = (percpu::current(), percpu::cpus() as u64);
         // Relaxed: only the number's uniqueness counts.
-        let number = self.next.fetch_add(1, Ordering::Relaxed) % (1 << LOCATION_BITS);
+        let count = self.next[cpu].fetch_add(1, Ordering::Relaxed);
+        // As many of each CPU as numbers have room for.
+        let number = count % ((1 << LOCATION_BITS) / cpus) * cpus + cpu as u64;
         let before = self.shard(number).insert(number, Flight { held, owner, since, waiting });
         debug_assert!(before.is_none(), "flight {number} is open twice");
         guard.publish(Word::in_flight(number));
@@ -117,7 +128,7 @@ impl<W> Flights<W> {
 
     /// The flights that departed before `since`: number and owner.
     pub fn departed_before(&self, since: u64) -> Vec<(u64, u64)> {
-        let shards = self.shards.iter().map(Mutex::lock);
+        let shards = self.shards.iter().map(|shard| shard.lock());
         let late = |shard: MutexGuard<'_, Shard<W>>| -> Vec<_> {
             let late = shard.iter().filter(|(_, flight)| flight.since < since);
             late.map(|(number, flight)| (*number, flight.owner)).collect()
