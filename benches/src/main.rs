@@ -19,6 +19,7 @@ mod setup;
 mod threads;
 mod writeback;
 mod zipf;
+mod zones;
 mod zram;
 mod zram_device;
 
@@ -56,6 +57,8 @@ enum Bench {
     /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and nbdkit, 64 busy forks and a quiet
     /// one, a thousand forks. Needs fio with its nbd engine, qemu-utils and nbdkit.
     Forks(forks::Args),
+    /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone beside one a device.
+    Zones(zones::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs valgrind.
     Instructions(callgrind::Args),
     /// The loop that `instructions` counts.
@@ -85,6 +88,7 @@ impl Bench {
             Self::All => "all",
             Self::Writeback(_) => "writeback",
             Self::Forks(_) => "forks",
+            Self::Zones(_) => "zones",
             Self::Instructions(_) => "instructions",
             Self::InstructionsLoop { .. } => "instructions-loop",
             Self::NbdServer(_) => "nbd-server",
@@ -107,6 +111,7 @@ impl Bench {
             }
             Self::Writeback(args) => writeback::run(args, options)?,
             Self::Forks(args) => forks::run(args, options)?,
+            Self::Zones(args) => zones::run(args, options)?,
             Self::Instructions(args) => callgrind::run(args)?,
             Self::InstructionsLoop { what, backed, fork } => {
                 let ram = match (backed, fork) {

@@ -213,6 +213,52 @@ fn forks_runs_every_part() {
 }
 
 #[test]
+fn zones_runs_every_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("zones.json");
+    let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
+        .args(["zones", "--quick", "--size", "16M", "--pairs", "3", "--slice-ms", "5", "--json"])
+        .arg(&json)
+        .output()
+        .unwrap();
+    assert!(
+        out.status.success(),
+        "{}\n{}",
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
+    );
+    let value: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let reports = value["reports"].as_array().unwrap();
+    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        [
+            "zones: the floor",
+            "zones: memory backing",
+            "zones: a lock a zone, no backing",
+            "zones: a lock a zone, memory backing",
+        ]
+    );
+    for what in ["writes", "reads, buffer untouched", "reads"] {
+        assert_eq!(row(&reports[0], what)["count"], 3);
+    }
+    for what in ["128 KiB reads / memcpy", "128 KiB writes / memcpy", "4 KiB reads / memcpy"] {
+        assert!(part(row(&reports[1], what), "memcpy") > 0.0);
+    }
+    for report in &reports[2..] {
+        for load in ["random reads", "writes", "random reads, limits", "writes, limits"] {
+            for threads in ["1 thread", "2 threads", "4 threads", "8 threads"] {
+                let speed = row(report, &format!("{load}: {threads}"));
+                assert!(speed["median"].as_f64().unwrap() > 0.0, "{speed}");
+                let ratio = row(report, &format!("{load}: {threads}, a lock a zone / one lock"));
+                assert!(part(ratio, "one lock") > 0.0, "{ratio}");
+            }
+            row(report, &format!("{load}: 2 threads, a lock a zone / apart"));
+        }
+    }
+}
+
+#[test]
 fn the_loop_for_callgrind_runs_without_it() {
     let program = || Command::new(env!("CARGO_BIN_EXE_freestone-benches"));
     for request in ["read", "write"] {
@@ -253,6 +299,7 @@ fn bad_options_are_refused() {
         &["forks", "--part", "table"],
         &["forks", "--store", "X"],
         &["forks", "--busy", "0"],
+        &["zones", "--part", "zone"],
     ] {
         let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches")).args(bad).output().unwrap();
         assert!(!out.status.success(), "{bad:?} was taken");

@@ -189,7 +189,7 @@ fn falling_through(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row
     let count = (pages.len() / PAGE_BYTES) as u64;
     let family = family()?;
     let snapshot = filled(&family, pages)?.snapshot()?;
-    let null = ReadOnly(Null::new(null::Config { size: pages.len() as u64, logical_block: 4096 })?);
+    let null = ReadOnly(Null::new(null::Config::plain(pages.len() as u64, 4096))?);
     let (null, file): (Arc<dyn Device>, Arc<dyn Device>) = (Arc::new(null), Arc::new(image.device()?));
     // All of the file is in the page cache from here on.
     let mut page = [0; PAGE_BYTES];

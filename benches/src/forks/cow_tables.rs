@@ -68,7 +68,7 @@ impl Variant for Devices {
 
 fn null(bytes: u64) -> Result<Arc<dyn Device>> {
     let size = bytes & !(CHUNK_BYTES - 1);
-    Ok(Arc::new(Outside(Null::new(null::Config { size, logical_block: 4096 })?)))
+    Ok(Arc::new(Outside(Null::new(null::Config::plain(size, 4096))?)))
 }
 
 /// Writes of the origin.

@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_lock_is_held_by_the_engine_and_not_below_it() {
-        let null = Null::new(null::Config { size: 1 << 20, logical_block: 4096 }).unwrap();
+        let null = Null::new(null::Config::plain(1 << 20, 4096)).unwrap();
         let probe: &'static Probe =
             Box::leak(Box::new(Probe { null, locks: Mutex::default(), seen: Mutex::default() }));
         for (below, free) in [(Arc::new(probe) as Arc<dyn Device>, false), (Arc::new(Outside(probe)), true)] {
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn buckets_are_taken_and_let_go() {
-        let null = Null::new(null::Config { size: 1 << 20, logical_block: 4096 }).unwrap();
+        let null = Null::new(null::Config::plain(1 << 20, 4096)).unwrap();
         let locked = Locked::new(Arc::new(Outside(null)), Kind::Buckets);
         locked.write_at(4096, &[1; PAGE_BYTES], Flags::empty()).unwrap();
         for mutex in [&locked.locks.complete[1], &locked.locks.pending[1]] {

@@ -37,7 +37,7 @@ pub enum Served {
 pub fn serve(args: &ServerArgs) -> Result<()> {
     let base = base_device(&args.base)?;
     let device: Arc<dyn Device> = match args.kind {
-        Served::Null => Arc::new(Null::new(null::Config { size: base.geometry().size, logical_block: 512 })?),
+        Served::Null => Arc::new(Null::new(null::Config::plain(base.geometry().size, 512))?),
         Served::Fork => Arc::new(family()?.fork(Arc::new(base), &ForkConfig::default())?),
     };
     let server = Server::new(Limits::default());

@@ -4,8 +4,8 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
 use crate::verbs::{
-    Common, compact, create, delta, fork, get, idle, list, merge, publish, recompress, remove, reset,
-    restore, rewind, save, set, snapshot, stat, unpublish, writeback,
+    Common, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish, recompress,
+    release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -32,8 +32,13 @@ Devices:
       writeback_batch_size=N                blocks
       recomp_algorithm=WORDS                for example 'algo=zstd priority=1'
       auto_recompress=no|SECONDS            recompress what is idle for so long; default no
-  NAME=null,size=SIZE       writes vanish, reads are zeroes
+  NAME=null,size=SIZE       test drive; without memory_backed writes vanish and reads are zeroes
       blocksize=512..4096                   default 4096
+      memory_backed=yes|no                  keeps what is written; comp_algorithm: compressed; discard=yes
+      cache_size=SIZE, fua=yes|no           volatile write cache, see power-cut
+      mbps=N, completion_nsec=N             MiB a second; an answer takes so long at least
+      badblocks=+FIRST-LAST[;...]           in sectors; badblocks_once=yes, badblocks_partial_io=yes
+      max_sectors=N, rotational=yes|no, readonly=yes|no
   NAME=file,path=PATH       raw image or block device
       readonly=yes|no                       default no
       direct=auto|on|off                    auto: O_DIRECT for block devices only
@@ -56,6 +61,10 @@ Devices:
       chunk_size=SIZE                       unit of copies, 4K to 1G; default 16K, without cow 4K
       readonly=yes|no                       default yes without cow, no with it
       discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, force=yes|no
+  ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
+                            zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
+                            zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
+  ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
   Without any device: ram0=ram,disksize=1G
 
@@ -64,6 +73,7 @@ Examples:
   freestone serve big=ram,disksize=16G,mem_limit=1G,backing_dev=spill.img,backing_size=8G
   freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
   freestone serve golden=file,path=golden.img,readonly=yes,mem_limit=8G vm1=fork,base=golden vm2=fork,base=golden
+  freestone serve n0=null,size=4G,zoned=1,zone_size=64M,memory_backed=1,faults='write error=EIO chance=1%',seed=7
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
 
 const LIST_COLUMNS: &str = "\
@@ -162,6 +172,27 @@ Examples:
 
 The algorithms are those of recomp_algorithm, given when the device was created.";
 
+const ZONES_EXAMPLES: &str = "\
+Examples:
+  freestone zones n0                                 as blkzone report shows them, in sectors; --json: in bytes
+  freestone zones n0 report --offset 1G --count 4
+  freestone zones n0 reset                           all that can be reset
+  freestone zones n0 finish --offset 64M --count 1";
+
+const POWER_CUT_EXAMPLES: &str = "\
+Examples:
+  freestone power-cut n0                       tells the seed
+  freestone power-cut n0 --seed 7              the same unflushed blocks are lost again
+  freestone power-cut f0 --at 'commit 17'      with record=FILE: as it was at the mark
+  freestone power-cut f0 --at 120 --seed 7     after 120 entries of the log, and the power cut there
+
+Connections end without answers to what was in flight; who connects again finds the device as after a reboot. What
+was flushed is there, and any of what was not.";
+
+const MARK_EXAMPLES: &str = "\
+Example:
+  freestone mark f0 'commit 17 acknowledged'";
+
 /// Behind the options of the subcommand.
 const LAST: usize = 900;
 
@@ -243,6 +274,18 @@ pub enum Command {
     /// Pack pages of a ram device smaller with a secondary algorithm
     #[command(after_help = RECOMPRESS_EXAMPLES)]
     Recompress(Call<recompress::Line>),
+    /// Show the zones of a device, or open, close, finish or reset them
+    #[command(after_help = ZONES_EXAMPLES)]
+    Zones(Call<zones::Params>),
+    /// Cut the power of a device: unflushed writes are lost, or some of them
+    #[command(after_help = POWER_CUT_EXAMPLES)]
+    PowerCut(Call<power_cut::Params>),
+    /// Put a mark into the log of a device
+    #[command(after_help = MARK_EXAMPLES)]
+    Mark(Call<mark::Params>),
+    /// Let go of the requests that hang by a rule of faults
+    #[command(after_help = "Example:\n  freestone release n0")]
+    Release(Call<release::Params>),
     /// Publish a device at an NBD address
     #[command(after_help = PUBLISH_EXAMPLES)]
     Publish(Call<publish::Params>),

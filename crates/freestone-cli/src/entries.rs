@@ -150,7 +150,7 @@ impl Entries {
             match key.as_str() {
                 // Without a slash it is the name of a device.
                 "cow" if !value.contains('/') => {}
-                "path" | "backing_dev" | "cow" if !value.is_empty() => {
+                "path" | "backing_dev" | "cow" | "record" | "zone_state" if !value.is_empty() => {
                     *value = base.join(&*value).to_string_lossy().into_owned();
                 }
                 "algorithm_params" => {

@@ -4,10 +4,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use freestone::cow;
-use freestone::device::Device;
+use freestone::device::{self, Device};
 use freestone::file::File;
-use freestone::ram::{Family, Ram};
+use freestone::null::Memory;
+use freestone::ram::{Family, Ram, SetupError};
 
+use crate::layers::Layers;
 use crate::spec::{ForkSpec, KindSpec, Spec};
 
 /// A device of one of the kinds, for what is not the same for all of them.
@@ -22,12 +24,22 @@ pub enum Kind {
     Cow(cow::Snapshot),
     /// A fork for every connection; the number of those that were made.
     Template(AtomicU64),
-    /// Writes vanish, reads are zeroes.
-    Null,
+    /// A test drive, with what holds its data.
+    Null(NullData),
     /// A raw image or a block device. One that is written knows its snapshots.
     File(Arc<File>, Option<cow::Origin>),
     /// A qcow2 image.
     Qcow2,
+}
+
+/// What holds the data of a null device.
+pub enum NullData {
+    /// Writes vanish, reads are zeroes.
+    Nothing,
+    /// `memory_backed=1`.
+    Memory(Arc<Memory>),
+    /// The same with `comp_algorithm`.
+    Compressed(Arc<Ram>),
 }
 
 /// A device with its name.
@@ -38,7 +50,9 @@ pub struct Entry {
     pub kind: Kind,
     /// The template, where this was made for one of its connections. It goes with that.
     pub template: Option<String>,
-    /// As exports see it; a template has none.
+    /// What lies over its data.
+    pub layers: Layers,
+    /// As exports see it, with its layers; a template has none.
     device: Option<Arc<dyn Device>>,
     /// What has to be there as long as this is.
     needs: Vec<Arc<Entry>>,
@@ -57,6 +71,7 @@ impl Entry {
             spec,
             kind,
             template: None,
+            layers: Layers::default(),
             device,
             needs,
             family: Mutex::default(),
@@ -77,7 +92,7 @@ impl Entry {
             Kind::Fork(_) => "fork",
             Kind::Snapshot(_) | Kind::Cow(_) => "snapshot",
             Kind::Template(_) => "template",
-            Kind::Null => "null",
+            Kind::Null(_) => "null",
             Kind::File(..) => "file",
             Kind::Qcow2 => "qcow2",
         }
@@ -131,6 +146,27 @@ impl Entry {
             KindSpec::Restored { base, .. } => base.as_deref(),
             _ => self.fork_spec().map(|fork| fork.base.as_str()),
         }
+    }
+
+    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on request the counters of a
+    /// RAM disk or fork as well.
+    pub fn wipe_data(&self, counters: bool) -> device::Result<()> {
+        let done = match &self.kind {
+            Kind::Ram(ram) | Kind::Fork(ram) | Kind::Null(NullData::Compressed(ram)) => {
+                if counters {
+                    ram.reset()
+                } else {
+                    ram.rewind()
+                }
+            }
+            Kind::Null(NullData::Nothing) => Ok(()),
+            Kind::Null(NullData::Memory(memory)) => return memory.reset(),
+            _ => return Err(device::Error::Unsupported),
+        };
+        done.map_err(|error| match error {
+            SetupError::NoMemory => device::Error::NoMemory,
+            _ => device::Error::Unsupported,
+        })
     }
 
     /// Whether forks can be made of it, each with a family that is not its own.

@@ -10,13 +10,16 @@ mod entries;
 mod entry;
 mod error;
 mod frozen;
+mod gate;
 mod job;
+mod layers;
 mod machine;
 mod paths;
 mod readonly;
 mod registry;
 mod serve;
 mod service;
+mod shape;
 mod size;
 mod spec;
 mod template;
@@ -92,6 +95,10 @@ fn run(command: Command) -> Result<ExitCode> {
             ask_long::<verbs::restore::Restore>(&params, &name, &call.common)
         }
         Command::Rewind(call) => ask::<verbs::rewind::Rewind>(&call.args, &call.common),
+        Command::Zones(call) => ask::<verbs::zones::Zones>(&call.args, &call.common),
+        Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),
+        Command::Mark(call) => ask::<verbs::mark::Mark>(&call.args, &call.common),
+        Command::Release(call) => ask::<verbs::release::Release>(&call.args, &call.common),
         Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
     }?;
     Ok(ExitCode::SUCCESS)

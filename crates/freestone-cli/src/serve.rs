@@ -16,12 +16,13 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone_nbd::{Address, Limits, Server};
 use tempfile::TempDir;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::config::{self, FileConfig};
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::entries::Entries;
+use crate::entry::Entry;
 use crate::error::Usage;
 use crate::machine;
 use crate::paths;
@@ -238,6 +239,10 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     let control = plan.control.clone();
     let mut running = Running::start(plan)?;
     let outcome = if let Some(command) = args.run {
+        // Standard output is the command's.
+        for seed in seeds(&running.service) {
+            warn!("{seed}");
+        }
         until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
     } else {
         announce(&running.service, &control);
@@ -286,9 +291,21 @@ fn announce(service: &Service, control: &Path) {
         let uri = quote(&export.address.uri(&export.name));
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }
+    for seed in seeds(service) {
+        let _ = writeln!(text, "{seed}");
+    }
     let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// The seeds that nobody chose: to make everything happen again.
+fn seeds(service: &Service) -> Vec<String> {
+    let told = |entry: &Arc<Entry>| {
+        let layers = &entry.layers;
+        layers.seed_is_random.then(|| format!("{}: faults with seed={}", entry.name(), layers.seed))
+    };
+    service.registry.all().iter().filter_map(told).collect()
 }
 
 /// Quotes a word for a shell.

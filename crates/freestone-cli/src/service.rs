@@ -98,7 +98,8 @@ impl Service {
         let Some(found) = self.registry.find(&spec.name) else {
             return Ok((self.create(changes, spec, publish)?, true));
         };
-        if found.spec.kind == spec.kind && found.template.is_none() {
+        let same = found.spec.kind == spec.kind && found.spec.layers == spec.layers;
+        if same && found.template.is_none() {
             return Ok((found, false));
         }
         let (name, kind) = (found.name(), found.kind_name());
@@ -160,6 +161,10 @@ impl Service {
         Self::check_own(entry)?;
         self.check_unused(entry, "removed")?;
         let exports = self.exports_of(name);
+        if force && let Some(faults) = &entry.layers.faults {
+            // Connections wait for their answers.
+            faults.release();
+        }
         let ended = if exports.is_empty() { 0 } else { self.unpublish(changes, entry, force)? };
         // Connections to a template may have made forks of a base until now, but not of what has no users.
         let removed = self.registry.remove(entry);
@@ -244,7 +249,9 @@ impl Service {
         default: bool,
     ) -> Result<(), PublishError> {
         let description = format!("freestone {} device", entry.kind_name());
-        let export = ExportOptions { read_only: read_only || entry.is_read_only(), default, description };
+        let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
+        let read_only = read_only || entry.is_read_only();
+        let export = ExportOptions { read_only, default, without_fua, description };
         match (entry.device(), &entry.spec.kind) {
             (Some(device), _) => self.nbd.publish(at, entry.name(), Arc::clone(device), export),
             (None, KindSpec::Template(spec)) => {

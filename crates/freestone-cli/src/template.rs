@@ -9,7 +9,7 @@ use crate::build::{BuildError, fork_of};
 use crate::control::protocol::Errno;
 use crate::entry::{Entry, Kind};
 use crate::registry::{Refused, Registry};
-use crate::spec::{KindSpec, Spec};
+use crate::spec::{KindSpec, LayerSpec, Spec};
 
 /// What the NBD server calls for each connection to the template. The fork is among the devices, as `NAME@1` and so on,
 /// until the connection ends.
@@ -40,7 +40,8 @@ fn fresh(registry: &Registry, template: &Arc<Entry>) -> Result<Arc<Entry>, Build
     loop {
         let number = made.fetch_add(1, Ordering::SeqCst) + 1;
         let name = format!("{}@{number}", template.name());
-        let spec = Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()) };
+        let spec =
+            Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()), layers: LayerSpec::default() };
         let device = Arc::clone(&fork);
         let mut entry = Entry::new(spec, Kind::Fork(Arc::clone(&fork)), Some(device), vec![Arc::clone(base)]);
         entry.template = Some(template.name().to_owned());

@@ -103,6 +103,10 @@ fn every_verb_shows_examples() {
         "recompress",
         "publish",
         "unpublish",
+        "zones",
+        "power-cut",
+        "mark",
+        "release",
     ] {
         let (code, out, _) = finish(freestone(dir.path()).args([verb, "--help"]));
         assert!(code == 0 && out.contains("Example") && out.contains(&format!("freestone {verb}")), "{out}");

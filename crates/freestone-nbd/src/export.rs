@@ -17,6 +17,8 @@ pub struct ExportOptions {
     pub read_only: bool,
     /// The export also answers to the empty name at its address.
     pub default: bool,
+    /// FUA is not offered and is refused: clients flush instead.
+    pub without_fua: bool,
     /// A text for people, at most 4096 bytes; may be empty.
     pub description: String,
 }
@@ -52,6 +54,8 @@ pub struct Export {
     pub read_only: bool,
     /// Answers to the empty name.
     pub default: bool,
+    /// See [`ExportOptions::without_fua`].
+    pub without_fua: bool,
     /// For people.
     pub description: String,
     /// Connections that use it; changed under the server's lock.
@@ -93,10 +97,8 @@ impl Export {
 
     /// What clients are told that they may do with a device of this geometry.
     pub fn flags(&self, geometry: &Geometry, structured: bool) -> TransmissionFlags {
-        let mut flags = TransmissionFlags::HAS_FLAGS
-            | TransmissionFlags::SEND_FLUSH
-            | TransmissionFlags::SEND_FUA
-            | TransmissionFlags::SEND_CACHE;
+        let mut flags =
+            TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH | TransmissionFlags::SEND_CACHE;
         // Every connection goes straight to the one device, whose flush covers all that was answered. A second
         // connection to a template would be to another device.
         flags.set(TransmissionFlags::CAN_MULTI_CONN, self.template().is_none());
@@ -106,6 +108,8 @@ impl Export {
             flags |= TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::SEND_FAST_ZERO;
             flags.set(TransmissionFlags::SEND_TRIM, geometry.discard_granularity != 0);
         }
+        flags.set(TransmissionFlags::SEND_FUA, !self.without_fua);
+        flags.set(TransmissionFlags::ROTATIONAL, geometry.rotational);
         flags.set(TransmissionFlags::SEND_DF, structured);
         flags
     }

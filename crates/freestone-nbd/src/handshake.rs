@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone::device::Device;
+use freestone::device::{Device, Geometry};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -277,13 +277,12 @@ impl<'a> Handshake<'a> {
         let flags = export.flags(&geometry, self.structured).bits();
         let fact = InfoExport { kind: info::EXPORT.into(), size: geometry.size.into(), flags: flags.into() };
         self.answer(kind, reply::INFO, &[fact.as_bytes()])?;
-        let preferred = geometry.physical_block.max(geometry.io_min).max(PREFERRED_BLOCK_BYTES);
-        let preferred = preferred.checked_next_power_of_two().unwrap_or(MAX_PAYLOAD_BYTES);
+        let (preferred, maximum) = block_sizes(&geometry);
         let sizes = InfoBlockSize {
             kind: info::BLOCK_SIZE.into(),
             minimum: geometry.logical_block.into(),
-            preferred: preferred.min(MAX_PAYLOAD_BYTES).into(),
-            maximum: MAX_PAYLOAD_BYTES.into(),
+            preferred: preferred.into(),
+            maximum: maximum.into(),
         };
         // Told unasked too: requests outside these bounds are refused.
         self.answer(kind, reply::INFO, &[sizes.as_bytes()])?;
@@ -414,6 +413,20 @@ impl Handshake<'_> {
         }
         Ok(())
     }
+}
+
+/// Preferred and maximum size of a request in bytes. The first is a power of two and at most the second, which is a
+/// multiple of the logical block. Where the device wants smaller requests than the protocol allows, a larger one is
+/// served all the same.
+fn block_sizes(geometry: &Geometry) -> (u32, u32) {
+    let maximum = match geometry.max_request {
+        0 => MAX_PAYLOAD_BYTES,
+        most => most.min(MAX_PAYLOAD_BYTES),
+    };
+    let preferred = geometry.physical_block.max(geometry.io_min).max(PREFERRED_BLOCK_BYTES);
+    let preferred = preferred.checked_next_power_of_two().unwrap_or(MAX_PAYLOAD_BYTES);
+    let most = 1 << maximum.max(1).ilog2();
+    (preferred.min(most), maximum)
 }
 
 /// At most as much of a text as the protocol's strings may hold.

@@ -55,6 +55,8 @@ bitflags! {
         const SEND_FLUSH = 1 << 2;
         /// `CMD_FLAG_FUA`.
         const SEND_FUA = 1 << 3;
+        /// Neighbours are cheaper to reach than what is far away.
+        const ROTATIONAL = 1 << 4;
         /// `CMD_TRIM`.
         const SEND_TRIM = 1 << 5;
         /// `CMD_WRITE_ZEROES`.

@@ -85,7 +85,7 @@ impl Session<'_> {
     }
 
     /// Checks everything that can be checked before any effect. FUA is allowed with each command, as the protocol
-    /// wants it, and handed on where the command writes.
+    /// wants it, and handed on where the command writes; unless the export does not offer it.
     pub(crate) fn vet(
         &mut self,
         incoming: Incoming,
@@ -93,8 +93,9 @@ impl Session<'_> {
         allowed: CommandFlags,
         action: Action,
     ) -> Result<(Request, CommandFlags), Failure> {
+        let fua = if self.export.without_fua { CommandFlags::empty() } else { CommandFlags::FUA };
         let flags = CommandFlags::from_bits(incoming.flags)
-            .filter(|flags| (allowed | CommandFlags::FUA).contains(*flags))
+            .filter(|flags| (allowed | fua).contains(*flags))
             .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
         let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
         if writes && self.read_only {

@@ -209,6 +209,7 @@ impl Server {
             source,
             read_only: options.read_only,
             default: options.default,
+            without_fua: options.without_fua,
             description: options.description,
             users: 0.into(),
         });
@@ -226,6 +227,25 @@ impl Server {
         self.shared.end(links, END_GRACE);
         // Their devices may go with them, which may wait for a disk: not under the lock.
         Ok(removed.len())
+    }
+
+    /// What a device's loss of power looks like from outside: cuts the connections that use `name`, at all addresses, with
+    /// no answer to what they had in flight, runs `action`, and serves the export again. Who chooses it meanwhile waits
+    /// for that. Returns how many connections ended. A thread that a device holds up for more than a second may still
+    /// be in a call of the device when `action` runs.
+    pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
+        /// Lets clients in again, also where `action` panics.
+        struct Held<'a>(&'a Shared, &'a str);
+        impl Drop for Held<'_> {
+            fn drop(&mut self) {
+                self.0.release(self.1);
+            }
+        }
+        let links = self.shared.lock().hold(name);
+        let _held = Held(&self.shared, name);
+        let ended = links.len();
+        self.shared.cut(links);
+        (ended, action())
     }
 
     /// Everything that is published, in the order of publishing at each address.

@@ -15,6 +15,8 @@ use crate::tables::{Due, EnterError, Tables};
 
 /// How long a connection that was cut may take to notice; only a device call that hangs takes longer.
 const CUT_WAIT: Duration = Duration::from_secs(1);
+/// How often one that waits for a held export looks whether there is still something to wait for.
+const HELD_LOOK: Duration = Duration::from_millis(100);
 
 /// What connections need of their server.
 ///
@@ -27,7 +29,7 @@ pub struct Shared {
     /// See the lock order.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
-    /// A connection has ended.
+    /// A connection has ended, or an export is not held any more.
     ended: Condvar,
     /// From the first address on.
     acceptor: OnceLock<Acceptor>,
@@ -127,9 +129,26 @@ impl Shared {
         self.lock().find(address, name)
     }
 
-    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
+    /// As [`find`](Self::find), and from now on the connection counts as a user of the export. Waits while the
+    /// export is held.
     pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
-        self.lock().enter(link, name)
+        let deadline = Instant::now() + self.limits.handshake_total;
+        let mut tables = self.lock();
+        while tables.is_held(&link.address, name)? {
+            if deadline <= Instant::now() {
+                return Err(EnterError::Failed("the device does not come back".to_owned()));
+            }
+            // What was unpublished meanwhile, or a server that goes away, is noticed at the next look.
+            let waited = self.ended.wait_timeout(tables, HELD_LOOK);
+            tables = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        tables.enter(link, name)
+    }
+
+    /// Ends what [`Tables::hold`] began.
+    pub fn release(&self, name: &str) {
+        self.lock().release(name);
+        self.ended.notify_all();
     }
 
     /// The connection does not use its export after all.
@@ -197,6 +216,14 @@ impl Shared {
         self.wait_for_end(&mut links, grace);
         for link in &links {
             tracing::warn!(peer = %link.peer(), "the connection did not end in time and is cut");
+            link.cut();
+        }
+        self.wait_for_end(&mut links, CUT_WAIT);
+    }
+
+    /// Ends connections at once.
+    pub fn cut(&self, mut links: Vec<Arc<Link>>) {
+        for link in &links {
             link.cut();
         }
         self.wait_for_end(&mut links, CUT_WAIT);

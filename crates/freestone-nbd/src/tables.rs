@@ -23,6 +23,8 @@ pub struct Tables {
     names: HashMap<String, Name>,
     /// By identifier.
     pub connections: HashMap<u64, Connection>,
+    /// Names of exports that nobody gets now, with how often each is held.
+    held: HashMap<String, usize>,
     /// By moment and connection: the ends of templates' devices.
     deadlines: BTreeMap<(Instant, u64), Due>,
     /// The next identifier, of whatever.
@@ -253,6 +255,28 @@ impl Tables {
         export.users.fetch_add(1, Ordering::SeqCst);
         self.names.entry(export.name.clone()).or_default().users.insert(link.id);
         Ok(export)
+    }
+
+    /// Nobody gets the exports of that name until they are released; with the links of the connections that use them.
+    pub fn hold(&mut self, name: &str) -> Vec<Arc<Link>> {
+        *self.held.entry(name.to_owned()).or_default() += 1;
+        let users = self.names.get(name).into_iter().flat_map(|known| &known.users);
+        self.links(users)
+    }
+
+    /// Ends one [`hold`](Self::hold).
+    pub fn release(&mut self, name: &str) {
+        let Some(times) = self.held.get_mut(name) else { return };
+        *times -= 1;
+        if *times == 0 {
+            self.held.remove(name);
+        }
+    }
+
+    /// Whether the export that answers to `name` at an address is held.
+    pub fn is_held(&self, address: &Address, name: &str) -> Result<bool, EnterError> {
+        let export = self.find(address, name)?;
+        Ok(self.held.contains_key(&export.name))
     }
 
     /// The connection uses no export any more.

@@ -71,6 +71,25 @@ fn flags_follow_the_device_and_the_options() {
     let read_only = 1 | 2 | 4 | 8 | 256 | 1024;
     assert_eq!(flags("ro-device", false), read_only);
     assert_eq!(flags("ro-option", false), read_only);
+    fixture.publish("turns", &MemDevice::with(MIB, |geometry| geometry.rotational = true));
+    assert_eq!(flags("turns", false), USUAL_FLAGS | 16);
+    let options = ExportOptions { without_fua: true, ..ExportOptions::default() };
+    fixture.server.publish(&fixture.address, "flushed", MemDevice::new(MIB), options).unwrap();
+    assert_eq!(flags("flushed", false), USUAL_FLAGS & !8);
+}
+
+#[test]
+fn fua_is_refused_where_it_is_not_offered() {
+    const FUA: u16 = 1;
+    let fixture = Fixture::new();
+    let options = ExportOptions { without_fua: true, ..ExportOptions::default() };
+    fixture.server.publish(&fixture.address, "flushed", MemDevice::new(MIB), options).unwrap();
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.go("flushed");
+    assert_eq!(client.write(FUA, 0, &[1; 512]), 22);
+    assert_eq!(client.write(0, 0, &[1; 512]), 0);
+    client.disconnect();
 }
 
 #[test]
@@ -87,6 +106,16 @@ fn block_sizes_follow_the_device() {
     let replies = client.option(OPT_INFO, &info_data("big", &[3]));
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x10\x00\x00\x01\x00\x00\x02\x00\x00\x00");
+
+    // The largest request of a device need not be a power of two, the preferred one must be and is no larger.
+    let device = MemDevice::with(MIB, |geometry| {
+        geometry.io_min = 1 << 20;
+        geometry.max_request = 96 << 10;
+    });
+    fixture.publish("small", &device);
+    let replies = client.option(OPT_INFO, &info_data("small", &[3]));
+    let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
+    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x02\x00\x00\x01\x00\x00\x00\x01\x80\x00");
 }
 
 #[test]

@@ -180,7 +180,8 @@ fn an_address_can_be_closed_and_opened_again() {
 fn what_cannot_be_published() {
     let fixture = Fixture::serving(&MemDevice::new(4096));
     let publish = |address: &Address, name: &str, default: bool, description: &str| {
-        let options = ExportOptions { default, read_only: false, description: description.to_owned() };
+        let options =
+            ExportOptions { default, description: description.to_owned(), ..ExportOptions::default() };
         fixture.server.publish(address, name, MemDevice::new(4096), options)
     };
     let here = &fixture.address;

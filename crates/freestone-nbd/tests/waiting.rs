@@ -73,6 +73,86 @@ fn replies_come_as_the_device_finishes() {
 }
 
 #[test]
+fn writes_to_zones_start_in_the_order_in_which_they_came() {
+    let device = MemDevice::zoned(16 * MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    // Small ones, ones that fill the receive buffer, ones that are gathered.
+    let lengths = [512, 64 << 10, 1 << 20, 512, 300 << 10, 2 << 20, 4096, 255 << 10, 256 << 10, 512];
+    let mut bytes = Vec::new();
+    let (mut at, mut wanted) = (0, Vec::new());
+    for (cookie, len) in lengths.into_iter().enumerate() {
+        bytes.extend(request(0, WRITE, cookie as u64, at, len));
+        bytes.extend(pattern(u64::from(len), len as usize));
+        wanted.push((at, u64::from(len)));
+        at += u64::from(len);
+    }
+    client.send(&bytes);
+    eventually(|| device.held().len() == lengths.len());
+    let started: Vec<_> = device.held().iter().map(|request| (request.offset, request.len)).collect();
+    // Each as a whole.
+    assert_eq!(started, wanted);
+    device.release_all_backwards();
+}
+
+#[test]
+fn a_restart_cuts_connections_and_holds_new_ones() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut idle = fixture.enter(true);
+    let mut busy = fixture.enter(false);
+    let other = MemDevice::new(MIB);
+    fixture.publish("other", &other);
+    let mut untouched = fixture.connect();
+    untouched.greet(3);
+    untouched.go("other");
+    device.set(Manner::Held);
+    busy.ask(0, READ, 0, 4096);
+    eventually(|| device.held().len() == 1);
+
+    let address = fixture.address.clone();
+    let (ended, late) = fixture.server.restart("disk", || {
+        // What was in flight is not waited for, and not answered.
+        idle.assert_closed();
+        busy.assert_closed();
+        assert_eq!(device.held().len(), 1);
+        let late = std::thread::spawn(move || {
+            let mut late = Client::connect(&address);
+            late.greet(3);
+            // The empty name is the same export.
+            late.go("");
+            late
+        });
+        // Others come in meanwhile.
+        let mut free = fixture.connect();
+        free.greet(3);
+        free.go("other");
+        free.disconnect();
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!late.is_finished());
+        device.drop_all();
+        device.set(Manner::Inline);
+        device.fill(0, &[7; 512]);
+        late
+    });
+    assert_eq!(ended, 2);
+    let mut late = late.join().unwrap();
+    assert_eq!(late.read(0, 512), Ok(vec![7; 512]));
+    assert_eq!(untouched.read(0, 512), Ok(vec![0; 512]));
+    late.disconnect();
+    untouched.disconnect();
+
+    // Nobody is connected, and a panic leaves nothing held.
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        fixture.server.restart("disk", || panic!("on purpose"))
+    }));
+    assert!(outcome.is_err());
+    assert_eq!(fixture.server.restart("disk", || 5), (0, 5));
+    fixture.assert_sound();
+}
+
+#[test]
 fn a_slow_request_holds_up_nobody() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);

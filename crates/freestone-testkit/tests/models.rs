@@ -48,7 +48,7 @@ fn deferred_model() {
 #[test]
 fn null() {
     let make = || {
-        let null = Null::new(null::Config { size: 1 << 40, logical_block: 512 }).unwrap();
+        let null = Null::new(null::Config::plain(1 << 40, 512)).unwrap();
         Arc::new(null) as Arc<dyn Device>
     };
     conformance::check("null", &make, Options { stores: false, ..options(4) });

@@ -102,3 +102,16 @@ mod cow {
     #[cfg(test)]
     mod models;
 }
+
+#[cfg(loom)]
+mod zone {
+    //! What of zones is modelled: their locks, conditions and resources.
+    mod layout;
+    mod lock;
+    mod resources;
+    mod states;
+    mod word;
+
+    #[cfg(test)]
+    mod models;
+}

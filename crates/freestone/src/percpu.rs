@@ -69,6 +69,16 @@ impl<const N: usize> Counters<N> {
         self.cells[current()][counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
+    /// As [`add`](Self::add), of two counters: who adds looks up the CPU once.
+    #[inline]
+    pub fn add_both(&self, [(a, of_a), (b, of_b)]: [(usize, i64); 2]) {
+        let cells = &self.cells[current()];
+        // Relaxed: statistics.
+        cells[a].fetch_add(of_a as u64, Ordering::Relaxed);
+        // Relaxed: as above.
+        cells[b].fetch_add(of_b as u64, Ordering::Relaxed);
+    }
+
     /// As [`add`](Self::add), of a counter whose cells are emptied into a common sum: returns what this CPU's cell had, and
     /// empties it, once that is `most` or more, either way.
     #[inline]

@@ -1,5 +1,6 @@
 //! The attributes of devices under the kernel's names: what they are, and which can be set to what.
 
+mod layers;
 mod over;
 mod ram;
 
@@ -8,6 +9,7 @@ use std::sync::Arc;
 use freestone::codec::Algorithm;
 use serde_json::{Map, Value, json};
 
+pub use self::layers::{fault_stat, null_stat, ops, power_stat, zone_stat};
 pub use self::over::{cow_stat, family_stat, merge, over_stat};
 use self::ram::Change;
 pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
@@ -19,36 +21,37 @@ use crate::registry::Registry;
 use crate::service::fault;
 use crate::spec::{KindSpec, parse_limit};
 
-const NULL_ATTRS: [&str; 2] = ["size", "blocksize"];
 const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
 /// The last three are of the forks' family.
 const BASE_ATTRS: [&str; 7] = ["path", "readonly", "direct", "size", "comp_algorithm", "mem_limit", "family"];
 const QCOW2_ATTRS: [&str; 6] = ["path", "standalone", "size", "comp_algorithm", "mem_limit", "family"];
 
 /// The names of a device's attributes.
-pub fn names(entry: &Entry) -> &'static [&'static str] {
-    match entry.kind {
+pub fn names(entry: &Entry) -> Vec<&'static str> {
+    let of_kind: &[&str] = match entry.kind {
         Kind::Ram(_) => &ram::NAMES,
         Kind::Fork(_) => &over::FORK_NAMES,
         Kind::Snapshot(_) => &over::SNAPSHOT_NAMES,
         Kind::Cow(_) => &over::COW_NAMES,
         Kind::Template(_) => &over::TEMPLATE_NAMES,
-        Kind::Null => &NULL_ATTRS,
+        Kind::Null(_) => &layers::NULL_NAMES,
         Kind::File(_, None) => &BASE_ATTRS,
         Kind::File(..) => &FILE_ATTRS,
         Kind::Qcow2 => &QCOW2_ATTRS,
-    }
+    };
+    [of_kind, &layers::names(entry)].concat()
 }
 
 /// The value of one attribute. Sizes are numbers of bytes.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Fault> {
     let value = match (&entry.kind, &entry.spec.kind) {
         _ if !names(entry).contains(&attr) => None,
+        _ if layers::names(entry).contains(&attr) => layers::value(entry, attr),
         (Kind::Ram(ram), _) => ram::value(ram, attr),
         (Kind::Fork(ram) | Kind::Snapshot(ram), _) => over::value(entry, ram, attr),
         (Kind::Cow(snapshot), _) => over::cow_value(entry, snapshot, attr),
         (Kind::Template(made), _) => over::template_value(entry, made, attr),
-        (_, KindSpec::Null { blocksize, .. }) if attr == "blocksize" => Some(json!(blocksize)),
+        (_, KindSpec::Null(spec)) => layers::null_value(entry, spec, attr),
         (Kind::File(file, _), _) if attr == "path" => Some(json!(file.path().to_string_lossy())),
         (Kind::File(file, _), _) if attr == "direct" => {
             Some(json!(if file.is_direct() { "on" } else { "off" }))
@@ -85,14 +88,18 @@ pub fn plain(attr: &str, value: &Value) -> String {
 /// Checks every attribute, then sets them; after a refusal nothing has changed.
 pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
     let mut changes = Vec::new();
+    let mut of_layers = layers::Changes::default();
     for (attr, value) in wanted {
         let text = match value {
             Value::String(text) => text.clone(),
             Value::Number(number) => number.to_string(),
             _ => return Err(Fault::invalid(format!("{}: {attr}: must be a text or a number", entry.name()))),
         };
-        changes.push((check(entry, attr, &text)?, attr, text));
+        if !of_layers.take(entry, attr, &text)? {
+            changes.push((check(entry, attr, &text)?, attr, text));
+        }
     }
+    of_layers.make(entry)?;
     changes.sort_unstable_by_key(|(change, ..)| *change);
     let ram = match &entry.kind {
         Kind::Ram(ram) => ram,
@@ -113,6 +120,14 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
 
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Fault> {
     match &entry.kind {
+        _ if layers::names(entry).contains(&attr) => {
+            let why = "read-only; faults, seed, badblocks, zone_readonly and zone_offline can be set";
+            Err(Fault::invalid(format!("{}: {attr}={text}: {why}", entry.name())))
+        }
+        Kind::Ram(_) | Kind::Fork(_) if attr == "disksize" && entry.layers.zones.is_some() => {
+            let why = "a zoned device does not grow: the table of its zones is made once";
+            Err(Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name())))
+        }
         Kind::Ram(ram) => Change::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
         Kind::Fork(ram) => over::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
         _ if attr == "mem_limit" && entry.is_outer_base() => parse_limit(text)
@@ -139,7 +154,7 @@ fn unknown(entry: &Entry, attr: &str) -> Fault {
     if let Some(words) = words {
         return Fault::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
-    let hint = nearest(attr, names).map(|h| format!("; {h}?")).unwrap_or_default();
+    let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
     let (kind, all) = (entry.kind_name(), names.join(", "));
     Fault::invalid(format!(
         "{name}: unknown attribute {attr:?}{hint}; the attributes of a {kind} device are {all}"
@@ -182,7 +197,16 @@ mod tests {
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 8192]).unwrap();
         let file = format!("f=file,path={},direct=off", image.display());
-        for text in ["r=ram,disksize=1M,mem_limit=none", "n=null,size=1M,blocksize=512", &file] {
+        let layered =
+            "n=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,faults=none,power_cut=1,badblocks=+1-2";
+        for text in [
+            "r=ram,disksize=1M,mem_limit=none",
+            "r=ram,disksize=1M,faults=read error=EIO,seed=1,power_cut=1",
+            "n=null,size=1M,blocksize=512",
+            "n=null,size=1M,memory_backed=1,comp_algorithm=zstd,cache_size=64K",
+            layered,
+            &file,
+        ] {
             let entry = entry(text);
             for attr in names(&entry) {
                 get(&entry, attr).unwrap();
@@ -264,7 +288,9 @@ mod tests {
         assert_eq!(message(&null, "size"), "n: size=1: fixed for the life of a null device");
         assert_eq!(
             message(&null, "disksize"),
-            "n: unknown attribute \"disksize\"; the attributes of a null device are size, blocksize"
+            "n: unknown attribute \"disksize\"; the attributes of a null device are size, blocksize, memory_backed, \
+             discard, cache_size, fua, mbps, completion_nsec, badblocks, badblocks_once, badblocks_partial_io, \
+             max_sectors, rotational, readonly"
         );
     }
 }

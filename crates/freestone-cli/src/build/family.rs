@@ -10,7 +10,7 @@ use tracing::warn;
 use super::{BuildError, errno_of, in_typed_sizes};
 use crate::advice::{self, Place};
 use crate::control::protocol::Errno;
-use crate::entry::Entry;
+use crate::entry::{Entry, Kind, NullData};
 use crate::machine;
 use crate::registry::Registry;
 use crate::spec::FamilySpec;
@@ -65,7 +65,7 @@ pub fn new(name: &str, spec: &FamilySpec, size: u64, registry: &Registry) -> Res
 /// The limit of the family that began with this device.
 fn limit(entry: &Arc<Entry>) -> Option<u64> {
     match &entry.kind {
-        crate::entry::Kind::Ram(ram) => Some(ram.family().mem_limit()),
+        Kind::Null(NullData::Compressed(ram)) | Kind::Ram(ram) => Some(ram.family().mem_limit()),
         // One that is being made is not there yet.
         _ if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
         _ => None,

@@ -40,7 +40,7 @@ fn check_base(base: &Entry) -> Result<(), BuildError> {
         Kind::Cow(_) => {
             refuse("is a snapshot that its users write (readonly=no); take one with readonly=yes".into())
         }
-        Kind::Null => refuse("a null device is no base".into()),
+        Kind::Null(_) => refuse("a null device is no base".into()),
         Kind::Template(_) => {
             let below = base.below().unwrap_or_default();
             refuse(format!("is a template; fork what it is made of, {below}"))

@@ -2,26 +2,34 @@
 
 mod family;
 mod fork;
+mod layers;
+mod null;
 mod snapshot;
 
 use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use freestone::cow;
 use freestone::device::Device;
 use freestone::file::{self, File};
-use freestone::null::{self, Null};
 use freestone::qcow2::{self, Image};
 
 pub use self::family::{family_of, new as new_family};
 pub use self::fork::fork_of;
+pub use self::layers::{condition, place};
 pub use self::snapshot::snapshots;
 use crate::control::protocol::Errno;
 use crate::entry::{Entry, Kind};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::{KindSpec, Spec};
+
+/// How long a file that is in use is tried, and the pause between two tries.
+const IN_USE_WAIT: Duration = Duration::from_secs(1);
+const IN_USE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Why a device could not be set up: it is about the machine or other devices, not about the values.
 #[derive(Debug, PartialEq, Eq)]
@@ -74,10 +82,9 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
             needs.push(base);
             (Kind::Template(0.into()), None)
         }
-        KindSpec::Null { size, blocksize } => {
-            let config = null::Config { size: *size, logical_block: *blocksize };
-            let null = Null::new(config).map_err(|e| BuildError::new(Errno::EIO, e))?;
-            (Kind::Null, Some(Arc::new(null)))
+        KindSpec::Null(asked) => {
+            let (data, device) = null::data(&spec.name, asked, spec.layers.zones.is_some(), registry)?;
+            (Kind::Null(data), Some(device))
         }
         KindSpec::File { path, readonly, direct, size, family: _ } => {
             let mut config = file::Config::new(path);
@@ -98,7 +105,11 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
         KindSpec::Snapshot(_) => unreachable!("these are made together"),
         KindSpec::Restored { .. } => unreachable!("these come from a file"),
     };
-    Ok(Entry::new(spec, kind, device, needs))
+    let Some(device) = device else { return Ok(Entry::new(spec, kind, None, needs)) };
+    let (top, layers) = layers::over(&spec, device)?;
+    let mut entry = Entry::new(spec, kind, Some(top), needs);
+    entry.layers = layers;
+    Ok(entry)
 }
 
 /// What a device is to stand on.
@@ -108,9 +119,16 @@ fn find(registry: &Registry, key: &str, name: &str) -> Result<Arc<Entry>, BuildE
         .ok_or_else(|| BuildError::new(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)")))
 }
 
-/// Opens a file whose size was asked for under `key`.
+/// Opens a file whose size was asked for under `key`. One that is in use is tried for a moment: after a server was killed, the
+/// kernel takes some milliseconds to end its ring, which holds the file and the lock on it.
 fn open(config: &file::Config, key: &str) -> Result<File, BuildError> {
-    File::open(config).map_err(|e| BuildError::new(errno_of(&e), in_typed_sizes(key, &e)))
+    let deadline = Instant::now() + IN_USE_WAIT;
+    loop {
+        match File::open(config) {
+            Err(file::SetupError::InUse { .. }) if Instant::now() < deadline => thread::sleep(IN_USE_PAUSE),
+            opened => return opened.map_err(|e| BuildError::new(errno_of(&e), in_typed_sizes(key, &e))),
+        }
+    }
 }
 
 fn of_image(error: &qcow2::SetupError) -> BuildError {

@@ -57,6 +57,9 @@ fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
     let KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
     let origin = find(registry, "origin", &asked.origin)?;
     let refuse = |why: &str| Err(BuildError::new(Errno::EINVAL, format!("origin={}: {why}", asked.origin)));
+    if let Some(why) = origin.layers.hide() {
+        return refuse(&format!("has no snapshots: {why}"));
+    }
     match &origin.kind {
         Kind::Ram(ram) | Kind::Fork(ram) => {
             check_in_memory(asked)?;
@@ -73,7 +76,7 @@ fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
         }
         Kind::Snapshot(_) | Kind::Cow(_) => refuse("is a snapshot, which does not change; fork it"),
         Kind::File(_, None) | Kind::Qcow2 => refuse("is read-only, so it does not change; fork it"),
-        Kind::Null => refuse("a null device has no snapshots"),
+        Kind::Null(_) => refuse("a null device has no snapshots"),
         Kind::Template(_) => refuse("a template has no content; take a snapshot of a fork"),
     }
 }
@@ -183,6 +186,9 @@ fn cow_device(
         Some(device) if taken && !entry.is_read_only() => Arc::clone(device),
         _ => return refuse(Errno::EINVAL, "copies need a ram, fork or file device that can be written"),
     };
+    if let Some(why) = entry.layers.hide() {
+        return refuse(Errno::EINVAL, &format!("takes no copies: {why}"));
+    }
     if let Some(users) = registry.users(&entry) {
         return refuse(Errno::EBUSY, &format!("is in use by {users}"));
     }

@@ -43,6 +43,10 @@ pub enum Errno {
     ERANGE,
     /// No memory.
     ENOMEM,
+    /// Too many open zones.
+    ETOOMANYREFS,
+    /// Too many active zones.
+    EOVERFLOW,
 }
 
 /// A JSON-RPC error object.

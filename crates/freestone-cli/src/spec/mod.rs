@@ -1,6 +1,10 @@
 //! What a device is asked to be: kinds, their keys, and the values these take.
 
+#[cfg(test)]
+mod drive_tests;
 mod family;
+mod layers;
+mod null;
 mod over;
 #[cfg(test)]
 mod tests;
@@ -10,25 +14,28 @@ use std::str::FromStr;
 
 use freestone::codec::{Algorithm, ParamsError};
 use freestone::file::Direct;
-use freestone::null;
+use freestone::null::MAX_SIZE_BYTES;
 use freestone::ram::DISKSIZE_BYTES_MAX;
 
 pub use self::family::{FamilySpec, KEYS as FAMILY_KEYS, parse_batch, parse_units};
+pub use self::layers::{
+    LayerSpec, SECTOR_BYTES, ZoneSpec, parse_faults, parse_offset, parse_offsets, parse_seed, rules_of,
+};
+pub use self::null::{NullBacking, NullSpec, parse_badblocks};
 pub use self::over::{CowPlace, CowSpec, ForkSpec, SnapshotSpec, TemplateSpec};
 use crate::entries::{Entries, SpecError, nearest};
 use crate::size::{self, SizeError};
 
 /// Every kind of device.
 pub const KINDS: [&str; 7] = ["ram", "fork", "snapshot", "template", "null", "file", "qcow2"];
-const RAM_KEYS: [&str; 13] = joined(&["disksize"], &family::KEYS, &["publish"]);
-const NULL_KEYS: [&str; 3] = ["size", "blocksize", "publish"];
-const FILE_KEYS: [&str; 16] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &["publish"]);
+const LAYER_KEYS: [&str; 16] = joined(&layers::ZONE_KEYS, &layers::FAULT_KEYS, &["publish"]);
+const RAM_KEYS: [&str; 28] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
+const FILE_KEYS: [&str; 31] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 const QCOW2_KEYS: [&str; 14] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
 
 const BLOCKSIZE_MIN_BYTES: u32 = 512;
 const BLOCKSIZE_MAX_BYTES: u32 = 4096;
-const _: () =
-    assert!(null::MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
+const _: () = assert!(MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
 
 /// A device as it was asked for; every value is checked, nothing is opened yet.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,6 +46,8 @@ pub struct Spec {
     pub publish: Option<bool>,
     /// What it is.
     pub kind: KindSpec,
+    /// What lies over its data.
+    pub layers: LayerSpec,
 }
 
 /// The kinds with their keys.
@@ -57,13 +66,8 @@ pub enum KindSpec {
     Snapshot(Box<SnapshotSpec>),
     /// A fork for every connection.
     Template(TemplateSpec),
-    /// Writes vanish, reads are zeroes.
-    Null {
-        /// Bytes.
-        size: u64,
-        /// Logical block in bytes.
-        blocksize: u32,
-    },
+    /// A test drive.
+    Null(Box<NullSpec>),
     /// A raw image or a block device.
     File {
         /// Where it is.
@@ -110,9 +114,11 @@ impl Spec {
                 Some(family)
             }
             KindSpec::Snapshot(spec) => Some(&spec.family),
-            KindSpec::Fork(_) | KindSpec::Template(_) | KindSpec::Null { .. } | KindSpec::Restored { .. } => {
-                None
-            }
+            KindSpec::Null(null) => match &null.backing {
+                NullBacking::Compressed(family) => Some(family),
+                NullBacking::Nothing | NullBacking::Memory => None,
+            },
+            KindSpec::Fork(_) | KindSpec::Template(_) | KindSpec::Restored { .. } => None,
         }
     }
 
@@ -128,16 +134,7 @@ impl Spec {
             "fork" => KindSpec::Fork(ForkSpec::take(&keys)?),
             "snapshot" => KindSpec::Snapshot(Box::new(SnapshotSpec::take(&keys)?)),
             "template" => KindSpec::Template(TemplateSpec::take(&keys)?),
-            "null" => {
-                keys.allow(&NULL_KEYS)?;
-                let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_MAX_BYTES);
-                let size = keys.need("null", "size", "size=4G", parse_length)?;
-                if !size.is_multiple_of(u64::from(blocksize)) {
-                    let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
-                    return Err(keys.refuse("size", why));
-                }
-                KindSpec::Null { size, blocksize }
-            }
+            "null" => KindSpec::Null(Box::new(NullSpec::take(&keys)?)),
             "file" => {
                 keys.allow(&FILE_KEYS)?;
                 let path = keys.need("file", "path", "path=disk.img", parse_path)?;
@@ -168,8 +165,47 @@ impl Spec {
             }
         };
         let publish = keys.take("publish", parse_bool)?;
-        Ok(Self { name: keys.0.name, publish, kind })
+        let layers = LayerSpec::take(&keys)?;
+        check_layers(&keys, &kind, &layers)?;
+        Ok(Self { name: keys.0.name, publish, kind, layers })
     }
+}
+
+/// What lies over a device's data must have something to do there.
+fn check_layers(keys: &Keys, kind: &KindSpec, layers: &LayerSpec) -> Result<(), SpecError> {
+    let size = match kind {
+        KindSpec::Ram { disksize, .. } => Some(*disksize),
+        KindSpec::Null(null) => Some(null.size),
+        KindSpec::File { size, .. } => *size,
+        _ => None,
+    };
+    let readonly = match kind {
+        KindSpec::File { readonly, .. } => *readonly,
+        KindSpec::Null(null) => null.readonly,
+        _ => false,
+    };
+    if let Some(zones) = &layers.zones {
+        if let Some(size) = size.filter(|size| *size < zones.size) {
+            let why = format!("the device has {}; it must hold at least one zone", size::exact(size));
+            let key = if keys.typed("zone_size").is_some() { "zone_size" } else { "zoned" };
+            let typed = if key == "zoned" { ", a zone_size of 256M is the default" } else { "" };
+            return Err(keys.refuse(key, format!("{why}{typed}")));
+        }
+        if zones.state.is_some() && !matches!(kind, KindSpec::File { .. }) {
+            let why = "only for a file: what is in memory ends with the process, and its zones with it";
+            return Err(keys.refuse("zone_state", why));
+        }
+        if readonly && matches!(kind, KindSpec::File { .. }) {
+            return Err(keys.refuse("zoned", "not with readonly=yes: the zones could not change"));
+        }
+    }
+    for key in ["power_cut", "record"] {
+        let said = if key == "record" { layers.record.is_some() } else { layers.power_cut };
+        if said && readonly {
+            return Err(keys.refuse(key, "not with readonly=yes: nothing is written that could be lost"));
+        }
+    }
+    Ok(())
 }
 
 /// Lists one after the other.
@@ -252,7 +288,7 @@ pub fn parse_disksize(text: &str) -> Result<u64, String> {
 
 /// The size of a null device or a file, with a unit: what a signed 64-bit offset reaches.
 fn parse_length(text: &str) -> Result<u64, String> {
-    parse_size(text, null::MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
+    parse_size(text, MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
 }
 
 fn parse_size(text: &str, max: u64, allowed: &str) -> Result<u64, String> {

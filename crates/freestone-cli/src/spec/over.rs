@@ -6,11 +6,12 @@ use std::time::Duration;
 use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreKind};
 
 use super::family::{self, FamilySpec};
+use super::layers::FAULT_KEYS;
 use super::{Keys, joined, parse_bool, parse_disksize, parse_length, parse_limit};
 use crate::entries::{SpecError, check_name};
 use crate::size;
 
-const FORK_KEYS: [&str; 5] = ["base", "size", "mem_limit", "mem_min", "publish"];
+const FORK_KEYS: [&str; 9] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
 const TEMPLATE_KEYS: [&str; 6] = ["base", "size", "mem_limit", "mem_min", "ttl", "publish"];
 const SNAPSHOT_OWN_KEYS: [&str; 9] = [
     "origin",

@@ -53,6 +53,9 @@ pub struct Reply {
     disksize: u64,
     /// False where it was there.
     created: bool,
+    /// What faults are decided by, where nobody chose it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
     exports: Vec<Export>,
 }
 
@@ -76,12 +79,16 @@ impl Verb for Create {
             kind: entry.kind_name().to_owned(),
             disksize: entry.size(),
             created,
+            seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
             exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
         })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, kind, disksize, exports, created: _ } = reply;
+        let Reply { name, kind, disksize, exports, seed, created: _ } = reply;
+        if let Some(seed) = seed {
+            writeln!(out, "{name}: faults with seed={seed}")?;
+        }
         if exports.is_empty() {
             let publish = format!("freestone publish {name} --nbd ADDR");
             return writeln!(

@@ -12,7 +12,7 @@ use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, Changed, DeltaError};
 use serde::{Deserialize, Serialize};
 
-use super::Verb;
+use super::{Verb, check_bare};
 use crate::cli::Call;
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
@@ -244,6 +244,7 @@ impl Verb for Apply {
             return Err(Fault::failed(Errno::EOPNOTSUPP, why));
         };
         let (base, _) = base_file(&entry, "apply")?;
+        check_bare(&entry, "written behind its layers")?;
         service.check_unused(&entry, "written")?;
         if !force {
             service.check_idle(&entry)?;
@@ -282,6 +283,7 @@ struct Looked {
 /// base; of other snapshots what they preserved.
 fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, Fault> {
     let name = entry.name();
+    check_bare(entry, "looked into")?;
     let job = service.jobs.begin(name, verb)?;
     let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
     match (&entry.kind, entry.device()) {

@@ -47,6 +47,9 @@ struct Row {
     /// Of a file's snapshot, in dm's words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     status: Option<String>,
+    /// It has zones.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    zoned: bool,
     #[serde(flatten)]
     ram: Option<RamRow>,
     exports: Vec<Export>,
@@ -167,6 +170,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         base: entry.below().map(str::to_owned),
         template: entry.template.clone(),
         status,
+        zoned: entry.layers.zones.is_some(),
         ram,
         exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
     }
@@ -185,7 +189,7 @@ fn cells(row: &Row) -> Vec<String> {
         .collect();
     vec![
         row.name.clone(),
-        row.kind.clone(),
+        if row.zoned { format!("{} zoned", row.kind) } else { row.kind.clone() },
         human(row.disksize),
         ram(|r| human(r.orig_data_size)),
         ram(|r| human(r.compr_data_size)),

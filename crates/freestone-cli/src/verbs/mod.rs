@@ -8,9 +8,12 @@ pub mod fork;
 pub mod get;
 pub mod idle;
 pub mod list;
+pub mod mark;
 pub mod merge;
+pub mod power_cut;
 pub mod publish;
 pub mod recompress;
+pub mod release;
 pub mod remove;
 pub mod reset;
 pub mod restore;
@@ -22,6 +25,7 @@ pub mod stat;
 pub mod unpublish;
 mod words;
 pub mod writeback;
+pub mod zones;
 
 use std::io::{self, IsTerminal as _, Write};
 use std::path::PathBuf;
@@ -31,12 +35,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use freestone::device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::Entry;
 use crate::error::Stdout;
 use crate::service::Service;
 use crate::size::human;
@@ -57,9 +63,49 @@ pub trait Verb {
     fn show(params: &Self::Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()>;
 }
 
+/// Refuses what would bypass zones or unflushed writes of a device.
+fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
+    match entry.layers.hide() {
+        None => Ok(()),
+        Some(why) => {
+            let name = entry.name();
+            Err(Fault::failed(Errno::EINVAL, format!("{name}: cannot be {done}: {why}")))
+        }
+    }
+}
+
+/// Refuses what the log of a device could not tell.
+fn check_unrecorded(entry: &Entry, done: &str) -> Result<(), Fault> {
+    if entry.spec.layers.record.is_none() {
+        return Ok(());
+    }
+    let name = entry.name();
+    let why =
+        format!("cannot be {done}: its log would not tell; `freestone power-cut {name} --at 0` goes back");
+    Err(Fault::failed(Errno::EINVAL, format!("{name}: {why}")))
+}
+
+/// The answer of a device, as the control socket tells it.
+fn errno_of(error: device::Error) -> Errno {
+    match error {
+        device::Error::OutOfRange | device::Error::Misaligned => Errno::EINVAL,
+        device::Error::ReadOnly => Errno::EROFS,
+        device::Error::NoSpace => Errno::ENOSPC,
+        device::Error::NoMemory => Errno::ENOMEM,
+        device::Error::Unsupported => Errno::EOPNOTSUPP,
+        device::Error::ZoneTooManyOpen => Errno::ETOOMANYREFS,
+        device::Error::ZoneTooManyActive => Errno::EOVERFLOW,
+        device::Error::Media
+        | device::Error::Gone
+        | device::Error::ZoneWritePointer
+        | device::Error::ZoneCondition
+        | device::Error::ZoneBoundary => Errno::EIO,
+    }
+}
+
 type Run = fn(&Service, Option<Value>) -> Result<Value, Fault>;
 
-const VERBS: [(&str, Run); 22] = [
+const VERBS: [(&str, Run); 26] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -82,6 +128,10 @@ const VERBS: [(&str, Run); 22] = [
     entry::<recompress::Recompress>(),
     entry::<publish::Publish>(),
     entry::<unpublish::Unpublish>(),
+    entry::<zones::Zones>(),
+    entry::<power_cut::PowerCut>(),
+    entry::<mark::Mark>(),
+    entry::<release::Release>(),
 ];
 
 const fn entry<V: Verb>() -> (&'static str, Run) {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::Verb;
+use super::{Verb, check_unrecorded, errno_of};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::Kind;
 use crate::service::Service;
@@ -42,7 +42,7 @@ impl Verb for Reset {
         let _changes = service.changes();
         let entry = service.find(&name)?;
         match entry.kind {
-            Kind::Ram(_) | Kind::Fork(_) | Kind::Null => {}
+            Kind::Ram(_) | Kind::Fork(_) | Kind::Null(_) => {}
             Kind::Snapshot(_) | Kind::Cow(_) => {
                 let why = "is a snapshot, which does not change; fork it";
                 return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
@@ -54,15 +54,14 @@ impl Verb for Reset {
             }
         }
         service.check_unused(&entry, "reset")?;
+        check_unrecorded(&entry, "reset")?;
         if !params.force {
             service.check_idle(&entry)?;
         }
         let _job = service.jobs.begin(&name, "reset")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        if let Some(ram) = entry.ram() {
-            ram.reset().map_err(|e| Fault::failed(Errno::EROFS, format!("{name}: {e}")))?;
-        }
-        // A null device keeps nothing that could be wiped.
+        let wiped = entry.layers.wipe(&|| entry.wipe_data(true));
+        wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })
     }
 

@@ -20,7 +20,7 @@ use crate::entry::{Entry, Kind};
 use crate::error::Usage;
 use crate::service::{Service, fault};
 use crate::size::human;
-use crate::spec::{FAMILY_KEYS, KindSpec, Spec};
+use crate::spec::{FAMILY_KEYS, KindSpec, LayerSpec, Spec};
 
 /// The verb.
 pub struct Restore;
@@ -252,7 +252,8 @@ fn entry(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&
     let ram = Arc::new(ram);
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
-    let spec = Spec { name, publish: None, kind: KindSpec::Restored { file, base } };
+    let spec =
+        Spec { name, publish: None, kind: KindSpec::Restored { file, base }, layers: LayerSpec::default() };
     let device: Arc<dyn Device> = Arc::clone(&ram) as _;
     let kind = match kind {
         DeviceKind::Disk => Kind::Ram(ram),

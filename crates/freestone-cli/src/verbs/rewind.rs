@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::Verb;
+use super::{Verb, check_unrecorded, errno_of};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::Kind;
 use crate::service::Service;
@@ -41,7 +41,7 @@ impl Verb for Rewind {
         let name = params.name;
         let _changes = service.changes();
         let entry = service.find(&name)?;
-        let Kind::Fork(fork) = &entry.kind else {
+        let Kind::Fork(_) = &entry.kind else {
             let why = match &entry.kind {
                 Kind::Ram(_) => format!("a ram device has no base; `freestone reset {name}` wipes it"),
                 _ => format!("a {} device is not rewound; only forks are", entry.kind_name()),
@@ -49,12 +49,14 @@ impl Verb for Rewind {
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
         };
         service.check_unused(&entry, "rewound")?;
+        check_unrecorded(&entry, "rewound")?;
         if !params.force {
             service.check_idle(&entry)?;
         }
         let _job = service.jobs.begin(&name, "rewind")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        fork.rewind().map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
+        let done = entry.layers.wipe(&|| entry.wipe_data(false));
+        done.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })
     }
 

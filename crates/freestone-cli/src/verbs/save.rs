@@ -10,8 +10,8 @@ use freestone::ram::Ram;
 use freestone::save::{BaseCheck, SaveError, save};
 use serde::{Deserialize, Serialize};
 
-use super::Verb;
 use super::delta::absolute;
+use super::{Verb, check_bare};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
@@ -94,6 +94,7 @@ impl Verb for Save {
                 );
                 return Err(Fault::failed(Errno::EOPNOTSUPP, why));
             };
+            check_bare(entry, "saved")?;
             devices.push((entry.name(), ram));
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };

@@ -28,7 +28,7 @@ pub struct Params {
 }
 
 /// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..}, "bd_stat": {..},
-/// "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "family": {..}, "memory": {..}, "exports": [..]}`, statistics
+/// "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`, statistics
 /// where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
 pub type Reply = Map<String, Value>;
 
@@ -96,6 +96,9 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
         insert("merge", attrs::merge(&snapshot.merge_status()));
         insert("cow_stat", Some(attrs::cow_stat(snapshot)));
     }
+    for (key, value) in layers(entry) {
+        reply.insert(key.to_owned(), value);
+    }
     let alone = process.is_some();
     let mut memory = Map::new();
     if let Some(ram) = entry.ram() {
@@ -136,6 +139,29 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
     let exports: Vec<_> = service.exports_of(entry.name()).iter().map(Export::from).collect();
     reply.insert("exports".into(), json!(exports));
     Ok(reply)
+}
+
+/// What the layers over a device's data count.
+fn layers(entry: &Entry) -> Vec<(&'static str, Value)> {
+    let mut sections = Vec::new();
+    if let Some(gate) = &entry.layers.gate {
+        sections.push(("ops", attrs::ops(&gate.counts())));
+    }
+    if let Kind::Null(data) = &entry.kind
+        && let Some(stat) = attrs::null_stat(data)
+    {
+        sections.push((if stat.get("used_bytes").is_some() { "null_stat" } else { "mm_stat" }, stat));
+    }
+    if let Some(zones) = &entry.layers.zones {
+        sections.push(("zones", attrs::zone_stat(zones)));
+    }
+    if let Some(power) = &entry.layers.power {
+        sections.push(("power", attrs::power_stat(entry, power)));
+    }
+    if let Some(faults) = &entry.layers.faults {
+        sections.push(("faults", attrs::fault_stat(faults)));
+    }
+    sections
 }
 
 fn object(value: Value) -> Reply {
@@ -184,6 +210,15 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
                 if bytes < 1024 { bytes.to_string() } else { format!("{bytes} ({})", human(bytes)) }
             }
             Value::String(text) => text.clone(),
+            // The rules of faults.
+            Value::Array(list) if list.iter().any(Value::is_object) => {
+                let rule = |r: &Value| {
+                    let text = r["rule"].as_str().unwrap_or_default();
+                    format!("{text}: matched {}, fired {}", r["matched"], r["fired"])
+                };
+                let below = format!("\n{indent}{:width$}  ", "");
+                list.iter().map(rule).collect::<Vec<_>>().join(&below)
+            }
             Value::Array(list) => list.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" "),
             other => other.to_string(),
         };

@@ -43,8 +43,8 @@ impl Fixture {
     pub fn publish(&self, name: &str, device: &Arc<MemDevice>) {
         let options = ExportOptions {
             default: name == "disk",
-            read_only: false,
             description: format!("this is {name}"),
+            ..ExportOptions::default()
         };
         let device: Arc<dyn Device> = device.clone();
         self.server.publish(&self.address, name, device, options).unwrap();

@@ -32,6 +32,8 @@ pub use zoned::{check_zoned, run_zoned};
 pub struct Options {
     /// Written data can be read back. False for a device that forgets writes: its content must then never change.
     pub stores: bool,
+    /// The byte that is read behind the write pointer of a zone.
+    pub unwritten: u8,
     /// Determines every random choice.
     pub seed: u64,
     /// Random operations per window and way; a way is one of try, submit, mixed. There are two windows where
@@ -53,6 +55,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             stores: true,
+            unwritten: 0,
             seed: 0x5eed,
             rounds: 300,
             window: 4 << 20,

@@ -263,11 +263,11 @@ impl<'a> Bench<'a> {
             wrong(self, start + zone.len - block, 2, &both)?;
         }
         self.driver.compare(way, start, &data, "refused writes")?;
-        let zeroes = vec![0; block as usize];
-        self.driver.compare(way, pointer, &zeroes, "refused writes, behind the write pointer")?;
+        let nothing = vec![self.driver.options.unwritten; block as usize];
+        self.driver.compare(way, pointer, &nothing, "refused writes, behind the write pointer")?;
         self.op(ZoneOp::Reset, start)?;
         self.is(start, ZoneCondition::Empty, start, "a reset")?;
-        self.driver.compare(way, start, &zeroes, "a reset")
+        self.driver.compare(way, start, &nothing, "a reset")
     }
 
     /// A zone that is written to its capacity is full.
@@ -335,7 +335,8 @@ impl<'a> Bench<'a> {
         self.ok(self.zoned.reset_all(), "reset of all zones")?;
         for start in self.sequential.clone() {
             self.is(start, Empty, start, "reset of all zones")?;
-            self.driver.compare(Way::Try, start, &vec![0; 3 * block as usize], "reset of all zones")?;
+            let nothing = vec![self.driver.options.unwritten; 3 * block as usize];
+            self.driver.compare(Way::Try, start, &nothing, "reset of all zones")?;
         }
         Ok(())
     }

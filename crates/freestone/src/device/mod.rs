@@ -7,6 +7,8 @@ mod blocking;
 mod buffer;
 mod changes;
 mod completion;
+#[cfg(not(loom))]
+mod counts;
 mod error;
 mod geometry;
 mod request;
@@ -16,6 +18,8 @@ pub use blocking::Blocking;
 pub use buffer::{IO_ALIGN_BYTES, IoBuf};
 pub use changes::{Change, Changes};
 pub use completion::Completion;
+#[cfg(not(loom))]
+pub use counts::{Counted, OpCounts};
 pub use error::{Error, Result};
 pub use geometry::{Extent, ExtentKind, Geometry};
 pub use request::{Buffer, Flags, Op, Request};

@@ -1,0 +1,119 @@
+//! Memory backing: requests of 128 KiB beside memcpy, over the same amount of memory.
+
+use std::hint::black_box;
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, Tried};
+use freestone::null::{Config, Memory};
+
+use crate::data::Random;
+use crate::measure::{Summary, alternate};
+use crate::options::Options;
+use crate::report::{Report, Row, Target, Unit};
+
+/// Memory where `--size` does not say.
+const BYTES: u64 = 512 << 20;
+/// The request of the target, and a smaller one.
+const REQUESTS_BYTES: [usize; 2] = [128 << 10, PAGE_BYTES];
+/// How much longer than memcpy a large request may take.
+const TARGET: Target = Target::AtMost(1.15);
+
+pub fn run(options: &Options) -> Result<Report> {
+    let bytes = options.bytes(BYTES) / REQUESTS_BYTES[0] as u64 * REQUESTS_BYTES[0] as u64;
+    let memory = Memory::new(Config::plain(bytes, 4096))?;
+    let mut plain = IoBuf::zeroed(bytes as usize)?;
+    // Both have all of their memory before anything is measured.
+    plain.fill(0x5A);
+    for (n, piece) in plain.chunks(REQUESTS_BYTES[0]).enumerate() {
+        memory.write_at((n * REQUESTS_BYTES[0]) as u64, piece, Flags::empty())?;
+    }
+    let mut rows = Vec::new();
+    for (request, target) in REQUESTS_BYTES.into_iter().zip([Some(TARGET), None]) {
+        rows.extend(one_size(&memory, &mut plain, request, target, options)?);
+    }
+    Ok(Report {
+        name: "zones: memory backing",
+        data: "one byte".into(),
+        data_bytes: bytes,
+        algorithm: "none",
+        notes: vec![
+            "Requests at random places to a null device with memory_backed=1, all of it written before, and copies at the same \
+             places from and to one plain allocation of the same size. Times by the thread's CPU clock."
+                .into(),
+        ],
+        rows,
+    })
+}
+
+fn one_size(
+    memory: &Memory,
+    plain: &mut [u8],
+    request: usize,
+    target: Option<Target>,
+    options: &Options,
+) -> Result<Vec<Row>> {
+    let device: &dyn Device = black_box(memory);
+    let places = (plain.len() / request) as u64;
+    let order = Random::new(request as u64).permutation(places);
+    let place = |n: u64| order[(n % places) as usize] as usize * request;
+    let mut buffers = [IoBuf::zeroed(request)?, IoBuf::zeroed(request)?];
+    let data = [IoBuf::zeroed(request)?, IoBuf::zeroed(request)?];
+    let [ours, theirs] = &mut buffers;
+    let mut failed = 0_u64;
+    let reads = alternate(
+        options.slices(),
+        &mut [
+            &mut |from, count| {
+                for n in from..from + count {
+                    let asked = Request::read(place(n) as u64, request as u64);
+                    failed +=
+                        u64::from(device.try_io(&asked, Buffer::Read(black_box(ours))) != Ok(Tried::Done));
+                }
+            },
+            &mut |from, count| {
+                for n in from..from + count {
+                    theirs.copy_from_slice(black_box(&plain[place(n)..][..request]));
+                    black_box(&mut *theirs);
+                }
+            },
+        ],
+    );
+    let mut failed_writes = 0_u64;
+    let writes = alternate(
+        options.slices(),
+        &mut [
+            &mut |from, count| {
+                for n in from..from + count {
+                    let asked = Request::write(place(n) as u64, request as u64);
+                    let tried = device.try_io(&asked, Buffer::Write(black_box(&data[0])));
+                    failed_writes += u64::from(tried != Ok(Tried::Done));
+                }
+            },
+            &mut |from, count| {
+                for n in from..from + count {
+                    plain[place(n)..][..request].copy_from_slice(black_box(&data[1]));
+                    black_box(&mut *plain);
+                }
+            },
+        ],
+    );
+    ensure!(failed + failed_writes == 0, "{failed} reads and {failed_writes} writes failed");
+    let kib = request >> 10;
+    let row = |what: &str, times: &[crate::measure::Times]| {
+        let nanos = |times: &[f64]| Summary::of(times.iter().copied()).median;
+        let row = Row::new(
+            format!("{kib} KiB {what} / memcpy"),
+            Unit::Ratio,
+            Summary::ratio(&times[0].cpu, &times[1].cpu),
+        )
+        .part("us", nanos(&times[0].cpu) / 1e3)
+        .part("memcpy", nanos(&times[1].cpu) / 1e3)
+        .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
+        match target {
+            Some(target) => row.target(target).steady(),
+            None => row.steady(),
+        }
+    };
+    Ok(vec![row("reads", &reads), row("writes", &writes)])
+}

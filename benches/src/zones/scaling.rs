@@ -1,0 +1,292 @@
+//! The source's experiment: threads on many zones, with a lock a zone and with one lock around the device.
+//!
+//! Readers read 4 KiB at random places; writers write 4 KiB at a time to zones of their own, one after the other, each reset
+//! before it is written. The one lock is the benchmark's: it is held around every call of an equal device.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::zoned::{ZoneOp, Zoned};
+use freestone::device::{Buffer, Device, Flags, IoBuf, Request, Tried};
+use freestone::null::{Config, Memory, Null};
+use freestone::zone::{self, State, Zones};
+
+use crate::data::Random;
+use crate::machine;
+use crate::measure::Summary;
+use crate::options::Options;
+use crate::report::{Report, Row, Target, Unit};
+
+/// Numbers of threads: the source's.
+const THREADS: [usize; 4] = [1, 2, 4, 8];
+/// So many threads have a device each, for comparison.
+const THREADS_APART: usize = 2;
+/// Zones of every device.
+const ZONES: u64 = 64;
+/// Length of a zone without backing; with it, `--size` is divided by the zones.
+const NULL_ZONE_BYTES: u64 = 256 << 20;
+const MEMORY_BYTES: u64 = 512 << 20;
+/// Open and active zones, where they are limited: more than there are writers.
+const LIMIT: u32 = 14;
+/// What two threads on one device are to reach of two that have a device each.
+const SHARED_TARGET: f64 = 0.95;
+/// Operations between two looks at the clock's flag.
+const BATCH: u64 = 32;
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// What the threads work on.
+struct Side {
+    name: &'static str,
+    /// One for all threads, or one for each.
+    devices: Vec<Arc<Zones>>,
+    lock: Option<Mutex<()>>,
+}
+
+/// Whose speeds are compared; places in the list of sides.
+const OURS: usize = 0;
+const ONE_LOCK: usize = 1;
+const APART: usize = 2;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Load {
+    Reads,
+    Writes,
+}
+
+/// What the zones lie over.
+#[derive(Clone, Copy)]
+struct Shape {
+    zone_bytes: u64,
+    memory: bool,
+    limits: bool,
+}
+
+/// A report for each backing.
+pub fn run(options: &Options) -> Result<Vec<Report>> {
+    [false, true].into_iter().map(|memory| one_backing(memory, options)).collect()
+}
+
+fn one_backing(memory: bool, options: &Options) -> Result<Report> {
+    let zone_bytes = if memory {
+        let zone = options.bytes(MEMORY_BYTES) / ZONES;
+        // A power of two.
+        1 << zone.max(PAGE).ilog2()
+    } else {
+        NULL_ZONE_BYTES
+    };
+    let mut rows = Vec::new();
+    for limits in [false, true] {
+        let shape = Shape { zone_bytes, memory, limits };
+        for load in [Load::Reads, Load::Writes] {
+            rows.extend(one_load(shape, load, options)?);
+        }
+    }
+    let cpus = machine::allowed_cpus()?.len();
+    Ok(Report {
+        name: if memory { "zones: a lock a zone, memory backing" } else { "zones: a lock a zone, no backing" },
+        data: "one byte".into(),
+        data_bytes: ZONES * zone_bytes,
+        algorithm: "none",
+        notes: vec![
+            format!(
+                "4 KiB operations a second of all threads on the wall clock, {ZONES} zones of {} MiB, with limits {LIMIT} open and \
+                 active; thread n is pinned to CPU n modulo {cpus}. Readers read at random places, writers fill zones of their own \
+                 and reset each before.",
+                zone_bytes >> 20
+            ),
+            "\"one lock\" is an equal device with one mutex around every call; \"apart\" gives two threads a device each."
+                .into(),
+        ],
+        rows,
+    })
+}
+
+fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
+    let mut sides = Vec::new();
+    for (name, devices, locked) in
+        [("a lock a zone", 1, false), ("one lock", 1, true), ("apart", THREADS_APART, false)]
+    {
+        let devices = (0..devices).map(|_| device(shape, load)).collect::<Result<Vec<_>>>()?;
+        sides.push(Side { name, devices, lock: locked.then(Mutex::default) });
+    }
+    let slices = options.slices();
+    let mut speeds: Vec<Vec<Vec<f64>>> = vec![vec![Vec::new(); sides.len()]; THREADS.len()];
+    for round in 0..slices.pairs {
+        for (threads, speeds) in THREADS.into_iter().zip(&mut speeds) {
+            let compared = if threads == THREADS_APART { sides.len() } else { APART };
+            let mut order: Vec<usize> = (0..compared).collect();
+            order.rotate_left(round as usize % compared);
+            for number in order {
+                speeds[number].push(slice(&sides[number], load, threads, round, slices.slice)?);
+            }
+        }
+    }
+    let what = match (load, shape.limits) {
+        (Load::Reads, false) => "random reads",
+        (Load::Writes, false) => "writes",
+        (Load::Reads, true) => "random reads, limits",
+        (Load::Writes, true) => "writes, limits",
+    };
+    let mut rows = Vec::new();
+    for (threads, speeds) in THREADS.into_iter().zip(&speeds) {
+        let median = |side: usize| Summary::of(speeds[side].iter().copied()).median / 1e3;
+        let kiops = Summary::of(speeds[OURS].iter().map(|speed| speed / 1e3));
+        let what = format!("{what}: {threads} {}", if threads == 1 { "thread" } else { "threads" });
+        rows.push(Row::new(&what, Unit::Kiops, kiops));
+        let ratio = |to: usize| {
+            let both = format!("{what}, {} / {}", sides[OURS].name, sides[to].name);
+            Row::new(both, Unit::Ratio, Summary::ratio(&speeds[OURS], &speeds[to]))
+                .part("k/s", median(OURS))
+                .part(sides[to].name, median(to))
+        };
+        rows.push(ratio(ONE_LOCK).steady());
+        if threads == THREADS_APART {
+            rows.push(ratio(APART).target(Target::AtLeast(SHARED_TARGET)).steady());
+        }
+    }
+    Ok(rows)
+}
+
+/// A device of the shape, filled where it is to be read.
+fn device(shape: Shape, load: Load) -> Result<Arc<Zones>> {
+    let config = Config { discard: shape.memory, ..Config::plain(ZONES * shape.zone_bytes, 4096) };
+    let backing: Arc<dyn Device> =
+        if shape.memory { Arc::new(Memory::new(config)?) } else { Arc::new(Null::new(config)?) };
+    let limit = if shape.limits { LIMIT } else { 0 };
+    let config = zone::Config {
+        zone_size: shape.zone_bytes,
+        zone_max_open: limit,
+        zone_max_active: limit,
+        stores: shape.memory,
+        ..zone::Config::default()
+    };
+    let zones = Arc::new(Zones::new(backing, config, State::Volatile, None)?);
+    if load == Load::Reads && shape.memory {
+        let data = IoBuf::copy_of(&[0x5A; PAGE_BYTES])?;
+        for at in (0..ZONES * shape.zone_bytes).step_by(PAGE_BYTES) {
+            let tried = zones.try_io(&Request::write(at, PAGE), Buffer::Write(&data))?;
+            ensure!(tried == Tried::Done, "a write to memory had to wait");
+        }
+    }
+    Ok(zones)
+}
+
+/// Runs `threads` threads for `length`; their operations a second.
+fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Duration) -> Result<f64> {
+    let cpus = machine::allowed_cpus()?;
+    let (start, stop) = (Barrier::new(threads + 1), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|thread| {
+                let (start, stop, cpu) = (&start, &stop, cpus[thread % cpus.len()]);
+                scope.spawn(move || -> Result<f64> {
+                    // Whatever fails, the barrier is reached.
+                    let ready = machine::pin_to(cpu).and_then(|()| Worker::new(side, thread, threads));
+                    start.wait();
+                    let mut worker = ready?;
+                    let begun = Instant::now();
+                    let ops = match load {
+                        Load::Reads => {
+                            worker.reads(Random::new(u64::from(round) << 8 | thread as u64), stop)?
+                        }
+                        Load::Writes => worker.writes(stop)?,
+                    };
+                    let speed = ops as f64 / begun.elapsed().as_secs_f64();
+                    if load == Load::Writes {
+                        // What is left open would count against the limit of the next ones.
+                        worker.reset()?;
+                    }
+                    Ok(speed)
+                })
+            })
+            .collect();
+        start.wait();
+        std::thread::sleep(length);
+        // Relaxed: the flag carries no data; joining the threads orders what they did.
+        stop.store(true, Ordering::Relaxed);
+        workers.into_iter().map(|worker| worker.join().ok().context("a worker panicked")?).sum()
+    })
+}
+
+/// A thread and what it works on.
+struct Worker<'a> {
+    device: &'a Zones,
+    lock: Option<&'a Mutex<()>>,
+    zone_bytes: u64,
+    /// Its zones are this one and every `step`th after it.
+    zone: u64,
+    first: u64,
+    step: u64,
+    buffer: IoBuf,
+}
+
+impl<'a> Worker<'a> {
+    fn new(side: &'a Side, thread: usize, threads: usize) -> Result<Self> {
+        let device = &*side.devices[thread % side.devices.len()];
+        let zones = device.geometry().zones.context("a device without zones")?;
+        let first = thread as u64;
+        let buffer = IoBuf::copy_of(&[0xA5; PAGE_BYTES])?;
+        let (zone_bytes, step) = (zones.zone_size, threads as u64);
+        Ok(Self { device, lock: side.lock.as_ref(), zone_bytes, zone: first, first, step, buffer })
+    }
+
+    #[inline]
+    fn locked(&self) -> Option<MutexGuard<'a, ()>> {
+        self.lock.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn reads(&mut self, mut random: Random, stop: &AtomicBool) -> Result<u64> {
+        let pages = ZONES * self.zone_bytes / PAGE;
+        let (mut ops, mut missed) = (0, 0_u64);
+        // Relaxed: see `slice`.
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..BATCH {
+                // Without backing nothing is copied, as in the kernel; with it the flag changes nothing.
+                let request = Request::read(random.next() % pages * PAGE, PAGE).with(Flags::UNREAD);
+                let held = self.locked();
+                let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));
+                drop(held);
+                missed += u64::from(tried != Ok(Tried::Done));
+            }
+            ops += BATCH;
+        }
+        ensure!(missed == 0, "{missed} reads failed or had to wait");
+        Ok(ops)
+    }
+
+    fn writes(&mut self, stop: &AtomicBool) -> Result<u64> {
+        self.reset()?;
+        let (mut ops, mut missed, mut at) = (0, 0_u64, 0);
+        // Relaxed: see `slice`.
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..BATCH {
+                if at == self.zone_bytes {
+                    self.zone += self.step;
+                    if self.zone >= ZONES {
+                        self.zone = self.first;
+                    }
+                    self.reset()?;
+                    at = 0;
+                }
+                let request = Request::write(self.zone * self.zone_bytes + at, PAGE);
+                let held = self.locked();
+                let tried = self.device.try_io(&request, Buffer::Write(black_box(&self.buffer)));
+                drop(held);
+                missed += u64::from(tried != Ok(Tried::Done));
+                at += PAGE;
+            }
+            ops += BATCH;
+        }
+        ensure!(missed == 0, "{missed} writes failed or had to wait");
+        Ok(ops)
+    }
+
+    fn reset(&self) -> Result<()> {
+        let _held = self.locked();
+        Ok(self.device.zone_op(ZoneOp::Reset, self.zone * self.zone_bytes)?)
+    }
+}

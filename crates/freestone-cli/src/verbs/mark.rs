@@ -1,0 +1,63 @@
+//! `mark NAME TEXT`: a mark in the log of a device, to which `power-cut --at` goes back.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use freestone::power::RecordError;
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::{Errno, Fault};
+use crate::service::Service;
+
+/// The verb.
+pub struct Mark;
+
+/// Its parameters, and the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// A device with record=FILE
+    name: String,
+    /// For example what the program under test has acknowledged
+    text: String,
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    text: String,
+    /// The number of its entry in the log.
+    entry: u64,
+}
+
+impl Verb for Mark {
+    const METHOD: &'static str = "mark";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { name, text } = params;
+        let entry = service.find(&name)?;
+        let failed = |error: &RecordError| {
+            let errno = match error {
+                RecordError::NotRecording => Errno::EOPNOTSUPP,
+                RecordError::BadMark { .. } => Errno::EINVAL,
+                _ => Errno::EIO,
+            };
+            Fault::failed(errno, format!("{name}: mark: {error}"))
+        };
+        if text.parse::<u64>().is_ok() {
+            let why = "a number is the number of an entry; begin the text with a letter";
+            return Err(Fault::invalid(format!("{name}: mark: {text}: {why}")));
+        }
+        let power = entry.layers.power.as_ref().ok_or_else(|| failed(&RecordError::NotRecording))?;
+        let number = power.mark(&text).map_err(|error| failed(&error))?;
+        Ok(Reply { name, text, entry: number })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}: {:?} is entry {}", reply.name, reply.text, reply.entry)
+    }
+}

@@ -1,0 +1,182 @@
+//! `power-cut NAME`: what a device is like after its power was lost, by a seed or at a point of its log.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use clap::Args;
+use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
+use serde::{Deserialize, Serialize};
+
+use super::{Verb, errno_of};
+use crate::control::protocol::{Errno, Fault};
+use crate::entry::{Entry, Kind};
+use crate::layers::CutError;
+use crate::service::Service;
+
+/// The verb.
+pub struct PowerCut;
+
+/// Its parameters, and the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// The device.
+    #[arg(help = "A device with power_cut=yes, or a null device with cache_size; its connections end")]
+    name: String,
+    /// Decides what is lost [default: another one each time, which is told]
+    #[arg(long, value_name = "SEED")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
+    /// Go to a point of the log of record=FILE: after so many entries, or at a mark; with --seed, cut there
+    #[arg(long, value_name = "N|MARK")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    at: Option<String>,
+}
+
+/// What was done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// What decided; absent where nothing was left to decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
+    /// Unflushed blocks that arrived.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kept_blocks: Option<u64>,
+    /// Unflushed blocks that did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lost_blocks: Option<u64>,
+    /// Entries of the log that the device now shows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    entries: Option<u64>,
+    /// How many connections that ended.
+    connections_ended: usize,
+}
+
+/// The power switch of a device that has one.
+fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
+    let name = entry.name();
+    let power = entry.layers.power.as_ref().filter(|_| entry.layers.can_cut);
+    power.ok_or_else(|| {
+        let why = match &entry.kind {
+            Kind::Null(_) => "create it with memory_backed=1 and power_cut=yes or cache_size=SIZE",
+            Kind::Ram(_) | Kind::Fork(_) | Kind::File(_, Some(_)) => "create it with power_cut=yes",
+            _ => {
+                "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
+            }
+        };
+        Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}"))
+    })
+}
+
+/// A number counts entries, other words are a mark.
+fn point(at: &str) -> Point {
+    at.parse().map_or_else(|_| Point::Mark(at.to_owned()), Point::Entry)
+}
+
+impl Verb for PowerCut {
+    const METHOD: &'static str = "power-cut";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { name, seed, at } = params;
+        let _changes = service.changes();
+        let entry = service.find(&name)?;
+        let power = power_of(&entry)?;
+        service.check_unused(&entry, "cut off")?;
+        if at.is_some() {
+            check_visit(&entry)?;
+        }
+        let _job = service.jobs.begin(&name, "power-cut")?;
+        let layers = &entry.layers;
+        let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
+        let (connections_ended, outcome) = service.nbd.restart(&name, || match &at {
+            None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
+            Some(at) => {
+                entry.rewinds.fetch_add(1, Ordering::SeqCst);
+                let below = || entry.wipe_data(false);
+                layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
+            }
+        });
+        let outcome = outcome.map_err(|error| refused(&name, at.as_deref(), &error))?;
+        let reply = Reply {
+            name,
+            seed: None,
+            kept_blocks: None,
+            lost_blocks: None,
+            entries: None,
+            connections_ended,
+        };
+        Ok(match outcome {
+            Outcome::Cut(Cut { seed, kept_blocks, lost_blocks }) => Reply {
+                seed: Some(seed),
+                kept_blocks: Some(kept_blocks),
+                lost_blocks: Some(lost_blocks),
+                ..reply
+            },
+            Outcome::Visited(Visited { entries, cut }) => Reply {
+                seed,
+                kept_blocks: cut.map(|cut| cut.kept_blocks),
+                lost_blocks: cut.map(|cut| cut.lost_blocks),
+                entries: Some(entries),
+                ..reply
+            },
+        })
+    }
+
+    fn show(params: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, seed, kept_blocks, lost_blocks, entries, connections_ended } = reply;
+        match connections_ended {
+            0 => {}
+            1 => writeln!(out, "{name}: a connection ended")?,
+            n => writeln!(out, "{name}: {n} connections ended")?,
+        }
+        if let Some(entries) = entries {
+            let at = params.at.as_deref().unwrap_or_default();
+            writeln!(out, "{name}: is as at {at}, after {entries} entries of the log")?;
+        }
+        let (Some(seed), Some(kept), Some(lost)) = (seed, kept_blocks, lost_blocks) else { return Ok(()) };
+        writeln!(
+            out,
+            "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
+        )
+    }
+}
+
+enum Outcome {
+    Cut(Cut),
+    Visited(Visited),
+}
+
+/// Going back needs a beginning.
+fn check_visit(entry: &Entry) -> Result<(), Fault> {
+    let name = entry.name();
+    let refuse = |why: &str| Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: at: {why}")));
+    if entry.spec.layers.record.is_none() {
+        return refuse("there is no log; create the device with record=FILE");
+    }
+    if entry.layers.zones.is_some() {
+        return refuse("the log has no conditions of zones, so a zoned device cannot go back");
+    }
+    match &entry.kind {
+        Kind::Ram(_) | Kind::Null(_) | Kind::Fork(_) => Ok(()),
+        _ => refuse(
+            "a file does not go back to what it was when the recording began; make the file readonly=yes and record a fork of it",
+        ),
+    }
+}
+
+fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
+    let errno = match error {
+        CutError::Busy => Errno::EBUSY,
+        CutError::Device(error) | CutError::Record(RecordError::Device(error)) => errno_of(*error),
+        CutError::Record(RecordError::Log(log::Error::NoEntry { .. } | log::Error::NoMark { .. })) => {
+            Errno::ERANGE
+        }
+        CutError::Record(_) => Errno::EIO,
+    };
+    let at = at.map(|at| format!("at={at}: ")).unwrap_or_default();
+    Fault::failed(errno, format!("{name}: power-cut: {at}{error}"))
+}

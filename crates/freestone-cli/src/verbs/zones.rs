@@ -1,0 +1,286 @@
+//! `zones NAME [report|open|close|finish|reset]`: the zones of a device, shown as `blkzone report` of util-linux does.
+
+use std::io::{self, Write};
+
+use clap::{Args, ValueEnum};
+use freestone::device::Error;
+use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
+use serde::{Deserialize, Serialize};
+
+use super::{Verb, errno_of};
+use crate::build::place;
+use crate::control::protocol::{Errno, Fault};
+use crate::service::Service;
+use crate::spec::{SECTOR_BYTES, parse_offset};
+
+/// Zones of one answer: what a line of JSON can bear.
+const ROWS_MAX: u64 = 65_536;
+
+/// The verb.
+pub struct Zones;
+
+/// Its parameters, and the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// A device with zoned=1
+    name: String,
+    /// What to do with the zones
+    #[arg(value_enum, default_value_t = Action::Report)]
+    #[serde(default)]
+    action: Action,
+    /// Begin with the zone that lies there: bytes, with a unit
+    #[arg(long, value_name = "OFFSET", default_value = "0", value_parser = parse_offset)]
+    #[serde(default)]
+    offset: u64,
+    /// So many zones [default: all from there on]
+    #[arg(long, value_name = "N")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    count: Option<u64>,
+}
+
+/// What is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Action {
+    /// Show them
+    #[default]
+    Report,
+    /// Open them explicitly
+    Open,
+    /// Close them
+    Close,
+    /// Make them full
+    Finish,
+    /// Empty them
+    Reset,
+}
+
+impl Action {
+    const fn op(self) -> Option<(ZoneOp, &'static str)> {
+        match self {
+            Self::Report => None,
+            Self::Open => Some((ZoneOp::Open, "opened")),
+            Self::Close => Some((ZoneOp::Close, "closed")),
+            Self::Finish => Some((ZoneOp::Finish, "finished")),
+            Self::Reset => Some((ZoneOp::Reset, "reset")),
+        }
+    }
+}
+
+/// What was found or done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// Zones that were reported, or that something was done to.
+    count: u64,
+    /// Of a report.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    zones: Option<Vec<Row>>,
+    /// Where a report goes on that was too long for one answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    next: Option<u64>,
+}
+
+/// A zone; all in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    start: u64,
+    len: u64,
+    capacity: u64,
+    /// Absolute; the end of zones that have none.
+    write_pointer: u64,
+    /// The kernel's name.
+    r#type: String,
+    /// The kernel's name, as in its trace points.
+    condition: String,
+}
+
+/// Names and numbers of conditions: the kernel's `blk_zone_cond`, its name for it, `blkzone`'s.
+const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
+    (ZoneCondition::NotWritePointer, 0x0, "NOT_WP", "nw"),
+    (ZoneCondition::Empty, 0x1, "EMPTY", "em"),
+    (ZoneCondition::ImplicitOpen, 0x2, "IMP_OPEN", "oi"),
+    (ZoneCondition::ExplicitOpen, 0x3, "EXP_OPEN", "oe"),
+    (ZoneCondition::Closed, 0x4, "CLOSED", "cl"),
+    (ZoneCondition::ReadOnly, 0xd, "READONLY", "ro"),
+    (ZoneCondition::Full, 0xe, "FULL", "fu"),
+    (ZoneCondition::Offline, 0xf, "OFFLINE", "of"),
+];
+/// Names of types with the kernel's numbers.
+const TYPES: [(ZoneType, u8, &str); 2] =
+    [(ZoneType::Conventional, 1, "CONVENTIONAL"), (ZoneType::SequentialRequired, 2, "SEQ_WRITE_REQUIRED")];
+
+impl Row {
+    fn of(zone: &Zone) -> Self {
+        let condition = CONDITIONS.iter().find(|(condition, ..)| *condition == zone.condition);
+        let kind = TYPES.iter().find(|(kind, ..)| *kind == zone.kind);
+        Self {
+            start: zone.start,
+            len: zone.len,
+            capacity: zone.capacity,
+            write_pointer: zone.write_pointer,
+            r#type: kind.map(|(_, _, name)| *name).unwrap_or_default().to_owned(),
+            condition: condition.map(|(_, _, name, _)| *name).unwrap_or_default().to_owned(),
+        }
+    }
+
+    /// As `blkzone report` writes it, in sectors. There are no hints of zones to be reset or written in any order.
+    fn line(&self) -> String {
+        let condition = CONDITIONS.iter().find(|(_, _, name, _)| *name == self.condition);
+        let (number, short) = condition.map_or((0, "?"), |(_, number, _, short)| (*number, *short));
+        let (kind, name) =
+            TYPES.iter().find(|(.., name)| *name == self.r#type).map_or((0, "?"), |(_, n, name)| (*n, *name));
+        let pointer = if kind == 1 { 0 } else { self.write_pointer.saturating_sub(self.start) };
+        let sectors = |bytes: u64| bytes / SECTOR_BYTES;
+        format!(
+            "  start: 0x{:09x}, len 0x{:06x}, cap 0x{:06x}, wptr 0x{:06x} reset:0 non-seq:0, zcond:{number:2}({short}) \
+             [type: {kind}({name})]",
+            sectors(self.start),
+            sectors(self.len),
+            sectors(self.capacity),
+            sectors(pointer),
+        )
+    }
+}
+
+impl Verb for Zones {
+    const METHOD: &'static str = "zones";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Waits for writes that are in flight: not under the lock of the changes.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { name, action, offset, count } = params;
+        let entry = service.find(&name)?;
+        let zoned = entry.device().and_then(|device| device.zoned());
+        let zoned = zoned.ok_or_else(|| {
+            let why = format!("{name}: has no zones; a ram, null or file device gets them with zoned=1");
+            Fault::failed(Errno::EOPNOTSUPP, why)
+        })?;
+        if count == Some(0) {
+            return Err(Fault::invalid(format!("{name}: zones: count=0: must be 1 at least")));
+        }
+        match action.op() {
+            None => report(&name, zoned, offset, count),
+            Some((op, done)) => operate(&name, zoned, (op, done), offset, count),
+        }
+    }
+
+    fn show(params: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, count, zones, next } = reply;
+        if let Some((_, done)) = params.action.op() {
+            let zones = if *count == 1 { "zone" } else { "zones" };
+            return writeln!(out, "{name}: {count} {zones} {done}");
+        }
+        for row in zones.iter().flatten() {
+            writeln!(out, "{}", row.line())?;
+        }
+        match next {
+            Some(next) => writeln!(out, "({count} zones; the next ones with --offset {})", place(*next)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn report(name: &str, zoned: &dyn Zoned, offset: u64, count: Option<u64>) -> Result<Reply, Fault> {
+    let most = count.unwrap_or(u64::MAX);
+    let (mut rows, mut next) = (Vec::new(), None);
+    zoned
+        .report(offset, &mut |zone| {
+            let have = rows.len() as u64;
+            if have < most && have == ROWS_MAX {
+                next = Some(zone.start);
+            }
+            if have < most.min(ROWS_MAX) {
+                rows.push(Row::of(&zone));
+            }
+            (rows.len() as u64) < most && next.is_none()
+        })
+        .map_err(|error| outside(name, offset, error))?;
+    Ok(Reply { name: name.to_owned(), count: rows.len() as u64, zones: Some(rows), next })
+}
+
+/// One zone after the other, until one cannot.
+fn operate(
+    name: &str,
+    zoned: &dyn Zoned,
+    (op, done): (ZoneOp, &str),
+    offset: u64,
+    count: Option<u64>,
+) -> Result<Reply, Fault> {
+    let Some(geometry) = zoned.geometry().zones else {
+        return Err(Fault::internal(format!("{name}: zones without a geometry")));
+    };
+    let size = zoned.geometry().size;
+    if offset >= size {
+        return Err(outside(name, offset, Error::OutOfRange));
+    }
+    let first = offset / geometry.zone_size;
+    let left = u64::from(geometry.nr_zones) - first;
+    let count = match count {
+        Some(count) if count > left => {
+            let why = format!("count={count}: from {} on there are {left} zones", place(offset));
+            return Err(Fault::invalid(format!("{name}: zones: {why}")));
+        }
+        other => other.unwrap_or(left),
+    };
+    let reply = |count| Reply { name: name.to_owned(), count, zones: None, next: None };
+    if op == ZoneOp::Reset && count == u64::from(geometry.nr_zones) {
+        // All of them: those that cannot be reset are left alone, as in the kernel.
+        let all = zoned.reset_all();
+        all.map_err(|error| Fault::failed(errno_of(error), format!("{name}: zones: {error}")))?;
+        return Ok(reply(count));
+    }
+    for zone in first..first + count {
+        let at = zone * geometry.zone_size;
+        if let Err(error) = zoned.zone_op(op, at) {
+            let before = zone - first;
+            let why = format!("{name}: the zone at {} is not {done}: {error}", place(at));
+            let why = if before == 0 { why } else { format!("{why}; {before} before it were") };
+            return Err(Fault::failed(errno_of(error), why).with("zones_done", before));
+        }
+    }
+    Ok(reply(count))
+}
+
+fn outside(name: &str, offset: u64, error: Error) -> Fault {
+    match error {
+        Error::OutOfRange => {
+            Fault::invalid(format!("{name}: zones: offset={}: behind the end of the device", place(offset)))
+        }
+        error => Fault::failed(errno_of(error), format!("{name}: zones: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use freestone::device::zoned::{Zone, ZoneCondition, ZoneType};
+
+    use super::Row;
+
+    #[test]
+    fn lines_are_those_of_blkzone() {
+        let zone = |start: u64, wp: u64, kind, condition| {
+            let (len, capacity) = (256 << 20, 192 << 20);
+            Row::of(&Zone { start, len, capacity, write_pointer: start + wp, kind, condition }).line()
+        };
+        let seq = ZoneType::SequentialRequired;
+        assert_eq!(
+            zone(0, 256 << 20, ZoneType::Conventional, ZoneCondition::NotWritePointer),
+            "  start: 0x000000000, len 0x080000, cap 0x060000, wptr 0x000000 reset:0 non-seq:0, zcond: 0(nw) \
+             [type: 1(CONVENTIONAL)]"
+        );
+        assert_eq!(
+            zone(256 << 20, 4096, seq, ZoneCondition::ImplicitOpen),
+            "  start: 0x000080000, len 0x080000, cap 0x060000, wptr 0x000008 reset:0 non-seq:0, zcond: 2(oi) \
+             [type: 2(SEQ_WRITE_REQUIRED)]"
+        );
+        let full = zone(1 << 40, 256 << 20, seq, ZoneCondition::Full);
+        assert!(
+            full.starts_with("  start: 0x080000000, len 0x080000, cap 0x060000, wptr 0x080000 "),
+            "{full}"
+        );
+        assert!(full.ends_with("zcond:14(fu) [type: 2(SEQ_WRITE_REQUIRED)]"), "{full}");
+    }
+}

@@ -1,0 +1,96 @@
+//! An NBD client that says exactly what it wants, and is told exactly what happened.
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use crate::harness::{Serve, connect_nbd};
+
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+const FLUSH: u16 = 3;
+pub const FUA: u16 = 1;
+
+pub const EIO: u32 = 5;
+
+/// A connection in its transmission phase, with simple replies.
+pub struct Raw {
+    stream: UnixStream,
+    cookie: u64,
+}
+
+/// The server ended the connection.
+#[derive(Debug, PartialEq)]
+pub struct Ended;
+
+impl Raw {
+    pub fn connect(serve: &Serve, name: &str) -> Self {
+        let mut stream = UnixStream::connect(serve.path("nbd")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        connect_nbd(&mut stream, name);
+        Self { stream, cookie: 0 }
+    }
+
+    /// Sends a request and waits for nothing.
+    pub fn send(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) -> u64 {
+        self.cookie += 1;
+        let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(self.cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        bytes.extend(len.to_be_bytes());
+        bytes.extend(data);
+        // A connection that has ended shows at the answer.
+        let _ = self.stream.write_all(&bytes);
+        self.cookie
+    }
+
+    /// The next reply: cookie and error.
+    pub fn reply(&mut self) -> Result<(u64, u32), Ended> {
+        let mut reply = [0; 16];
+        self.stream.read_exact(&mut reply).map_err(|e| {
+            assert_ne!(e.kind(), std::io::ErrorKind::WouldBlock, "no answer in a minute");
+            Ended
+        })?;
+        assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
+        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
+        Ok((u64::from_be_bytes(reply[8..].try_into().unwrap()), error))
+    }
+
+    fn run(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) -> Result<u32, Ended> {
+        let cookie = self.send(flags, command, offset, len, data);
+        let (answered, error) = self.reply()?;
+        assert_eq!(answered, cookie);
+        Ok(error)
+    }
+
+    /// Answers the error number, 0 for success.
+    pub fn write(&mut self, flags: u16, offset: u64, data: &[u8]) -> u32 {
+        self.try_write(flags, offset, data).unwrap()
+    }
+
+    pub fn try_write(&mut self, flags: u16, offset: u64, data: &[u8]) -> Result<u32, Ended> {
+        self.run(flags, WRITE, offset, u32::try_from(data.len()).unwrap(), data)
+    }
+
+    /// Sends a write and waits for nothing; its cookie.
+    pub fn send_write(&mut self, offset: u64, data: &[u8]) -> u64 {
+        self.send(0, WRITE, offset, u32::try_from(data.len()).unwrap(), data)
+    }
+
+    pub fn flush(&mut self) -> u32 {
+        self.run(0, FLUSH, 0, 0, &[]).unwrap()
+    }
+
+    pub fn read(&mut self, offset: u64, len: u32) -> Result<Vec<u8>, u32> {
+        match self.run(0, READ, offset, len, &[]).unwrap() {
+            0 => {
+                let mut data = vec![0; len as usize];
+                self.stream.read_exact(&mut data).unwrap();
+                Ok(data)
+            }
+            error => Err(error),
+        }
+    }
+}

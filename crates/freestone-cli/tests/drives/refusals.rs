@@ -1,0 +1,75 @@
+//! What would bypass zones or unflushed writes is refused, with the reason.
+
+use std::fs;
+
+use crate::harness::Serve;
+
+#[test]
+fn nothing_goes_behind_the_back_of_a_layer() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
+    fs::write(dir.path().join("disk"), vec![1; 1 << 20]).unwrap();
+    let serve = Serve::start_in(
+        dir,
+        &[
+            "golden=file,path=golden,readonly=yes",
+            "zoned=ram,disksize=1M,zoned=1,zone_size=64K",
+            "power=ram,disksize=1M,power_cut=yes",
+            "faulty=ram,disksize=1M,faults=none",
+            "disk=file,path=disk,power_cut=yes",
+            "fork=fork,base=golden,power_cut=yes",
+            "log=fork,base=golden,record=log,power_cut=yes",
+            "n=null,size=1M",
+        ],
+        true,
+    );
+    let zoned = "it is zoned, and the state of its zones would be missing";
+    let power = "it keeps unflushed writes apart (power_cut, cache_size, record), which would be missing";
+    for (args, sentence) in [
+        (&["snapshot", "zoned", "s"][..], format!("s: origin=zoned: has no snapshots: {zoned}")),
+        (&["snapshot", "power", "s"], format!("s: origin=power: has no snapshots: {power}")),
+        (&["snapshot", "disk", "s"], format!("s: origin=disk: has no snapshots: {power}")),
+        (&["save", "zoned", "x"], format!("zoned: cannot be saved: {zoned}")),
+        (&["save", "power", "x"], format!("power: cannot be saved: {power}")),
+        (&["delta", "show", "fork"], format!("fork: cannot be looked into: {power}")),
+        (&["delta", "save", "fork", "x"], format!("fork: cannot be looked into: {power}")),
+        (
+            &["set", "zoned", "disksize=2M"],
+            "zoned: disksize=2M: a zoned device does not grow: the table of its zones is made once".into(),
+        ),
+        (
+            &["reset", "log"],
+            "log: cannot be reset: its log would not tell; `freestone power-cut log --at 0` goes back".into(),
+        ),
+        (&["power-cut", "faulty"], "faulty: its power cannot be cut: create it with power_cut=yes".into()),
+        (
+            &["power-cut", "n"],
+            "n: its power cannot be cut: create it with memory_backed=1 and power_cut=yes or cache_size=SIZE"
+                .into(),
+        ),
+        (
+            &["power-cut", "power", "--at", "1"],
+            "power: power-cut: at: there is no log; create the device with record=FILE".into(),
+        ),
+        (
+            &["mark", "power", "x"],
+            "power: mark: nothing is recorded: the device was made without a file to record to".into(),
+        ),
+        (&["release", "power"], "power: nothing hangs there: it was created without faults".into()),
+        (&["zones", "n"], "n: has no zones; a ram, null or file device gets them with zoned=1".into()),
+    ] {
+        assert_eq!(serve.refused(1, args), sentence, "{args:?}");
+    }
+    // What only fails is no obstacle.
+    serve.text(&["snapshot", "faulty", "s"]);
+    serve.text(&["create", "c=file,path=golden2,size=1M,zoned=1,zone_size=64K"]);
+    serve.text(&["rewind", "fork"]);
+    serve.text(&["reset", "power"]);
+    serve.text(&["reset", "zoned"]);
+    serve.text(&["create", "plain=file,path=golden3,size=1M"]);
+    serve.text(&["create", "z=ram,disksize=4M,zoned=1,zone_size=64K"]);
+    let copies = serve.refused(1, &["snapshot", "plain", "s2", "cow=z", "store=N"]);
+    assert_eq!(copies, format!("s2: cow=z: takes no copies: {zoned}"));
+    let number = serve.refused(2, &["mark", "log", "7"]);
+    assert_eq!(number, "log: mark: 7: a number is the number of an entry; begin the text with a letter");
+}

@@ -1,0 +1,170 @@
+//! Sizes, times, probabilities and counts in the text of rules.
+
+use std::fmt;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::rules::{Chance, DELAY_SECONDS_MAX, NTH_MAX, Range};
+
+/// Units of sizes, from large to small: letter, bytes.
+const SIZES: [(&str, u64); 5] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("B", 1)];
+/// Units of times, from large to small: name, nanoseconds.
+const TIMES: [(&str, u64); 4] = [("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1000), ("ns", 1)];
+const DELAY_NANOS_MAX: u64 = DELAY_SECONDS_MAX * 1_000_000_000;
+/// Most digits behind the point of a probability.
+const FRACTION_DIGITS_MAX: usize = 9;
+
+/// Why a value was not understood. Each is half a sentence.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[expect(missing_docs, reason = "each variant's message is its documentation")]
+pub enum QuantityError {
+    #[error("a place is OFFSET+LENGTH, as in 1M+64K")]
+    Range,
+    #[error("\"{0}\" has no unit; give one of K, M, G, T (1024-based) or B for bytes, as in {0}B or {0}M")]
+    BareSize(String),
+    #[error(
+        "\"{0}\" is not a size; give a whole number with K, M, G, T (1024-based) or B for bytes, as in 64K"
+    )]
+    Size(String),
+    #[error("the length must be more than 0")]
+    NoLength,
+    #[error("a device ends before that")]
+    TooFar,
+    #[error("\"{0}\" has no unit; give one of ns, us, ms, s, as in {0}ms")]
+    BareTime(String),
+    #[error("\"{0}\" is not a time; give a whole number with ns, us, ms or s, as in 20ms")]
+    Time(String),
+    #[error("a delay is more than 0 and at most {DELAY_SECONDS_MAX}s")]
+    Delay,
+    #[error("a chance is more than 0 and at most 1, as in 1%, 1/1000 or 0.01")]
+    Chance,
+    #[error("does that mean {0}% or {0}/1000? Give 1%, 1/1000 or 0.01")]
+    BareChance(String),
+    #[error("at most {FRACTION_DIGITS_MAX} digits behind the point")]
+    Digits,
+    #[error("give a whole number from 1 to {NTH_MAX}")]
+    Nth,
+    #[error("give a whole number of at least 1")]
+    Count,
+}
+
+/// `1M+64K`.
+pub(super) fn range(text: &str) -> Result<Range, QuantityError> {
+    let (offset, len) = text.split_once('+').ok_or(QuantityError::Range)?;
+    let (offset, len) = (size(offset)?, size(len)?);
+    if len == 0 {
+        return Err(QuantityError::NoLength);
+    }
+    // Offsets in files are signed.
+    let end = offset.checked_add(len).filter(|&end| i64::try_from(end).is_ok());
+    end.map(|_| Range { offset, len }).ok_or(QuantityError::TooFar)
+}
+
+fn size(text: &str) -> Result<u64, QuantityError> {
+    let bad = || QuantityError::Size(text.into());
+    match with_unit(text, &SIZES) {
+        Some((0, "", _)) => Ok(0),
+        Some((_, "", _)) => Err(QuantityError::BareSize(text.into())),
+        Some((number, _, Some(unit))) => number.checked_mul(unit).ok_or(QuantityError::TooFar),
+        Some((_, _, None)) | None => Err(bad()),
+    }
+}
+
+/// `20ms`.
+pub(super) fn delay(text: &str) -> Result<Duration, QuantityError> {
+    match with_unit(text, &TIMES) {
+        Some((_, "", _)) => Err(QuantityError::BareTime(text.into())),
+        Some((number, _, Some(unit))) => {
+            let nanos = number.checked_mul(unit).filter(|nanos| (1..=DELAY_NANOS_MAX).contains(nanos));
+            nanos.map(Duration::from_nanos).ok_or(QuantityError::Delay)
+        }
+        Some((_, _, None)) | None => Err(QuantityError::Time(text.into())),
+    }
+}
+
+/// A whole number, the word behind it, and what that stands for.
+fn with_unit<'a>(text: &'a str, units: &[(&str, u64)]) -> Option<(u64, &'a str, Option<u64>)> {
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let number = digits.parse().ok()?;
+    let known = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
+    Some((number, unit, known.map(|(_, value)| *value)))
+}
+
+/// `1%`, `0.5%`, `1/1000`, `0.01`.
+pub(super) fn chance(text: &str) -> Result<Chance, QuantityError> {
+    if let Some((count, of)) = text.split_once('/') {
+        let number =
+            |text: &str| text.parse().ok().filter(|_| text.starts_with(|c: char| c.is_ascii_digit()));
+        let (count, of) = number(count).zip(number(of)).ok_or(QuantityError::Chance)?;
+        return Chance::new(count, of).ok_or(QuantityError::Chance);
+    }
+    if let Some(percent) = text.strip_suffix('%') {
+        let (count, of) = decimal(percent)?;
+        return Chance::new(count, of * 100).ok_or(QuantityError::Chance);
+    }
+    let (count, of) = decimal(text)?;
+    if !text.contains('.') {
+        return Err(QuantityError::BareChance(text.into()));
+    }
+    Chance::new(count, of).ok_or(QuantityError::Chance)
+}
+
+/// `12.5` as 125 / 10.
+fn decimal(text: &str) -> Result<(u64, u64), QuantityError> {
+    let (whole, part) = text.split_once('.').unwrap_or((text, ""));
+    let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    // More digits before the point are no probability either.
+    if (whole.is_empty() && part.is_empty()) || whole.len() > 4 || !are_digits(whole) || !are_digits(part) {
+        return Err(QuantityError::Chance);
+    }
+    if part.len() > FRACTION_DIGITS_MAX {
+        return Err(QuantityError::Digits);
+    }
+    let of = 10_u64.pow(part.len() as u32);
+    let number = |text: &str| if text.is_empty() { Ok(0) } else { text.parse::<u64>() };
+    let (whole, part) = number(whole).and_then(|whole| Ok((whole, number(part)?))).unwrap_or_default();
+    Ok((whole * of + part, of))
+}
+
+/// Which time at an offset, from 1 on.
+pub(super) fn nth(text: &str) -> Result<u64, QuantityError> {
+    count(text).ok().filter(|&nth| nth <= NTH_MAX).ok_or(QuantityError::Nth)
+}
+
+/// A number of at least 1.
+pub(super) fn count(text: &str) -> Result<u64, QuantityError> {
+    let number = text.parse().ok().filter(|&number| number > 0 && !text.starts_with('+'));
+    number.ok_or(QuantityError::Count)
+}
+
+impl fmt::Display for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_size(self.offset, f)?;
+        f.write_str("+")?;
+        write_size(self.len, f)
+    }
+}
+
+fn write_size(bytes: u64, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    match SIZES.iter().find(|(_, unit)| bytes != 0 && bytes.is_multiple_of(*unit)) {
+        Some((name, unit)) => write!(f, "{}{name}", bytes / unit),
+        None => f.write_str("0"),
+    }
+}
+
+/// Writes a time in the largest unit that divides it.
+pub(super) fn write_delay(delay: Duration, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let nanos = delay.as_nanos() as u64;
+    let (name, unit) = TIMES.into_iter().find(|(_, unit)| nanos.is_multiple_of(*unit)).unwrap_or(("ns", 1));
+    write!(f, "{}{name}", nanos / unit)
+}
+
+impl fmt::Display for Chance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match 100 % self.of {
+            0 => write!(f, "{}%", self.count * (100 / self.of)),
+            _ => write!(f, "{}/{}", self.count, self.of),
+        }
+    }
+}

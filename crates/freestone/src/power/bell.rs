@@ -1,0 +1,50 @@
+//! How the worker and those who wait for a quiet device learn that something has moved.
+
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use crate::sync::{Condvar, Mutex, wait};
+
+/// Counts what has happened, for whoever listens. Nobody pays for it while nobody listens.
+#[derive(Debug, Default)]
+pub struct Bell {
+    rung: Mutex<u64>,
+    changed: Condvar,
+    listeners: AtomicU64,
+}
+
+impl Bell {
+    /// One more who waits for something. What happens from now on is heard.
+    pub fn listen(&self) {
+        self.listeners.fetch_add(1, SeqCst);
+    }
+
+    pub fn leave(&self) {
+        self.listeners.fetch_sub(1, SeqCst);
+    }
+
+    /// Something has moved that a listener may wait for.
+    pub fn ring(&self) {
+        if self.listeners.load(SeqCst) > 0 {
+            self.ring_loud();
+        }
+    }
+
+    /// As [`ring`](Self::ring), also for those who are not counted.
+    pub fn ring_loud(&self) {
+        *self.rung.lock() += 1;
+        self.changed.notify_all();
+    }
+
+    /// How often it has rung. Asked before a look at what is waited for.
+    pub fn count(&self) -> u64 {
+        *self.rung.lock()
+    }
+
+    /// Returns when it has rung more often than `seen`.
+    pub fn wait(&self, seen: u64) {
+        let mut rung = self.rung.lock();
+        while *rung == seen {
+            rung = wait(&self.changed, rung);
+        }
+    }
+}

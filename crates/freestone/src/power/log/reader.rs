@@ -1,0 +1,221 @@
+//! Reading a log, entry by entry. Its content is not trusted.
+
+use std::fs::File;
+use std::ops::{Range, RangeInclusive};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use super::Error;
+use super::format::{
+    self, DISCARD, ENTRY_BYTES, FLUSH, FUA, MAGIC, MARK, SECTOR_MAX_BYTES, SECTOR_MIN_BYTES, Super, VERSION,
+};
+
+/// An open log. Iterating gives its entries from the first on.
+#[derive(Debug)]
+pub struct Reader {
+    file: File,
+    path: PathBuf,
+    file_bytes: u64,
+    sector_bytes: u32,
+    entries: u64,
+    /// Entry that comes next, and its place in the file.
+    next: u64,
+    at: u64,
+}
+
+/// An entry of a log; sizes in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its number, from 0.
+    pub number: u64,
+    /// First byte on the device.
+    pub offset: u64,
+    /// Bytes written or discarded.
+    pub len: u64,
+    /// See [`format`].
+    pub flags: u64,
+    /// Text of a mark.
+    pub mark: Option<String>,
+    /// Where its data begins in the file.
+    data_at: u64,
+}
+
+impl Entry {
+    /// What stands before it is durable.
+    pub const fn is_flush(&self) -> bool {
+        self.flags & FLUSH != 0
+    }
+
+    /// It is durable itself.
+    pub const fn is_fua(&self) -> bool {
+        self.flags & FUA != 0
+    }
+
+    /// It has no data and forgets a range.
+    pub const fn is_discard(&self) -> bool {
+        self.flags & DISCARD != 0
+    }
+}
+
+/// The entries from one flush to the next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Epoch {
+    /// Its entries; the last one is the flush, where there is one.
+    pub entries: Range<u64>,
+}
+
+impl Epoch {
+    /// Every point of it, as counts of entries that are replayed: from none of its own to all.
+    pub const fn points(&self) -> RangeInclusive<u64> {
+        self.entries.start..=self.entries.end
+    }
+}
+
+impl Reader {
+    /// Opens a log and checks its head.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Foreign`].
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let at_file = |error| Error::File { path: path.into(), error };
+        let foreign = |why: String| Error::Foreign { path: path.into(), why };
+        let file = File::open(path).map_err(at_file)?;
+        let mut head = Super::new_zeroed();
+        file.read_exact_at(head.as_mut_bytes(), 0).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => foreign("it is shorter than a head".into()),
+            _ => at_file(error),
+        })?;
+        if head.magic.get() != MAGIC {
+            return Err(foreign(format!("it begins with {:#x}", head.magic)));
+        }
+        if head.version.get() != VERSION {
+            return Err(foreign(format!("its version is {}, only {VERSION} is known", head.version)));
+        }
+        let sector_bytes = head.sectorsize.get();
+        if !sector_bytes.is_power_of_two() || !(SECTOR_MIN_BYTES..=SECTOR_MAX_BYTES).contains(&sector_bytes) {
+            return Err(foreign(format!("its sectors have {sector_bytes} bytes")));
+        }
+        // A block device has no length in its metadata, but an end.
+        let file_bytes = std::io::Seek::seek(&mut &file, std::io::SeekFrom::End(0)).map_err(at_file)?;
+        Ok(Self {
+            file,
+            path: path.into(),
+            file_bytes,
+            sector_bytes,
+            entries: head.nr_entries.get(),
+            next: 0,
+            at: u64::from(sector_bytes),
+        })
+    }
+
+    /// Entries that its head counts.
+    pub const fn entries(&self) -> u64 {
+        self.entries
+    }
+
+    /// Bytes of a sector: the logical block of the device that was recorded.
+    pub const fn sector_bytes(&self) -> u32 {
+        self.sector_bytes
+    }
+
+    /// Begins with the first entry again.
+    pub const fn rewind(&mut self) {
+        self.next = 0;
+        self.at = self.sector_bytes as u64;
+    }
+
+    /// The next entry; `None` at the end.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Damaged`].
+    pub fn next_entry(&mut self) -> Result<Option<Entry>, Error> {
+        if self.next >= self.entries {
+            return Ok(None);
+        }
+        let number = self.next;
+        let damaged = |why| Error::Damaged { path: self.path.clone(), entry: number, why };
+        let sector = u64::from(self.sector_bytes);
+        if self.at > self.file_bytes || self.file_bytes - self.at < sector {
+            return Err(damaged("lies behind the end of the file"));
+        }
+        let mut bytes = [0; SECTOR_MAX_BYTES as usize];
+        let bytes = &mut bytes[..self.sector_bytes as usize];
+        self.read(bytes, self.at)?;
+        let head =
+            format::Entry::ref_from_bytes(&bytes[..ENTRY_BYTES]).map_err(|_| damaged("is too short"))?;
+        let place = head.sector.get().checked_mul(sector).zip(head.nr_sectors.get().checked_mul(sector));
+        let (offset, len) = place.ok_or_else(|| damaged("lies beyond every device"))?;
+        offset.checked_add(len).ok_or_else(|| damaged("lies beyond every device"))?;
+        let flags = head.flags.get();
+        let mark = if flags & MARK == 0 {
+            None
+        } else {
+            let text =
+                usize::try_from(head.data_len.get()).ok().and_then(|len| bytes[ENTRY_BYTES..].get(..len));
+            let text = text.ok_or_else(|| damaged("is a mark longer than its sector"))?;
+            Some(String::from_utf8_lossy(text).into_owned())
+        };
+        let data_at = self.at + sector;
+        let data = if flags & DISCARD == 0 { len } else { 0 };
+        if data > self.file_bytes - data_at {
+            return Err(damaged("has data behind the end of the file"));
+        }
+        self.at = data_at + data;
+        self.next += 1;
+        Ok(Some(Entry { number, offset, len, flags, mark, data_at }))
+    }
+
+    /// The next entry, if it is among the first `entries`.
+    pub(super) fn next_before(&mut self, entries: u64) -> Result<Option<Entry>, Error> {
+        if self.next < entries { self.next_entry() } else { Ok(None) }
+    }
+
+    /// Reads an entry's data from byte `from` of it on.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    ///
+    /// # Panics
+    /// Where the entry has not so much data.
+    pub fn read_data(&self, entry: &Entry, from: u64, out: &mut [u8]) -> Result<(), Error> {
+        assert!(!entry.is_discard() && from + out.len() as u64 <= entry.len, "{entry:?} has less data");
+        self.read(out, entry.data_at + from)
+    }
+
+    fn read(&self, out: &mut [u8], at: u64) -> Result<(), Error> {
+        self.file.read_exact_at(out, at).map_err(|error| Error::File { path: self.path.clone(), error })
+    }
+
+    /// The number of the first mark with this text.
+    ///
+    /// # Errors
+    /// [`Error::NoMark`], and as [`next_entry`](Self::next_entry).
+    pub fn find_mark(&mut self, text: &str) -> Result<u64, Error> {
+        self.rewind();
+        while let Some(entry) = self.next_entry()? {
+            if entry.mark.as_deref() == Some(text) {
+                return Ok(entry.number);
+            }
+        }
+        Err(Error::NoMark(text.into()))
+    }
+
+    /// The log cut at its flushes.
+    ///
+    /// # Errors
+    /// As [`next_entry`](Self::next_entry).
+    pub fn epochs(&mut self) -> Result<Vec<Epoch>, Error> {
+        self.rewind();
+        let mut epochs = Vec::new();
+        let mut start = 0;
+        while let Some(entry) = self.next_entry()? {
+            if entry.is_flush() || entry.number + 1 == self.entries {
+                epochs.push(Epoch { entries: start..entry.number + 1 });
+                start = entry.number + 1;
+            }
+        }
+        Ok(epochs)
+    }
+}

@@ -1,0 +1,87 @@
+//! A thread that carries on what a device below has answered: a completion must not call the device again.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar};
+use std::{io, thread};
+
+use crate::sync::{Mutex, wait};
+
+/// Something to do.
+type Task = Box<dyn FnOnce() + Send>;
+
+/// The thread's queue; the thread starts when it is needed first.
+///
+/// Lock order: `queue` is innermost. Tasks run, and are dropped, with nothing held.
+pub struct Runner {
+    name: &'static str,
+    queue: Mutex<Queue>,
+    ready: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    tasks: VecDeque<Task>,
+    started: bool,
+    stop: bool,
+    ended: bool,
+}
+
+impl Runner {
+    /// A runner whose thread will have this name.
+    pub fn new(name: &'static str) -> Arc<Self> {
+        Arc::new(Self { name, queue: Mutex::default(), ready: Condvar::new() })
+    }
+
+    /// Starts the thread, unless it runs.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn start(self: &Arc<Self>) -> io::Result<()> {
+        let mut queue = self.queue.lock();
+        if !queue.started {
+            let runner = Arc::clone(self);
+            thread::Builder::new().name(self.name.into()).spawn(move || runner.run())?;
+            queue.started = true;
+        }
+        Ok(())
+    }
+
+    /// The thread, which was started, will do this. Where it has ended, nobody will, and the task is dropped.
+    pub fn push(&self, task: impl FnOnce() + Send + 'static) {
+        let mut queue = self.queue.lock();
+        if !queue.ended {
+            queue.tasks.push_back(Box::new(task));
+            self.ready.notify_one();
+        }
+    }
+
+    /// The thread ends when it has nothing to do. It is not waited for: what stops it may run on it.
+    pub fn stop(&self) {
+        let mut queue = self.queue.lock();
+        queue.stop = true;
+        queue.ended |= !queue.started;
+        self.ready.notify_one();
+    }
+
+    fn run(&self) {
+        while let Some(task) = self.next() {
+            // A panic was reported by its hook; the requests of the task are answered "gone" by being dropped.
+            let _ = catch_unwind(AssertUnwindSafe(task));
+        }
+    }
+
+    fn next(&self) -> Option<Task> {
+        let mut queue = self.queue.lock();
+        loop {
+            match queue.tasks.pop_front() {
+                Some(task) => return Some(task),
+                None if queue.stop => {
+                    queue.ended = true;
+                    return None;
+                }
+                None => queue = wait(&self.ready, queue),
+            }
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! A device with unflushed writes kept apart keeps the device contract, over every kind of device and with any capacity.
+
+use std::sync::Arc;
+
+use freestone::device::Device;
+use freestone::power::{Config, Power, log};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Faulty, Model, Policy};
+
+const MIB: usize = 1 << 20;
+/// Not whole regions.
+const SIZE: usize = 6 * MIB + 1536;
+
+fn options() -> Options {
+    Options { rounds: 100, window: 1 << 20, max_io: 256 << 10, thread_rounds: 100, ..Options::default() }
+}
+
+fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
+    for (capacity, max_io) in [(0, 256 << 10), (1, 64 << 10), (100 << 10, 256 << 10)] {
+        let make = || -> Arc<dyn Device> {
+            Arc::new(Power::new(below(), Config { capacity, record: None }).unwrap())
+        };
+        // A cache of one block writes below all the time.
+        let rounds = if capacity == 1 { 30 } else { 60 };
+        let options = Options { max_io, rounds, thread_rounds: rounds, ..options() };
+        conformance::check(&format!("{name}, capacity {capacity}"), &make, options);
+    }
+}
+
+#[test]
+fn over_a_device_that_answers_inline() {
+    check("model", &|| Arc::new(Model::new(SIZE, 512)));
+    check("model of large blocks", &|| Arc::new(Model::new(6 * MIB, 4096)));
+}
+
+#[test]
+fn over_a_device_that_would_block() {
+    check("deferred", &|| Arc::new(Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Sometimes(50), 3)));
+    check("always deferred", &|| Arc::new(Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Always, 4)));
+}
+
+#[test]
+fn over_a_disk() {
+    check("disk", &|| Arc::new(Faulty::new(6 * MIB, 512).shuffled(5)));
+}
+
+#[test]
+fn as_what_is_deferred() {
+    let make = || -> Arc<dyn Device> {
+        let power = Power::new(Arc::new(Model::new(SIZE, 512)), Config::default()).unwrap();
+        Arc::new(Deferred::new(Arc::new(power), Policy::Sometimes(50), 7))
+    };
+    conformance::check("deferred above", &make, options());
+}
+
+#[test]
+fn while_it_is_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let number = std::cell::Cell::new(0);
+    let make = || -> Arc<dyn Device> {
+        number.set(number.get() + 1);
+        let record = Some(log::Writer::create(&folder.path().join(number.get().to_string())).unwrap());
+        let below = Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Sometimes(50), 9);
+        Arc::new(Power::new(Arc::new(below), Config { capacity: 1 << 20, record }).unwrap())
+    };
+    conformance::check("recorded", &make, options());
+}

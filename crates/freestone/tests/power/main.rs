@@ -1,0 +1,8 @@
+//! Power loss and recordings: the contract, what a cut may leave, what the log says, and a real database.
+
+mod conformance;
+mod cuts;
+mod database;
+mod model;
+mod recording;
+mod trouble;

@@ -1,0 +1,241 @@
+//! Writes that fail below, bad blocks, requests that wait for a zone, and what the geometry says.
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, Zoned};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried,
+};
+use freestone::null::{self, BadBlocks, BadConfig, Memory, Null};
+use freestone::power::{self, Power};
+use freestone::zone::{Config, State, Zones};
+use freestone_testkit::{Faulty, Model, What, When};
+
+const BLOCK: u64 = 4096;
+const ZONE: u64 = 8 * BLOCK;
+const SIZE: u64 = 8 * ZONE;
+
+fn config() -> Config {
+    Config { zone_size: ZONE, zone_max_open: 1, ..Config::default() }
+}
+
+fn over(backing: Arc<dyn Device>) -> Zones {
+    Zones::new(backing, config(), State::Volatile, None).unwrap()
+}
+
+fn state(zones: &Zones, zone: u64) -> (ZoneCondition, u64) {
+    let mut found: Option<Zone> = None;
+    zones
+        .report(zone * ZONE, &mut |row| {
+            found = Some(row);
+            false
+        })
+        .unwrap();
+    let row = found.unwrap();
+    (row.condition, (row.write_pointer - row.start) / BLOCK)
+}
+
+fn write(zones: &Zones, zone: u64, at: u64, blocks: u64) -> Result<()> {
+    zones.write_at(zone * ZONE + at * BLOCK, &vec![3; (blocks * BLOCK) as usize], Flags::empty())
+}
+
+/// Submits; the answer comes to the receiver.
+fn submit(zones: &Zones, request: Request) -> mpsc::Receiver<Result<()>> {
+    let (tx, rx) = mpsc::channel();
+    let len = if matches!(request.op, Op::Read | Op::Write) { request.len } else { 0 };
+    let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap_or(()));
+    zones.submit(request, IoBuf::zeroed(len as usize).unwrap(), done);
+    rx
+}
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[test]
+fn a_failed_write_leaves_the_write_pointer() {
+    for inline in [true, false] {
+        let disk = Faulty::new(SIZE as usize, BLOCK as u32);
+        let disk = Arc::new(if inline { disk.inline() } else { disk });
+        let zones = over(Arc::clone(&disk) as _);
+        write(&zones, 1, 0, 2).unwrap();
+        zones.zone_op(ZoneOp::Close, ZONE).unwrap();
+        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::NoSpace));
+        // A closed zone stays open, as in the kernel; an empty one is empty again, and its resources are free.
+        assert_eq!(write(&zones, 0, 0, 1), Err(Error::NoSpace));
+        assert_eq!(state(&zones, 0), (ZoneCondition::Empty, 0));
+        assert_eq!(zones.counts().open(), 0);
+        assert_eq!(write(&zones, 1, 2, 1), Err(Error::NoSpace));
+        assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 2));
+        zones.zone_op(ZoneOp::Open, 0).unwrap();
+        assert_eq!(write(&zones, 0, 0, 1), Err(Error::NoSpace));
+        assert_eq!(state(&zones, 0), (ZoneCondition::ExplicitOpen, 0));
+        zones.zone_op(ZoneOp::Close, 0).unwrap();
+        disk.heal();
+        // What a torn write left is not seen, and the zone goes on where it was.
+        disk.fault(Some(Op::Write), When::Always, What::Tear);
+        assert_eq!(write(&zones, 1, 2, 4), Err(Error::Media));
+        assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 2));
+        let mut found = vec![0; BLOCK as usize];
+        zones.read_at(ZONE + 2 * BLOCK, &mut found).unwrap();
+        assert!(found.iter().all(|&byte| byte == 0xFF));
+        disk.heal();
+        write(&zones, 1, 2, 6).unwrap();
+        assert_eq!(state(&zones, 1), (ZoneCondition::Full, 8));
+        assert_eq!((zones.counts().open(), zones.counts().ops.errors), (0, 4));
+        assert_eq!(disk.complaints(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_reset_whose_zeroes_fail_is_a_reset() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+    let zones = over(Arc::clone(&disk) as _);
+    write(&zones, 2, 0, 3).unwrap();
+    disk.fault(Some(Op::WriteZeroes), When::Always, What::Fail(Error::Media));
+    assert_eq!(zones.zone_op(ZoneOp::Reset, 2 * ZONE), Err(Error::Media));
+    assert_eq!(state(&zones, 2), (ZoneCondition::Empty, 0));
+    let mut found = vec![0; BLOCK as usize];
+    zones.read_at(2 * ZONE, &mut found).unwrap();
+    assert!(found.iter().all(|&byte| byte == 0xFF), "old data does not come back");
+}
+
+#[test]
+fn bad_blocks() {
+    for partial_io in [false, true] {
+        let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
+        let bad = Arc::new(BadBlocks::new(memory, BadConfig { once: false, partial_io }));
+        // One sector of block 3 of zone 1.
+        let sector = (ZONE + 3 * BLOCK) / 512 + 2;
+        bad.change(&format!("+{sector}-{sector}")).unwrap();
+        let zones =
+            Zones::new(Arc::clone(&bad) as _, config(), State::Volatile, Some(Arc::clone(&bad))).unwrap();
+        assert_eq!(write(&zones, 1, 0, 5), Err(Error::Media));
+        // What was transferred counts; where nothing was, an empty zone stays empty.
+        let expected = if partial_io { (ZoneCondition::ImplicitOpen, 3) } else { (ZoneCondition::Empty, 0) };
+        assert_eq!(state(&zones, 1), expected);
+        // A position's error comes before the bad block's.
+        assert_eq!(write(&zones, 1, 5, 1), Err(Error::ZoneWritePointer));
+        if !partial_io {
+            write(&zones, 1, 0, 3).unwrap();
+        }
+        let mut found = vec![0; 3 * BLOCK as usize];
+        zones.read_at(ZONE, &mut found).unwrap();
+        assert!(found.iter().all(|&byte| byte == 3));
+        assert_eq!(write(&zones, 1, 3, 1), Err(Error::Media));
+        assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 3));
+        // Reads of it fail behind the write pointer, too.
+        assert_eq!(zones.read_at(ZONE + 3 * BLOCK, &mut found[..BLOCK as usize]), Err(Error::Media));
+        // A zone operation does not look at bad blocks.
+        zones.zone_op(ZoneOp::Reset, ZONE).unwrap();
+        write(&zones, 1, 0, 3).unwrap();
+        bad.change(&format!("-{sector}-{sector}")).unwrap();
+        write(&zones, 1, 3, 5).unwrap();
+        assert_eq!(state(&zones, 1), (ZoneCondition::Full, 8));
+    }
+}
+
+#[test]
+fn what_waits_for_a_zone() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let zones = Arc::new(over(Arc::clone(&disk) as _));
+    disk.fault(Some(Op::Write), When::At(0), What::Hang);
+    let first = submit(&zones, Request::write(0, BLOCK));
+    disk.await_held(1);
+    // The zone is its own: a try would block, what is submitted queues, another zone goes on (and closes this one for it).
+    let tried = zones.try_io(&Request::write(BLOCK, BLOCK), Buffer::Write(&vec![0; BLOCK as usize]));
+    assert_eq!(tried, Ok(Tried::WouldBlock));
+    let second = submit(&zones, Request::write(BLOCK, BLOCK));
+    let wrong = submit(&zones, Request::write(5 * BLOCK, BLOCK));
+    write(&zones, 3, 0, 1).unwrap();
+    assert_eq!(
+        (state(&zones, 0), state(&zones, 3).0),
+        ((ZoneCondition::Closed, 0), ZoneCondition::ImplicitOpen)
+    );
+    let op = std::thread::spawn({
+        let zones = Arc::clone(&zones);
+        move || zones.zone_op(ZoneOp::Finish, 0)
+    });
+    assert!(second.recv_timeout(Duration::from_millis(50)).is_err());
+    // Reads do not wait, and see nothing of it.
+    let mut found = vec![0; BLOCK as usize];
+    zones.read_at(0, &mut found).unwrap();
+    assert!(found.iter().all(|&byte| byte == 0xFF));
+    disk.heal();
+    assert_eq!(first.recv_timeout(PATIENCE), Ok(Ok(())));
+    assert_eq!(second.recv_timeout(PATIENCE), Ok(Ok(())));
+    assert_eq!(wrong.recv_timeout(PATIENCE), Ok(Err(Error::ZoneWritePointer)));
+    assert_eq!(op.join().unwrap(), Ok(()));
+    assert_eq!(state(&zones, 0), (ZoneCondition::Full, 8));
+    assert!(zones.counts().open() <= 1);
+}
+
+#[test]
+fn what_waits_when_the_device_goes_is_answered() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let zones = over(Arc::clone(&disk) as _);
+    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    let mut answers: Vec<_> = (0..4).map(|at| submit(&zones, Request::write(at * BLOCK, BLOCK))).collect();
+    let (tx, rx) = mpsc::channel();
+    let data = IoBuf::zeroed(BLOCK as usize).unwrap();
+    zones.submit_append(0, data, Flags::empty(), Box::new(move |outcome| tx.send(outcome).unwrap_or(())));
+    disk.await_held(1);
+    drop(zones);
+    disk.heal();
+    let first = answers.remove(0);
+    assert_eq!(first.recv_timeout(PATIENCE), Ok(Ok(())));
+    for answer in answers {
+        assert!(matches!(answer.recv_timeout(PATIENCE), Ok(Ok(()) | Err(Error::Gone))));
+    }
+    assert!(matches!(rx.recv_timeout(PATIENCE), Ok(Ok(_) | Err(Error::Gone))));
+}
+
+#[test]
+fn a_cut_goes_through_the_zones() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+    let power = Arc::new(Power::new(Arc::clone(&disk) as _, power::Config::default()).unwrap());
+    let zones = over(Arc::clone(&power) as _);
+    write(&zones, 1, 0, 4).unwrap();
+    zones.flush().unwrap();
+    write(&zones, 2, 0, 4).unwrap();
+    let cut = zones.power_cut(&power, 5).unwrap();
+    assert_eq!(cut.seed, 5);
+    assert_eq!(state(&zones, 1), (ZoneCondition::Closed, 4));
+    assert!(state(&zones, 2).1 <= 4 && zones.counts().open() == 0);
+    assert_eq!(power.unflushed_bytes(), 0);
+    write(&zones, 1, 4, 1).unwrap();
+}
+
+#[test]
+fn geometry_and_the_bare_null_device() {
+    let null = || Arc::new(Null::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
+    let zones = Zones::new(null(), Config { stores: false, ..config() }, State::Volatile, None).unwrap();
+    let geometry = zones.geometry();
+    assert_eq!((geometry.discard_granularity, geometry.zones.unwrap().max_open), (0, 1));
+    // Nothing is stored there: what is read is the device's own zeroes, behind the write pointer, too.
+    let mut found = vec![1; BLOCK as usize];
+    zones.read_at(ZONE, &mut found).unwrap();
+    assert!(found.iter().all(|&byte| byte == 0));
+    let unread = Request::read(ZONE, BLOCK).with(Flags::UNREAD);
+    found.fill(9);
+    assert_eq!(zones.try_io(&unread, Buffer::Read(&mut found)), Ok(Tried::Done));
+    assert!(found.iter().all(|&byte| byte == 9), "the buffer is left as it is");
+    zones.set_offline(0).unwrap();
+    assert_eq!(zones.read_at(0, &mut found), Err(Error::ZoneCondition));
+    // Appends can be switched off.
+    let none = Zones::new(null(), Config { zone_append_max: 0, ..config() }, State::Volatile, None).unwrap();
+    assert_eq!(none.try_append(0, &[0; 4096], Flags::empty()), Err(Error::Unsupported));
+    assert_eq!(none.geometry().zones.unwrap().max_append, 0);
+}
+
+#[test]
+fn a_read_only_device_has_no_operations() {
+    let zones = over(Arc::new(Model::read_only(vec![0; SIZE as usize], BLOCK as u32)));
+    assert_eq!(write(&zones, 0, 0, 1), Err(Error::ReadOnly));
+    for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
+        assert_eq!(zones.zone_op(op, 0), Err(Error::ReadOnly));
+    }
+    assert_eq!(zones.try_append(0, &[0; 4096], Flags::empty()), Err(Error::ReadOnly));
+    let answers = [zones.reset_all(), zones.wipe(), zones.set_offline(0), zones.set_read_only(0)];
+    assert_eq!(answers, [Err(Error::ReadOnly); 4]);
+    assert_eq!(zones.counts().empty, 8);
+}
