@@ -29,7 +29,7 @@ pub enum Step {
     Doc,
     /// All tests, the real clients among them
     Test,
-    /// In a stock kernel: writeback of its zram and of Freestone, snapshots of its dm-snapshot and of Freestone
+    /// In a stock kernel, its own and Freestone: writeback of zram, snapshots of dm-snapshot, zones of `null_blk`
     Lab,
     /// The loom models of the lock protocols
     Models,
@@ -65,7 +65,7 @@ impl Step {
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
             Self::Lab => {
                 let (mut ok, mut counts) = (true, Counts::default());
-                for script in ["lab/run-writeback.sh", "lab/run-snapshots.sh"] {
+                for script in ["lab/run-writeback.sh", "lab/run-snapshots.sh", "lab/run-zones.sh"] {
                     let passed = cargo::run(Command::new(script).stdin(Stdio::null()))?.ok;
                     counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
                     ok &= passed;

@@ -1,0 +1,24 @@
+#!/bin/bash
+# run-zones.sh [seed] - the kernel's null_blk and Freestone's zones, the same random operations on both: the kernel's in a stock kernel,
+# ours on this machine. Every answer is compared; what differs on purpose is in the list of crates/freestone/examples/zone_lab. The seed
+# is printed, and the same one gives the same script. ZONE_LAB names the program that does it; without it, it is built. KEEP=DIR
+# keeps script and answers.
+set -eu
+cd "$(dirname "$0")/.."
+seed=${1:-1}
+dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
+if [ -z "${ZONE_LAB:-}" ]; then
+  cargo build --quiet --package freestone --example zone_lab
+  ZONE_LAB=${CARGO_TARGET_DIR:-target}/debug/examples/zone_lab
+fi
+"${CC:-cc}" -static -O2 -Wall -Wextra -Werror -o "$dir/zone_guest" lab/zone_guest.c
+echo "seed $seed"
+"$ZONE_LAB" make "$seed" >"$dir/script"
+"$ZONE_LAB" run "$dir/script" >"$dir/ours"
+truncate -s 64M "$dir/disk"
+lab/kernel-lab.sh -k 7 -m 'configfs null_blk nvmet nvme_loop virtio_blk' -b "dd stat $dir/zone_guest" -i "$dir/script:/script" \
+  -D "$dir/disk" -t 900 lab/zones.sh
+length=$(head -c 16 "$dir/disk" | tr -d ' \0')
+tail -c +17 "$dir/disk" | head -c "${length:-0}" >"$dir/kernel"
+if [ -n "${KEEP:-}" ]; then mkdir -p "$KEEP"; cp "$dir/script" "$dir/ours" "$dir/kernel" "$KEEP"; fi
+"$ZONE_LAB" compare "$dir/script" "$dir/kernel" "$dir/ours"
