@@ -1,5 +1,7 @@
 //! A store without a record: places one after the other, and whether the snapshot is good.
 
+use crossbeam_utils::CachePadded;
+
 use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
@@ -9,14 +11,14 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// See the module. Without a lock: places have no order that anything depends on.
 pub struct Transient {
     layout: Layout,
-    /// The first chunk that was never handed out.
-    next_free: AtomicU64,
+    /// The first chunk that was never handed out. What lies beside it is read by every request.
+    next_free: CachePadded<AtomicU64>,
     lost: AtomicU32,
 }
 
 impl Transient {
     pub fn new(layout: Layout) -> Self {
-        Self { layout, next_free: AtomicU64::new(0), lost: AtomicU32::new(0) }
+        Self { layout, next_free: CachePadded::new(AtomicU64::new(0)), lost: AtomicU32::new(0) }
     }
 
     pub fn is_valid(&self) -> bool {
