@@ -37,7 +37,7 @@ pub struct Store {
 
 enum Core {
     Persistent { committer: Arc<Committer>, thread: Option<JoinHandle<()>> },
-    Transient(Transient),
+    Transient(Box<Transient>),
 }
 
 /// Exceptions: (chunk of the origin, chunk of the COW device).
@@ -130,7 +130,7 @@ impl Store {
         if !kind.is_persistent() {
             let chunk = chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT);
             let layout = Layout::new(chunk, &geometry, origin)?;
-            let core = Core::Transient(Transient::new(layout));
+            let core = Core::Transient(Box::new(Transient::new(layout)));
             return Ok((Arc::new(Self { kind, layout, device: cow, core }), Vec::new()));
         }
         let Loaded { layout, valid, end, next_free, exceptions } =

@@ -34,7 +34,7 @@ pub struct Entry {
     pub offset: u64,
     /// Bytes written or discarded.
     pub len: u64,
-    /// See [`format`].
+    /// See [`format`](mod@super::format).
     pub flags: u64,
     /// Text of a mark.
     pub mark: Option<String>,

@@ -15,7 +15,7 @@ const ZEROES_MAX_BYTES: u64 = 8 << 20;
 /// The most that one entry discards, in bytes: `replay-log` passes over larger ones where it has to write zeroes.
 const DISCARD_MAX_BYTES: u64 = 128 << 20;
 
-/// Writes a log. Entries are gathered in memory until [`commit`](Self::commit).
+/// Writes a log. Entries are gathered in memory until they are committed.
 ///
 /// The head counts an entry only when all of it is in the file, and it is rewritten with each commit. So when the process
 /// dies the head is right. When the machine dies it is right up to the last mark: there, entries are synced before the head is
