@@ -199,7 +199,8 @@ struct Ended<'a>(&'a Merge);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        if self.0.progress.lock().status == MergeStatus::Running {
+        // Where it ended by itself, another one may run already.
+        if thread::panicking() && self.0.progress.lock().status == MergeStatus::Running {
             self.0.set(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
         }
     }

@@ -12,7 +12,7 @@
 //! * The last chunk is copied as far as the origin reaches at that time.
 //! * An invalid snapshot is marked on disk before the origin is overwritten.
 //!
-//! Lock order: a gate; a slot; below a slot the store's queue, the throttle, a gatherer, the lost list or the merge's tracking, one
+//! Lock order: a gate; a slot; below a slot the store's queue, the rights to copy, a gatherer, the lost list or the merge's tracking, one
 //! after the other; the runner's queue last. No lock is held while a device is called, except that a request which is only tried
 //! is pinned.
 
