@@ -41,7 +41,9 @@ pub struct Layers {
     pub gate: Option<Arc<Gate>>,
     /// Faults.
     pub faults: Option<Arc<Faults>>,
-    /// The seed of the device: faults begin with it, and cuts.
+    /// Zones that are read-only or offline from the beginning on: attribute and place.
+    pub conditions: Vec<(&'static str, u64)>,
+    /// The seed of the device at its beginning, for faults and cuts.
     pub seed: u64,
     /// It was chosen at random, and has to be told.
     pub seed_is_random: bool,
@@ -77,7 +79,8 @@ impl Layers {
 
     /// The seed of the next cut: each cut has another one, and they come again for the same seed of the device.
     pub fn next_seed(&self) -> u64 {
-        self.seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
+        let seed = self.faults.as_ref().map_or(self.seed, |faults| faults.seed());
+        seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
     }
 
     /// Cuts the power. Nobody should be connected any more.
@@ -121,11 +124,18 @@ impl Layers {
             Some(power) => power.reset(below)?,
             None => below()?,
         }
-        match &self.zones {
-            Some(zones) => zones.wipe(),
-            None => Ok(()),
+        let Some(zones) = &self.zones else { return Ok(()) };
+        zones.wipe()?;
+        for (attr, offset) in &self.conditions {
+            condition(zones, attr, *offset)?;
         }
+        Ok(())
     }
+}
+
+/// Makes the zone that holds `offset` read-only or offline, from whatever it is; empty where it is that already.
+pub fn condition(zones: &Zones, attr: &str, offset: u64) -> device::Result<()> {
+    if attr == "zone_offline" { zones.set_offline(offset) } else { zones.set_read_only(offset) }
 }
 
 /// A seed that nobody chose, short enough to be typed again.

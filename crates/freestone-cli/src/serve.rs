@@ -204,6 +204,12 @@ impl Running {
 
     /// Ends it with grace, in the background; `events` hears when that is done.
     fn shutdown(&self, events: Sender<Event>) -> Result<()> {
+        for entry in self.service.registry.all() {
+            // What is held back keeps devices alive, which flush when they end.
+            if let Some(faults) = &entry.layers.faults {
+                faults.close();
+            }
+        }
         let nbd = Arc::clone(&self.service.nbd);
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
             nbd.shutdown(SHUTDOWN_GRACE);

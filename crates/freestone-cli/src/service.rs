@@ -162,8 +162,8 @@ impl Service {
         self.check_unused(entry, "removed")?;
         let exports = self.exports_of(name);
         if force && let Some(faults) = &entry.layers.faults {
-            // Connections wait for their answers.
-            faults.release();
+            // Connections wait for their answers, and so may verbs; what comes later is not to wait again.
+            faults.close();
         }
         let ended = if exports.is_empty() { 0 } else { self.unpublish(changes, entry, force)? };
         // Connections to a template may have made forks of a base until now, but not of what has no users.
@@ -171,6 +171,10 @@ impl Service {
         removed.map_err(|users| {
             Fault::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
         })?;
+        if let Some(faults) = &entry.layers.faults {
+            // A verb that hangs could not be let go any more: the name is gone.
+            faults.close();
+        }
         Ok(ended)
     }
 
@@ -305,6 +309,22 @@ impl Service {
                 format!("{name}: {n} clients are connected; --force goes ahead"),
             )),
         }
+    }
+
+    /// Refuses to take the content away under clients: unless it is forced, and never where requests of theirs would fail of it.
+    pub fn check_wipe(&self, entry: &Entry, force: bool) -> Result<(), Fault> {
+        if !force {
+            return self.check_idle(entry);
+        }
+        let name = entry.name();
+        let layered = entry.layers.power.is_some() || entry.layers.zones.is_some();
+        if !layered || self.nbd.connections(name) == 0 {
+            return Ok(());
+        }
+        let why = "clients are connected, whose requests would fail; `freestone unpublish` first";
+        let what =
+            if entry.layers.zones.is_some() { "it is zoned" } else { "it keeps unflushed writes apart" };
+        Err(Fault::failed(Errno::EBUSY, format!("{name}: {what}, and {why}")))
     }
 
     /// Refuses where others stand on the device: what they show would change.

@@ -109,12 +109,13 @@ impl Arena {
         match unsafe { rustix::mm::madvise(address.cast(), len as usize, Advice::LinuxPopulateWrite) } {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
-                // A kernel before 5.14: write to each page, which are nobody else's yet.
+                // A kernel before 5.14: write to each page, some of which may be in use. In one step, so that what another thread
+                // writes there meanwhile stays.
                 for page in (0..len).step_by(4096) {
-                    // SAFETY: inside the range, which the caller owns; the byte keeps its value.
-                    unsafe {
-                        address.add(page as usize).write_volatile(address.add(page as usize).read_volatile());
-                    };
+                    // SAFETY: inside the range; the byte keeps its value.
+                    let byte = unsafe { std::sync::atomic::AtomicU8::from_ptr(address.add(page as usize)) };
+                    // Relaxed: nothing is published.
+                    byte.fetch_or(0, std::sync::atomic::Ordering::Relaxed);
                 }
                 Ok(())
             }

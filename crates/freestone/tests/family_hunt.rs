@@ -33,7 +33,7 @@ fn read(device: &Ram, slot: u64) -> Vec<u8> {
 fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is() {
-        assert!(began.elapsed() < Duration::from_secs(20), "{what}");
+        assert!(began.elapsed() < Duration::from_secs(120), "{what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -107,7 +107,7 @@ fn a_rewind_leaves_nothing_of_a_page_that_was_in_flight() {
         fork.rewind().unwrap();
         disk.heal();
         for one in waits {
-            one.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+            one.recv_timeout(Duration::from_secs(120)).unwrap().unwrap();
         }
         let page = read(&fork, 3);
         for at in 0..3 {
@@ -271,7 +271,7 @@ fn a_write_beyond_a_cap_does_not_wait_for_ever() {
         });
         std::thread::sleep(Duration::from_millis(100));
         let began = Instant::now();
-        let outcome = submit_write(&capped, 0, &noise(1)).recv_timeout(Duration::from_secs(10));
+        let outcome = submit_write(&capped, 0, &noise(1)).recv_timeout(Duration::from_secs(60));
         let took = began.elapsed();
         stop.store(true, Ordering::SeqCst);
         assert_eq!(outcome, Ok(Err(Error::NoSpace)), "after {took:?}");

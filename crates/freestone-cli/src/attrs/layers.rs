@@ -260,11 +260,8 @@ impl Changes {
         let layers = &entry.layers;
         let name = entry.name();
         if let Some(bad) = &layers.bad {
-            for change in &self.badblocks {
-                let changed = bad.change(change);
-                changed
-                    .map_err(|e| Fault::failed(Errno::EINVAL, format!("{name}: badblocks={change}: {e}")))?;
-            }
+            let changed = bad.change_all(&self.badblocks);
+            changed.map_err(|e| Fault::failed(Errno::EINVAL, format!("{name}: {e}")))?;
         }
         if let Some(zones) = &layers.zones {
             for (attr, offset) in &self.conditions {

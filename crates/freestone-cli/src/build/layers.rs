@@ -1,5 +1,6 @@
 //! What lies over a device's data, from the bottom to the top.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,12 +14,27 @@ use freestone::zone::{self, State, Zones};
 use super::BuildError;
 use crate::control::protocol::Errno;
 use crate::gate::Gate;
-use crate::layers::{Layers, random_seed};
+use crate::layers::{self, Layers, random_seed};
 use crate::size::exact;
 use crate::spec::{KindSpec, NullBacking, NullSpec, SECTOR_BYTES, Spec, ZoneSpec, rules_of};
 
-/// Puts on `device` what was asked for.
+/// Puts on `device` what was asked for. Where that fails, no file is left that it made.
 pub fn over(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), BuildError> {
+    let state = match (&spec.kind, &spec.layers.zones) {
+        (KindSpec::File { path, .. }, Some(zones)) => state_path(path, zones).ok(),
+        _ => None,
+    };
+    let absent = |path: &PathBuf| path.symlink_metadata().is_err();
+    let new: Vec<PathBuf> = spec.layers.record.iter().cloned().chain(state).filter(absent).collect();
+    stack(spec, device).inspect_err(|_| {
+        for path in &new {
+            // It may not have come so far.
+            let _ = fs::remove_file(path);
+        }
+    })
+}
+
+fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), BuildError> {
     let null = match &spec.kind {
         KindSpec::Null(null) => Some(&**null),
         _ => None,
@@ -44,6 +60,7 @@ pub fn over(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, La
     }
     if let Some(zones) = &asked.zones {
         let made = Arc::new(zoned(spec, zones, top, layers.bad.clone())?);
+        layers.conditions = conditions(zones);
         layers.zones = Some(Arc::clone(&made));
         top = made;
     }
@@ -78,10 +95,7 @@ fn record(path: &Path) -> Result<log::Writer, BuildError> {
 fn bad_blocks(device: Arc<dyn Device>, null: &NullSpec) -> Result<BadBlocks, BuildError> {
     let config = BadConfig { once: null.badblocks_once, partial_io: null.badblocks_partial_io };
     let bad = BadBlocks::new(device, config);
-    for change in &null.badblocks {
-        let changed = bad.change(change);
-        changed.map_err(|e| BuildError::new(Errno::EINVAL, format!("badblocks={change}: {e}")))?;
-    }
+    bad.change_all(&null.badblocks).map_err(|e| BuildError::new(Errno::EINVAL, e))?;
     Ok(bad)
 }
 
@@ -108,27 +122,27 @@ fn zoned(
     };
     let state = path.as_deref().map_or(State::Volatile, State::File);
     let zones = Zones::new(device, config, state, bad).map_err(|error| refused(&error))?;
-    let wanted = [
-        ("zone_readonly", &asked.readonly, ZoneCondition::ReadOnly),
-        ("zone_offline", &asked.offline, ZoneCondition::Offline),
-    ];
-    for (key, offsets, is) in wanted {
-        for offset in offsets {
-            // The state file remembers; twice would be empty again.
-            if condition_at(&zones, *offset) == Some(is) {
-                continue;
-            }
-            let done = condition(&zones, key, *offset);
-            done.map_err(|why| BuildError::new(Errno::EINVAL, format!("{key}={}: {why}", place(*offset))))?;
+    for (key, offset) in conditions(asked) {
+        let is = if key == "zone_offline" { ZoneCondition::Offline } else { ZoneCondition::ReadOnly };
+        // The state file remembers; twice would be empty again.
+        if condition_at(&zones, offset) == Some(is) {
+            continue;
         }
+        let done = condition(&zones, key, offset);
+        done.map_err(|why| BuildError::new(Errno::EINVAL, format!("{key}={}: {why}", place(offset))))?;
     }
     Ok(zones)
 }
 
+/// Which zones are in which condition from the beginning on.
+fn conditions(asked: &ZoneSpec) -> Vec<(&'static str, u64)> {
+    let readonly = asked.readonly.iter().map(|&offset| ("zone_readonly", offset));
+    readonly.chain(asked.offline.iter().map(|&offset| ("zone_offline", offset))).collect()
+}
+
 /// Makes the zone that holds `offset` read-only or offline, from whatever it is; an error is half a sentence.
 pub fn condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String> {
-    let done = if key == "zone_offline" { zones.set_offline(offset) } else { zones.set_read_only(offset) };
-    done.map_err(|error| match error {
+    layers::condition(zones, key, offset).map_err(|error| match error {
         device::Error::OutOfRange => "lies behind the end of the device".to_owned(),
         device::Error::ZoneCondition | device::Error::Unsupported => "is in a conventional zone".to_owned(),
         other => other.to_string(),

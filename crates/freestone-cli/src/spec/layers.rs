@@ -81,7 +81,11 @@ impl LayerSpec {
             power_cut: keys.take("power_cut", parse_bool)?.unwrap_or(false),
             record: keys.take("record", parse_path)?,
         };
-        let cut = layers.power_cut || keys.typed("cache_size").is_some();
+        let cached = matches!(keys.take("cache_size", super::null::parse_cache), Ok(Some(Some(_))));
+        if cached && !layers.power_cut && keys.typed("power_cut").is_some() {
+            return Err(keys.refuse("power_cut", "cache_size is a cache that a loss of power loses"));
+        }
+        let cut = layers.power_cut || cached;
         if layers.seed.is_some() && layers.faults.is_none() && !cut {
             return Err(
                 keys.refuse("seed", "decides about faults and power cuts; only with faults or power_cut=yes")

@@ -222,7 +222,7 @@ fn backing(keys: &Keys, kept: bool) -> Result<NullBacking, SpecError> {
     }
 }
 
-fn parse_cache(text: &str) -> Result<Option<u64>, String> {
+pub(super) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
     if text == "0" {
         return Ok(None);
     }

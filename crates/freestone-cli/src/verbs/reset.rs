@@ -55,9 +55,7 @@ impl Verb for Reset {
         }
         service.check_unused(&entry, "reset")?;
         check_unrecorded(&entry, "reset")?;
-        if !params.force {
-            service.check_idle(&entry)?;
-        }
+        service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "reset")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         let wiped = entry.layers.wipe(&|| entry.wipe_data(true));

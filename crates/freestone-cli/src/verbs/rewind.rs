@@ -50,9 +50,7 @@ impl Verb for Rewind {
         };
         service.check_unused(&entry, "rewound")?;
         check_unrecorded(&entry, "rewound")?;
-        if !params.force {
-            service.check_idle(&entry)?;
-        }
+        service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "rewind")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         let done = entry.layers.wipe(&|| entry.wipe_data(false));

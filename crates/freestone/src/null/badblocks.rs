@@ -96,15 +96,26 @@ impl BadBlocks {
     /// # Errors
     /// The text, a range that is not on the device, too many ranges; nothing is changed.
     pub fn change(&self, text: &str) -> std::result::Result<(), BadError> {
-        let (bad, range) = parse(text)?;
+        self.change_all(&[text])
+    }
+
+    /// Makes several changes, one after the other: all of them, or none.
+    ///
+    /// # Errors
+    /// As [`change`](Self::change), of the first that cannot be.
+    pub fn change_all(&self, texts: &[impl AsRef<str>]) -> std::result::Result<(), BadError> {
         let sectors = self.inner.geometry().size / SECTOR_BYTES;
-        if range.end > sectors {
-            return Err(BadError::Beyond { last: range.end - 1, sectors });
-        }
         let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
-        let changed = if bad { added(&ranges, range) } else { removed(&ranges, range) };
-        if changed.len() > BAD_RANGES_MAX {
-            return Err(BadError::TooMany);
+        let mut changed = ranges.clone();
+        for text in texts {
+            let (bad, range) = parse(text.as_ref())?;
+            if range.end > sectors {
+                return Err(BadError::Beyond { last: range.end - 1, sectors });
+            }
+            changed = if bad { added(&changed, range) } else { removed(&changed, range) };
+            if changed.len() > BAD_RANGES_MAX {
+                return Err(BadError::TooMany);
+            }
         }
         *ranges = changed;
         self.publish(&ranges);

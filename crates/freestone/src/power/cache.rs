@@ -142,7 +142,7 @@ impl Cache {
     /// Caches as much from the start of a write (`data`) or zeroing as there is room for. Returns the bytes; 0 is no room.
     pub fn insert(&self, request: &Request, data: Option<&[u8]>) -> Result<u64> {
         let Request { op, flags, offset, len } = *request;
-        if self.record.as_ref().is_some_and(Recorder::is_full) {
+        if self.is_log_full() {
             return Ok(0);
         }
         let cost = if data.is_some() { self.block_bytes() } else { ZERO_COST_BYTES };
@@ -184,6 +184,11 @@ impl Cache {
             record.push(offset, bytes, what);
         }
         Ok(bytes)
+    }
+
+    /// Whether the log has to catch up before more is written.
+    pub fn is_log_full(&self) -> bool {
+        self.record.as_ref().is_some_and(Recorder::is_full)
     }
 
     /// Takes room for up to `count` blocks; for one at least where nothing is cached, so that any capacity works.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use super::bell::Bell;
 use super::cache::{Cache, Claimed, Recorded, Run};
+use super::completion;
 use super::record::What;
 use super::worker::Queue;
 use crate::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
@@ -16,7 +17,7 @@ const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// What [`Power`](super::Power), its worker and its requests below share.
 ///
-/// Lock order: `change`; then the worker's queue; then the cache's. No lock is held across a call of the device below or a
+/// Lock order: `change`; then the worker's queue; then `failures`; then the cache's. No lock is held across a call of the device below or a
 /// completion, but for `change`, which only whoever switches the power takes.
 pub struct Shared {
     pub inner: Arc<dyn Device>,
@@ -60,10 +61,10 @@ impl Shared {
         *self.failures.lock()
     }
 
-    fn failed(&self, error: Error) {
-        let mut failures = self.failures.lock();
-        failures.count += 1;
-        failures.last = error;
+    /// What a flush has to wait for: all that is unflushed before the first number, and no failure after the second.
+    pub fn moment(&self) -> (u64, u64) {
+        let failures = self.failures.lock();
+        (self.cache.now(), failures.count)
     }
 
     /// The error of a failure since `before`.
@@ -82,7 +83,7 @@ impl Shared {
         self.in_flight.fetch_add(1, SeqCst);
         let shared = Arc::clone(self);
         let done = Completion::new(move |outcome, buffer| {
-            then(&shared, outcome, buffer);
+            completion::inside(|| then(&shared, outcome, buffer));
             shared.in_flight.fetch_sub(1, SeqCst);
             shared.bell.ring();
         });
@@ -101,12 +102,14 @@ impl Shared {
         });
     }
 
-    /// The failure is counted before the blocks get a later place: a flush that does not find them any more finds it.
+    /// A failure is counted, and the blocks get a later place, in one moment: a flush finds them before its bound, or it finds the
+    /// failure.
     fn drained(&self, claimed: Claimed, done: u64, error: Option<Error>) {
-        if let Some(error) = error {
-            self.failed(error);
-        }
-        self.cache.release(claimed, done, error.is_some());
+        let Some(error) = error else { return self.cache.release(claimed, done, false) };
+        let mut failures = self.failures.lock();
+        failures.count += 1;
+        failures.last = error;
+        self.cache.release(claimed, done, true);
     }
 
     /// Writes a run on this thread, as far as that goes. Whether all of it is below.
@@ -161,8 +164,7 @@ impl Shared {
     }
 
     fn flush_inline(&self) -> Result<Tried> {
-        let bound = self.cache.now();
-        let failures = self.failures().count;
+        let (bound, failures) = self.moment();
         if self.cache.has_before(bound, None) {
             if self.cache.used() > FLUSH_INLINE_MAX_BYTES {
                 return Ok(Tried::WouldBlock);
@@ -176,9 +178,9 @@ impl Shared {
             if self.cache.has_before(bound, None) {
                 return Ok(Tried::WouldBlock);
             }
-            if let Some(error) = self.failed_since(failures) {
-                return Err(error);
-            }
+        }
+        if let Some(error) = self.failed_since(failures) {
+            return Err(error);
         }
         self.inner.try_io(&Request::flush(), Buffer::None)
     }
@@ -198,6 +200,9 @@ impl Shared {
 
     pub fn try_through(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let data = if let Buffer::Write(data) = &buffer { Some(&**data) } else { None };
+        if self.cache.is_log_full() {
+            return Ok(Tried::WouldBlock);
+        }
         let Some(claimed) = self.claim(request, data) else { return Ok(Tried::WouldBlock) };
         let outcome = self.inner.try_io(&as_zeroes(*request), buffer);
         let done = match outcome {
@@ -210,7 +215,7 @@ impl Shared {
         outcome
     }
 
-    /// Submits a write past the cache; gives it back where another write to the range is on its way.
+    /// Submits a write past the cache; gives it back where another write to the range is on its way, or the log has to catch up.
     pub fn through(
         self: &Arc<Self>,
         request: Request,
@@ -218,7 +223,8 @@ impl Shared {
         done: Completion,
     ) -> Option<(IoBuf, Completion)> {
         let data = (request.op == Op::Write).then_some(&*buffer);
-        let Some(claimed) = self.claim(&request, data) else { return Some((buffer, done)) };
+        let claimed = if self.cache.is_log_full() { None } else { self.claim(&request, data) };
+        let Some(claimed) = claimed else { return Some((buffer, done)) };
         self.below(as_zeroes(request), buffer, move |shared, outcome, buffer| {
             shared.cache.release(claimed, if outcome.is_ok() { request.len } else { 0 }, false);
             done.complete(outcome, buffer);

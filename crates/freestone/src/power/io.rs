@@ -166,11 +166,13 @@ impl Shared {
 
     fn flush(self: &Arc<Self>, done: Completion) {
         let slot = self.open_flush();
-        let bound = self.cache.now();
-        let failures = self.failures().count;
+        let (bound, failures) = self.moment();
         if self.is_unflushed(bound, None) {
             let settle = Settle { bound, within: None, flush: true, slot, failures, done };
             self.enqueue(Job::Settle(settle));
+        } else if let Some(error) = self.failed_since(failures) {
+            self.close_flush(slot, false);
+            done.complete(Err(error), IoBuf::empty());
         } else {
             self.flush_below(slot, done);
         }
@@ -182,8 +184,7 @@ impl Shared {
             if self.off.load(SeqCst) {
                 return done.complete(Err(Error::Gone), IoBuf::empty());
             }
-            let failures = self.failures().count;
-            let bound = self.cache.now();
+            let (bound, failures) = self.moment();
             let within = Some(within);
             self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));
         });

@@ -18,6 +18,7 @@
 mod bell;
 mod cache;
 mod choice;
+mod completion;
 mod drain;
 mod io;
 pub mod log;
@@ -252,7 +253,8 @@ impl Drop for Power {
         });
         self.shared.submit(Request::flush(), IoBuf::empty(), done);
         let worker = self.worker.take();
-        let can_wait = worker.as_ref().is_none_or(|worker| worker.thread().id() != thread::current().id());
+        // What answers requests may be the thread that has to answer this one.
+        let can_wait = !completion::is_inside();
         if can_wait && let Ok(Err(error)) = told.recv() {
             tracing::error!(%error, "unflushed writes were lost when the device was closed");
         }

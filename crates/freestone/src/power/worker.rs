@@ -3,9 +3,11 @@
 
 use std::mem;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
+use super::completion;
 use super::drain::Shared;
 use crate::device::{Completion, Error, IoBuf, Op, Request};
 use crate::pin;
@@ -113,7 +115,7 @@ impl Shared {
                         job if off => self.answer_gone(job),
                         job @ Job::Write { .. } if !room => jobs.push(job),
                         job => {
-                            let left = self.step(job);
+                            let left = self.step_or_lose(job);
                             room &= !matches!(left, Some(Job::Write { .. }));
                             jobs.extend(left);
                         }
@@ -140,6 +142,15 @@ impl Shared {
             }
         }
         self.finished();
+    }
+
+    /// A step. One whose completion panics is over; the panic was reported by its hook, and is not the other requests' affair.
+    fn step_or_lose(self: &Arc<Self>, job: Job) -> Option<Job> {
+        let step = AssertUnwindSafe(|| completion::inside(|| self.step(job)));
+        catch_unwind(step).unwrap_or_else(|_| {
+            self.finished();
+            None
+        })
     }
 
     /// Does what can be done of a job; gives back what is left.
@@ -188,8 +199,8 @@ impl Shared {
                 Err(error) => break Err(error),
             }
         };
-        done.complete(outcome, buffer);
         self.queue.waiting.fetch_sub(1, SeqCst);
+        done.complete(outcome, buffer);
         None
     }
 

@@ -24,9 +24,9 @@ impl Inner {
                 }
                 after.push((zone, left));
             }
-            let cut = power.cut(seed)?;
-            inner.become_durable(&after)?;
-            Ok(cut)
+            // What was not kept is gone, also where the cut met an error: no write pointer may stay above it.
+            let cut = power.cut(seed);
+            inner.become_durable(&after).and(cut)
         })
     }
 

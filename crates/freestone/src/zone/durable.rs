@@ -214,7 +214,7 @@ impl Inner {
     pub fn sync_later(self: &Arc<Self>, done: impl FnOnce(Result<()>) + Send + 'static) {
         self.unsynced.lock().push(Box::new(done));
         let inner = Arc::clone(self);
-        self.syncer.push(move || {
+        let taken = self.syncer.push(move || {
             let waiting = std::mem::take(&mut *inner.unsynced.lock());
             if waiting.is_empty() {
                 return;
@@ -224,6 +224,11 @@ impl Inner {
                 done(outcome);
             }
         });
+        if !taken {
+            // The device is gone. Each is answered so by being dropped.
+            let waiting = std::mem::take(&mut *self.unsynced.lock());
+            drop(waiting);
+        }
     }
 }
 

@@ -103,14 +103,6 @@ pub enum StateError {
     /// A zone that no crash leaves like this.
     #[error("it is damaged: what it says of zone {0} is impossible")]
     BadMark(u32),
-    /// More zones are active than may be.
-    #[error("{active} of its zones are partly written; zone_max_active is {max}")]
-    TooManyActive {
-        /// Zones that are partly written.
-        active: u32,
-        /// The limit.
-        max: u32,
-    },
     /// The device that it is to be kept on is too small, or cannot be written.
     #[error("it needs a writable device of {needed} bytes; this one has {size}")]
     TooSmall {

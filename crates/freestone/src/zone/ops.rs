@@ -92,9 +92,23 @@ impl Inner {
             return self.change(zone, Change::Finish);
         }
         self.own(zone);
-        let outcome = self.change_owned(zone, Change::Finish).and_then(|()| self.sync());
+        let outcome = self.zero_tail(zone);
+        let outcome =
+            outcome.and_then(|()| self.change_owned(zone, Change::Finish)).and_then(|()| self.sync());
         self.disown(zone);
         outcome
+    }
+
+    /// What lies behind the write pointer of a zone that is the caller's own and can be finished: writes that a crash or a power cut took
+    /// back, which finishing would bring to light.
+    fn zero_tail(&self, zone: u32) -> Result<()> {
+        use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
+        let (layout, word) = (&self.table.layout, self.table.look(zone));
+        if !matches!(word.condition(), Empty | ImplicitOpen | ExplicitOpen | Closed) {
+            return Ok(());
+        }
+        let from = word.pointer();
+        self.zero_range(layout.start(zone) + from, layout.len(zone) - from)
     }
 
     fn change_owned(&self, zone: u32, change: Change) -> Result<()> {

@@ -47,13 +47,17 @@ impl Runner {
         Ok(())
     }
 
-    /// The thread, which was started, will do this. Where it has ended, nobody will, and the task is dropped.
-    pub fn push(&self, task: impl FnOnce() + Send + 'static) {
+    /// The thread, which was started, will do this. Where it has ended, nobody will, and the task is dropped: false.
+    pub fn push(&self, task: impl FnOnce() + Send + 'static) -> bool {
+        // Dropped outside of the lock.
+        let task: Task = Box::new(task);
         let mut queue = self.queue.lock();
-        if !queue.ended {
-            queue.tasks.push_back(Box::new(task));
+        let taken = !queue.ended;
+        if taken {
+            queue.tasks.push_back(task);
             self.ready.notify_one();
         }
+        taken
     }
 
     /// The thread ends when it has nothing to do. It is not waited for: what stops it may run on it.

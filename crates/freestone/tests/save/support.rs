@@ -129,7 +129,7 @@ pub fn refused(from: &Path, bases: &[Base]) -> RestoreError {
 pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is() {
-        assert!(began.elapsed() < Duration::from_secs(60), "{what}");
+        assert!(began.elapsed() < Duration::from_secs(300), "{what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

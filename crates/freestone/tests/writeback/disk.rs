@@ -14,7 +14,7 @@ pub const MIB: u64 = 1 << 20;
 pub const BLOCK: u64 = 512;
 pub const NONE: Flags = Flags::empty();
 /// Longer than anything here takes on a busy machine.
-pub const LONG: Duration = Duration::from_secs(30);
+pub const LONG: Duration = Duration::from_secs(120);
 
 /// The two layouts: `compressed_writeback` on and off.
 pub const LAYOUTS: [bool; 2] = [true, false];

@@ -1,0 +1,123 @@
+//! Zones over a device whose power is cut, where something goes wrong at that moment or after it.
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use freestone::device::zoned::{ZoneOp, Zoned};
+use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Request};
+use freestone::null::{self, Memory};
+use freestone::power::{self, Power};
+use freestone::zone::{Config, State, Zones};
+use freestone_testkit::{Faulty, What, When};
+
+const BLOCK: u64 = 512;
+const ZONE: u64 = 32 << 10;
+const ZONES: u64 = 4;
+const SIZE: u64 = ZONE * ZONES;
+const WRITTEN: u64 = 20;
+const SOON: Duration = Duration::from_secs(20);
+
+fn over(power: &Arc<Power>) -> Zones {
+    let config = Config { zone_size: ZONE, ..Config::default() };
+    Zones::new(Arc::clone(power) as _, config, State::Volatile, None).unwrap()
+}
+
+fn byte(zone: u64, block: u64) -> u8 {
+    (zone * 50 + block + 1) as u8
+}
+
+fn fill(zones: &Zones) {
+    for zone in 0..ZONES {
+        let data: Vec<u8> = (0..WRITTEN).flat_map(|block| [byte(zone, block); BLOCK as usize]).collect();
+        zones.write_at(zone * ZONE, &data, Flags::empty()).unwrap();
+    }
+}
+
+/// Each zone's write pointer in blocks; what lies below it must have been written.
+fn pointers(zones: &Zones, what: &str) -> Vec<u64> {
+    let mut pointers = Vec::new();
+    zones
+        .report(0, &mut |row| {
+            pointers.push((row.write_pointer - row.start) / BLOCK);
+            true
+        })
+        .unwrap();
+    for (zone, &pointer) in (0..).zip(&pointers) {
+        for block in 0..pointer {
+            let mut found = [0; BLOCK as usize];
+            zones.read_at(zone * ZONE + block * BLOCK, &mut found).unwrap();
+            assert_eq!(found, [byte(zone, block); BLOCK as usize], "{what}: zone {zone}, block {block}");
+        }
+    }
+    pointers
+}
+
+/// The device below fails from its n-th write on while the power is cut, for each n.
+#[test]
+fn no_write_pointer_stays_above_what_a_failing_cut_has_lost() {
+    let (mut failed, mut lost) = (0, 0);
+    for from in 0..40 {
+        let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+        let power = Arc::new(Power::new(below.clone(), power::Config::default()).unwrap());
+        let zones = over(&power);
+        fill(&zones);
+        below.fault(None, When::From(from), What::Fail(Error::NoSpace));
+        failed += u32::from(zones.power_cut(&power, from).is_err());
+        below.heal();
+        let after = pointers(&zones, "after the cut");
+        lost += u32::from(after.iter().sum::<u64>() < ZONES * WRITTEN);
+        zones.flush().unwrap();
+        let _ = zones.power_cut(&power, 1).unwrap();
+        assert_eq!(pointers(&zones, "after another one"), after, "what was flushed stays");
+    }
+    assert!(failed > 5 && lost > 5, "{failed} cuts failed, {lost} lost something");
+}
+
+#[test]
+fn finishing_brings_nothing_to_light_that_a_cut_took_back() {
+    for seed in 0..20 {
+        let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
+        let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
+        let zones = over(&power);
+        fill(&zones);
+        zones.power_cut(&power, seed).unwrap();
+        let after = pointers(&zones, "after the cut");
+        for (zone, pointer) in (0..).zip(after) {
+            zones.zone_op(ZoneOp::Finish, zone * ZONE).unwrap();
+            let mut tail = vec![1; (ZONE - pointer * BLOCK) as usize];
+            zones.read_at(zone * ZONE + pointer * BLOCK, &mut tail).unwrap();
+            assert!(tail.iter().all(|&byte| byte == 0), "seed {seed}, zone {zone}");
+        }
+    }
+}
+
+/// The completion of a read is the last that holds the zones, and with them the device that keeps unflushed writes.
+#[test]
+fn a_device_may_be_dropped_by_an_answer() {
+    let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let power = Arc::new(Power::new(below.clone(), power::Config::default()).unwrap());
+    let zones = over(&power);
+    zones.write_at(0, &[7; BLOCK as usize], Flags::FUA).unwrap();
+    zones.write_at(ZONE, &[8; BLOCK as usize], Flags::empty()).unwrap();
+    below.fault(Some(freestone::device::Op::Read), When::Always, What::Hang);
+    let (tell, told) = mpsc::channel();
+    let done = Completion::new(move |outcome, buffer| tell.send(outcome.map(|()| buffer[0])).unwrap());
+    zones.submit(Request::read(0, BLOCK), IoBuf::zeroed(BLOCK as usize).unwrap(), done);
+    below.await_held(1);
+    drop((zones, power));
+    let healer = Arc::clone(&below);
+    let heals = thread::spawn(move || healer.heal());
+    assert_eq!(told.recv_timeout(SOON).unwrap(), Ok(7));
+    heals.join().unwrap();
+    // What was not flushed is written in the end.
+    let mut found = [0; BLOCK as usize];
+    for _ in 0..1000 {
+        below.read_at(ZONE, &mut found).unwrap();
+        if found[0] == 8 {
+            return;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    panic!("the device did not end");
+}
