@@ -13,7 +13,7 @@ use super::config::{Config, ForkConfig, Secondary, SetupError, round_size};
 use super::fetch::{Readers, Waiter};
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers, Limits, pages_of};
-use super::retire::Retiring;
+use super::retire::{Removals, Retiring};
 use super::rounds::Rounds;
 use super::through::{Base, Below};
 use super::{PAGE, Ram, dictionary};
@@ -58,8 +58,7 @@ pub(super) struct Shared {
     pub passes: Mutex<()>,
     /// The block at which the next step of reclaiming holes begins.
     pub reclaim_cursor: Mutex<u64>,
-    /// Removed devices whose pages cannot be freed before something else is done.
-    pub removals: AtomicU64,
+    pub removals: Removals,
     pub rounds: Mutex<Rounds>,
     /// Taken to change limits; what is guaranteed to whom.
     limits: Mutex<Vec<Weak<Limits>>>,
@@ -220,7 +219,7 @@ impl Shared {
             kept: AtomicU64::new(0),
             passes: Mutex::default(),
             reclaim_cursor: Mutex::default(),
-            removals: AtomicU64::new(0),
+            removals: Removals::default(),
             rounds: Mutex::default(),
             limits: Mutex::default(),
         }))

@@ -100,13 +100,14 @@ impl Inner {
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
     fn change(&self, mut change: impl FnMut(&View) -> device::Result<Tried>) -> device::Result<Tried> {
+        let mut ended = 0;
         loop {
             let changed = pin::pinned(|pin| {
                 let view = self.view.load(pin);
                 if view.is_frozen() { Err(Frozen) } else { Ok(change(view)) }
             });
             match changed {
-                Ok(Err(error)) if self.can_try_again(error) => {}
+                Ok(Err(error)) if self.can_try_again(error, &mut ended) => {}
                 Ok(result) => return result,
                 Err(Frozen) => self.chain().wait_until_thawed(),
             }
@@ -115,8 +116,8 @@ impl Inner {
 
     /// A change failed. Whether that may be for want of memory which removed devices are just giving back.
     #[cold]
-    fn can_try_again(&self, error: Error) -> bool {
-        let again = error == Error::NoSpace && self.family.wait_for_removals();
+    fn can_try_again(&self, error: Error, ended: &mut u64) -> bool {
+        let again = error == Error::NoSpace && self.family.await_removals(ended);
         self.counters.add(counter::FAILED_WRITES, i64::from(!again));
         again
     }

@@ -14,7 +14,7 @@ use super::family::Shared;
 use super::layer::Layer;
 use super::through::Below;
 use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
-use crate::sync::{Mutex, Ordering};
+use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Leaves of one thing that are freed before others have their turn.
 const TURN_LEAVES: u32 = 64;
@@ -161,8 +161,7 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
 
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain.
 pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>) {
-    // Relaxed: a write that misses it fails as one does that came a moment earlier.
-    family.removals.fetch_add(1, Ordering::Relaxed);
+    family.removals.pending.fetch_add(1, Ordering::SeqCst);
     let work = match number {
         None => Work::Abandon(chain),
         Some(number) => Work::Doom(chain, number),
@@ -180,24 +179,32 @@ pub(super) fn pace() {
     }
 }
 
+/// Removed devices whose pages cannot be freed before the cleaner has done something else, as writes without memory see
+/// them. One that is no longer `pending` is already among those that `ended`, and its pages among what is retired.
+#[derive(Default)]
+pub(super) struct Removals {
+    pending: AtomicU64,
+    ended: AtomicU64,
+}
+
 impl Shared {
-    /// Waits for removed devices, whose pages are to be freed, and for what they leave. Not with a table pinned: the
-    /// cleaner waits for pins. False: there is none, or it takes too long.
-    pub(super) fn wait_for_removals(&self) -> bool {
-        // Relaxed: as in `device`.
-        let waits = || self.removals.load(Ordering::Relaxed) > 0;
+    /// Whether a write that failed for want of memory is to be tried again: a removed device was pending, and is waited
+    /// for, or one ended since that write began. Not with a table pinned: the cleaner waits for pins. `ended` is what
+    /// this said of the attempt before, at first 0.
+    pub(super) fn await_removals(&self, ended: &mut u64) -> bool {
         for tries in 0..REMOVAL_TRIES {
-            if !waits() {
-                return tries > 0;
+            if self.removals.pending.load(Ordering::SeqCst) == 0 {
+                let before = std::mem::replace(ended, self.removals.ended.load(Ordering::SeqCst));
+                return tries > 0 || *ended != before;
             }
             std::thread::sleep(Duration::from_micros(100));
         }
         false
     }
 
-    fn removal_done(&self) {
-        // Relaxed: as in `device`.
-        self.removals.fetch_sub(1, Ordering::Relaxed);
+    fn removal_ended(&self) {
+        self.removals.ended.fetch_add(1, Ordering::SeqCst);
+        self.removals.pending.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -291,7 +298,7 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
             {
                 layer(&family, origin);
             }
-            family.removal_done();
+            family.removal_ended();
             if let Some(chain) = Arc::into_inner(chain) {
                 drop_below(chain.into_below());
             }
@@ -302,7 +309,7 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
                 let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
                 (Some(Work::PassOn(passing)), true)
             } else {
-                family.removal_done();
+                family.removal_ended();
                 (None, true)
             }
         }
@@ -337,7 +344,7 @@ impl PassingOn {
             let Some(present) = self.from.table().next_present(self.next, MAX_SLOTS) else {
                 if self.left {
                     if !std::mem::replace(&mut self.stalled, true) {
-                        family.removal_done();
+                        family.removal_ended();
                     }
                     (self.next, self.left) = (0, false);
                     return (Some(Work::PassOn(self)), false);
@@ -346,8 +353,10 @@ impl PassingOn {
                 for gone in buried.into_iter().chain(origin) {
                     layer(family, gone);
                 }
-                if !self.stalled {
-                    family.removal_done();
+                if self.stalled {
+                    family.removals.ended.fetch_add(1, Ordering::SeqCst);
+                } else {
+                    family.removal_ended();
                 }
                 if let Some(chain) = Arc::into_inner(self.chain) {
                     drop_below(chain.into_below());
