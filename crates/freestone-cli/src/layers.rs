@@ -3,7 +3,7 @@
 //! ```text
 //! faults        answers late or wrong              keys faults, seed
 //! pace          mbps, completion_nsec              null
-//! gate          counts, and can be shut            where there is any of the others
+//! door          counts, and can be shut            where there is any of the others
 //! zones         write pointers                     zoned=1
 //! bad blocks                                       null
 //! power         unflushed writes apart, the log    power_cut, cache_size, record
@@ -16,12 +16,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use freestone::device;
+use freestone::door::Door;
 use freestone::faults::Faults;
 use freestone::null::BadBlocks;
 use freestone::power::{self, Point, Power};
 use freestone::zone::Zones;
-
-use crate::gate::Gate;
 
 /// How long a loss of power waits for what is on its way, on a slow disk.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
@@ -38,7 +37,7 @@ pub struct Layers {
     /// Zones.
     pub zones: Option<Arc<Zones>>,
     /// Counts, and can be shut.
-    pub gate: Option<Arc<Gate>>,
+    pub door: Option<Arc<Door>>,
     /// Faults.
     pub faults: Option<Arc<Faults>>,
     /// Zones that are read-only or offline from the beginning on: attribute and place.
@@ -109,8 +108,8 @@ impl Layers {
         if let Some(faults) = &self.faults {
             faults.release();
         }
-        let _shut = match &self.gate {
-            Some(gate) => Some(gate.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
+        let _shut = match &self.door {
+            Some(door) => Some(door.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
             None => None,
         };
         let done = action()?;

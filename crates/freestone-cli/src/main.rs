@@ -10,7 +10,6 @@ mod entries;
 mod entry;
 mod error;
 mod frozen;
-mod gate;
 mod job;
 mod layers;
 mod machine;

@@ -32,9 +32,15 @@ pub mod codec;
 #[cfg(not(loom))]
 pub mod cow;
 #[cfg(not(loom))]
+pub mod door;
+#[cfg(not(loom))]
 pub mod faults;
 #[cfg(not(loom))]
 pub mod file;
+#[cfg(not(loom))]
+mod gate;
+#[cfg(not(loom))]
+mod handoff;
 #[cfg(not(loom))]
 pub mod moment;
 #[cfg(not(loom))]
@@ -53,6 +59,8 @@ pub mod qcow2;
 pub mod ram;
 #[cfg(not(loom))]
 mod replace;
+#[cfg(not(loom))]
+mod runner;
 #[cfg(not(loom))]
 pub mod save;
 #[cfg(not(loom))]

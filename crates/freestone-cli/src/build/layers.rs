@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use freestone::device::zoned::{ZoneCondition, Zoned as _};
 use freestone::device::{self, Device};
+use freestone::door::Door;
 use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
 use freestone::power::{self, Power, log};
@@ -13,7 +14,6 @@ use freestone::zone::{self, State, Zones};
 
 use super::BuildError;
 use crate::control::protocol::Errno;
-use crate::gate::Gate;
 use crate::layers::{self, Layers, random_seed};
 use crate::size::exact;
 use crate::spec::{KindSpec, NullBacking, NullSpec, SECTOR_BYTES, Spec, ZoneSpec, rules_of};
@@ -64,9 +64,9 @@ fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layer
         layers.zones = Some(Arc::clone(&made));
         top = made;
     }
-    let gate = Arc::new(Gate::new(top));
-    layers.gate = Some(Arc::clone(&gate));
-    top = gate;
+    let door = Arc::new(Door::new(top));
+    layers.door = Some(Arc::clone(&door));
+    top = door;
     if let Some(null) = null
         && (null.mbps != 0 || !null.completion.is_zero())
     {

@@ -13,12 +13,12 @@
 use std::sync::Arc;
 
 use super::gather::Waiter;
-use super::io::{Put, try_put};
 use super::snapshot::{Snap, counter};
 use super::store::Allocated;
 use super::throttle::Permit;
 use crate::cow::exceptions::Exception;
 use crate::device::{Buffer, Completion, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::handoff::{Put, try_put};
 
 /// Bytes that a copy moves at once: the kernel's sub-jobs. Memory of a copy in flight.
 pub const PIECE_BYTES: u64 = 512 << 10;

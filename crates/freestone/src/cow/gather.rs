@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::runner::Runner;
 use crate::device::{Error, Result};
+use crate::runner::Runner;
 use crate::sync::Mutex;
 
 /// A request that goes on by itself.

@@ -23,14 +23,14 @@ use crossbeam_utils::CachePadded;
 
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
-use super::gate::Gate;
 use super::gather::{Gather, Job};
-use super::runner::Runner;
 use super::snapshot::{Snap, counter};
 use super::throttle::Permit;
 use super::{reads, writes};
 use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+use crate::gate::Gate;
 use crate::near::Near;
+use crate::runner::Runner;
 use crate::slot::Common;
 use crate::sync::Mutex;
 
@@ -86,7 +86,7 @@ impl Origin {
         let core = Arc::new(CoreState {
             device,
             gate: Gate::new(View::default()),
-            runner: Arc::default(),
+            runner: Runner::new("cow"),
             common: OnceLock::new(),
             changing: Mutex::default(),
         });

@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use super::io::progress;
 use super::snapshot::{Snap, Snapshot, counter};
 use crate::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, IoBuf, Request, Result, Tried,
 };
+use crate::handoff::progress;
 use crate::sync::Mutex;
 
 /// Runs of chunks that one try goes through.

@@ -23,7 +23,6 @@ use std::sync::Arc;
 use crossbeam_utils::CachePadded;
 
 use super::exceptions::Exceptions;
-use super::gate::Gate;
 use super::gather::Waiter;
 use super::merge::Merge;
 use super::origin::{Anchor, Core};
@@ -35,6 +34,7 @@ use crate::cow::copy::PIECE_BYTES;
 use crate::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
+use crate::gate::Gate;
 use crate::near::Near;
 use crate::percpu::Counters;
 use crate::sync::{AtomicU32, Mutex, Ordering};

@@ -13,12 +13,12 @@ use std::sync::Arc;
 use super::copy::{Asked, Begun};
 use super::exceptions::{Exception, Locked};
 use super::gather::{Gather, Job};
-use super::io::{Put, progress, put, try_put};
 use super::origin;
-use super::runner::Runner;
 use super::snapshot::{Mode, Snap};
 use super::throttle::Permit;
 use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::handoff::{Put, progress, put, try_put};
+use crate::runner::Runner;
 
 /// Chunks of a window.
 const WINDOW_CHUNKS: u64 = 256;

@@ -4,12 +4,13 @@ use super::chain::View;
 use super::pages::{Part, Waits};
 use super::stats::counter;
 use super::through::Below;
-use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece, progress};
+use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece};
 use crate::PAGE_BYTES;
 use crate::codec::Page;
 use crate::device::{
     self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
 };
+use crate::handoff::progress;
 use crate::pin;
 use crate::slot::{LEAF_SLOTS, Table, Word};
 

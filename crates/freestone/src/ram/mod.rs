@@ -64,7 +64,7 @@ pub use self::stats::{IoStat, Memory, MmStat, OverStat};
 use self::through::Below;
 pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
 use crate::PAGE_BYTES;
-use crate::device::{Device, Tried};
+use crate::device::Device;
 use crate::moment;
 use crate::percpu::Counters;
 use crate::pin::{self, Swap};
@@ -402,15 +402,6 @@ impl Drop for Inner {
         self.limits.set_least(0);
         layer.reckon(&self.family);
         retire::device(&self.family, self.chain(), number);
-    }
-}
-
-/// How far a request of `len` bytes came that stopped after `done`.
-fn progress(done: u64, len: u64) -> Tried {
-    match done {
-        0 => Tried::WouldBlock,
-        _ if done < len => Tried::Partly(done),
-        _ => Tried::Done,
     }
 }
 

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use super::pages::Waits;
-use super::{Inner, PAGE, Ram, piece, progress};
+use super::{Inner, PAGE, Ram, piece};
 use crate::PAGE_BYTES;
 use crate::codec::Page;
 use crate::device::{self, Buffer, Device, Request, Tried};
+use crate::handoff::progress;
 use crate::pin::{self, Pin};
 
 use super::chain::View;

@@ -214,7 +214,7 @@ impl Inner {
     pub fn sync_later(self: &Arc<Self>, done: impl FnOnce(Result<()>) + Send + 'static) {
         self.unsynced.lock().push(Box::new(done));
         let inner = Arc::clone(self);
-        let taken = self.syncer.push(move || {
+        let taken = self.syncer.offer(move || {
             let waiting = std::mem::take(&mut *inner.unsynced.lock());
             if waiting.is_empty() {
                 return;

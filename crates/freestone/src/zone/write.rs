@@ -8,7 +8,8 @@ use super::queue::Job;
 use super::states::{Change, Place, Step};
 use super::word::Word;
 use crate::device::zoned::AppendCompletion;
-use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
+use crate::handoff::{Put, try_put};
 
 /// A submitted write, write of zeroes or append to one sequential zone.
 pub struct Write {
@@ -91,45 +92,27 @@ impl Inner {
             };
             let request = Request { offset: at, ..request };
             let before_bad = self.before_bad(&request);
-            return match self.write_below(request, data) {
-                Ok(true) => {
+            let data = (request.op == Op::Write).then_some(data);
+            return match try_put(&*self.backing, request, data) {
+                Put::Done(Ok(())) => {
                     let after = self.table.advanced(zone, opened, request.len);
                     guard.publish(after);
                     self.wrote_through(zone, after, &request);
                     Ok(Some(at))
                 }
-                Ok(false) => {
-                    // Nothing was done, so the zone is as it was. (A zone that was closed for it stays closed.)
+                Put::Rest(..) => {
+                    // What the device below has already lies behind the write pointer, where nobody sees it: the zone is as it
+                    // was. (A zone that was closed for it stays closed.)
                     self.table.settle(zone, opened, before.condition());
                     Ok(None)
                 }
-                Err(error) => {
+                Put::Done(Err(error)) => {
                     let was_empty = before.condition() == super::ZoneCondition::Empty;
                     let transferred = if error == Error::Media { before_bad } else { 0 };
                     guard.publish(self.table.failed(zone, opened, was_empty, transferred));
                     Err(error)
                 }
             };
-        }
-    }
-
-    /// Writes without waiting. False: the device below would have to wait; what it has already lies behind the write pointer, where
-    /// nobody sees it.
-    #[inline]
-    fn write_below(&self, request: Request, mut data: &[u8]) -> Result<bool> {
-        let mut rest = request;
-        loop {
-            let buffer = if rest.op == Op::Write { Buffer::Write(data) } else { Buffer::None };
-            match self.backing.try_io(&rest, buffer)? {
-                Tried::Done => return Ok(true),
-                Tried::Partly(bytes) => {
-                    rest = rest.rest(bytes);
-                    if rest.op == Op::Write {
-                        data = &data[bytes as usize..];
-                    }
-                }
-                Tried::WouldBlock => return Ok(false),
-            }
         }
     }
 

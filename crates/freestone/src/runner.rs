@@ -1,4 +1,7 @@
-//! A thread that carries on what a device below has answered: a completion must not call the device again.
+//! A thread that carries on what a device below has answered.
+//!
+//! A completion runs on a thread of the device, which must not be called from there; what a completion leads to (the write
+//! after the read of a copy, a request that waited) is a task for this thread.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,9 +11,9 @@ use std::{io, thread};
 use crate::sync::{Mutex, wait};
 
 /// Something to do.
-type Task = Box<dyn FnOnce() + Send>;
+pub type Task = Box<dyn FnOnce() + Send>;
 
-/// The thread's queue; the thread starts when it is needed first.
+/// The thread's queue. The thread is started when it may be needed; what is pushed before waits for it.
 ///
 /// Lock order: `queue` is innermost. Tasks run, and are dropped, with nothing held.
 pub struct Runner {
@@ -47,8 +50,13 @@ impl Runner {
         Ok(())
     }
 
-    /// The thread, which was started, will do this. Where it has ended, nobody will, and the task is dropped: false.
-    pub fn push(&self, task: impl FnOnce() + Send + 'static) -> bool {
+    /// The thread will do this. Where it has ended the task is dropped, and so its requests are answered.
+    pub fn push(&self, task: impl FnOnce() + Send + 'static) {
+        self.offer(task);
+    }
+
+    /// As [`push`](Self::push); false where the thread has ended.
+    pub fn offer(&self, task: impl FnOnce() + Send + 'static) -> bool {
         // Dropped outside of the lock.
         let task: Task = Box::new(task);
         let mut queue = self.queue.lock();

@@ -13,11 +13,12 @@
 //!
 //! Lock order: `closers`, then `held`. `closers` is held while pins are waited for, so it is never taken pinned.
 
-use std::sync::{Arc, Condvar};
+use std::sync::{Arc, Condvar, PoisonError};
+use std::time::{Duration, Instant};
 
-use super::runner::Task;
 use crate::percpu::Counters;
 use crate::pin::{self, Pin, Swap};
+use crate::runner::Task;
 use crate::sync::{Mutex, wait};
 
 /// See the module. `T` is what a change changes.
@@ -89,17 +90,35 @@ impl<T: Send + Sync> Gate<T> {
 
     /// Closes the gate and returns when nothing is under way. Each `close` has its [`open`](Self::open). Waits for devices.
     pub fn close(&self) {
-        {
-            let mut closers = self.closers.lock();
-            *closers += 1;
-            if *closers == 1 {
-                self.put(false, self.value());
-            }
-        }
+        self.shut();
         // Nothing begins any more, so the sum of cells that are read one after the other is never too small.
         let mut held = self.held.lock();
         while self.under_way.get(0) > 0 {
             held = wait(&self.idle, held);
+        }
+    }
+
+    /// As [`close`](Self::close), for at most so long: false where something is still under way then. The gate is closed all
+    /// the same, until it is [opened](Self::open).
+    pub fn close_within(&self, most: Duration) -> bool {
+        self.shut();
+        let deadline = Instant::now() + most;
+        let mut held = self.held.lock();
+        while self.under_way.get(0) > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            held = self.idle.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    fn shut(&self) {
+        let mut closers = self.closers.lock();
+        *closers += 1;
+        if *closers == 1 {
+            self.put(false, self.value());
         }
     }
 

@@ -11,6 +11,7 @@ pub enum Put {
 }
 
 /// Does as much as can be done without waiting. `data` is `None` for requests that have none.
+#[inline]
 pub fn try_put(device: &dyn Device, mut request: Request, data: Option<&[u8]>) -> Put {
     let mut from = 0;
     loop {
@@ -41,6 +42,7 @@ pub fn put(
 }
 
 /// How far a request of `len` bytes came that stopped after `done`.
+#[inline]
 pub fn progress(done: u64, len: u64) -> Tried {
     match done {
         0 => Tried::WouldBlock,

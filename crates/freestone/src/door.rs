@@ -2,46 +2,49 @@
 //!
 //! It stands under the faults and the pace, which do everything at once and only answer late: so what is delayed or hangs
 //! there is not waited for, and nothing that was begun before a loss of power arrives after it.
+//!
+//! Requests of different CPUs meet nowhere: who is inside is counted by CPU, and so is the ownership of what counts it.
 
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-use freestone::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
-use freestone::device::{
+use crossbeam_utils::CachePadded;
+
+use crate::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use crate::device::{
     Buffer, Changes, Completion, Counted, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, Request,
     Result, Tried,
 };
-
-/// In [`State::inside`]: nobody comes in any more.
-const SHUT: u64 = 1 << 63;
+use crate::gate::Gate;
+use crate::near::Near;
 
 /// A device that can be shut.
-pub struct Gate {
+pub struct Door {
     inner: Arc<dyn Device>,
-    state: Arc<State>,
+    state: Near<Shell>,
 }
 
-#[derive(Default)]
 struct State {
-    /// Requests inside, and [`SHUT`].
-    inside: AtomicU64,
+    gate: Gate<()>,
     counts: OpCounts,
-    /// Held to wait and to wake who waits.
-    waiting: Mutex<()>,
-    empty: Condvar,
 }
 
-/// A request inside.
-struct Pass(Arc<State>);
+type Shell = CachePadded<Arc<State>>;
 
-/// The gate is shut until this is dropped.
+/// A request inside, for as long as its call lasts.
+struct Visit<'a>(&'a State);
+
+/// A request inside that is answered later.
+struct Stay(Arc<Shell>);
+
+/// The door is shut until this is dropped.
 pub struct Shut<'a>(&'a State);
 
-impl Gate {
+impl Door {
     /// Open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self { inner, state: Arc::default() }
+        let state = Arc::new(State { gate: Gate::new(()), counts: OpCounts::default() });
+        Self { inner, state: Near::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 
     /// What came through and how it ended.
@@ -50,28 +53,18 @@ impl Gate {
     }
 
     /// Lets nobody in and waits until nobody is inside: `None` where that takes longer than `most`. Requests are answered
-    /// [`Error::Gone`] meanwhile. One at a time.
+    /// [`Error::Gone`] meanwhile.
     pub fn shut(&self, most: Duration) -> Option<Shut<'_>> {
-        self.state.inside.fetch_or(SHUT, SeqCst);
         let shut = Shut(&self.state);
-        let deadline = Instant::now() + most;
-        // Nothing is guarded but the moment between a look and the wait.
-        let mut waiting = self.state.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        while self.state.inside.load(SeqCst) != SHUT {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return None;
-            }
-            waiting = self.state.empty.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        drop(waiting);
-        Some(shut)
+        shut.0.gate.close_within(most).then_some(shut)
     }
 
-    fn enter(&self) -> Result<Pass> {
-        let before = self.state.inside.fetch_add(1, SeqCst);
-        let pass = Pass(Arc::clone(&self.state));
-        if before & SHUT == 0 { Ok(pass) } else { Err(Error::Gone) }
+    fn visit(&self) -> Result<Visit<'_>> {
+        enter(&self.state).map(|()| Visit(&self.state))
+    }
+
+    fn stay(&self) -> Result<Stay> {
+        enter(&self.state).map(|()| Stay(Arc::clone(&self.state)))
     }
 
     fn zones(&self) -> Result<&dyn Zoned> {
@@ -79,48 +72,56 @@ impl Gate {
     }
 }
 
-impl Drop for Pass {
+fn enter(state: &State) -> Result<()> {
+    state.gate.enter(|open| open.map(|()| state.gate.begin())).ok_or(Error::Gone)
+}
+
+impl Drop for Visit<'_> {
     fn drop(&mut self) {
-        if self.0.inside.fetch_sub(1, SeqCst) == SHUT | 1 {
-            drop(self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner));
-            self.0.empty.notify_all();
-        }
+        self.0.gate.end();
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        self.0.gate.end();
     }
 }
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
-        self.0.inside.fetch_and(!SHUT, SeqCst);
+        // Nobody is held up here: who comes meanwhile is told that the device is gone.
+        drop(self.0.gate.open());
     }
 }
 
-impl Device for Gate {
+impl Device for Door {
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let _pass = self.enter()?;
+        let visit = self.visit()?;
         let outcome = self.inner.try_io(request, buffer);
-        self.state.counts.tried(request, &outcome);
+        visit.0.counts.tried(request, &outcome);
         outcome
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let pass = match self.enter() {
-            Ok(pass) => pass,
+        let stay = match self.stay() {
+            Ok(stay) => stay,
             Err(error) => return done.complete(Err(error), buffer),
         };
         let done = Completion::new(move |outcome, buffer| {
-            pass.0.counts.answered(&request, &outcome);
-            drop(pass);
+            stay.0.counts.answered(&request, &outcome);
+            drop(stay);
             done.complete(outcome, buffer);
         });
         self.inner.submit(request, buffer, done);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let _pass = self.enter()?;
+        let _visit = self.visit()?;
         self.inner.extents(offset, len, row)
     }
 
@@ -137,39 +138,39 @@ impl Device for Gate {
     }
 }
 
-impl Zoned for Gate {
+impl Zoned for Door {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.zones()?.report(offset, row)
     }
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        let _pass = self.enter()?;
+        let _visit = self.visit()?;
         self.zones()?.zone_op(op, offset)
     }
 
     fn reset_all(&self) -> Result<()> {
-        let _pass = self.enter()?;
+        let _visit = self.visit()?;
         self.zones()?.reset_all()
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let _pass = self.enter()?;
+        let visit = self.visit()?;
         let outcome = self.zones()?.try_append(offset, data, flags);
         if !matches!(outcome, Ok(None)) {
-            self.state.counts.appended(data.len() as u64, &outcome);
+            visit.0.counts.appended(data.len() as u64, &outcome);
         }
         outcome
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let (pass, zones) = match (self.enter(), self.zones()) {
-            (Ok(pass), Ok(zones)) => (pass, zones),
+        let (stay, zones) = match (self.stay(), self.zones()) {
+            (Ok(stay), Ok(zones)) => (stay, zones),
             (Err(error), _) | (_, Err(error)) => return done(Err(error)),
         };
         let bytes = data.len() as u64;
         let done = Box::new(move |outcome| {
-            pass.0.counts.appended(bytes, &outcome);
-            drop(pass);
+            stay.0.counts.appended(bytes, &outcome);
+            drop(stay);
             done(outcome);
         });
         zones.submit_append(offset, data, flags, done);
@@ -181,13 +182,12 @@ mod tests {
     use std::sync::{Arc, Mutex, PoisonError};
     use std::time::Duration;
 
-    use freestone::device::{
+    use super::Door;
+    use crate::device::{
         Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result,
         Tried,
     };
-    use freestone::null::{Config, Null};
-
-    use super::Gate;
+    use crate::null::{Config, Null};
 
     /// Keeps what is submitted.
     struct Slow(Null, Mutex<Vec<(IoBuf, Completion)>>);
@@ -210,22 +210,22 @@ mod tests {
     #[test]
     fn it_shuts_when_the_last_one_is_out() {
         let slow = Arc::new(Slow(Null::new(Config::plain(1 << 20, 512)).unwrap(), Mutex::default()));
-        let gate = Arc::new(Gate::new(Arc::clone(&slow) as Arc<dyn Device>));
+        let door = Arc::new(Door::new(Arc::clone(&slow) as Arc<dyn Device>));
         let writer = {
-            let gate = Arc::clone(&gate);
-            std::thread::spawn(move || gate.write_at(0, &[1; 512], Flags::empty()))
+            let door = Arc::clone(&door);
+            std::thread::spawn(move || door.write_at(0, &[1; 512], Flags::empty()))
         };
         while slow.1.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
-        assert!(gate.shut(Duration::from_millis(20)).is_none());
+        assert!(door.shut(Duration::from_millis(20)).is_none());
         // It is open again after that.
-        assert_eq!(gate.extents(0, 512, &mut |_| true), Ok(512));
+        assert_eq!(door.extents(0, 512, &mut |_| true), Ok(512));
         let waits = {
-            let gate = Arc::clone(&gate);
+            let door = Arc::clone(&door);
             std::thread::spawn(move || {
-                let shut = gate.shut(Duration::from_secs(60)).expect("the writer ends");
-                assert_eq!(gate.flush(), Err(Error::Gone));
+                let shut = door.shut(Duration::from_secs(60)).expect("the writer ends");
+                assert_eq!(door.flush(), Err(Error::Gone));
                 drop(shut);
             })
         };
@@ -233,11 +233,11 @@ mod tests {
         done.complete(Ok(()), buffer);
         assert_eq!(writer.join().unwrap(), Ok(()));
         waits.join().unwrap();
-        assert_eq!((gate.counts().writes, gate.counts().written_bytes), (1, 512));
+        assert_eq!((door.counts().writes, door.counts().written_bytes), (1, 512));
         // A completion that is dropped is an answer too.
         let writer = {
-            let gate = Arc::clone(&gate);
-            std::thread::spawn(move || gate.flush())
+            let door = Arc::clone(&door);
+            std::thread::spawn(move || door.flush())
         };
         loop {
             let mut held = slow.1.lock().unwrap();
@@ -248,6 +248,6 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(writer.join().unwrap(), Err(Error::Gone));
-        assert!(gate.shut(Duration::ZERO).is_some());
+        assert!(door.shut(Duration::ZERO).is_some());
     }
 }
