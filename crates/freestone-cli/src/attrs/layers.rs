@@ -12,38 +12,10 @@ use crate::build::{condition, place};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, NullData};
 use crate::spec::{
-    NullBacking, NullSpec, SECTOR_BYTES, parse_badblocks, parse_faults, parse_offsets, parse_seed, rules_of,
+    NullBacking, NullSpec, SECTOR_BYTES, ZONE_ATTRS, parse_badblocks, parse_faults, parse_offsets,
+    parse_seed, rules_of,
 };
 
-/// Of a null device.
-pub const NULL_NAMES: [&str; 14] = [
-    "size",
-    "blocksize",
-    "memory_backed",
-    "discard",
-    "cache_size",
-    "fua",
-    "mbps",
-    "completion_nsec",
-    "badblocks",
-    "badblocks_once",
-    "badblocks_partial_io",
-    "max_sectors",
-    "rotational",
-    "readonly",
-];
-const ZONE_NAMES: [&str; 10] = [
-    "zoned",
-    "zone_size",
-    "zone_capacity",
-    "zone_nr_conv",
-    "zone_max_open",
-    "zone_max_active",
-    "zone_append_max_sectors",
-    "zone_full",
-    "zone_readonly",
-    "zone_offline",
-];
 const FAULT_NAMES: [&str; 2] = ["faults", "seed"];
 const POWER_NAMES: [&str; 3] = ["power_cut", "record", "unflushed"];
 
@@ -51,7 +23,7 @@ const POWER_NAMES: [&str; 3] = ["power_cut", "record", "unflushed"];
 pub fn names(entry: &Entry) -> Vec<&'static str> {
     let mut names = Vec::new();
     if entry.layers.zones.is_some() {
-        names.extend(ZONE_NAMES);
+        names.extend(ZONE_ATTRS);
     }
     if entry.layers.faults.is_some() {
         names.extend(FAULT_NAMES);
@@ -231,7 +203,7 @@ impl Changes {
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
                 // Not for kinds that cannot have any.
-                if layers.gate.is_none() && entry.is_read_only() {
+                if layers.door.is_none() && entry.is_read_only() {
                     return Ok(false);
                 }
                 let why =

@@ -19,7 +19,7 @@ use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
 use crate::registry::Registry;
 use crate::service::fault;
-use crate::spec::{KindSpec, parse_limit};
+use crate::spec::{KindSpec, NULL_KEYS, parse_limit};
 
 const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
 /// The last three are of the forks' family.
@@ -34,7 +34,7 @@ pub fn names(entry: &Entry) -> Vec<&'static str> {
         Kind::Snapshot(_) => &over::SNAPSHOT_NAMES,
         Kind::Cow(_) => &over::COW_NAMES,
         Kind::Template(_) => &over::TEMPLATE_NAMES,
-        Kind::Null(_) => &layers::NULL_NAMES,
+        Kind::Null(_) => &NULL_KEYS,
         Kind::File(_, None) => &BASE_ATTRS,
         Kind::File(..) => &FILE_ATTRS,
         Kind::Qcow2 => &QCOW2_ATTRS,

@@ -4,12 +4,14 @@ use std::path::PathBuf;
 
 use freestone::faults::Rules;
 
-use super::{Keys, parse_bool, parse_path};
+use super::{Keys, joined, parse_bool, parse_path};
 use crate::entries::SpecError;
 use crate::size::{self, SizeError, exact};
 
 /// The keys of zones.
-pub const ZONE_KEYS: [&str; 11] = [
+pub const ZONE_KEYS: [&str; 11] = joined(&ZONE_ATTRS, &["zone_state"], &[]);
+/// Those that are attributes of every zoned device.
+pub const ZONE_ATTRS: [&str; 10] = [
     "zoned",
     "zone_size",
     "zone_capacity",
@@ -20,7 +22,6 @@ pub const ZONE_KEYS: [&str; 11] = [
     "zone_full",
     "zone_readonly",
     "zone_offline",
-    "zone_state",
 ];
 /// The keys of faults and of the loss of power.
 pub const FAULT_KEYS: [&str; 4] = ["faults", "seed", "power_cut", "record"];

@@ -19,9 +19,10 @@ use freestone::ram::DISKSIZE_BYTES_MAX;
 
 pub use self::family::{FamilySpec, KEYS as FAMILY_KEYS, parse_batch, parse_units};
 pub use self::layers::{
-    LayerSpec, SECTOR_BYTES, ZoneSpec, parse_faults, parse_offset, parse_offsets, parse_seed, rules_of,
+    LayerSpec, SECTOR_BYTES, ZONE_ATTRS, ZoneSpec, parse_faults, parse_offset, parse_offsets, parse_seed,
+    rules_of,
 };
-pub use self::null::{NullBacking, NullSpec, parse_badblocks};
+pub use self::null::{NULL_KEYS, NullBacking, NullSpec, parse_badblocks};
 pub use self::over::{CowPlace, CowSpec, ForkSpec, SnapshotSpec, TemplateSpec};
 use crate::entries::{Entries, SpecError, nearest};
 use crate::size::{self, SizeError};

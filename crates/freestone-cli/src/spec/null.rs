@@ -8,7 +8,8 @@ use super::layers::{FAULT_KEYS, SECTOR_BYTES, ZONE_KEYS, parse_sectors};
 use super::{FamilySpec, Keys, joined, parse_blocksize, parse_bool, parse_length};
 use crate::entries::SpecError;
 
-const OWN_KEYS: [&str; 16] = [
+/// Keys that are attributes of every null device.
+pub const NULL_KEYS: [&str; 14] = [
     "size",
     "blocksize",
     "memory_backed",
@@ -23,9 +24,8 @@ const OWN_KEYS: [&str; 16] = [
     "max_sectors",
     "rotational",
     "readonly",
-    "comp_algorithm",
-    "algorithm_params",
 ];
+const OWN_KEYS: [&str; 16] = joined(&NULL_KEYS, &["comp_algorithm", "algorithm_params"], &[]);
 const OTHER_KEYS: [&str; 17] =
     joined(&["mem_limit"], &ZONE_KEYS, &["faults", "seed", "power_cut", "record", "publish"]);
 const KEYS: [&str; 33] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);

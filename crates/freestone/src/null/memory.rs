@@ -6,8 +6,7 @@
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
 use crate::device::{
-    Buffer, Completion, Counted, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, OpCounts,
-    Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use crate::pin::{self, Swap};
 use crate::slot::MAX_SLOTS;
@@ -29,7 +28,6 @@ const EXTENT_LEAVES: u32 = 64;
 pub struct Memory {
     geometry: Geometry,
     pages: Swap<Pages>,
-    counts: OpCounts,
 }
 
 impl Memory {
@@ -40,17 +38,12 @@ impl Memory {
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         let geometry = config.geometry(MEMORY_BYTES_MAX)?;
         let pages = Pages::new().map_err(|_| SetupError::NoMemory)?;
-        Ok(Self { geometry, pages: Swap::new(Box::new(pages)), counts: OpCounts::default() })
+        Ok(Self { geometry, pages: Swap::new(Box::new(pages)) })
     }
 
     /// Bytes of memory that it takes, tables and kept memory included.
     pub fn used_bytes(&self) -> u64 {
         pin::pinned(|pin| self.pages.load(pin).used_bytes())
-    }
-
-    /// What was asked of it so far; a reset changes nothing here.
-    pub fn counts(&self) -> Counted {
-        self.counts.snapshot()
     }
 
     /// Wipes it. Nobody is held up: requests in flight finish on the old content, whose memory is free when this returns.
@@ -63,7 +56,22 @@ impl Memory {
         Ok(())
     }
 
-    fn run(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    /// What one try does of `len` bytes.
+    fn bounded(&self, len: u64) -> u64 {
+        match self.geometry.max_request {
+            0 => len,
+            most => len.min(u64::from(most)),
+        }
+    }
+}
+
+impl Device for Memory {
+    #[inline]
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         request.check(&self.geometry)?;
         let &Request { op, flags, offset, .. } = request;
         let len = self.bounded(request.len);
@@ -93,27 +101,6 @@ impl Memory {
             (Op::Flush, _) => 0,
         };
         Ok(if done == request.len { Tried::Done } else { Tried::Partly(done) })
-    }
-
-    /// What one try does of `len` bytes.
-    fn bounded(&self, len: u64) -> u64 {
-        match self.geometry.max_request {
-            0 => len,
-            most => len.min(u64::from(most)),
-        }
-    }
-}
-
-impl Device for Memory {
-    #[inline]
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let outcome = self.run(request, buffer);
-        self.counts.tried(request, &outcome);
-        outcome
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {

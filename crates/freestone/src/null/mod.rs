@@ -22,8 +22,7 @@ pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
 pub use self::memory::{MEMORY_BYTES_MAX, Memory};
 pub use self::pace::{COMPLETION_MAX, MBPS_MAX, PaceConfig, Paced};
 use crate::device::{
-    Buffer, Completion, Counted, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, OpCounts,
-    Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 
 /// Largest size in bytes: what a signed 64-bit file offset can address, which clients use.
@@ -114,7 +113,6 @@ pub enum SetupError {
 /// Forgets what is written and answers everything inline.
 pub struct Null {
     geometry: Geometry,
-    counts: OpCounts,
 }
 
 impl Null {
@@ -123,16 +121,18 @@ impl Null {
     /// # Errors
     /// The configuration.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
-        Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)?, counts: OpCounts::default() })
+        Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
     }
+}
 
-    /// What was asked of it so far.
-    pub fn counts(&self) -> Counted {
-        self.counts.snapshot()
+impl Device for Null {
+    #[inline]
+    fn geometry(&self) -> Geometry {
+        self.geometry
     }
 
     #[inline]
-    fn run(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         request.check(&self.geometry)?;
         let most = u64::from(self.geometry.max_request);
         let (bytes, tried) = if most != 0 && request.len > most {
@@ -147,27 +147,12 @@ impl Null {
         }
         Ok(tried)
     }
-}
-
-impl Device for Null {
-    #[inline]
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    #[inline]
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let outcome = self.run(request, buffer);
-        self.counts.tried(request, &outcome);
-        outcome
-    }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
         let outcome = request.check(&self.geometry);
         if outcome.is_ok() && request.op == Op::Read && !request.flags.contains(Flags::UNREAD) {
             buffer.fill(0);
         }
-        self.counts.answered(&request, &outcome);
         done.complete(outcome, buffer);
     }
 
