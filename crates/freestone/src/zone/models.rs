@@ -87,20 +87,7 @@ fn append_slowly(table: &Table, zone: u32) -> Result<(), Error> {
 }
 
 fn change(table: &Table, zone: u32, change: Change) -> Result<(), Error> {
-    loop {
-        let guard = table.lock(zone);
-        match table.enter(zone, guard.word(), change) {
-            Step::Go(after) => {
-                guard.publish(after);
-                return Ok(());
-            }
-            Step::Refused(error) => return Err(error),
-            Step::Held(other) => {
-                drop(guard);
-                table.wait_for(other);
-            }
-        }
-    }
+    table.change(zone, change, |_| Ok(()))
 }
 
 /// What the resources say is what the zones are, and within the limits.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::counts::{CLOSES, FINISHES, OPENS, RESETS};
 use super::durable::Mark;
+use super::lock::Guard;
 use super::queue::{Job, Turn};
 use super::states::{Change, Step};
 use super::{Inner, ZoneCondition};
@@ -61,10 +62,7 @@ impl Inner {
             let guard = self.table.lock(zone);
             let word = guard.word();
             if word.is_busy() && !owned {
-                let turn = Arc::new(Turn::default());
-                self.queues.push(zone, Job::Thread(Arc::clone(&turn)));
-                drop(guard);
-                turn.wait();
+                self.wait_for_turn(zone, guard);
                 owned = true;
                 continue;
             }
@@ -93,8 +91,9 @@ impl Inner {
         }
         self.own(zone);
         let outcome = self.zero_tail(zone);
-        let outcome =
-            outcome.and_then(|()| self.change_owned(zone, Change::Finish)).and_then(|()| self.sync());
+        let outcome = outcome
+            .and_then(|()| self.table.change(zone, Change::Finish, |_| Ok(())))
+            .and_then(|()| self.sync());
         self.disown(zone);
         outcome
     }
@@ -111,23 +110,6 @@ impl Inner {
         self.zero_range(layout.start(zone) + from, layout.len(zone) - from)
     }
 
-    fn change_owned(&self, zone: u32, change: Change) -> Result<()> {
-        loop {
-            let guard = self.table.lock(zone);
-            match self.table.enter(zone, guard.word(), change) {
-                Step::Go(after) => {
-                    guard.publish(after);
-                    return Ok(());
-                }
-                Step::Refused(error) => return Err(error),
-                Step::Held(other) => {
-                    drop(guard);
-                    self.table.wait_for(other);
-                }
-            }
-        }
-    }
-
     /// Waits until the zone is the caller's own. Holds nothing else that others wait for: no lock, and no other zone with a smaller
     /// number than one it waits for.
     pub fn own(&self, zone: u32) {
@@ -136,6 +118,11 @@ impl Inner {
         if !word.is_busy() {
             return guard.publish(word.with_busy(true));
         }
+        self.wait_for_turn(zone, guard);
+    }
+
+    /// Waits for a zone that is somebody's; then it is the caller's.
+    fn wait_for_turn(&self, zone: u32, guard: Guard<'_>) {
         let turn = Arc::new(Turn::default());
         self.queues.push(zone, Job::Thread(Arc::clone(&turn)));
         drop(guard);

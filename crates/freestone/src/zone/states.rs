@@ -211,6 +211,26 @@ impl Table {
         self.settle(zone, word, Empty).with_pointer(0).next_generation()
     }
 
+    /// Changes a zone once nothing is in the way. What `look` makes of the word before is returned, unless it refuses.
+    pub fn change<R>(&self, zone: u32, change: Change, look: impl Fn(Word) -> Result<R>) -> Result<R> {
+        loop {
+            let guard = self.lock(zone);
+            let before = guard.word();
+            let seen = look(before)?;
+            match self.enter(zone, before, change) {
+                Step::Go(after) => {
+                    guard.publish(after);
+                    return Ok(seen);
+                }
+                Step::Refused(error) => return Err(error),
+                Step::Held(other) => {
+                    drop(guard);
+                    self.wait_for(other);
+                }
+            }
+        }
+    }
+
     /// Takes what an empty or closed zone needs to be opened: the check of the resources.
     fn acquire(&self, zone: u32, from: Word, to: Word) -> Step {
         let Some(resources) = &self.resources else { return Step::Go(to) };

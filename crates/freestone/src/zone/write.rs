@@ -158,22 +158,10 @@ impl Inner {
 
     /// Opens the zone of a write whose own it is. Where it goes, and whether the zone was empty.
     fn open(&self, zone: u32, place: Place, len: u64) -> Result<(u64, bool)> {
-        loop {
-            let guard = self.table.lock(zone);
-            let before = guard.word();
+        self.table.change(zone, Change::Write, |before| {
             let at = self.table.position(zone, before, place, len)?;
-            match self.table.enter(zone, before, Change::Write) {
-                Step::Go(opened) => {
-                    guard.publish(opened);
-                    return Ok((at, before.condition() == super::ZoneCondition::Empty));
-                }
-                Step::Refused(error) => return Err(error),
-                Step::Held(other) => {
-                    drop(guard);
-                    self.table.wait_for(other);
-                }
-            }
-        }
+            Ok((at, before.condition() == super::ZoneCondition::Empty))
+        })
     }
 
     /// The device below has answered.
