@@ -2,7 +2,7 @@
 //! program, built from two commits, tell what the difference between them costs.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -100,22 +100,36 @@ fn name(value: &impl ValueEnum) -> String {
 
 fn per_request(program: &Path, request: What, content: Content, disk: Disk) -> Result<f64> {
     let [few, many] = COUNTS;
-    let collected = |count: u64| {
-        let mut command = Command::new("valgrind");
-        command
-            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-            .arg(program)
-            .args([LOOP, &name(&request), &name(&content), &count.to_string()])
-            .args(disk.word())
-            .stdin(Stdio::null());
-        let output =
-            command.output().context("valgrind could not be started; the package is called valgrind")?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{} under valgrind failed: {told}", program.display());
-        parse(&told).with_context(|| format!("callgrind gave no count: {told}"))
+    let counted = |count: u64| {
+        let mut command = self::command(program, &[]);
+        command.args([LOOP, &name(&request), &name(&content), &count.to_string()]).args(disk.word());
+        collected(&mut command)
     };
-    let (few_count, many_count) = (collected(few)?, collected(many)?);
+    let (few_count, many_count) = (counted(few)?, counted(many)?);
     Ok(many_count.saturating_sub(few_count) as f64 / (many - few) as f64)
+}
+
+/// What is told where valgrind cannot be started.
+pub const MISSING: &str = "valgrind could not be started; the package is called valgrind";
+
+/// A command that runs `program` under callgrind with `options`; the program's own arguments are to be added.
+pub fn command(program: &Path, options: &[&str]) -> Command {
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]).args(options);
+    command.arg(program).stdin(Stdio::null());
+    command
+}
+
+/// Instructions that the command took from start to end.
+pub fn collected(command: &mut Command) -> Result<u64> {
+    count_in(&command.output().context(MISSING)?)
+}
+
+/// What callgrind said at the end of a command.
+pub fn count_in(output: &Output) -> Result<u64> {
+    let told = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "a program under valgrind failed: {told}");
+    parse(&told).with_context(|| format!("callgrind gave no count: {told}"))
 }
 
 /// `==17== Collected : 123456`.

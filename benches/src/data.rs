@@ -83,6 +83,20 @@ impl Data {
         Ok(all)
     }
 
+    /// Writes all pages to a file, from its beginning on.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let context = || format!("{}", path.display());
+        let mut file = File::options().write(true).open(path).with_context(context)?;
+        let mut buffer = IoBuf::zeroed(COPY_BYTES)?;
+        let step = COPY_BYTES / PAGE_BYTES;
+        for first in (0..self.pages).step_by(step) {
+            let part = &mut buffer[..(self.pages - first).min(step as u64) as usize * PAGE_BYTES];
+            self.read(first, part)?;
+            file.write_all(part).with_context(context)?;
+        }
+        file.sync_all().with_context(context)
+    }
+
     /// Bytes of all pages.
     pub fn bytes(&self) -> u64 {
         self.pages * PAGE_BYTES as u64

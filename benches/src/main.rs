@@ -6,8 +6,11 @@
 mod bare;
 mod callgrind;
 mod codec;
+mod compare;
 mod data;
+mod fio_nbd;
 mod forks;
+mod gate;
 mod instructions;
 mod machine;
 mod measure;
@@ -15,6 +18,8 @@ mod memory;
 mod options;
 mod process;
 mod report;
+mod reproduce;
+mod served;
 mod setup;
 mod threads;
 mod writeback;
@@ -57,8 +62,13 @@ enum Bench {
     /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and nbdkit, 64 busy forks and a quiet
     /// one, a thousand forks. Needs fio with its nbd engine, qemu-utils and nbdkit.
     Forks(forks::Args),
+    /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs fio with its nbd engine and nbdcopy;
+    /// Debian 13's peers are unpacked at the first use.
+    Compare(compare::Args),
     /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone beside one a device.
     Zones(zones::Args),
+    /// The sources' five experiments: their published figures beside ours, with JSON, charts and words.
+    Reproduce(reproduce::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs valgrind.
     Instructions(callgrind::Args),
     /// The loop that `instructions` counts.
@@ -73,6 +83,14 @@ enum Bench {
         #[arg(long, conflicts_with = "backed")]
         fork: bool,
     },
+    /// Instructions of the hot paths against the committed baseline; fails where one rose. Needs valgrind.
+    Gate(gate::Args),
+    /// The loop that `gate` counts.
+    #[command(hide = true)]
+    GateLoop(gate::Loop),
+    /// The NBD server that `gate` counts.
+    #[command(hide = true)]
+    GateServer(gate::ServerArgs),
     /// The NBD server that `forks` measures.
     #[command(hide = true)]
     NbdServer(forks::ServerArgs),
@@ -88,9 +106,14 @@ impl Bench {
             Self::All => "all",
             Self::Writeback(_) => "writeback",
             Self::Forks(_) => "forks",
+            Self::Compare(_) => "compare",
             Self::Zones(_) => "zones",
+            Self::Reproduce(_) => "reproduce",
             Self::Instructions(_) => "instructions",
             Self::InstructionsLoop { .. } => "instructions-loop",
+            Self::Gate(_) => "gate",
+            Self::GateLoop(_) => "gate-loop",
+            Self::GateServer(_) => "gate-server",
             Self::NbdServer(_) => "nbd-server",
         }
     }
@@ -111,7 +134,12 @@ impl Bench {
             }
             Self::Writeback(args) => writeback::run(args, options)?,
             Self::Forks(args) => forks::run(args, options)?,
+            Self::Compare(args) => compare::run(args, options)?,
             Self::Zones(args) => zones::run(args, options)?,
+            Self::Reproduce(args) => {
+                reproduce::run(args, options)?;
+                return Ok(None);
+            }
             Self::Instructions(args) => callgrind::run(args)?,
             Self::InstructionsLoop { what, backed, fork } => {
                 let ram = match (backed, fork) {
@@ -120,6 +148,15 @@ impl Bench {
                     _ => setup::new_ram,
                 }(instructions::DISK_BYTES)?;
                 instructions::run(&ram, *what)?;
+                return Ok(None);
+            }
+            Self::Gate(args) => gate::run(args)?,
+            Self::GateLoop(what) => {
+                what.run()?;
+                return Ok(None);
+            }
+            Self::GateServer(args) => {
+                gate::serve(args)?;
                 return Ok(None);
             }
             Self::NbdServer(args) => {

@@ -13,6 +13,8 @@ use crate::measure::Summary;
 
 /// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not given.
 const SPREAD_MAX: f64 = 0.25;
+/// One measurement alone is level with a peer's within so much.
+const ONE_ROOM: f64 = 0.02;
 /// Fewer measurements have no spread that means anything.
 const STEADY_COUNT_MIN: usize = 3;
 
@@ -51,6 +53,21 @@ pub struct Row {
     pub met: Option<bool>,
     /// The spread is too wide: there is no median then, and no judgement.
     pub refused: bool,
+    /// How ours does beside a peer, where that is the question.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verdict: Option<Verdict>,
+}
+
+/// Ours beside a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Better: the quartiles say so too.
+    Ahead,
+    /// The quartiles lie on both sides.
+    Level,
+    /// Worse: the quartiles say so too.
+    Behind,
 }
 
 /// What a number counts.
@@ -87,6 +104,12 @@ pub enum Target {
     Within(f64, f64),
 }
 
+/// Whether the numbers are close enough together for their median to be given.
+pub fn is_steady(value: &Summary) -> bool {
+    let Summary { median, quartile1, quartile3, count, .. } = *value;
+    count >= STEADY_COUNT_MIN && quartile3 - quartile1 <= SPREAD_MAX * median.abs()
+}
+
 impl Target {
     fn met(self, value: f64) -> bool {
         match self {
@@ -108,7 +131,28 @@ impl Target {
 impl Row {
     /// A row without a target.
     pub fn new(what: impl Into<String>, unit: Unit, value: Summary) -> Self {
-        Self { what: what.into(), unit, value, parts: Vec::new(), target: None, met: None, refused: false }
+        let what = what.into();
+        Self { what, unit, value, parts: Vec::new(), target: None, met: None, refused: false, verdict: None }
+    }
+
+    /// What could not be measured: no number, no judgement. The table says so; the notes say why.
+    pub fn absent(what: impl Into<String>, unit: Unit) -> Self {
+        let nothing = Summary { count: 0, ..Summary::one(f64::NAN) };
+        Self { refused: true, ..Self::new(what, unit, nothing) }
+    }
+
+    /// The same row of ours over a peer's, judged: more than 1 is ahead, or less is.
+    #[must_use]
+    pub fn judged(mut self, more_is_ahead: bool) -> Self {
+        let Summary { quartile1, quartile3, count, .. } = self.value;
+        let room = if count == 1 { ONE_ROOM } else { 0.0 };
+        self.verdict = Some(match (quartile1 > 1.0 + room, quartile3 < 1.0 - room) {
+            (true, _) if more_is_ahead => Verdict::Ahead,
+            (_, true) if !more_is_ahead => Verdict::Ahead,
+            (false, false) => Verdict::Level,
+            _ => Verdict::Behind,
+        });
+        self
     }
 
     /// The same row with a target for its median.
@@ -122,13 +166,22 @@ impl Row {
     /// The same row, without a median and without a judgement where the numbers are too far apart to give one. Comes last.
     #[must_use]
     pub fn steady(mut self) -> Self {
-        let Summary { median, quartile1, quartile3, count, .. } = self.value;
-        let close = quartile3 - quartile1 <= SPREAD_MAX * median.abs();
-        if count < STEADY_COUNT_MIN || !close {
-            (self.refused, self.target, self.met) = (true, None, None);
+        if !is_steady(&self.value) {
+            (self.refused, self.target, self.met, self.verdict) = (true, None, None, None);
             self.value.median = f64::NAN;
         }
         self
+    }
+
+    /// In words; empty where there is none.
+    fn judgement(&self) -> String {
+        let met = self.met.map(|met| if met { "met" } else { "MISSED" });
+        let verdict = self.verdict.map(|verdict| match verdict {
+            Verdict::Ahead => "ahead",
+            Verdict::Level => "level",
+            Verdict::Behind => "behind",
+        });
+        met.into_iter().chain(verdict).collect::<Vec<_>>().join(", ")
     }
 
     /// The same row with one of the numbers that it came from.
@@ -180,12 +233,16 @@ impl Report {
             }
             table.add_row([
                 row.what.clone(),
-                if row.refused { "too wide a spread".into() } else { unit.text(value.median) },
+                match (row.refused, value.count) {
+                    (true, 0) => "absent".into(),
+                    (true, _) => "too wide a spread".into(),
+                    (false, _) => unit.text(value.median),
+                },
                 pair(value.quartile1, value.quartile3, " - "),
                 pair(value.min, value.max, " .. "),
                 if spread { value.count.to_string() } else { String::new() },
                 row.target.map(Target::text).unwrap_or_default(),
-                row.met.map_or("", |met| if met { "met" } else { "MISSED" }).into(),
+                row.judgement(),
                 parts,
             ]);
         }
@@ -253,5 +310,22 @@ mod tests {
             assert!(row.refused && row.met.is_none() && row.value.median.is_nan());
             assert!(serde_json::to_value(&row).unwrap()["median"].is_null());
         }
+    }
+
+    #[test]
+    fn a_peer_is_judged_by_the_quartiles_and_not_where_the_ratio_is_not_sure() {
+        let verdict = |numbers: &[f64], more| {
+            Row::new("x", Unit::Ratio, Summary::of(numbers.iter().copied())).judged(more).steady().verdict
+        };
+        assert_eq!(verdict(&[1.1, 1.2, 1.15], true), Some(Verdict::Ahead));
+        assert_eq!(verdict(&[1.1, 1.2, 1.15], false), Some(Verdict::Behind));
+        assert_eq!(verdict(&[0.9, 0.8, 0.85], true), Some(Verdict::Behind));
+        assert_eq!(verdict(&[0.9, 0.8, 0.85], false), Some(Verdict::Ahead));
+        assert_eq!(verdict(&[0.9, 0.95, 1.1], true), Some(Verdict::Level));
+        assert_eq!(verdict(&[0.1, 0.8, 3.0], true), None);
+        let once = |number| Row::new("x", Unit::Ratio, Summary::one(number)).judged(false).verdict;
+        assert_eq!((once(1.01), once(1.03)), (Some(Verdict::Level), Some(Verdict::Behind)));
+        let absent = serde_json::to_value(Row::absent("x", Unit::Ratio)).unwrap();
+        assert!(absent["median"].is_null() && absent["refused"] == true && absent["count"] == 0, "{absent}");
     }
 }

@@ -92,7 +92,7 @@ fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Resul
     let (large, large_contents) = (Order::new(5, 0, units), Order::new(6, 0, units));
 
     let slices = options.slices();
-    let mut rows = Vec::new();
+    let mut rows = vec![memory(setup, device)?];
     let small_write = if set == Set::Fio { 2.0 } else { 1.2 };
     for (bytes, order, contents, name, goals) in [
         (PAGE_BYTES, slots, contents, "4 KiB", (1.6, small_write)),
@@ -123,7 +123,8 @@ fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Resul
         algorithm: "lz4 on both sides",
         notes: vec![
             setup.census_note(),
-            "Ratios are speeds: over 1 is faster than the kernel. One synchronous loop, pinned to one CPU: pread and pwrite \
+            "Ratios are speeds: over 1 is faster than the kernel; less memory is better. Memory is all that either takes: pool, table, \
+             handles, and here back-references and streams too. One synchronous loop, pinned to one CPU: pread and pwrite \
              with O_DIRECT on the kernel's device, read_at and write_at of the library here. The kernel's side includes its \
              system calls and block layer: that is what a program pays there."
                 .into(),
@@ -134,13 +135,25 @@ fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Resul
     Ok(report)
 }
 
+/// What both take for the same pages, right after they were rewritten.
+fn memory(setup: &Setup, device: &ZramDevice) -> Result<Row> {
+    let (stat, memory) = (setup.ram.mm_stat(), setup.ram.memory());
+    let beside = memory.leaves_bytes + memory.backrefs_bytes + memory.metadata_bytes + memory.streams_bytes;
+    let ours = (stat.mem_used_total + beside) as f64 / setup.data.bytes() as f64;
+    let kernel = device.stat()?.memory(setup.data.pages) as f64 / setup.data.bytes() as f64;
+    let row = Row::new("memory a stored byte / zram", Unit::Ratio, Summary::one(ours / kernel)).judged(false);
+    Ok(row.part("ours", ours).part("zram", kernel))
+}
+
 fn compare(what: &str, times: &[Times], target: f64) -> Vec<Row> {
     let [ours, kernel] = times else { return Vec::new() };
     vec![
         Row::new(format!("{what} / zram"), Unit::Ratio, Summary::ratio(&kernel.wall, &ours.wall))
             .target(Target::AtLeast(target))
+            .judged(true)
             .part("ns", ours.median())
             .part("zram ns", kernel.median()),
-        Row::new(format!("{what} / zram, CPU time"), Unit::Ratio, Summary::ratio(&kernel.cpu, &ours.cpu)),
+        Row::new(format!("{what} / zram, CPU time"), Unit::Ratio, Summary::ratio(&kernel.cpu, &ours.cpu))
+            .judged(true),
     ]
 }

@@ -92,8 +92,13 @@ impl ZramDevice {
 impl KernelStat {
     /// Pool, slots (16 bytes each) and handles (8 bytes an object) over compressed bytes, for `pages` slots.
     pub fn overhead(&self, pages: u64) -> f64 {
+        self.memory(pages) as f64 / self.compr_data_size as f64
+    }
+
+    /// Bytes of memory for `pages` slots: pool, slots and handles.
+    pub fn memory(&self, pages: u64) -> u64 {
         let objects = (self.orig_data_size / PAGE_BYTES as u64).saturating_sub(self.same_pages);
-        (self.mem_used_total + 16 * pages + 8 * objects) as f64 / self.compr_data_size as f64
+        self.mem_used_total + 16 * pages + 8 * objects
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use freestone::PAGE_BYTES;
-use freestone::cow::{Config, Origin, Snapshot};
+use freestone::cow::{Config, Origin, Snapshot, StoreKind};
 use freestone::device::{Device, IoBuf};
 use freestone::null::{self, Null};
 
@@ -16,17 +16,17 @@ use crate::report::{Report, Target};
 /// Size of the origin where `--size` does not say.
 const BYTES: u64 = 256 << 20;
 /// The source's chunks.
-const CHUNK_BYTES: u64 = 4096;
+pub const CHUNK_BYTES: u64 = 4096;
 
 /// Which device the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Which {
+pub enum Which {
     Origin,
     Snapshot,
 }
 
 /// A variant, and what it holds for the present slice.
-struct Devices {
+pub struct Devices {
     name: &'static str,
     which: Which,
     config: Config,
@@ -35,6 +35,21 @@ struct Devices {
     apart: bool,
     locks: Option<Kind>,
     now: Vec<(Origin, Snapshot)>,
+}
+
+impl Devices {
+    /// Devices of `bytes`; nothing is there before [`Variant::fresh`]. Without `locks` the engine's own are all there are.
+    pub fn new(
+        name: &'static str,
+        which: Which,
+        store: StoreKind,
+        bytes: u64,
+        apart: bool,
+        locks: Option<Kind>,
+    ) -> Self {
+        let config = Config { kind: store, chunk_bytes: Some(CHUNK_BYTES), force: true, ..Config::default() };
+        Self { name, which, config, bytes, apart, locks, now: Vec::new() }
+    }
 }
 
 impl Variant for Devices {
@@ -84,11 +99,9 @@ pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
 fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     let mut pages = IoBuf::zeroed(bench.options.bytes(BYTES) as usize)?;
     pages.fill(0x5A);
-    let config =
-        Config { kind: bench.args.store, chunk_bytes: Some(CHUNK_BYTES), force: true, ..Config::default() };
+    let store = bench.args.store;
     let variant = |name, apart, locks| -> Box<dyn Variant> {
-        let bytes = pages.len() as u64;
-        Box::new(Devices { name, which, config, bytes, apart, locks, now: Vec::new() })
+        Box::new(Devices::new(name, which, store, pages.len() as u64, apart, locks))
     };
     let mut variants = vec![
         variant("a lock a chunk", false, None),
@@ -96,7 +109,7 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         variant("one lock", false, Some(Kind::One)),
         variant("locks by bucket", false, Some(Kind::Buckets)),
     ];
-    let speeds = tables::run(bench, &mut variants, &pages)?;
+    let speeds = tables::run(bench.rounds(tables::ROUNDS), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);
     rows.extend(tables::ratios("a lock a chunk / one lock", &speeds, [0, 2], None));
     rows.extend(tables::ratios("a lock a chunk / locks by bucket", &speeds, [0, 3], None));
@@ -108,7 +121,7 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     };
     Ok(Report {
         name,
-        data: format!("null devices, store {}, chunks of {CHUNK_BYTES} bytes", config.kind),
+        data: format!("null devices, store {store}, chunks of {CHUNK_BYTES} bytes"),
         data_bytes: pages.len() as u64,
         algorithm: "none",
         notes: vec![

@@ -6,7 +6,9 @@
 //! engine's own work on the caller's thread (the look at the table, the change of it, places, queues), and no copying of data.
 
 use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
 
 use freestone::PAGE_BYTES;
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
@@ -17,10 +19,12 @@ const COMPLETE_BUCKETS: usize = 262_144;
 const PENDING_BUCKETS: usize = COMPLETE_BUCKETS / 8;
 
 /// How the table is locked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub enum Kind {
     /// One lock, which everybody takes exclusively.
     One,
+    /// The same; what it is held for is counted.
+    Timed(&'static Profile),
     /// One lock that is shared, and under it the bucket of complete exceptions, then that of pending ones.
     Buckets,
 }
@@ -35,6 +39,36 @@ pub struct Locks {
     pending: Box<[Mutex<()>]>,
 }
 
+/// How long a lock was held, and how often.
+#[derive(Debug, Default)]
+pub struct Profile {
+    /// Nanoseconds, with one reading of the clock each time.
+    held: AtomicU64,
+    visits: AtomicU64,
+}
+
+impl Profile {
+    /// Until now. One reading of the clock is in each visit.
+    pub fn held(&self) -> (Duration, u64) {
+        let nanos = self.held.load(Ordering::SeqCst);
+        (Duration::from_nanos(nanos), self.visits.load(Ordering::SeqCst))
+    }
+}
+
+/// Counts, when it is dropped, how long it lived.
+struct Timer {
+    profile: &'static Profile,
+    since: Instant,
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        let held = self.since.elapsed().as_nanos() as u64;
+        self.profile.held.fetch_add(held, Ordering::SeqCst);
+        self.profile.visits.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
 /// What a thread needs to take the same locks again.
 #[derive(Clone, Copy)]
 struct Place {
@@ -46,6 +80,10 @@ struct Place {
 /// Locks that are held; dropped from the inner to the outer one.
 enum Guards {
     One {
+        _one: MutexGuard<'static, ()>,
+    },
+    Timed {
+        _timer: Timer,
         _one: MutexGuard<'static, ()>,
     },
     Buckets {
@@ -77,6 +115,10 @@ impl Place {
         let lock = |mutex: &'static Mutex<()>| mutex.lock().unwrap_or_else(PoisonError::into_inner);
         let guards = match self.kind {
             Kind::One => Guards::One { _one: lock(&self.locks.one) },
+            Kind::Timed(profile) => {
+                let one = lock(&self.locks.one);
+                Guards::Timed { _timer: Timer { profile, since: Instant::now() }, _one: one }
+            }
             Kind::Buckets => {
                 let shared = self.locks.shared.read().unwrap_or_else(PoisonError::into_inner);
                 let complete = lock(&self.locks.complete[self.chunk as usize % COMPLETE_BUCKETS]);
@@ -210,6 +252,18 @@ mod tests {
             assert!(locked.locks.one.try_lock().is_ok(), "it is let go afterwards");
             assert!(HELD.with_borrow(Option::is_none));
         }
+    }
+
+    #[test]
+    fn the_time_under_the_lock_is_counted_without_what_lies_below() {
+        let null = Null::new(null::Config::plain(1 << 20, 4096)).unwrap();
+        let profile: &'static Profile = Box::leak(Box::default());
+        let locked = Locked::new(Arc::new(Outside(null)), Kind::Timed(profile));
+        locked.write_at(4096, &[1; PAGE_BYTES], Flags::empty()).unwrap();
+        // Before and after the access below.
+        let (held, visits) = profile.held();
+        assert!(visits == 2 && held > Duration::ZERO, "{visits} {held:?}");
+        assert!(locked.locks.one.try_lock().is_ok());
     }
 
     #[test]

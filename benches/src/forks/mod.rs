@@ -2,14 +2,14 @@
 //! what others have, many busy forks beside a quiet one, and a thousand forks of one base.
 
 mod costs;
-mod cow_tables;
+pub mod cow_tables;
 mod density;
-mod locks;
+pub mod locks;
 mod many;
 mod nbd;
 mod ram_tables;
 mod server;
-mod tables;
+pub mod tables;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

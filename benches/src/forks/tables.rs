@@ -8,7 +8,6 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, Flags};
 use hdrhistogram::Histogram;
 
-use super::Bench;
 use crate::bare::page_at;
 use crate::data::Random;
 use crate::machine;
@@ -59,13 +58,13 @@ pub fn histogram() -> Result<Histogram<u64>> {
 
 /// Runs all variants in turn, for every number of workers; the speeds by number of workers, then by variant, then by round.
 pub fn run(
-    bench: &Bench,
+    rounds: u32,
     variants: &mut [Box<dyn Variant + '_>],
     pages: &[u8],
 ) -> Result<Vec<Vec<Vec<Speed>>>> {
     let mut speeds: Vec<Vec<Vec<Speed>>> =
         WORKERS.map(|_| variants.iter().map(|_| Vec::new()).collect()).into();
-    for round in 0..bench.rounds(ROUNDS) {
+    for round in 0..rounds {
         for (workers, speeds) in WORKERS.into_iter().zip(&mut speeds) {
             let mut order: Vec<usize> = (0..variants.len()).collect();
             // Another one begins in every round.
@@ -81,7 +80,7 @@ pub fn run(
 }
 
 /// Every page is written once: a worker's share in an order that is the same for every variant.
-fn slice(devices: &[Arc<dyn Device>], beside: Beside, pages: &[u8], round: u64) -> Result<Speed> {
+pub fn slice(devices: &[Arc<dyn Device>], beside: Beside, pages: &[u8], round: u64) -> Result<Speed> {
     let cpus = machine::allowed_cpus()?;
     let workers = devices.len();
     let share = (pages.len() / PAGE_BYTES / workers) as u64;

@@ -3,18 +3,22 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
-use freestone::ram::{BackingDev, Config, Idle, Ram, Writeback};
+use freestone::file;
+use freestone::ram::{BackingDev, Config, Idle, Ram, SetupError, Writeback};
 
 use super::fio::{self, Job};
 use crate::data::Data;
 use crate::process::{Spent, Watch};
 
 const COPY_PAGES: u64 = 256;
+/// How long the disk before may take to let go of the file.
+const CLOSED_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// A file that disks and fio use one after the other. It is removed when this is dropped.
 pub struct BackingFile {
@@ -79,9 +83,24 @@ impl BackingFile {
         &self.path
     }
 
-    /// An empty disk over it, the only one at a time.
+    /// An empty disk over it, the only one at a time. The one before may let go of the file a little after it was dropped, on the
+    /// thread that drops the last of its requests.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
-        Ok(Ram::new(Config {
+        let begun = Instant::now();
+        loop {
+            match self.try_disk(pages, layout, mem_limit) {
+                Err(SetupError::Backing(file::SetupError::InUse { .. }))
+                    if begun.elapsed() < CLOSED_WAIT_MAX =>
+                {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                made => return Ok(made?),
+            }
+        }
+    }
+
+    fn try_disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram, SetupError> {
+        Ram::new(Config {
             disksize: pages * PAGE_BYTES as u64,
             comp_algorithm: Algorithm::Lz4,
             mem_limit,
@@ -91,7 +110,7 @@ impl BackingFile {
                 compressed_writeback: layout == Layout::Packed,
             }),
             ..Config::default()
-        })?)
+        })
     }
 }
 

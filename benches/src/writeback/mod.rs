@@ -1,7 +1,7 @@
 //! What spilling costs and reaches: against the kernel's old way, against the disk itself as fio drives it, and against an exact
 //! LRU; and what recompression gains.
 
-mod backing;
+pub mod backing;
 mod fio;
 mod hits;
 mod reads;

@@ -2,7 +2,7 @@
 
 mod floor;
 mod memcpy;
-mod scaling;
+pub mod scaling;
 
 use anyhow::Result;
 use clap::ValueEnum;

@@ -22,16 +22,16 @@ use crate::options::Options;
 use crate::report::{Report, Row, Target, Unit};
 
 /// Numbers of threads: the source's.
-const THREADS: [usize; 4] = [1, 2, 4, 8];
+pub const THREADS: [usize; 4] = [1, 2, 4, 8];
 /// So many threads have a device each, for comparison.
-const THREADS_APART: usize = 2;
+pub const THREADS_APART: usize = 2;
 /// Zones of every device.
-const ZONES: u64 = 64;
+pub const ZONES: u64 = 64;
 /// Length of a zone without backing; with it, `--size` is divided by the zones.
 const NULL_ZONE_BYTES: u64 = 256 << 20;
 const MEMORY_BYTES: u64 = 512 << 20;
 /// Open and active zones, where they are limited: more than there are writers.
-const LIMIT: u32 = 14;
+pub const LIMIT: u32 = 14;
 /// What two threads on one device are to reach of two that have a device each.
 const SHARED_TARGET: f64 = 0.95;
 /// Operations between two looks at the clock's flag.
@@ -39,11 +39,19 @@ const BATCH: u64 = 32;
 const PAGE: u64 = PAGE_BYTES as u64;
 
 /// What the threads work on.
-struct Side {
+pub struct Side {
     name: &'static str,
     /// One for all threads, or one for each.
     devices: Vec<Arc<Zones>>,
     lock: Option<Mutex<()>>,
+}
+
+impl Side {
+    /// With `devices` equal devices, and perhaps one lock around every call.
+    pub fn new(name: &'static str, devices: usize, locked: bool, shape: Shape, load: Load) -> Result<Self> {
+        let devices = (0..devices).map(|_| device(shape, load)).collect::<Result<Vec<_>>>()?;
+        Ok(Self { name, devices, lock: locked.then(Mutex::default) })
+    }
 }
 
 /// Whose speeds are compared; places in the list of sides.
@@ -51,18 +59,23 @@ const OURS: usize = 0;
 const ONE_LOCK: usize = 1;
 const APART: usize = 2;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Load {
+/// What the threads do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Load {
+    /// At random places.
     Reads,
+    /// Zones of their own, one after the other.
     Writes,
 }
 
 /// What the zones lie over.
-#[derive(Clone, Copy)]
-struct Shape {
-    zone_bytes: u64,
-    memory: bool,
-    limits: bool,
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    pub zone_bytes: u64,
+    /// Data is kept.
+    pub memory: bool,
+    /// Open and active zones are limited to [`LIMIT`].
+    pub limits: bool,
 }
 
 /// A report for each backing.
@@ -71,13 +84,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>> {
 }
 
 fn one_backing(memory: bool, options: &Options) -> Result<Report> {
-    let zone_bytes = if memory {
-        let zone = options.bytes(MEMORY_BYTES) / ZONES;
-        // A power of two.
-        1 << zone.max(PAGE).ilog2()
-    } else {
-        NULL_ZONE_BYTES
-    };
+    let zone_bytes = zone_bytes(memory, options);
     let mut rows = Vec::new();
     for limits in [false, true] {
         let shape = Shape { zone_bytes, memory, limits };
@@ -105,13 +112,17 @@ fn one_backing(memory: bool, options: &Options) -> Result<Report> {
     })
 }
 
+/// Length of a zone, a power of two.
+pub fn zone_bytes(memory: bool, options: &Options) -> u64 {
+    if memory { 1 << (options.bytes(MEMORY_BYTES) / ZONES).max(PAGE).ilog2() } else { NULL_ZONE_BYTES }
+}
+
 fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     let mut sides = Vec::new();
     for (name, devices, locked) in
         [("a lock a zone", 1, false), ("one lock", 1, true), ("apart", THREADS_APART, false)]
     {
-        let devices = (0..devices).map(|_| device(shape, load)).collect::<Result<Vec<_>>>()?;
-        sides.push(Side { name, devices, lock: locked.then(Mutex::default) });
+        sides.push(Side::new(name, devices, locked, shape, load)?);
     }
     let slices = options.slices();
     let mut speeds: Vec<Vec<Vec<f64>>> = vec![vec![Vec::new(); sides.len()]; THREADS.len()];
@@ -176,7 +187,7 @@ fn device(shape: Shape, load: Load) -> Result<Arc<Zones>> {
 }
 
 /// Runs `threads` threads for `length`; their operations a second.
-fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Duration) -> Result<f64> {
+pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Duration) -> Result<f64> {
     let cpus = machine::allowed_cpus()?;
     let (start, stop) = (Barrier::new(threads + 1), AtomicBool::new(false));
     std::thread::scope(|scope| {

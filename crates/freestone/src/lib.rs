@@ -67,6 +67,9 @@ pub mod save;
 mod spill;
 #[cfg(not(loom))]
 mod timer;
+#[cfg(freestone_variants)]
+#[path = "../../../benches/variants/mod.rs"]
+pub mod variants;
 #[cfg(not(loom))]
 pub mod zone;
 

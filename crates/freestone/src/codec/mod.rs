@@ -8,6 +8,8 @@
 
 mod codecs;
 mod dictionary;
+#[cfg_attr(freestone_variants, path = "../../../../benches/variants/lend.rs")]
+mod lend;
 mod lz4;
 mod params;
 mod zstd;
@@ -15,15 +17,12 @@ mod zstd;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, PoisonError, Weak};
 
-use crossbeam_utils::CachePadded;
-
 pub use self::codecs::{Codecs, PRIORITIES, SetError};
 pub use self::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
+use self::lend::Lender;
 pub use self::params::{Algorithm, Params, ParamsError};
 use crate::PAGE_BYTES;
 use crate::device::{Error, Result};
-use crate::percpu;
-use crate::sync::{Mutex, MutexGuard};
 
 /// A page's content.
 pub type Page = [u8; PAGE_BYTES];
@@ -86,7 +85,7 @@ pub struct Streams {
     dictionary: Option<Dictionary>,
     /// The dictionary as all streams use it.
     digest: Option<Arc<zstd::Digest>>,
-    per_cpu: Box<[CachePadded<Mutex<Stream>>]>,
+    per_cpu: Lender<Stream>,
 }
 
 impl Streams {
@@ -117,7 +116,7 @@ impl Streams {
         let level = params.check(algorithm)?;
         let digest = params.dictionary.as_ref().map(|dictionary| zstd::Digest::new(dictionary, level));
         let digest = digest.transpose().map_err(StreamsError::Device)?;
-        let make = || -> Result<CachePadded<Mutex<Stream>>> {
+        let make = || {
             let mut stream = match algorithm {
                 Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
                 Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
@@ -125,10 +124,9 @@ impl Streams {
                 Algorithm::Store => Stream::Store,
             };
             warm_up(&mut stream);
-            Ok(CachePadded::new(Mutex::new(stream)))
+            Ok(stream)
         };
-        let per_cpu =
-            (0..percpu::cpus()).map(|_| make()).collect::<Result<_>>().map_err(StreamsError::Device)?;
+        let per_cpu = Lender::new(make).map_err(StreamsError::Device)?;
         Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), digest, per_cpu })
     }
 
@@ -136,7 +134,7 @@ impl Streams {
     #[inline]
     pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         touch::scratch(scratch);
-        let bytes = self.take().compress(page, &mut scratch.0)?;
+        let bytes = self.per_cpu.take().compress(page, &mut scratch.0)?;
         Some(touch::written(scratch, bytes))
     }
 
@@ -150,7 +148,7 @@ impl Streams {
             Algorithm::Lz4 | Algorithm::Lz4hc => lz4::decompress(object, page),
             Algorithm::Zstd => {
                 touch::page(page);
-                match &mut *self.take() {
+                match &mut *self.per_cpu.take() {
                     Stream::Zstd(stream) => stream.decompress(object, page),
                     _ => false,
                 }
@@ -158,12 +156,6 @@ impl Streams {
             Algorithm::Store => false,
         };
         if whole { Ok(()) } else { Err(Error::Media) }
-    }
-
-    /// This CPU's stream; where a descheduled thread holds it, another CPU's, before this one is waited for.
-    #[inline]
-    fn take(&self) -> MutexGuard<'_, Stream> {
-        percpu::lock_nearest(|cpu| &*self.per_cpu[cpu])
     }
 
     /// Pages that are compressed in about a millisecond: what a bounded piece of work may be.
@@ -193,7 +185,7 @@ impl Streams {
 
     /// Bytes of all streams, and of the dictionary in all its forms.
     pub fn bytes(&self) -> u64 {
-        let streams: usize = self.per_cpu.iter().map(|stream| stream.lock().bytes()).sum();
+        let streams: usize = self.per_cpu.all().map(|stream| stream.lock().bytes()).sum();
         let dictionary = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.bytes().len());
         let digest = self.digest.as_ref().map_or(0, |digest| digest.bytes());
         (streams + dictionary + digest) as u64

@@ -1,4 +1,5 @@
 use super::*;
+use crate::percpu;
 
 fn pages() -> Vec<Page> {
     let mut state = 7_u64;
@@ -70,7 +71,7 @@ fn a_dictionary_pays() {
 fn memory_is_bounded_by_cpus() {
     let streams = Streams::new(Algorithm::Lz4, &Params::default()).unwrap();
     let before = streams.bytes();
-    assert_eq!(streams.per_cpu.len(), percpu::cpus());
+    assert_eq!(streams.per_cpu.all().len(), percpu::cpus());
     std::thread::scope(|scope| {
         for _ in 0..16 {
             scope.spawn(|| {
@@ -100,7 +101,7 @@ fn no_page_fault_is_taken_under_a_stream() {
         let mut scratch = Scratch::new();
         touch::scratch(&mut scratch);
         // Every CPU's stream, whichever this thread runs on.
-        for stream in &streams.per_cpu {
+        for stream in streams.per_cpu.all() {
             let mut stream = stream.lock();
             let before = faults();
             for page in &pages {
@@ -121,9 +122,9 @@ fn streams_share_one_dictionary() {
     let digest = with.digest.as_ref().unwrap();
     // One reference a CPU and the one here.
     assert_eq!(Arc::strong_count(digest), percpu::cpus() + 1);
-    let streams: u64 = with.per_cpu.iter().map(|stream| stream.lock().bytes() as u64).sum();
+    let streams: u64 = with.per_cpu.all().map(|stream| stream.lock().bytes() as u64).sum();
     assert_eq!(with.bytes(), streams + (bytes.len() + digest.bytes()) as u64);
-    for stream in &with.per_cpu {
+    for stream in with.per_cpu.all() {
         let stream = stream.lock().bytes();
         assert!(
             stream < bytes.len() + digest.bytes(),

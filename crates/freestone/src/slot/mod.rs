@@ -4,6 +4,7 @@
 //! content is on its way), [`nodes`] and [`table`] (where the words lie).
 
 mod flight;
+#[cfg_attr(freestone_variants, path = "../../../../benches/variants/slot_lock.rs")]
 mod lock;
 mod nodes;
 mod root;

@@ -1,0 +1,438 @@
+//! The servers in groups of equals: slices of all of a group take turns.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
+
+use super::Args;
+use super::peers::{self, Peers};
+use super::place::Place;
+use super::sides::{Running, Side, Starter};
+use crate::data::Data;
+use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
+use crate::measure::Summary;
+use crate::options::{Options, Set};
+use crate::report::{Report, Row, Unit};
+use crate::served::Memory;
+
+/// The size of a device where `--size` does not say.
+const BYTES: u64 = 512 << 20;
+/// Every program takes a size in these.
+const MIB: u64 = 1 << 20;
+const ROUNDS: u32 = 7;
+const QUICK_ROUNDS: u32 = 3;
+const SLICE_MS: u32 = 700;
+const QUICK_SLICE_MS: u32 = 100;
+const CONNECTIONS: [u32; 2] = [1, 4];
+const BLOCKS: [u32; 2] = [4 << 10, 128 << 10];
+/// An overlay is written by a part of its size: before reads, and in every slice of writes.
+const WRITTEN_PART: u64 = 2;
+
+/// What the server part works with.
+pub struct Bench<'a> {
+    pub options: &'a Options,
+    pub place: &'a Place,
+    pub peers: &'a Peers,
+    pub freestone: &'a Path,
+    pub args: &'a Args,
+}
+
+/// Devices of a kind, ours and others'.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Group {
+    /// Disks in memory: ram beside nbdkit memory and qemu-nbd on a file in tmpfs.
+    Memory,
+    /// Drives that forget: null beside nbdkit null and qemu-nbd null-co.
+    Null,
+    /// Overlays of an image: fork beside nbdkit cow and qemu-nbd on qcow2.
+    Overlay,
+}
+
+/// One slice.
+#[derive(Clone, Copy)]
+struct Slice {
+    per_second: f64,
+    /// Of the server, in microseconds.
+    cpu_per_request: f64,
+}
+
+/// A load and what the sides did under it; `None` for one that is absent or failed.
+struct Measured {
+    name: String,
+    block_bytes: u32,
+    slices: Vec<Option<Vec<Slice>>>,
+}
+
+/// A side of a group while it is measured.
+struct Member {
+    side: Side,
+    /// Why it is no more measured.
+    absent: Option<String>,
+    /// The server that all slices of reads meet, and those of writes but for overlays.
+    running: Option<Running>,
+    command: String,
+    /// Before and after the device was filled.
+    memory: Option<(Memory, Memory)>,
+}
+
+impl Group {
+    fn sides(self) -> &'static [Side] {
+        match self {
+            Self::Memory => &[Side::Ram, Side::RamZstd, Side::Sparse, Side::Malloc, Side::Zstd, Side::Raw],
+            Self::Null => &[Side::Null, Side::NbdkitNull, Side::NullCo],
+            Self::Overlay => &[Side::Fork, Side::Cow, Side::Qcow2],
+        }
+    }
+
+    /// Ours, and whom it is held against.
+    fn pairs(self) -> &'static [(Side, Side)] {
+        match self {
+            Self::Memory => &[
+                (Side::Ram, Side::Sparse),
+                (Side::Ram, Side::Malloc),
+                (Side::Ram, Side::Zstd),
+                (Side::RamZstd, Side::Zstd),
+                (Side::Ram, Side::Raw),
+            ],
+            Self::Null => &[(Side::Null, Side::NbdkitNull), (Side::Null, Side::NullCo)],
+            Self::Overlay => &[(Side::Fork, Side::Cow), (Side::Fork, Side::Qcow2)],
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "compare: disks in memory over NBD",
+            Self::Null => "compare: null drives over NBD",
+            Self::Overlay => "compare: overlays of a raw image over NBD",
+        }
+    }
+}
+
+impl Bench<'_> {
+    /// The groups on one data set. Only disks in memory are read again with other data: writes bring fio's own.
+    pub fn run(&self, set: Set, all: bool) -> Result<Vec<Report>> {
+        let data = Data::open(set, self.options.bytes(BYTES), self.options)?;
+        let bytes = data.bytes() & !(MIB - 1);
+        let image = self.place.image(&data, bytes)?;
+        let starter =
+            Starter { place: self.place, peers: self.peers, freestone: self.freestone, image: &image, bytes };
+        let groups = if all { Group::value_variants() } else { &[Group::Memory] };
+        let groups =
+            groups.iter().filter(|group| self.args.group.is_empty() || self.args.group.contains(group));
+        let directions = if all { &[Direction::Read, Direction::Write][..] } else { &[Direction::Read] };
+        groups.map(|&group| self.group(group, directions, &starter, &data)).collect()
+    }
+
+    fn group(
+        &self,
+        group: Group,
+        directions: &[Direction],
+        starter: &Starter,
+        data: &Data,
+    ) -> Result<Report> {
+        let mut members = Vec::new();
+        for &side in group.sides() {
+            let mut member =
+                Member { side, absent: None, running: None, command: String::new(), memory: None };
+            let filled = member.fill(group, starter);
+            self.spare(&mut member, filled)?;
+            members.push(member);
+        }
+        let mut measured = Vec::new();
+        for &direction in directions {
+            for block_bytes in BLOCKS {
+                for connections in CONNECTIONS {
+                    measured.push(self.load(
+                        group,
+                        direction,
+                        block_bytes,
+                        connections,
+                        starter,
+                        &mut members,
+                    )?);
+                }
+            }
+        }
+        let mut rows = Vec::new();
+        for load in &measured {
+            rows.extend(load.rows(group));
+        }
+        rows.extend(memory_rows(group, &members, starter.bytes));
+        let report = Report {
+            name: group.name(),
+            data: data.description.clone(),
+            data_bytes: starter.bytes,
+            algorithm: "each its own",
+            notes: self.notes(group, directions, &members),
+            rows,
+        };
+        report.print();
+        Ok(report)
+    }
+
+    /// All slices of one load.
+    fn load(
+        &self,
+        group: Group,
+        direction: Direction,
+        block_bytes: u32,
+        connections: u32,
+        starter: &Starter,
+        members: &mut [Member],
+    ) -> Result<Measured> {
+        let mut slices: Vec<Vec<Slice>> = members.iter().map(|_| Vec::new()).collect();
+        // First writes are what an overlay is about, so each slice has a new one, and all write as much.
+        let anew = group == Group::Overlay && direction == Direction::Write;
+        let amount = if anew {
+            Amount::Requests(starter.bytes / WRITTEN_PART / u64::from(block_bytes))
+        } else {
+            Amount::Time(self.slice())
+        };
+        for round in 0..self.rounds() {
+            let load = Load { direction, block_bytes, connections, amount, round };
+            for turn in 0..members.len() {
+                let place = (turn + round as usize) % members.len();
+                let member = &mut members[place];
+                if member.absent.is_some() {
+                    continue;
+                }
+                let slice = if anew {
+                    starter.start(member.side).and_then(|new| slice(&new, &load))
+                } else {
+                    member.slice(&load)
+                };
+                if let Some(slice) = self.spare(member, slice)? {
+                    slices[place].push(slice);
+                }
+            }
+        }
+        let plural = if connections == 1 { "" } else { "s" };
+        let what = if direction == Direction::Read { "reads" } else { "writes" };
+        Ok(Measured {
+            name: format!("{} KiB {what}, {connections} connection{plural}", block_bytes >> 10),
+            block_bytes,
+            slices: slices
+                .into_iter()
+                .zip(members)
+                .map(|(slices, member)| member.absent.is_none().then_some(slices))
+                .collect(),
+        })
+    }
+
+    /// What came of something that a server was to do. A peer that fails is left out from then on and the table says so; ours may
+    /// not fail, and where all peers are required none may.
+    fn spare<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
+        match result {
+            Ok(done) => Ok(Some(done)),
+            Err(error) if self.args.require_peers || member.side.is_ours() => {
+                Err(error.context(member.side.name()))
+            }
+            Err(error) => {
+                member.running = None;
+                let why = format!("{error:#}");
+                eprintln!("{} is left out: {why}", member.side.name());
+                member.absent = Some(why);
+                Ok(None)
+            }
+        }
+    }
+
+    fn rounds(&self) -> u32 {
+        self.options.pairs.unwrap_or(if self.options.quick { QUICK_ROUNDS } else { ROUNDS })
+    }
+
+    fn slice(&self) -> Duration {
+        let usual = if self.options.quick { QUICK_SLICE_MS } else { SLICE_MS };
+        Duration::from_millis(self.options.slice_ms.unwrap_or(usual).into())
+    }
+
+    fn notes(&self, group: Group, directions: &[Direction], members: &[Member]) -> Vec<String> {
+        let mut notes = vec![format!(
+            "Versions: {}; {}; {}; {}. The peers: {}.",
+            peers::version(Command::new(self.freestone)),
+            peers::version(Command::new("fio")),
+            self.peers.version("nbdkit"),
+            self.peers.version("qemu-nbd"),
+            self.peers.origin()
+        )];
+        notes.extend(self.peers.instead.clone());
+        for Member { side, absent, .. } in members {
+            notes.extend(
+                absent.as_ref().map(|why| format!("Absent: {}: {}", side.name(), self.peers.shown(why))),
+            );
+        }
+        let load = Load {
+            direction: directions[0],
+            block_bytes: BLOCKS[0],
+            connections: 1,
+            amount: Amount::Time(self.slice()),
+            round: 0,
+        };
+        notes.push(format!(
+            "fio is the client of all, over a Unix socket, {DEPTH} requests in flight on each connection: {}",
+            words(&fio_nbd::command(Path::new("nbd"), &load))
+        ));
+        for Member { side, command, absent, .. } in members {
+            if absent.is_none() {
+                notes.push(format!("{}: {command}", side.name()));
+            }
+        }
+        notes.push(format!(
+            "The sides take turns, {} slices of each. A ratio is ours over the peer's in the same round; one whose spread is too wide is not \
+             given. \"behind\" and \"ahead\": both quartiles say so. CPU time: the server's process, user and system, from /proc.",
+            self.rounds()
+        ));
+        notes.push(match group {
+            Group::Memory if directions.contains(&Direction::Write) => format!(
+                "The device is filled with the data by nbdcopy; reads come first, then writes of fio's {COMPRESSIBLE_PERCENT} % compressible \
+                 buffers. {MEMORY}"
+            ),
+            Group::Memory => format!("The device is filled with the data by nbdcopy. {MEMORY}"),
+            Group::Null => "Nothing is kept and zeroes are read: what the protocol alone costs each server.".into(),
+            Group::Overlay => format!(
+                "The base is in the page cache. Before the reads fio writes half of the pages, in random order; every slice of writes meets a new \
+                 overlay and writes as many bytes as half of it has, so most are first writes. {MEMORY} Bytes on disk stand beside, and what \
+                 the kernel does later for them is in nobody's CPU time."
+            ),
+        });
+        notes
+    }
+}
+
+/// How memory is counted, for the notes.
+const MEMORY: &str =
+    "Memory: the server's PSS after that, and its files in tmpfs where they are more than it maps of them.";
+
+impl Member {
+    /// Starts the server that the slices meet and puts into it what they find there.
+    fn fill(&mut self, group: Group, starter: &Starter) -> Result<()> {
+        let running = starter.start(self.side)?;
+        self.command.clone_from(&running.command);
+        let before = running.server.memory()?;
+        match group {
+            Group::Memory => copy(starter.image, &running.socket)?,
+            Group::Null => {}
+            Group::Overlay => {
+                let half = Load {
+                    direction: Direction::Write,
+                    block_bytes: 4096,
+                    connections: 1,
+                    amount: Amount::Distinct(starter.bytes / WRITTEN_PART / 4096),
+                    round: 0,
+                };
+                fio_nbd::run(&running.socket, &half)?;
+            }
+        }
+        self.memory = Some((before, running.server.memory()?));
+        self.running = Some(running);
+        Ok(())
+    }
+
+    fn slice(&self, load: &Load) -> Result<Slice> {
+        slice(self.running.as_ref().context("the server ended before")?, load)
+    }
+}
+
+fn slice(running: &Running, load: &Load) -> Result<Slice> {
+    let before = running.server.cpu()?;
+    let done = fio_nbd::run(&running.socket, load)?;
+    let cpu = running.server.cpu()?.saturating_sub(before);
+    Ok(Slice { per_second: done.per_second, cpu_per_request: cpu.as_secs_f64() * 1e6 / done.requests as f64 })
+}
+
+/// A command as one would type it.
+fn words(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+/// Writes all of an image to the default export, zeroes too.
+fn copy(image: &Path, socket: &Path) -> Result<()> {
+    let mut command = Command::new("nbdcopy");
+    command.args(["--allocated", "--sparse=0"]).arg(image);
+    command.arg(format!("nbd+unix:///?socket={}", socket.display()));
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.context("nbdcopy could not be started; the package is called libnbd-bin")?;
+    ensure!(output.status.success(), "nbdcopy: {}", String::from_utf8_lossy(&output.stderr).trim());
+    Ok(())
+}
+
+impl Measured {
+    fn rows(&self, group: Group) -> Vec<Row> {
+        let sides = group.sides();
+        let of = |side: Side| {
+            let place = sides.iter().position(|one| *one == side);
+            place.and_then(|place| self.slices[place].as_deref())
+        };
+        let speeds = |slices: &[Slice]| slices.iter().map(|slice| slice.per_second).collect::<Vec<_>>();
+        let cpus = |slices: &[Slice]| slices.iter().map(|slice| slice.cpu_per_request).collect::<Vec<_>>();
+        let mut rows = Vec::new();
+        for &side in sides {
+            let name = format!("{}: {}", self.name, side.name());
+            let Some(slices) = of(side) else {
+                rows.push(Row::absent(name, Unit::Kiops));
+                continue;
+            };
+            let speed = Summary::of(speeds(slices).into_iter().map(|speed| speed / 1e3));
+            let row = Row::new(name, Unit::Kiops, speed);
+            let row = row.part("CPU us a request", Summary::of(cpus(slices)).median);
+            rows.push(row.part("MiB/s", speed.median * 1e3 * f64::from(self.block_bytes) / MIB as f64));
+        }
+        for &(ours, peer) in group.pairs() {
+            let name = |what: &str| format!("{}: {what}{} / {}", self.name, ours.name(), peer.name());
+            let (Some(mine), Some(theirs)) = (of(ours), of(peer)) else {
+                rows.push(Row::absent(name(""), Unit::Ratio));
+                rows.push(Row::absent(name("CPU a request, "), Unit::Ratio));
+                continue;
+            };
+            let speed = Summary::ratio(&speeds(mine), &speeds(theirs));
+            rows.push(Row::new(name(""), Unit::Ratio, speed).judged(true).steady());
+            let cpu = Summary::ratio(&cpus(mine), &cpus(theirs));
+            rows.push(Row::new(name("CPU a request, "), Unit::Ratio, cpu).judged(false).steady());
+        }
+        rows
+    }
+}
+
+/// Memory for each byte that was put in.
+fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> {
+    let stored = match group {
+        Group::Memory => device_bytes,
+        Group::Overlay => device_bytes / WRITTEN_PART,
+        Group::Null => return Vec::new(),
+    };
+    let of = |side: Side| {
+        let member = members.iter().find(|member| member.side == side);
+        member.and_then(|member| member.memory)
+    };
+    let part = |bytes: u64| bytes as f64 / stored as f64;
+    let mib = |bytes: u64| bytes as f64 / MIB as f64;
+    let mut rows = Vec::new();
+    for &side in group.sides() {
+        let name = format!("memory a stored byte: {}", side.name());
+        let Some((before, after)) = of(side) else {
+            rows.push(Row::absent(name, Unit::Ratio));
+            continue;
+        };
+        let row = Row::new(name, Unit::Ratio, Summary::one(part(after.bytes)));
+        rows.push(
+            row.part("MiB", mib(after.bytes))
+                .part("MiB before", mib(before.bytes))
+                .part("on disk MiB", mib(after.disk_bytes)),
+        );
+    }
+    for &(ours, peer) in group.pairs() {
+        let name = format!("memory a stored byte: {} / {}", ours.name(), peer.name());
+        rows.push(match (of(ours), of(peer)) {
+            (Some((_, mine)), Some((_, theirs))) => {
+                let ratio = Summary::one(mine.bytes as f64 / theirs.bytes as f64);
+                Row::new(name, Unit::Ratio, ratio).judged(false)
+            }
+            _ => Row::absent(name, Unit::Ratio),
+        });
+    }
+    rows
+}

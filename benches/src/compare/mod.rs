@@ -1,0 +1,89 @@
+//! The engine and the server beside what a user would take instead, on the same data and with the same client. What calls in
+//! process and what goes through a server stand in different tables; where a peer is better, the table says "behind".
+
+mod groups;
+mod ours;
+mod peers;
+mod place;
+mod sides;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use self::groups::Group;
+use self::peers::{Peers, Wanted};
+use crate::options::{Options, Set};
+use crate::report::Report;
+use crate::zram;
+use crate::zram_device::ZramDevice;
+
+/// What it can be told.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// What to compare, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    part: Vec<PartName>,
+    /// server: which kinds of devices, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    group: Vec<Group>,
+    /// server: which versions of nbdkit and qemu-nbd.
+    #[arg(long, value_enum, default_value = "debian13")]
+    peers: Wanted,
+    /// server: where those of Debian 13 are unpacked.
+    #[arg(long, default_value = "target/peers/debian13")]
+    peers_dir: PathBuf,
+    /// server: fail where a peer cannot be had or started, instead of saying so in the table.
+    #[arg(long)]
+    require_peers: bool,
+    /// server: the program to measure [default: the workspace's own, built as this program was, else the one beside it]
+    #[arg(long)]
+    freestone: Option<PathBuf>,
+}
+
+/// A part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum PartName {
+    /// The library against the kernel's zram.
+    Engine,
+    /// `freestone serve` against nbdkit and qemu-nbd.
+    Server,
+}
+
+/// Runs the parts.
+pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
+    let wanted = |part| args.part.is_empty() || args.part.contains(&part);
+    let mut reports = Vec::new();
+    if wanted(PartName::Engine) {
+        reports.extend(engine(options)?);
+    }
+    if wanted(PartName::Server) {
+        let peers = Peers::find(args)?;
+        let freestone = ours::program(args.freestone.as_deref())?;
+        let place = place::Place::new(&options.data_dir)?;
+        for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {
+            let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
+            reports.extend(bench.run(set, number == 0)?);
+        }
+    }
+    Ok(reports)
+}
+
+/// The library and zram, or why not.
+fn engine(options: &Options) -> Result<Vec<Report>> {
+    // Small, and given back at once: a device that can be had now can be had again.
+    if let Err(error) = ZramDevice::claim(&options.zram, "lz4", 1 << 20) {
+        let report = Report {
+            name: "zram",
+            data: "none".into(),
+            data_bytes: 0,
+            algorithm: "none",
+            notes: vec![format!("The kernel's zram is not compared with: {error:#}.")],
+            rows: Vec::new(),
+        };
+        report.print();
+        return Ok(vec![report]);
+    }
+    zram::run(options)
+}

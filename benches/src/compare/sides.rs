@@ -1,0 +1,204 @@
+//! Who is compared: how each server is started, with what it works on.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use rustix::fs::MemfdFlags;
+
+use super::peers::Peers;
+use super::place::{Own, Place, opened};
+use crate::served::Server;
+
+/// One server with one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    Ram,
+    RamZstd,
+    Sparse,
+    Malloc,
+    Zstd,
+    Raw,
+    Null,
+    NbdkitNull,
+    NullCo,
+    Fork,
+    Cow,
+    Qcow2,
+}
+
+/// What servers are started with.
+pub struct Starter<'a> {
+    pub place: &'a Place,
+    pub peers: &'a Peers,
+    pub freestone: &'a Path,
+    /// The base of overlays; every device has its size.
+    pub image: &'a Path,
+    pub bytes: u64,
+}
+
+/// A server that runs, and its files. They go after it.
+pub struct Running {
+    pub server: Server,
+    pub socket: PathBuf,
+    /// How it was started, for people.
+    pub command: String,
+    _memory: Option<File>,
+    _own: Own,
+}
+
+impl Side {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ram => "ram",
+            Self::RamZstd => "ram zstd",
+            Self::Sparse => "nbdkit memory sparse",
+            Self::Malloc => "nbdkit memory malloc",
+            Self::Zstd => "nbdkit memory zstd",
+            Self::Raw => "qemu-nbd raw in tmpfs",
+            Self::Null => "null",
+            Self::NbdkitNull => "nbdkit null",
+            Self::NullCo => "qemu-nbd null-co",
+            Self::Fork => "fork",
+            Self::Cow => "nbdkit cow",
+            Self::Qcow2 => "qemu-nbd qcow2 overlay",
+        }
+    }
+
+    pub fn is_ours(self) -> bool {
+        matches!(self, Self::Ram | Self::RamZstd | Self::Null | Self::Fork)
+    }
+}
+
+impl Starter<'_> {
+    /// Starts a server with a new device.
+    pub fn start(&self, side: Side) -> Result<Running> {
+        match side {
+            // Not qemu-nbd's own choice, but the one that takes it least CPU time; some kernels do not let it.
+            Side::Raw | Side::Qcow2 => {
+                self.start_with(side, "--aio=io_uring").or_else(|_| self.start_with(side, "--aio=threads"))
+            }
+            _ => self.start_with(side, ""),
+        }
+    }
+
+    /// Starts a server; `aio` is for qemu-nbd on files.
+    fn start_with(&self, side: Side, aio: &str) -> Result<Running> {
+        let own = self.place.server()?;
+        let socket = own.socket("nbd");
+        let bytes = self.bytes;
+        let mut memory = None;
+        let command = match side {
+            Side::Ram => self.ours(&socket, &[format!("d=ram,disksize={}", mib(bytes))]),
+            Side::RamZstd => {
+                self.ours(&socket, &[format!("d=ram,disksize={},comp_algorithm=zstd", mib(bytes))])
+            }
+            Side::Null => self.ours(&socket, &[format!("d=null,size={}", mib(bytes))]),
+            Side::Fork => {
+                let base = format!("base=file,path={},readonly=yes,publish=no", self.image.display());
+                self.ours(&socket, &[base, "d=fork,base=base".into()])
+            }
+            Side::Sparse | Side::Malloc | Side::Zstd => {
+                let allocator = match side {
+                    Side::Sparse => "sparse",
+                    Side::Malloc => "malloc",
+                    _ => "zstd",
+                };
+                let mut command = self.nbdkit(&socket);
+                command.args([self.peers.plugin("memory"), mib(bytes), format!("allocator={allocator}")]);
+                command
+            }
+            Side::NbdkitNull => {
+                let mut command = self.nbdkit(&socket);
+                command.args([self.peers.plugin("null"), mib(bytes)]);
+                command
+            }
+            Side::Cow => {
+                let mut file = OsString::from("file=");
+                file.push(self.image);
+                let mut command = self.nbdkit(&socket);
+                command.arg(format!("--filter={}", self.peers.filter("cow")));
+                command.arg(self.peers.plugin("file")).arg(file).env("TMPDIR", own.path());
+                command
+            }
+            Side::Raw => {
+                // In memory whatever the machine's directories are, and gone with us and the server.
+                let file = File::from(rustix::fs::memfd_create("freestone-compare", MemfdFlags::CLOEXEC)?);
+                file.set_len(bytes)?;
+                let path = own.image("tmpfs.img");
+                symlink(opened(&file).trim_end_matches('/'), &path)?;
+                memory = Some(file);
+                let mut command = self.qemu_nbd(&socket);
+                command.args([aio, "--format=raw"]).arg(path);
+                command
+            }
+            Side::NullCo => {
+                let mut command = self.qemu_nbd(&socket);
+                command.args(["--image-opts", &format!("driver=null-co,size={bytes}")]);
+                command
+            }
+            Side::Qcow2 => {
+                let path = own.image("overlay.qcow2");
+                self.make_overlay(&path)?;
+                let mut command = self.qemu_nbd(&socket);
+                command.args([aio, "--format=qcow2"]).arg(path);
+                command
+            }
+        };
+        let shown = self.shown(&command, &own);
+        let server = Server::start(&command, &socket)?;
+        Ok(Running { server, socket, command: shown, _memory: memory, _own: own })
+    }
+
+    fn ours(&self, socket: &Path, devices: &[String]) -> Command {
+        let mut command = Command::new(self.freestone);
+        command.arg("serve").args(devices);
+        // Not where the user's own server listens.
+        command.arg(format!("--nbd=unix:{}", socket.display()));
+        command.arg("--control").arg(socket.with_file_name("control"));
+        command
+    }
+
+    fn nbdkit(&self, socket: &Path) -> Command {
+        let mut command = self.peers.program("nbdkit");
+        command.args(["--foreground", "--unix"]).arg(socket);
+        command
+    }
+
+    fn qemu_nbd(&self, socket: &Path) -> Command {
+        let mut command = self.peers.program("qemu-nbd");
+        command.args(["--persistent", "--shared=8", "--socket"]).arg(socket);
+        command
+    }
+
+    fn make_overlay(&self, path: &Path) -> Result<()> {
+        let mut make = self.peers.program("qemu-img");
+        make.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(self.image).arg(path);
+        let output = make.stdin(Stdio::null()).output();
+        let output = output.context("qemu-img could not be started; the package is called qemu-utils")?;
+        ensure!(output.status.success(), "qemu-img: {}", String::from_utf8_lossy(&output.stderr).trim());
+        Ok(())
+    }
+
+    /// A command as one would type it, without the directories of this run and of this machine.
+    fn shown(&self, command: &Command, own: &Own) -> String {
+        let program = command.get_program();
+        let program = if program == self.freestone { "freestone".into() } else { program.to_string_lossy() };
+        let mut words = Vec::new();
+        for (key, value) in command.get_envs() {
+            words.push(format!("{}={}", key.to_string_lossy(), value.unwrap_or_default().to_string_lossy()));
+        }
+        words.push(program.into_owned());
+        words.extend(command.get_args().map(|word| word.to_string_lossy().into_owned()));
+        self.peers.shown(&self.place.shown(&words.join(" "), own))
+    }
+}
+
+/// As all the programs read sizes; they are whole MiB.
+fn mib(bytes: u64) -> String {
+    format!("{}M", bytes >> 20)
+}

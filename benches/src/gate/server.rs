@@ -1,0 +1,122 @@
+//! The NBD server that is counted: a process of its own with a null export, and the requests it gets.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use freestone::PAGE_BYTES;
+use freestone::null::{self, Null};
+use freestone_nbd::{Address, END_GRACE, ExportOptions, Limits, Server};
+
+use super::client::Client;
+use crate::callgrind;
+
+/// Size of the export.
+const EXPORT_BYTES: u64 = 1 << 30;
+/// Requests of the shorter of the two runs whose difference counts.
+pub const FEW: u64 = 1000;
+/// How long the server may take to listen, under valgrind on a busy machine.
+const START_MAX: Duration = Duration::from_secs(60);
+/// Between two attempts to connect.
+const RETRY_EVERY: Duration = Duration::from_millis(20);
+
+/// What a client asks for, 4 KiB at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Asked {
+    Read,
+    Write,
+}
+
+/// Where it listens.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ServerArgs {
+    /// The socket.
+    socket: PathBuf,
+}
+
+/// Serves until standard input ends.
+pub fn serve(args: &ServerArgs) -> Result<()> {
+    let null = Null::new(null::Config::plain(EXPORT_BYTES, 512))?;
+    let server = Server::new(Limits::default());
+    let address = server.listen(&Address::Unix(args.socket.clone()))?;
+    let options = ExportOptions { default: true, ..ExportOptions::default() };
+    server.publish(&address, "counted", Arc::new(null), options)?;
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input")?;
+    server.shutdown(END_GRACE);
+    Ok(())
+}
+
+/// Instructions of a server from start to end, with `count` requests between. One at a time: how many a server finds in its socket
+/// at once would be a matter of chance.
+pub fn collected(mut command: Command, asked: Asked, count: u64) -> Result<u64> {
+    let dir = tempfile::tempdir()?;
+    let socket = dir.path().join("s");
+    command.arg("gate-server").arg(&socket);
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().with_context(|| callgrind::MISSING)?;
+    let asking = connect(&socket, &mut child).and_then(|client| ask(client, asked, count));
+    if asking.is_err() {
+        // It may have ended already.
+        let _ = child.kill();
+    }
+    // Closes its standard input, and so ends it.
+    let output = child.wait_with_output().context("the server's end")?;
+    asking.with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    callgrind::count_in(&output)
+}
+
+fn connect(socket: &std::path::Path, child: &mut Child) -> Result<Client> {
+    let begun = Instant::now();
+    loop {
+        match Client::connect(socket) {
+            Ok(client) => return Ok(client),
+            Err(error) if begun.elapsed() > START_MAX => return Err(error).context("the server"),
+            Err(_) => std::thread::sleep(RETRY_EVERY),
+        }
+        if let Some(status) = child.try_wait()? {
+            bail!("the server ended with {status}");
+        }
+    }
+}
+
+fn ask(mut client: Client, asked: Asked, count: u64) -> Result<()> {
+    let mut page = [0x5A; PAGE_BYTES];
+    for number in 0..count {
+        let offset = number * PAGE_BYTES as u64 % EXPORT_BYTES;
+        match asked {
+            Asked::Read => client.read(offset, &mut page)?,
+            Asked::Write => client.write(offset, &page)?,
+        }
+    }
+    client.end()
+}
+
+#[cfg(test)]
+mod tests {
+    use freestone::device::Blocking;
+    use freestone::null::Memory;
+
+    use super::*;
+
+    #[test]
+    fn requests_are_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let address = Address::Unix(dir.path().join("s"));
+        let memory = Arc::new(Memory::new(null::Config::plain(1 << 20, 512)).unwrap());
+        let server = Server::new(Limits::default());
+        let bound = server.listen(&address).unwrap();
+        let options = ExportOptions { default: true, ..ExportOptions::default() };
+        server.publish(&bound, "counted", memory.clone(), options).unwrap();
+        for asked in [Asked::Write, Asked::Read] {
+            ask(Client::connect(&dir.path().join("s")).unwrap(), asked, 10).unwrap();
+        }
+        let mut pages = vec![0; 11 * PAGE_BYTES];
+        memory.read_at(0, &mut pages).unwrap();
+        assert!(pages[..10 * PAGE_BYTES].iter().all(|byte| *byte == 0x5A));
+        assert!(pages[10 * PAGE_BYTES..].iter().all(|byte| *byte == 0));
+        server.shutdown(END_GRACE);
+        assert!(Client::connect(&dir.path().join("s")).is_err());
+    }
+}

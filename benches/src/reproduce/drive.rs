@@ -1,0 +1,320 @@
+//! Threads that read and write records of a RAM disk, each in an area of its own or all in one, for a slice of time.
+
+use std::hint::black_box;
+use std::io::{BufWriter, Write as _};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::ram::Ram;
+
+use super::patterns::{Pattern, Step};
+use super::variants::{self, Intent, Lock};
+use crate::data::Data;
+use crate::machine;
+use crate::options::{Options, Set};
+use crate::setup::new_ram;
+
+/// Content that is written, again and again.
+const CONTENT_BYTES: u64 = 64 << 20;
+/// What the C library gathers before it writes.
+const BUFFER_BYTES: usize = 4096;
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Pages to write.
+pub struct Content {
+    pages: IoBuf,
+    pub description: String,
+}
+
+/// RAM disks of one size, and how threads share them.
+pub struct Drive<'a> {
+    /// One for all threads, or one for each.
+    disks: Vec<Ram>,
+    content: &'a Content,
+    size: u64,
+}
+
+/// What the threads of a slice do.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    pub pattern: Pattern,
+    pub threads: usize,
+    /// Bytes of a record, whole pages.
+    pub record: u64,
+    /// Bytes of a thread's area.
+    pub area: u64,
+    /// All threads work in the first area.
+    pub shared: bool,
+    pub seed: u64,
+}
+
+impl Content {
+    /// The first of the data sets that were asked for, or fio's.
+    pub fn new(options: &Options) -> Result<Self> {
+        let set = options.sets(&[Set::Fio])[0];
+        let data = Data::open(set, options.bytes(CONTENT_BYTES).min(CONTENT_BYTES), options)?;
+        Ok(Self { pages: data.load()?, description: data.description })
+    }
+
+    /// All of it.
+    pub fn pages(&self) -> &[u8] {
+        &self.pages
+    }
+
+    /// A record's content: other pages for other records and other seeds.
+    fn of(&self, record: u64, load: &Load) -> &[u8] {
+        let room = (self.pages.len() as u64 - load.record) / PAGE + 1;
+        let page = (record * (load.record / PAGE) + load.seed * 7919) % room;
+        &self.pages[(page * PAGE) as usize..][..load.record as usize]
+    }
+}
+
+impl<'a> Drive<'a> {
+    /// Empty disks of `size` bytes.
+    pub fn new(disks: usize, size: u64, content: &'a Content) -> Result<Self> {
+        Ok(Self { disks: (0..disks).map(|_| new_ram(size)).collect::<Result<_>>()?, content, size })
+    }
+
+    /// Writes every page.
+    pub fn fill(&self) -> Result<()> {
+        let load = Load {
+            pattern: Pattern::Write,
+            threads: 1,
+            record: PAGE,
+            area: self.size,
+            shared: true,
+            seed: 1,
+        };
+        for disk in &self.disks {
+            for page in 0..self.size / PAGE {
+                disk.write_at(page * PAGE, self.content.of(page, &load), Flags::empty())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Empties the areas that initial writes of this load need empty.
+    fn empty(&self, load: &Load) -> Result<()> {
+        for thread in 0..load.threads {
+            self.disk(thread).discard(self.start(load, thread), load.area)?;
+        }
+        Ok(())
+    }
+
+    fn disk(&self, thread: usize) -> &Ram {
+        &self.disks[thread % self.disks.len()]
+    }
+
+    fn start(&self, load: &Load, thread: usize) -> u64 {
+        if load.shared { 0 } else { (thread / self.disks.len()) as u64 * load.area }
+    }
+
+    /// Runs the load for `length`, or until the first thread is through: KiB a second of all threads.
+    pub fn slice(&self, load: &Load, length: Duration) -> Result<f64> {
+        ensure!(load.area >= load.record, "an area of {} bytes has no record of {}", load.area, load.record);
+        if load.pattern == Pattern::InitialWrite {
+            self.empty(load)?;
+        }
+        let cpus = machine::allowed_cpus()?;
+        let (start, stop) = (Barrier::new(load.threads + 1), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..load.threads)
+                .map(|thread| {
+                    let (start, stop, cpu) = (&start, &stop, cpus[thread % cpus.len()]);
+                    scope.spawn(move || -> Result<(u64, Instant, Instant)> {
+                        // Whatever fails, the barrier is reached.
+                        let ready =
+                            machine::pin_to(cpu).and_then(|()| Ok(IoBuf::zeroed(load.record as usize)?));
+                        start.wait();
+                        let begun = Instant::now();
+                        let records = self.work(load, thread, &mut ready?, stop)?;
+                        Ok((records, begun, Instant::now()))
+                    })
+                })
+                .collect();
+            start.wait();
+            let begun = Instant::now();
+            // Relaxed: the flag carries no data; joining the threads orders what they did.
+            while begun.elapsed() < length && !stop.load(Ordering::Relaxed) {
+                std::thread::sleep(length.saturating_sub(begun.elapsed()).min(Duration::from_millis(5)));
+            }
+            // Relaxed: as above.
+            stop.store(true, Ordering::Relaxed);
+            // From the first one's beginning to the last one's end: where threads share a CPU, one that begins late did not work faster.
+            let (mut records, mut first, mut last) = (0, Instant::now(), begun);
+            for worker in workers {
+                let (done, begun, ended) = worker.join().ok().context("a worker panicked")??;
+                (records, first, last) = (records + done, first.min(begun), last.max(ended));
+            }
+            let length = last.duration_since(first).max(Duration::from_nanos(1));
+            Ok((records * load.record) as f64 / 1024.0 / length.as_secs_f64())
+        })
+    }
+
+    /// One thread's loop: the number of its records.
+    fn work(&self, load: &Load, thread: usize, buffer: &mut IoBuf, stop: &AtomicBool) -> Result<u64> {
+        let (disk, area) = (self.disk(thread), self.start(load, thread));
+        let mut done = 0;
+        for Step { record, is_write } in load.pattern.steps(load.area / load.record, thread, load.seed) {
+            let at = area + record * load.record;
+            if is_write {
+                variants::intend(Intent::Write);
+                let content = black_box(self.content.of(record + done, load));
+                if load.pattern == Pattern::BufferedWrite {
+                    write_buffered(disk, at, content)?;
+                } else {
+                    disk.write_at(at, content, Flags::empty())?;
+                }
+            } else {
+                variants::intend(Intent::Read);
+                disk.read_at(at, black_box(&mut *buffer))?;
+            }
+            done += 1;
+            // Relaxed: see `slice`. At least one record is done.
+            if stop.load(Ordering::Relaxed) {
+                return Ok(done);
+            }
+        }
+        // Relaxed: see `slice`. Who is through ends the slice for all, as in iozone.
+        stop.store(true, Ordering::Relaxed);
+        Ok(done)
+    }
+
+    /// Of one thread: nanoseconds that a slot is held for each page, and how many slots are locked for each. What the clock takes is left
+    /// out.
+    pub fn profile(&self, load: &Load, length: Duration, clock: f64) -> Result<(f64, f64)> {
+        let stop = AtomicBool::new(false);
+        let cpus = machine::allowed_cpus()?;
+        variants::set_lock(Lock::Timed);
+        let profiled = std::thread::scope(|scope| {
+            let worker = scope.spawn(|| -> Result<(f64, f64)> {
+                machine::pin_to(cpus[0])?;
+                variants::held();
+                let records = self.work(load, 0, &mut IoBuf::zeroed(load.record as usize)?, &stop)?;
+                let (time, slots) = variants::held();
+                let pages = (records * (load.record / PAGE)) as f64;
+                let held = (time.as_nanos() as f64 - slots as f64 * clock).max(0.0);
+                Ok((held / pages, slots as f64 / pages))
+            });
+            std::thread::sleep(length);
+            // Relaxed: as in `slice`.
+            stop.store(true, Ordering::Relaxed);
+            worker.join().ok().context("a worker panicked")?
+        });
+        variants::set_lock(Lock::Ours);
+        profiled
+    }
+}
+
+/// What the C library does with records that are written through its buffer: a copy first.
+fn write_buffered(disk: &Ram, at: u64, content: &[u8]) -> Result<()> {
+    let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, At { disk, at });
+    // Less than the buffer at a time: what fills it by itself would pass it by.
+    for part in content.chunks(BUFFER_BYTES / 2) {
+        buffer.write_all(part)?;
+    }
+    Ok(buffer.flush()?)
+}
+
+/// A place in a disk that moves on.
+struct At<'a> {
+    disk: &'a Ram,
+    at: u64,
+}
+
+impl std::io::Write for At<'_> {
+    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
+        self.disk.write_at(self.at, data, Flags::empty()).map_err(std::io::Error::other)?;
+        self.at += data.len() as u64;
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Memory that the system can give without taking it from others.
+pub fn available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    // Where it does not say, so much that nothing is made smaller.
+    kib.map_or(u64::MAX, |kib| kib << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn content() -> Content {
+        let mut pages = IoBuf::zeroed(64 * PAGE_BYTES).unwrap();
+        for (number, page) in (0_u64..).zip(pages.chunks_mut(PAGE_BYTES)) {
+            crate::data::fio_page(number, page);
+        }
+        Content { pages, description: "a test's".into() }
+    }
+
+    fn load(pattern: Pattern, threads: usize) -> Load {
+        Load { pattern, threads, record: 4 * PAGE, area: 16 * PAGE, shared: false, seed: 3 }
+    }
+
+    #[test]
+    fn every_pattern_runs_in_its_areas_only() {
+        let content = content();
+        for pattern in [
+            Pattern::InitialWrite,
+            Pattern::Write,
+            Pattern::BufferedWrite,
+            Pattern::Read,
+            Pattern::StrideRead,
+            Pattern::RandomWrite,
+            Pattern::ReadersAndWriters,
+            Pattern::RandomMix,
+        ] {
+            let drive = Drive::new(1, 64 * PAGE, &content).unwrap();
+            let speed = drive.slice(&load(pattern, 2), Duration::from_millis(20)).unwrap();
+            assert!(speed > 0.0, "{pattern:?}");
+            let mut page = [0; PAGE_BYTES];
+            let mut written = 0;
+            for number in 0..64 {
+                drive.disks[0].read_at(number * PAGE, &mut page).unwrap();
+                let is_written = page != [0; PAGE_BYTES];
+                assert!(!is_written || number < 32, "{pattern:?} wrote page {number}");
+                written += u32::from(is_written);
+            }
+            assert_eq!(written == 0, pattern.is_read(), "{pattern:?}");
+        }
+    }
+
+    #[test]
+    fn a_buffered_write_writes_the_whole_record() {
+        let content = content();
+        let drive = Drive::new(1, 64 * PAGE, &content).unwrap();
+        let record = content.of(1, &load(Pattern::BufferedWrite, 1));
+        write_buffered(&drive.disks[0], 8 * PAGE, record).unwrap();
+        let mut back = vec![0; record.len()];
+        drive.disks[0].read_at(8 * PAGE, &mut back).unwrap();
+        assert!(back == record);
+    }
+
+    #[test]
+    fn disks_apart_and_a_shared_area() {
+        let content = content();
+        let apart = Drive::new(2, 16 * PAGE, &content).unwrap();
+        apart.fill().unwrap();
+        assert!(apart.slice(&load(Pattern::Read, 2), Duration::from_millis(5)).unwrap() > 0.0);
+        assert_eq!(apart.start(&load(Pattern::Read, 2), 1), 0);
+        let one = Drive::new(1, 16 * PAGE, &content).unwrap();
+        let shared = Load { shared: true, ..load(Pattern::Write, 3) };
+        assert!(one.slice(&shared, Duration::from_millis(5)).unwrap() > 0.0);
+        // Beyond the disk nothing is written, and it is said.
+        assert!(one.slice(&load(Pattern::Write, 3), Duration::from_millis(5)).is_err());
+        let small = Load { area: PAGE, ..load(Pattern::Write, 1) };
+        assert!(one.slice(&small, Duration::from_millis(5)).is_err());
+    }
+}

@@ -1,0 +1,322 @@
+//! Experiment 1: one lock around the table of a RAM disk, and four locks of its entries, beside the product's.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::costs::{self, Machine};
+use super::drive::{Content, Drive, Load, available_bytes};
+use super::experiment::{Better, Experiment, Table, turns};
+use super::model::{Inputs, Modelled, predict};
+use super::patterns::Pattern;
+use super::published::{Figures, locks as published};
+use super::simulate::Discipline;
+use super::slices;
+use super::variants::{self, Lock};
+use crate::machine;
+use crate::measure::{Slices, Summary};
+use crate::options::Options;
+
+const ROUNDS: u32 = 9;
+const SLICE_MS: u32 = 65;
+/// Numbers of threads; the source has the last one.
+const THREADS: [usize; 3] = [1, 2, 4];
+/// As many threads have a disk each, for the model.
+const THREADS_APART: usize = 2;
+/// iozone's record, and its file for each thread.
+const RECORD_BYTES: u64 = 16 << 10;
+const AREA_BYTES: u64 = 200 << 20;
+/// fio's device and blocks.
+const DEVICE_BYTES: u64 = 10 << 20;
+const BLOCK_BYTES: u64 = 32 << 10;
+/// Seeds what fio draws: it is fixed there.
+const FIO_SEED: u64 = 1;
+/// A unit of the tables is a KiB: a page a second is four of them.
+const KIB_A_PAGE: f64 = 4.0;
+/// Steps of the loop that measures one on a lock's line.
+const STEPS: u32 = 1 << 20;
+
+const OLD: usize = 0;
+/// What the source chose.
+const NEW: usize = 4;
+const OURS: usize = 5;
+/// The columns; the last one is the product's.
+const LOCKS: [Lock; 6] = [Lock::Table, Lock::Cas, Lock::Spin, Lock::ReadWrite, Lock::BitSpin, Lock::Ours];
+const COLUMNS: [&str; 6] = {
+    let [old, cas, spin, read_write, bit] = published::COLUMNS;
+    [old, cas, spin, read_write, bit, "ours"]
+};
+
+/// What the loads of a table have in common.
+struct Bench<'a> {
+    drive: &'a Drive<'a>,
+    /// A disk for each of two threads.
+    apart: &'a Drive<'a>,
+    record: u64,
+    area: u64,
+    shared: bool,
+    /// Nothing where rounds have seeds of their own.
+    seed: Option<u64>,
+    slices: Slices,
+    machine: Option<&'a Machine>,
+}
+
+/// Runs iozone's tests, then fio's jobs.
+pub fn run(options: &Options) -> Result<Experiment> {
+    variants::need()?;
+    let machine = costs::measure()?;
+    let content = Content::new(options)?;
+    let slices = slices(options, ROUNDS, SLICE_MS);
+    let most = THREADS[THREADS.len() - 1];
+    // Half of what is free, for the areas and the disks apart; nothing of it may be compressible.
+    let room = available_bytes() / 2 / (most + THREADS_APART) as u64;
+    let area = options.bytes(AREA_BYTES).min(room) / RECORD_BYTES * RECORD_BYTES;
+    let (iozone, iozone_model) = {
+        let drive = Drive::new(1, most as u64 * area, &content)?;
+        let apart = Drive::new(THREADS_APART, area, &content)?;
+        let bench = Bench {
+            drive: &drive,
+            apart: &apart,
+            record: RECORD_BYTES,
+            area,
+            shared: false,
+            seed: None,
+            slices,
+            machine: machine.as_ref(),
+        };
+        bench.table("iozone", &published::IOZONE)?
+    };
+    let (fio, fio_model) = {
+        let drive = Drive::new(1, DEVICE_BYTES, &content)?;
+        let apart = Drive::new(THREADS_APART, DEVICE_BYTES, &content)?;
+        let bench = Bench {
+            drive: &drive,
+            apart: &apart,
+            record: BLOCK_BYTES,
+            area: DEVICE_BYTES,
+            shared: true,
+            seed: Some(FIO_SEED),
+            slices,
+            machine: machine.as_ref(),
+        };
+        bench.table("fio, raw device", &published::FIO)?
+    };
+    let tables = vec![iozone, fio];
+    Ok(Experiment {
+        number: 1,
+        title: "A lock a slot",
+        source: published::SOURCE.into(),
+        here: here(area, &content.description)?,
+        words: tables.iter().filter_map(shape).collect(),
+        tables,
+        model: iozone_model.into_iter().chain(fio_model).collect(),
+    })
+}
+
+fn here(area: u64, content: &str) -> Result<Vec<String>> {
+    let cpus = machine::allowed_cpus()?.len();
+    Ok(vec![
+        format!(
+            "The library's RAM disk with lz4, in one build in which the lock of a slot is chosen at run time; all columns pay for the choice and take \
+             turns on one disk. Content: {content}. Thread n is on CPU n modulo {cpus}. KB/s of all threads together."
+        ),
+        format!(
+            "iozone's tests: {} KiB records, an area of {} MiB for each thread, emptied before each initial write, which ends with the first thread \
+             that is through. pwrite and pread have no file position to leave alone here: they are a rewrite and a read in order. fio's jobs: \
+             {} KiB blocks, all jobs in one device of {} MiB, until the time is over instead of 3000 loops; reads and writes together.",
+            RECORD_BYTES >> 10,
+            area >> 20,
+            BLOCK_BYTES >> 10,
+            DEVICE_BYTES >> 20
+        ),
+        "Readers share the two read-write locks, as in the kernel; there the table's was held by a reader while it decompressed, and by a writer while \
+         it replaced the entry, and so it is here. \"CAS\" and \"bit spinlock\" are a bit in the slot's word, the other two locks of an entry lie in \
+         an array beside it, a cache line further; in the kernel they lay in the entry. What spins yields its CPU after 64 looks, since a holder may \
+         have lost its own; the kernel's holders do not."
+            .into(),
+        "Left out: the file system and the block layer, LZO (its crates do not have a licence that fits), the kernel's own cost of a system call."
+            .into(),
+        "The model's old lock is, for readers, two steps on the line of the one lock and the line's way between CPUs; for writers it is held as long \
+         as a slot is here, by the clock. It takes the place of the slot's own lock, which takes as many steps."
+            .into(),
+    ])
+}
+
+/// The means of the columns over the old lock, there and here.
+fn shape(table: &Table) -> Option<String> {
+    let means = |threads: usize, ratio: &dyn Fn(usize, usize) -> Option<f64>| {
+        let rows: Vec<usize> =
+            (0..table.rows.len()).filter(|row| table.rows[*row].threads == threads).collect();
+        let mean = |column: usize| {
+            let logs: Option<Vec<f64>> = rows.iter().map(|row| Some(ratio(*row, column)?.ln())).collect();
+            let logs = logs.filter(|logs| !logs.is_empty())?;
+            Some((logs.iter().sum::<f64>() / logs.len() as f64).exp())
+        };
+        let named = (1..table.columns.len())
+            .filter_map(|column| Some(format!("{} {:.2}", table.columns[column], mean(column)?)));
+        named.collect::<Vec<_>>().join(", ")
+    };
+    let published = means(4, &|row, column| table.published_ratio(&table.rows[row], column));
+    let here: Vec<String> = THREADS[1..]
+        .iter()
+        .map(|&threads| {
+            (threads, means(threads, &|row, column| table.rows[row].ratios[column].map(|r| r.median)))
+        })
+        .filter(|(_, means)| !means.is_empty())
+        .map(|(threads, means)| format!("with {threads} threads {means}"))
+        .collect();
+    (!here.is_empty()).then(|| {
+        format!(
+            "{}: means of all loads over \"{}\", there with 4 threads: {published}. Here {}.",
+            table.name,
+            table.columns[OLD],
+            here.join("; ")
+        )
+    })
+}
+
+/// What a test of iozone or a job of fio does.
+fn pattern_of(what: &str) -> Result<Pattern> {
+    Ok(match what {
+        "initial write" => Pattern::InitialWrite,
+        "rewrite" | "pwrite" | "seq-write" => Pattern::Write,
+        "read" | "re-read" | "pread" | "seq-read" => Pattern::Read,
+        "reverse read" => Pattern::ReverseRead,
+        "stride read" => Pattern::StrideRead,
+        "random read" => Pattern::RandomRead,
+        "random write" => Pattern::RandomWrite,
+        "mixed" => Pattern::ReadersAndWriters,
+        "seq-rw" => Pattern::SequentialMix,
+        "rand-rw" => Pattern::RandomMix,
+        _ => anyhow::bail!("nobody knows how to run \"{what}\""),
+    })
+}
+
+impl Bench<'_> {
+    fn load(&self, pattern: Pattern, threads: usize, round: u32) -> Load {
+        let &Self { record, area, shared, .. } = self;
+        Load { pattern, threads, record, area, shared, seed: self.seed.unwrap_or(u64::from(round)) }
+    }
+
+    /// Every load with every number of threads and, where the machine has two CPUs, the model of those that it fits.
+    fn table(&self, name: &str, figures: &[Figures<5>]) -> Result<(Table, Vec<Modelled>)> {
+        let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
+        (table.old, table.new, table.ours) = (OLD, NEW, OURS);
+        let mut inputs = Vec::new();
+        self.apart.fill()?;
+        let mut filled = false;
+        for figures in figures {
+            let pattern = pattern_of(figures.what)?;
+            if pattern != Pattern::InitialWrite && !filled {
+                self.drive.fill()?;
+                filled = true;
+            }
+            for threads in THREADS.into_iter().filter(|threads| *threads >= pattern.threads_min()) {
+                let published = if threads == figures.threads { figures.published() } else { Vec::new() };
+                let rounds = self.row(pattern, threads)?;
+                table.add(figures.what, threads, &published, &rounds[..COLUMNS.len()]);
+                if threads == THREADS_APART
+                    && let (Some(machine), Some(apart)) = (self.machine, rounds.get(COLUMNS.len()))
+                {
+                    inputs.push((self.inputs(&table, figures.what, pattern, apart, machine)?, figures.what));
+                }
+            }
+        }
+        let modelled = self.machine.map(|machine| {
+            inputs.iter().map(|(of, what)| predict(&table, what, of, machine, KIB_A_PAGE)).collect()
+        });
+        Ok((table, modelled.unwrap_or_default()))
+    }
+
+    /// Speeds by column and round; behind the columns, for what is modelled, those of threads apart.
+    fn row(&self, pattern: Pattern, threads: usize) -> Result<Vec<Vec<f64>>> {
+        // A server that is one for writers and none for readers is not modelled, so no mixes.
+        let is_modelled = pattern.is_read() || matches!(pattern, Pattern::Write | Pattern::RandomWrite);
+        let sides = LOCKS.len() + usize::from(is_modelled && threads == THREADS_APART);
+        let mut speeds = vec![Vec::new(); sides];
+        for round in 0..self.slices.pairs {
+            for side in turns(sides, round) {
+                let drive = if side < LOCKS.len() { self.drive } else { self.apart };
+                variants::set_lock(LOCKS.get(side).copied().unwrap_or(Lock::Ours));
+                let speed = drive.slice(&self.load(pattern, threads, round), self.slices.slice);
+                variants::set_lock(Lock::Ours);
+                speeds[side].push(speed?);
+            }
+        }
+        Ok(speeds)
+    }
+
+    /// An operation of the model is a page.
+    fn inputs(
+        &self,
+        table: &Table,
+        what: &str,
+        pattern: Pattern,
+        apart: &[f64],
+        machine: &Machine,
+    ) -> Result<Inputs> {
+        let alone = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
+        let alone = alone.measured[OURS].context("it was not run")?.median;
+        let step = step_ns();
+        let (held, visits) = if pattern.is_read() {
+            (2.0 * step, 2.0)
+        } else {
+            let (held, slots) =
+                self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)?;
+            (held + slots * step, slots)
+        };
+        Ok(Inputs {
+            fine: KIB_A_PAGE * 1e9 / alone,
+            held,
+            visits,
+            // No more than that of the fine lock.
+            lock: 0.0,
+            discipline: Discipline::InTurn,
+            apart: Summary::of(apart.iter().copied()).median / alone,
+        })
+    }
+}
+
+/// Nanoseconds of one atomic step on a line that this CPU has.
+fn step_ns() -> f64 {
+    let line = AtomicU32::new(0);
+    let rounds = (0..9).map(|_| {
+        let begun = Instant::now();
+        for _ in 0..STEPS {
+            black_box(&line).fetch_add(1, Ordering::SeqCst);
+        }
+        begun.elapsed().max(Duration::from_nanos(1)).as_nanos() as f64 / f64::from(STEPS)
+    });
+    Summary::of(rounds).median
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_that_was_published_can_be_run() {
+        for figures in published::IOZONE.iter().chain(&published::FIO) {
+            pattern_of(figures.what).unwrap();
+        }
+        assert!(pattern_of("fwrite").is_err());
+        assert_eq!(COLUMNS[NEW], "bit spinlock");
+        assert_eq!((LOCKS[OLD], LOCKS[NEW], LOCKS[OURS]), (Lock::Table, Lock::BitSpin, Lock::Ours));
+    }
+
+    #[test]
+    fn the_shape_is_said_as_means() {
+        let mut table = Table::new("t", "KB/s", Better::More, &["old", "new"]);
+        table.add("a", 4, &[Some(1.0), Some(4.0)], &[vec![1.0; 3], vec![2.0; 3]]);
+        table.add("b", 4, &[Some(1.0), Some(1.0)], &[vec![1.0; 3], vec![8.0; 3]]);
+        let said = shape(&table).unwrap();
+        assert!(
+            said.contains("with 4 threads: new 2.00") && said.contains("with 4 threads new 4.00"),
+            "{said}"
+        );
+        table.rows.clear();
+        assert!(shape(&table).is_none());
+    }
+}

@@ -1,0 +1,181 @@
+//! The five experiments of the sources: their published figures beside ours, what is gained over the old lock beside what is gained
+//! here, in tables, in JSON, in charts and in words.
+//!
+//! Into the directory `--out` go `experiment-N.json` for each experiment that was run, and a chart for each of its tables. What an earlier
+//! run left of other experiments stays.
+
+mod chart;
+mod costs;
+mod drive;
+mod experiment;
+mod locks;
+mod model;
+mod patterns;
+mod print;
+mod published;
+mod simulate;
+mod snapshots;
+mod streams;
+mod variants;
+mod words;
+mod writeback;
+mod zones;
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+
+use self::experiment::Experiment;
+use crate::machine::{self, Machine};
+use crate::measure::Slices;
+use crate::options::Options;
+
+/// Rounds below which no spread means anything.
+const ROUNDS_MIN: u32 = 3;
+const QUICK_SLICE_MS: u32 = 10;
+
+/// What it can be told.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Which experiments: 1 locks, 2 streams, 3 writeback, 4 snapshots, 5 zones, or all.
+    #[arg(default_value = "all", value_name = "1..5|all")]
+    which: Vec<Which>,
+    /// Directory for the JSON and the charts
+    #[arg(long, default_value = "benches/out/reproduce")]
+    out: PathBuf,
+    /// 3: directory for the backing file, on the disk to measure [default: that of --data-dir]
+    #[arg(long)]
+    dir: Option<PathBuf>,
+}
+
+/// One experiment, or all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Which {
+    All,
+    One(u8),
+}
+
+impl FromStr for Which {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "all" => Ok(Self::All),
+            "1" | "2" | "3" | "4" | "5" => Ok(Self::One(text.as_bytes()[0] - b'0')),
+            _ => bail!("an experiment is a number from 1 to 5, or all"),
+        }
+    }
+}
+
+/// One run of one experiment.
+#[derive(Serialize)]
+struct Document<'a> {
+    command: String,
+    freestone: &'static str,
+    machine: &'a Machine,
+    seconds: f64,
+    #[serde(flatten)]
+    experiment: &'a Experiment,
+    /// All of them, those that are computed included.
+    sentences: &'a [String],
+    /// The file of each table's chart, in the order of the tables; they lie beside this one.
+    charts: Vec<String>,
+}
+
+/// Runs the experiments one after the other; each is printed and written as soon as it is there.
+pub fn run(args: &Args, options: &Options) -> Result<()> {
+    std::fs::create_dir_all(&args.out).with_context(|| format!("{}", args.out.display()))?;
+    let machine = Machine::here();
+    let cpus = machine::allowed_cpus()?.len();
+    for number in 1..=5 {
+        if !args.which.contains(&Which::All) && !args.which.contains(&Which::One(number)) {
+            continue;
+        }
+        let begun = Instant::now();
+        let experiment = match number {
+            1 => locks::run(options)?,
+            2 => streams::run(options)?,
+            3 => writeback::run(args.dir.as_deref(), options)?,
+            4 => snapshots::run(options)?,
+            _ => zones::run(options)?,
+        };
+        let words = words::of(&experiment, cpus);
+        print::print(&experiment, &words);
+        write(&args.out, &machine, &experiment, &words, begun.elapsed())?;
+    }
+    Ok(())
+}
+
+fn write(
+    out: &Path,
+    machine: &Machine,
+    experiment: &Experiment,
+    words: &[String],
+    took: Duration,
+) -> Result<()> {
+    let number = experiment.number;
+    let mut charts = Vec::new();
+    for table in &experiment.tables {
+        let name = format!("experiment-{number}-{}.svg", file_name(&table.name));
+        let title = format!("{}: {}", experiment.title, table.name);
+        chart::draw(table, &experiment.model, &title, &out.join(&name))?;
+        charts.push(name);
+    }
+    let document = Document {
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        freestone: env!("CARGO_PKG_VERSION"),
+        machine,
+        seconds: took.as_secs_f64(),
+        experiment,
+        sentences: words,
+        charts,
+    };
+    let path = out.join(format!("experiment-{number}.json"));
+    std::fs::write(&path, serde_json::to_string_pretty(&document)? + "\n")
+        .with_context(|| format!("{}", path.display()))?;
+    println!(
+        "   {:.0} s; JSON: {}, charts: {}\n",
+        took.as_secs_f64(),
+        path.display(),
+        document.charts.join(", ")
+    );
+    Ok(())
+}
+
+/// Small letters, digits and hyphens.
+fn file_name(table: &str) -> String {
+    let words = table.to_lowercase();
+    let words = words.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-")
+}
+
+/// How often and how long: what the command line says, or what is usual for an experiment.
+fn slices(options: &Options, rounds: u32, slice_ms: u32) -> Slices {
+    let (rounds, slice_ms) = if options.quick { (ROUNDS_MIN, QUICK_SLICE_MS) } else { (rounds, slice_ms) };
+    Slices {
+        pairs: options.pairs.unwrap_or(rounds),
+        slice: Duration::from_millis(u64::from(options.slice_ms.unwrap_or(slice_ms))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experiments_are_named_by_number() {
+        assert_eq!("all".parse::<Which>().unwrap(), Which::All);
+        assert_eq!("5".parse::<Which>().unwrap(), Which::One(5));
+        for bad in ["0", "6", "", "zones", "1..5"] {
+            assert!(bad.parse::<Which>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn charts_are_called_after_their_tables() {
+        assert_eq!(file_name("Reads, no backing (KIOPS)"), "reads-no-backing-kiops");
+    }
+}

@@ -1,0 +1,156 @@
+//! Experiment 5: threads on the zones of one drive, with one lock and with a lock a zone.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use freestone::PAGE_BYTES;
+use freestone::device::{Flags, Request};
+
+use super::costs::{self, Machine};
+use super::experiment::{Better, Experiment, Table, turns};
+use super::model::{Inputs, Modelled, predict};
+use super::published::zones as published;
+use super::simulate::Discipline;
+use super::slices;
+use crate::data::Random;
+use crate::measure::Summary;
+use crate::options::Options;
+use crate::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
+
+const ROUNDS: u32 = 11;
+const SLICE_MS: u32 = 60;
+/// Operations of the loop that does nothing, and how often it is run.
+const IDLE_OPS: u64 = 200_000;
+const IDLE_ROUNDS: usize = 9;
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Places of the columns, and of the sides.
+const OLD: usize = 0;
+const OURS: usize = 1;
+const COLUMNS: [&str; 2] = [published::COLUMNS[0], "a lock a zone (ours)"];
+/// A side that is no column: two threads with a drive each.
+const APART: usize = 2;
+
+/// Runs writes and reads, without and with memory backing, each without and with limits.
+pub fn run(options: &Options) -> Result<Experiment> {
+    let machine = costs::measure()?;
+    let (mut tables, mut model) = (Vec::new(), Vec::new());
+    for memory in [false, true] {
+        for (load, figures) in [Load::Writes, Load::Reads].into_iter().zip(published::KIOPS) {
+            let backing = if memory { "memory backing" } else { "no backing" };
+            let mut table =
+                Table::new(format!("{}, {backing}", figures.what), "KIOPS", Better::More, &COLUMNS);
+            let mut inputs = Vec::new();
+            for limits in [false, true] {
+                let shape = Shape { zone_bytes: scaling::zone_bytes(memory, options), memory, limits };
+                let what = if limits { format!("{}, limits", figures.what) } else { figures.what.to_owned() };
+                let apart = measure(&mut table, &what, shape, load, options)?;
+                if !memory && !limits {
+                    // What was published has a number of threads that nothing is measured with here.
+                    table.add(&what, figures.threads, &figures.published(), &[]);
+                }
+                if let Some(machine) = &machine {
+                    inputs.push((inputs_of(&table, &what, shape, load, apart, machine)?, what));
+                }
+            }
+            if let Some(machine) = &machine {
+                let modelled = inputs.iter().map(|(of, what)| predict(&table, what, of, machine, 1e-3));
+                model.extend(modelled.collect::<Vec<Modelled>>());
+            }
+            tables.push(table);
+        }
+    }
+    let cpus = crate::machine::allowed_cpus()?.len();
+    Ok(Experiment {
+        number: 5,
+        title: "Zone locks",
+        source: published::SOURCE.into(),
+        here: vec![
+            format!(
+                "A zoned null drive, {ZONES} zones. Reads of 4 KiB at random places; writes of 4 KiB at the write pointers of zones of the thread's own, \
+                 each reset before it is filled, as zonemode=zbd gives each job its zones. Thread n is on CPU n modulo {cpus}. Limits: {LIMIT} open and \
+                 active zones. Every request is answered on the caller's thread, so reads have depth 1; there they had depth 8."
+            ),
+            format!(
+                "\"{}\": a mutex around every call of an equal drive. With memory backing it is held while the page is copied, as the kernel's one \
+                 lock over the memory is; there is no published figure of that.",
+                COLUMNS[OLD]
+            ),
+            "Left out: the block layer, and memory backing in the published figures.".into(),
+        ],
+        tables,
+        words: vec![format!(
+            "The published gain is of 96 jobs on 48 cores, and {} can double a speed at most, unless the old lock itself loses by it. Writes \
+             gained nothing there: zonemode=zbd and the block layer give a zone one write at a time; here neither is in the way.",
+            super::words::counted(cpus, "CPU")
+        )],
+        model,
+    })
+}
+
+/// Adds a row for each number of threads. Returns what two threads that share nothing do over what one does.
+fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Options) -> Result<f64> {
+    let sides = [
+        Side::new(COLUMNS[OLD], 1, true, shape, load)?,
+        Side::new(COLUMNS[OURS], 1, false, shape, load)?,
+        Side::new("apart", THREADS_APART, false, shape, load)?,
+    ];
+    let slices = slices(options, ROUNDS, SLICE_MS);
+    let mut speeds = THREADS.map(|_| vec![Vec::new(); sides.len()]);
+    for round in 0..slices.pairs {
+        for (threads, speeds) in THREADS.into_iter().zip(&mut speeds) {
+            let compared = if threads == THREADS_APART { sides.len() } else { APART };
+            for side in turns(compared, round) {
+                let speed = scaling::slice(&sides[side], load, threads, round, slices.slice)?;
+                speeds[side].push(speed / 1e3);
+            }
+        }
+    }
+    for (threads, speeds) in THREADS.into_iter().zip(&speeds) {
+        table.add(what, threads, &[], &speeds[..APART]);
+    }
+    let of = |threads: usize, side: usize| -> Result<&[f64]> {
+        let at = THREADS.iter().position(|number| *number == threads).context("not a number of threads")?;
+        Ok(&speeds[at][side])
+    };
+    Ok(Summary::ratio(of(THREADS_APART, APART)?, of(1, OURS)?).median)
+}
+
+/// The lock is around the whole call: what an operation takes beyond the loop around it is under the lock.
+fn inputs_of(
+    table: &Table,
+    what: &str,
+    shape: Shape,
+    load: Load,
+    apart: f64,
+    machine: &Machine,
+) -> Result<Inputs> {
+    let row = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
+    let fine = 1e6 / row.measured[OURS].context("it was not run")?.median;
+    Ok(Inputs {
+        fine,
+        held: (fine - idle(shape, load)).max(0.0),
+        visits: 1.0,
+        lock: machine.mutex,
+        discipline: Discipline::Parking,
+        apart,
+    })
+}
+
+/// Nanoseconds an operation of a thread's loop without the call of the drive.
+fn idle(shape: Shape, load: Load) -> f64 {
+    let pages = ZONES * shape.zone_bytes / PAGE;
+    let rounds = (0..IDLE_ROUNDS as u64).map(|round| {
+        let mut random = Random::new(round);
+        let begun = Instant::now();
+        for at in 0..IDLE_OPS {
+            black_box(match load {
+                Load::Reads => Request::read(random.next() % pages * PAGE, PAGE).with(Flags::UNREAD),
+                Load::Writes => Request::write(at % pages * PAGE, PAGE),
+            });
+        }
+        begun.elapsed().as_nanos() as f64 / IDLE_OPS as f64
+    });
+    Summary::of(rounds).median
+}

@@ -1,0 +1,188 @@
+//! `compare` measures every side, says what is missing, and leaves no server behind. Speed is not judged here.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// `compare` with short slices, on servers that are built already where the whole workspace is under test.
+fn compare(dir: &Path, pairs: &str) -> Command {
+    let program = Path::new(env!("CARGO_BIN_EXE_freestone-benches"));
+    let mut command = Command::new(program);
+    command.args([
+        "compare",
+        "--quick",
+        "--pairs",
+        pairs,
+        "--size",
+        "16M",
+        "--slice-ms",
+        "50",
+        "--set",
+        "fio",
+    ]);
+    command.args(["--zram", "zram999", "--json"]).arg(dir.join("compare.json"));
+    command.arg("--data-dir").arg(dir.join("data"));
+    let freestone = program.with_file_name("freestone");
+    if freestone.exists() {
+        command.arg("--freestone").arg(freestone);
+    }
+    command
+}
+
+/// What a run of `compare` reported; it leaves nothing behind.
+fn compared(command: &mut Command, dir: &Path) -> Vec<Value> {
+    let out = command.output().unwrap();
+    let told = [out.stdout, out.stderr].map(|told| String::from_utf8_lossy(&told).into_owned());
+    assert!(out.status.success(), "{}\n{}", told[0], told[1]);
+    let value: Value = serde_json::from_slice(&std::fs::read(dir.join("compare.json")).unwrap()).unwrap();
+    let left: Vec<_> = std::fs::read_dir(dir.join("data")).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+    for report in value["reports"].as_array().unwrap() {
+        for row in report["rows"].as_array().unwrap() {
+            assert_eq!(row["median"].is_null(), row["refused"].as_bool().unwrap(), "{row}");
+            assert!(!(row["refused"] == true && row["verdict"].is_string()), "{row}");
+        }
+    }
+    value["reports"].as_array().unwrap().clone()
+}
+
+fn notes(report: &Value) -> String {
+    report["notes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|note| note.as_str().unwrap())
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn row<'v>(report: &'v Value, what: &str) -> &'v Value {
+    let rows = report["rows"].as_array().unwrap();
+    rows.iter().find(|row| row["what"] == what).unwrap_or_else(|| panic!("no row {what} in {report}"))
+}
+
+fn part(row: &Value, name: &str) -> f64 {
+    let parts = row["parts"].as_array().unwrap();
+    let part = parts.iter().find(|part| part[0] == name).unwrap_or_else(|| panic!("no {name} in {row}"));
+    part[1].as_f64().unwrap()
+}
+
+#[test]
+fn compare_measures_every_side() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let reports =
+        compared(compare(dir.path(), "1").args(["--peers", "installed", "--require-peers"]), dir.path());
+    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        [
+            "zram",
+            "compare: disks in memory over NBD",
+            "compare: null drives over NBD",
+            "compare: overlays of a raw image over NBD",
+        ]
+    );
+    assert!(notes(&reports[0]).contains("zram999") && reports[0]["rows"].as_array().unwrap().is_empty());
+    let memory = ["ram", "ram zstd", "nbdkit memory sparse", "nbdkit memory malloc", "nbdkit memory zstd"];
+    let sides = [
+        &[&memory[..], &["qemu-nbd raw in tmpfs"]].concat()[..],
+        &["null", "nbdkit null", "qemu-nbd null-co"],
+        &["fork", "nbdkit cow", "qemu-nbd qcow2 overlay"],
+    ];
+    for (report, sides) in reports[1..].iter().zip(sides) {
+        let notes = notes(report);
+        assert!(notes.contains("Versions: freestone ") && notes.contains("qemu-nbd --persistent"), "{notes}");
+        for side in sides {
+            for load in ["4 KiB reads", "4 KiB writes", "128 KiB reads", "128 KiB writes"] {
+                for connections in ["1 connection", "4 connections"] {
+                    let row = row(report, &format!("{load}, {connections}: {side}"));
+                    assert!(row["median"].as_f64().unwrap() > 0.0 && row["count"] == 1, "{row}");
+                }
+            }
+        }
+    }
+    let stored = |report: &Value, side: &str| {
+        row(report, &format!("memory a stored byte: {side}"))["median"].as_f64().unwrap()
+    };
+    // The pages compress to less than half; what is not compressed takes its size, wherever it lies.
+    assert!(stored(&reports[1], "ram") > 0.4 && stored(&reports[1], "nbdkit memory zstd") > 0.4);
+    assert!(stored(&reports[1], "nbdkit memory sparse") > 1.0);
+    assert!(stored(&reports[1], "qemu-nbd raw in tmpfs") > 1.0, "its file is not counted");
+    for (side, least) in [("nbdkit cow", 7.9), ("qemu-nbd qcow2 overlay", 7.9)] {
+        let row = row(&reports[3], &format!("memory a stored byte: {side}"));
+        assert!(part(row, "on disk MiB") > least, "{row}");
+    }
+}
+
+#[test]
+fn a_peer_that_cannot_be_had_is_told_or_an_error() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let fakes = dir.path().join("fakes");
+    std::fs::create_dir(&fakes).unwrap();
+    for name in ["nbdkit", "apt-get"] {
+        let fake = fakes.join(name);
+        std::fs::write(&fake, format!("#!/bin/sh\necho {name} is broken here >&2\nexit 1\n")).unwrap();
+        std::fs::set_permissions(&fake, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = format!("{}:{}", fakes.display(), std::env::var("PATH").unwrap());
+    let compare = |peers: &str| {
+        let mut command = compare(dir.path(), "1");
+        command.args(["--part", "server", "--group", "null", "--peers", peers]).env("PATH", &path);
+        command.arg("--peers-dir").arg(dir.path().join("peers"));
+        command
+    };
+    let reports = compared(&mut compare("debian13"), dir.path());
+    let notes = notes(&reports[0]);
+    assert!(notes.contains("Debian 13's peers could not be had"), "{notes}");
+    assert!(notes.contains("Absent: nbdkit null: ") && notes.contains("nbdkit is broken here"), "{notes}");
+    for what in ["nbdkit null", "null / nbdkit null"] {
+        let absent = row(&reports[0], &format!("4 KiB reads, 4 connections: {what}"));
+        assert!(absent["median"].is_null() && absent["count"] == 0, "{absent}");
+    }
+    let there = row(&reports[0], "4 KiB reads, 4 connections: qemu-nbd null-co");
+    assert!(there["median"].as_f64().unwrap() > 0.0, "{there}");
+    assert!(!dir.path().join("peers").exists());
+
+    for (peers, why) in [("installed", "nbdkit is broken here"), ("debian13", "Debian")] {
+        let out = compare(peers).arg("--require-peers").output().unwrap();
+        let told = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && told.contains(why), "{told}");
+    }
+}
+
+#[test]
+fn an_interrupted_compare_leaves_no_server() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    // All three servers name the base, which lies in there.
+    let place = dir.path().join("data").join("compare-").display().to_string();
+    let servers = || {
+        let all = std::fs::read_dir("/proc")
+            .unwrap()
+            .filter_map(|entry| std::fs::read_to_string(entry.ok()?.path().join("cmdline")).ok());
+        all.filter(|line| line.contains(&place)).count()
+    };
+    let wait_for = |what: &dyn Fn() -> bool| {
+        let begun = Instant::now();
+        while !what() {
+            assert!(begun.elapsed().as_secs() < 60, "{} servers", servers());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    for signal in [Signal::TERM, Signal::KILL] {
+        let mut command = compare(dir.path(), "100");
+        command.args(["--part", "server", "--group", "overlay", "--peers", "installed", "--require-peers"]);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut running = command.spawn().unwrap();
+        wait_for(&|| servers() == 3);
+        kill_process(Pid::from_child(&running), signal).unwrap();
+        assert!(!running.wait().unwrap().success());
+        wait_for(&|| servers() == 0);
+        // Nobody can tidy up after a kill.
+        let left = std::fs::read_dir(dir.path().join("data")).unwrap().count();
+        assert_eq!(left, usize::from(signal == Signal::KILL));
+    }
+}
