@@ -59,9 +59,21 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     Ok(Outcome { ok: status.success(), counts })
 }
 
+/// A build with the locks and streams of the sources' experiments in the library has a directory of its own, or every other build
+/// would be made anew.
+const VARIANTS_TARGET_DIR: &str = "target/variants";
+
+/// A cargo for a build in which the library's locks and streams can be chosen: see `benches/variants`.
+pub fn with_variants() -> Command {
+    let mut command = cargo();
+    command.env("RUSTFLAGS", "--cfg freestone_variants").env("CARGO_TARGET_DIR", VARIANTS_TARGET_DIR);
+    command
+}
+
 /// Runs a benchmark, built for release.
 pub fn bench(args: &[OsString]) -> Result<bool> {
-    let mut command = cargo();
+    let variants = args.first().is_some_and(|name| name == "reproduce");
+    let mut command = if variants { with_variants() } else { cargo() };
     command.args(["run", "--release", "--package", "freestone-benches", "--"]).args(args);
     Ok(command.status().context("cannot start cargo")?.success())
 }

@@ -1,6 +1,8 @@
 //! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are parts of it.
 
 mod cargo;
+mod docs;
+mod fio;
 mod packages;
 mod sanitize;
 mod steps;
@@ -43,6 +45,8 @@ enum Command {
     },
     /// Check the rules of CONTRIBUTING.md that a machine can check
     Tidy,
+    /// Build the engine for fio, against the source of the fio that is installed; fetch that first
+    Fio,
     /// Run a benchmark, built for release; without a name, list them
     Bench {
         /// The benchmark and what it takes
@@ -79,6 +83,10 @@ fn run(cli: Cli) -> Result<bool> {
         Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan],
         Command::Sanitize { sanitizer: None } => vec![Step::Tsan, Step::Asan],
         Command::Tidy => vec![Step::Tidy],
+        Command::Fio => return fio::run(),
+        Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
+            return docs::command(&args[1..]);
+        }
         Command::Bench { args } => return cargo::bench(&args),
     };
     Ok(steps::run(&steps))

@@ -7,8 +7,10 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
-const TOOLS: [(&str, &str); 27] = [
+const TOOLS: [(&str, &str); 29] = [
     ("fio", "fio"),
+    // For its source, which the engine is built against.
+    ("dpkg-source", "dpkg-dev"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdfuse", "nbdfuse"),
@@ -27,6 +29,8 @@ const TOOLS: [(&str, &str); 27] = [
     ("diff", "diffutils"),
     ("mountpoint", "util-linux"),
     ("blkdiscard", "util-linux"),
+    // The gate counts instructions.
+    ("valgrind", "valgrind"),
     // The kernel lab.
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),

@@ -7,17 +7,20 @@ use anyhow::Result;
 use clap::ValueEnum;
 
 use crate::cargo::{self, Counts, Outcome, cargo};
+use crate::fio;
 use crate::packages;
 use crate::sanitize::{self, Sanitizer};
 use crate::tidy;
 
 /// Loom explores every interleaving: only an optimised build is fast enough.
 const MODELS_TARGET_DIR: &str = "target/loom";
+/// Where the experiments leave what means nothing.
+const QUICK_OUT: &str = "target/variants/quick";
 
 /// A step of `cargo xtask test`, in the order in which they run: what fails fast goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Step {
-    /// The Debian packages that the tests use are there, or are installed
+    /// The Debian packages that the tests use are there, and the source of fio, or are fetched
     Packages,
     /// The code is formatted
     Fmt,
@@ -29,6 +32,10 @@ pub enum Step {
     Doc,
     /// All tests, the real clients among them
     Test,
+    /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
+    Gate,
+    /// The sources' experiments run, with the locks and streams that they compare; their speed is not judged
+    Reproduce,
     /// In a stock kernel, its own and Freestone: writeback of zram, snapshots of dm-snapshot, zones of `null_blk`
     Lab,
     /// The loom models of the lock protocols
@@ -51,7 +58,11 @@ impl Step {
 
     fn run(self) -> Result<Outcome> {
         match self {
-            Self::Packages => packages::ensure().map(|()| Outcome { ok: true, counts: Counts::default() }),
+            Self::Packages => {
+                packages::ensure()?;
+                // The fio engine is built against it.
+                fio::source().map(|()| Outcome { ok: true, counts: Counts::default() })
+            }
             Self::Fmt => cargo::run(cargo().args(["fmt", "--all", "--check"])),
             Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Clippy => {
@@ -63,6 +74,9 @@ impl Step {
                 cargo::run(&mut command)
             }
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
+            // The release build as users have it: what is counted is what they run, inlining across crates included.
+            Self::Gate => cargo::bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
+            Self::Reproduce => reproduce(),
             Self::Lab => {
                 let (mut ok, mut counts) = (true, Counts::default());
                 for script in ["lab/run-writeback.sh", "lab/run-snapshots.sh", "lab/run-zones.sh"] {
@@ -86,6 +100,22 @@ impl Step {
             Self::Asan => sanitize::run(Sanitizer::Address),
         }
     }
+}
+
+/// Checks and tests what only this build of the library has, and runs all experiments once.
+fn reproduce() -> Result<Outcome> {
+    let mut outcome = Outcome { ok: true, counts: Counts::default() };
+    for args in [
+        &["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"][..],
+        // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
+        &["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"],
+        &["run", "--package", "freestone-benches", "--", "reproduce", "all", "--quick", "--out", QUICK_OUT],
+    ] {
+        let Outcome { ok, counts } = cargo::run(cargo::with_variants().args(args))?;
+        outcome.ok &= ok;
+        outcome.counts += counts;
+    }
+    Ok(outcome)
 }
 
 /// Prints the steps.

@@ -306,7 +306,7 @@ fn announce(service: &Service, control: &Path) {
 }
 
 /// The seeds that nobody chose: to make everything happen again.
-fn seeds(service: &Service) -> Vec<String> {
+pub fn seeds(service: &Service) -> Vec<String> {
     let told = |entry: &Arc<Entry>| {
         let layers = &entry.layers;
         layers.seed_is_random.then(|| format!("{}: faults with seed={}", entry.name(), layers.seed))

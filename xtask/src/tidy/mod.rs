@@ -11,6 +11,8 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
+use crate::docs;
+
 /// Where a rule is broken, and how.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Problem {
@@ -50,6 +52,8 @@ pub fn run() -> Result<bool> {
         problems.extend(check(&path, &text));
     }
     problems.extend(manifests::locked()?);
+    let figures = docs::problems()?;
+    problems.extend(figures.into_iter().map(|(path, line, what)| Problem { path, line, what }));
     for problem in &problems {
         println!("{problem}");
     }

@@ -142,39 +142,42 @@ mod tests {
 
     use super::{LOCAL, RUST_LINES_MAX, UNFINISHED, any, rust};
 
+    /// No line is wrong.
+    const NONE: [usize; 0] = [];
+
     fn lines_of(text: &str) -> Vec<usize> {
         rust(Path::new("a.rs"), text).iter().map(|p| p.line).collect()
     }
 
     #[test]
     fn length_is_limited() {
-        assert_eq!(lines_of(&"\n".repeat(RUST_LINES_MAX)), []);
+        assert_eq!(lines_of(&"\n".repeat(RUST_LINES_MAX)), NONE);
         assert_eq!(lines_of(&"\n".repeat(RUST_LINES_MAX + 1)), [0]);
     }
 
     #[test]
     fn unsafe_is_explained() {
         let good = "// UNSAFETY: c\n// SAFETY: it\n// is.\nlet a =\n    unsafe { f() };\n";
-        assert_eq!(lines_of(good), []);
+        assert_eq!(lines_of(good), NONE);
         assert_eq!(lines_of(&good.replace("UNSAFETY", "NOTHING")), [0]);
         assert_eq!(lines_of("// UNSAFETY: c\n\n\n\nunsafe { f() }\n"), [5]);
         assert_eq!(lines_of("// UNSAFETY: c\nunsafe impl<T> Send for A<T> {}\n"), [2]);
         assert_eq!(lines_of("// UNSAFETY: c\n// SAFETY: a\n1\n2\n3\n4\nunsafe { f() }\n"), [7]);
         assert_eq!(
             lines_of("// unsafe { f() }\nlet unsafely = 1;\ntype F = unsafe extern \"C\" fn(u8);\n"),
-            []
+            NONE
         );
     }
 
     #[test]
     fn orderings_are_explained() {
-        assert_eq!(lines_of("// Release: pairs.\na.store(1, Ordering::Release);\n"), []);
-        assert_eq!(lines_of("a.store(1, Ordering::Release); // Release: pairs.\n"), []);
+        assert_eq!(lines_of("// Release: pairs.\na.store(1, Ordering::Release);\n"), NONE);
+        assert_eq!(lines_of("a.store(1, Ordering::Release); // Release: pairs.\n"), NONE);
         assert_eq!(lines_of("// Acquire: pairs.\na.store(1, Ordering::Release);\n"), [2]);
-        assert_eq!(lines_of("a.store(1, Ordering::SeqCst);\n"), []);
+        assert_eq!(lines_of("a.store(1, Ordering::SeqCst);\n"), NONE);
         assert_eq!(lines_of("use std::sync::atomic::Ordering::{Acquire, SeqCst};\n"), [1]);
-        assert_eq!(lines_of("// AcqRel: a.\n1\n2\na.swap(1, Ordering::AcqRel);\n"), []);
-        assert_eq!(lines_of("// AcqRel: a.\n1\n2\n.b()\n.c()\n.map(|a| a.load(Ordering::AcqRel))\n"), []);
+        assert_eq!(lines_of("// AcqRel: a.\n1\n2\na.swap(1, Ordering::AcqRel);\n"), NONE);
+        assert_eq!(lines_of("// AcqRel: a.\n1\n2\n.b()\n.c()\n.map(|a| a.load(Ordering::AcqRel))\n"), NONE);
         assert_eq!(lines_of("// AcqRel: a.\n1\n2\n3\n4\na.swap(1, Ordering::AcqRel);\n"), [6]);
     }
 

@@ -1,0 +1,132 @@
+//! The program `freestone`: serves devices over NBD and controls a running server. As a library it is that program,
+//! and devices set up from the words of its command line for who drives them in-process.
+
+mod advice;
+mod attrs;
+mod build;
+mod cli;
+mod config;
+mod control;
+mod entries;
+mod entry;
+mod error;
+mod frozen;
+mod job;
+mod layers;
+mod machine;
+mod open;
+mod paths;
+mod readonly;
+mod registry;
+mod serve;
+mod service;
+mod shape;
+mod size;
+mod spec;
+mod template;
+mod until;
+mod verbs;
+
+use std::io::{self, IsTerminal as _, Write as _};
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser as _;
+use tracing_subscriber::EnvFilter;
+
+use cli::{Cli, Command};
+pub use open::{OpenError, Opened, open_device};
+use verbs::{ask, ask_long, delta};
+
+/// The whole program: reads the command line, does what it says, returns the exit status.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_log(&cli);
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line, whatever the parts hold. If stderr is gone, there is nobody to tell.
+            let sentence = format!("{error:#}").replace('\n', " ");
+            let _ = writeln!(io::stderr(), "freestone: {sentence}");
+            ExitCode::from(error::status(&error))
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Serve(args) => return serve::serve(args),
+        Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
+        Command::Stat(call) => ask::<verbs::stat::Stat>(&call.args, &call.common),
+        Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
+        Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
+        Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
+        Command::Remove(call) => ask::<verbs::remove::Remove>(&call.args, &call.common),
+        Command::Reset(call) => ask::<verbs::reset::Reset>(&call.args, &call.common),
+        Command::Compact(call) => ask::<verbs::compact::Compact>(&call.args, &call.common),
+        Command::Idle(call) => ask::<verbs::idle::Idle>(&call.args, &call.common),
+        Command::Writeback(call) => ask::<verbs::writeback::Writeback>(&call.args.try_into()?, &call.common),
+        Command::Recompress(call) => {
+            ask::<verbs::recompress::Recompress>(&call.args.try_into()?, &call.common)
+        }
+        Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
+        Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
+        Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
+        Command::Merge(call) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<verbs::merge::Merge>(&params, &name, &call.common)
+        }
+        Command::Delta(delta::Line::Show(call)) => ask::<delta::Show>(&call.args, &call.common),
+        Command::Delta(delta::Line::Save(call)) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<delta::Save>(&params, &name, &call.common)
+        }
+        Command::Delta(delta::Line::Apply(call)) => {
+            let (params, name) = named(call.args.checked()?, |params| &params.name);
+            ask_long::<delta::Apply>(&params, &name, &call.common)
+        }
+        Command::Save(call) => {
+            let params = call.args.try_into()?;
+            let (params, name) = named(params, |params: &verbs::save::Params| &params.names[0]);
+            ask_long::<verbs::save::Save>(&params, &name, &call.common)
+        }
+        Command::Restore(call) => {
+            let params: verbs::restore::Params = call.args.try_into()?;
+            // The device is not there yet.
+            let name = params.file.display().to_string();
+            ask_long::<verbs::restore::Restore>(&params, &name, &call.common)
+        }
+        Command::Rewind(call) => ask::<verbs::rewind::Rewind>(&call.args, &call.common),
+        Command::Zones(call) => ask::<verbs::zones::Zones>(&call.args, &call.common),
+        Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),
+        Command::Mark(call) => ask::<verbs::mark::Mark>(&call.args, &call.common),
+        Command::Release(call) => ask::<verbs::release::Release>(&call.args, &call.common),
+        Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Parameters, and the device that they name.
+fn named<P>(params: P, name: impl Fn(&P) -> &String) -> (P, String) {
+    let name = name(&params).clone();
+    (params, name)
+}
+
+fn start_log(cli: &Cli) {
+    let level = match (cli.quiet, cli.verbose) {
+        (true, _) => "error",
+        (false, 0) => "warn",
+        (false, 1) => "info",
+        (false, 2) => "debug",
+        (false, _) => "trace",
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        // A closed stderr must not end the server.
+        .log_internal_errors(false)
+        .init();
+}

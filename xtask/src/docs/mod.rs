@@ -1,0 +1,228 @@
+//! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and `<!-- end NAME -->` in README.md
+//! and in docs/ is made from `docs/runs/NAME.json`, which is what a benchmark wrote.
+
+mod experiment;
+mod number;
+mod region;
+mod report;
+mod run;
+mod take;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+// Writing to a String cannot fail: results are dropped.
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+
+use region::{Piece, Region};
+use run::Run;
+
+/// Where the runs lie that are published.
+const RUNS_DIR: &str = "docs/runs";
+/// Where their charts lie.
+const CHARTS_DIR: &str = "docs/charts";
+const DOCS_DIR: &str = "docs";
+
+/// `cargo xtask bench docs`.
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo xtask bench docs",
+    about = "Write the figures of published runs into README.md and docs/"
+)]
+struct Args {
+    /// First publish these runs: copy `benches/out/NAME.json` to docs/runs/; `reproduce` stands for all experiments and their charts
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    take: Vec<String>,
+}
+
+/// Takes runs and writes their figures. Tells whether all is well.
+pub fn command(args: &[OsString]) -> Result<bool> {
+    let args = Args::parse_from([OsString::from("docs")].iter().chain(args));
+    for name in &args.take {
+        take::take(name)?;
+    }
+    let pages = Pages::load()?;
+    for (path, text) in &pages.texts {
+        let (new, _) = pages.made(path, text);
+        if new != *text {
+            fs::write(path, &new).with_context(|| format!("cannot write {}", path.display()))?;
+            println!("{}: written", path.display());
+        }
+    }
+    let problems = problems()?;
+    for (path, line, what) in &problems {
+        println!("{}:{line}: {what}", path.display());
+    }
+    Ok(problems.is_empty())
+}
+
+/// Where a page is not what the runs make of it: file, line, what.
+pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
+    let pages = Pages::load()?;
+    let mut problems = pages.broken.clone();
+    let mut shown = BTreeSet::new();
+    for (path, text) in &pages.texts {
+        let (new, found) = pages.made(path, text);
+        shown.extend(region::names(text));
+        problems.extend(found.into_iter().map(|(line, what)| (path.clone(), line, what)));
+        if new != *text {
+            let line = 1 + new.lines().zip(text.lines()).take_while(|(new, old)| new == old).count();
+            problems.push((path.clone(), line, "is not what the run says; cargo xtask bench docs".into()));
+        }
+    }
+    for (name, run) in &pages.runs {
+        let path = run::path(name);
+        if !shown.contains(name) {
+            problems.push((path.clone(), 0, "no page shows this run".into()));
+        }
+        for chart in run.charts() {
+            if !Path::new(CHARTS_DIR).join(chart).is_file() {
+                problems.push((path.clone(), 0, format!("its chart {CHARTS_DIR}/{chart} is missing")));
+            }
+        }
+    }
+    let wanted: BTreeSet<&str> = pages.runs.values().flat_map(Run::charts).collect();
+    for path in files(Path::new(CHARTS_DIR), "svg")? {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if !wanted.contains(name) {
+            problems.push((path.clone(), 0, "no run has this chart".into()));
+        }
+    }
+    Ok(problems)
+}
+
+/// Everything that is read.
+struct Pages {
+    texts: BTreeMap<PathBuf, String>,
+    runs: BTreeMap<String, Run>,
+    broken: Vec<(PathBuf, usize, String)>,
+}
+
+impl Pages {
+    fn load() -> Result<Self> {
+        let mut pages = Self { texts: BTreeMap::new(), runs: BTreeMap::new(), broken: Vec::new() };
+        let mut paths = files(Path::new(DOCS_DIR), "md")?;
+        paths.push("README.md".into());
+        for path in paths {
+            let text =
+                fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            pages.texts.insert(path, text);
+        }
+        for path in files(Path::new(RUNS_DIR), "json")? {
+            let name = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default().to_owned();
+            match Run::load(&path) {
+                Ok(run) => drop(pages.runs.insert(name, run)),
+                Err(error) => pages.broken.push((path, 0, format!("{error:#}"))),
+            }
+        }
+        Ok(pages)
+    }
+
+    /// The page with every region made anew, and what could not be made: line, what. A region that could not be made stays.
+    fn made(&self, path: &Path, text: &str) -> (String, Vec<(usize, String)>) {
+        let pieces = match region::split(text) {
+            Ok(pieces) => pieces,
+            Err(problem) => return (text.to_owned(), vec![problem]),
+        };
+        // Links in README.md start in the root.
+        let to_docs = if path.parent() == Some(Path::new(DOCS_DIR)) { "" } else { "docs/" };
+        let (mut new, mut problems) = (String::new(), Vec::new());
+        for piece in pieces {
+            match piece {
+                Piece::Prose(prose) => new.push_str(prose),
+                Piece::Region(region) => match self.figures(&region, to_docs) {
+                    Ok(Some(figures)) => {
+                        let [begin, end] = [region.begin(), region.end()];
+                        let _ = write!(new, "{begin}\n\n{}\n\n{end}\n", figures.trim_end());
+                    }
+                    Ok(None) => new.push_str(region.whole),
+                    Err(what) => {
+                        new.push_str(region.whole);
+                        problems.push((region.line, what));
+                    }
+                },
+            }
+        }
+        (new, problems)
+    }
+
+    /// What stands in a region; nothing where it was written by hand and there is no run yet.
+    fn figures(&self, region: &Region, to_docs: &str) -> Result<Option<String>, String> {
+        let Some(run) = self.runs.get(&region.name) else {
+            let missing = format!("there is no {}", run::path(&region.name).display());
+            let filled = region.whole.lines().filter(|line| !line.is_empty()).count() > 2;
+            return if region.by_hand && filled { Ok(None) } else { Err(missing) };
+        };
+        let figures = match run {
+            Run::Reports(run) => report::figures(run, region)?,
+            Run::Experiment(run) => experiment::figures(run, region, to_docs)?,
+        };
+        Ok(Some(format!("{}\n\n{figures}", run.came_from(&region.name, to_docs))))
+    }
+}
+
+/// The files of a directory whose name ends so, in order; none where there is no such directory.
+fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    if !dir.exists() {
+        return Ok(Vec::new());
+    }
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
+        let path = entry.with_context(|| format!("cannot read {}", dir.display()))?.path();
+        if path.extension().is_some_and(|found| found == extension) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RUN: &str = r#"{"command": "c", "date": "d",
+        "machine": {"cpu": "c", "cpus": 2, "memory_mib": 2048, "kernel": "6", "load": "0.1"},
+        "reports": [{"name": "x", "data": "none", "rows": [
+            {"what": "reads", "unit": "ratio", "median": 1.5, "quartile1": null, "quartile3": null, "count": 1}]}]}"#;
+
+    fn made(text: &str) -> (String, Vec<(usize, String)>) {
+        let run = Run::Reports(serde_json::from_str(RUN).unwrap());
+        let runs = [("zones".to_owned(), run)].into();
+        let pages = Pages { texts: BTreeMap::new(), runs, broken: Vec::new() };
+        pages.made(Path::new("docs/a.md"), text)
+    }
+
+    #[test]
+    fn a_region_is_made_once_and_stays() {
+        let (text, problems) = made("a\n<!-- begin zones by hand -->\n9.99\n<!-- end zones -->\nb\n");
+        assert!(problems.is_empty());
+        assert!(
+            text.starts_with("a\n<!-- begin zones -->\n\n[`c`](runs/zones.json), d: c, 2 CPUs, 2 GiB,"),
+            "{text}"
+        );
+        assert!(
+            text.contains("| reads | 1.500 |") && !text.contains("9.99") && text.ends_with("zones -->\nb\n"),
+            "{text}"
+        );
+        assert_eq!(made(&text), (text, Vec::new()));
+    }
+
+    #[test]
+    fn without_a_run_only_what_was_written_by_hand_may_stand() {
+        let by_hand = "<!-- begin forks by hand -->\n9.99\n<!-- end forks -->\n";
+        assert_eq!(made(by_hand), (by_hand.to_owned(), Vec::new()));
+        for bad in [
+            "<!-- begin forks -->\n9.99\n<!-- end forks -->\n",
+            "<!-- begin forks by hand -->\n\n<!-- end forks -->\n",
+            "<!-- begin zones report=\"y\" -->\n<!-- end zones -->\n",
+        ] {
+            let (text, problems) = made(bad);
+            assert_eq!((text.as_str(), problems.len()), (bad, 1));
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Regions of a page that are made from runs.
+//!
+//! ```text
+//! <!-- begin NAME [report="..."] [rows="..."] [pivot="..."] [by hand] -->
+//! <!-- end NAME -->
+//! ```
+//!
+//! `report` chooses the reports of that name, where a `*` stands for anything; `rows` the rows whose name starts so; `pivot` is described in `report.rs`. What is marked "by hand" is left alone as long as there is no run.
+
+// Writing to a String cannot fail: results are dropped.
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+
+const BEGIN: &str = "<!-- begin ";
+const END: &str = "<!-- end ";
+const CLOSE: &str = " -->";
+const BY_HAND: &str = "by hand";
+
+/// A part of a page.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Piece<'t> {
+    Prose(&'t str),
+    Region(Region<'t>),
+}
+
+/// From the line that begins it to the one that ends it.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Region<'t> {
+    pub name: String,
+    /// Its first line, counted from 1.
+    pub line: usize,
+    /// All of it, both lines included.
+    pub whole: &'t str,
+    pub report: Option<String>,
+    pub rows: Option<String>,
+    pub pivot: Option<String>,
+    pub by_hand: bool,
+}
+
+impl Region<'_> {
+    /// The line that begins it, when it has been made.
+    pub fn begin(&self) -> String {
+        let mut line = format!("{BEGIN}{}", self.name);
+        for (key, value) in [("report", &self.report), ("rows", &self.rows), ("pivot", &self.pivot)] {
+            if let Some(value) = value {
+                let _ = write!(line, " {key}=\"{value}\"");
+            }
+        }
+        line + CLOSE
+    }
+
+    pub fn end(&self) -> String {
+        format!("{END}{}{CLOSE}", self.name)
+    }
+}
+
+/// The names of all regions.
+pub fn names(text: &str) -> BTreeSet<String> {
+    let pieces = split(text).unwrap_or_default();
+    let names = pieces.into_iter().filter_map(|piece| match piece {
+        Piece::Prose(_) => None,
+        Piece::Region(region) => Some(region.name),
+    });
+    names.collect()
+}
+
+/// Takes a page apart; an error has its line.
+pub fn split(text: &str) -> Result<Vec<Piece<'_>>, (usize, String)> {
+    let mut pieces = Vec::new();
+    let mut open: Option<(Region<'_>, usize)> = None;
+    let (mut at, mut prose_from, mut in_code) = (0, 0, false);
+    for (number, line) in (1..).zip(text.split_inclusive('\n')) {
+        let (from, until) = (at, at + line.len());
+        at = until;
+        let line = line.trim_end();
+        if line.starts_with("```") {
+            in_code = !in_code;
+        }
+        if in_code {
+            continue;
+        }
+        if let Some(words) = line.strip_prefix(BEGIN) {
+            let words = words
+                .strip_suffix(CLOSE)
+                .ok_or((number, format!("a region begins with {BEGIN}NAME{CLOSE}")))?;
+            if let Some((region, _)) = &open {
+                return Err((number, format!("the region {} has not ended", region.name)));
+            }
+            pieces.push(Piece::Prose(&text[prose_from..from]));
+            open = Some((parse(words, number)?, from));
+        } else if let Some(name) = line.strip_prefix(END) {
+            match open.take() {
+                Some((region, begun)) if name == format!("{}{CLOSE}", region.name) => {
+                    pieces.push(Piece::Region(Region { whole: &text[begun..until], ..region }));
+                    prose_from = until;
+                }
+                _ => return Err((number, "no such region has begun".into())),
+            }
+        }
+    }
+    if let Some((region, _)) = open {
+        return Err((region.line, format!("the region {} does not end", region.name)));
+    }
+    pieces.push(Piece::Prose(&text[prose_from..]));
+    Ok(pieces)
+}
+
+fn parse<'t>(words: &str, line: usize) -> Result<Region<'t>, (usize, String)> {
+    let (name, mut rest) = words.split_once(' ').unwrap_or((words, ""));
+    let mut region = Region { name: name.to_owned(), line, ..Region::default() };
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    if name.is_empty() || !name.chars().all(plain) {
+        return Err((line, format!("\"{name}\": a run is named in small letters, digits and hyphens")));
+    }
+    while !rest.trim_start().is_empty() {
+        rest = rest.trim_start();
+        if let Some(after) = rest.strip_prefix(BY_HAND) {
+            (region.by_hand, rest) = (true, after);
+            continue;
+        }
+        let bad = || {
+            (line, format!("{rest}: what is possible is report=\"\", rows=\"\", pivot=\"\" and {BY_HAND}"))
+        };
+        let (key, value) = rest.split_once("=\"").ok_or_else(bad)?;
+        let (value, after) = value.split_once('"').ok_or_else(bad)?;
+        let place = match key {
+            "report" => &mut region.report,
+            "rows" => &mut region.rows,
+            "pivot" => &mut region.pivot,
+            _ => return Err(bad()),
+        };
+        *place = Some(value.to_owned());
+        rest = after;
+    }
+    Ok(region)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_taken_apart_and_can_be_put_together() {
+        let text =
+            "a\n<!-- begin zones report=\"zones: x\" rows=\"w\" by hand -->\n1\n<!-- end zones -->\nb\n";
+        let pieces = split(text).unwrap();
+        let Piece::Region(region) = &pieces[1] else { panic!("{pieces:?}") };
+        assert_eq!((region.name.as_str(), region.line, region.by_hand), ("zones", 2, true));
+        assert_eq!(region.begin(), "<!-- begin zones report=\"zones: x\" rows=\"w\" -->");
+        assert_eq!(region.end(), "<!-- end zones -->");
+        let whole: String = pieces
+            .iter()
+            .map(|piece| match piece {
+                Piece::Prose(prose) => *prose,
+                Piece::Region(region) => region.whole,
+            })
+            .collect();
+        assert_eq!(whole, text);
+        assert_eq!(names(text), ["zones".to_owned()].into());
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_line() {
+        for (text, line) in [
+            ("<!-- begin a -->\n", 1),
+            ("x\n<!-- end a -->\n", 2),
+            ("<!-- begin a -->\n<!-- end b -->\n", 2),
+            ("<!-- begin a -->\n<!-- begin b -->\n", 2),
+            ("<!-- begin a colour=\"red\" -->\n<!-- end a -->\n", 1),
+            ("<!-- begin a rows=\"x -->\n<!-- end a -->\n", 1),
+            ("<!-- begin ../a -->\n<!-- end ../a -->\n", 1),
+            ("<!-- begin a\n", 1),
+        ] {
+            assert_eq!(split(text).unwrap_err().0, line, "{text}");
+        }
+        // What is shown as code is no region.
+        assert_eq!(split("```\n<!-- begin a -->\n```\n").unwrap().len(), 1);
+    }
+}

@@ -1,0 +1,182 @@
+//! A run becomes a published one: it gets its date and loses what is of one machine only, the places of its files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use super::{CHARTS_DIR, RUNS_DIR, files, run};
+
+/// Where the benchmarks write.
+const OUT_DIR: &str = "benches/out";
+/// Where `reproduce` writes, which is also how it is called here.
+const REPRODUCE: &str = "reproduce";
+const EXPERIMENT: &str = "experiment-";
+/// Options that say only where files lie.
+const PLACES: [&str; 7] =
+    ["--json", "--baseline", "--data-dir", "--dir", "--out", "--freestone", "--peers-dir"];
+/// Directories that every machine has.
+const SYSTEM_DIRS: [&str; 4] = ["usr", "dev", "proc", "sys"];
+
+/// Copies the run `name` to the published ones.
+pub fn take(name: &str) -> Result<()> {
+    if name != REPRODUCE {
+        return copy(&Path::new(OUT_DIR).join(format!("{name}.json")), name);
+    }
+    let dir = Path::new(OUT_DIR).join(REPRODUCE);
+    let mut taken = 0;
+    for path in files(&dir, "json")? {
+        let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        if let Some(number) = stem.strip_prefix(EXPERIMENT) {
+            copy(&path, &format!("{REPRODUCE}-{number}"))?;
+            taken += 1;
+        }
+    }
+    ensure!(taken > 0, "{}: no experiment was run", dir.display());
+    Ok(())
+}
+
+fn copy(from: &Path, name: &str) -> Result<()> {
+    let text = fs::read_to_string(from).with_context(|| format!("cannot read {}", from.display()))?;
+    let mut value: Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", from.display()))?;
+    let written = fs::metadata(from).and_then(|metadata| metadata.modified());
+    let written = written.with_context(|| format!("cannot read {}", from.display()))?;
+    publish(&mut value, &date(written)?).with_context(|| from.display().to_string())?;
+    let charts: Vec<PathBuf> = value["charts"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .map(PathBuf::from)
+        .collect();
+    for chart in &charts {
+        fs::create_dir_all(CHARTS_DIR).with_context(|| format!("cannot make {CHARTS_DIR}"))?;
+        let name = chart.file_name().context("a chart without a name")?;
+        let from = from.with_file_name(name);
+        fs::copy(&from, Path::new(CHARTS_DIR).join(name))
+            .with_context(|| format!("cannot copy {}", from.display()))?;
+    }
+    let to = run::path(name);
+    fs::create_dir_all(RUNS_DIR).with_context(|| format!("cannot make {RUNS_DIR}"))?;
+    let text = serde_json::to_string_pretty(&value)? + "\n";
+    fs::write(&to, text).with_context(|| format!("cannot write {}", to.display()))?;
+    println!("{} -> {}, and {} charts", from.display(), to.display(), charts.len());
+    // It can be shown, too.
+    run::Run::load(&to).with_context(|| to.display().to_string()).map(drop)
+}
+
+fn publish(run: &mut Value, date: &str) -> Result<()> {
+    let Some(command) = run.get("command").and_then(Value::as_str) else { bail!("is no run of a benchmark") };
+    ensure!(
+        !command.split(' ').any(|word| word == "--quick"),
+        "a smoke run (--quick): its numbers mean nothing"
+    );
+    let command = as_typed(command);
+    without_places(run);
+    run["command"] = command.into();
+    run["date"] = date.into();
+    Ok(())
+}
+
+/// The command as one types it, without where files lie.
+fn as_typed(command: &str) -> String {
+    let mut words = vec!["cargo xtask bench".to_owned()];
+    let mut given = command.split(' ').skip(1);
+    while let Some(word) = given.next() {
+        if PLACES.contains(&word) {
+            given.next();
+        } else if !PLACES.iter().any(|option| word.starts_with(&format!("{option}="))) {
+            words.push(without_place(word));
+        }
+    }
+    words.join(" ")
+}
+
+/// In every text: of a file that lies somewhere on one machine only the name.
+fn without_places(value: &mut Value) {
+    match value {
+        Value::String(text) => *text = text.split_inclusive(' ').map(without_place).collect(),
+        Value::Array(values) => values.iter_mut().for_each(without_places),
+        Value::Object(values) => values.values_mut().for_each(without_places),
+        _ => {}
+    }
+}
+
+fn without_place(word: &str) -> String {
+    let Some(at) = word
+        .find('/')
+        .filter(|at| !word[..*at].ends_with(|c: char| c.is_alphanumeric() || c == ':' || c == '.'))
+    else {
+        return word.to_owned();
+    };
+    let path = &word[at + 1..];
+    let first = path.split('/').next().unwrap_or_default();
+    let of_all = SYSTEM_DIRS.contains(&first.trim_end_matches(|c: char| !c.is_alphanumeric()));
+    // A division in words, or a directory of every machine.
+    if of_all || !path.contains('/') {
+        return word.to_owned();
+    }
+    format!("{}{}", &word[..at], path.rsplit('/').next().unwrap_or_default())
+}
+
+/// Year, month and day of a moment, in UTC.
+fn date(moment: SystemTime) -> Result<String> {
+    let seconds = moment.duration_since(SystemTime::UNIX_EPOCH).context("a file from before 1970")?.as_secs();
+    let (mut year, mut day) = (1970, seconds / 86_400);
+    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    while day >= 365 + u64::from(leap(year)) {
+        day -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let months = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while day >= months[month] {
+        day -= months[month];
+        month += 1;
+    }
+    Ok(format!("{year}-{:02}-{:02}", month + 1, day + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn days_are_counted() {
+        for (seconds, text) in [
+            (0, "1970-01-01"),
+            (951_782_400, "2000-02-29"),
+            (1_795_305_599, "2026-11-21"),
+            (1_798_761_599, "2026-12-31"),
+        ] {
+            assert_eq!(date(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_run_loses_the_places_of_its_files() {
+        let mut run = json!({
+            "command": "/somewhere/me/target/release/freestone-benches zones --pairs 11 --json /var/x.json --against /somewhere/me/old",
+            "reports": [{"data": "real: /somewhere/me/a.tar", "notes": ["of /usr/bin 12 %, packed / fio, Before: /somewhere/me/old."]}],
+        });
+        publish(&mut run, "2026-11-22").unwrap();
+        assert_eq!(run["command"], "cargo xtask bench zones --pairs 11 --against old");
+        assert_eq!(run["date"], "2026-11-22");
+        let report = &run["reports"][0];
+        assert_eq!(report["data"], "real: a.tar");
+        assert_eq!(report["notes"][0], "of /usr/bin 12 %, packed / fio, Before: old.");
+    }
+
+    #[test]
+    fn a_smoke_run_is_not_published() {
+        assert!(publish(&mut json!({"command": "x zones --quick"}), "d").is_err());
+        assert!(publish(&mut json!({"reports": []}), "d").is_err());
+    }
+}
