@@ -52,6 +52,9 @@ pub struct Table {
     /// The product's column. It may be the same as `new`.
     pub ours: usize,
     pub rows: Vec<TableRow>,
+    /// Loads of which no model is made, and why two threads cannot show what they gained.
+    #[serde(skip)]
+    pub reasons: Vec<(&'static str, &'static str)>,
 }
 
 /// One load with one number of threads.
@@ -87,7 +90,17 @@ impl Table {
     ) -> Self {
         let last = columns.len() - 1;
         let columns = columns.to_vec();
-        Self { name: name.into(), unit, better, columns, old: 0, new: last, ours: last, rows: Vec::new() }
+        Self {
+            name: name.into(),
+            unit,
+            better,
+            columns,
+            old: 0,
+            new: last,
+            ours: last,
+            rows: Vec::new(),
+            reasons: Vec::new(),
+        }
     }
 
     /// Adds a row. `rounds` are our figures by column, then by round; a column that was not run has none. `published` may be shorter

@@ -19,7 +19,7 @@ use crate::machine;
 use crate::measure::{Slices, Summary};
 use crate::options::Options;
 
-const ROUNDS: u32 = 9;
+const ROUNDS: u32 = 13;
 const SLICE_MS: u32 = 65;
 /// Numbers of threads; the source has the last one.
 const THREADS: [usize; 3] = [1, 2, 4];

@@ -107,16 +107,11 @@ fn of_table(table: &Table, model: &[Modelled], cpus: usize) -> Vec<String> {
                 words.push(format!("{name}: not run with {} here.", counted(threads, "thread")));
             }
             Verdict::Unsure => words.push(format!(
-                "{name}: the rounds are too far apart to say whether it beats the old lock; run it on a quiet machine."
+                "{name}: the rounds are too far apart to say whether it beats the old lock; run it on a quiet machine. {}",
+                why(table, row, model, cpus)
             )),
             Verdict::Not(ratio) => {
-                // A table of latencies has its profile with that of the throughput: their names begin alike.
-                let kin = |name: &str| name.split(',').next().map(str::to_owned);
-                let profiles = || model.iter().filter(|model| model.what == row.what);
-                let model = profiles()
-                    .find(|model| model.table == table.name)
-                    .or_else(|| profiles().find(|model| kin(&model.table) == kin(&table.name)));
-                words.push(format!("{name}: does not beat it, {ratio:.2}. {}", why(model, cpus)));
+                words.push(format!("{name}: does not beat it, {ratio:.2}. {}", why(table, row, model, cpus)));
             }
         }
     }
@@ -124,7 +119,16 @@ fn of_table(table: &Table, model: &[Modelled], cpus: usize) -> Vec<String> {
 }
 
 /// Why a fine lock gains nothing with two threads, from the profile of the old one.
-fn why(model: Option<&Modelled>, cpus: usize) -> String {
+fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String {
+    if let Some((_, reason)) = table.reasons.iter().find(|(what, _)| *what == row.what) {
+        return (*reason).into();
+    }
+    // A table of latencies has its profile with that of the throughput: their names begin alike.
+    let kin = |name: &str| name.split(',').next().map(str::to_owned);
+    let profiles = || model.iter().filter(|model| model.what == row.what);
+    let model = profiles()
+        .find(|model| model.table == table.name)
+        .or_else(|| profiles().find(|model| kin(&model.table) == kin(&table.name)));
     let Some(model) = model else {
         return "No profile of the lock was taken, so why is not known.".into();
     };
@@ -223,6 +227,10 @@ mod tests {
         }
         let words = of_table(&table(&[0.9; 3]), &[], 2);
         assert!(words[1].contains("why is not known"), "{words:?}");
+        let mut told = table(&[0.9; 3]);
+        told.reasons.push(("reads", "They never meet."));
+        let words = of_table(&told, &[], 2);
+        assert!(words[1].ends_with("0.90. They never meet."), "{words:?}");
         let words = of_table(&table(&[0.9; 3]), &[modelled(0.9, Vec::new())], 2);
         assert!(words[1].contains("lies elsewhere"), "{words:?}");
     }
