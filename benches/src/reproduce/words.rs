@@ -132,6 +132,13 @@ fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String
     let Some(model) = model else {
         return "No profile of the lock was taken, so why is not known.".into();
     };
+    // A model that is too hard on the old lock still bounds the gain; one that is too kind does not.
+    let old = table.columns[table.old];
+    let too_kind =
+        |check: &Check| check.off && check.column == old && check.error.is_some_and(|error| error > 0.0);
+    if model.checks.iter().any(too_kind) {
+        return "The old lock costs more than its model says where that can be checked, so it does not say why.".into();
+    }
     let share = model.held_share;
     let busy = share * THREADS.min(cpus) as f64;
     let most = 1.0 + share;
@@ -233,6 +240,16 @@ mod tests {
         assert!(words[1].ends_with("0.90. They never meet."), "{words:?}");
         let words = of_table(&table(&[0.9; 3]), &[modelled(0.9, Vec::new())], 2);
         assert!(words[1].contains("lies elsewhere"), "{words:?}");
+        let off = Check {
+            threads: 2,
+            column: "one lock",
+            predicted: 2.0,
+            measured: 1.0,
+            error: Some(1.0),
+            off: true,
+        };
+        let words = of_table(&table(&[0.9; 3]), &[modelled(0.05, vec![off])], 2);
+        assert!(words[1].contains("does not say why"), "{words:?}");
     }
 
     #[test]
