@@ -1,9 +1,14 @@
 //! The locks and streams that experiments 1 and 2 switch between; only a build with `--cfg freestone_variants` has them in its engine.
 
+// The same names where no engine looks at them: `need` keeps the experiments from running then.
 #[cfg(not(freestone_variants))]
-pub use absent::*;
+#[path = "../../variants/mod.rs"]
+#[expect(dead_code, reason = "the engine's side of it")]
+mod switches;
+
 #[cfg(freestone_variants)]
-pub use freestone::variants::{Intent, Lock, Streams, held, intend, set_lock, set_streams};
+use freestone::variants as switches;
+pub use switches::{Intent, Lock, Streams, held, intend, set_lock, set_streams};
 
 use anyhow::{Result, ensure};
 
@@ -18,39 +23,4 @@ pub fn need() -> Result<()> {
          has the others as well"
     );
     Ok(())
-}
-
-/// What [`need`] keeps anybody from using.
-#[cfg(not(freestone_variants))]
-mod absent {
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub enum Lock {
-        Table,
-        Cas,
-        Spin,
-        ReadWrite,
-        BitSpin,
-        Timed,
-        Ours,
-    }
-
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub enum Streams {
-        ListOf4,
-        ListOf8,
-        Ours,
-    }
-
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub enum Intent {
-        Read,
-        Write,
-    }
-
-    pub fn set_lock(_: Lock) {}
-    pub fn set_streams(_: Streams) {}
-    pub fn intend(_: Intent) {}
-    pub fn held() -> (std::time::Duration, u64) {
-        (std::time::Duration::ZERO, 0)
-    }
 }
