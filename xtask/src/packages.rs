@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
-const TOOLS: [(&str, &str); 29] = [
+const TOOLS: [(&str, &str); 30] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -28,6 +28,7 @@ const TOOLS: [(&str, &str); 29] = [
     ("tar", "tar"),
     ("diff", "diffutils"),
     ("mountpoint", "util-linux"),
+    ("nsenter", "util-linux"),
     ("blkdiscard", "util-linux"),
     // The gate counts instructions.
     ("valgrind", "valgrind"),

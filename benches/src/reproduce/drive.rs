@@ -1,16 +1,19 @@
-//! Threads that read and write records of a RAM disk, each in an area of its own or all in one, for a slice of time.
+//! Threads that read and write records of RAM disks or of files on one, each in an area of its own or all in one, for a slice of time.
 
+use std::fs::File;
 use std::hint::black_box;
 use std::io::{BufWriter, Write as _};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::device::IoBuf;
 use freestone::ram::Ram;
 
+use super::disk::Disk;
+use super::ext4::Ext4;
 use super::patterns::{Pattern, Step};
 use super::variants::{self, Intent, Lock};
 use crate::data::Data;
@@ -20,6 +23,8 @@ use crate::setup::new_ram;
 
 /// Content that is written, again and again.
 const CONTENT_BYTES: u64 = 64 << 20;
+/// Disks are filled by requests of so many bytes.
+const FILL_BYTES: u64 = 128 << 10;
 /// What the C library gathers before it writes.
 const BUFFER_BYTES: usize = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -30,12 +35,14 @@ pub struct Content {
     pub description: String,
 }
 
-/// RAM disks of one size, and how threads share them.
-pub struct Drive<'a> {
+/// Disks of one size, and how threads share them.
+pub struct Drive<'a, D = Ram> {
     /// One for all threads, or one for each.
-    disks: Vec<Ram>,
+    disks: Vec<D>,
     content: &'a Content,
     size: u64,
+    /// Read by requests while they run, where others than our threads make any.
+    requests: Option<Arc<RwLock<()>>>,
 }
 
 /// What the threads of a slice do.
@@ -76,22 +83,41 @@ impl Content {
 impl<'a> Drive<'a> {
     /// Empty disks of `size` bytes.
     pub fn new(disks: usize, size: u64, content: &'a Content) -> Result<Self> {
-        Ok(Self { disks: (0..disks).map(|_| new_ram(size)).collect::<Result<_>>()?, content, size })
+        let disks = (0..disks).map(|_| new_ram(size)).collect::<Result<_>>()?;
+        Ok(Self { disks, content, size, requests: None })
+    }
+}
+
+impl<'a> Drive<'a, File> {
+    /// Empty files, which will be of `size` bytes, one for each thread.
+    pub fn of_files(ext4: &Ext4, files: usize, size: u64, content: &'a Content) -> Result<Self> {
+        Ok(Self { disks: ext4.files(files)?, content, size, requests: Some(ext4.requests()) })
+    }
+}
+
+impl<D: Disk> Drive<'_, D> {
+    /// Changes how the engine works, while nobody uses it.
+    pub fn between_requests(&self, change: impl FnOnce()) {
+        let none =
+            self.requests.as_ref().map(|requests| requests.write().unwrap_or_else(PoisonError::into_inner));
+        change();
+        drop(none);
     }
 
-    /// Writes every page.
+    /// Writes everything.
     pub fn fill(&self) -> Result<()> {
-        let load = Load {
+        let mut load = Load {
             pattern: Pattern::Write,
             threads: 1,
-            record: PAGE,
+            record: FILL_BYTES,
             area: self.size,
             shared: true,
             seed: 1,
         };
         for disk in &self.disks {
-            for page in 0..self.size / PAGE {
-                disk.write_at(page * PAGE, self.content.of(page, &load), Flags::empty())?;
+            for (number, at) in (0_u64..).zip((0..self.size).step_by(FILL_BYTES as usize)) {
+                load.record = FILL_BYTES.min(self.size - at);
+                disk.write(at, self.content.of(number, &load))?;
             }
         }
         Ok(())
@@ -100,12 +126,12 @@ impl<'a> Drive<'a> {
     /// Empties the areas that initial writes of this load need empty.
     fn empty(&self, load: &Load) -> Result<()> {
         for thread in 0..load.threads {
-            self.disk(thread).discard(self.start(load, thread), load.area)?;
+            self.disk(thread).empty(self.start(load, thread), load.area)?;
         }
         Ok(())
     }
 
-    fn disk(&self, thread: usize) -> &Ram {
+    fn disk(&self, thread: usize) -> &D {
         &self.disks[thread % self.disks.len()]
     }
 
@@ -167,11 +193,11 @@ impl<'a> Drive<'a> {
                 if load.pattern == Pattern::BufferedWrite {
                     write_buffered(disk, at, content)?;
                 } else {
-                    disk.write_at(at, content, Flags::empty())?;
+                    disk.write(at, content)?;
                 }
             } else {
                 variants::intend(Intent::Read);
-                disk.read_at(at, black_box(&mut *buffer))?;
+                disk.read(at, black_box(&mut *buffer))?;
             }
             done += 1;
             // Relaxed: see `slice`. At least one record is done.
@@ -187,6 +213,9 @@ impl<'a> Drive<'a> {
     /// Of one thread: nanoseconds that a slot is held for each page, and how many slots are locked for each. What the clock takes is left
     /// out.
     pub fn profile(&self, load: &Load, length: Duration, clock: f64) -> Result<(f64, f64)> {
+        if load.pattern == Pattern::InitialWrite {
+            self.empty(load)?;
+        }
         let stop = AtomicBool::new(false);
         let cpus = machine::allowed_cpus()?;
         variants::set_lock(Lock::Timed);
@@ -211,7 +240,7 @@ impl<'a> Drive<'a> {
 }
 
 /// What the C library does with records that are written through its buffer: a copy first.
-fn write_buffered(disk: &Ram, at: u64, content: &[u8]) -> Result<()> {
+fn write_buffered<D: Disk>(disk: &D, at: u64, content: &[u8]) -> Result<()> {
     let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, At { disk, at });
     // Less than the buffer at a time: what fills it by itself would pass it by.
     for part in content.chunks(BUFFER_BYTES / 2) {
@@ -221,14 +250,14 @@ fn write_buffered(disk: &Ram, at: u64, content: &[u8]) -> Result<()> {
 }
 
 /// A place in a disk that moves on.
-struct At<'a> {
-    disk: &'a Ram,
+struct At<'a, D> {
+    disk: &'a D,
     at: u64,
 }
 
-impl std::io::Write for At<'_> {
+impl<D: Disk> std::io::Write for At<'_, D> {
     fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
-        self.disk.write_at(self.at, data, Flags::empty()).map_err(std::io::Error::other)?;
+        self.disk.write(self.at, data).map_err(std::io::Error::other)?;
         self.at += data.len() as u64;
         Ok(data.len())
     }
@@ -282,7 +311,7 @@ mod tests {
             let mut page = [0; PAGE_BYTES];
             let mut written = 0;
             for number in 0..64 {
-                drive.disks[0].read_at(number * PAGE, &mut page).unwrap();
+                drive.disks[0].read(number * PAGE, &mut page).unwrap();
                 let is_written = page != [0; PAGE_BYTES];
                 assert!(!is_written || number < 32, "{pattern:?} wrote page {number}");
                 written += u32::from(is_written);
@@ -298,7 +327,7 @@ mod tests {
         let record = content.of(1, &load(Pattern::BufferedWrite, 1));
         write_buffered(&drive.disks[0], 8 * PAGE, record).unwrap();
         let mut back = vec![0; record.len()];
-        drive.disks[0].read_at(8 * PAGE, &mut back).unwrap();
+        drive.disks[0].read(8 * PAGE, &mut back).unwrap();
         assert!(back == record);
     }
 

@@ -5,19 +5,24 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use freestone::PAGE_BYTES;
 
 use super::costs::{self, Machine};
+use super::disk::Disk;
 use super::drive::{Content, Drive, Load, available_bytes};
 use super::experiment::{Better, Experiment, Table, turns};
-use super::model::{Inputs, Modelled, predict};
+use super::ext4::{self, Ext4};
+use super::model::{self, Inputs, Mixed, Modelled, predict};
 use super::patterns::Pattern;
 use super::published::{Figures, locks as published};
+use super::shared::Mix;
 use super::simulate::Discipline;
 use super::slices;
 use super::variants::{self, Lock};
 use crate::machine;
 use crate::measure::{Slices, Summary};
 use crate::options::Options;
+use crate::setup::new_ram;
 
 const ROUNDS: u32 = 13;
 const SLICE_MS: u32 = 65;
@@ -50,10 +55,10 @@ const COLUMNS: [&str; 6] = {
 };
 
 /// What the loads of a table have in common.
-struct Bench<'a> {
-    drive: &'a Drive<'a>,
-    /// A disk for each of two threads.
-    apart: &'a Drive<'a>,
+struct Bench<'a, D> {
+    drive: &'a Drive<'a, D>,
+    /// A disk for each of two threads, for the model.
+    apart: Option<&'a Drive<'a>>,
     record: u64,
     area: u64,
     shared: bool,
@@ -63,8 +68,8 @@ struct Bench<'a> {
     machine: Option<&'a Machine>,
 }
 
-/// Runs iozone's tests, then fio's jobs.
-pub fn run(options: &Options) -> Result<Experiment> {
+/// Runs iozone's tests, then fio's jobs, then, where `on_ext4`, iozone's on files.
+pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     variants::need()?;
     let machine = costs::measure()?;
     let content = Content::new(options)?;
@@ -78,7 +83,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
         let apart = Drive::new(THREADS_APART, area, &content)?;
         let bench = Bench {
             drive: &drive,
-            apart: &apart,
+            apart: Some(&apart),
             record: RECORD_BYTES,
             area,
             shared: false,
@@ -93,7 +98,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
         let apart = Drive::new(THREADS_APART, DEVICE_BYTES, &content)?;
         let bench = Bench {
             drive: &drive,
-            apart: &apart,
+            apart: Some(&apart),
             record: BLOCK_BYTES,
             area: DEVICE_BYTES,
             shared: true,
@@ -103,16 +108,40 @@ pub fn run(options: &Options) -> Result<Experiment> {
         };
         bench.table("fio, raw device", &published::FIO)?
     };
-    let tables = vec![iozone, fio];
+    let mut tables = vec![iozone, fio];
+    let mut here = here(area, &content.description)?;
+    if on_ext4 {
+        tables.push(of_files(most, area, &content, slices)?);
+        here.push(format!("iozone on ext4: {}", ext4::HOW));
+    }
     Ok(Experiment {
         number: 1,
         title: "A lock a slot",
         source: published::SOURCE.into(),
-        here: here(area, &content.description)?,
+        here,
         words: tables.iter().filter_map(shape).collect(),
         tables,
         model: iozone_model.into_iter().chain(fio_model).collect(),
     })
+}
+
+/// iozone's tests with a file for each thread.
+fn of_files(threads: usize, area: u64, content: &Content, slices: Slices) -> Result<Table> {
+    let ext4 = Ext4::new(new_ram(ext4::disk_bytes(threads as u64 * area))?)?;
+    let drive = Drive::of_files(&ext4, threads, area, content)?;
+    let bench = Bench {
+        drive: &drive,
+        apart: None,
+        record: RECORD_BYTES,
+        area,
+        shared: false,
+        seed: None,
+        slices,
+        machine: None,
+    };
+    let (mut table, _) = bench.table("iozone on ext4", &published::IOZONE)?;
+    table.reasons = published::IOZONE.iter().map(|figures| (figures.what, ext4::REASON)).collect();
+    Ok(table)
 }
 
 fn here(area: u64, content: &str) -> Result<Vec<String>> {
@@ -136,10 +165,11 @@ fn here(area: u64, content: &str) -> Result<Vec<String>> {
          an array beside it, a cache line further; in the kernel they lay in the entry. What spins yields its CPU after 64 looks, since a holder may \
          have lost its own; the kernel's holders do not."
             .into(),
-        "Left out: the file system and the block layer, LZO (its crates do not have a licence that fits), the kernel's own cost of a system call."
+        "Left out: the file system (--ext4 adds it) and the block layer, LZO (its crates do not have a licence that fits), the kernel's own cost of a system call."
             .into(),
         "The model's old lock is, for readers, two steps on the line of the one lock and the line's way between CPUs; for writers it is held as long \
-         as a slot is here, by the clock. It takes the place of the slot's own lock, which takes as many steps."
+         as a slot is here, by the clock. Where reads and writes come together, both are held so long, readers together, and nobody queues. It \
+         takes the place of the slot's own lock, which takes as many steps."
             .into(),
     ])
 }
@@ -194,7 +224,7 @@ fn pattern_of(what: &str) -> Result<Pattern> {
     })
 }
 
-impl Bench<'_> {
+impl<D: Disk> Bench<'_, D> {
     fn load(&self, pattern: Pattern, threads: usize, round: u32) -> Load {
         let &Self { record, area, shared, .. } = self;
         Load { pattern, threads, record, area, shared, seed: self.seed.unwrap_or(u64::from(round)) }
@@ -205,12 +235,12 @@ impl Bench<'_> {
         let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
         (table.old, table.new, table.ours) = (OLD, NEW, OURS);
         let mut inputs = Vec::new();
-        self.apart.fill()?;
         let mut filled = false;
         for figures in figures {
             let pattern = pattern_of(figures.what)?;
             if pattern != Pattern::InitialWrite && !filled {
                 self.drive.fill()?;
+                self.apart.map_or(Ok(()), Drive::fill)?;
                 filled = true;
             }
             for threads in THREADS.into_iter().filter(|threads| *threads >= pattern.threads_min()) {
@@ -225,30 +255,36 @@ impl Bench<'_> {
             }
         }
         let modelled = self.machine.map(|machine| {
-            inputs.iter().map(|(of, what)| predict(&table, what, of, machine, KIB_A_PAGE)).collect()
+            inputs.iter().map(|(of, what)| predict(&table, what, of.as_ref(), machine, KIB_A_PAGE)).collect()
         });
         Ok((table, modelled.unwrap_or_default()))
     }
 
     /// Speeds by column and round; behind the columns, for what is modelled, those of threads apart.
     fn row(&self, pattern: Pattern, threads: usize) -> Result<Vec<Vec<f64>>> {
-        // A server that is one for writers and none for readers is not modelled, so no mixes.
-        let is_modelled = pattern.is_read() || matches!(pattern, Pattern::Write | Pattern::RandomWrite);
-        let sides = LOCKS.len() + usize::from(is_modelled && threads == THREADS_APART);
+        let apart = self.apart.filter(|_| threads == THREADS_APART);
+        let sides = LOCKS.len() + usize::from(apart.is_some());
         let mut speeds = vec![Vec::new(); sides];
         for round in 0..self.slices.pairs {
             for side in turns(sides, round) {
-                let drive = if side < LOCKS.len() { self.drive } else { self.apart };
-                variants::set_lock(LOCKS.get(side).copied().unwrap_or(Lock::Ours));
-                let speed = drive.slice(&self.load(pattern, threads, round), self.slices.slice);
-                variants::set_lock(Lock::Ours);
+                let load = self.load(pattern, threads, round);
+                let speed = match (LOCKS.get(side), apart) {
+                    (None, Some(apart)) => apart.slice(&load, self.slices.slice),
+                    (lock, _) => {
+                        let lock = lock.copied().unwrap_or(Lock::Ours);
+                        self.drive.between_requests(|| variants::set_lock(lock));
+                        let speed = self.drive.slice(&load, self.slices.slice);
+                        self.drive.between_requests(|| variants::set_lock(Lock::Ours));
+                        speed
+                    }
+                };
                 speeds[side].push(speed?);
             }
         }
         Ok(speeds)
     }
 
-    /// An operation of the model is a page.
+    /// What goes into the model, of which an operation is a page. `apart` are the speeds of two threads with a disk each.
     fn inputs(
         &self,
         table: &Table,
@@ -256,26 +292,78 @@ impl Bench<'_> {
         pattern: Pattern,
         apart: &[f64],
         machine: &Machine,
-    ) -> Result<Inputs> {
-        let alone = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
-        let alone = alone.measured[OURS].context("it was not run")?.median;
+    ) -> Result<Box<dyn model::Load>> {
+        let apart = Summary::of(apart.iter().copied()).median;
+        let pages = (self.record / PAGE_BYTES as u64) as u32;
+        match pattern {
+            Pattern::ReadersAndWriters => {
+                self.mixed([Pattern::RandomRead, Pattern::RandomWrite], Mix::ByThread, apart, machine)
+            }
+            Pattern::SequentialMix => {
+                self.mixed([Pattern::Read, Pattern::Write], Mix::ByPages(pages), apart, machine)
+            }
+            Pattern::RandomMix => {
+                self.mixed([Pattern::RandomRead, Pattern::RandomWrite], Mix::ByPages(pages), apart, machine)
+            }
+            _ => {
+                let alone = table.rows.iter().find(|row| row.what == what && row.threads == 1);
+                let alone = alone.and_then(|row| row.measured[OURS]).context("it was not run")?.median;
+                self.alike(pattern, alone, apart, machine)
+            }
+        }
+    }
+
+    /// Reads only, which meet at the lock's line, or writes only, which have it one after the other.
+    fn alike(
+        &self,
+        pattern: Pattern,
+        alone: f64,
+        apart: f64,
+        machine: &Machine,
+    ) -> Result<Box<dyn model::Load>> {
         let step = step_ns();
         let (held, visits) = if pattern.is_read() {
             (2.0 * step, 2.0)
         } else {
-            let (held, slots) =
-                self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)?;
+            let (held, slots) = self.held(pattern, machine)?;
             (held + slots * step, slots)
         };
-        Ok(Inputs {
+        Ok(Box::new(Inputs {
             fine: KIB_A_PAGE * 1e9 / alone,
             held,
             visits,
             // No more than that of the fine lock.
             lock: 0.0,
             discipline: Discipline::InTurn,
-            apart: Summary::of(apart.iter().copied()).median / alone,
-        })
+            apart: apart / alone,
+            at_most: None,
+        }))
+    }
+
+    /// Reads and writes, each as it is by itself.
+    fn mixed(
+        &self,
+        [read, write]: [Pattern; 2],
+        mix: Mix,
+        apart: f64,
+        machine: &Machine,
+    ) -> Result<Box<dyn model::Load>> {
+        let alone = |pattern| -> Result<(f64, f64)> {
+            let speeds: Result<Vec<f64>> = (0..self.slices.pairs)
+                .map(|round| self.drive.slice(&self.load(pattern, 1, round), self.slices.slice))
+                .collect();
+            let (held, slots) = self.held(pattern, machine)?;
+            Ok((KIB_A_PAGE * 1e9 / Summary::of(speeds?).median, held + slots * step_ns()))
+        };
+        let ((read, read_held), (write, write_held)) = (alone(read)?, alone(write)?);
+        let mut of = Mixed { read, write, read_held, write_held, mix, apart: 1.0 };
+        of.apart = apart / KIB_A_PAGE / model::Load::fine(&of, THREADS_APART);
+        Ok(Box::new(of))
+    }
+
+    /// Of one thread, for each page: nanoseconds that a slot is held, and how many slots are locked.
+    fn held(&self, pattern: Pattern, machine: &Machine) -> Result<(f64, f64)> {
+        self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)
     }
 }
 

@@ -6,13 +6,16 @@
 
 mod chart;
 mod costs;
+mod disk;
 mod drive;
 mod experiment;
+mod ext4;
 mod locks;
 mod model;
 mod patterns;
 mod print;
 mod published;
+mod shared;
 mod simulate;
 mod snapshots;
 mod streams;
@@ -46,6 +49,9 @@ pub struct Args {
     /// Directory for the JSON and the charts
     #[arg(long, default_value = "benches/out/reproduce")]
     out: PathBuf,
+    /// 1 and 2: once more with ext4 on the disk, through NBD, nbdfuse and a loop device; needs root, nbdfuse and e2fsprogs.
+    #[arg(long)]
+    ext4: bool,
     /// 3: directory for the backing file, on the disk to measure [default: that of --data-dir]
     #[arg(long)]
     dir: Option<PathBuf>,
@@ -96,8 +102,8 @@ pub fn run(args: &Args, options: &Options) -> Result<()> {
         }
         let begun = Instant::now();
         let experiment = match number {
-            1 => locks::run(options)?,
-            2 => streams::run(options)?,
+            1 => locks::run(args.ext4, options)?,
+            2 => streams::run(args.ext4, options)?,
             3 => writeback::run(args.dir.as_deref(), options)?,
             4 => snapshots::run(options)?,
             _ => zones::run(options)?,

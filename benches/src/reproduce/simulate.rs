@@ -9,9 +9,9 @@ use std::collections::{BinaryHeap, VecDeque};
 use crate::data::Random;
 
 /// Visits to the lock that a simulation counts, of all threads, after as many for warming up.
-const VISITS: u64 = 40_000;
+pub const VISITS: u64 = 40_000;
 /// Work outside lasts between so much less and so much more than its mean, so that threads do not run in step.
-const JITTER: f64 = 0.5;
+pub const JITTER: f64 = 0.5;
 
 /// Who gets the lock next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +72,7 @@ enum Thread {
 }
 
 /// A time as a whole number of picoseconds: events sort by it.
-type Picos = u64;
+pub type Picos = u64;
 
 struct Simulation {
     discipline: Discipline,
@@ -230,7 +230,7 @@ impl Simulation {
     }
 }
 
-fn picos(nanos: f64) -> Picos {
+pub fn picos(nanos: f64) -> Picos {
     (nanos * 1e3) as Picos
 }
 

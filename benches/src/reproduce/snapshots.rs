@@ -135,6 +135,7 @@ fn modelled(
         lock: machine.mutex,
         discipline: Discipline::Parking,
         apart: median(2, APART)? / median(1, APART)?,
+        at_most: None,
     };
     Ok(predict(table, &table.rows[0].what, &inputs, machine, 1.0))
 }

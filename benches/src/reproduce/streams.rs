@@ -4,12 +4,15 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, Scratch, Streams as Codec};
 
 use super::costs::{self, Machine};
+use super::disk::Disk;
 use super::drive::{Content, Drive, Load, available_bytes};
 use super::experiment::{Better, Experiment, Table, turns};
-use super::model::{Inputs, Modelled, predict};
+use super::ext4::{self, Ext4};
+use super::model::{self, HalfReads, Inputs, Modelled, predict};
 use super::patterns::Pattern;
 use super::published::{Figures, streams as published};
 use super::simulate::Discipline;
@@ -20,6 +23,7 @@ use crate::bare::whole_pages;
 use crate::machine;
 use crate::measure::{Slices, Summary};
 use crate::options::Options;
+use crate::setup::new_ram;
 
 const ROUNDS: u32 = 7;
 const SLICE_MS: u32 = 70;
@@ -38,75 +42,118 @@ const THREADS_APART: usize = 2;
 const LISTED: f64 = 4.0;
 /// A unit of the table is a KiB: a page a second is four of them.
 const KIB_A_PAGE: f64 = 4.0;
+const PAGE: u64 = PAGE_BYTES as u64;
 
 const OURS: usize = 2;
 /// The columns.
 const STREAMS: [Streams; 3] = [Streams::ListOf4, Streams::ListOf8, Streams::Ours];
 const COLUMNS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "ours, one per CPU"];
 
-/// Runs every test with 1 to 10 threads.
-pub fn run(options: &Options) -> Result<Experiment> {
+/// Runs every test with 1 to 10 threads and, where `on_ext4`, once more on files.
+pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     variants::need()?;
     let content = Content::new(options)?;
     let size = options.bytes(DISK_BYTES).min(available_bytes() / 2);
     let slices = slices(options, ROUNDS, SLICE_MS);
-    // The lists are made with the disk's streams, where one of them is chosen at that time.
-    variants::set_streams(Streams::ListOf4);
-    let measured = Drive::new(1, size, &content).and_then(|drive| table(&drive, size, slices));
+    let used = size / 100 * USED_PERCENT;
+    let measured = of_disk(size, used, &content, slices).and_then(|table| {
+        let files = on_ext4.then(|| of_files(used, &content, slices)).transpose()?;
+        Ok((table, files))
+    });
     variants::set_streams(Streams::Ours);
-    let table = measured?;
+    let (table, files) = measured?;
     let model = match costs::measure()? {
-        Some(machine) => model(&table, &content, size, slices, &machine)?,
+        Some(machine) => model(&table, &content, (size, used), slices, &machine)?,
         None => Vec::new(),
     };
     let cpus = machine::allowed_cpus()?.len();
+    let mut here = here(size, &content.description, cpus);
+    if files.is_some() {
+        here.push(format!("iozone on ext4: {} fwrite is left out: its buffer is not aligned.", ext4::HOW));
+    }
     Ok(Experiment {
         number: 2,
         title: "Streams per CPU",
         source: published::SOURCE.into(),
-        here: vec![
+        here,
+        words: past_the_cpus(&table, cpus),
+        tables: [Some(table), files].into_iter().flatten().collect(),
+        model,
+    })
+}
+
+fn here(size: u64, content: &str, cpus: usize) -> Vec<String> {
+    vec![
             format!(
                 "The library's RAM disk with lz4, {} MiB, of which the threads' areas take {USED_PERCENT} % together; records of {} KiB times the \
                  number of threads. Streams come from where the column says, chosen at run time in one build; all columns take turns on one disk. \
                  Content: {}. Thread n is on CPU n modulo {cpus}.",
                 size >> 20,
                 RECORD_BYTES >> 10,
-                content.description
+                content
             ),
             "The lists are as they were in the kernel: one lock, the stream that came back last goes first, who finds none sleeps. pwrite is a rewrite \
              in order here; fwrite is one through a buffer of 4 KiB."
                 .into(),
-            "Left out: the file system, and LZO. Reads take no stream, with lz4 as with LZO: how far their columns are apart is what the measurement \
+            "Left out: the file system (--ext4 adds it), and LZO. Reads take no stream, with lz4 as with LZO: how far their columns are apart is what the measurement \
              cannot tell, here as there. In mixed with 2 threads one \
              of them only reads."
                 .into(),
             "The model's old lock is the list's, taken twice for a page and held as long as a mutex is, and no more than 4 threads compress a page at a \
              time, each for as long as the bare codec takes."
                 .into(),
-        ],
-        words: past_the_cpus(&table, cpus),
-        tables: vec![table],
-        model,
-    })
+    ]
 }
 
-fn table(drive: &Drive<'_>, size: u64, slices: Slices) -> Result<Table> {
-    let mut table = Table::new("iozone", "KB/s", Better::More, &COLUMNS);
-    (table.old, table.new, table.ours) = (0, OURS, OURS);
+/// The tests on the disk itself, of which the threads' areas take `used` bytes together.
+fn of_disk(size: u64, used: u64, content: &Content, slices: Slices) -> Result<Table> {
+    // The lists are made with the disk's streams, where one of them is chosen at that time.
+    variants::set_streams(Streams::ListOf4);
+    let drive = Drive::new(1, size, content)?;
+    let mut table =
+        table("iozone", &published::FOUR_THREADS, &drive, |threads| used / threads as u64, slices)?;
     table.reasons = vec![(
         "mixed",
         "Of two threads one only reads here, and a read takes no stream: nobody meets the other one at the list.",
     )];
+    Ok(table)
+}
+
+/// The tests with a file for each thread. As many as there can be nearly fill the disk.
+fn of_files(used: u64, content: &Content, slices: Slices) -> Result<Table> {
+    // The C library's buffer is not aligned as direct I/O wants it.
+    let aligned = |figures: &&Figures<3>| figures.what != "fwrite";
+    let figures: Vec<_> = published::FOUR_THREADS.iter().filter(aligned).copied().collect();
+    // As in `of_disk`.
+    variants::set_streams(Streams::ListOf4);
+    let ext4 = Ext4::new(new_ram(ext4::disk_bytes(used))?)?;
+    let area = used / THREADS_MAX as u64 / PAGE * PAGE;
+    let drive = Drive::of_files(&ext4, THREADS_MAX, area, content)?;
+    let mut table = table("iozone on ext4", &figures, &drive, |_| area, slices)?;
+    table.reasons = figures.iter().map(|figures| (figures.what, ext4::REASON)).collect();
+    Ok(table)
+}
+
+/// Every load with every number of threads; an area has `area_of` their number bytes at the most.
+fn table<D: Disk>(
+    name: &str,
+    loads: &[Figures<3>],
+    drive: &Drive<'_, D>,
+    area_of: impl Fn(usize) -> u64,
+    slices: Slices,
+) -> Result<Table> {
+    let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
+    (table.old, table.new, table.ours) = (0, OURS, OURS);
     let all = || published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS);
     let mut filled = false;
-    for Figures { what, .. } in &published::FOUR_THREADS {
+    for Figures { what, .. } in loads {
         let pattern = pattern_of(what)?;
         if pattern != Pattern::InitialWrite && !filled {
             drive.fill()?;
             filled = true;
         }
         for threads in pattern.threads_min()..=THREADS_MAX {
-            let rounds = row(drive, pattern, threads, size, slices, &STREAMS)?;
+            let rounds = row(drive, pattern, threads, area_of(threads), slices, &STREAMS)?;
             let figures = all().find(|figures| figures.what == *what && figures.threads == threads);
             table.add(*what, threads, &figures.map(Figures::published).unwrap_or_default(), &rounds);
         }
@@ -115,20 +162,20 @@ fn table(drive: &Drive<'_>, size: u64, slices: Slices) -> Result<Table> {
 }
 
 /// Speeds by column and round.
-fn row(
-    drive: &Drive<'_>,
+fn row<D: Disk>(
+    drive: &Drive<'_, D>,
     pattern: Pattern,
     threads: usize,
-    size: u64,
+    room: u64,
     slices: Slices,
     columns: &[Streams],
 ) -> Result<Vec<Vec<f64>>> {
     let record = RECORD_BYTES * threads as u64;
-    let area = size / 100 * USED_PERCENT / threads as u64 / record * record;
+    let area = room / record * record;
     let mut speeds = vec![Vec::new(); columns.len()];
     for round in 0..slices.pairs {
         for column in turns(columns.len(), round) {
-            variants::set_streams(columns[column]);
+            drive.between_requests(|| variants::set_streams(columns[column]));
             let load = Load { pattern, threads, record, area, shared: false, seed: u64::from(round) };
             speeds[column].push(drive.slice(&load, slices.slice)?);
         }
@@ -136,27 +183,25 @@ fn row(
     Ok(speeds)
 }
 
-/// The loads that only write: each page takes a stream and gives it back. An operation is a page.
+/// The loads that write: each page takes a stream and gives it back. An operation is a page.
 fn model(
     table: &Table,
     content: &Content,
-    size: u64,
+    (size, used): (u64, u64),
     slices: Slices,
     machine: &Machine,
 ) -> Result<Vec<Modelled>> {
     let apart = Drive::new(THREADS_APART, size / THREADS_APART as u64, content)?;
-    apart.fill()?;
     let compress = compress_ns(content)?;
-    let mut modelled = Vec::new();
-    for Figures { what, .. } in &published::FOUR_THREADS {
-        let pattern = pattern_of(what)?;
-        if !matches!(pattern, Pattern::Write | Pattern::RandomWrite | Pattern::BufferedWrite) {
-            continue;
-        }
-        let speeds = row(&apart, pattern, THREADS_APART, size, slices, &[Streams::Ours])?;
-        let alone = table.rows.iter().find(|row| row.what == *what && row.threads == 1).context("no row")?;
-        let alone = alone.measured[OURS].context("it was not run")?.median;
-        let inputs = Inputs {
+    let alone = |what: &str| -> Result<f64> {
+        let row = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
+        Ok(row.measured[OURS].context("it was not run")?.median)
+    };
+    let inputs = |what: &str, pattern| -> Result<Inputs> {
+        let room = used / THREADS_APART as u64;
+        let speeds = row(&apart, pattern, THREADS_APART, room, slices, &[Streams::Ours])?;
+        let alone = alone(what)?;
+        Ok(Inputs {
             fine: KIB_A_PAGE * 1e9 / alone,
             held: 2.0 * machine.mutex,
             visits: 2.0,
@@ -164,14 +209,25 @@ fn model(
             lock: 0.0,
             discipline: Discipline::Parking,
             apart: Summary::of(speeds[0].iter().copied()).median / alone,
-        };
-        let mut of = predict(table, what, &inputs, machine, KIB_A_PAGE);
-        of.inputs.push(("compressing a page, ns", compress));
-        for beyond in &mut of.beyond {
-            beyond.old = beyond.old.min(LISTED * KIB_A_PAGE * 1e9 / compress);
-            beyond.ratio = beyond.ours / beyond.old;
+            at_most: Some(LISTED * 1e9 / compress),
+        })
+    };
+    let (mut modelled, mut filled) = (Vec::new(), false);
+    for Figures { what, .. } in &published::FOUR_THREADS {
+        let pattern = pattern_of(what)?;
+        if pattern != Pattern::InitialWrite && !filled {
+            apart.fill()?;
+            filled = true;
         }
-        modelled.push(of);
+        let load: Box<dyn model::Load> = match pattern {
+            Pattern::Read => continue,
+            Pattern::ReadersAndWriters => Box::new(HalfReads {
+                read: KIB_A_PAGE * 1e9 / alone("read")?,
+                writes: inputs("random write", Pattern::RandomWrite)?,
+            }),
+            _ => Box::new(inputs(what, pattern)?),
+        };
+        modelled.push(predict(table, what, load.as_ref(), machine, KIB_A_PAGE));
     }
     Ok(modelled)
 }

@@ -135,6 +135,7 @@ fn inputs_of(
         lock: machine.mutex,
         discipline: Discipline::Parking,
         apart,
+        at_most: None,
     })
 }
 

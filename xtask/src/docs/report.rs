@@ -14,6 +14,8 @@ const ROW: &str = "{row}";
 const COLUMN: &str = "{column}";
 /// Between the patterns of a pivot.
 const NEXT: char = '|';
+/// The verdict on what is worse than what it is compared with.
+const BEHIND: &str = "behind";
 
 /// The tables of a region.
 pub fn figures(run: &Reports, region: &Region) -> Result<String, String> {
@@ -137,6 +139,10 @@ fn pivot(reports: &[&Report], region: &Region, patterns: &str) -> Result<String,
                 fits += 1;
                 let target = row.target.map(|target| number::target(row.unit, target));
                 let mut text = value(row, false);
+                // There is no column that would say so.
+                if row.verdict.as_deref() == Some(BEHIND) && !text.starts_with("**") {
+                    text = format!("**{text}**");
+                }
                 let column = match (column, target) {
                     (Some(column), target) => {
                         // The others of the column have none.
@@ -197,7 +203,7 @@ fn heading(pattern: &str) -> String {
     pattern.replace(ROW, "").trim_matches([' ', ',', ':']).to_owned()
 }
 
-/// What a row measured; bold where it missed its target.
+/// What a row measured; bold where it missed its target. What is behind has a word beside it in a list, and is bold in a pivot.
 fn value(row: &Row, with_quartiles: bool) -> String {
     let text = if with_quartiles || row.value.median.is_none() {
         number::spread(row.unit, &row.value)
@@ -257,7 +263,7 @@ mod tests {
             format!("{{\"name\":\"{name}\",\"data\":\"{data}\",\"rows\":[{}]}}", rows.join(","))
         };
         let pivoted = [
-            row("reads: 1 thread, x", 1.5, ""),
+            row("reads: 1 thread, x", 1.5, ",\"verdict\":\"behind\""),
             row("reads: 2 threads, x", 2.0, ""),
             row("reads: 2 threads, y", 2.25, missed),
         ];
@@ -312,10 +318,10 @@ mod tests {
         let text = of("b", None, Some("{row}: {column}, x | {row}: 2 threads, y")).unwrap();
         assert_eq!(
             text.trim(),
-            "| | 1 thread | 2 threads | 2 threads, y (at least 2.5) |\n|---|---|---|---|\n| reads | 1.500 | 2.00 | **2.25** |"
+            "| | 1 thread | 2 threads | 2 threads, y (at least 2.5) |\n|---|---|---|---|\n| reads | **1.500** | 2.00 | **2.25** |"
         );
         let turned = of("b", None, Some("{column}: {row}, x")).unwrap();
-        assert!(turned.starts_with("| | reads |\n|---|---|\n| 1 thread | 1.500 |"), "{turned}");
+        assert!(turned.starts_with("| | reads |\n|---|---|\n| 1 thread | **1.500** |"), "{turned}");
         for bad in ["{column}", "{row}: 3 threads", "{row}{column}"] {
             assert!(of("b", None, Some(bad)).is_err(), "{bad}");
         }

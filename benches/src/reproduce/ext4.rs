@@ -1,0 +1,228 @@
+//! ext4 on a RAM disk of this process, as the sources of experiments 1 and 2 had it: an NBD server in this process, nbdfuse, a loop
+//! device.
+//!
+//! The mounts are in a namespace of nbdfuse's own. Whatever ends this process ends nbdfuse, and with it the mounts and the loop
+//! device; nobody else ever sees them.
+
+use std::ffi::OsStr;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Tried};
+use freestone::ram::Ram;
+use freestone_nbd::{Address, ExportOptions, Limits, Server};
+
+use super::variants::{self, Intent};
+
+/// nbdfuse mounts within, and ends within.
+const READY_MAX: Duration = Duration::from_secs(20);
+const STEP: Duration = Duration::from_millis(10);
+/// What the file system needs beside the files: few, and no journal.
+const MAKE: [&str; 10] = ["-q", "-F", "-t", "ext4", "-m", "0", "-N", "64", "-O", "^has_journal"];
+
+/// For the description of a table.
+pub const HOW: &str = "ext4 without a journal on the RAM disk, through our NBD server in this process, nbdfuse and a loop device with direct I/O; a file for \
+                       each thread, opened with O_DIRECT. A request passes two file systems, a socket and three processes.";
+/// Why two threads do not show there what they show without it.
+pub const REASON: &str = "Here a request passes ext4, a loop device, FUSE and a socket, which take many times as long as the old lock is held: what a finer \
+                          one gains drowns in that. The table without a file system shows it.";
+
+/// Bytes of a disk on which files of so many bytes together find room beside what the file system keeps.
+pub fn disk_bytes(files_bytes: u64) -> u64 {
+    const MIB: u64 = 1 << 20;
+    (files_bytes + files_bytes / 32).next_multiple_of(MIB) + 8 * MIB
+}
+
+/// A mounted file system. Dropping it undoes everything.
+pub struct Ext4 {
+    /// Read by each request while it runs: who writes it meets none.
+    requests: Arc<RwLock<()>>,
+    /// nbdfuse, in whose namespace the mounts are.
+    fuse: Child,
+    // Dropped after nbdfuse has ended.
+    _server: Server,
+    dir: tempfile::TempDir,
+}
+
+/// The RAM disk, and who works on it right now: a file system writes when it pleases.
+struct Watched {
+    ram: Ram,
+    requests: Arc<RwLock<()>>,
+}
+
+impl Watched {
+    /// What `work` gives; the engine's locks and streams do not change meanwhile.
+    fn with<T>(&self, intent: Intent, work: impl FnOnce(&Ram) -> T) -> T {
+        let _request = self.requests.read().unwrap_or_else(PoisonError::into_inner);
+        variants::intend(intent);
+        work(&self.ram)
+    }
+}
+
+fn intent(request: &Request) -> Intent {
+    if request.op == Op::Read { Intent::Read } else { Intent::Write }
+}
+
+impl Device for Watched {
+    fn geometry(&self) -> Geometry {
+        self.ram.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> freestone::device::Result<Tried> {
+        self.with(intent(request), |ram| ram.try_io(request, buffer))
+    }
+
+    // A RAM disk without a backing device is through with a request when this returns.
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.with(intent(&request), |ram| ram.submit(request, buffer, done));
+    }
+
+    fn extents(
+        &self,
+        offset: u64,
+        len: u64,
+        row: &mut dyn FnMut(Extent) -> bool,
+    ) -> freestone::device::Result<u64> {
+        self.with(Intent::Write, |ram| ram.extents(offset, len, row))
+    }
+}
+
+impl Ext4 {
+    /// Makes a file system on `ram` and mounts it.
+    ///
+    /// # Errors
+    /// Not root, or one of the programs is not there; the error names its package.
+    pub fn new(ram: Ram) -> Result<Self> {
+        ensure!(rustix::process::geteuid().is_root(), "--ext4 mounts a file system: run it as root");
+        let dir = tempfile::tempdir()?;
+        for place in ["fuse", "mnt"] {
+            std::fs::create_dir(dir.path().join(place))?;
+        }
+        let requests = Arc::new(RwLock::new(()));
+        let server = Server::new(Limits::default());
+        let address = server.listen(&Address::Unix(dir.path().join("socket")))?;
+        let options = ExportOptions { default: true, ..ExportOptions::default() };
+        server.publish(&address, "disk", Arc::new(Watched { ram, requests: requests.clone() }), options)?;
+        let mut nbdfuse = Command::new("setpriv");
+        nbdfuse.args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "nbdfuse"]);
+        nbdfuse.arg("-P").arg(dir.path().join("pid")).arg(dir.path().join("fuse/disk"));
+        nbdfuse.arg(format!("nbd+unix:///?socket={}", dir.path().join("socket").display()));
+        let fuse = nbdfuse.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        let fuse = fuse.context("setpriv could not be started; the package is called util-linux")?;
+        let mut ext4 = Self { requests, fuse, _server: server, dir };
+        ext4.mount()?;
+        Ok(ext4)
+    }
+
+    fn mount(&mut self) -> Result<()> {
+        let begun = Instant::now();
+        while !self.dir.path().join("pid").exists() {
+            if let Some(status) = self.fuse.try_wait()? {
+                anyhow::bail!("nbdfuse ended with {status}; its packages are called nbdfuse and fuse3");
+            }
+            ensure!(begun.elapsed() < READY_MAX, "nbdfuse does not mount");
+            std::thread::sleep(STEP);
+        }
+        let disk = self.dir.path().join("fuse/disk");
+        run(Command::new("mke2fs").args(MAKE).arg(self.seen("fuse/disk")), "e2fsprogs")?;
+        self.inside("mount", ["-o", "loop,noatime"].map(OsStr::new), &[&disk, &self.dir.path().join("mnt")])?;
+        // The loop device goes with the mount. Its own cache would keep requests from the disk.
+        let found =
+            self.inside("findmnt", ["-n", "-o", "SOURCE"].map(OsStr::new), &[&self.dir.path().join("mnt")])?;
+        run(Command::new("losetup").arg("--direct-io=on").arg(found.trim()), "mount")?;
+        Ok(())
+    }
+
+    /// Runs a command where the mounts are.
+    fn inside<const N: usize>(&self, program: &str, options: [&OsStr; N], paths: &[&Path]) -> Result<String> {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--mount=/proc/{}/ns/mnt", self.fuse.id())).arg(program);
+        run(command.args(options).args(paths), "util-linux and mount")
+    }
+
+    /// A path of the temporary directory as nbdfuse's namespace has it.
+    fn seen(&self, path: &str) -> PathBuf {
+        let dir = self.dir.path().strip_prefix("/").unwrap_or(self.dir.path());
+        Path::new("/proc").join(self.fuse.id().to_string()).join("root").join(dir).join(path)
+    }
+
+    /// New files, with nothing in them.
+    pub fn files(&self, count: usize) -> Result<Vec<File>> {
+        let mut open = OpenOptions::new();
+        open.read(true).write(true).create(true).truncate(true);
+        open.custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32);
+        (0..count)
+            .map(|number| {
+                open.open(self.seen(&format!("mnt/{number}"))).context("a file in the mounted file system")
+            })
+            .collect()
+    }
+
+    /// Who takes this for writing meets no request.
+    pub fn requests(&self) -> Arc<RwLock<()>> {
+        self.requests.clone()
+    }
+}
+
+impl Drop for Ext4 {
+    fn drop(&mut self) {
+        // What fails here is undone by nbdfuse's end, at the latest by ours.
+        let _ = self.inside("umount", [], &[&self.dir.path().join("mnt")]);
+        let _ = self.inside("umount", [], &[&self.dir.path().join("fuse")]);
+        let begun = Instant::now();
+        while matches!(self.fuse.try_wait(), Ok(None)) && begun.elapsed() < READY_MAX {
+            std::thread::sleep(STEP);
+        }
+        let _ = self.fuse.kill();
+        let _ = self.fuse.wait();
+    }
+}
+
+/// What a command prints; an error has what it complained of.
+fn run(command: &mut Command, package: &str) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output();
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output =
+        output.with_context(|| format!("{name} could not be started; the package is called {package}"))?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{name}: {}", told.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use freestone::PAGE_BYTES;
+
+    use super::super::disk::Disk as _;
+    use super::*;
+    use crate::setup::new_ram;
+
+    #[test]
+    fn files_are_on_the_disk_and_everything_goes_when_it_is_dropped() {
+        if !rustix::process::geteuid().is_root() {
+            assert!(Ext4::new(new_ram(16 << 20).unwrap()).is_err());
+            return;
+        }
+        let ext4 = Ext4::new(new_ram(16 << 20).unwrap()).unwrap();
+        let files = ext4.files(2).unwrap();
+        let mut page = IoBuf::zeroed(PAGE_BYTES).unwrap();
+        page.fill(7);
+        files[1].write(4096, &page).unwrap();
+        page.fill(0);
+        files[1].read(4096, &mut page).unwrap();
+        assert!(page.iter().all(|byte| *byte == 7));
+        files[1].empty(0, 8192).unwrap();
+        assert!(files[1].read(4096, &mut page).is_err());
+        let dir = ext4.dir.path().to_owned();
+        drop(files);
+        drop(ext4);
+        assert!(!dir.exists());
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        assert!(!mounts.contains(dir.to_str().unwrap()));
+    }
+}
