@@ -3,6 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use freestone::PAGE_BYTES;
@@ -10,12 +11,25 @@ use freestone::PAGE_BYTES;
 /// Bytes of a write of the fill: whole pages, as the block layer likes them.
 pub const FILL_BYTES: usize = 128 << 10;
 
-/// A device that was set up here. Dropping it resets it.
+/// A device that was set up here. Dropping it resets it; so does the end of this process, however it comes.
 pub struct ZramDevice {
     sys: PathBuf,
     file: Option<File>,
-    algorithm_before: Option<String>,
+    guardian: Guardian,
 }
+
+/// A process that resets the device when it is told to, or when this one has ended.
+struct Guardian(Child);
+
+/// Reads until the pipe from us ends. The kernel may close the device later than the pipe, so it tries for a while. What a terminal
+/// sends to all of its processes is not meant for it.
+const GUARD: &str = r#"trap "" INT TERM HUP;
+read -r end
+for try in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+  echo 1 > "$1/reset" && break
+  sleep 0.1
+done 2> /dev/null
+[ -z "$2" ] || echo "$2" > "$1/comp_algorithm""#;
 
 /// Columns of `mm_stat`.
 #[derive(Debug, Clone, Copy)]
@@ -46,7 +60,14 @@ impl ZramDevice {
         set("comp_algorithm", algorithm)?;
         // Fails where somebody else was faster, so what is reset on drop is ours.
         set("disksize", &disksize.to_string())?;
-        let mut device = Self { sys: sys.clone(), file: None, algorithm_before: before };
+        let guardian = match Guardian::start(&sys, before.as_deref()) {
+            Ok(guardian) => guardian,
+            Err(error) => {
+                let _ = fs::write(sys.join("reset"), "1");
+                return Err(error);
+            }
+        };
+        let mut device = Self { sys, file: None, guardian };
         // O_EXCL on a block device: nobody may mount it or swap to it meanwhile.
         let flags = (rustix::fs::OFlags::DIRECT | rustix::fs::OFlags::EXCL).bits() as i32;
         let path = Path::new("/dev").join(name);
@@ -102,16 +123,27 @@ impl KernelStat {
     }
 }
 
+impl Guardian {
+    fn start(sys: &Path, algorithm_before: Option<&str>) -> Result<Self> {
+        let mut command = Command::new("sh");
+        command.args(["-c", GUARD, "sh"]).arg(sys).arg(algorithm_before.unwrap_or_default());
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        Ok(Self(command.spawn().context("sh, which resets the device if this is interrupted")?))
+    }
+
+    /// Has it reset the device, which nobody has open any more.
+    fn act(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
 impl Drop for ZramDevice {
     fn drop(&mut self) {
         self.file = None;
-        if let Err(error) = fs::write(self.sys.join("reset"), "1") {
-            eprintln!("{} could not be reset: {error}", self.sys.display());
-            return;
-        }
-        if let Some(algorithm) = &self.algorithm_before {
-            // The device works with either: no reason to fail.
-            let _ = fs::write(self.sys.join("comp_algorithm"), algorithm);
+        self.guardian.act();
+        if !fs::read_to_string(self.sys.join("initstate")).is_ok_and(|state| state.trim() == "0") {
+            eprintln!("{} could not be reset", self.sys.display());
         }
     }
 }

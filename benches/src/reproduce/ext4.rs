@@ -27,7 +27,7 @@ const MAKE: [&str; 10] = ["-q", "-F", "-t", "ext4", "-m", "0", "-N", "64", "-O",
 
 /// For the description of a table.
 pub const HOW: &str = "ext4 without a journal on the RAM disk, through our NBD server in this process, nbdfuse and a loop device with direct I/O; a file for \
-                       each thread, opened with O_DIRECT. A request passes two file systems, a socket and three processes.";
+                       each thread, opened with O_DIRECT. A request passes ext4, the loop device, FUSE, nbdfuse and a socket.";
 /// Why two threads do not show there what they show without it.
 pub const REASON: &str = "Here a request passes ext4, a loop device, FUSE and a socket, which take many times as long as the old lock is held: what a finer \
                           one gains drowns in that. The table without a file system shows it.";

@@ -165,7 +165,8 @@ fn here(area: u64, content: &str) -> Result<Vec<String>> {
          an array beside it, a cache line further; in the kernel they lay in the entry. What spins yields its CPU after 64 looks, since a holder may \
          have lost its own; the kernel's holders do not."
             .into(),
-        "Left out: the file system (--ext4 adds it) and the block layer, LZO (its crates do not have a licence that fits), the kernel's own cost of a system call."
+        "Left out: the file system (--ext4 adds it) and the block layer, LZO (its crates do not have a licence that fits), the kernel's own cost of a \
+         system call."
             .into(),
         "The model's old lock is, for readers, two steps on the line of the one lock and the line's way between CPUs; for writers it is held as long \
          as a slot is here, by the clock. Where reads and writes come together, both are held so long, readers together, and nobody queues. It \

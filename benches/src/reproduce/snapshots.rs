@@ -20,7 +20,7 @@ use crate::measure::Summary;
 use crate::options::Options;
 
 /// Size of the origin where `--size` does not say.
-const BYTES: u64 = 128 << 20;
+const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 15;
 /// The time under the lock is measured so often; the median counts.
 const PROFILES: u64 = 5;

@@ -95,9 +95,8 @@ fn here(size: u64, content: &str, cpus: usize) -> Vec<String> {
             "The lists are as they were in the kernel: one lock, the stream that came back last goes first, who finds none sleeps. pwrite is a rewrite \
              in order here; fwrite is one through a buffer of 4 KiB."
                 .into(),
-            "Left out: the file system (--ext4 adds it), and LZO. Reads take no stream, with lz4 as with LZO: how far their columns are apart is what the measurement \
-             cannot tell, here as there. In mixed with 2 threads one \
-             of them only reads."
+            "Left out: the file system (--ext4 adds it), and LZO. Reads take no stream, with lz4 as with LZO: how far their columns are apart is \
+             what the measurement cannot tell, here as there. In mixed with 2 threads one of them only reads."
                 .into(),
             "The model's old lock is the list's, taken twice for a page and held as long as a mutex is, and no more than 4 threads compress a page at a \
              time, each for as long as the bare codec takes."
