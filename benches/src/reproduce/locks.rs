@@ -293,7 +293,7 @@ impl<D: Disk> Bench<'_, D> {
         pattern: Pattern,
         apart: &[f64],
         machine: &Machine,
-    ) -> Result<Box<dyn model::Load>> {
+    ) -> Result<Box<dyn model::Speeds>> {
         let apart = Summary::of(apart.iter().copied()).median;
         let pages = (self.record / PAGE_BYTES as u64) as u32;
         match pattern {
@@ -321,7 +321,7 @@ impl<D: Disk> Bench<'_, D> {
         alone: f64,
         apart: f64,
         machine: &Machine,
-    ) -> Result<Box<dyn model::Load>> {
+    ) -> Result<Box<dyn model::Speeds>> {
         let step = step_ns();
         let (held, visits) = if pattern.is_read() {
             (2.0 * step, 2.0)
@@ -348,7 +348,7 @@ impl<D: Disk> Bench<'_, D> {
         mix: Mix,
         apart: f64,
         machine: &Machine,
-    ) -> Result<Box<dyn model::Load>> {
+    ) -> Result<Box<dyn model::Speeds>> {
         let alone = |pattern| -> Result<(f64, f64)> {
             let speeds: Result<Vec<f64>> = (0..self.slices.pairs)
                 .map(|round| self.drive.slice(&self.load(pattern, 1, round), self.slices.slice))
@@ -358,7 +358,7 @@ impl<D: Disk> Bench<'_, D> {
         };
         let ((read, read_held), (write, write_held)) = (alone(read)?, alone(write)?);
         let mut of = Mixed { read, write, read_held, write_held, mix, apart: 1.0 };
-        of.apart = apart / KIB_A_PAGE / model::Load::fine(&of, THREADS_APART);
+        of.apart = apart / KIB_A_PAGE / model::Speeds::fine(&of, THREADS_APART);
         Ok(Box::new(of))
     }
 

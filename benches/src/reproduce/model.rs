@@ -23,7 +23,7 @@ pub const ERROR_MAX: f64 = 0.15;
 
 /// A load as it is known from measurements with one thread, or with threads that share nothing: what it says of any number of threads
 /// that have a core each. Speeds are operations a second.
-pub trait Load {
+pub trait Speeds {
     /// With the old lock as it is measured here.
     fn old(&self, machine: &Machine, threads: usize) -> f64;
     /// With the old lock where whoever waits gets it in turn and nobody sleeps, as in the kernel.
@@ -131,7 +131,7 @@ impl Inputs {
     }
 }
 
-impl Load for Inputs {
+impl Speeds for Inputs {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
         self.with_old(self.discipline, machine, threads)
     }
@@ -177,7 +177,7 @@ impl Mixed {
     }
 }
 
-impl Load for Mixed {
+impl Speeds for Mixed {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
         let slower = self.slower(threads);
         let visit =
@@ -229,7 +229,7 @@ impl HalfReads {
     }
 }
 
-impl Load for HalfReads {
+impl Speeds for HalfReads {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
         self.both(threads, |writers| self.beside(threads, self.writes.old(machine, writers)))
     }
@@ -254,7 +254,7 @@ impl Load for HalfReads {
 }
 
 /// What the model says of the row `what` of a table; `unit` of the table's units are one operation a second.
-pub fn predict(table: &Table, what: &str, load: &dyn Load, machine: &Machine, unit: f64) -> Modelled {
+pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, unit: f64) -> Modelled {
     let both = |threads| [(table.old, load.old(machine, threads)), (table.ours, load.fine(threads))];
     let mut checks = Vec::new();
     for threads in CHECKED {

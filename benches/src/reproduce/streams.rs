@@ -218,7 +218,7 @@ fn model(
             apart.fill()?;
             filled = true;
         }
-        let load: Box<dyn model::Load> = match pattern {
+        let load: Box<dyn model::Speeds> = match pattern {
             Pattern::Read => continue,
             Pattern::ReadersAndWriters => Box::new(HalfReads {
                 read: KIB_A_PAGE * 1e9 / alone("read")?,
