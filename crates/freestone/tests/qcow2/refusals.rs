@@ -36,9 +36,7 @@ fn what_is_not_supported_has_a_name() {
     dir.img("create -f qcow2 image 10M");
     dir.img("create -f qcow2 -o extended_l2=on subclusters 10M");
     assert_eq!(fault(dir.path("subclusters")), Fault::ExtendedL2);
-    dir.img(
-        "create -f qcow2 --object secret,id=s,data=key -o encrypt.format=luks,encrypt.key-secret=s luks 1M",
-    );
+    dir.luks("luks");
     assert_eq!(fault(dir.path("luks")), Fault::Encrypted("LUKS"));
     assert_eq!(fault(changed(&dir, "image", &[(35, &[1])])), Fault::Encrypted("AES"));
     assert_eq!(fault(changed(&dir, "image", &[(4, &[0, 0, 0, 4])])), Fault::Version(4));
