@@ -19,7 +19,7 @@ use crate::options::Options;
 use crate::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
 
 const ROUNDS: u32 = 11;
-const SLICE_MS: u32 = 60;
+const SLICE_MS: u32 = 120;
 /// Operations of the loop that does nothing, and how often it is run.
 const IDLE_OPS: u64 = 200_000;
 const IDLE_ROUNDS: usize = 9;
@@ -92,9 +92,9 @@ pub fn run(options: &Options) -> Result<Experiment> {
 /// Adds a row for each number of threads. Returns what two threads that share nothing do over what one does.
 fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Options) -> Result<f64> {
     let sides = [
-        Side::new(COLUMNS[OLD], 1, true, shape, load)?,
-        Side::new(COLUMNS[OURS], 1, false, shape, load)?,
-        Side::new("apart", THREADS_APART, false, shape, load)?,
+        Side::new(COLUMNS[OLD], 1, true, shape)?,
+        Side::new(COLUMNS[OURS], 1, false, shape)?,
+        Side::new("apart", THREADS_APART, false, shape)?,
     ];
     let slices = slices(options, ROUNDS, SLICE_MS);
     let mut speeds = THREADS.map(|_| vec![Vec::new(); sides.len()]);

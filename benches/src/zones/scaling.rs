@@ -48,8 +48,8 @@ pub struct Side {
 
 impl Side {
     /// With `devices` equal devices, and perhaps one lock around every call.
-    pub fn new(name: &'static str, devices: usize, locked: bool, shape: Shape, load: Load) -> Result<Self> {
-        let devices = (0..devices).map(|_| device(shape, load)).collect::<Result<Vec<_>>>()?;
+    pub fn new(name: &'static str, devices: usize, locked: bool, shape: Shape) -> Result<Self> {
+        let devices = (0..devices).map(|_| device(shape)).collect::<Result<Vec<_>>>()?;
         Ok(Self { name, devices, lock: locked.then(Mutex::default) })
     }
 }
@@ -122,7 +122,7 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     for (name, devices, locked) in
         [("a lock a zone", 1, false), ("one lock", 1, true), ("apart", THREADS_APART, false)]
     {
-        sides.push(Side::new(name, devices, locked, shape, load)?);
+        sides.push(Side::new(name, devices, locked, shape)?);
     }
     let slices = options.slices();
     let mut speeds: Vec<Vec<Vec<f64>>> = vec![vec![Vec::new(); sides.len()]; THREADS.len()];
@@ -162,8 +162,9 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// A device of the shape, filled where it is to be read.
-fn device(shape: Shape, load: Load) -> Result<Arc<Zones>> {
+/// A device of the shape. Its memory is filled once: reads find it there, and writes take pages that a reset gave back, so that how many
+/// the kernel still has to give is not what is compared.
+fn device(shape: Shape) -> Result<Arc<Zones>> {
     let config = Config { discard: shape.memory, ..Config::plain(ZONES * shape.zone_bytes, 4096) };
     let backing: Arc<dyn Device> =
         if shape.memory { Arc::new(Memory::new(config)?) } else { Arc::new(Null::new(config)?) };
@@ -176,7 +177,7 @@ fn device(shape: Shape, load: Load) -> Result<Arc<Zones>> {
         ..zone::Config::default()
     };
     let zones = Arc::new(Zones::new(backing, config, State::Volatile, None)?);
-    if load == Load::Reads && shape.memory {
+    if shape.memory {
         let data = IoBuf::copy_of(&[0x5A; PAGE_BYTES])?;
         for at in (0..ZONES * shape.zone_bytes).step_by(PAGE_BYTES) {
             let tried = zones.try_io(&Request::write(at, PAGE), Buffer::Write(&data))?;
