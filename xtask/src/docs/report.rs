@@ -130,7 +130,8 @@ fn pivot(reports: &[&Report], region: &Region, patterns: &str) -> Result<String,
         if reports.len() > 1 {
             let _ = write!(text, "{}:\n\n", data_name(report));
         }
-        let mut columns: Vec<String> = Vec::new();
+        // With the target of what is below.
+        let mut columns: Vec<(String, Option<String>)> = Vec::new();
         let mut lines: Vec<Line<'_>> = Vec::new();
         for pattern in &patterns {
             let mut fits = 0;
@@ -143,19 +144,22 @@ fn pivot(reports: &[&Report], region: &Region, patterns: &str) -> Result<String,
                 if row.verdict.as_deref() == Some(BEHIND) && !text.starts_with("**") {
                     text = format!("**{text}**");
                 }
-                let column = match (column, target) {
+                let column = match (column, &target) {
                     (Some(column), target) => {
                         // The others of the column have none.
-                        text.extend(target.map(|target| format!(", target {target}")));
+                        text.extend(target.iter().map(|target| format!(", target {target}")));
                         column.to_owned()
                     }
-                    (None, None) => heading(pattern),
-                    (None, Some(target)) => format!("{} ({target})", heading(pattern)),
+                    (None, _) => heading(pattern),
                 };
-                let at = columns.iter().position(|other| *other == column).unwrap_or_else(|| {
-                    columns.push(column);
+                let at = columns.iter().position(|(other, _)| *other == column).unwrap_or_else(|| {
+                    columns.push((column, None));
                     columns.len() - 1
                 });
+                // A ratio that is not given has none, but its column has.
+                if !pattern.contains(COLUMN) {
+                    columns[at].1 = columns[at].1.take().or(target);
+                }
                 let cell = (at, text);
                 match lines.iter_mut().find(|(other, _)| *other == line) {
                     Some((_, cells)) => cells.push(cell),
@@ -166,7 +170,11 @@ fn pivot(reports: &[&Report], region: &Region, patterns: &str) -> Result<String,
                 return Err(format!("no row fits {pattern}"));
             }
         }
-        let mut table = Table::new([vec![String::new()], columns.clone()].concat());
+        let header = columns.iter().map(|(column, target)| match target {
+            Some(target) => format!("{column} ({target})"),
+            None => column.clone(),
+        });
+        let mut table = Table::new(std::iter::once(String::new()).chain(header).collect());
         for (line, cells) in lines {
             let mut row = vec![String::new(); columns.len() + 1];
             line.clone_into(&mut row[0]);
