@@ -7,6 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::tool;
+
 /// Requests in flight on each connection.
 pub const DEPTH: u32 = 32;
 /// Of what is written, so many parts of a hundred compress away.
@@ -49,11 +51,7 @@ pub struct Done {
 
 /// Runs it against the default export of the server at `socket`.
 pub fn run(socket: &Path, load: &Load) -> Result<Done> {
-    let output = command(socket, load).output();
-    let output = output.context("fio could not be started; the package is called fio")?;
-    let told = String::from_utf8_lossy(&output.stdout);
-    ensure!(output.status.success(), "fio failed: {told}{}", String::from_utf8_lossy(&output.stderr));
-    parse(&told, load.direction)
+    parse(&tool::run(&mut command(socket, load), "fio")?, load.direction)
 }
 
 /// The command line; for one connection, it says all.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::process;
+use crate::{process, tool};
 
 /// A server that does not listen by then never will.
 const START_MAX: Duration = Duration::from_secs(20);
@@ -39,22 +39,10 @@ pub struct Memory {
 impl Server {
     /// Starts a program and returns when it greets at `socket`. An error tells what the program complained of.
     pub fn start(command: &Command, socket: &Path) -> Result<Self> {
-        // The kernel ends it with us, also where nothing of ours runs any more; the process keeps its number.
-        let mut wrapped = Command::new("setpriv");
-        wrapped.args(["--pdeathsig", "KILL"]).arg(command.get_program()).args(command.get_args());
-        for (key, value) in command.get_envs() {
-            match value {
-                Some(value) => wrapped.env(key, value),
-                None => wrapped.env_remove(key),
-            };
-        }
-        if let Some(dir) = command.get_current_dir() {
-            wrapped.current_dir(dir);
-        }
+        let mut wrapped = tool::ends_with_us(command);
         let mut complaints = tempfile::tempfile()?;
         wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.try_clone()?);
-        let child =
-            wrapped.spawn().context("setpriv could not be started; the package is called util-linux")?;
+        let child = wrapped.spawn().context(tool::NO_SETPRIV)?;
         let mut server = Self { child };
         server.wait_for(socket).map_err(|error| match tail(&mut complaints) {
             Some(told) => error.context(told),

@@ -1,10 +1,10 @@
 //! The servers in groups of equals: slices of all of a group take turns.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use super::Args;
@@ -17,6 +17,7 @@ use crate::measure::Summary;
 use crate::options::{Options, Set};
 use crate::report::{Report, Row, Unit};
 use crate::served::Memory;
+use crate::tool;
 
 /// The size of a device where `--size` does not say.
 const BYTES: u64 = 512 << 20;
@@ -354,10 +355,7 @@ fn copy(image: &Path, socket: &Path) -> Result<()> {
     let mut command = Command::new("nbdcopy");
     command.args(["--allocated", "--sparse=0"]).arg(image);
     command.arg(format!("nbd+unix:///?socket={}", socket.display()));
-    let output = command.stdin(Stdio::null()).output();
-    let output = output.context("nbdcopy could not be started; the package is called libnbd-bin")?;
-    ensure!(output.status.success(), "nbdcopy: {}", String::from_utf8_lossy(&output.stderr).trim());
-    Ok(())
+    tool::run(&mut command, "libnbd-bin").map(drop)
 }
 
 impl Measured {

@@ -4,14 +4,15 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use rustix::fs::MemfdFlags;
 
 use super::peers::Peers;
 use super::place::{Own, Place, opened};
 use crate::served::Server;
+use crate::tool;
 
 /// One server with one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,10 +179,8 @@ impl Starter<'_> {
     fn make_overlay(&self, path: &Path) -> Result<()> {
         let mut make = self.peers.program("qemu-img");
         make.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(self.image).arg(path);
-        let output = make.stdin(Stdio::null()).output();
-        let output = output.context("qemu-img could not be started; the package is called qemu-utils")?;
-        ensure!(output.status.success(), "qemu-img: {}", String::from_utf8_lossy(&output.stderr).trim());
-        Ok(())
+        // One that was unpacked is started by the loader.
+        tool::run(&mut make, "qemu-utils").map(drop).context("qemu-img")
     }
 
     /// A command as one would type it, without the directories of this run and of this machine.

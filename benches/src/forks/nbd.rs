@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use super::server::Served;
@@ -16,6 +16,7 @@ use crate::measure::Summary;
 use crate::options::Set;
 use crate::report::{Report, Row, Target, Unit};
 use crate::served::Server;
+use crate::tool;
 
 /// The base where `--size` does not say.
 const BYTES: u64 = 1 << 30;
@@ -140,9 +141,7 @@ fn command(side: Side, base: &Path, socket: &Path, dir: &Path) -> Result<Command
             let overlay = dir.join("overlay.qcow2");
             let mut make = Command::new("qemu-img");
             make.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&overlay);
-            let status =
-                make.status().context("qemu-img could not be started; the package is called qemu-utils")?;
-            ensure!(status.success(), "qemu-img failed");
+            tool::run(&mut make, "qemu-utils")?;
             let mut command = Command::new("qemu-nbd");
             command
                 .args(["--format=qcow2", "--persistent", "--shared=8", "--socket"])

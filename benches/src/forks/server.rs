@@ -8,9 +8,9 @@ use clap::ValueEnum;
 use freestone::device::Device;
 use freestone::null::{self, Null};
 use freestone::ram::ForkConfig;
-use freestone_nbd::{Address, ExportOptions, Limits, Server};
 
 use super::{base_device, family};
+use crate::export::export;
 
 /// What it serves, and where.
 #[derive(Debug, Clone, clap::Args)]
@@ -40,10 +40,7 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
         Served::Null => Arc::new(Null::new(null::Config::plain(base.geometry().size, 512))?),
         Served::Fork => Arc::new(family()?.fork(Arc::new(base), &ForkConfig::default())?),
     };
-    let server = Server::new(Limits::default());
-    let address = server.listen(&Address::Unix(args.socket.clone()))?;
-    let options = ExportOptions { default: true, ..ExportOptions::default() };
-    server.publish(&address, "measured", device, options)?;
+    let _server = export(device, &args.socket)?;
     loop {
         std::thread::park();
     }

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use freestone::PAGE_BYTES;
 use freestone::null::{self, Null};
-use freestone_nbd::{Address, END_GRACE, ExportOptions, Limits, Server};
+use freestone_nbd::END_GRACE;
 
 use super::client::Client;
 use crate::callgrind;
+use crate::export::export;
 
 /// Size of the export.
 const EXPORT_BYTES: u64 = 1 << 30;
@@ -39,10 +40,7 @@ pub struct ServerArgs {
 /// Serves until standard input ends.
 pub fn serve(args: &ServerArgs) -> Result<()> {
     let null = Null::new(null::Config::plain(EXPORT_BYTES, 512))?;
-    let server = Server::new(Limits::default());
-    let address = server.listen(&Address::Unix(args.socket.clone()))?;
-    let options = ExportOptions { default: true, ..ExportOptions::default() };
-    server.publish(&address, "counted", Arc::new(null), options)?;
+    let server = export(Arc::new(null), &args.socket)?;
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input")?;
     server.shutdown(END_GRACE);
     Ok(())
@@ -103,12 +101,8 @@ mod tests {
     #[test]
     fn requests_are_answered() {
         let dir = tempfile::tempdir().unwrap();
-        let address = Address::Unix(dir.path().join("s"));
         let memory = Arc::new(Memory::new(null::Config::plain(1 << 20, 512)).unwrap());
-        let server = Server::new(Limits::default());
-        let bound = server.listen(&address).unwrap();
-        let options = ExportOptions { default: true, ..ExportOptions::default() };
-        server.publish(&bound, "counted", memory.clone(), options).unwrap();
+        let server = export(memory.clone(), &dir.path().join("s")).unwrap();
         for asked in [Asked::Write, Asked::Read] {
             ask(Client::connect(&dir.path().join("s")).unwrap(), asked, 10).unwrap();
         }

@@ -15,9 +15,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Tried};
 use freestone::ram::Ram;
-use freestone_nbd::{Address, ExportOptions, Limits, Server};
+use freestone_nbd::Server;
 
 use super::variants::{self, Intent};
+use crate::export::export;
+use crate::tool;
 
 /// nbdfuse mounts within, and ends within.
 const READY_MAX: Duration = Duration::from_secs(20);
@@ -104,16 +106,14 @@ impl Ext4 {
             std::fs::create_dir(dir.path().join(place))?;
         }
         let requests = Arc::new(RwLock::new(()));
-        let server = Server::new(Limits::default());
-        let address = server.listen(&Address::Unix(dir.path().join("socket")))?;
-        let options = ExportOptions { default: true, ..ExportOptions::default() };
-        server.publish(&address, "disk", Arc::new(Watched { ram, requests: requests.clone() }), options)?;
-        let mut nbdfuse = Command::new("setpriv");
-        nbdfuse.args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "nbdfuse"]);
+        let watched = Watched { ram, requests: requests.clone() };
+        let server = export(Arc::new(watched), &dir.path().join("socket"))?;
+        let mut nbdfuse = Command::new("unshare");
+        nbdfuse.args(["--mount", "--propagation", "private", "nbdfuse"]);
         nbdfuse.arg("-P").arg(dir.path().join("pid")).arg(dir.path().join("fuse/disk"));
         nbdfuse.arg(format!("nbd+unix:///?socket={}", dir.path().join("socket").display()));
-        let fuse = nbdfuse.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-        let fuse = fuse.context("setpriv could not be started; the package is called util-linux")?;
+        let mut nbdfuse = tool::ends_with_us(&nbdfuse);
+        let fuse = nbdfuse.stdin(Stdio::null()).stdout(Stdio::null()).spawn().context(tool::NO_SETPRIV)?;
         let mut ext4 = Self { requests, fuse, _server: server, dir };
         ext4.mount()?;
         Ok(ext4)
@@ -129,12 +129,12 @@ impl Ext4 {
             std::thread::sleep(STEP);
         }
         let disk = self.dir.path().join("fuse/disk");
-        run(Command::new("mke2fs").args(MAKE).arg(self.seen("fuse/disk")), "e2fsprogs")?;
+        tool::run(Command::new("mke2fs").args(MAKE).arg(self.seen("fuse/disk")), "e2fsprogs")?;
         self.inside("mount", ["-o", "loop,noatime"].map(OsStr::new), &[&disk, &self.dir.path().join("mnt")])?;
         // The loop device goes with the mount. Its own cache would keep requests from the disk.
         let found =
             self.inside("findmnt", ["-n", "-o", "SOURCE"].map(OsStr::new), &[&self.dir.path().join("mnt")])?;
-        run(Command::new("losetup").arg("--direct-io=on").arg(found.trim()), "mount")?;
+        tool::run(Command::new("losetup").arg("--direct-io=on").arg(found.trim()), "mount")?;
         Ok(())
     }
 
@@ -142,7 +142,7 @@ impl Ext4 {
     fn inside<const N: usize>(&self, program: &str, options: [&OsStr; N], paths: &[&Path]) -> Result<String> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--mount=/proc/{}/ns/mnt", self.fuse.id())).arg(program);
-        run(command.args(options).args(paths), "util-linux and mount")
+        tool::run(command.args(options).args(paths), "util-linux and mount")
     }
 
     /// A path of the temporary directory as nbdfuse's namespace has it.
@@ -181,17 +181,6 @@ impl Drop for Ext4 {
         let _ = self.fuse.kill();
         let _ = self.fuse.wait();
     }
-}
-
-/// What a command prints; an error has what it complained of.
-fn run(command: &mut Command, package: &str) -> Result<String> {
-    let output = command.stdin(Stdio::null()).output();
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output =
-        output.with_context(|| format!("{name} could not be started; the package is called {package}"))?;
-    let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{name}: {}", told.trim());
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(test)]

@@ -269,10 +269,9 @@ impl<D: Disk> Bench<'_, D> {
         for round in 0..self.slices.pairs {
             for side in turns(sides, round) {
                 let load = self.load(pattern, threads, round);
-                let speed = match (LOCKS.get(side), apart) {
-                    (None, Some(apart)) => apart.slice(&load, self.slices.slice),
-                    (lock, _) => {
-                        let lock = lock.copied().unwrap_or(Lock::Ours);
+                let speed = match LOCKS.get(side) {
+                    None => apart.context("no side of threads apart")?.slice(&load, self.slices.slice),
+                    Some(&lock) => {
                         self.drive.between_requests(|| variants::set_lock(lock));
                         let speed = self.drive.slice(&load, self.slices.slice);
                         self.drive.between_requests(|| variants::set_lock(Lock::Ours));

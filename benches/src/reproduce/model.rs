@@ -115,6 +115,13 @@ pub struct Beyond {
     pub ratio: f64,
 }
 
+/// How many times as long everything takes where the other CPUs work as well. `apart` is what two threads that share nothing do, of what
+/// they would do if each were alone.
+fn slower(threads: usize, apart: f64) -> f64 {
+    // More than each alone is noise.
+    if threads == 1 { 1.0 } else { (1.0 / apart).max(1.0) }
+}
+
 impl Inputs {
     fn with_old(&self, discipline: Discipline, machine: &Machine, threads: usize) -> f64 {
         let slower = self.slower(threads);
@@ -124,10 +131,8 @@ impl Inputs {
         simulate::speed(work, discipline, machine.costs, threads).min(self.at_most.unwrap_or(f64::INFINITY))
     }
 
-    /// How many times as long everything takes where the other CPUs work as well.
     fn slower(&self, threads: usize) -> f64 {
-        // More than twice as much is noise.
-        if threads == 1 { 1.0 } else { (2.0 / self.apart).max(1.0) }
+        slower(threads, self.apart / 2.0)
     }
 }
 
@@ -172,8 +177,7 @@ impl Speeds for Inputs {
 
 impl Mixed {
     fn slower(&self, threads: usize) -> f64 {
-        // Who is faster beside others than alone was measured badly.
-        if threads == 1 { 1.0 } else { (1.0 / self.apart).max(1.0) }
+        slower(threads, self.apart)
     }
 }
 
@@ -217,29 +221,31 @@ impl Speeds for Mixed {
 }
 
 impl HalfReads {
-    /// The writers' speed by their number, and the readers'.
+    /// The readers' speed, and the writers' by their number.
     fn both(&self, threads: usize, writes: impl Fn(usize) -> f64) -> f64 {
-        let writes = if threads < 2 { 0.0 } else { writes(threads / 2) };
-        threads.div_ceil(2) as f64 * 1e9 / (self.read * self.writes.slower(threads)) + writes
-    }
-
-    /// One writer among readers is not alone on the machine.
-    fn beside(&self, threads: usize, speed: f64) -> f64 {
-        if threads == 2 { speed / self.writes.slower(2) } else { speed }
+        let slower = self.writes.slower(threads);
+        let reads = threads.div_ceil(2) as f64 * 1e9 / (self.read * slower);
+        let writes = match threads / 2 {
+            0 => 0.0,
+            // What is known of one writer is of one that is alone; here it has readers beside it.
+            1 => writes(1) / slower,
+            many => writes(many),
+        };
+        reads + writes
     }
 }
 
 impl Speeds for HalfReads {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
-        self.both(threads, |writers| self.beside(threads, self.writes.old(machine, writers)))
+        self.both(threads, |writers| self.writes.old(machine, writers))
     }
 
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64 {
-        self.both(threads, |writers| self.beside(threads, self.writes.in_turn(machine, writers)))
+        self.both(threads, |writers| self.writes.in_turn(machine, writers))
     }
 
     fn fine(&self, threads: usize) -> f64 {
-        self.both(threads, |writers| self.beside(threads, self.writes.fine(writers)))
+        self.both(threads, |writers| self.writes.fine(writers))
     }
 
     fn held_share(&self, machine: &Machine) -> f64 {
@@ -361,6 +367,7 @@ mod tests {
         let modelled = predict(&unsure, "x", &INPUTS, &machine(), 1e-3);
         assert!(modelled.checks[1..].iter().all(|check| check.error.is_none() && !check.off));
     }
+
     #[test]
     fn what_the_old_way_cannot_exceed_bounds_it() {
         let modelled =

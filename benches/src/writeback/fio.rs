@@ -1,10 +1,12 @@
 //! fio as the measure of the disk.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
+
+use crate::tool;
 
 /// One run of one job, with `O_DIRECT` and `io_uring`.
 pub struct Job<'a> {
@@ -45,8 +47,8 @@ pub fn run(job: &Job) -> Result<Speed> {
     // In fio's option a colon separates file names.
     let name = path.to_str().filter(|name| !name.contains(':'));
     let Some(name) = name else { bail!("{}: fio takes no such name", path.display()) };
-    let output = Command::new("fio")
-        .args(["--name=disk", "--ioengine=io_uring", "--direct=1", "--numjobs=1", "--thread=1"])
+    let mut fio = Command::new("fio");
+    fio.args(["--name=disk", "--ioengine=io_uring", "--direct=1", "--numjobs=1", "--thread=1"])
         .args(["--fallocate=none", "--output-format=json"])
         .arg(format!("--filename={name}"))
         .arg(format!("--rw={rw}"))
@@ -54,17 +56,8 @@ pub fn run(job: &Job) -> Result<Speed> {
         .arg(format!("--iodepth={depth}"))
         .arg(format!("--size={}", bytes.next_multiple_of(u64::from(*block))))
         .arg(format!("--io_size={}", io_bytes.next_multiple_of(u64::from(*block))))
-        .arg(format!("--randseed={seed}"))
-        .stdin(Stdio::null())
-        .output()
-        .context("fio could not be started; the package is called fio")?;
-    ensure!(
-        output.status.success(),
-        "fio failed: {}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    parse(&String::from_utf8_lossy(&output.stdout), if *rw == "write" { "write" } else { "read" })
+        .arg(format!("--randseed={seed}"));
+    parse(&tool::run(&mut fio, "fio")?, if *rw == "write" { "write" } else { "read" })
 }
 
 /// fio puts notes before its JSON now and then.

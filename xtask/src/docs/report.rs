@@ -140,10 +140,6 @@ fn pivot(reports: &[&Report], region: &Region, patterns: &str) -> Result<String,
                 fits += 1;
                 let target = row.target.map(|target| number::target(row.unit, target));
                 let mut text = value(row, false);
-                // There is no column that would say so.
-                if row.verdict.as_deref() == Some(BEHIND) && !text.starts_with("**") {
-                    text = format!("**{text}**");
-                }
                 let column = match (column, &target) {
                     (Some(column), target) => {
                         // The others of the column have none.
@@ -218,9 +214,10 @@ fn value(row: &Row, with_quartiles: bool) -> String {
     } else {
         number::median(row.unit, &row.value)
     };
-    match (row.met, text.split_once(" (")) {
-        (Some(false), Some((median, quartiles))) => format!("**{median}** ({quartiles}"),
-        (Some(false), None) => format!("**{text}**"),
+    let is_bad = row.met == Some(false) || (!with_quartiles && row.verdict.as_deref() == Some(BEHIND));
+    match text.split_once(" (") {
+        Some((median, quartiles)) if is_bad => format!("**{median}** ({quartiles}"),
+        None if is_bad => format!("**{text}**"),
         _ => text,
     }
 }
