@@ -4,7 +4,7 @@ use std::fs::File;
 use std::hint::black_box;
 use std::io::{BufWriter, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier, PoisonError, RwLock};
+use std::sync::{Arc, Barrier, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -41,6 +41,7 @@ pub struct Drive<'a, D = Ram> {
     disks: Vec<D>,
     content: &'a Content,
     size: u64,
+    filled: OnceLock<()>,
     /// Read by requests while they run, where others than our threads make any.
     requests: Option<Arc<RwLock<()>>>,
 }
@@ -84,14 +85,15 @@ impl<'a> Drive<'a> {
     /// Empty disks of `size` bytes.
     pub fn new(disks: usize, size: u64, content: &'a Content) -> Result<Self> {
         let disks = (0..disks).map(|_| new_ram(size)).collect::<Result<_>>()?;
-        Ok(Self { disks, content, size, requests: None })
+        Ok(Self { disks, content, size, filled: OnceLock::new(), requests: None })
     }
 }
 
 impl<'a> Drive<'a, File> {
     /// Empty files, which will be of `size` bytes, one for each thread.
     pub fn of_files(ext4: &Ext4, files: usize, size: u64, content: &'a Content) -> Result<Self> {
-        Ok(Self { disks: ext4.files(files)?, content, size, requests: Some(ext4.requests()) })
+        let (disks, requests) = (ext4.files(files)?, Some(ext4.requests()));
+        Ok(Self { disks, content, size, filled: OnceLock::new(), requests })
     }
 }
 
@@ -104,8 +106,17 @@ impl<D: Disk> Drive<'_, D> {
         drop(none);
     }
 
+    /// Before slices of a pattern: initial writes come first, and all others find everything written.
+    pub fn prepare(&self, pattern: Pattern) -> Result<()> {
+        if pattern != Pattern::InitialWrite && self.filled.get().is_none() {
+            self.fill()?;
+            self.filled.get_or_init(|| ());
+        }
+        Ok(())
+    }
+
     /// Writes everything.
-    pub fn fill(&self) -> Result<()> {
+    fn fill(&self) -> Result<()> {
         let mut load = Load {
             pattern: Pattern::Write,
             threads: 1,

@@ -236,14 +236,10 @@ impl<D: Disk> Bench<'_, D> {
         let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
         (table.old, table.new, table.ours) = (OLD, NEW, OURS);
         let mut inputs = Vec::new();
-        let mut filled = false;
         for figures in figures {
             let pattern = pattern_of(figures.what)?;
-            if pattern != Pattern::InitialWrite && !filled {
-                self.drive.fill()?;
-                self.apart.map_or(Ok(()), Drive::fill)?;
-                filled = true;
-            }
+            self.drive.prepare(pattern)?;
+            self.apart.map_or(Ok(()), |apart| apart.prepare(pattern))?;
             for threads in THREADS.into_iter().filter(|threads| *threads >= pattern.threads_min()) {
                 let published = if threads == figures.threads { figures.published() } else { Vec::new() };
                 let rounds = self.row(pattern, threads)?;

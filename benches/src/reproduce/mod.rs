@@ -8,6 +8,7 @@ mod chart;
 mod costs;
 mod disk;
 mod drive;
+mod events;
 mod experiment;
 mod ext4;
 mod locks;

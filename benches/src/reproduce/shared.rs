@@ -4,10 +4,7 @@
 //!
 //! Time is in nanoseconds. Nothing here is fitted: all numbers come in from outside.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-
-use super::simulate::{JITTER, Picos, VISITS, picos};
+use super::events::{Events, Picos, VISITS, around, picos};
 use crate::data::Random;
 
 /// One page, in nanoseconds.
@@ -49,8 +46,7 @@ struct Simulation {
     write: Visit,
     mix: Mix,
     line: f64,
-    events: BinaryHeap<Reverse<(Picos, u64, usize, Event)>>,
-    planned: u64,
+    events: Events<Event>,
     threads: Vec<Thread>,
     readers: usize,
     writer: bool,
@@ -68,8 +64,7 @@ pub fn speed(read: Visit, write: Visit, mix: Mix, line: f64, threads: usize) -> 
         write,
         mix,
         line,
-        events: BinaryHeap::new(),
-        planned: 0,
+        events: Events::new(),
         threads: (0..threads)
             .map(|thread| Thread { reads: thread % 2 == 0, left: 0, waits: false })
             .collect(),
@@ -90,7 +85,7 @@ pub fn speed(read: Visit, write: Visit, mix: Mix, line: f64, threads: usize) -> 
 
 impl Simulation {
     fn run_until(&mut self, visits: u64) -> Picos {
-        while let Some(Reverse((now, _, thread, event))) = self.events.pop() {
+        while let Some((now, thread, event)) = self.events.next() {
             match event {
                 Event::Arrive => self.want(now, thread),
                 // Two may have let it go before it had its turn.
@@ -120,7 +115,7 @@ impl Simulation {
             self.write.held
         };
         let at = self.touch(now, thread) + picos(held);
-        self.plan(at, thread, Event::Release);
+        self.events.plan(at, thread, Event::Release);
     }
 
     fn release(&mut self, now: Picos, thread: usize) {
@@ -133,7 +128,7 @@ impl Simulation {
         let at = self.touch(now, thread);
         for other in 0..self.threads.len() {
             if self.threads[other].waits {
-                self.plan(at + picos(self.line), other, Event::Try);
+                self.events.plan(at + picos(self.line), other, Event::Try);
             }
         }
         self.think(at, thread);
@@ -158,13 +153,7 @@ impl Simulation {
             of.left -= 1;
         }
         let outside = if of.reads { self.read.outside } else { self.write.outside };
-        let part = (self.random.next() >> 11) as f64 / (1_u64 << 53) as f64;
-        self.plan(now + picos(outside * (1.0 - JITTER + 2.0 * JITTER * part)), thread, Event::Arrive);
-    }
-
-    fn plan(&mut self, at: Picos, thread: usize, event: Event) {
-        self.planned += 1;
-        self.events.push(Reverse((at, self.planned, thread, event)));
+        self.events.plan(now + around(outside, &mut self.random), thread, Event::Arrive);
     }
 }
 

@@ -3,15 +3,10 @@
 //! An operation is some visits to the lock with work outside before each. Time is in nanoseconds. Nothing here is fitted: all
 //! numbers come in from outside.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::VecDeque;
 
+use super::events::{Events, Picos, VISITS, around, picos};
 use crate::data::Random;
-
-/// Visits to the lock that a simulation counts, of all threads, after as many for warming up.
-pub const VISITS: u64 = 40_000;
-/// Work outside lasts between so much less and so much more than its mean, so that threads do not run in step.
-pub const JITTER: f64 = 0.5;
 
 /// Who gets the lock next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,18 +66,13 @@ enum Thread {
     Sleeping,
 }
 
-/// A time as a whole number of picoseconds: events sort by it.
-pub type Picos = u64;
-
 struct Simulation {
     discipline: Discipline,
     costs: Costs,
     /// Of one visit.
     outside: f64,
     held: f64,
-    events: BinaryHeap<Reverse<(Picos, u64, usize, Event)>>,
-    /// Of the events so far: makes those of one moment come in the order in which they were planned.
-    planned: u64,
+    events: Events<Event>,
     threads: Vec<Thread>,
     /// It slept, or may have to be followed by somebody who sleeps: takes the lock as one with sleepers.
     marks: Vec<bool>,
@@ -104,8 +94,7 @@ pub fn speed(work: Work, discipline: Discipline, costs: Costs, threads: usize) -
         costs,
         outside: work.outside / work.visits,
         held: work.held / work.visits,
-        events: BinaryHeap::new(),
-        planned: 0,
+        events: Events::new(),
         threads: vec![Thread::Running; threads],
         marks: vec![false; threads],
         waiting: VecDeque::new(),
@@ -118,7 +107,7 @@ pub fn speed(work: Work, discipline: Discipline, costs: Costs, threads: usize) -
     };
     for thread in 0..threads {
         let at = simulation.think();
-        simulation.plan(at, thread, Event::Arrive);
+        simulation.events.plan(at, thread, Event::Arrive);
     }
     let begun = simulation.run_until(VISITS);
     let ended = simulation.run_until(2 * VISITS);
@@ -127,7 +116,7 @@ pub fn speed(work: Work, discipline: Discipline, costs: Costs, threads: usize) -
 
 impl Simulation {
     fn run_until(&mut self, visits: u64) -> Picos {
-        while let Some(Reverse((now, _, thread, event))) = self.events.pop() {
+        while let Some((now, thread, event)) = self.events.next() {
             self.happen(now, thread, event);
             if self.visits >= visits {
                 return now;
@@ -172,7 +161,7 @@ impl Simulation {
         } else {
             self.waits += 1;
             self.threads[thread] = Thread::Spinning(self.waits);
-            self.plan(now + picos(self.costs.spin), thread, Event::GiveUp(self.waits));
+            self.events.plan(now + picos(self.costs.spin), thread, Event::GiveUp(self.waits));
         }
     }
 
@@ -180,7 +169,7 @@ impl Simulation {
         let line = if self.last == thread { 0.0 } else { self.costs.line };
         self.threads[thread] = Thread::Running;
         (self.taken, self.marked, self.last) = (true, self.marks[thread], thread);
-        self.plan(now + picos(self.held + line), thread, Event::Release);
+        self.events.plan(now + picos(self.held + line), thread, Event::Release);
     }
 
     fn sleep(&mut self, thread: usize) {
@@ -204,34 +193,24 @@ impl Simulation {
                     busy = self.costs.wake_nobody;
                     if let Some(sleeper) = self.waiting.pop_front() {
                         busy = self.costs.wake;
-                        self.plan(now + picos(self.costs.wake_latency), sleeper, Event::Woken);
+                        self.events.plan(now + picos(self.costs.wake_latency), sleeper, Event::Woken);
                     }
                 }
                 self.marked = false;
                 for other in 0..self.threads.len() {
                     if matches!(self.threads[other], Thread::Spinning(_)) {
-                        self.plan(now + picos(self.costs.line), other, Event::Try);
+                        self.events.plan(now + picos(self.costs.line), other, Event::Try);
                     }
                 }
             }
         }
         let at = now + picos(busy) + self.think();
-        self.plan(at, thread, Event::Arrive);
+        self.events.plan(at, thread, Event::Arrive);
     }
 
     fn think(&mut self) -> Picos {
-        let part = (self.random.next() >> 11) as f64 / (1_u64 << 53) as f64;
-        picos(self.outside * (1.0 - JITTER + 2.0 * JITTER * part))
+        around(self.outside, &mut self.random)
     }
-
-    fn plan(&mut self, at: Picos, thread: usize, event: Event) {
-        self.planned += 1;
-        self.events.push(Reverse((at, self.planned, thread, event)));
-    }
-}
-
-pub fn picos(nanos: f64) -> Picos {
-    (nanos * 1e3) as Picos
 }
 
 #[cfg(test)]

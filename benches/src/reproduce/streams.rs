@@ -144,13 +144,9 @@ fn table<D: Disk>(
     let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
     (table.old, table.new, table.ours) = (0, OURS, OURS);
     let all = || published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS);
-    let mut filled = false;
     for Figures { what, .. } in loads {
         let pattern = pattern_of(what)?;
-        if pattern != Pattern::InitialWrite && !filled {
-            drive.fill()?;
-            filled = true;
-        }
+        drive.prepare(pattern)?;
         for threads in pattern.threads_min()..=THREADS_MAX {
             let rounds = row(drive, pattern, threads, area_of(threads), slices, &STREAMS)?;
             let figures = all().find(|figures| figures.what == *what && figures.threads == threads);
@@ -211,13 +207,10 @@ fn model(
             at_most: Some(LISTED * 1e9 / compress),
         })
     };
-    let (mut modelled, mut filled) = (Vec::new(), false);
+    let mut modelled = Vec::new();
     for Figures { what, .. } in &published::FOUR_THREADS {
         let pattern = pattern_of(what)?;
-        if pattern != Pattern::InitialWrite && !filled {
-            apart.fill()?;
-            filled = true;
-        }
+        apart.prepare(pattern)?;
         let load: Box<dyn model::Speeds> = match pattern {
             Pattern::Read => continue,
             Pattern::ReadersAndWriters => Box::new(HalfReads {
