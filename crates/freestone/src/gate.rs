@@ -2,7 +2,8 @@
 //!
 //! # Protocol
 //! * A request *enters*: pinned, it looks at what the gate holds (which snapshots there are) and decides what to do. What it
-//!   does beyond that, asynchronously, it counts with [`begin`](Gate::begin), still pinned, and [`end`](Gate::end).
+//!   then does, unpinned, on its thread or asynchronously, it counts with [`begin`](Gate::begin), still pinned, and
+//!   [`end`](Gate::end). Every call of a device is such a thing.
 //! * A change *closes* the gate: it puts a closed state in place and waits for the pins, so that whoever saw the gate open has
 //!   been counted, and then for the count to fall to zero. Requests that find the gate closed leave a task, which runs when
 //!   it opens.
@@ -31,6 +32,9 @@ pub struct Gate<T> {
     held: Mutex<Vec<Task>>,
     idle: Condvar,
 }
+
+/// What is under way on this thread; it is over when this is dropped.
+pub struct UnderWay<'a, T: Send + Sync>(&'a Gate<T>);
 
 struct State<T> {
     open: bool,
@@ -70,6 +74,16 @@ impl<T: Send + Sync> Gate<T> {
     /// Something goes on after the pin. Only inside [`enter`](Self::enter), of an open gate.
     pub fn begin(&self) {
         self.under_way.add(0, 1);
+    }
+
+    /// What a request has begun and does on its own thread.
+    pub fn under_way(&self) -> UnderWay<'_, T> {
+        UnderWay(self)
+    }
+
+    /// Enters an open gate and leaves it again, with something under way.
+    pub fn pass(&self) -> Option<UnderWay<'_, T>> {
+        self.enter(|value| value.map(|_| self.begin())).map(|()| self.under_way())
     }
 
     /// It is over.
@@ -144,6 +158,12 @@ impl<T: Send + Sync> Gate<T> {
 
     fn put(&self, open: bool, value: Arc<T>) {
         drop(self.state.replace(Box::new(State { open, value }), pin::domain()));
+    }
+}
+
+impl<T: Send + Sync> Drop for UnderWay<'_, T> {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 

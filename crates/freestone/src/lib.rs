@@ -41,6 +41,7 @@ pub mod file;
 mod gate;
 #[cfg(not(loom))]
 mod handoff;
+mod held;
 #[cfg(not(loom))]
 pub mod moment;
 #[cfg(not(loom))]

@@ -9,8 +9,9 @@
 //! holds a waiter with that key. Callers keep it by changing the bit only inside `validate` and `release`.
 
 use std::collections::VecDeque;
+use std::sync::PoisonError;
 
-use crate::sync::{Arc, Condvar, Mutex, wait};
+use crate::sync::{Arc, Condvar, Mutex};
 
 #[cfg(not(loom))]
 const BUCKETS: usize = 256;
@@ -61,7 +62,8 @@ impl Parking {
         }
         let mut woken = sleeper.woken.lock();
         while !*woken {
-            woken = wait(&sleeper.condvar, woken);
+            // Not `sync::wait`: a slot is what a pinned thread may wait for.
+            woken = sleeper.condvar.wait(woken).unwrap_or_else(PoisonError::into_inner);
         }
     }
 

@@ -9,8 +9,14 @@
 //! * Change: swap the pointer; *heavy barrier*; wait for each record that is odd to move on.
 //! * Either the change sees the odd sequence and waits, or the request loads the new pointer.
 //!
-//! A pinned thread may wait for a slot lock, but for no I/O: a change waits at most for bounded work. Pins nest; a thread
-//! that is pinned must not wait for a change.
+//! # Rule
+//! A change waits for all pins of the process. So a pinned thread waits for nothing but a slot lock, and calls no device: what
+//! that does, and what it waits for, is its own affair. Under a pin a request takes what it needs (a count at a
+//! [gate](crate::gate), a handle), leaves, and goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before
+//! what blocks, and panics in debug builds. One exception: a fork reads its family's snapshots below it under one pin, through
+//! their tables and not as devices; that waits for slot locks only.
+//!
+//! Pins nest.
 
 use std::cell::Cell;
 
@@ -60,6 +66,7 @@ impl Domain {
 
     /// Returns when every pin that was held at the moment of the call has been released.
     pub fn wait_for_pins(&self) {
+        assert_unpinned();
         barrier::heavy(self.fenced_pins);
         // Threads that join later load pointers later: the copy need not see them.
         let records = self.records.lock().clone();
@@ -243,10 +250,25 @@ mod process {
         let pin = participant.pin();
         work(&pin)
     }
+
+    /// The calling thread is going to wait, or to do what may wait: in debug builds it must have nothing pinned.
+    #[inline]
+    #[track_caller]
+    pub fn assert_unpinned() {
+        if cfg!(debug_assertions) {
+            // A thread that is ending has nothing pinned.
+            let depth = THIS_THREAD.try_with(|thread| thread.depth.get()).unwrap_or(0);
+            assert!(depth == 0, "a pinned thread waits, or calls a device");
+        }
+    }
 }
 
 #[cfg(not(loom))]
-pub use process::{domain, pinned};
+pub use process::{assert_unpinned, domain, pinned};
+
+/// A model has no process.
+#[cfg(loom)]
+pub fn assert_unpinned() {}
 
 #[cfg(all(test, not(loom)))]
 mod tests {
@@ -281,6 +303,24 @@ mod tests {
             assert_eq!(*old, 1);
         });
         pinned(|pin| assert_eq!(*swap.load(pin), 2));
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_pinned_thread_that_waits_or_calls_a_device_is_caught() {
+        use crate::device::{Buffer, Device, Request, Tried};
+
+        fn caught(what: impl FnOnce()) -> bool {
+            let what = std::panic::AssertUnwindSafe(|| pinned(|_| what()));
+            std::panic::catch_unwind(what).is_err()
+        }
+        let null = crate::null::Null::new(crate::null::Config::plain(1 << 20, 512)).unwrap();
+        assert!(caught(|| assert_eq!(null.try_io(&Request::read(0, 512), Buffer::None), Ok(Tried::Done))));
+        assert!(caught(|| assert_eq!(null.extents(0, 512, &mut |_| true), Ok(512))));
+        assert!(caught(|| domain().wait_for_pins()));
+        assert!(!caught(|| assert_eq!(null.geometry().size, 1 << 20)));
+        // The pins of what panicked are gone.
+        assert_unpinned();
     }
 
     #[test]

@@ -54,6 +54,7 @@ impl<T> Mutex<T> {
 
 /// Waits on `condvar` until notified; may wake up without reason.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    crate::pin::assert_unpinned();
     condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

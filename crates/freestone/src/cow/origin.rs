@@ -7,7 +7,7 @@
 //!
 //! # Protocol
 //! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there before its thread is unpinned, until
-//!   the device has answered it. A snapshot begins with the gate closed, so every write is wholly before or wholly after it.
+//!   the device has answered it; the device is called unpinned. A snapshot begins with the gate closed, so every write is wholly before or wholly after it.
 //! * Writes that wait for copies are not counted: they look at the list again.
 //!
 //! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it had come to that snapshot. So
@@ -164,28 +164,30 @@ impl Device for Origin {
             };
         }
         request.check(&core.device.geometry())?;
-        core.gate.enter(|view| match view {
-            Some(View { snapshots, merging: None, .. }) if snapshots.is_empty() => {
-                core.device.try_io(request, buffer)
+        let safe = core.gate.enter(|view| {
+            let safe = match view {
+                Some(view @ View { merging: None, .. }) => view.safe_bytes(request),
+                // Closed, or a merge.
+                _ => 0,
+            };
+            if safe > 0 {
+                core.gate.begin();
             }
-            Some(view @ View { merging: None, .. }) => {
-                let safe = view.safe_bytes(request);
-                if safe == 0 {
-                    return Ok(Tried::WouldBlock);
-                }
-                let buffer = match buffer {
-                    Buffer::Write(data) => Buffer::Write(data.get(..safe as usize).ok_or(Error::Misaligned)?),
-                    buffer => buffer,
-                };
-                let part = Request { len: safe, ..*request };
-                match core.device.try_io(&part, buffer)? {
-                    Tried::Done if safe < request.len => Ok(Tried::Partly(safe)),
-                    tried => Ok(tried),
-                }
-            }
-            // Closed, or a merge.
-            _ => Ok(Tried::WouldBlock),
-        })
+            safe
+        });
+        if safe == 0 {
+            return Ok(Tried::WouldBlock);
+        }
+        // No snapshot begins before the device has answered.
+        let _under_way = core.gate.under_way();
+        let buffer = match buffer {
+            Buffer::Write(data) => Buffer::Write(data.get(..safe as usize).ok_or(Error::Misaligned)?),
+            buffer => buffer,
+        };
+        match core.device.try_io(&Request { len: safe, ..*request }, buffer)? {
+            Tried::Done if safe < request.len => Ok(Tried::Partly(safe)),
+            tried => Ok(tried),
+        }
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::snapshot::{Snap, Snapshot, counter};
 use crate::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, IoBuf, Request, Result, Tried,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, IoBuf, Request, Result, Tried, range_end,
 };
 use crate::handoff::progress;
 use crate::sync::Mutex;
@@ -246,7 +246,7 @@ impl Snap {
     }
 
     fn end_of(&self, offset: u64, len: u64) -> Result<u64> {
-        offset.checked_add(len).filter(|&end| len > 0 && end <= self.size).ok_or(Error::OutOfRange)
+        range_end(offset, len, self.size)
     }
 }
 

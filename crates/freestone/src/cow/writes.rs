@@ -79,36 +79,36 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
         return Err(Error::Misaligned);
     }
     snap.writable()?;
-    snap.gate.enter(|mode| {
-        if mode != Some(&Mode::Normal) {
-            return Ok(Tried::WouldBlock);
-        }
-        let chunk = snap.chunk();
-        let mut done = 0;
-        for _ in 0..TRY_RUNS {
-            let at = request.offset + done;
-            let (place, chunks) =
-                snap.exceptions.run(at / chunk, (request.offset + request.len).div_ceil(chunk));
-            let Some(place) = place else { break };
-            let len = (chunks * chunk - at % chunk).min(request.len - done);
-            let part = Request { offset: place * chunk + at % chunk, len, ..*request };
-            let data = data.map(|data| &data[done as usize..(done + len) as usize]);
-            match snap.store.device().try_io(&part, data.map_or(Buffer::None, Buffer::Write)) {
-                Ok(Tried::Done) => done += len,
-                Ok(Tried::Partly(bytes)) => {
-                    done += bytes;
-                    break;
-                }
-                Err(error) if done == 0 => return Err(error),
-                // An error shows again when the rest is tried.
-                Ok(Tried::WouldBlock) | Err(_) => break,
-            }
-            if done == request.len {
+    let begun = snap.gate.enter(|mode| (mode == Some(&Mode::Normal)).then(|| snap.gate.begin()));
+    if begun.is_none() {
+        return Ok(Tried::WouldBlock);
+    }
+    // No merge begins before the COW device has answered, and so no exception goes.
+    let _under_way = snap.gate.under_way();
+    let chunk = snap.chunk();
+    let mut done = 0;
+    for _ in 0..TRY_RUNS {
+        let at = request.offset + done;
+        let (place, chunks) = snap.exceptions.run(at / chunk, (request.offset + request.len).div_ceil(chunk));
+        let Some(place) = place else { break };
+        let len = (chunks * chunk - at % chunk).min(request.len - done);
+        let part = Request { offset: place * chunk + at % chunk, len, ..*request };
+        let data = data.map(|data| &data[done as usize..(done + len) as usize]);
+        match snap.store.device().try_io(&part, data.map_or(Buffer::None, Buffer::Write)) {
+            Ok(Tried::Done) => done += len,
+            Ok(Tried::Partly(bytes)) => {
+                done += bytes;
                 break;
             }
+            Err(error) if done == 0 => return Err(error),
+            // An error shows again when the rest is tried.
+            Ok(Tried::WouldBlock) | Err(_) => break,
         }
-        Ok(progress(done, request.len))
-    })
+        if done == request.len {
+            break;
+        }
+    }
+    Ok(progress(done, request.len))
 }
 
 /// A discard that is ignored is done; others are submitted.
@@ -259,6 +259,8 @@ impl Write {
         let gather = Gather::new();
         let mut actions = Vec::new();
         let mut this = Some(self);
+        // It may have grown beyond the snapshot.
+        let origin = snap.core.device.geometry().size;
         let planned = snap.gate.enter(|mode| {
             let Some(mode) = mode else {
                 let job = this.take();
@@ -266,7 +268,7 @@ impl Write {
                 return Planned::Held;
             };
             match (&mut this, mode) {
-                (Some(job), Mode::Normal) => job.plan(&gather, &mut actions),
+                (Some(job), Mode::Normal) => job.plan(origin, &gather, &mut actions),
                 (Some(job), Mode::Merging) => job.plan_merging(&gather, &mut actions),
                 (None, _) => Planned::Held,
             }
@@ -279,10 +281,15 @@ impl Write {
         }
         match planned {
             Planned::Go | Planned::Held => gather.leave(job),
-            Planned::NoMemory => Some((job, Err(Error::NoMemory))),
+            // Answered when what was begun has ended: what is written after the answer must not be overtaken by it.
+            Planned::NoMemory => {
+                gather.waiter().arrived(Err(Error::NoMemory));
+                gather.leave(job)
+            }
             Planned::NoSpace => {
                 snap.overflows();
-                Some((job, Err(Error::NoSpace)))
+                gather.waiter().arrived(Err(Error::NoSpace));
+                gather.leave(job)
             }
             Planned::Throttled => {
                 snap.queue(move |permit| {
@@ -294,17 +301,16 @@ impl Write {
         }
     }
 
-    fn plan(&mut self, gather: &Arc<Gather<Self>>, actions: &mut Vec<Action>) -> Planned {
+    fn plan(&mut self, origin: u64, gather: &Arc<Gather<Self>>, actions: &mut Vec<Action>) -> Planned {
         let snap = Arc::clone(&self.snap);
         let (chunk, op) = (snap.chunk(), self.request.op);
-        let origin = snap.core.device.geometry().size;
         let mut asked = false;
         for piece in self.pieces() {
             if self.is_settled(piece) {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // To the end of the origin, which may have grown beyond the snapshot.
+            // To the end of the origin.
             let whole = piece.offset == piece.chunk * chunk
                 && piece.offset + piece.len == ((piece.chunk + 1) * chunk).min(origin);
             if let Some(place) = snap.exceptions.get(piece.chunk).chunk() {

@@ -22,6 +22,8 @@ pub use completion::Completion;
 pub use counts::{Counted, OpCounts};
 pub use error::{Error, Result};
 pub use geometry::{Extent, ExtentKind, Geometry};
+#[cfg(not(loom))]
+pub(crate) use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
@@ -41,8 +43,9 @@ pub enum Tried {
 ///
 /// # What an implementor must do
 /// * **Check** every request with [`Request::check`] against its geometry of that moment, before any effect.
-/// * **`try_io`** runs on the caller's thread, does bounded work, and never waits for a disk, a timer or another
-///   request's I/O. A short wait for another thread's hold on the same slot is allowed. It reports progress from the
+/// * **`try_io`** runs on the caller's thread, does bounded work, and never waits for a disk, a timer, another
+///   request's I/O or a change of the whole device (a snapshot that begins, memory that a removed device gives back): then it
+///   is [`Tried::WouldBlock`], and the submitted request waits. A short wait for another thread's hold on the same slot is allowed. It reports progress from the
 ///   start of the request; a byte is reported done only when it is.
 /// * **`submit`** takes ownership of request, buffer and completion, returns soon, and answers each completion
 ///   exactly once, whatever happens to the disk below or to the device itself ([`Error::Gone`]). One slow request
@@ -59,7 +62,7 @@ pub enum Tried {
 ///
 /// # What an implementor may rely on
 /// * The buffer's length is the request's, for reads and writes; other operations come without one.
-/// * The caller holds no lock of the library, and does not try again from inside a completion.
+/// * The caller holds no lock of the library and has no table pinned, and does not try again from inside a completion.
 /// * After `Partly(n)` the caller continues with [`Request::rest`], and may also give up.
 pub trait Device: Send + Sync {
     /// Sizes, alignments, promises. Cheap: exports call it per request.

@@ -93,9 +93,11 @@ impl Request {
         Ok(())
     }
 
-    /// The part of [`check`](Self::check) that a writable device needs: length and alignment, range.
+    /// The part of [`check`](Self::check) that a writable device needs: length and alignment, range. As every device makes it
+    /// first, debug builds also check here that whoever calls a device has no table pinned.
     #[inline]
     pub fn check_place(&self, size: u64, logical_block: u32) -> Result<()> {
+        crate::pin::assert_unpinned();
         if self.op == Op::Flush {
             return if self.offset == 0 && self.len == 0 { Ok(()) } else { Err(Error::Misaligned) };
         }
@@ -108,6 +110,15 @@ impl Request {
             _ => Err(Error::OutOfRange),
         }
     }
+}
+
+/// The end of a range of which extents are asked: what every device checks of it first, as it does with a request.
+///
+/// # Errors
+/// Empty, or not within `size`.
+pub(crate) fn range_end(offset: u64, len: u64, size: u64) -> Result<u64> {
+    crate::pin::assert_unpinned();
+    offset.checked_add(len).filter(|&end| len > 0 && end <= size).ok_or(Error::OutOfRange)
 }
 
 /// The memory of a request that is tried inline. Its length is the request's for reads and writes.

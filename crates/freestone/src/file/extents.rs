@@ -3,7 +3,7 @@
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use crate::device::{Error, Extent, ExtentKind, Result};
+use crate::device::{Error, Extent, ExtentKind, Result, range_end};
 
 use super::backing::{Backing, error};
 
@@ -48,12 +48,11 @@ impl Backing {
     }
 
     fn extents_end(&self, offset: u64, len: u64) -> Result<u64> {
-        let inside = |size: u64| offset.checked_add(len).filter(|&end| len > 0 && end <= size);
-        if let Some(end) = inside(self.geometry().size) {
+        if let Ok(end) = range_end(offset, len, self.geometry().size) {
             return Ok(end);
         }
         self.refresh()?;
-        inside(self.geometry().size).ok_or(Error::OutOfRange)
+        range_end(offset, len, self.geometry().size)
     }
 
     /// What lies at `at`, and where it ends (at most `end`).

@@ -6,7 +6,8 @@
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
 use crate::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    Tried, range_end,
 };
 use crate::pin::{self, Swap};
 use crate::slot::MAX_SLOTS;
@@ -124,8 +125,7 @@ impl Device for Memory {
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= self.geometry.size);
-        let end = end.ok_or(Error::OutOfRange)?;
+        let end = range_end(offset, len, self.geometry.size)?;
         let runs = pin::pinned(|pin| runs(self.pages.load(pin), offset, end));
         let mut given = 0;
         for run in runs {

@@ -22,7 +22,8 @@ pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
 pub use self::memory::{MEMORY_BYTES_MAX, Memory};
 pub use self::pace::{COMPLETION_MAX, MBPS_MAX, PaceConfig, Paced};
 use crate::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    Tried, range_end,
 };
 
 /// Largest size in bytes: what a signed 64-bit file offset can address, which clients use.
@@ -157,8 +158,7 @@ impl Device for Null {
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= self.geometry.size);
-        end.ok_or(Error::OutOfRange)?;
+        range_end(offset, len, self.geometry.size)?;
         row(Extent { offset, len, kind: ExtentKind::Hole });
         Ok(len)
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use super::bell::Bell;
 use super::cache::{Cache, Claimed, Recorded, Run};
@@ -10,6 +10,7 @@ use super::completion;
 use super::record::What;
 use super::worker::Queue;
 use crate::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::gate::Gate;
 use crate::sync::Mutex;
 
 /// A flush on the caller's thread writes at most this much below.
@@ -24,8 +25,8 @@ pub struct Shared {
     pub cache: Cache,
     pub bell: Arc<Bell>,
     pub queue: Queue,
-    /// The power is off. Requests look under a pin.
-    pub off: AtomicBool,
+    /// Closed while the power is off. What runs here on whatever thread is under way at it.
+    pub power: Gate<()>,
     /// Requests that the device below has.
     pub in_flight: AtomicU64,
     /// Bytes of unflushed blocks that the device below is writing.
@@ -49,7 +50,7 @@ impl Shared {
             cache,
             bell,
             queue: Queue::default(),
-            off: AtomicBool::new(false),
+            power: Gate::new(()),
             in_flight: AtomicU64::new(0),
             draining: AtomicU64::new(0),
             failures: Mutex::new(Failures { count: 0, last: Error::Media }),

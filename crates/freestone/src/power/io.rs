@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 
 use super::drain::Shared;
 use super::log::APART_MAX_BLOCKS;
@@ -10,8 +9,9 @@ use super::shard::Kind;
 use super::worker::{Job, Settle};
 use crate::device::{
     Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    range_end,
 };
-use crate::pin;
+use crate::gate::UnderWay;
 
 /// The most that one try reads or writes, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -23,15 +23,16 @@ impl Shared {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    /// Runs `work` if the power is on. It does not go off meanwhile.
-    fn powered<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
-        pin::pinned(|_| if self.off.load(SeqCst) { Err(Error::Gone) } else { work() })
+    /// The power is on, and does not go off as long as what is returned lives.
+    fn powered(&self) -> Result<UnderWay<'_, ()>> {
+        self.power.pass().ok_or(Error::Gone)
     }
 
     pub fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let geometry = self.geometry();
         request.check(&geometry)?;
-        self.powered(|| match (request.op, buffer) {
+        let _under_way = self.powered()?;
+        match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => self.try_read(request, out),
             (Op::Read, _) | (Op::Write, Buffer::None | Buffer::Read(_)) => Err(Error::Misaligned),
             (Op::Flush, _) => self.try_flush(),
@@ -39,7 +40,7 @@ impl Shared {
             (_, buffer) if self.goes_past(request) => self.try_through(request, buffer),
             (_, Buffer::Write(data)) => self.try_write(request, Some(data)),
             (_, _) => self.try_write(request, None),
-        })
+        }
     }
 
     pub fn submit(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
@@ -47,22 +48,18 @@ impl Shared {
         if let Err(error) = request.check(&geometry) {
             return done.complete(Err(error), buffer);
         }
-        pin::pinned(|_| {
-            if self.off.load(SeqCst) {
-                return done.complete(Err(Error::Gone), buffer);
-            }
-            match request.op {
-                Op::Read => self.read(request, buffer, done),
-                Op::Flush => self.flush(done),
-                Op::Discard if ignores_discards(&geometry) => done.complete(Ok(()), buffer),
-                _ if self.goes_past(&request) => {
-                    if let Some((buffer, done)) = self.through(request, buffer, done) {
-                        self.enqueue(Job::Through { request, buffer, done });
-                    }
+        let Ok(_under_way) = self.powered() else { return done.complete(Err(Error::Gone), buffer) };
+        match request.op {
+            Op::Read => self.read(request, buffer, done),
+            Op::Flush => self.flush(done),
+            Op::Discard if ignores_discards(&geometry) => done.complete(Ok(()), buffer),
+            _ if self.goes_past(&request) => {
+                if let Some((buffer, done)) = self.through(request, buffer, done) {
+                    self.enqueue(Job::Through { request, buffer, done });
                 }
-                _ => self.write(request, buffer, done),
             }
-        });
+            _ => self.write(request, buffer, done),
+        }
     }
 
     /// Whether a write goes below at once: one that has to be durable, and a range so long that keeping its blocks
@@ -180,22 +177,17 @@ impl Shared {
 
     /// Has what is unflushed of `within` written below.
     pub fn settle(&self, within: Range<u64>, done: Completion) {
-        pin::pinned(|_| {
-            if self.off.load(SeqCst) {
-                return done.complete(Err(Error::Gone), IoBuf::empty());
-            }
-            let (bound, failures) = self.moment();
-            let within = Some(within);
-            self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));
-        });
+        let Ok(_under_way) = self.powered() else { return done.complete(Err(Error::Gone), IoBuf::empty()) };
+        let (bound, failures) = self.moment();
+        let within = Some(within);
+        self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));
     }
 
     // ---- extents ---------------------------------------------------------------------------------------------------
 
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let geometry = self.geometry();
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= geometry.size);
-        let end = end.ok_or(Error::OutOfRange)?;
+        let end = range_end(offset, len, geometry.size)?;
         if self.cache.used() == 0 {
             return self.inner.extents(offset, len, row);
         }

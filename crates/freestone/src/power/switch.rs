@@ -11,7 +11,6 @@ use super::record::{Recorder, What};
 use super::shard::{Content, Kind};
 use super::{Cut, Point, RecordError, Visited};
 use crate::device::{Blocking, Flags, Result};
-use crate::pin;
 use crate::sync::MutexGuard;
 
 /// What is written or read at a time when the power is off.
@@ -25,7 +24,8 @@ struct Off<'a> {
 
 impl Drop for Off<'_> {
     fn drop(&mut self) {
-        self.shared.off.store(false, SeqCst);
+        // Nobody is held up: who comes while it is off is told so.
+        drop(self.shared.power.open());
     }
 }
 
@@ -34,9 +34,8 @@ impl Shared {
     /// answers them.
     fn switch_off(&self) -> Off<'_> {
         let change = self.change.lock();
-        self.off.store(true, SeqCst);
+        self.power.close();
         let off = Off { shared: self, _change: change };
-        pin::domain().wait_for_pins();
         self.bell.listen();
         self.bell.ring_loud();
         loop {

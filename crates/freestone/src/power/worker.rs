@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use super::completion;
 use super::drain::Shared;
 use crate::device::{Completion, Error, IoBuf, Op, Request};
-use crate::pin;
 use crate::sync::Mutex;
 
 /// Unflushed bytes that are written below at a time.
@@ -107,21 +106,20 @@ impl Shared {
             if stop && jobs.is_empty() {
                 return;
             }
-            pin::pinned(|_| {
-                let off = self.off.load(SeqCst);
-                let mut room = true;
-                for job in mem::take(&mut jobs) {
-                    match job {
-                        job if off => self.answer_gone(job),
-                        job @ Job::Write { .. } if !room => jobs.push(job),
-                        job => {
-                            let left = self.step_or_lose(job);
-                            room &= !matches!(left, Some(Job::Write { .. }));
-                            jobs.extend(left);
-                        }
+            let under_way = self.power.pass();
+            let mut room = true;
+            for job in mem::take(&mut jobs) {
+                match job {
+                    job if under_way.is_none() => self.answer_gone(job),
+                    job @ Job::Write { .. } if !room => jobs.push(job),
+                    job => {
+                        let left = self.step_or_lose(job);
+                        room &= !matches!(left, Some(Job::Write { .. }));
+                        jobs.extend(left);
                     }
                 }
-            });
+            }
+            drop(under_way);
             // The last job may have rung for nobody.
             if !(stop && jobs.is_empty()) {
                 self.bell.wait(seen);

@@ -43,6 +43,7 @@ use std::sync::Arc;
 
 use crate::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    range_end,
 };
 
 use chain::Chain;
@@ -178,8 +179,7 @@ impl Device for Image {
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= self.chain.size());
-        let end = end.ok_or(Error::OutOfRange)?;
+        let end = range_end(offset, len, self.chain.size())?;
         let mut cursor = Cursor::new(offset, end - offset);
         // Neighbours of one kind in different tables or files are one row.
         let mut pending: Option<Extent> = None;

@@ -11,21 +11,24 @@
 //! * A reader of a snapshot looks at the snapshot's own slot; where that is empty, it locks the origin's slot and looks
 //!   again from the snapshot to the origin. Where the origin has no leaf nobody has ever written there.
 //! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one that says so, which
-//!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is taken.
+//!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is taken,
+//!   and no thread waits: a write that is tried meanwhile would block, one that is submitted is held.
 //! * A removed snapshot is *dying*: nothing goes over to it any more, what it has goes to the next older one that lives,
 //!   slot by slot, in the background; older ones read through it until then. Where an older one that is dying, too, has the
 //!   page, that is what is read, and the younger one's is freed.
 //!
-//! Lock order: a chain's `state`; the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
+//! Lock order: a chain's `state`, then `held`; the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
 //! those of the chain that it is a fork of.
 
-use std::sync::{Arc, Condvar, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::family::Shared;
+use super::job::Job;
 use super::layer::{Layer, stored};
 use super::through::Below;
 use super::{Inner, Ram, SetupError};
 use crate::device::Result;
+use crate::held::Held;
 use crate::pin::{self, Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
 use crate::sync::Mutex;
@@ -88,8 +91,8 @@ pub(super) struct Chain {
     list: Swap<List>,
     below: Below,
     state: Mutex<State>,
-    /// Signalled when writers go on.
-    thawed: Condvar,
+    /// Writers' requests, shut while they are held up.
+    held: Held<(Ram, Job)>,
 }
 
 struct State {
@@ -133,7 +136,7 @@ impl Chain {
                 next_number: 0,
                 freezes: 0,
             }),
-            thawed: Condvar::new(),
+            held: Held::new(),
         })
     }
 
@@ -172,6 +175,9 @@ impl Chain {
     pub fn freeze(&self) {
         let mut state = self.state.lock();
         state.freezes += 1;
+        if state.device.is_some() {
+            self.held.shut();
+        }
         let device = self.publish_live(&state);
         drop(state);
         drop(device);
@@ -195,17 +201,15 @@ impl Chain {
         let mut state = self.state.lock();
         state.freezes -= 1;
         let device = self.publish_live(&state);
+        let held = if state.freezes == 0 { self.held.open() } else { Vec::new() };
         drop(state);
-        self.thawed.notify_all();
+        carry_on(held);
         drop(device);
     }
 
-    /// Waits until writers may go on. Not for long: see [`crate::moment`].
-    pub fn wait_until_thawed(&self) {
-        let mut state = self.state.lock();
-        while state.freezes > 0 && state.device.is_some() {
-            state = self.thawed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+    /// The request goes on when writers may. Returned: they may now.
+    pub fn hold(&self, ram: &Ram, job: Job) -> Option<Job> {
+        self.held.hold((ram.clone(), job)).map(|(_, job)| job)
     }
 
     /// The live device is gone: its slots change no more. True: nobody needs them.
@@ -226,8 +230,9 @@ impl Chain {
         state.device = None;
         state.origin.set_loose(family);
         let unused = state.is_unused();
+        let held = self.held.open();
         drop(state);
-        self.thawed.notify_all();
+        carry_on(held);
         unused
     }
 
@@ -307,6 +312,13 @@ impl Chain {
     /// How many snapshots live.
     pub fn snapshots(&self) -> usize {
         self.state.lock().snapshots.iter().filter(|member| !member.dying).count()
+    }
+}
+
+/// On the families' own threads: who thaws has others to thaw.
+fn carry_on(held: Vec<(Ram, Job)>) {
+    for (ram, job) in held {
+        Arc::clone(&ram.0.family.keeper).resume(ram, job);
     }
 }
 

@@ -108,11 +108,11 @@ impl Ram {
 
     /// What it lies over.
     pub(crate) fn lower(&self) -> Lower {
-        pin::pinned(|pin| match &self.0.view.load(pin).below {
+        match &self.0.below {
             Below::Nothing => Lower::Nothing,
             Below::Device(base) => Lower::Device(Arc::clone(&base.device)),
             Below::Snapshot(ram) => Lower::Snapshot(ram.clone()),
-        })
+        }
     }
 
     /// The chain that this snapshot is one of, and its number there: older ones have smaller numbers.

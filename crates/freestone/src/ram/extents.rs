@@ -2,7 +2,7 @@
 
 use super::through::Below;
 use super::{Inner, PAGE, Ram, next_multiple};
-use crate::device::{self, Change, Changes, Error, Extent, ExtentKind};
+use crate::device::{self, Change, Changes, Extent, ExtentKind, range_end};
 use crate::pin;
 use crate::slot::{Kind, LEAF_SLOTS, Word};
 
@@ -43,19 +43,16 @@ impl Inner {
         row: &mut dyn FnMut(Extent) -> bool,
     ) -> device::Result<u64> {
         // What lies below may be on a disk: it is asked with nothing pinned.
-        let (runs, below) = pin::pinned(|pin| {
+        let runs = pin::pinned(|pin| {
             let view = self.view.load(pin);
-            let runs =
-                runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_below(pin, slot, end) {
-                    0 => {
-                        let kind = |word: Option<Word>| {
-                            word.map_or(Holds::Below, |word| Holds::Itself(kind_of(word)))
-                        };
-                        (1, kind(view.with_page(pin, slot, |found| found.map(|(_, guard)| guard.word()))))
-                    }
-                    run => (run, Holds::Below),
-                });
-            (runs, view.below.clone())
+            runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_below(pin, slot, end) {
+                0 => {
+                    let kind =
+                        |word: Option<Word>| word.map_or(Holds::Below, |word| Holds::Itself(kind_of(word)));
+                    (1, kind(view.with_page(pin, slot, |found| found.map(|(_, guard)| guard.word()))))
+                }
+                run => (run, Holds::Below),
+            })
         });
         let mut given = 0;
         for run in runs.0 {
@@ -65,7 +62,7 @@ impl Inner {
                     given = to - offset;
                     row(Extent { offset: from, len: to - from, kind })
                 }
-                Holds::Below => below_extents(&below, from, to, &mut |extent| {
+                Holds::Below => below_extents(&self.below, from, to, &mut |extent| {
                     given = extent.offset + extent.len - offset;
                     row(extent)
                 })?,
@@ -123,8 +120,7 @@ fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u6
 
 impl Changes for Ram {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= self.0.size());
-        let end = end.ok_or(Error::OutOfRange)?;
+        let end = range_end(offset, len, self.0.size())?;
         let runs = pin::pinned(|pin| {
             let view = self.0.view.load(pin);
             let table = view.layer.table();

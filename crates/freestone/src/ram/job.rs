@@ -1,12 +1,14 @@
 //! Requests that were submitted: how they are carried on, and what they wait for when they change content.
 
 use super::fetch::{Place, Queued, Waiter};
+use super::io::Attempt;
 use super::pages::Part;
+use super::retire::Hope;
 use super::stats::counter;
 use super::through::Base;
 use super::{PAGE, Ram, piece};
 use crate::codec::Page;
-use crate::device::{Buffer, Completion, Device, Error, IoBuf, Op, Request, Result, Tried};
+use crate::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 use crate::slot::{Kind, Word};
 use crate::{PAGE_BYTES, pin};
 
@@ -17,12 +19,14 @@ pub(super) struct Job {
     pub buffer: IoBuf,
     pub done: Completion,
     last_try: bool,
+    /// What was last said of [removals](super::retire::Removals::hope).
+    ended: u64,
 }
 
 impl Job {
     /// A request that has just been submitted.
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self { request, at: 0, buffer, done, last_try: false }
+        Self { request, at: 0, buffer, done, last_try: false, ended: 0 }
     }
 
     /// It fails if it finds no memory now.
@@ -73,20 +77,41 @@ impl Ram {
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
-        match self.try_io(&job.request, buffer) {
-            Ok(Tried::Done) => job.done.complete(Ok(()), job.buffer),
-            Ok(Tried::Partly(bytes)) => {
+        match self.0.attempt(&job.request, buffer) {
+            Ok(Attempt::Tried(Tried::Done)) => job.done.complete(Ok(()), job.buffer),
+            Ok(Attempt::Tried(Tried::Partly(bytes))) => {
                 job.advance(bytes);
                 return Some(job);
             }
-            Ok(Tried::WouldBlock) if job.request.op == Op::Read => self.fetch(job),
-            Ok(Tried::WouldBlock) if self.waits_for_page(&job) => return self.wait_for_page(job),
+            Ok(Attempt::Frozen) => return self.wait_on_runner(job, |job| self.0.chain().hold(self, job)),
+            Ok(Attempt::Removing) => return self.wait_for_removal(job),
+            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Read => self.fetch(job),
+            Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
+                return self.wait_for_page(job);
+            }
             // A discard needs no memory: its page has landed meanwhile.
-            Ok(Tried::WouldBlock) if job.request.op == Op::Discard => return Some(job),
-            Ok(Tried::WouldBlock) => self.wait_for_memory(job),
+            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => return Some(job),
+            Ok(Attempt::Tried(Tried::WouldBlock)) => self.wait_for_memory(job),
             Err(error) => job.done.complete(Err(error), job.buffer),
         }
         None
+    }
+
+    /// Has a request wait for something after which the runner carries on with it.
+    fn wait_on_runner(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
+        match self.0.family.keeper.start(&self.0.family) {
+            Ok(()) => wait(job),
+            Err(error) => {
+                tracing::error!(%error, "no thread for requests that wait");
+                self.fail_write(job, Error::NoMemory);
+                None
+            }
+        }
+    }
+
+    /// A request that found no memory goes on when a removed device has given back its own.
+    fn wait_for_removal(&self, job: Job) -> Option<Job> {
+        self.wait_on_runner(job, |job| self.0.family.removals.wait(self, job))
     }
 
     /// Whether it is its page that a request could not go on without; else it is memory.
@@ -147,25 +172,25 @@ impl Ram {
     }
 
     /// Does a request's change of a part of a page, of which `below` is the content as it lies below the device. Where the
-    /// device has the page itself by now, the request tries again.
-    pub(super) fn put_over(&self, job: Job, below: &mut Page) {
+    /// device has the page itself by now, or writers are held up, the request tries again.
+    pub(super) fn put_over(&self, mut job: Job, below: &mut Page) {
         let slot = job.slot();
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, below);
-        let put = pin::pinned(|pin| {
-            let view = self.0.view.load(pin);
-            if view.is_frozen() {
-                return Ok(None);
-            }
-            let guard = view.layer.table().leaf_or_new(slot)?.lock(slot);
-            let is_below = guard.word() == Word::EMPTY;
-            Ok(is_below.then(|| self.0.family.put_page(view, slot, guard, below)))
-        });
-        match put {
-            Err(error) | Ok(Some(Ok(Err(error)))) => self.fail_write(job, error),
-            Ok(Some(Ok(Ok(())))) => self.done_with_page(job, len),
-            Ok(Some(Err(_))) => self.wait_for_memory(job),
-            Ok(None) => self.0.family.keeper.resume(self.clone(), job),
+        let error = match self.0.put_over(slot, below) {
+            Some(Ok(Ok(()))) => return self.done_with_page(job, len),
+            Some(Ok(Err(error))) => error,
+            Some(Err(_)) => return self.wait_for_memory(job),
+            None => return self.0.family.keeper.resume(self.clone(), job),
+        };
+        let hope = if error == Error::NoSpace { self.0.hope(&mut job.ended) } else { Hope::None };
+        let job = match hope {
+            Hope::None => return self.fail_write(job, error),
+            Hope::Again => Some(job),
+            Hope::Later => self.wait_for_removal(job),
+        };
+        if let Some(job) = job {
+            self.0.family.keeper.resume(self.clone(), job);
         }
     }
 

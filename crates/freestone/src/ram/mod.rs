@@ -94,6 +94,8 @@ struct Inner {
     is_snapshot: bool,
     counters: Counters<{ counter::COUNT }>,
     limits: Arc<Limits>,
+    /// As that of every view of it. Here so that it can be read with nothing pinned.
+    below: Below,
     /// The live device's chain, or that of which the snapshot is one. Locked for a look or a change.
     chain: Mutex<Arc<Chain>>,
     /// Taken by growth, reset and rewind.
@@ -129,7 +131,7 @@ impl Ram {
     fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Result<Self, SetupError> {
         retire::pace();
         let layer = family.layers.make(family, Arc::clone(&limits))?;
-        let chain = Chain::new(layer, below);
+        let chain = Chain::new(layer, below.clone());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             family: Arc::clone(family),
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
@@ -137,6 +139,7 @@ impl Ram {
             is_snapshot: false,
             counters: Counters::default(),
             limits,
+            below,
             chain: Mutex::new(chain),
             changing: Mutex::default(),
         })))
@@ -223,8 +226,7 @@ impl Ram {
         }
         let _one = inner.changing.lock();
         let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
-        let below = pin::pinned(|pin| inner.view.load(pin).below.clone());
-        let new = Chain::new(layer, below);
+        let new = Chain::new(layer, inner.below.clone());
         let mut chain = inner.chain.lock();
         let old = std::mem::replace(&mut *chain, Arc::clone(&new));
         let unused = old.abandon_for(&inner.family, &new, &self.0);
@@ -293,7 +295,7 @@ impl Ram {
 
     /// Whether this lies over a base.
     pub fn is_fork(&self) -> bool {
-        !self.0.is_snapshot && pin::pinned(|pin| !matches!(self.0.view.load(pin).below, Below::Nothing))
+        !self.0.is_snapshot && !matches!(self.0.below, Below::Nothing)
     }
 
     /// How many snapshots of this disk or fork there are.
@@ -381,6 +383,7 @@ impl Inner {
             is_snapshot: true,
             counters: Counters::default(),
             limits: Arc::default(),
+            below: view.below.clone(),
             chain: Mutex::new(Arc::clone(chain)),
             changing: Mutex::default(),
             view: Swap::new(Box::new(view)),
@@ -401,7 +404,8 @@ impl Drop for Inner {
         // What was guaranteed to it can be given to others at once.
         self.limits.set_least(0);
         layer.reckon(&self.family);
-        retire::device(&self.family, self.chain(), number);
+        let below = std::mem::replace(&mut self.below, Below::Nothing);
+        retire::device(&self.family, self.chain(), number, below);
     }
 }
 

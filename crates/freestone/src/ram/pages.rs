@@ -6,6 +6,7 @@ use super::chain::View;
 use super::family::Shared;
 use super::layer::Layer;
 use super::pass::is_spillable;
+use super::through::Look;
 use crate::PAGE_BYTES;
 use crate::codec::{Page, Scratch};
 use crate::device::{Error, Result};
@@ -19,6 +20,13 @@ pub(super) struct Waits;
 thread_local! {
     /// Size of the last object that this thread wrote: a guess at the next one's.
     static LAST_OBJECT_BYTES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// What changing a part of a page came to.
+pub(super) enum Patched {
+    Done,
+    /// Nothing: the page lies on a base, which is not read under a lock.
+    OnBase,
 }
 
 /// What an operation on one page comes to.
@@ -127,14 +135,16 @@ impl Shared {
         slot: u64,
         from: usize,
         part: Part<'_>,
-    ) -> PageResult {
+    ) -> PageResult<Patched> {
         let guard = leaf.lock(slot);
         let mut page = [0; PAGE_BYTES];
         let loaded = match guard.word().kind() {
             Kind::InFlight | Kind::Spilled => return Err(Waits),
             Kind::Empty => match view.below.page(slot, &mut page) {
-                Ok(false) => return Err(Waits),
-                below => below.map(drop),
+                Ok(Look::All) => Ok(()),
+                Ok(Look::Waits) => return Err(Waits),
+                Ok(Look::Base(..)) => return Ok(Ok(Patched::OnBase)),
+                Err(error) => Err(error),
             },
             _ => self.load(&guard, &mut page),
         };
@@ -142,7 +152,7 @@ impl Shared {
             return Ok(Err(error));
         }
         part.put(from, &mut page);
-        self.put_page(view, slot, guard, &page)
+        self.put_page(view, slot, guard, &page).map(|put| put.map(|()| Patched::Done))
     }
 
     /// Puts a whole page into a locked slot.

@@ -9,8 +9,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, LazyLock, PoisonError, Weak};
 use std::time::Duration;
 
+use super::Ram;
 use super::chain::Chain;
 use super::family::Shared;
+use super::job::Job;
 use super::layer::Layer;
 use super::through::Below;
 use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
@@ -25,8 +27,6 @@ const PAUSE: Duration = Duration::from_millis(5);
 const TASKS_MAX: usize = 512;
 /// How often that looks again, at most: 0.1 s.
 const PACE_TRIES: u32 = 500;
-/// How often a write that needs the memory of removed devices looks again, at most: 2 s.
-const REMOVAL_TRIES: u32 = 20_000;
 
 /// Layers of a family that are being freed, by as many threads as come to help. Lock order: taken for a look at what to
 /// do next; slots are not locked under it.
@@ -159,12 +159,13 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
     CLEANER.add(Task { family: Arc::downgrade(family), work: Work::Drain });
 }
 
-/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain.
-pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>) {
+/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `below` is the device's
+/// own hold on what lies below the chain.
+pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, below: Below) {
     family.removals.pending.fetch_add(1, Ordering::SeqCst);
     let work = match number {
-        None => Work::Abandon(chain),
-        Some(number) => Work::Doom(chain, number),
+        None => Work::Abandon(chain, below),
+        Some(number) => Work::Doom(chain, number, below),
     };
     CLEANER.add(Task { family: Arc::downgrade(family), work });
 }
@@ -181,30 +182,56 @@ pub(super) fn pace() {
 
 /// Removed devices whose pages cannot be freed before the cleaner has done something else, as writes without memory see
 /// them. One that is no longer `pending` is already among those that `ended`, and its pages among what is retired.
+///
+/// Lock order: `waiting` is innermost.
 #[derive(Default)]
 pub(super) struct Removals {
     pending: AtomicU64,
     ended: AtomicU64,
+    /// Requests that try again when one has ended. The cleaner gets on with each by itself, so none waits for ever.
+    waiting: Mutex<Vec<(Ram, Job)>>,
+}
+
+/// What a write that found no memory can hope for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Hope {
+    None,
+    /// A removed device gave its memory back meanwhile.
+    Again,
+    /// One is about to.
+    Later,
+}
+
+impl Removals {
+    /// `ended` is what this said of the attempt before, at first 0.
+    pub fn hope(&self, ended: &mut u64) -> Hope {
+        if self.pending.load(Ordering::SeqCst) > 0 {
+            return Hope::Later;
+        }
+        let before = std::mem::replace(ended, self.ended.load(Ordering::SeqCst));
+        if *ended == before { Hope::None } else { Hope::Again }
+    }
+
+    /// The request goes on when a removal has ended. Returned: none is pending any more.
+    pub fn wait(&self, ram: &Ram, job: Job) -> Option<Job> {
+        let mut waiting = self.waiting.lock();
+        // Who ends one looks at the list after that.
+        if self.pending.load(Ordering::SeqCst) == 0 {
+            return Some(job);
+        }
+        waiting.push((ram.clone(), job));
+        None
+    }
 }
 
 impl Shared {
-    /// Whether a write that failed for want of memory is to be tried again: a removed device was pending, and is waited
-    /// for, or one ended since that write began. Not with a table pinned: the cleaner waits for pins. `ended` is what
-    /// this said of the attempt before, at first 0.
-    pub(super) fn await_removals(&self, ended: &mut u64) -> bool {
-        for tries in 0..REMOVAL_TRIES {
-            if self.removals.pending.load(Ordering::SeqCst) == 0 {
-                let before = std::mem::replace(ended, self.removals.ended.load(Ordering::SeqCst));
-                return tries > 0 || *ended != before;
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        false
-    }
-
     fn removal_ended(&self) {
         self.removals.ended.fetch_add(1, Ordering::SeqCst);
         self.removals.pending.fetch_sub(1, Ordering::SeqCst);
+        let waiting = std::mem::take(&mut *self.removals.waiting.lock());
+        for (ram, job) in waiting {
+            self.keeper.resume(ram, job);
+        }
     }
 }
 
@@ -218,9 +245,9 @@ enum Work {
     /// Free what is retired.
     Drain,
     /// A live device is gone.
-    Abandon(Arc<Chain>),
+    Abandon(Arc<Chain>, Below),
     /// A snapshot's device is gone.
-    Doom(Arc<Chain>, u64),
+    Doom(Arc<Chain>, u64, Below),
     PassOn(PassingOn),
 }
 
@@ -232,7 +259,7 @@ struct PassingOn {
     next: u64,
     /// Something was on its way from the backing device.
     left: bool,
-    /// That is all that is left: writes do not wait for it any more.
+    /// Nothing else is left, or there is no memory to go on: writes do not wait for it any more.
     stalled: bool,
 }
 
@@ -292,7 +319,9 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
     let Some(family) = weak.upgrade() else { return (None, true) };
     let (rest, got_on) = match work {
         Work::Drain => drain(&family),
-        Work::Abandon(chain) => {
+        Work::Abandon(chain, below) => {
+            // Never the last hold: the chain has one.
+            drop(below);
             if chain.abandon(&family)
                 && let Some(origin) = family.layers.get(chain.id)
             {
@@ -304,7 +333,9 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
             }
             (None, true)
         }
-        Work::Doom(chain, number) => {
+        Work::Doom(chain, number, below) => {
+            // As above.
+            drop(below);
             if let Some(from) = chain.doom(number) {
                 let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
                 (Some(Work::PassOn(passing)), true)
@@ -339,13 +370,17 @@ fn drain(family: &Shared) -> (Option<Work>, bool) {
 }
 
 impl PassingOn {
+    fn stall(&mut self, family: &Shared) {
+        if !std::mem::replace(&mut self.stalled, true) {
+            family.removal_ended();
+        }
+    }
+
     fn step(mut self, family: &Arc<Shared>) -> (Option<Work>, bool) {
         for _ in 0..TURN_LEAVES {
             let Some(present) = self.from.table().next_present(self.next, MAX_SLOTS) else {
                 if self.left {
-                    if !std::mem::replace(&mut self.stalled, true) {
-                        family.removal_ended();
-                    }
+                    self.stall(family);
                     (self.next, self.left) = (0, false);
                     return (Some(Work::PassOn(self)), false);
                 }
@@ -366,6 +401,7 @@ impl PassingOn {
             let start = present & !(LEAF_SLOTS - 1);
             let Ok(left) = self.chain.pass_on(family, self.number, start, start + LEAF_SLOTS) else {
                 // No memory for a leaf: later there may be.
+                self.stall(family);
                 return (Some(Work::PassOn(self)), false);
             };
             self.left |= left;

@@ -3,7 +3,7 @@
 use super::*;
 use crate::codec::{Algorithm, Params};
 use crate::device::{Blocking, Error, Flags};
-use crate::device::{Buffer, Extent, ExtentKind, Request};
+use crate::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, Tried};
 
 pub(super) const MIB: u64 = 1 << 20;
 
@@ -398,4 +398,57 @@ fn resets_under_traffic_lose_nothing_but_content() {
         (ram.mm_stat().mem_used_total, ram.memory().leaves_bytes, ram.memory().backrefs_bytes),
         (0, 0, 0)
     );
+}
+
+#[test]
+fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
+    let ram = Ram::new(Config { mem_limit: MIB, ..config(16 * MIB) }).unwrap();
+    let write = |page: u64, round: u64| {
+        ram.write_at(page * PAGE, &content(5, page << 8 | round, PAGE_BYTES), Flags::empty())
+    };
+    for page in 0..120 {
+        write(page, 0).unwrap();
+    }
+    let snapshot = ram.snapshot().unwrap();
+    for page in 0..120 {
+        write(page, 1).unwrap();
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    let full = {
+        // What is pinned here keeps the cleaner from getting on with the snapshot.
+        let leave = std::sync::Arc::new(std::sync::Barrier::new(2));
+        let (entered, is_pinned) = std::sync::mpsc::channel();
+        let pinned = {
+            let leave = std::sync::Arc::clone(&leave);
+            std::thread::spawn(move || {
+                pin::pinned(|_| {
+                    entered.send(()).unwrap();
+                    leave.wait();
+                });
+            })
+        };
+        is_pinned.recv().unwrap();
+        drop(snapshot);
+        let mut page = 200;
+        let full = loop {
+            let data = content(5, page << 8, PAGE_BYTES);
+            let request = Request::write(page * PAGE, PAGE);
+            match ram.try_io(&request, Buffer::Write(&data)) {
+                Ok(Tried::Done) => page += 1,
+                tried => break (tried, request, data),
+            }
+        };
+        assert_eq!(full.0, Ok(Tried::WouldBlock), "a removed device is about to give memory back");
+        let tell = tell.clone();
+        let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+        ram.submit(full.1, IoBuf::copy_of(&full.2).unwrap(), done);
+        assert!(told.try_recv().is_err(), "it was answered before there is memory");
+        leave.wait();
+        pinned.join().unwrap();
+        full
+    };
+    assert_eq!(told.recv().unwrap(), Ok(()));
+    let mut back = vec![0; PAGE_BYTES];
+    ram.read_at(full.1.offset, &mut back).unwrap();
+    assert!(back == full.2);
 }

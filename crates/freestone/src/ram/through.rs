@@ -10,8 +10,6 @@ use crate::device::{self, Buffer, Device, Request, Tried};
 use crate::handoff::progress;
 use crate::pin::{self, Pin};
 
-use super::chain::View;
-
 /// See the module. What lies below does not change.
 #[derive(Clone)]
 pub(super) enum Below {
@@ -38,8 +36,8 @@ impl Base {
     }
 
     /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0 where it would have to
-    /// wait.
-    fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
+    /// wait. With nothing pinned: it calls the device.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
         if there == 0 {
             into.fill(0);
@@ -87,7 +85,7 @@ impl Below {
         match self {
             Self::Nothing => 0,
             Self::Device(_) => 1,
-            Self::Snapshot(ram) => 1 + pin::pinned(|pin| ram.0.view.load(pin).below.depth()),
+            Self::Snapshot(ram) => 1 + ram.0.below.depth(),
         }
     }
 
@@ -99,88 +97,119 @@ impl Below {
         }
     }
 
-    /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0 where it would have to
-    /// wait.
-    pub fn read(&self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<usize> {
+    /// The base on which a page lies that nobody above it holds.
+    pub fn base(&self, slot: u64) -> Option<&Base> {
         match self {
-            Self::Nothing => {
-                into.fill(0);
-                Ok(into.len())
-            }
-            Self::Device(base) => base.read(offset, into),
-            Self::Snapshot(ram) => {
-                let there = self.size().saturating_sub(offset).min(into.len() as u64) as usize;
-                let (there, beyond) = into.split_at_mut(there);
-                if !there.is_empty() {
-                    let inner = &*ram.0;
-                    match inner.read_through(inner.view.load(pin), pin, offset, there)? {
-                        Tried::Done => {}
-                        Tried::Partly(bytes) => return Ok(bytes as usize),
-                        Tried::WouldBlock => return Ok(0),
-                    }
-                }
-                beyond.fill(0);
-                Ok(into.len())
-            }
+            _ if !self.reaches(slot) => None,
+            Self::Nothing => None,
+            Self::Device(base) => Some(base),
+            Self::Snapshot(ram) => ram.0.below.base(slot),
         }
     }
 
-    /// Reads a page; false where it would have to wait. Nothing is `page` as it is.
-    pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<bool> {
-        match self {
-            Self::Nothing => Ok(true),
-            _ => pin::pinned(|pin| self.read(pin, slot * PAGE, page)).map(|read| read == PAGE_BYTES),
+    /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an end.
+    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+        let len = into.len();
+        let there = self.size().saturating_sub(offset).min(len as u64) as usize;
+        let looked = match self {
+            _ if there == 0 => (0, Look::All),
+            Self::Nothing => (0, Look::All),
+            // What lies beyond its end comes with the rest.
+            Self::Device(base) => return Ok((0, Look::Base(base, len))),
+            Self::Snapshot(ram) => ram.0.look(pin, offset, &mut into[..there])?,
+        };
+        if !matches!(looked.1, Look::All) {
+            return Ok(looked);
         }
+        into[there..].fill(0);
+        Ok((len, Look::All))
+    }
+
+    /// Reads a page, as far as it is in memory.
+    pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<Look<'_>> {
+        pin::pinned(|pin| self.look(pin, slot * PAGE, page)).map(|(_, look)| look)
     }
 }
 
+/// Why a look at what is in memory ended.
+pub(super) enum Look<'a> {
+    /// It got all.
+    All,
+    /// The next page has to be waited for.
+    Waits,
+    /// The next so many bytes lie on this base: another device, which is not called under a pin.
+    Base(&'a Base, usize),
+}
+
 impl Inner {
-    /// Reads pages of a device that lies over something, or of a snapshot.
-    pub(super) fn read_through(
-        &self,
-        view: &View,
-        pin: &Pin<'_>,
-        offset: u64,
-        into: &mut [u8],
-    ) -> device::Result<Tried> {
-        let len = into.len() as u64;
-        let target = len.min(super::io::TRY_READ_PAGES * PAGE);
+    /// Reads from `offset` on what is in memory, of a device that lies over something, or of a snapshot; how many bytes that were,
+    /// and why there was an end.
+    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+        let view = self.view.load(pin);
         let mut done = 0;
-        while done < target {
-            let (slot, from, n) = piece(offset + done, target - done);
+        while done < into.len() {
+            let at = offset + done as u64;
+            let left = (into.len() - done) as u64;
+            let (slot, from, n) = piece(at, left);
             // What the device holds itself is the common case.
             if let Some(own) = view.own_page(slot) {
-                match self.family.read_slot(own, from, &mut into[done as usize..][..n]) {
+                match self.family.read_slot(own, from, &mut into[done..][..n]) {
                     Ok(result) => result?,
-                    Err(Waits) => return Ok(progress(done, len)),
+                    Err(Waits) => return Ok((done, Look::Waits)),
                 }
-                done += n as u64;
+                done += n;
                 continue;
             }
-            let run = view.run_below(pin, slot, (offset + target).div_ceil(PAGE));
-            let end = if run > 0 {
-                ((slot + run) * PAGE - offset).min(target)
+            let run = view.run_below(pin, slot, (at + left).div_ceil(PAGE));
+            let len = if run > 0 {
+                ((slot + run) * PAGE - at).min(left) as usize
             } else {
-                let part = &mut into[done as usize..][..n];
+                let part = &mut into[done..][..n];
                 let here = view.with_page(pin, slot, |found| {
                     found.map(|(_, guard)| self.family.read_slot(guard, from, part))
                 });
                 match here {
                     Some(Ok(result)) => {
                         result?;
-                        done += n as u64;
+                        done += n;
                         continue;
                     }
-                    Some(Err(Waits)) => return Ok(progress(done, len)),
-                    None => done + n as u64,
+                    Some(Err(Waits)) => return Ok((done, Look::Waits)),
+                    None => n,
                 }
             };
-            let read = view.below.read(pin, offset + done, &mut into[done as usize..end as usize])?;
-            done += read as u64;
-            if read == 0 {
-                return Ok(progress(done, len));
+            let (read, look) = self.below.look(pin, at, &mut into[done..][..len])?;
+            done += read;
+            if !matches!(look, Look::All) {
+                return Ok((done, look));
             }
         }
-        Ok(progress(done, len))
+        Ok((done, Look::All))
+    }
+
+    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
+    /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
+    /// does not change.
+    pub(super) fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+        let len = into.len() as u64;
+        let target = len.min(super::io::TRY_READ_PAGES * PAGE) as usize;
+        let mut done = 0;
+        while done < target {
+            let at = offset + done as u64;
+            let (read, look) = pin::pinned(|pin| self.look(pin, at, &mut into[done..target]))?;
+            done += read;
+            match look {
+                Look::All => {}
+                Look::Waits => break,
+                Look::Base(base, bytes) => {
+                    let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
+                    done += read;
+                    if read == 0 {
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(progress(done as u64, len))
     }
 }

@@ -1,7 +1,7 @@
 //! What lies where: as the device below says, but what is behind a write pointer reads as bytes that are no zeroes.
 
 use super::{Inner, ZoneCondition};
-use crate::device::{Error, Extent, ExtentKind, Result};
+use crate::device::{Extent, ExtentKind, Result, range_end};
 
 /// Rows that are taken from the device below before they are handed on, and zones that are described in one call.
 const ROWS_MAX: usize = 64;
@@ -11,8 +11,7 @@ impl Inner {
     /// Describes a range, as `Device::extents` does.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let layout = &self.table.layout;
-        let end = offset.checked_add(len).filter(|&end| len > 0 && end <= layout.size);
-        let end = end.ok_or(Error::OutOfRange)?;
+        let end = range_end(offset, len, layout.size)?;
         if !self.stores {
             return self.backing.extents(offset, len, row);
         }
