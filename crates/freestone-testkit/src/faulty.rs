@@ -36,6 +36,8 @@ pub enum When {
 pub enum What {
     /// Nothing is done, and this is the answer.
     Fail(Error),
+    /// All of it is done, and yet this is the answer.
+    FailDone(Error),
     /// A write does its first half (rounded down to blocks) and answers [`Error::Media`]. Others fail without effect.
     Tear,
     /// There is no answer before [`Faulty::heal`]; the operation takes effect then.
@@ -431,7 +433,7 @@ impl State {
             (Op::Flush, _) => {}
             (Op::Read | Op::Write, None) => return Err(Error::Misaligned),
         }
-        Ok(())
+        if let Some(What::FailDone(error)) = fault { Err(error) } else { Ok(()) }
     }
 
     fn complain(&mut self, complaint: String) {

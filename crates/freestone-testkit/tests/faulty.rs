@@ -55,6 +55,20 @@ fn without_faults_it_keeps_the_contract() {
 }
 
 #[test]
+fn an_operation_can_fail_although_it_was_done() {
+    for disk in [disk(), disk().inline()] {
+        disk.write_at(0, &block(1), NONE).unwrap();
+        disk.fault(None, When::Always, What::FailDone(Error::NoSpace));
+        assert_eq!(disk.write_at(0, &block(2), NONE), Err(Error::NoSpace));
+        assert_eq!(disk.write_zeroes(BLOCK, BLOCK, NONE), Err(Error::NoSpace));
+        assert_eq!(disk.flush(), Err(Error::NoSpace));
+        assert_eq!(read(&disk, 0, BLOCK), Err(Error::NoSpace));
+        disk.heal();
+        assert_eq!(read(&disk, 0, 2 * BLOCK), Ok([block(2), block(0)].concat()));
+    }
+}
+
+#[test]
 fn operations_fail_as_they_are_numbered() {
     let disk = disk();
     disk.fault(Some(Op::Write), When::At(1), What::Fail(Error::Media));

@@ -41,6 +41,11 @@ impl Place {
     pub fn put(&self, unfinished: NamedTempFile) -> io::Result<()> {
         unfinished.as_file().sync_all()?;
         unfinished.persist(&self.path).map_err(|error| error.error)?;
+        self.keep_name()
+    }
+
+    /// Makes it durable that the file has this name.
+    pub fn keep_name(&self) -> io::Result<()> {
         File::open(&self.dir)?.sync_all()
     }
 }

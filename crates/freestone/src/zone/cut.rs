@@ -13,6 +13,10 @@ impl Inner {
     /// the data below it stays. What waits for a zone is answered [`Error::Gone`].
     pub fn power_cut(self: &Arc<Self>, power: &power::Power, seed: u64) -> Result<power::Cut> {
         self.alone(|inner| {
+            if let Some(durable) = &inner.durable {
+                // No write pointer may end below one that a failed write left in the state file.
+                durable.commit(Vec::new())?;
+            }
             let layout = &inner.table.layout;
             let mut after = Vec::new();
             for zone in layout.conventional..layout.zones {
@@ -26,7 +30,9 @@ impl Inner {
             }
             // What was not kept is gone, also where the cut met an error: no write pointer may stay above it.
             let cut = power.cut(seed);
-            inner.become_durable(&after).and(cut)
+            let recorded = inner.record(&after);
+            inner.become_all(&after);
+            recorded.and(cut)
         })
     }
 
@@ -66,24 +72,27 @@ impl Inner {
                 (zone, word.with_condition(first.condition()).with_pointer(first.pointer()))
             };
             let after: Vec<_> = (layout.conventional..layout.zones).map(fresh).collect();
-            inner.become_durable(&after)?;
+            inner.record(&after)?;
+            inner.become_all(&after);
             inner.zero_range(0, layout.start(layout.conventional))?;
             (layout.conventional..layout.zones).try_for_each(|zone| inner.zero(zone))
         })
     }
 
-    /// Zones that are the caller's own become these, and are durable so.
-    fn become_durable(&self, after: &[(u32, Word)]) -> Result<()> {
+    /// Makes durable that zones that are the caller's own will be these.
+    fn record(&self, after: &[(u32, Word)]) -> Result<()> {
         let note = |&(zone, word): &(u32, Word)| -> Noted { (zone, word.generation(), Mark::of(word)) };
-        let taken =
-            self.durable.as_ref().map_or(Ok(()), |durable| durable.force(after.iter().map(note).collect()));
+        self.durable.as_ref().map_or(Ok(()), |durable| durable.force(after.iter().map(note).collect()))
+    }
+
+    /// Zones that are the caller's own become these.
+    fn become_all(&self, after: &[(u32, Word)]) {
         for &(zone, word) in after {
             let guard = self.table.lock(zone);
             let before = guard.word();
             self.table.settle(zone, before, word.condition());
             guard.publish(word.with_busy(true));
         }
-        taken
     }
 
     /// Has every sequential zone for its own while `action` is done. Only one at a time: it waits for zones in ascending order while it

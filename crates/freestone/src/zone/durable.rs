@@ -3,6 +3,9 @@
 //! A flush notes the write pointers, flushes the device below, and then takes what it noted for durable; with a state file, after
 //! that is in the file. A reset is made durable first of all. So two of them can overlap, and each zone's generation tells which
 //! one is newer.
+//!
+//! A write of the state file that failed may have happened. For us the zones are then as durable as they were before, and what the
+//! file says of them is suspect: whatever is made durable next, if only by a flush, has that written again as well, or fails too.
 
 use std::sync::Arc;
 
@@ -101,7 +104,13 @@ impl Kept {
             .collect()
     }
 
-    /// Takes over what is news, and has it durable in the file. If that fails, nothing of it is durable.
+    /// Whether the file says what is known here.
+    fn is_certain(&self) -> bool {
+        self.file.as_ref().is_none_or(StateFile::is_certain)
+    }
+
+    /// Takes over what is news, and has it durable in the file, with all that is suspect there. If that fails, nothing of it is known
+    /// to be durable.
     fn take(&mut self, noted: Vec<Noted>, all: bool) -> Result<()> {
         let mut before = Vec::new();
         for noted in noted {
@@ -137,16 +146,15 @@ impl Durable {
         self.kept.lock().note(table)
     }
 
-    /// As [`note`](Self::note), unless that would wait.
+    /// As [`note`](Self::note), unless that would wait, or there is something to write.
     fn try_note(&self, table: &Table) -> Option<Vec<Noted>> {
-        self.kept.try_lock().map(|kept| kept.note(table))
+        let kept = self.kept.try_lock()?;
+        let noted = kept.note(table);
+        (!self.has_file || noted.is_empty() && kept.is_certain()).then_some(noted)
     }
 
     /// The device below was flushed after this was noted. May wait where there is a file.
     pub fn commit(&self, noted: Vec<Noted>) -> Result<()> {
-        if noted.is_empty() {
-            return Ok(());
-        }
         self.kept.lock().take(noted, false)
     }
 
@@ -193,11 +201,9 @@ impl Inner {
             return self.backing.try_io(request, crate::device::Buffer::None);
         };
         let Some(noted) = durable.try_note(&self.table) else { return Ok(Tried::WouldBlock) };
-        if durable.has_file && !noted.is_empty() {
-            return Ok(Tried::WouldBlock);
-        }
         let tried = self.backing.try_io(request, crate::device::Buffer::None)?;
-        if tried == Tried::Done {
+        // With nothing to take over, the lock is not waited for.
+        if tried == Tried::Done && !noted.is_empty() {
             durable.commit(noted)?;
         }
         Ok(tried)

@@ -9,6 +9,10 @@
 //! All numbers are little-endian. A change of a zone writes its group with the next sequence number over the older copy, and then syncs
 //! the file; so a write that a crash tears, in whatever way, leaves the newer copy as it was, with all its zones. Of two good copies
 //! the one with the higher number counts. A mark is described at [`Mark`].
+//!
+//! A write that failed may have happened: its groups are suspect until they were written again, at the same place, so that the older
+//! copy stays good. Nor need what is found in the file be durable (the process before may have ended between a write and its sync):
+//! it is written again when the file is opened.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -149,6 +153,8 @@ pub struct StateFile {
     zones: u32,
     /// Of each group the number of its newer copy.
     sequences: Vec<u64>,
+    /// Groups of which a write failed: the copy after that may be in the file, or a part of it.
+    suspect: BTreeSet<u64>,
 }
 
 impl StateFile {
@@ -175,6 +181,8 @@ impl StateFile {
             other => StateError::Io(other.into()),
         })?;
         let len = file.metadata()?.len();
+        // Whoever made it may have ended before its name was durable.
+        Place::new(path)?.keep_name()?;
         Self::load(Medium::File(file), len, layout)
     }
 
@@ -243,11 +251,14 @@ impl StateFile {
         let mut sequences = Vec::new();
         for group in 0..groups(layout.zones) {
             let newer = Self::load_group(&medium, id, group)?;
+            medium.write(place(group, newer.sequence.get()), newer.as_bytes())?;
             sequences.push(newer.sequence.get());
             let left = (layout.zones as usize - marks.len()).min(GROUP_ZONES);
             marks.extend(newer.marks[..left].iter().map(|mark| Mark(mark.get())));
         }
-        Ok((Self { medium, id, zones: layout.zones, sequences }, marks))
+        medium.sync()?;
+        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new() };
+        Ok((file, marks))
     }
 
     /// The newer of the good copies of a group.
@@ -267,24 +278,29 @@ impl StateFile {
         newest.ok_or(StateError::Damaged("both copies of a group of zones are bad"))
     }
 
-    /// Makes the marks of these zones, as `mark` has them, durable. After an error the file holds, for each group, the marks
-    /// that were durable before, or these.
+    /// Whether it is known what is in the file.
+    pub fn is_certain(&self) -> bool {
+        self.suspect.is_empty()
+    }
+
+    /// Makes the marks of these zones, as `mark` has them, durable, and those of all groups that are suspect. After an error the
+    /// file holds, for each of these groups, the marks that were durable before, or these, or some of an earlier failed write.
     pub fn write(
         &mut self,
         zones: impl Iterator<Item = u32>,
         mark: impl Fn(u32) -> Mark,
     ) -> Result<(), StateError> {
-        let groups: BTreeSet<u64> = zones.map(|zone| u64::from(zone) / GROUP_ZONES as u64).collect();
-        if groups.is_empty() {
+        self.suspect.extend(zones.map(|zone| u64::from(zone) / GROUP_ZONES as u64));
+        if self.suspect.is_empty() {
             return Ok(());
         }
-        for &group in &groups {
+        for &group in &self.suspect {
             let sequence = self.sequences[group as usize] + 1;
             let block = block(self.id, group, sequence, self.zones, &mark);
             self.medium.write(place(group, sequence), block.as_bytes())?;
         }
         self.medium.sync()?;
-        for group in groups {
+        for group in std::mem::take(&mut self.suspect) {
             self.sequences[group as usize] += 1;
         }
         Ok(())

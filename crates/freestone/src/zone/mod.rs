@@ -195,7 +195,8 @@ impl Zones {
     /// is where the last flush covered it, or further on as `seed` decides, and all data below it is there. What was open is closed.
     ///
     /// # Errors
-    /// The device's. What had been made to survive until then survives.
+    /// The device's. What had been made to survive until then survives. Where an earlier write of the state file failed and it still
+    /// cannot be written, nothing is cut.
     pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::Cut> {
         self.inner.power_cut(power, seed)
     }
