@@ -17,10 +17,15 @@
 //! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
 //! marks away, and fails those who waited; it can be begun again.
 //!
+//! Step 6 may have happened although it failed. Then the store writes the run back. As long as that fails as well the marks stay: it is
+//! not known which of its two places a chunk has after a crash, both hold the same, and neither is written. A write that comes
+//! to such a chunk has the store try again.
+//!
 //! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, mpsc};
 use std::thread;
 
@@ -108,6 +113,10 @@ struct Tracking {
     writes: HashMap<u64, usize>,
     /// Writes that came to a marked chunk.
     held: Vec<Waiter>,
+    /// A run is being merged, or written back.
+    busy: bool,
+    /// Chunks that stay marked until the store has written them back.
+    torn: Option<Range<u64>>,
 }
 
 #[derive(Default)]
@@ -164,9 +173,26 @@ impl Merge {
         }
     }
 
-    /// A write waits for the end of the run. The chunk's slot is locked.
-    pub fn hold(&self, waiter: Waiter) {
-        self.tracking.lock().held.push(waiter);
+    /// A run begins, when no other is being written back.
+    fn begin_run(&self) {
+        let mut tracking = self.tracking.lock();
+        while tracking.busy {
+            tracking = wait(&self.drained, tracking);
+        }
+        tracking.busy = true;
+    }
+
+    /// A run has ended, or was written back; `torn` of it stays marked.
+    fn end_run(&self, torn: Option<Range<u64>>, outcome: Result<()>) {
+        let mut tracking = self.tracking.lock();
+        tracking.busy = false;
+        tracking.torn = torn;
+        let held = std::mem::take(&mut tracking.held);
+        drop(tracking);
+        self.drained.notify_all();
+        for waiter in held {
+            waiter.arrived(outcome);
+        }
     }
 
     pub fn has_failed(&self) -> bool {
@@ -184,13 +210,6 @@ impl Merge {
     fn set(&self, status: MergeStatus) {
         self.progress.lock().status = status;
         self.changed.notify_all();
-    }
-
-    fn release(&self, outcome: Result<()>) {
-        let held = std::mem::take(&mut self.tracking.lock().held);
-        for waiter in held {
-            waiter.arrived(outcome);
-        }
     }
 }
 
@@ -272,6 +291,31 @@ impl Snap {
         self.merge.progress.lock().stop = true;
     }
 
+    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is locked.
+    pub fn hold_for_merge(self: &Arc<Self>, waiter: Waiter) {
+        let mut tracking = self.merge.tracking.lock();
+        tracking.held.push(waiter);
+        if std::mem::replace(&mut tracking.busy, true) {
+            return;
+        }
+        drop(tracking);
+        // Nobody is at it: the run failed, and so did writing it back.
+        let snap = Arc::clone(self);
+        self.store.put_back(move |outcome| {
+            let torn = snap.merge.tracking.lock().torn.clone();
+            if outcome.is_ok() {
+                torn.clone().into_iter().flatten().for_each(|chunk| snap.mark(chunk, false));
+            }
+            snap.merge.end_run(torn.filter(|_| outcome.is_err()), outcome);
+        });
+    }
+
+    fn mark(&self, chunk: u64, merging: bool) {
+        if let Some(locked) = self.exceptions.lock_present(chunk) {
+            locked.mark(merging);
+        }
+    }
+
     fn run_merge(self: Arc<Self>) {
         let _ended = Ended(&self.merge);
         let status = loop {
@@ -313,11 +357,8 @@ impl Snap {
                 .map_err(failed("copying to other snapshots"))?;
         }
         // 2
-        for chunk in old..old + count {
-            if let Some(locked) = self.exceptions.lock_present(chunk) {
-                locked.mark(true);
-            }
-        }
+        self.merge.begin_run();
+        (old..old + count).for_each(|chunk| self.mark(chunk, true));
         // 3
         self.drain(old, old + count);
         // 4, 5
@@ -327,6 +368,10 @@ impl Snap {
         // 6
         let forgotten = copied.and_then(|()| Ok(self.store.commit_merge(run, count)?));
         // 7
+        if forgotten.is_err() && self.store.is_torn() {
+            self.merge.end_run(Some(old..old + count), Err(Error::Media));
+            return forgotten;
+        }
         for chunk in (old..old + count).rev() {
             match (self.exceptions.lock_present(chunk), &forgotten) {
                 (Some(locked), Ok(())) => locked.forget(),
@@ -334,7 +379,7 @@ impl Snap {
                 (None, _) => {}
             }
         }
-        self.merge.release(if forgotten.is_ok() { Ok(()) } else { Err(Error::Media) });
+        self.merge.end_run(None, if forgotten.is_ok() { Ok(()) } else { Err(Error::Media) });
         forgotten
     }
 

@@ -264,9 +264,26 @@ impl Store {
     /// is durable. When the last one is forgotten, the whole device is free again.
     ///
     /// # Errors
-    /// [`MergeError`]. The exceptions are still there then, and it can be tried again.
+    /// [`MergeError`]. The exceptions are still there then, and it can be tried again. But where [`is_torn`](Self::is_torn) says
+    /// so they may be gone on disk: until that is known their chunks must not be written, in either place.
     pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
         self.committer()?.commit_merge(run, count)
+    }
+
+    /// Whether it is not known which exceptions of the last run are on disk: a write that was to forget them failed, and so did the
+    /// one that was to bring them back. May wait for a write that is under way.
+    pub fn is_torn(&self) -> bool {
+        self.committer().is_ok_and(Committer::is_torn)
+    }
+
+    /// Brings exceptions back that a failed [`commit_merge`](Self::commit_merge) may have taken from the disk. `then` runs once, as the
+    /// callback of [`commit`](Self::commit) does: with `Ok` when all are there durably. Never waits.
+    pub fn put_back(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
+        match &self.core {
+            Core::Persistent { committer, .. } => committer.put_back(Box::new(then)),
+            // It has no record.
+            Core::Transient(_) => then(Ok(())),
+        }
     }
 
     fn committer(&self) -> Result<&Committer, MergeError> {

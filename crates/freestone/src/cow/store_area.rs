@@ -47,14 +47,33 @@ struct Last {
     entries: Range<u64>,
     /// The block in which its first entry is.
     head: Box<Block>,
-    /// A write that was to remove it failed, so it is not known what is on disk. Only removing it can go on from here.
-    torn: bool,
+    /// A write that was to remove entries from this one on failed, so it is not known whether they are on disk. All of them are
+    /// written again, by the next removal or by putting them back, before anything else is.
+    torn: Option<u64>,
 }
 
 impl End {
     /// The end of an empty record.
     pub fn empty() -> Self {
         Self { area: 0, committed: 0, block: Box::new([0; BLOCK_BYTES]) }
+    }
+}
+
+impl Last {
+    /// The blocks from the one with entry `from` of the run to its end, without the entries from `cut` on.
+    fn blocks(&self, from: u64, cut: u64) -> Result<IoBuf> {
+        let Range { start, end } = self.entries;
+        let first = from / BLOCK_ENTRIES;
+        let mut blocks = blocks_for(first, end)?;
+        // What stays: entries before the run as they are, entries of the run by their rule.
+        let base = first * BLOCK_ENTRIES;
+        let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
+        blocks[..before].copy_from_slice(&self.head[..before]);
+        for at in start.max(base)..cut {
+            let (old, new) = (self.run.old + (at - start), self.run.new + (at - start));
+            Entry::new(old, new).put(&mut blocks, (at - base) as usize);
+        }
+        Ok(blocks)
     }
 }
 
@@ -83,7 +102,7 @@ impl Area {
         if entries.is_empty() {
             return Ok(());
         }
-        if self.last.as_ref().is_some_and(|last| last.torn) {
+        if self.is_torn() {
             return Err(Error::Media);
         }
         // It is not the last any more.
@@ -148,12 +167,17 @@ impl Area {
             first = before;
             head = other.unwrap_or(head);
         }
-        self.last = Some(Last { run, area, entries: first..end, head, torn: false });
+        self.last = Some(Last { run, area, entries: first..end, head, torn: None });
         Ok(Some(run))
     }
 
-    /// Removes the last `count` entries of the last run durably. After an error they are still there for this store; what is on
-    /// disk then is known again when it worked.
+    /// Whether it is not known which entries of the last run are on disk.
+    pub fn is_torn(&self) -> bool {
+        self.last.as_ref().is_some_and(|last| last.torn.is_some())
+    }
+
+    /// Removes the last `count` entries of the last run durably. After an error they are still there for this store; whether they
+    /// are on disk, [`is_torn`](Self::is_torn) tells.
     pub fn remove(&mut self, run: &Run, count: u64) -> std::result::Result<(), MergeError> {
         let Some(last) = self.last.as_ref().filter(|last| last.run == *run) else {
             return Err(MergeError::NotLast);
@@ -161,27 +185,32 @@ impl Area {
         if !(1..=run.count).contains(&count) {
             return Err(MergeError::NotLast);
         }
-        let Range { start, end } = last.entries;
-        let cut = end - count;
-        let first = cut / BLOCK_ENTRIES;
-        let mut blocks = blocks_for(first, end)?;
-        // What stays of the first block: entries before the run as they are, entries of the run by their rule.
-        let base = first * BLOCK_ENTRIES;
-        let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
-        blocks[..before].copy_from_slice(&last.head[..before]);
-        for at in start.max(base)..cut {
-            Entry::new(run.old + (at - start), run.new + (at - start)).put(&mut blocks, (at - base) as usize);
-        }
-        let area = last.area;
+        let (area, cut) = (last.area, last.entries.end - count);
+        let from = last.torn.map_or(cut, |torn| torn.min(cut));
+        let blocks = last.blocks(from, cut)?;
         self.device.flush()?;
         if let Some(last) = &mut self.last {
-            last.torn = true;
+            last.torn = Some(from);
         }
+        let first = from / BLOCK_ENTRIES;
         self.write(area, first, &blocks)?;
         self.last = None;
         self.end.area = area;
         self.end.committed = cut;
-        self.end.block.copy_from_slice(&blocks[..BLOCK_BYTES]);
+        let kept = (cut / BLOCK_ENTRIES - first) as usize * BLOCK_BYTES;
+        self.end.block.copy_from_slice(&blocks[kept..kept + BLOCK_BYTES]);
+        Ok(())
+    }
+
+    /// Writes the entries again that a removal that failed may have taken from the disk. Does nothing where that is known.
+    pub fn put_back(&mut self) -> Result<()> {
+        let Some(last) = &self.last else { return Ok(()) };
+        let Some(from) = last.torn else { return Ok(()) };
+        let (area, blocks) = (last.area, last.blocks(from, last.entries.end)?);
+        self.write(area, from / BLOCK_ENTRIES, &blocks)?;
+        if let Some(last) = &mut self.last {
+            last.torn = None;
+        }
         Ok(())
     }
 

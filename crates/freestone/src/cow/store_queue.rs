@@ -12,8 +12,12 @@ use super::store_area::Area;
 use crate::device::{self, Blocking, Device, Flags};
 use crate::sync::{self, Mutex};
 
+/// Called once with an outcome.
+type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
 /// Called with the outcome of a commit.
-pub type Done = Box<dyn FnOnce(Result<(), Invalid>) + Send>;
+pub type Done = Answer<Invalid>;
+/// Called when the record is known again, or could not be written.
+pub type PutBack = Answer<device::Error>;
 
 /// A place that was handed back.
 pub enum Finished {
@@ -66,6 +70,8 @@ pub struct Queue {
     lost: Vec<Done>,
     /// The header on disk does not say yet that the snapshot is invalid.
     header_due: bool,
+    /// Who is to be told that a removal that failed was undone.
+    undo: Vec<PutBack>,
     stop: bool,
     pub stats: Stats,
 }
@@ -87,6 +93,7 @@ impl Queue {
             gathered: VecDeque::new(),
             lost: Vec::new(),
             header_due: false,
+            undo: Vec::new(),
             stop: false,
             stats: Stats::default(),
         }
@@ -187,6 +194,7 @@ pub struct Committer {
 enum Work {
     Group,
     Lost { header: bool, dones: Vec<Done> },
+    Undo(Vec<PutBack>),
 }
 
 impl Committer {
@@ -210,6 +218,12 @@ impl Committer {
         self.wake.notify_one();
     }
 
+    /// Has entries written again that a removal that failed may have taken from the disk.
+    pub fn put_back(&self, then: PutBack) {
+        self.queue.lock().undo.push(then);
+        self.wake.notify_one();
+    }
+
     /// Lets the thread end when everything is done.
     pub fn stop(&self) {
         self.queue.lock().stop = true;
@@ -229,6 +243,10 @@ impl Committer {
                     }
                     answer(dones, Err(Invalid));
                 }
+                Work::Undo(thens) => {
+                    let outcome = self.area.lock().put_back();
+                    answer(thens, outcome);
+                }
             }
         }
     }
@@ -242,6 +260,9 @@ impl Committer {
             }
             if queue.is_due() {
                 return Some(Work::Group);
+            }
+            if !queue.undo.is_empty() {
+                return Some(Work::Undo(std::mem::take(&mut queue.undo)));
             }
             if queue.stop {
                 return None;
@@ -301,12 +322,23 @@ impl Committer {
         area.last_run()
     }
 
+    /// Whether it is not known which exceptions of the last run are on disk.
+    pub fn is_torn(&self) -> bool {
+        self.area.lock().is_torn()
+    }
+
     pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
         let mut area = self.area.lock();
         if !self.queue.lock().valid {
             return Err(MergeError::Invalid);
         }
-        area.remove(run, count)?;
+        if let Err(error) = area.remove(run, count) {
+            // It may have happened: so that what is on disk is what is known here.
+            if let Err(error) = area.put_back() {
+                tracing::warn!(%error, "what is on disk of a step of a merge that failed is not known");
+            }
+            return Err(error);
+        }
         let mut queue = self.queue.lock();
         (queue.area, queue.committed) = area.position();
         queue.merging = queue.claimed == 0;
@@ -318,7 +350,7 @@ impl Committer {
 }
 
 /// Calls them all. One that panics (which its hook reports) ends itself only.
-fn answer(dones: Vec<Done>, outcome: Result<(), Invalid>) {
+fn answer<E: Copy>(dones: Vec<Answer<E>>, outcome: Result<(), E>) {
     for done in dones {
         let _ = catch_unwind(AssertUnwindSafe(|| done(outcome)));
     }

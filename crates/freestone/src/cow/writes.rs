@@ -368,7 +368,7 @@ impl Write {
                     actions.push(Action::Cow { op, at, from, len: piece.len, tracked });
                 }
                 Exception::Merging(_) => {
-                    snap.merge.hold(gather.waiter());
+                    snap.hold_for_merge(gather.waiter());
                     continue;
                 }
                 // Nothing is pending: the merge began when nothing was.
