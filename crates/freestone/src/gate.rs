@@ -157,7 +157,7 @@ impl<T: Send + Sync> Gate<T> {
     }
 
     fn put(&self, open: bool, value: Arc<T>) {
-        drop(self.state.replace(Box::new(State { open, value }), pin::domain()));
+        drop(self.state.replace(Box::new(State { open, value })));
     }
 }
 

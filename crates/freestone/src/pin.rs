@@ -16,19 +16,36 @@
 //! what blocks, and panics in debug builds. One exception: a fork reads its family's snapshots below it under one pin, through
 //! their tables and not as devices; that waits for slot locks only.
 //!
+//! There is one set of threads that pin, the process's (a loom model's run has one of its own), and nobody outside of this
+//! module has another. So every pin is one that every change waits for, and the types need not say which belong together.
+//!
 //! Pins nest.
 
 use std::cell::Cell;
+use std::rc::Rc;
+#[cfg(not(loom))]
+use std::sync::LazyLock;
 
 #[cfg(not(loom))]
 use crate::sync::compiler_fence;
-use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, Ordering, fence, yield_now};
+use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, Ordering, fence, thread_local, yield_now};
 use crossbeam_utils::CachePadded;
 
-/// The set of threads that pin. The process has one, [`pin()`] uses it; models make their own.
+#[cfg(not(loom))]
+static DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::new);
+#[cfg(loom)]
+loom::lazy_static! {
+    static ref DOMAIN: Domain = Domain::new();
+}
+
+thread_local! {
+    static THIS_THREAD: Rc<Participant> = Rc::new(DOMAIN.join());
+}
+
+/// The set of threads that pin: there is only [`DOMAIN`].
 ///
 /// Lock order: `records` is held for a registration and for a copy; nothing is taken under it.
-pub struct Domain {
+struct Domain {
     records: Mutex<Vec<Arc<Record>>>,
     /// `membarrier` is not to be had: pins pay for a full fence of their own.
     fenced_pins: bool,
@@ -37,8 +54,8 @@ pub struct Domain {
 /// Odd while its thread is pinned. Written by its thread only.
 type Record = CachePadded<AtomicU64>;
 
-/// A thread's membership in a domain.
-pub struct Participant {
+/// A thread's membership.
+struct Participant {
     record: Arc<Record>,
     depth: Cell<u32>,
     fenced: bool,
@@ -50,13 +67,13 @@ pub struct Pin<'a> {
 }
 
 impl Domain {
-    /// A domain without members.
-    pub fn new() -> Self {
+    /// Without members.
+    fn new() -> Self {
         Self { records: Mutex::new(Vec::new()), fenced_pins: !barrier::register() }
     }
 
     /// Adds the calling thread. The record is forgotten when the participant is dropped.
-    pub fn join(&self) -> Participant {
+    fn join(&self) -> Participant {
         let record = Arc::new(CachePadded::new(AtomicU64::new(0)));
         let mut records = self.records.lock();
         records.retain(|r| Arc::strong_count(r) > 1);
@@ -65,8 +82,7 @@ impl Domain {
     }
 
     /// Returns when every pin that was held at the moment of the call has been released.
-    pub fn wait_for_pins(&self) {
-        assert_unpinned();
+    fn wait_for_pins(&self) {
         barrier::heavy(self.fenced_pins);
         // Threads that join later load pointers later: the copy need not see them.
         let records = self.records.lock().clone();
@@ -85,6 +101,31 @@ impl Domain {
     }
 }
 
+/// Runs `work` with the calling thread pinned.
+#[inline]
+pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
+    // Not `with` around all of it: the compiler would not make one function of a request then.
+    let participant = THIS_THREAD.with(Rc::clone);
+    let pin = participant.pin();
+    work(&pin)
+}
+
+fn assert_not_pinned() {
+    assert!(THIS_THREAD.with(|this| this.depth.get()) == 0, "a thread that is pinned waits for pins");
+}
+
+/// The calling thread is going to wait, or to do what may wait: in debug builds it must have nothing pinned.
+#[inline]
+#[track_caller]
+pub fn assert_unpinned() {
+    #[cfg(all(debug_assertions, not(loom)))]
+    {
+        // A thread that is ending has nothing pinned.
+        let depth = THIS_THREAD.try_with(|this| this.depth.get()).unwrap_or(0);
+        assert!(depth == 0, "a pinned thread waits, or calls a device");
+    }
+}
+
 fn pause(tries: &mut u32) {
     *tries += 1;
     #[cfg(not(loom))]
@@ -96,9 +137,8 @@ fn pause(tries: &mut u32) {
 }
 
 impl Participant {
-    /// Pins the thread.
     #[inline]
-    pub fn pin(&self) -> Pin<'_> {
+    fn pin(&self) -> Pin<'_> {
         let depth = self.depth.get();
         self.depth.set(depth + 1);
         if depth == 0 {
@@ -138,12 +178,15 @@ mod swap {
     // UNSAFETY: hands out references to a heap object whose life is bounded by pins, which the borrow checker
     // cannot see.
 
-    use super::{Domain, Ordering, Pin, Swap};
+    use super::{DOMAIN, Ordering, Pin, Swap, assert_not_pinned};
     use crate::sync::AtomicPtr;
 
     impl<T> Swap<T> {
         /// Holds `value`.
         pub fn new(value: Box<T>) -> Self {
+            // A model's threads find the domain made: that its making orders them would hide what the barriers are for.
+            #[cfg(loom)]
+            let _ = &*DOMAIN;
             Self { pointer: AtomicPtr::new(Box::into_raw(value)) }
         }
 
@@ -153,17 +196,20 @@ mod swap {
             // Acquire: pairs with the Release half of the swap that stored the pointer.
             let pointer = self.pointer.load(Ordering::Acquire);
             // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin that was held at
-            // its swap is gone, and this one is held for 'a.
+            // its swap is gone; this one is held for 'a, and is among them, as there is one domain.
             unsafe { &*pointer }
         }
 
-        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling thread must not be
-        /// pinned.
+        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling thread is not pinned.
+        ///
+        /// # Panics
+        /// It is: it would wait for itself.
         #[expect(clippy::unnecessary_box_returns, reason = "the value need not move, and may be large")]
-        pub fn replace(&self, value: Box<T>, domain: &Domain) -> Box<T> {
+        pub fn replace(&self, value: Box<T>) -> Box<T> {
+            assert_not_pinned();
             // AcqRel: Release pairs with the Acquire in load; Acquire with the swap that stored the old one.
             let old = self.pointer.swap(Box::into_raw(value), Ordering::AcqRel);
-            domain.wait_for_pins();
+            DOMAIN.wait_for_pins();
             // SAFETY: from Box::into_raw, swapped out exactly once, and no pin that could have loaded it is left.
             unsafe { Box::from_raw(old) }
         }
@@ -224,52 +270,6 @@ mod barrier {
     }
 }
 
-#[cfg(not(loom))]
-mod process {
-    use std::rc::Rc;
-    use std::sync::LazyLock;
-
-    use super::{Domain, Participant, Pin};
-
-    static DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::new);
-
-    thread_local! {
-        static THIS_THREAD: Rc<Participant> = Rc::new(DOMAIN.join());
-    }
-
-    /// The process's domain.
-    pub fn domain() -> &'static Domain {
-        &DOMAIN
-    }
-
-    /// Runs `work` with the calling thread pinned.
-    #[inline]
-    pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
-        // Not `with` around all of it: the compiler would not make one function of a request then.
-        let participant = THIS_THREAD.with(Rc::clone);
-        let pin = participant.pin();
-        work(&pin)
-    }
-
-    /// The calling thread is going to wait, or to do what may wait: in debug builds it must have nothing pinned.
-    #[inline]
-    #[track_caller]
-    pub fn assert_unpinned() {
-        if cfg!(debug_assertions) {
-            // A thread that is ending has nothing pinned.
-            let depth = THIS_THREAD.try_with(|thread| thread.depth.get()).unwrap_or(0);
-            assert!(depth == 0, "a pinned thread waits, or calls a device");
-        }
-    }
-}
-
-#[cfg(not(loom))]
-pub use process::{assert_unpinned, domain, pinned};
-
-/// A model has no process.
-#[cfg(loom)]
-pub fn assert_unpinned() {}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -298,11 +298,25 @@ mod tests {
             while !entered.load(Ordering::SeqCst) {
                 std::thread::yield_now();
             }
-            let old = swap.replace(Box::new(2), domain());
+            let old = swap.replace(Box::new(2));
             assert!(left.load(Ordering::SeqCst), "the change did not wait for the pin");
             assert_eq!(*old, 1);
         });
         pinned(|pin| assert_eq!(*swap.load(pin), 2));
+    }
+
+    /// Before there was one domain a change took any, and with the wrong one freed what a pinned thread was reading.
+    #[test]
+    fn a_change_cannot_choose_whose_pins_it_waits_for() {
+        let replace: for<'s> fn(&'s Swap<u32>, Box<u32>) -> Box<u32> = Swap::replace;
+        assert_eq!(*replace(&Swap::new(Box::new(1)), Box::new(2)), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "a thread that is pinned waits for pins")]
+    fn a_pinned_thread_does_not_wait_for_itself() {
+        let swap = Swap::new(Box::new(1));
+        pinned(|_| swap.replace(Box::new(2)));
     }
 
     #[test]
@@ -317,7 +331,6 @@ mod tests {
         let null = crate::null::Null::new(crate::null::Config::plain(1 << 20, 512)).unwrap();
         assert!(caught(|| assert_eq!(null.try_io(&Request::read(0, 512), Buffer::None), Ok(Tried::Done))));
         assert!(caught(|| assert_eq!(null.extents(0, 512, &mut |_| true), Ok(512))));
-        assert!(caught(|| domain().wait_for_pins()));
         assert!(!caught(|| assert_eq!(null.geometry().size, 1 << 20)));
         // The pins of what panicked are gone.
         assert_unpinned();

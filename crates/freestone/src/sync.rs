@@ -8,6 +8,7 @@ mod real {
     pub use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
     pub use std::sync::{Arc, Condvar};
     pub use std::thread::yield_now;
+    pub use std::thread_local;
 }
 
 #[cfg(loom)]
@@ -15,6 +16,7 @@ mod real {
     pub use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
     pub use loom::sync::{Arc, Condvar};
     pub use loom::thread::yield_now;
+    pub use loom::thread_local;
 }
 
 pub use real::*;

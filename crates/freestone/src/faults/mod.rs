@@ -133,7 +133,7 @@ impl Faults {
         let ops = active.ops().bits();
         // Too much is watched for a moment rather than too little.
         self.watched.fetch_or(ops, Ordering::SeqCst);
-        drop(self.active.replace(Box::new(active), pin::domain()));
+        drop(self.active.replace(Box::new(active)));
         self.watched.store(ops, Ordering::SeqCst);
     }
 

@@ -52,7 +52,7 @@ impl Memory {
     /// # Errors
     /// [`Error::NoMemory`]; nothing was wiped.
     pub fn reset(&self) -> Result<()> {
-        let old = self.pages.replace(Box::new(Pages::new()?), pin::domain());
+        let old = self.pages.replace(Box::new(Pages::new()?));
         drop(old);
         Ok(())
     }

@@ -29,7 +29,7 @@ use super::through::Below;
 use super::{Inner, Ram, SetupError};
 use crate::device::Result;
 use crate::held::Held;
-use crate::pin::{self, Pin, Swap};
+use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
 use crate::sync::Mutex;
 
@@ -160,14 +160,14 @@ impl Chain {
     /// last handle.
     #[must_use]
     fn publish(&self, state: &State) -> Option<Arc<Inner>> {
-        self.list.replace(Box::new(state.list()), pin::domain());
+        self.list.replace(Box::new(state.list()));
         self.publish_live(state)
     }
 
     #[must_use]
     fn publish_live(&self, state: &State) -> Option<Arc<Inner>> {
         let device = state.device.as_ref().and_then(Weak::upgrade)?;
-        device.view.replace(Box::new(self.live_view(state)), pin::domain());
+        device.view.replace(Box::new(self.live_view(state)));
         Some(device)
     }
 
@@ -221,7 +221,7 @@ impl Chain {
     pub fn abandon_for(&self, family: &Shared, other: &Self, device: &Arc<Inner>) -> bool {
         let view = Box::new(other.first_view(Arc::downgrade(device)));
         // Under the state: until writers have left the view none of the snapshots can be taken for passed on.
-        self.leave(family, || drop(device.view.replace(view, pin::domain())))
+        self.leave(family, || drop(device.view.replace(view)))
     }
 
     fn leave(&self, family: &Shared, away: impl FnOnce()) -> bool {

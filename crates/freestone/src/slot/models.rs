@@ -293,23 +293,20 @@ fn a_leaf_is_made_once() {
 /// and what was answered before the swap is not seen after it.
 #[test]
 fn a_swapped_directory_is_not_touched_any_more() {
-    use crate::pin::{Domain, Swap};
+    use crate::pin::{Swap, pinned};
     loom::model(|| {
-        let domain = Arc::new(Domain::new());
         // The cell stands for the directory's memory: loom reports a use that overlaps the take-down.
         let swap = Arc::new(Swap::new(Box::new(UnsafeCell::new(1_u32))));
         let request = {
-            let (domain, swap) = (Arc::clone(&domain), Arc::clone(&swap));
+            let swap = Arc::clone(&swap);
             thread::spawn(move || {
-                let participant = domain.join();
                 for _ in 0..2 {
-                    let pin = participant.pin();
-                    let seen = swap.load(&pin).with(|directory| cell::get(directory));
+                    let seen = pinned(|pin| swap.load(pin).with(|directory| cell::get(directory)));
                     assert!(seen == 1 || seen == 2, "a directory that was taken down is used");
                 }
             })
         };
-        let old = swap.replace(Box::new(UnsafeCell::new(2)), &domain);
+        let old = swap.replace(Box::new(UnsafeCell::new(2)));
         old.with_mut(|directory| cell::set(directory, 0));
         drop(old);
         request.join().unwrap();

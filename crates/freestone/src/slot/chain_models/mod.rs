@@ -11,7 +11,7 @@ use super::lock::lock;
 use super::{Kind, SlotGuard, Word};
 use crate::held::Held;
 use crate::parking::Parking;
-use crate::pin::{Domain, Participant, Pin, Swap};
+use crate::pin::{Pin, Swap, pinned};
 use crate::sync::{Arc, AtomicU32, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, wait};
 
 const OBJECTS: usize = 6;
@@ -77,7 +77,6 @@ type Job = (Mutex<bool>, Condvar);
 
 /// A device, its present chain, and the objects.
 struct World {
-    domain: Domain,
     view: Swap<View>,
     chain: Mutex<Arc<Chain>>,
     /// 1 is alive.
@@ -119,14 +118,14 @@ impl Chain {
         })
     }
 
-    fn publish_list(&self, world: &World, state: &State) {
+    fn publish_list(&self, state: &State) {
         let list = List { origin: Arc::clone(&state.origin), snapshots: state.snapshots.clone() };
-        drop(self.list.replace(Box::new(list), &world.domain));
+        drop(self.list.replace(Box::new(list)));
     }
 
     fn publish_live(world: &World, state: &MutexGuard<'_, State>) {
         if state.live {
-            drop(world.view.replace(Self::view(state), &world.domain));
+            drop(world.view.replace(Self::view(state)));
         }
     }
 
@@ -144,7 +143,7 @@ impl Chain {
         let (number, layer) = (state.next, Layer::new());
         state.next += 1;
         state.snapshots.push(Member { number, layer: Arc::clone(&layer), dying: false });
-        self.publish_list(world, &state);
+        self.publish_list(&state);
         Self::publish_live(world, &state);
         Snapshot { number, layer }
     }
@@ -173,7 +172,7 @@ impl Chain {
         if let Some(member) = state.snapshots.iter_mut().find(|member| member.number == number) {
             member.dying = true;
         }
-        self.publish_list(world, &state);
+        self.publish_list(&state);
         Self::publish_live(world, &state);
     }
 
@@ -204,7 +203,7 @@ impl Chain {
         let mut state = self.state.lock();
         let at = state.snapshots.iter().position(|member| member.number == number).unwrap();
         let gone = state.snapshots.remove(at);
-        self.publish_list(world, &state);
+        self.publish_list(&state);
         Self::publish_live(world, &state);
         drop(state);
         world.retire(&gone.layer);
@@ -236,7 +235,6 @@ impl World {
         let chain = Chain::new();
         let view = Chain::view(&chain.state.lock());
         Arc::new(Self {
-            domain: Domain::new(),
             view: Swap::new(view),
             chain: Mutex::new(chain),
             objects: std::array::from_fn(|_| AtomicU32::new(0)),
@@ -278,16 +276,16 @@ impl World {
         }
     }
 
-    fn write(&self, participant: &Participant, object: u64) {
+    fn write(&self, object: u64) {
         self.objects[object as usize].store(1, Ordering::SeqCst);
-        loop {
-            let pin = participant.pin();
-            let view = self.view.load(&pin);
-            if view.frozen {
-                drop(pin);
-                self.chain().hold();
-                continue;
-            }
+        while !pinned(|pin| self.write_unless_frozen(pin, object)) {
+            self.chain().hold();
+        }
+    }
+
+    fn write_unless_frozen(&self, pin: &Pin<'_>, object: u64) -> bool {
+        let view = self.view.load(pin);
+        if !view.frozen {
             let guard = view.layer.lock();
             let held = guard.word();
             let left = match receiver(view.snapshots.iter().rev()) {
@@ -299,14 +297,15 @@ impl World {
             };
             guard.publish(Word::huge(object));
             self.free(left);
-            return;
         }
+        !view.frozen
     }
 
-    fn read(&self, participant: &Participant) -> u64 {
-        let pin = participant.pin();
-        let guard = self.view.load(&pin).layer.lock();
-        self.show(&guard)
+    fn read(&self) -> u64 {
+        pinned(|pin| {
+            let guard = self.view.load(pin).layer.lock();
+            self.show(&guard)
+        })
     }
 
     /// `View::with_page` of a snapshot.
@@ -351,7 +350,7 @@ impl World {
         state.live = false;
         let unused = state.snapshots.is_empty() && state.freezes == 0;
         let view = Chain::view(&new.state.lock());
-        let before = self.view.replace(view, &self.domain);
+        let before = self.view.replace(view);
         drop(state);
         carry_on(old.held.open());
         if unused {

@@ -3,14 +3,12 @@
 use loom::thread;
 
 use super::{Chain, NOTHING, Snapshot, World};
-use crate::pin::Participant;
+use crate::pin::pinned;
 use crate::sync::{Arc, AtomicU32, Ordering};
 
 /// What a snapshot shows to a thread that begins to read now.
 fn shows(world: &World, chain: &Chain, snapshot: &Snapshot) -> u64 {
-    let participant = world.domain.join();
-    let pin = participant.pin();
-    world.read_snapshot(chain, &pin, snapshot)
+    pinned(|pin| world.read_snapshot(chain, pin, snapshot))
 }
 
 /// Every interleaving with at most two preemptions, which is known to find nearly all faults.
@@ -20,16 +18,16 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
     model.check(body);
 }
 
-fn spawn(world: &Arc<World>, work: impl FnOnce(&World, &Participant) + 'static) -> thread::JoinHandle<()> {
+fn spawn(world: &Arc<World>, work: impl FnOnce(&World) + 'static) -> thread::JoinHandle<()> {
     let world = Arc::clone(world);
-    thread::spawn(move || work(&world, &world.domain.join()))
+    thread::spawn(move || work(&world))
 }
 
 /// A world whose page has been written, or not.
 fn written(first: u64) -> Arc<World> {
     let world = World::new();
     if first != NOTHING {
-        world.write(&world.domain.join(), first);
+        world.write(first);
     }
     world
 }
@@ -41,13 +39,13 @@ fn first_write_versus_read_through() {
         bounded(move || {
             let world = written(first);
             let (chain, snapshot) = (world.chain(), world.snapshot());
-            let writer = spawn(&world, |world, participant| world.write(participant, 2));
+            let writer = spawn(&world, |world| world.write(2));
             assert_eq!(shows(&world, &chain, &snapshot), first);
-            let live = world.read(&world.domain.join());
+            let live = world.read();
             assert!(live == first || live == 2);
             writer.join().unwrap();
             assert_eq!(shows(&world, &chain, &snapshot), first);
-            assert_eq!(world.read(&world.domain.join()), 2);
+            assert_eq!(world.read(), 2);
             world.holds(&[&world.origin(), &snapshot.layer]);
         });
     }
@@ -59,8 +57,8 @@ fn two_writers_of_a_page_with_a_snapshot() {
     bounded(|| {
         let world = written(1);
         let (chain, snapshot) = (world.chain(), world.snapshot());
-        let other = spawn(&world, |world, participant| world.write(participant, 2));
-        world.write(&world.domain.join(), 3);
+        let other = spawn(&world, |world| world.write(2));
+        world.write(3);
         assert_eq!(shows(&world, &chain, &snapshot), 1);
         other.join().unwrap();
         assert_eq!(shows(&world, &chain, &snapshot), 1);
@@ -77,13 +75,13 @@ fn origin_write_with_a_chain_of_two() {
             let chain = world.chain();
             let older = world.snapshot();
             if between {
-                world.write(&world.domain.join(), 2);
+                world.write(2);
             }
             let younger = world.snapshot();
             let wanted = if between { 2 } else { 1 };
-            let writer = spawn(&world, |world, participant| {
-                world.write(participant, 3);
-                world.write(participant, 4);
+            let writer = spawn(&world, |world| {
+                world.write(3);
+                world.write(4);
             });
             assert_eq!(shows(&world, &chain, &older), 1);
             assert_eq!(shows(&world, &chain, &younger), wanted);
@@ -104,9 +102,9 @@ fn creation_versus_writes() {
         let answered = Arc::new(AtomicU32::new(1));
         let writer = spawn(&world, {
             let answered = Arc::clone(&answered);
-            move |world, participant| {
+            move |world| {
                 for object in [2, 3] {
-                    world.write(participant, object);
+                    world.write(object);
                     answered.store(object as u32, Ordering::SeqCst);
                 }
             }
@@ -130,7 +128,7 @@ fn creation_on_two_devices_is_one_moment() {
             let worlds = worlds.clone();
             thread::spawn(move || {
                 for world in &worlds {
-                    world.write(&world.domain.join(), 2);
+                    world.write(2);
                 }
             })
         };
@@ -152,10 +150,10 @@ fn rewind_versus_io() {
     bounded(|| {
         let world = written(1);
         let (chain, snapshot) = (world.chain(), world.snapshot());
-        let writer = spawn(&world, |world, participant| world.write(participant, 2));
+        let writer = spawn(&world, |world| world.write(2));
         world.rewind();
         assert_eq!(shows(&world, &chain, &snapshot), 1);
-        let live = world.read(&world.domain.join());
+        let live = world.read();
         assert!(live == NOTHING || live == 2, "{live} is from before the rewind");
         writer.join().unwrap();
         assert_eq!(shows(&world, &chain, &snapshot), 1);
@@ -169,7 +167,7 @@ fn rewind_versus_io() {
 fn a_rewound_layer_is_freed_when_nobody_uses_it() {
     bounded(|| {
         let world = written(1);
-        let writer = spawn(&world, |world, participant| world.write(participant, 2));
+        let writer = spawn(&world, |world| world.write(2));
         world.rewind();
         writer.join().unwrap();
         world.holds(&[&world.origin()]);
@@ -186,13 +184,13 @@ fn deletion_in_the_middle_versus_readers_and_writers() {
             let (older, younger) = (world.snapshot(), world.snapshot());
             if written_before {
                 // The younger one has it.
-                world.write(&world.domain.join(), 3);
+                world.write(3);
             }
             let cleaner = spawn(&world, {
                 let chain = Arc::clone(&chain);
-                move |world, _| chain.remove(world, younger.number)
+                move |world| chain.remove(world, younger.number)
             });
-            let writer = spawn(&world, |world, participant| world.write(participant, 2));
+            let writer = spawn(&world, |world| world.write(2));
             assert_eq!(shows(&world, &chain, &older), 1);
             writer.join().unwrap();
             cleaner.join().unwrap();
@@ -210,7 +208,7 @@ fn two_in_a_row_are_removed_while_the_page_is_written() {
         let chain = world.chain();
         let oldest = world.snapshot();
         let (middle, youngest) = (world.snapshot(), world.snapshot());
-        let writer = spawn(&world, |world, participant| world.write(participant, 2));
+        let writer = spawn(&world, |world| world.write(2));
         chain.doom(&world, middle.number);
         chain.pass_on(&world, middle.number);
         chain.doom(&world, youngest.number);
@@ -234,9 +232,9 @@ fn deletion_versus_rewind_and_writes() {
         let (older, younger) = (world.snapshot(), world.snapshot());
         let cleaner = spawn(&world, {
             let chain = Arc::clone(&chain);
-            move |world, _| chain.remove(world, younger.number)
+            move |world| chain.remove(world, younger.number)
         });
-        let writer = spawn(&world, |world, participant| world.write(participant, 2));
+        let writer = spawn(&world, |world| world.write(2));
         world.rewind();
         writer.join().unwrap();
         cleaner.join().unwrap();
