@@ -51,7 +51,7 @@ impl Default for Scratch {
 enum Stream {
     Lz4(lz4::Lz4),
     Lz4hc(lz4::Lz4hc),
-    Zstd(Box<zstd::Zstd>),
+    Zstd(zstd::Zstd),
     Store,
 }
 
@@ -120,7 +120,7 @@ impl Streams {
             let mut stream = match algorithm {
                 Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
                 Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
-                Algorithm::Zstd => Stream::Zstd(Box::new(zstd::Zstd::new(level, digest.clone())?)),
+                Algorithm::Zstd => Stream::Zstd(zstd::Zstd::new(level, digest.clone())?),
                 Algorithm::Store => Stream::Store,
             };
             warm_up(&mut stream);

@@ -12,6 +12,7 @@ use crate::device::{Error, Result};
 /// A dictionary in the form in which compressors and decompressors use it. One for all streams: it is several times as
 /// large as the dictionary.
 pub struct Digest {
+    // `'static`: the library keeps a copy of the dictionary in each.
     compress: CDict<'static>,
     decompress: DDict<'static>,
 }
@@ -28,16 +29,26 @@ impl Digest {
     }
 }
 
-/// Working memory of one compressor and decompressor.
-pub struct Zstd {
-    // Before the digest: fields are dropped in this order, and these two point into it.
-    compressor: CCtx<'static>,
-    decompressor: DCtx<'static>,
-    _digest: Option<Arc<Digest>>,
+/// A compressor and a decompressor, which refer to the digest that they were set up with.
+struct Contexts<'d> {
+    compressor: CCtx<'d>,
+    decompressor: DCtx<'d>,
 }
 
-impl Zstd {
-    pub fn new(level: i32, digest: Option<Arc<Digest>>) -> Result<Self> {
+self_cell::self_cell!(
+    /// Contexts, and beside them the digest that they refer to for as long as they live.
+    struct Joined {
+        owner: Option<Arc<Digest>>,
+        #[not_covariant]
+        dependent: Contexts,
+    }
+);
+
+/// Working memory of one compressor and decompressor. On the heap: it is as large as a pointer.
+pub struct Zstd(Joined);
+
+impl<'d> Contexts<'d> {
+    fn new(level: i32, digest: Option<&'d Digest>) -> Result<Self> {
         let mut compressor = CCtx::try_create().ok_or(Error::NoMemory)?;
         let mut decompressor = DCtx::try_create().ok_or(Error::NoMemory)?;
         let set = [
@@ -53,42 +64,33 @@ impl Zstd {
         decompressor
             .set_parameter(DParameter::Format(FrameFormat::Magicless))
             .map_err(|_| Error::NoMemory)?;
-        if let Some(digest) = &digest {
-            let digest = shared::outliving(digest);
+        if let Some(digest) = digest {
             compressor.ref_cdict(&digest.compress).map_err(|_| Error::NoMemory)?;
             decompressor.ref_ddict(&digest.decompress).map_err(|_| Error::NoMemory)?;
         }
-        Ok(Self { compressor, decompressor, _digest: digest })
+        Ok(Self { compressor, decompressor })
+    }
+}
+
+impl Zstd {
+    pub fn new(level: i32, digest: Option<Arc<Digest>>) -> Result<Self> {
+        Joined::try_new(digest, |digest| Contexts::new(level, digest.as_deref())).map(Self)
     }
 
     /// Compresses a page into `out`; `None` where it does not fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         let mut target = Target { out, written: 0 };
-        self.compressor.compress2(&mut target, page).ok()
+        self.0.with_dependent_mut(|_, contexts| contexts.compressor.compress2(&mut target, page).ok())
     }
 
     /// Decompresses an object; false where it is not a whole page.
     pub fn decompress(&mut self, object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
-        self.decompressor.decompress(page.as_mut_slice(), object) == Ok(PAGE_BYTES)
+        let page = page.as_mut_slice();
+        self.0.with_dependent_mut(|_, contexts| contexts.decompressor.decompress(page, object)) == Ok(PAGE_BYTES)
     }
 
     pub fn bytes(&self) -> usize {
-        self.compressor.sizeof() + self.decompressor.sizeof()
-    }
-}
-
-mod shared {
-    #![expect(unsafe_code)]
-    // UNSAFETY: contexts refer to a digest that lives beside them in one struct, which the borrow checker cannot see.
-    use std::sync::Arc;
-
-    use super::Digest;
-
-    /// The digest, for contexts that are dropped before the caller's `Arc`.
-    pub fn outliving(digest: &Arc<Digest>) -> &'static Digest {
-        // SAFETY: the heap allocation behind an Arc does not move and lives as long as the Arc, which `Zstd` keeps and
-        // drops after the contexts; nobody else gets to see this reference.
-        unsafe { &*Arc::as_ptr(digest) }
+        self.0.with_dependent(|_, contexts| contexts.compressor.sizeof() + contexts.decompressor.sizeof())
     }
 }
 
