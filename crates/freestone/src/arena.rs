@@ -88,18 +88,29 @@ impl Arena {
     }
 
     /// Gives a unit back. The caller has released its memory, or vouches for what the next owner finds there.
-    pub fn free(&self, unit: u32) {
+    ///
+    /// # Safety
+    /// The unit was handed out to the caller, who does not use it any more.
+    pub unsafe fn free(&self, unit: u32) {
         self.state.lock().free.push(unit);
     }
 
     /// Address of a byte of a unit that was handed out.
     #[inline]
     pub fn at(&self, offset: u64) -> NonNull<u8> {
-        let segment = &self.segments[(offset / SEGMENT_BYTES) as usize];
+        let Some(address) = self.find(offset) else { never_handed_out(offset) };
+        address
+    }
+
+    /// As [`at`](Self::at), of a byte that the caller learned of without a lock; `None` where it knows nothing of the memory
+    /// there. It may be there all the same: nothing orders that caller after the thread that mapped it.
+    #[inline]
+    pub fn find(&self, offset: u64) -> Option<NonNull<u8>> {
+        let segment = self.segments.get((offset / SEGMENT_BYTES) as usize)?;
         // Acquire: pairs with the Release in map_segment.
-        let Some(base) = NonNull::new(segment.load(Ordering::Acquire)) else { never_handed_out(offset) };
+        let base = NonNull::new(segment.load(Ordering::Acquire))?;
         // SAFETY: the segment is mapped whole, and the rest of the offset is below its size.
-        unsafe { base.add((offset % SEGMENT_BYTES) as usize) }
+        Some(unsafe { base.add((offset % SEGMENT_BYTES) as usize) })
     }
 
     /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no more.
@@ -124,7 +135,10 @@ impl Arena {
     }
 
     /// Returns the memory of `len` bytes at `offset` (whole pages) to the system. The range reads as zeroes again.
-    pub fn release(&self, offset: u64, len: u64) {
+    ///
+    /// # Safety
+    /// It lies in units that were handed out to the caller, and nobody reads or writes it meanwhile (but as atomics).
+    pub unsafe fn release(&self, offset: u64, len: u64) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched = rustix::fs::fallocate(&self.file, flags, offset, len);
         debug_assert!(punched.is_ok(), "punching a memfd: {punched:?}");
@@ -177,11 +191,22 @@ mod tests {
         arena.populate(at, 8192).unwrap();
         // SAFETY: the unit is this test's.
         unsafe { arena.at(at + 5000).as_ptr().write(7) };
-        arena.release(at, 8192);
+        // SAFETY: as above.
+        unsafe { arena.release(at, 8192) };
         // SAFETY: as above.
         assert_eq!(unsafe { arena.at(at + 5000).as_ptr().read() }, 0);
-        arena.free(b);
+        // SAFETY: as above.
+        unsafe { arena.free(b) };
         assert_eq!(arena.alloc().unwrap(), b);
+    }
+
+    #[test]
+    fn what_is_not_mapped_is_not_found() {
+        let arena = Arena::new("freestone-test", 4096).unwrap();
+        assert_eq!(arena.find(0), None);
+        arena.alloc().unwrap();
+        assert_eq!(arena.find(4095), Some(arena.at(4095)));
+        assert_eq!((arena.find(SEGMENT_BYTES), arena.find(u64::MAX)), (None, None));
     }
 
     #[test]

@@ -86,7 +86,8 @@ impl Zstd {
     /// Decompresses an object; false where it is not a whole page.
     pub fn decompress(&mut self, object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
         let page = page.as_mut_slice();
-        self.0.with_dependent_mut(|_, contexts| contexts.decompressor.decompress(page, object)) == Ok(PAGE_BYTES)
+        self.0.with_dependent_mut(|_, contexts| contexts.decompressor.decompress(page, object))
+            == Ok(PAGE_BYTES)
     }
 
     pub fn bytes(&self) -> usize {

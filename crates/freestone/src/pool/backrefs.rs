@@ -2,8 +2,10 @@
 #![expect(unsafe_code)]
 // UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span changes class.
 
-use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::OnceLock;
+
+use super::spans::{Owned, Unused};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 
 /// The owner of an object: a table of the family and a slot in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,21 +69,21 @@ impl BackRefs {
         &chunk.get_or_init(|| (0..CHUNK).map(|_| AtomicPtr::default()).collect())[span as usize % CHUNK]
     }
 
-    /// Makes the array of a span of `objects` objects, which the caller owns.
-    pub fn open(&self, span: u32, objects: u32) {
+    /// Makes the array of a span of `objects` objects, which has just been adopted.
+    pub fn open(&self, span: &Owned, objects: u32) {
         // The first entry is the number of the others.
         let entries: Box<[AtomicU64]> =
             std::iter::once(u64::from(objects)).chain((0..objects).map(|_| 0)).map(AtomicU64::new).collect();
         // Relaxed: a statistic.
         self.entries.fetch_add(entries.len() as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `entry` and `take`.
-        let before = self.array(span).swap(Box::into_raw(entries).cast(), Ordering::Release);
-        debug_assert!(before.is_null(), "span {span} has back-references already");
+        let before = self.array(span.number()).swap(Box::into_raw(entries).cast(), Ordering::Release);
+        debug_assert!(before.is_null(), "{span:?} has back-references already");
     }
 
-    /// Drops the array of a span, which the caller owns and which is empty.
-    pub fn close(&self, span: u32) {
-        self.take(self.array(span));
+    /// Drops the array of a span, in which there is no object.
+    pub fn close(&self, span: &Unused) {
+        self.take(self.array(span.number()));
     }
 
     fn take(&self, array: &AtomicPtr<AtomicU64>) {
@@ -99,8 +101,10 @@ impl BackRefs {
         self.entries.fetch_sub(len as u64, Ordering::Relaxed);
     }
 
+    /// # Safety
+    /// The caller owns the span, or has locked the slot of an object in it, for as long as it uses the entry.
     #[inline]
-    fn entry(&self, span: u32, object: usize) -> &AtomicU64 {
+    unsafe fn entry(&self, span: u32, object: usize) -> &AtomicU64 {
         // Acquire: pairs with the Release in `open`.
         let pointer = self.array(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
@@ -112,18 +116,33 @@ impl BackRefs {
         unsafe { &*pointer.add(object + 1) }
     }
 
-    /// Notes whose an object is. Owner of the span, or holder of the lock of the object's slot.
+    /// Notes whose an object is.
     #[inline]
-    pub fn set(&self, span: u32, object: usize, owner: BackRef) {
-        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an object's former owner finds
-        // that its slot holds something else.
-        self.entry(span, object).store(owner.0, Ordering::Relaxed);
+    pub fn set(&self, span: &Owned, object: usize, owner: BackRef) {
+        // SAFETY: the caller owns the span.
+        unsafe { self.set_held(span.number(), object, owner) };
     }
 
-    /// Whose an object is, or was. Owner of the span only.
-    pub fn get(&self, span: u32, object: usize) -> BackRef {
-        // Relaxed: see `set`.
-        BackRef(self.entry(span, object).load(Ordering::Relaxed))
+    /// As [`set`](Self::set), for who does not own the span.
+    ///
+    /// # Safety
+    /// The caller has locked the slot that holds the object, or has taken the object out of it and not freed it: the span is
+    /// not emptied meanwhile.
+    #[inline]
+    pub unsafe fn set_held(&self, span: u32, object: usize, owner: BackRef) {
+        // SAFETY: the caller's promise.
+        let entry = unsafe { self.entry(span, object) };
+        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an object's former owner finds
+        // that its slot holds something else.
+        entry.store(owner.0, Ordering::Relaxed);
+    }
+
+    /// Whose an object is, or was.
+    pub fn get(&self, span: &Owned, object: usize) -> BackRef {
+        // SAFETY: the caller owns the span.
+        let entry = unsafe { self.entry(span.number(), object) };
+        // Relaxed: see `set_held`.
+        BackRef(entry.load(Ordering::Relaxed))
     }
 
     /// Bytes of all arrays.

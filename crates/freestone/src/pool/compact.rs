@@ -1,7 +1,8 @@
 //! Compaction: objects of sparse spans move into the holes of full ones, while requests go on.
 
 use super::class::{CLASS, CLASSES};
-use super::{BackRef, Place, Pool, pages_to_hold};
+use super::spans::Owned;
+use super::{BackRef, Place, Pool, Taken, pages_to_hold};
 use crate::slot::SlotGuard;
 use crate::sync::Ordering;
 
@@ -43,8 +44,8 @@ impl Pool {
         let rounds = self.population[class].load(Ordering::Relaxed);
         for _ in 0..rounds {
             let Some(source) = self.spans.own_emptiest(class) else { break };
-            let room = self.empty_span(source, class, &mut target, &mut settled, owners);
-            if self.spans.used(source) == 0 {
+            let room = self.empty_span(&source, class, &mut target, &mut settled, owners);
+            if self.spans.used(&source) == 0 {
                 self.give_up(source, class);
             } else {
                 settled.push(source);
@@ -54,7 +55,7 @@ impl Pool {
             }
         }
         for span in settled.into_iter().chain(target) {
-            self.pack_span(span, class, owners);
+            self.pack_span(&span, class, owners);
             self.give_up(span, class);
         }
     }
@@ -62,37 +63,37 @@ impl Pool {
     /// Moves the objects of an owned span into holes of others; false when there are no more holes in memory.
     fn empty_span(
         &self,
-        source: u32,
+        source: &Owned,
         class: usize,
-        target: &mut Option<u32>,
-        settled: &mut Vec<u32>,
+        target: &mut Option<Owned>,
+        settled: &mut Vec<Owned>,
         owners: &dyn Owners,
     ) -> bool {
         for object in self.objects_of(source, class) {
-            let to = loop {
-                let Some(span) = target.or_else(|| self.spans.own_fullest(class)) else { return false };
-                if let Some(hole) = self.resident_hole(span, class, CLASS[class].objects as usize) {
-                    *target = Some(span);
-                    break Place { span, object: hole, class };
+            let (to, hole) = loop {
+                let Some(span) = target.take().or_else(|| self.spans.own_fullest(class)) else {
+                    return false;
+                };
+                if let Some(hole) = self.resident_hole(&span, class, CLASS[class].objects as usize) {
+                    break (&*target.insert(span), hole);
                 }
-                *target = None;
                 settled.push(span);
             };
-            self.move_object(Place { span: source, object, class }, to, owners);
+            self.move_object(class, (source, object), (to, hole), owners);
         }
         true
     }
 
     /// The objects that are taken at this moment, in order.
-    fn objects_of(&self, span: u32, class: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
+    fn objects_of(&self, span: &Owned, class: usize) -> impl DoubleEndedIterator<Item = usize> {
         (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
     }
 
     /// Moves the last objects of an owned span into its first holes, and returns the pages behind them.
-    fn pack_span(&self, span: u32, class: usize, owners: &dyn Owners) {
+    fn pack_span(&self, span: &Owned, class: usize, owners: &dyn Owners) {
         for object in self.objects_of(span, class).rev() {
             let Some(hole) = self.resident_hole(span, class, object) else { break };
-            self.move_object(Place { span, object, class }, Place { span, object: hole, class }, owners);
+            self.move_object(class, (span, object), (span, hole), owners);
         }
         let last = self.objects_of(span, class).next_back();
         self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
@@ -100,19 +101,26 @@ impl Pool {
 
     /// Moves one object, if its slot still holds it. An object that no slot holds is about to be published or freed by
     /// the thread that has it, and stays.
-    fn move_object(&self, from: Place, to: Place, owners: &dyn Owners) {
-        let owner = self.backrefs.get(from.span, from.object);
-        self.spans.take(to.span, to.object);
-        self.backrefs.set(to.span, to.object, owner);
-        let mut unused = to;
+    fn move_object(
+        &self,
+        class: usize,
+        (source, object): (&Owned, usize),
+        (target, hole): (&Owned, usize),
+        owners: &dyn Owners,
+    ) {
+        let owner = self.backrefs.get(source, object);
+        let from = Place { span: source.number(), object, class }.location();
+        let mut taken = self.take(target, hole, class, owner);
+        let Taken(place) = taken;
+        let mut unused = place.location();
         owners.with_slot(owner, &mut |guard| {
             let word = guard.word();
-            if word.object() == Some(from.location()) {
-                self.write(to.location(), self.object(&guard));
-                guard.publish(word.moved_to(to.location()));
+            if word.object() == Some(from) {
+                self.fill(&mut taken, self.object(&guard));
+                guard.publish(word.moved_to(place.location()));
                 unused = from;
             }
         });
-        self.free(unused.location());
+        self.free(unused);
     }
 }

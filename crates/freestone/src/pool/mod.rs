@@ -11,12 +11,16 @@
 //! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills (a few
 //! ahead of need in a large class).
 //!
+//! What a slot's word says of an object is believed: words with objects are published by those only who took the object, or took
+//! it over from a slot that they had locked, and it is freed by whoever took it out of the last slot.
+//!
 //! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under `scarce`), a class's lists, the
 //! kept empties, the arena.
 
 pub mod backrefs;
 pub mod class;
 mod compact;
+mod memory;
 mod rebuild;
 mod spans;
 
@@ -31,12 +35,11 @@ pub use self::backrefs::BackRef;
 use self::backrefs::BackRefs;
 use self::class::{CLASS, CLASS_STEP_BYTES, CLASSES, Class, SPAN_BYTES, class_of};
 pub use self::compact::Owners;
-use self::spans::{Freed, Spans};
+use self::spans::{Freed, Owned, Spans, Unused};
 use crate::PAGE_BYTES;
 use crate::arena::Arena;
 use crate::device::{Error, Result};
 use crate::percpu;
-use crate::slot::SlotGuard;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no system calls.
@@ -53,7 +56,7 @@ pub struct Pool {
     spans: Spans,
     backrefs: BackRefs,
     current: Box<[CachePadded<Currents>]>,
-    empties: Mutex<Vec<u32>>,
+    empties: Mutex<Vec<Unused>>,
     compacting: Mutex<()>,
     scarce: Mutex<()>,
     /// Spans of each class, to size the read-ahead of memory.
@@ -70,7 +73,7 @@ pub struct Pool {
 pub type Alarm = Box<dyn Fn() + Send + Sync>;
 
 /// One CPU's current spans, one a class.
-type Currents = [Mutex<Option<u32>>; CLASSES];
+type Currents = [Mutex<Option<Owned>>; CLASSES];
 
 /// For whom a place is looked for.
 #[derive(Clone, Copy)]
@@ -89,6 +92,9 @@ struct Place {
     object: usize,
     class: usize,
 }
+
+/// The place of an object that was taken and that no slot holds yet: its bytes are the taker's alone.
+struct Taken(Place);
 
 impl Place {
     fn location(self) -> u64 {
@@ -138,23 +144,12 @@ impl Pool {
         let class = class_of(data.len());
         let asker = Asker { owner, kept, is_last: false };
         let taken = self.take_from(&mut self.lock_current(class), class, asker);
-        let place = match taken {
+        let mut taken = match taken {
             Err(Error::NoSpace) => self.take_when_scarce(class, Asker { is_last: true, ..asker })?,
             taken => taken?,
         };
-        let location = place.location();
-        self.write(location, data);
-        Ok(location)
-    }
-
-    /// The bytes of the object that a locked slot holds; empty where it holds none.
-    #[inline]
-    pub fn object<'g>(&'g self, guard: &'g SlotGuard<'_>) -> &'g [u8] {
-        let word = guard.word();
-        match word.object() {
-            Some(location) => self.view(location, word.stored_bytes()),
-            None => &[],
-        }
+        self.fill(&mut taken, data);
+        Ok(taken.0.location())
     }
 
     /// Bytes that an object takes of its span: its class.
@@ -175,26 +170,6 @@ impl Pool {
         self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Replaces the bytes of a locked slot's object by `data` of the [same class](Self::same_class), in their place. The
-    /// caller publishes the word that says what they are now.
-    #[inline]
-    pub fn overwrite(&self, guard: &SlotGuard<'_>, data: &[u8]) {
-        let word = guard.word();
-        if let Some(location) = word.object() {
-            assert!(
-                Self::same_class(data.len(), word.stored_bytes()),
-                "an object is overwritten in its class only"
-            );
-            self.write(location, data);
-        }
-    }
-
-    /// The object of a locked slot goes over to another slot, which is locked, too.
-    pub fn set_owner(&self, location: u64, owner: BackRef) {
-        let place = self.place(location);
-        self.backrefs.set(place.span, place.object, owner);
-    }
-
     /// Frees an object that no slot holds any more.
     #[inline]
     pub fn free(&self, location: u64) {
@@ -202,8 +177,8 @@ impl Pool {
         match self.spans.put(place.span, place.object, CLASS[place.class].objects) {
             Freed::Fine => {}
             Freed::Refile => {
-                if self.spans.refile(place.span, place.class, CLASS[place.class].objects) {
-                    self.retire(place.span, place.class);
+                if let Some(span) = self.spans.refile(place.span, place.class, CLASS[place.class].objects) {
+                    self.retire(span, place.class);
                 }
             }
             Freed::EmptyOwned => self.drop_empty_current(place),
@@ -212,21 +187,20 @@ impl Pool {
 
     /// This CPU's current span of a class; another CPU's where a descheduled thread holds it.
     #[inline]
-    fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<u32>> {
+    fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<Owned>> {
         percpu::lock_nearest(|cpu| &self.current[cpu][class])
     }
 
     #[inline]
-    fn take_from(&self, current: &mut Option<u32>, class: usize, asker: Asker) -> Result<Place> {
+    fn take_from(&self, current: &mut Option<Owned>, class: usize, asker: Asker) -> Result<Taken> {
         loop {
-            if let Some(span) = *current {
+            if let Some(span) = current {
                 if let Some(object) = self.spans.lowest_free(span) {
                     self.make_resident(span, object, class, asker)?;
-                    self.spans.take(span, object);
-                    self.backrefs.set(span, object, asker.owner);
-                    return Ok(Place { span, object, class });
+                    return Ok(self.take(span, object, class, asker.owner));
                 }
-                *current = None;
+            }
+            if let Some(span) = current.take() {
                 self.give_up(span, class);
             }
             *current = Some(match self.spans.own_fullest(class) {
@@ -236,10 +210,18 @@ impl Pool {
         }
     }
 
+    /// Takes a free object, which lies in memory.
+    #[inline]
+    fn take(&self, span: &Owned, object: usize, class: usize, owner: BackRef) -> Taken {
+        self.spans.take(span, object);
+        self.backrefs.set(span, object, owner);
+        Taken(Place { span: span.number(), object, class })
+    }
+
     /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current span or less full one
     /// it lies. (A span that compaction works on is not found.)
     #[cold]
-    fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Place> {
+    fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Taken> {
         let _one = self.scarce.lock();
         let mut currents: Vec<_> = self.current.iter().map(|cpu| cpu[class].lock()).collect();
         for span in currents.iter_mut().filter_map(|current| current.take()) {
@@ -248,7 +230,7 @@ impl Pool {
         let mut without = Vec::new();
         let found = loop {
             match self.spans.own_fullest(class) {
-                Some(span) if self.resident_hole(span, class, CLASS[class].objects as usize).is_none() => {
+                Some(span) if self.resident_hole(&span, class, CLASS[class].objects as usize).is_none() => {
                     without.push(span);
                 }
                 found => break found,
@@ -263,20 +245,17 @@ impl Pool {
     }
 
     /// A free object below `end` of an owned span that lies in memory.
-    fn resident_hole(&self, span: u32, class: usize, end: usize) -> Option<usize> {
+    fn resident_hole(&self, span: &Owned, class: usize, end: usize) -> Option<usize> {
         let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
-        // Relaxed: written by the span's owner, who calls this.
-        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
-        (pages_to_hold(&CLASS[class], hole) <= resident).then_some(hole)
+        (pages_to_hold(&CLASS[class], hole) <= self.spans.resident(span)).then_some(hole)
     }
 
     /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
     /// is retired or trimmed, so this is a comparison in the steady state.
     #[inline]
-    fn make_resident(&self, span: u32, object: usize, class: usize, asker: Asker) -> Result<()> {
+    fn make_resident(&self, span: &Owned, object: usize, class: usize, asker: Asker) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
-        // Relaxed: written by the span's owner, who calls this.
-        let resident = self.spans.get(span).resident.load(Ordering::Relaxed);
+        let resident = self.spans.resident(span);
         if needed <= resident {
             return Ok(());
         }
@@ -288,7 +267,7 @@ impl Pool {
     }
 
     #[cold]
-    fn grow_resident(&self, span: u32, class: usize, resident: u32, needed: u32, kept: u64) -> Result<()> {
+    fn grow_resident(&self, span: &Owned, class: usize, resident: u32, needed: u32, kept: u64) -> Result<()> {
         let pages = CLASS[class].pages;
         let wanted = (needed + self.pages_ahead(class)).min(pages);
         let target = if self.charge(wanted - resident, kept) {
@@ -301,15 +280,11 @@ impl Pool {
             needed
         };
         let added = target - resident;
-        let at = u64::from(span) * SPAN_BYTES + u64::from(resident) * PAGE_BYTES as u64;
-        if let Err(error) = self.arena.populate(at, u64::from(added) * PAGE_BYTES as u64) {
-            // Some of it may have come.
-            self.arena.release(at, u64::from(added) * PAGE_BYTES as u64);
+        if let Err(error) = self.bring_in(span, resident..target) {
             self.uncharge(added);
             return Err(error);
         }
-        // Relaxed: written by the span's owner, who calls this.
-        self.spans.get(span).resident.store(target, Ordering::Relaxed);
+        self.spans.set_resident(span, target);
         Ok(())
     }
 
@@ -356,31 +331,31 @@ impl Pool {
 
     // ---- spans come and go -----------------------------------------------------------------------------------------
 
-    fn new_span(&self, class: usize) -> Result<u32> {
+    fn new_span(&self, class: usize) -> Result<Owned> {
         let kept = self.empties.lock().pop();
         let span = match kept {
             Some(span) => span,
-            None => self.arena.alloc()?,
+            None => self.fresh_span()?,
         };
-        self.spans.adopt(span, class, CLASS[class].objects);
+        let span = self.spans.adopt(span, class, CLASS[class].objects);
         // A span that was kept has the memory of its former class, which may be more than this one needs.
-        self.trim(span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
-        self.backrefs.open(span, CLASS[class].objects);
+        self.trim(&span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
+        self.backrefs.open(&span, CLASS[class].objects);
         // Relaxed: a hint.
         self.population[class].fetch_add(1, Ordering::Relaxed);
         Ok(span)
     }
 
-    /// Files a span that the caller owned.
-    fn give_up(&self, span: u32, class: usize) {
-        if self.spans.disown(span, class, CLASS[class].objects) {
+    /// Files a span.
+    fn give_up(&self, span: Owned, class: usize) {
+        if let Some(span) = self.spans.disown(span, class, CLASS[class].objects) {
             self.retire(span, class);
         }
     }
 
-    /// Disposes of an empty span that is on no list.
-    fn retire(&self, span: u32, class: usize) {
-        self.backrefs.close(span);
+    /// Disposes of a span that was of `class`.
+    fn retire(&self, span: Unused, class: usize) {
+        self.backrefs.close(&span);
         // Relaxed: a hint.
         self.population[class].fetch_sub(1, Ordering::Relaxed);
         {
@@ -390,24 +365,23 @@ impl Pool {
                 return;
             }
         }
-        self.trim(span, 0);
-        self.arena.free(span);
+        self.dispose(span);
     }
 
-    /// Returns the memory of an owned span beyond its first `pages`.
-    fn trim(&self, span: u32, pages: u32) -> u32 {
-        let s = self.spans.get(span);
-        // Relaxed: written by the span's owner, who calls this.
-        let resident = s.resident.load(Ordering::Relaxed);
-        if resident <= pages {
-            return 0;
+    /// Returns a span to the arena, and its memory to the system.
+    fn dispose(&self, span: Unused) {
+        self.trim(span.as_owned(), 0);
+        self.return_span(span);
+    }
+
+    /// Returns the memory of a span beyond its first `pages`, in which no object lies.
+    fn trim(&self, span: &Owned, pages: u32) {
+        let resident = self.spans.resident(span);
+        if resident > pages {
+            self.send_out(span, pages..resident);
+            self.spans.set_resident(span, pages);
+            self.uncharge(resident - pages);
         }
-        let at = u64::from(span) * SPAN_BYTES + u64::from(pages) * PAGE_BYTES as u64;
-        self.arena.release(at, u64::from(resident - pages) * PAGE_BYTES as u64);
-        // Relaxed: as above.
-        s.resident.store(pages, Ordering::Relaxed);
-        self.uncharge(resident - pages);
-        resident - pages
     }
 
     /// Returns the memory of every kept empty span.
@@ -415,8 +389,7 @@ impl Pool {
         // Locked until all is done: whoever comes meanwhile finds the memory gone, not the list empty.
         let mut empties = self.empties.lock();
         for span in empties.drain(..) {
-            self.trim(span, 0);
-            self.arena.free(span);
+            self.dispose(span);
         }
     }
 
@@ -427,10 +400,9 @@ impl Pool {
         // Most likely it is this CPU's.
         for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]) {
             let Some(mut current) = cpu[place.class].try_lock() else { continue };
-            if *current == Some(place.span) {
-                if self.spans.used(place.span) == 0 {
-                    *current = None;
-                    self.give_up(place.span, place.class);
+            if current.as_ref().is_some_and(|span| span.number() == place.span) {
+                if let Some(span) = current.take_if(|span| self.spans.used(span) == 0) {
+                    self.give_up(span, place.class);
                 }
                 return;
             }
@@ -509,73 +481,4 @@ impl Pool {
 /// Pages at the front of a span that reach to the end of an object.
 fn pages_to_hold(class: &Class, object: usize) -> u32 {
     ((object as u32 + 1) * class.bytes).div_ceil(PAGE_BYTES as u32)
-}
-
-mod memory {
-    #![expect(unsafe_code)]
-    // UNSAFETY: reads and writes objects in the arena's shared memory.
-
-    use std::ptr::NonNull;
-
-    use super::{CLASS_STEP_BYTES, Pool};
-    use crate::slot::Word;
-
-    /// Bytes of a cache line on the machines that matter here; a wrong guess costs time only.
-    #[cfg(target_arch = "x86_64")]
-    const LINE_BYTES: usize = 64;
-
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    fn prefetch<const WRITE: bool>(from: NonNull<u8>, len: usize) {
-        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
-        for at in (0..len).step_by(LINE_BYTES) {
-            let line = from.as_ptr().wrapping_add(at).cast();
-            // SAFETY: a prefetch of any address is harmless.
-            unsafe {
-                if WRITE { _mm_prefetch::<_MM_HINT_ET0>(line) } else { _mm_prefetch::<_MM_HINT_T0>(line) }
-            }
-        }
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn prefetch<const WRITE: bool>(_from: NonNull<u8>, _len: usize) {}
-
-    impl Pool {
-        /// Fills an object that the caller has just taken and that no slot holds yet, or whose slot the caller has locked.
-        #[inline]
-        pub(super) fn write(&self, location: u64, data: &[u8]) {
-            let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
-            // The place is rarely in the cache: its lines come side by side, not one after the other behind the copy,
-            // which the next locked instruction would wait for.
-            prefetch::<true>(to, data.len());
-            // SAFETY: the object is at least data.len() bytes, resident, and the caller's alone: its bit is set, and
-            // its location is in no slot or in one that the caller has locked.
-            unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
-        }
-
-        /// Fetches the object that a slot was seen to hold into the cache, to be read soon. A hint: the slot may change.
-        #[inline]
-        pub fn prefetch_for_read(&self, word: Word) {
-            if let Some(location) = word.object() {
-                prefetch::<false>(self.arena.at(location * CLASS_STEP_BYTES as u64), word.stored_bytes());
-            }
-        }
-
-        /// As [`prefetch_for_read`](Self::prefetch_for_read), to be written soon.
-        #[inline]
-        pub fn prefetch_for_write(&self, word: Word) {
-            if let Some(location) = word.object() {
-                prefetch::<true>(self.arena.at(location * CLASS_STEP_BYTES as u64), word.stored_bytes());
-            }
-        }
-
-        /// The bytes of an object that is held by a slot which the caller has locked for as long as it looks.
-        #[inline]
-        pub(super) fn view(&self, location: u64, len: usize) -> &[u8] {
-            let from = self.arena.at(location * CLASS_STEP_BYTES as u64);
-            // SAFETY: a slot points here, so the object is whole and initialised; it is freed or moved only under
-            // that slot's lock, which the caller holds.
-            unsafe { std::slice::from_raw_parts(from.as_ptr(), len) }
-        }
-    }
 }

@@ -6,7 +6,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use super::spans::{Freed, Spans};
+use super::spans::{Freed, Owned, Spans, Unused};
 use crate::parking::Parking;
 use crate::slot::{Word, lock};
 use crate::sync::{Arc, AtomicU64, Mutex};
@@ -19,8 +19,8 @@ const OTHER_CLASS: usize = 1;
 /// A class with one CPU's current span, as in the pool but without its memory.
 struct Model {
     spans: Spans,
-    current: Mutex<Option<u32>>,
-    unused: Mutex<Vec<u32>>,
+    current: Mutex<Option<Owned>>,
+    unused: Mutex<Vec<Unused>>,
     memory: [[UnsafeCell<u32>; OBJECTS as usize]; 2],
 }
 
@@ -29,7 +29,8 @@ fn model() -> Arc<Model> {
     Arc::new(Model {
         spans: Spans::new(2),
         current: Mutex::new(None),
-        unused: Mutex::new(vec![0, 1]),
+        // SAFETY: a model's spans begin as nobody's.
+        unused: Mutex::new([0, 1].map(|span| unsafe { Unused::new(span) }).into()),
         memory,
     })
 }
@@ -38,18 +39,16 @@ impl Model {
     fn alloc(&self) -> (u32, usize) {
         let mut current = self.current.lock();
         let taken = loop {
-            if let Some(span) = *current {
-                if let Some(object) = self.spans.lowest_free(span) {
-                    self.spans.take(span, object);
-                    break (span, object);
+            if let Some(span) = current.take() {
+                if let Some(object) = self.spans.lowest_free(&span) {
+                    self.spans.take(&span, object);
+                    break (current.insert(span).number(), object);
                 }
-                *current = None;
                 self.give_up(span);
             }
             *current = Some(self.spans.own_fullest(CLASS).unwrap_or_else(|| {
                 let span = self.unused.lock().pop().expect("three objects never need a third span");
-                self.spans.adopt(span, CLASS, OBJECTS);
-                span
+                self.spans.adopt(span, CLASS, OBJECTS)
             }));
         };
         drop(current);
@@ -63,22 +62,22 @@ impl Model {
         match self.spans.put(span, object, OBJECTS) {
             Freed::Fine => {}
             Freed::Refile => {
-                if self.spans.refile(span, CLASS, OBJECTS) {
+                if let Some(span) = self.spans.refile(span, CLASS, OBJECTS) {
                     self.unused.lock().push(span);
                 }
             }
             Freed::EmptyOwned => {
                 let mut current = self.current.lock();
-                if *current == Some(span) && self.spans.used(span) == 0 {
-                    *current = None;
+                let empty = |own: &mut Owned| own.number() == span && self.spans.used(own) == 0;
+                if let Some(span) = current.take_if(empty) {
                     self.give_up(span);
                 }
             }
         }
     }
 
-    fn give_up(&self, span: u32) {
-        if self.spans.disown(span, CLASS, OBJECTS) {
+    fn give_up(&self, span: Owned) {
+        if let Some(span) = self.spans.disown(span, CLASS, OBJECTS) {
             self.unused.lock().push(span);
         }
     }
@@ -181,20 +180,20 @@ fn a_late_refile_finds_the_span_in_another_class() {
         };
         model.free(b);
         let span = model.unused.lock().pop();
-        if let Some(span) = span {
-            model.spans.adopt(span, OTHER_CLASS, OBJECTS);
-            model.spans.take(span, 0);
-            assert!(!model.spans.disown(span, OTHER_CLASS, OBJECTS));
-        }
+        let number = span.map(|span| {
+            let span = model.spans.adopt(span, OTHER_CLASS, OBJECTS);
+            model.spans.take(&span, 0);
+            let number = span.number();
+            assert_eq!(model.spans.disown(span, OTHER_CLASS, OBJECTS), None);
+            number
+        });
         other.join().unwrap();
-        if let Some(span) = span {
-            assert_eq!(
-                model.spans.own_fullest(OTHER_CLASS),
-                Some(span),
-                "the late freer refiled it in its old class"
-            );
-            assert_eq!(model.spans.put(span, 0, OBJECTS), Freed::EmptyOwned);
-            assert!(model.spans.disown(span, OTHER_CLASS, OBJECTS));
+        if let Some(number) = number {
+            let span = model.spans.own_fullest(OTHER_CLASS);
+            let span = span.filter(|span| span.number() == number);
+            let span = span.expect("the late freer refiled it in its old class");
+            assert_eq!(model.spans.put(number, 0, OBJECTS), Freed::EmptyOwned);
+            let span = model.spans.disown(span, OTHER_CLASS, OBJECTS).expect("it is empty");
             model.unused.lock().push(span);
         }
         model.free(c);
@@ -241,17 +240,17 @@ impl Disk {
         }
         let Some(source) = spans.own_emptiest(CLASS) else { return };
         let target = spans.own_fullest(CLASS);
-        for object in (0..OBJECTS as usize).filter(|&object| spans.is_taken(source, object)) {
-            let Some(hole) = target.and_then(|target| Some((target, spans.lowest_free(target)?))) else {
-                break;
-            };
-            spans.take(hole.0, hole.1);
+        for object in (0..OBJECTS as usize).filter(|&object| spans.is_taken(&source, object)) {
+            let Some(target) = &target else { break };
+            let Some(free) = spans.lowest_free(target) else { break };
+            spans.take(target, free);
+            let (from, hole) = ((source.number(), object), (target.number(), free));
             let mut unused = hole;
             let guard = lock(&self.slot, &self.parking);
-            if guard.word().object() == Some(location((source, object))) {
-                self.write(location(hole), self.read(location((source, object))));
+            if guard.word().object() == Some(location(from)) {
+                self.write(location(hole), self.read(location(from)));
                 guard.publish(Word::huge(location(hole)));
-                unused = (source, object);
+                unused = from;
             } else {
                 drop(guard);
             }
@@ -283,11 +282,12 @@ impl Disk {
     fn write_elsewhere(&self) {
         let taken = {
             let mut current = self.model.current.lock();
-            let Some(span) = current.or_else(|| self.model.spans.own_fullest(CLASS)) else { return };
-            *current = Some(span);
+            let own = current.take().or_else(|| self.model.spans.own_fullest(CLASS));
+            let Some(span) = own else { return };
+            let span = current.insert(span);
             let Some(object) = self.model.spans.lowest_free(span) else { return };
             self.model.spans.take(span, object);
-            (span, object)
+            (span.number(), object)
         };
         self.write(location(taken), NEW);
         self.replace(Word::huge(location(taken)));

@@ -5,9 +5,9 @@
     expect(dead_code, reason = "for a process that adopts the tables of another; so far only tests do")
 )]
 
-use super::class::{CLASS, SPAN_BYTES, class_of};
+use super::class::{CLASS, SPAN_PAGES, class_of};
+use super::spans::Unused;
 use super::{BackRef, Place, Pool, UNITS_PER_SPAN, pages_to_hold};
-use crate::PAGE_BYTES;
 use crate::slot::Word;
 use crate::sync::Ordering;
 
@@ -29,9 +29,8 @@ impl Pool {
     /// # Errors
     /// The slots contradict each other; the pool is of no use then.
     pub fn rebuild(&mut self, slots: impl Iterator<Item = (BackRef, Word)>) -> Result<(), RebuildError> {
-        let handed_out = self.arena.handed_out();
-        self.forget(handed_out);
-        let mut in_use = vec![false; handed_out as usize];
+        let mut unused: Vec<_> = self.forget().into_iter().map(Some).collect();
+        let mut owned: Vec<_> = unused.iter().map(|_| None).collect();
         for (owner, word) in slots {
             let Some(location) = word.object() else { continue };
             let bytes = word.stored_bytes();
@@ -39,61 +38,56 @@ impl Pool {
             let class = class_of(bytes);
             let object = CLASS[class].index_at(location % UNITS_PER_SPAN);
             let place = Place { span, object, class };
-            if span >= handed_out || object >= CLASS[class].objects as usize || place.location() != location {
+            if span as usize >= unused.len()
+                || object >= CLASS[class].objects as usize
+                || place.location() != location
+            {
                 return Err(RebuildError::Impossible(location, bytes));
             }
-            if !std::mem::replace(&mut in_use[span as usize], true) {
-                self.spans.adopt(span, class, CLASS[class].objects);
-                self.backrefs.open(span, CLASS[class].objects);
+            let span = if let Some(fresh) = unused[span as usize].take() {
+                let fresh = self.spans.adopt(fresh, class, CLASS[class].objects);
+                self.backrefs.open(&fresh, CLASS[class].objects);
                 // Relaxed: `&mut self`, nobody else is here.
                 self.population[class].fetch_add(1, Ordering::Relaxed);
-            }
+                owned[span as usize].insert(fresh)
+            } else {
+                owned[span as usize].as_mut().ok_or(RebuildError::Overlap(location))?
+            };
             if !self.spans.belongs_to(span, class) || self.spans.is_taken(span, object) {
                 return Err(RebuildError::Overlap(location));
             }
             self.spans.take(span, object);
             self.backrefs.set(span, object, owner);
-            let resident = &self.spans.get(span).resident;
-            // Relaxed: `&mut self`, nobody else is here.
-            resident.fetch_max(pages_to_hold(&CLASS[class], object), Ordering::Relaxed);
+            let pages = pages_to_hold(&CLASS[class], object);
+            self.spans.set_resident(span, self.spans.resident(span).max(pages));
         }
-        for (span, used) in (0..handed_out).zip(in_use) {
+        for span in owned.into_iter().flatten() {
+            let pages = self.spans.resident(&span);
+            self.send_out(&span, pages..SPAN_PAGES as u32);
             // Relaxed: `&mut self`, nobody else is here.
-            let pages = if used { self.spans.get(span).resident.load(Ordering::Relaxed) } else { 0 };
-            let at = u64::from(span) * SPAN_BYTES;
-            let held = u64::from(pages) * PAGE_BYTES as u64;
-            if held < SPAN_BYTES {
-                self.arena.release(at + held, SPAN_BYTES - held);
-            }
-            // Relaxed: as above.
             self.pages.fetch_add(u64::from(pages), Ordering::Relaxed);
-            if used {
-                self.give_up(span, self.spans.class_of(span));
-            } else {
-                self.arena.free(span);
-            }
+            let class = self.spans.class_of(span.number());
+            self.give_up(span, class);
+        }
+        for span in unused.into_iter().flatten() {
+            self.send_out(span.as_owned(), 0..SPAN_PAGES as u32);
+            self.return_span(span);
         }
         Ok(())
     }
 
     /// Drops every notion of what is free or whose, but no object.
-    fn forget(&mut self, handed_out: u32) {
-        for cpu in &self.current {
-            for current in cpu.iter() {
-                *current.lock() = None;
-            }
-        }
-        self.empties.lock().clear();
-        self.arena.forget_free();
-        for span in 0..handed_out {
+    fn forget(&mut self) -> Vec<Unused> {
+        let spans = self.all_unused();
+        for span in &spans {
             self.backrefs.close(span);
         }
-        self.spans = super::Spans::new(CLASS.len());
         for count in &self.population {
             // Relaxed: `&mut self`, nobody else is here.
             count.store(0, Ordering::Relaxed);
         }
         // Relaxed: `&mut self`, nobody else is here.
         self.pages.store(0, Ordering::Relaxed);
+        spans
     }
 }

@@ -1,8 +1,9 @@
 //! Which objects of which span are taken, and which spans of a class have room.
 //!
 //! # States of a span
-//! * **Nobody's**: in the arena or among the kept empties. Class 0.
-//! * **Owned**: one allocator (a CPU's current span, or the compactor) takes objects from it. Not listed.
+//! * **Nobody's**: in the arena or among the kept empties. Class 0. [`Unused`] stands for it.
+//! * **Owned**: one allocator (a CPU's current span, or the compactor) takes objects from it. Not listed. [`Owned`] stands
+//!   for it: what only the owner may do asks for that.
 //! * **Listed** under its class by tenths of fullness, or **full** (not listed, not owned).
 //!
 //! # Protocol
@@ -12,6 +13,9 @@
 //!   group, the freer refiles it. The group itself is written only under the class's lock.
 //! * `used` is raised before a bit is set and lowered after one is cleared: it is never below the number of set bits, so
 //!   a span with `used == 0` is empty for good, and whoever sees that under the class's lock takes it away.
+//!
+//! [`Owned`] and [`Unused`] cannot be copied. One of them is made where a span leaves its list, and goes where it is listed again,
+//! both under the class's lock; so a span never has two.
 //!
 //! Lock order: a class's `lists` is taken under a CPU's current-span lock; nothing is taken under it.
 
@@ -38,7 +42,7 @@ pub struct Span {
     /// Class plus one; 0 is nobody's. Written under the class's lock.
     class: AtomicU32,
     /// Pages at the front that are in memory. Written by the owner.
-    pub resident: AtomicU32,
+    resident: AtomicU32,
     /// Neighbours in the list, as span plus one. Guarded by the class's lock.
     next: AtomicU32,
     prev: AtomicU32,
@@ -59,6 +63,52 @@ pub enum Freed {
     Refile,
     /// It was the last object of an owned span: its owner may want to give it up.
     EmptyOwned,
+}
+
+/// The right of a span's owner.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Owned(u32);
+
+/// A span that is nobody's: empty, and of no class. Whoever has this may give it to a class, or to the arena.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Unused(Owned);
+
+impl Owned {
+    /// The span's number.
+    #[inline]
+    pub fn number(&self) -> u32 {
+        self.0
+    }
+}
+
+impl Unused {
+    /// The span's number.
+    pub fn number(&self) -> u32 {
+        self.0.0
+    }
+
+    /// Its memory is its holder's as an owner's is.
+    pub fn as_owned(&self) -> &Owned {
+        &self.0
+    }
+}
+
+mod fresh {
+    #![expect(unsafe_code)]
+    // UNSAFETY: nothing but the caller's word says that a number which comes from outside is a span of nobody's.
+
+    use super::{Owned, Unused};
+
+    impl Unused {
+        /// A span that was not there before.
+        ///
+        /// # Safety
+        /// It is nobody's, and nobody has another witness of it: the arena has just handed it out, or all that was known of
+        /// spans was forgotten.
+        pub unsafe fn new(span: u32) -> Self {
+            Self(Owned(span))
+        }
+    }
 }
 
 /// All spans of a pool.
@@ -83,7 +133,7 @@ impl Spans {
 
     /// What is known of a span that was [adopted](Self::adopt) before.
     #[inline]
-    pub fn get(&self, span: u32) -> &Span {
+    fn get(&self, span: u32) -> &Span {
         self.chunks.get(span)
     }
 
@@ -91,9 +141,9 @@ impl Spans {
         self.classes[class].lock()
     }
 
-    /// Makes a span, which is nobody's, an empty one of `class`; the caller owns it.
-    pub fn adopt(&self, span: u32, class: usize, objects: u32) {
-        let s = self.chunks.get_or_new(span);
+    /// Makes a span an empty one of `class`.
+    pub fn adopt(&self, Unused(span): Unused, class: usize, objects: u32) -> Owned {
+        let s = self.chunks.get_or_new(span.0);
         for (index, word) in s.bitmap.iter().enumerate() {
             let below = (objects as usize).saturating_sub(index * 64).min(64) as u32;
             let beyond = if below == 64 { 0 } else { u64::MAX << below };
@@ -105,6 +155,7 @@ impl Spans {
         s.meta.store(OWNED, Ordering::Relaxed);
         // Relaxed: as for meta.
         s.class.store(class as u32 + 1, Ordering::Relaxed);
+        span
     }
 
     /// The class of a span that holds a live object.
@@ -114,25 +165,38 @@ impl Spans {
         self.get(span).class.load(Ordering::Relaxed) as usize - 1
     }
 
-    /// The lowest free object of a span. Owner only.
+    /// Pages at the front of a span that are in memory.
     #[inline]
-    pub fn lowest_free(&self, span: u32) -> Option<usize> {
-        self.get(span).bitmap.iter().enumerate().find_map(|(index, word)| {
+    pub fn resident(&self, span: &Owned) -> u32 {
+        // Relaxed: written by the span's owner, who calls this.
+        self.get(span.0).resident.load(Ordering::Relaxed)
+    }
+
+    /// Notes how many pages are in memory.
+    pub fn set_resident(&self, span: &Owned, pages: u32) {
+        // Relaxed: read by the owner; the next one gets the span under a lock.
+        self.get(span.0).resident.store(pages, Ordering::Relaxed);
+    }
+
+    /// The lowest free object of a span.
+    #[inline]
+    pub fn lowest_free(&self, span: &Owned) -> Option<usize> {
+        self.get(span.0).bitmap.iter().enumerate().find_map(|(index, word)| {
             // Relaxed: a guess that stays true: only the owner, who calls this, sets bits.
             let free = !word.load(Ordering::Relaxed);
             (free != 0).then(|| index * 64 + free.trailing_zeros() as usize)
         })
     }
 
-    /// Takes a free object. Owner only.
+    /// Takes a free object.
     #[inline]
-    pub fn take(&self, span: u32, object: usize) {
-        let s = self.get(span);
+    pub fn take(&self, span: &Owned, object: usize) {
+        let s = self.get(span.0);
         // Relaxed: a count; raised before the bit so that it is never below the bits.
         s.meta.fetch_add(1, Ordering::Relaxed);
         // Acquire: pairs with the Release in `put`: the last user of this place is done with it.
         let before = s.bitmap[object / 64].fetch_or(1 << (object % 64), Ordering::Acquire);
-        debug_assert!(before & 1 << (object % 64) == 0, "object {object} of span {span} is taken twice");
+        debug_assert!(before & 1 << (object % 64) == 0, "object {object} of {span:?} is taken twice");
     }
 
     /// Gives an object back. Any thread that held it.
@@ -152,33 +216,33 @@ impl Spans {
         if used == 0 || group_of(used, objects) != group(meta) { Freed::Refile } else { Freed::Fine }
     }
 
-    /// Moves a span to the group it belongs to. True: it is empty, off the lists, and the caller's to dispose of.
-    pub fn refile(&self, span: u32, class: usize, objects: u32) -> bool {
+    /// Moves a span to the group it belongs to. `Some`: it is empty, off the lists, and the caller's to dispose of.
+    pub fn refile(&self, span: u32, class: usize, objects: u32) -> Option<Unused> {
         let mut lists = self.lists(class);
         let s = self.get(span);
         // Relaxed: meta's group and owner, and the class, change only under this class's lock; a span that left the
         // class meanwhile shows another class here.
         if s.class.load(Ordering::Relaxed) != class as u32 + 1 {
-            return false;
+            return None;
         }
         // Acquire: pairs with the AcqRel in `put`: an empty span's objects are all done with.
         let meta = s.meta.load(Ordering::Acquire);
         if meta & OWNED != 0 {
-            return false;
+            return None;
         }
         self.unlink(&mut lists, span, group(meta));
-        self.settle(&mut lists, span, objects)
+        self.settle(&mut lists, Owned(span), objects)
     }
 
-    /// Gives up a span that the caller owns. True: it is empty and the caller's to dispose of.
-    pub fn disown(&self, span: u32, class: usize, objects: u32) -> bool {
+    /// Gives up a span. `Some`: it is empty and the caller's to dispose of.
+    pub fn disown(&self, span: Owned, class: usize, objects: u32) -> Option<Unused> {
         let mut lists = self.lists(class);
         self.settle(&mut lists, span, objects)
     }
 
     /// Files an unlisted span by its present fullness, or takes it away when it is empty.
-    fn settle(&self, lists: &mut Lists, span: u32, objects: u32) -> bool {
-        let s = self.get(span);
+    fn settle(&self, lists: &mut Lists, span: Owned, objects: u32) -> Option<Unused> {
+        let s = self.get(span.0);
         // Acquire: pairs with the AcqRel in `put`.
         let mut meta = s.meta.load(Ordering::Acquire);
         loop {
@@ -188,15 +252,15 @@ impl Spans {
                 s.meta.store(OWNED, Ordering::Relaxed);
                 // Relaxed: under the class's lock.
                 s.class.store(0, Ordering::Relaxed);
-                return true;
+                return Some(Unused(span));
             }
             let to = group_of(used, objects);
             // AcqRel and Acquire: pair with `put`, which may lower the count at the same time; then try again.
             match s.meta.compare_exchange(meta, used | to << GROUP_SHIFT, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {
-                    self.link(lists, span, to);
-                    return false;
+                    self.link(lists, span.0, to);
+                    return None;
                 }
                 Err(now) => meta = now,
             }
@@ -204,25 +268,25 @@ impl Spans {
     }
 
     /// Takes the fullest span with room for the caller to own.
-    pub fn own_fullest(&self, class: usize) -> Option<u32> {
+    pub fn own_fullest(&self, class: usize) -> Option<Owned> {
         let mut lists = self.lists(class);
         let group = (0..GROUPS).rev().find(|&g| lists.heads[g] != 0)?;
         Some(self.own(&mut lists, group))
     }
 
     /// Takes the emptiest span with room for the caller to own.
-    pub fn own_emptiest(&self, class: usize) -> Option<u32> {
+    pub fn own_emptiest(&self, class: usize) -> Option<Owned> {
         let mut lists = self.lists(class);
         let group = (0..GROUPS).find(|&g| lists.heads[g] != 0)?;
         Some(self.own(&mut lists, group))
     }
 
-    fn own(&self, lists: &mut Lists, group: usize) -> u32 {
+    fn own(&self, lists: &mut Lists, group: usize) -> Owned {
         let span = lists.heads[group] - 1;
         self.unlink(lists, span, group as u32);
         // AcqRel: pairs with `put`: frees from here on see an owned span.
         self.get(span).meta.fetch_or(OWNED, Ordering::AcqRel);
-        span
+        Owned(span)
     }
 
     fn link(&self, lists: &mut Lists, span: u32, group: u32) {
@@ -256,22 +320,22 @@ impl Spans {
         }
     }
 
-    /// Whether an object is taken. For the owner: a set bit may be cleared at any time, a clear one stays.
-    pub fn is_taken(&self, span: u32, object: usize) -> bool {
+    /// Whether an object is taken: a set bit may be cleared at any time, a clear one stays.
+    pub fn is_taken(&self, span: &Owned, object: usize) -> bool {
         // Acquire: pairs with the Release in `put`.
-        self.get(span).bitmap[object / 64].load(Ordering::Acquire) & 1 << (object % 64) != 0
+        self.get(span.0).bitmap[object / 64].load(Ordering::Acquire) & 1 << (object % 64) != 0
     }
 
     /// Objects in use, from above: never less than there are.
-    pub fn used(&self, span: u32) -> u32 {
+    pub fn used(&self, span: &Owned) -> u32 {
         // Acquire: pairs with the AcqRel in `put`.
-        self.get(span).meta.load(Ordering::Acquire) & USED_MASK
+        self.get(span.0).meta.load(Ordering::Acquire) & USED_MASK
     }
 
     /// Whether a span belongs to `class` at this moment.
-    pub fn belongs_to(&self, span: u32, class: usize) -> bool {
+    pub fn belongs_to(&self, span: &Owned, class: usize) -> bool {
         // Relaxed: a look.
-        self.get(span).class.load(Ordering::Relaxed) == class as u32 + 1
+        self.get(span.0).class.load(Ordering::Relaxed) == class as u32 + 1
     }
 
     /// Bytes of the descriptors.

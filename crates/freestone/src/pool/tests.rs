@@ -6,7 +6,7 @@ use super::class::HUGE_LINE_BYTES;
 use super::compact::Owners;
 use super::rebuild::RebuildError;
 use super::*;
-use crate::slot::{Common, Table, Word};
+use crate::slot::{Common, SlotGuard, Table, Word};
 use crate::sync::Arc;
 
 const OWNER: BackRef = BackRef::new(0, 0);
@@ -15,13 +15,49 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|i| (seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (i % 57)) as u8 ^ i as u8).collect()
 }
 
+mod raw {
+    #![expect(unsafe_code)]
+    // UNSAFETY: tests look at objects that no slot holds.
+
+    /// A copy of an object that is the caller's.
+    pub fn view(pool: &super::Pool, location: u64, len: usize) -> Vec<u8> {
+        // SAFETY: the caller stored so many bytes there, and frees them later.
+        unsafe { pool.view(location, len) }.to_vec()
+    }
+}
+use raw::view;
+
+/// Whoever holds what `object` showed cannot overwrite it: one borrows the guard, the other one wants it alone.
+#[test]
+fn what_is_shown_is_not_overwritten() {
+    let _object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
+    let overwrite: for<'p, 'g, 's, 'd> fn(&'p Pool, &'g mut SlotGuard<'s>, &'d [u8]) = Pool::overwrite;
+    let pool = Pool::new().unwrap();
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
+    table.put(&pool, 3, 700);
+    let mut guard = table.0.leaf(3).unwrap().lock(3);
+    assert!(pool.object(&guard) == bytes(3, 700));
+    overwrite(&pool, &mut guard, &bytes(4, 700));
+    assert!(pool.object(&guard) == bytes(4, 700));
+}
+
+/// A word that was seen without its slot's lock may name memory that this thread does not see mapped yet.
+#[test]
+fn a_hint_names_memory_that_is_not_seen() {
+    let pool = Pool::new().unwrap();
+    for word in [Word::huge(7), Word::compressed((1 << crate::slot::LOCATION_BITS) - 1, 900, 0)] {
+        pool.prefetch_for_read(word);
+        pool.prefetch_for_write(word);
+    }
+}
+
 #[test]
 fn objects_of_every_size_keep_apart() {
     let pool = Pool::new().unwrap();
     let stored: Vec<_> =
         (1..=PAGE_BYTES).map(|len| (pool.store(&bytes(len as u64, len), OWNER, 0).unwrap(), len)).collect();
     for &(location, len) in &stored {
-        assert!(pool.view(location, len) == bytes(len as u64, len), "{len} bytes at {location:#x}");
+        assert!(view(&pool, location, len) == bytes(len as u64, len), "{len} bytes at {location:#x}");
     }
     for (location, _) in stored {
         pool.free(location);
@@ -152,7 +188,7 @@ fn a_reached_limit_refuses_nobody_who_fits() {
                 for round in 0..200 {
                     pool.free(mine);
                     mine = pool.store(&bytes(round, 1999), OWNER, 0).unwrap();
-                    assert!(pool.view(mine, 1999) == bytes(round, 1999));
+                    assert!(view(&pool, mine, 1999) == bytes(round, 1999));
                 }
             });
         }
@@ -186,7 +222,7 @@ fn many_threads_share_the_pool() {
                         drop(shared);
                         for (location, seed, len) in take {
                             assert!(
-                                pool.view(location, len) == bytes(seed, len),
+                                view(&pool, location, len) == bytes(seed, len),
                                 "an object was overwritten"
                             );
                             pool.free(location);
@@ -194,7 +230,7 @@ fn many_threads_share_the_pool() {
                     }
                 }
                 for (location, seed, len) in live {
-                    assert!(pool.view(location, len) == bytes(seed, len), "an object was overwritten");
+                    assert!(view(&pool, location, len) == bytes(seed, len), "an object was overwritten");
                     pool.free(location);
                 }
             });
@@ -262,7 +298,7 @@ fn compaction_leaves_one_packed_span_a_class() {
     assert_eq!(freed, before - pool.pages());
     assert!(pool.pages() * PAGE_BYTES as u64 <= live * 104 / 100, "{} pages for {live} bytes", pool.pages());
     table.check(&pool, (0..20_000).filter(|s| s % 4 == 1), len);
-    assert!(pool.view(unpublished, 700) == bytes(99, 700));
+    assert!(view(&pool, unpublished, 700) == bytes(99, 700));
     assert_eq!(pool.compact(&table), 0, "nothing is left to do");
 }
 

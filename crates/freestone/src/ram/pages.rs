@@ -261,10 +261,10 @@ impl Shared {
     /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old or the new: they need the
     /// slot's lock.
     #[inline]
-    fn overwrite(&self, layer: &Layer, guard: SlotGuard<'_>, packed: &Packed<'_>) {
+    fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
         let new = packed.word(old.location()).with_age(self.ages.now());
-        self.pool.overwrite(&guard, packed.bytes());
+        self.pool.overwrite(&mut guard, packed.bytes());
         guard.publish(new);
         layer.account(self, old, new);
     }

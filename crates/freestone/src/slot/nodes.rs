@@ -33,8 +33,10 @@ mod real {
         pub fn alloc(&self) -> Result<u32> {
             let node = self.arena.alloc()?;
             if let Err(error) = self.arena.populate(u64::from(node) * NODE_BYTES, NODE_BYTES) {
-                self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES);
-                self.arena.free(node);
+                // SAFETY: it was just handed out, and is used no more.
+                unsafe { self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES) };
+                // SAFETY: as above.
+                unsafe { self.arena.free(node) };
                 return Err(error);
             }
             // Relaxed: a statistic.
@@ -47,12 +49,16 @@ mod real {
             nodes.sort_unstable();
             // Neighbours go in one system call.
             for run in nodes.chunk_by(|a, b| a + 1 == *b) {
-                self.arena.release(u64::from(run[0]) * NODE_BYTES, run.len() as u64 * NODE_BYTES);
+                // SAFETY: nodes are only ever seen as atomics.
+                unsafe {
+                    self.arena.release(u64::from(run[0]) * NODE_BYTES, run.len() as u64 * NODE_BYTES);
+                }
             }
             // Relaxed: a statistic.
             self.used.fetch_sub(nodes.len() as u64, Ordering::Relaxed);
             for node in nodes {
-                self.arena.free(node);
+                // SAFETY: nodes are only ever seen as atomics, so what a wrong number does is a wrong table, and no more.
+                unsafe { self.arena.free(node) };
             }
         }
 
