@@ -10,7 +10,6 @@ mod control;
 mod entries;
 mod entry;
 mod error;
-mod frozen;
 mod job;
 mod layers;
 mod machine;

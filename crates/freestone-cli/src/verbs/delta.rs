@@ -17,7 +17,6 @@ use crate::cli::Call;
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
-use crate::frozen::Frozen;
 use crate::job::Job;
 use crate::service::Service;
 use crate::size::human;
@@ -288,9 +287,8 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
     let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
     match (&entry.kind, entry.device()) {
         (Kind::Fork(fork), _) => {
-            let snapshot = fork.snapshot();
-            let snapshot = snapshot.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
-            let device = Frozen { snapshot: Arc::new(snapshot), fork: Arc::clone(fork) };
+            let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
+            let device = device.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
             Ok(Looked { device: Arc::new(device), job, _origin: None })
         }
         (Kind::Snapshot(snapshot), _) if !entry.needs().is_empty() => {
@@ -301,8 +299,9 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
             let Some((origin, rewinds)) = origin else { return refuse(Errno::ENODEV, lost) };
             let held = service.jobs.begin(origin.name(), verb)?;
             match &origin.kind {
-                Kind::Fork(fork) if origin.rewinds.load(Ordering::SeqCst) == rewinds => {
-                    let device = Frozen { snapshot: Arc::clone(snapshot), fork: Arc::clone(fork) };
+                Kind::Fork(_) if origin.rewinds.load(Ordering::SeqCst) == rewinds => {
+                    let device = snapshot.over_base();
+                    let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
                     Ok(Looked { device: Arc::new(device), job, _origin: Some(held) })
                 }
                 _ => refuse(Errno::ENODEV, lost),

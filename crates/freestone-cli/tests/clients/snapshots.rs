@@ -307,3 +307,46 @@ fn a_delta_is_a_qcow2_overlay() {
     let raw = serve.refused(1, &["create", "q=qcow2,path=golden.img"]);
     assert!(raw.ends_with("golden.img: is not a qcow2 image; a raw image is of kind file"), "{raw}");
 }
+
+/// Pages behind the base's end are in a delta: of a snapshot whatever its origin became since, of a fork as they were when the
+/// save began.
+#[test]
+fn a_delta_has_what_lies_behind_the_end_of_the_base() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), noise(4, MIB)).unwrap();
+    let args = [
+        "golden=file,path=golden.img,readonly=yes,publish=no",
+        "job=fork,base=golden,size=2M",
+        "--nbd",
+        "unix:nbd",
+        "--control",
+        "control",
+    ];
+    let serve = Serve::start_in(dir, &args, false);
+    let job = uri(&serve, "job");
+    qemu_io(&job, &["write -P 7 1536k 64k", "write -P 8 1792k 4k", "discard 1792k 4k", "write -P 9 512k 4k"]);
+    ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("then.img")));
+    serve.text(&["snapshot", "job", "then"]);
+    qemu_io(&job, &["discard 1536k 64k", "discard 512k 4k", "write -P 3 1920k 4k"]);
+    // It reads what it read, and so does its overlay.
+    let saved = serve.json(&["delta", "save", "then", "then.qcow2"]);
+    assert_eq!(saved["bytes"], 68 << 10, "{saved}");
+    let shown = serve.json(&["delta", "show", "then"]);
+    assert_eq!(shown["rows"][1], json!({"offset": 1536 << 10, "length": 64 << 10, "zero": false}), "{shown}");
+    let compare = |raw: &str, overlay: &str| {
+        let mut compare = tool("qemu-img");
+        compare.args(["compare", "-f", "raw", "-F", "qcow2"]).arg(serve.path(raw)).arg(serve.path(overlay));
+        ok(&mut compare);
+    };
+    compare("then.img", "then.qcow2");
+    serve.text(&["delta", "save", "job", "job.qcow2"]);
+    ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("job.img")));
+    compare("job.img", "job.qcow2");
+    // Onto another fork.
+    let nbd = format!("unix:{}", serve.path("nbd").display());
+    serve.text(&["fork", "golden", "copy", "size=2M", "--nbd", &nbd]);
+    serve.text(&["delta", "apply", "copy", "then.qcow2"]);
+    ok(tool("qemu-img")
+        .args(["compare", "-f", "raw", "-F", "raw", &uri(&serve, "copy")])
+        .arg(serve.path("then.img")));
+}

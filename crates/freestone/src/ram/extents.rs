@@ -1,9 +1,13 @@
 //! What lies where: extents, and what a fork or snapshot holds itself.
 
+use super::chain::View;
 use super::through::Below;
-use super::{Inner, PAGE, Ram, next_multiple};
-use crate::device::{self, Change, Changes, Extent, ExtentKind, range_end};
-use crate::pin;
+use super::{Inner, PAGE, Ram, SetupError, next_multiple};
+use crate::device::{
+    self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
+    range_end,
+};
+use crate::pin::{self, Pin};
 use crate::slot::{Kind, LEAF_SLOTS, Word};
 
 /// Leaves that one call looks at.
@@ -118,34 +122,97 @@ fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u6
     runs
 }
 
+/// What of `[offset, offset + len)` is whose, as `next` tells it of pages.
+fn changes(
+    ram: &Inner,
+    (offset, len): (u64, u64),
+    next: impl Fn(&Pin<'_>, &View, u64, u64) -> (u64, bool),
+    row: &mut dyn FnMut(Change) -> bool,
+) -> device::Result<u64> {
+    let end = range_end(offset, len, ram.size())?;
+    let runs = pin::pinned(|pin| {
+        let view = ram.view.load(pin);
+        runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| next(pin, view, slot, end))
+    });
+    let mut given = 0;
+    for run in runs.0 {
+        let (from, to) = ((run.from * PAGE).max(offset), (run.to * PAGE).min(end));
+        given = to - offset;
+        if !row(Change { offset: from, len: to - from, own: run.kind }) {
+            break;
+        }
+    }
+    Ok(given)
+}
+
+/// Of a fork what it holds over its base now, of a snapshot what its origin overwrote since.
 impl Changes for Ram {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
-        let end = range_end(offset, len, self.0.size())?;
-        let runs = pin::pinned(|pin| {
-            let view = self.0.view.load(pin);
+        let next = |_: &Pin<'_>, view: &View, slot, end| {
             let table = view.layer.table();
-            runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| {
-                let present = table.next_present(slot, end).unwrap_or(end);
-                match table.leaf(slot) {
-                    Some(leaf) if present == slot => {
-                        let stop = next_multiple(slot, LEAF_SLOTS).min(end);
-                        let own = leaf.peek(slot) != Word::EMPTY;
-                        let run = (slot..stop).take_while(|&slot| (leaf.peek(slot) != Word::EMPTY) == own);
-                        (run.count().max(1) as u64, own)
-                    }
-                    _ => (present.max(slot + 1) - slot, false),
+            let present = table.next_present(slot, end).unwrap_or(end);
+            match table.leaf(slot) {
+                Some(leaf) if present == slot => {
+                    let stop = next_multiple(slot, LEAF_SLOTS).min(end);
+                    let own = leaf.peek(slot) != Word::EMPTY;
+                    let run = (slot..stop).take_while(|&slot| (leaf.peek(slot) != Word::EMPTY) == own);
+                    (run.count().max(1) as u64, own)
                 }
-            })
-        });
-        let mut given = 0;
-        for run in runs.0 {
-            let (from, to) = ((run.from * PAGE).max(offset), (run.to * PAGE).min(end));
-            given = to - offset;
-            if !row(Change { offset: from, len: to - from, own: run.kind }) {
-                break;
+                _ => (present.max(slot + 1) - slot, false),
             }
-        }
-        Ok(given)
+        };
+        changes(&self.0, (offset, len), next, row)
+    }
+}
+
+/// A snapshot, to be looked at as a layer over what its origin lies over: what [`Changes`] calls its own is what the origin
+/// held when the snapshot was taken, whatever became of the origin and of other snapshots since.
+pub struct OverBase(Ram);
+
+impl Ram {
+    /// This snapshot with all that it does not read from below its origin as its changes; see [`OverBase`].
+    ///
+    /// # Errors
+    /// This is live: it changes while one looks.
+    pub fn over_base(&self) -> Result<OverBase, SetupError> {
+        if self.is_snapshot() { Ok(OverBase(self.clone())) } else { Err(SetupError::Live) }
+    }
+}
+
+impl Device for OverBase {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        Device::try_io(&self.0, request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.0.submit(request, buffer, done);
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.0.prefetch(offset, len);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
+        Device::extents(&self.0, offset, len, row)
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        Some(self)
+    }
+}
+
+impl Changes for OverBase {
+    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
+        let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_below(pin, slot, end) {
+            // Who of the chain holds a page may change, that one does does not.
+            0 => (1, view.with_page(pin, slot, |found| found.is_some())),
+            run => (run, false),
+        };
+        changes(&self.0.0, (offset, len), next, row)
     }
 }
 

@@ -53,6 +53,7 @@ use self::config::round_size;
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
 pub use self::dictionary::AutoRecompressed;
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
+pub use self::extents::OverBase;
 use self::family::Shared;
 pub use self::family::{Family, FamilyStat};
 pub use self::idle::Idle;

@@ -4,5 +4,6 @@ mod corrupt;
 mod deltas;
 mod fork;
 mod images;
+mod moments;
 mod refusals;
 mod tools;

@@ -4,7 +4,8 @@
 //! `rebase` and `convert` take it, and so does [`Image`](super::Image). Its clusters have 64 KiB. A cluster of which a part
 //! was changed is saved whole, filled up from the device; one that is all zeroes is a mark without data.
 //!
-//! These calls wait for disks and devices. They see the device as it is while they run: save a snapshot of what is in use.
+//! These calls wait for disks and devices. They see the device as it is while they run: of a fork that is in use save a
+//! snapshot, [over its base](crate::ram::Ram::over_base), which is of one moment.
 
 mod apply;
 mod runs;
