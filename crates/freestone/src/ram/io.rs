@@ -95,7 +95,8 @@ impl Inner {
     }
 
     /// As much of a request as can be done at once.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "a request in memory is one function")]
+    #[inline(always)]
     pub(super) fn attempt(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Attempt> {
         if let Err(error) = request.check_place(self.size(), LOGICAL_BLOCK_BYTES) {
             self.counters.add(counter::INVALID_IO, 1);
