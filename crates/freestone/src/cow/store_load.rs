@@ -1,4 +1,8 @@
 //! Opening a persistent exception store: everything on the device is checked before anything is written.
+//!
+//! What is found need not be durable: the process before may have ended between a write and its answer, or the write failed, and what
+//! was read is in a cache. So what was written last, the end of the list or the header of an invalid store, is written again
+//! and flushed before anybody relies on it.
 
 use super::config::{Damage, SetupError};
 use super::format::{
@@ -6,13 +10,15 @@ use super::format::{
     Found, Layout, SECTOR_ENTRIES,
 };
 use super::store::Exceptions;
-use super::store_area::End;
+use super::store_area::{End, RUN_ENTRIES_MAX};
 use crate::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 
 /// Most exceptions that are loaded: 4 GiB of memory.
 const ENTRIES_MAX: usize = 1 << 28;
 /// Metadata is read in pieces of this many bytes at most.
 const PIECE_BYTES: u64 = 1 << 20;
+/// Bytes of blocks that a step of a merge empties, at most, besides the one in which the list ends then.
+const REMOVED_BYTES_MAX: u64 = RUN_ENTRIES_MAX * ENTRY_BYTES as u64;
 /// Chunks that even an empty store has: the header and an area.
 const CHUNKS_MIN: u64 = 2;
 
@@ -66,8 +72,12 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
             if asked.is_some_and(|asked| asked != chunk) {
                 tracing::warn!(asked = wanted, chunk, "the exception store has a chunk size of its own");
             }
+            if valid {
+                return scan(cow, layout, &geometry, origin.size);
+            }
             // What an invalid store lists means nothing.
-            if valid { scan(cow, layout, &geometry, origin.size) } else { Ok(Loaded::empty(layout, false)) }
+            cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
+            Ok(Loaded::empty(layout, false))
         }
     }
 }
@@ -105,9 +115,7 @@ fn scan(
     let next_free = exceptions.iter().map(|&(_, new)| new + 1).max();
     let next_free = layout.skip_metadata(next_free.unwrap_or(FIRST_COPY));
     check_unique(&mut exceptions)?;
-    if stale {
-        clean(cow, layout, &end).map_err(writing)?;
-    }
+    settle(cow, layout, &end, stale).map_err(writing)?;
     Ok(Loaded { layout, valid: true, end, next_free, exceptions })
 }
 
@@ -171,19 +179,25 @@ fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// Zeroes the area behind the end. What a torn write left there was never told to anybody; it would come back to life when
-/// the gap before it is filled.
-fn clean(cow: &dyn Device, layout: Layout, end: &End) -> device::Result<()> {
-    tracing::warn!(
-        area = end.area,
-        entries = end.committed,
-        "a torn write of the exception store is cleaned up"
-    );
+/// Writes the end of the list as it was found, and flushes all that was read. Where there is something behind the end, the rest of
+/// the area becomes zeroes: what a torn write left there was never told to anybody, and would come back to life when the gap
+/// before it is filled.
+fn settle(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::Result<()> {
     let start = layout.area_byte(end.area);
     let block = end.committed / BLOCK_ENTRIES * BLOCK_BYTES as u64;
     let behind = block + BLOCK_BYTES as u64;
-    if behind < layout.chunk() {
-        cow.write_zeroes(start + behind, layout.chunk() - behind, Flags::MAY_FREE)?;
+    let mut zeroes = layout.chunk() - behind;
+    if stale {
+        tracing::warn!(
+            area = end.area,
+            entries = end.committed,
+            "a torn write of the exception store is cleaned up"
+        );
+    } else {
+        zeroes = zeroes.min(REMOVED_BYTES_MAX);
+    }
+    if zeroes > 0 {
+        cow.write_zeroes(start + behind, zeroes, Flags::MAY_FREE)?;
     }
     cow.write_at(start + block, &*end.block, Flags::empty())?;
     cow.flush()

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar};
+use std::sync::{Arc, Condvar, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::Usage;
 use super::format::{self, Entry, Layout};
@@ -14,6 +15,10 @@ use crate::sync::{self, Mutex};
 
 /// Called once with an outcome.
 type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
+
+/// How long after a failure the header of an invalid store is written again.
+const HEADER_AGAIN: Duration = Duration::from_secs(1);
+
 /// Called with the outcome of a commit.
 pub type Done = Answer<Invalid>;
 /// Called when the record is known again, or could not be written.
@@ -70,6 +75,8 @@ pub struct Queue {
     lost: Vec<Done>,
     /// The header on disk does not say yet that the snapshot is invalid.
     header_due: bool,
+    /// When to try again, where writing it failed.
+    header_again: Option<Instant>,
     /// Who is to be told that a removal that failed was undone.
     undo: Vec<PutBack>,
     stop: bool,
@@ -93,6 +100,7 @@ impl Queue {
             gathered: VecDeque::new(),
             lost: Vec::new(),
             header_due: false,
+            header_again: None,
             undo: Vec::new(),
             stop: false,
             stats: Stats::default(),
@@ -162,6 +170,21 @@ impl Queue {
                 self.lost.push(ready.done);
             }
         }
+    }
+
+    /// Whether the header is to be written now. One that failed is, after a while, or when anybody asks, or at the end.
+    fn take_header(&mut self) -> bool {
+        let due = self.header_again.is_none_or(|at| at <= Instant::now());
+        self.header_due && (due || self.stop || !self.lost.is_empty()) && std::mem::take(&mut self.header_due)
+    }
+
+    /// Writing the header failed. It stays due, else the snapshot would be opened again as a good one; at the end that cannot be helped.
+    fn header_failed(&mut self, error: device::Error) {
+        if self.header_again.is_none() || self.stop {
+            tracing::warn!(%error, "an invalid snapshot could not be marked on its COW device");
+        }
+        self.header_due = !self.stop;
+        self.header_again = Some(Instant::now() + HEADER_AGAIN);
     }
 
     pub fn usage(&self, size: u64) -> Usage {
@@ -239,7 +262,7 @@ impl Committer {
                 Work::Group => self.commit_group(),
                 Work::Lost { header, dones } => {
                     if header && let Err(error) = self.write_invalid() {
-                        tracing::warn!(%error, "an invalid snapshot could not be marked on its COW device");
+                        self.queue.lock().header_failed(error);
                     }
                     answer(dones, Err(Invalid));
                 }
@@ -254,7 +277,7 @@ impl Committer {
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
-            let header = std::mem::take(&mut queue.header_due);
+            let header = queue.take_header();
             if header || !queue.lost.is_empty() {
                 return Some(Work::Lost { header, dones: std::mem::take(&mut queue.lost) });
             }
@@ -267,7 +290,13 @@ impl Committer {
             if queue.stop {
                 return None;
             }
-            queue = sync::wait(&self.wake, queue);
+            queue = match queue.header_again.filter(|_| queue.header_due) {
+                None => sync::wait(&self.wake, queue),
+                Some(at) => {
+                    let left = at.saturating_duration_since(Instant::now());
+                    self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
     }
 

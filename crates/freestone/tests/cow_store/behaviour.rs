@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use freestone::cow::StoreKind;
 use freestone::cow::store::{Full, Invalid, MergeError, Store};
-use freestone::device::{Device, Error, Op};
+use freestone::device::{Blocking, Device, Error, Op};
 use freestone_testkit::{Deferred, Faulty, Policy, Rng, What, When};
 
 use crate::disk::Disk;
@@ -287,6 +287,36 @@ fn a_commit_that_failed_makes_the_snapshot_invalid_on_disk_first() {
     assert!(!store.is_valid());
     drop(store);
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
+}
+
+/// A device that fails for a while learns in the end that its snapshot is lost: else it would be opened again as a good one.
+#[test]
+fn an_invalidation_that_failed_is_written_again() {
+    for dropped in [false, true] {
+        let disk = faulty(64);
+        let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+        preserve(&store, 1);
+        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        let failed = commit(&store, store.allocate().unwrap(), 2);
+        // The origin does not wait for it.
+        assert_eq!(failed.recv_timeout(SOON), Ok(Err(Invalid)));
+        disk.heal();
+        let is_marked = || {
+            let mut block = [0xFF; 4096];
+            disk.read_at(0, &mut block).unwrap();
+            block[4..8] == [0; 4]
+        };
+        if dropped {
+            drop(store);
+            assert!(is_marked(), "the device still says that the snapshot is good");
+        } else {
+            let start = Instant::now();
+            while !is_marked() {
+                assert!(start.elapsed() < SOON, "the device still says that the snapshot is good");
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
 }
 
 /// Each operation of a run fails once: whoever was told that an exception is durable finds it, or an invalid snapshot.

@@ -159,6 +159,69 @@ fn a_merge_that_failed_can_be_tried_again() {
     }
 }
 
+/// What the longer one may have taken from other blocks is there again.
+#[test]
+fn a_shorter_removal_covers_a_longer_one_that_failed() {
+    for put_back in [What::Fail(Error::Media), What::Tear, What::FailDone(Error::Media)] {
+        let chunk = 64 << 10;
+        let disk = Arc::new(Faulty::new(800 * chunk, 512));
+        let open = || {
+            let cow = Arc::clone(&disk) as Arc<dyn Device>;
+            Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
+        };
+        let (store, _) = open();
+        preserve_all(&store, 0..700);
+        let last = store.last_run().unwrap().unwrap();
+        let next = disk.counts().writes;
+        disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
+        disk.fault(Some(Op::Write), When::From(next + 1), put_back);
+        assert_eq!(store.commit_merge(&last, 690), Err(MergeError::Device(Error::Media)));
+        assert!(store.is_torn());
+        disk.heal();
+        store.commit_merge(&last, 1).unwrap();
+        assert!(!store.is_torn());
+        assert_eq!(store.last_run(), Ok(Some(run(0, 2, 699))));
+        drop(store);
+        assert_eq!(open().1, (0..699).map(|at| (at, at + 2)).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn a_removal_that_failed_is_put_back() {
+    let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    preserve_all(&store, 0..40);
+    let last = store.last_run().unwrap().unwrap();
+    let put_back = || {
+        let (tx, rx) = std::sync::mpsc::channel();
+        store.put_back(move |outcome| tx.send(outcome).unwrap());
+        rx.recv_timeout(SOON).unwrap()
+    };
+    assert_eq!(put_back(), Ok(()));
+    let there = || {
+        let bytes = Disk::new(vec![0; (64 * CHUNK) as usize]);
+        let mut copy = vec![0; (64 * CHUNK) as usize];
+        disk.read_at(0, &mut copy).unwrap();
+        bytes.write_at(0, &copy, Flags::empty()).unwrap();
+        open(bytes as Arc<dyn Device>).1.len()
+    };
+    let next = disk.counts().writes;
+    disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
+    assert!(store.commit_merge(&last, 30).is_err());
+    // At once.
+    assert!(!store.is_torn() && there() == 40);
+    disk.fault(Some(Op::Write), When::At(next + 2), What::FailDone(Error::Media));
+    disk.fault(Some(Op::Write), When::From(next + 3), What::Fail(Error::NoSpace));
+    assert!(store.commit_merge(&last, 30).is_err());
+    assert!(store.is_torn() && there() == 10);
+    assert_eq!(put_back(), Err(Error::NoSpace));
+    disk.heal();
+    assert_eq!(put_back(), Ok(()));
+    assert!(!store.is_torn() && there() == 40);
+    preserve(&store, 99);
+    assert_eq!(there(), 41);
+}
+
 /// An entry behind others that may be gone would not be found again: that is no commit.
 #[test]
 fn nothing_is_added_behind_a_removal_that_failed() {
