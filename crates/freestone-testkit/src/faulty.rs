@@ -136,6 +136,8 @@ struct State {
     counts: Counts,
     complaints: Vec<String>,
     shuffle: Option<Rng>,
+    /// What each operation takes.
+    service: Duration,
     stop: bool,
 }
 
@@ -175,6 +177,7 @@ impl Faulty {
             counts: Counts::default(),
             complaints: Vec::new(),
             shuffle: None,
+            service: Duration::ZERO,
             stop: false,
         };
         let geometry = Geometry {
@@ -204,6 +207,13 @@ impl Faulty {
     #[must_use]
     pub fn shuffled(self, seed: u64) -> Self {
         self.shared.lock().shuffle = Some(Rng::new(seed));
+        self
+    }
+
+    /// A disk that does one thing after the other, in the order of arrival, and takes `each` for it.
+    #[must_use]
+    pub fn one_by_one(self, each: Duration) -> Self {
+        self.shared.lock().service = each;
         self
     }
 
@@ -323,6 +333,12 @@ impl Shared {
                 None => ready[0],
             };
             let Job { request, mut buffer, done, fault, .. } = state.queue.remove(at);
+            let service = state.service;
+            if !stop && service > Duration::ZERO {
+                drop(state);
+                thread::sleep(service);
+                state = self.lock();
+            }
             let outcome = state.perform(&request, &mut Some(&mut buffer), fault, &self.geometry);
             drop(state);
             done.complete(outcome, buffer);

@@ -185,7 +185,7 @@ impl<W> Locked<'_, W> {
 
     /// Begins the exception of a chunk without one; `waiter` is told when it ends.
     pub fn begin(self, waiter: W) {
-        self.flights.depart(self.guard, self.chunk, 0, vec![waiter]);
+        self.flights.depart(self.guard, self.chunk, vec![waiter]);
     }
 
     /// Adds a waiter to a pending exception.

@@ -27,8 +27,6 @@ const READ_BLOCKS_MAX: u64 = 64;
 const GAP_BLOCKS: u64 = 4;
 /// Before another look at a page that is on its way for somebody else.
 const PAUSE: Duration = Duration::from_millis(1);
-/// What an answer of the backing device may be late, as the store does not count from here.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// What a device lies over.
 pub(crate) enum Lower {
@@ -235,16 +233,16 @@ impl Ram {
         for (number, group) in groups.into_iter().enumerate() {
             let (first, end) = reach(store, &group);
             let answer = answer.clone();
-            store.read(first, (end - first) as u32, move |outcome, buffer| {
-                // Nobody listens any more where it comes too late.
-                let _ = answer.send((number, outcome.map(|()| buffer.to_vec())));
+            store.read(first, (end - first) as u32, move |outcome| {
+                // We listen until all have said something.
+                let _ = answer.send((number, outcome.map(<[u8]>::to_vec)));
             });
             waiting.push(Some(group));
         }
         drop(answer);
-        let patience = Duration::from_millis(store.timeout_ms()) + GRACE;
         let mut failed = Vec::new();
-        while let Ok((number, outcome)) = answers.recv_timeout(patience) {
+        // Each answers, or is answered for when it is late.
+        while let Ok((number, outcome)) = answers.recv() {
             let Some(group) = waiting[number].take() else { continue };
             let Ok(buffer) = outcome else {
                 failed.extend(group);

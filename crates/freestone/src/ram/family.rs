@@ -117,6 +117,10 @@ impl Family {
             let keeper = Arc::clone(&shared.keeper);
             shared.pool.on_alarm(Box::new(move || keeper.kick()));
         }
+        if let Some(store) = &shared.store {
+            let keeper = Arc::clone(&shared.keeper);
+            store.on_room(move || keeper.start_reads());
+        }
         let ticks: Arc<dyn Ticks> = Arc::clone(&shared) as _;
         clock::listen(Arc::downgrade(&ticks)).map_err(SetupError::Thread)?;
         let family = Self(shared);
@@ -311,7 +315,7 @@ impl Ticks for Shared {
         self.tick_ages();
         // What others freed meanwhile; what is late is answered by the runner, as this thread is everybody's.
         self.keeper.memory_freed();
-        self.hand_over_late_flights();
+        self.hand_over_late_reads();
     }
 }
 

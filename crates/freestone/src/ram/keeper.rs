@@ -13,6 +13,7 @@ use super::family::Shared;
 use super::job::Job;
 use super::landing::Wanted;
 use crate::clock::{TICK, now_ms};
+use crate::spill::reads::Late;
 use crate::sync::{Mutex, MutexGuard};
 
 /// What the two threads are told. The family owns it, they share it.
@@ -46,8 +47,10 @@ enum Task {
     Resume(Ram, Job),
     /// Pages that could not be read together are read one by one.
     Reread(Vec<Wanted>),
-    /// These flights, by number and owner, are late.
-    Fail(Vec<(u64, u64)>),
+    /// There is room for reads that wait.
+    StartReads,
+    /// These are late.
+    Fail(Vec<Late>),
 }
 
 impl Keeper {
@@ -142,8 +145,14 @@ impl Keeper {
         self.ready.notify_one();
     }
 
-    /// Flights are failed.
-    pub fn fail(&self, late: Vec<(u64, u64)>) {
+    /// The backing device is given reads that waited.
+    pub fn start_reads(&self) {
+        self.lock().ready.push_back(Task::StartReads);
+        self.ready.notify_one();
+    }
+
+    /// Reads are failed.
+    pub fn fail(&self, late: Vec<Late>) {
         self.lock().ready.push_back(Task::Fail(late));
         self.ready.notify_one();
     }
@@ -182,13 +191,12 @@ impl Keeper {
                     family.read_one_by_one(wanted);
                 }
             }
-            Task::Fail(late) => {
-                if let Some(family) = family.upgrade() {
-                    for (flight, owner) in late {
-                        family.fail_flight(flight, owner);
-                    }
+            Task::StartReads => {
+                if let Some(store) = family.upgrade().and_then(|family| family.store.clone()) {
+                    store.start_reads();
                 }
             }
+            Task::Fail(late) => late.into_iter().for_each(Late::give_up),
         }
     }
 

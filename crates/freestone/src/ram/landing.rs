@@ -25,13 +25,13 @@ use super::job::Job;
 use super::layer::Layer;
 use super::stats::counter;
 use super::{Ram, piece};
-use crate::clock::now_ms;
 use crate::codec::Page;
 use crate::device::{Error, Result};
 use crate::pool::BackRef;
 use crate::slot::{Landed, SlotGuard, Word};
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
+use crate::spill::reads::ReadError;
 use crate::spill::space::BLOCK_BYTES;
 use crate::{PAGE_BYTES, pin};
 
@@ -71,14 +71,14 @@ impl Shared {
             let together = std::mem::replace(&mut wanted, rest);
             // Weak: a device that never answers keeps no disk in memory.
             let family = Arc::downgrade(self);
-            store.read(first, (end - first) as u32, move |outcome, buffer| {
+            store.read(first, (end - first) as u32, move |outcome| {
                 let Some(family) = family.upgrade() else { return };
-                if outcome.is_err() && together.len() > 1 {
+                if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
                     // One of them may be to blame. This is a thread of the device, which must not be asked from here.
                     return family.keeper.reread(together);
                 }
                 for wanted in together {
-                    family.came(&wanted, first, outcome, buffer);
+                    family.came(&wanted, first, outcome);
                 }
             });
         }
@@ -113,17 +113,20 @@ impl Shared {
         Wanted {
             slot,
             header_owner: layer.header_owner(slot),
-            flight: self.flights.depart(guard, layer.owner(slot).bits(), now_ms(), waiting),
+            flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting),
             word,
         }
     }
 
     /// What was read from block `first` on has come, or failed.
-    fn came(&self, wanted: &Wanted, first: u64, outcome: Result<()>, buffer: &[u8]) {
+    fn came(&self, wanted: &Wanted, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
         let Some(store) = &self.store else { return };
-        // Else it landed by other hands: too late, or its layer is gone.
+        // Else it landed by other hands: its layer is gone.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
-        let object = outcome.and_then(|()| {
+        if outcome == Err(ReadError::Late) {
+            store.failed_read();
+        }
+        let object = outcome.map_err(|_| Error::Media).and_then(|buffer| {
             let at = (wanted.word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
             if !store.is_packed() {
                 return buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media);
@@ -291,23 +294,16 @@ impl Shared {
         self.codecs.decompress(held.algorithm(), object, page)
     }
 
-    /// Has flights failed for which the device has taken too long.
-    pub(super) fn hand_over_late_flights(&self) {
+    /// Has reads failed for which the device has taken too long.
+    pub(super) fn hand_over_late_reads(&self) {
         let Some(store) = &self.store else { return };
-        let since = now_ms().saturating_sub(store.timeout_ms());
-        let late = self.flights.departed_before(since);
+        let late = store.late_reads();
         if !late.is_empty() {
             let (reads, ms) = (late.len(), store.timeout_ms());
-            tracing::warn!("the backing device has not answered {reads} reads within {ms} ms");
+            tracing::warn!(
+                "{reads} reads of the backing device fail: it has answered nothing for {ms} ms, or has lost them"
+            );
             self.keeper.fail(late);
         }
-    }
-
-    /// Fails a flight that is late.
-    pub(super) fn fail_flight(&self, flight: u64, owner: u64) {
-        if let Some(store) = &self.store {
-            store.failed_read();
-        }
-        self.land(owner, flight, None, Err(Error::Media));
     }
 }

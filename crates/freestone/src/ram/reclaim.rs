@@ -6,7 +6,6 @@
 //! meanwhile, as in every [pass](super::pass), and learns of the new place when the copy is on the device.
 
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
 use super::family::Shared;
 use super::pass::{Found, Offered, Pass};
@@ -15,6 +14,7 @@ use crate::device::Error;
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
+use crate::spill::reads::ReadError;
 use crate::spill::store::Store;
 
 /// A block is sparse with at most so many units of 16 bytes in use.
@@ -138,10 +138,14 @@ impl Shared {
 /// Reads blocks and waits for them.
 fn read(store: &Arc<Store>, first: u64, blocks: u32) -> Result<Vec<u8>, Error> {
     let (tx, rx) = mpsc::channel();
-    store.read(first, blocks, move |outcome, buffer| {
-        // Too late for a reader that is gone.
-        let _ = tx.send(outcome.map(|()| buffer.to_vec()));
+    store.read(first, blocks, move |outcome| {
+        // The reader waits for it.
+        let _ = tx.send(outcome.map(<[u8]>::to_vec));
     });
-    // No answer is not the error of this window only.
-    rx.recv_timeout(Duration::from_millis(store.timeout_ms())).unwrap_or(Err(Error::Gone))
+    match rx.recv() {
+        Ok(Ok(buffer)) => Ok(buffer),
+        Ok(Err(ReadError::Failed(error))) => Err(error),
+        // No answer is not the error of this window only.
+        Ok(Err(ReadError::Late)) | Err(_) => Err(Error::Gone),
+    }
 }

@@ -172,8 +172,9 @@ impl Ram {
         }
     }
 
-    /// Sets how long the backing device may take to answer: 30 s unless set. After that a read fails, and pages that
-    /// were being written stay in memory.
+    /// Sets how long the backing device may answer nothing at all while something is asked of it: 30 s unless set. After that
+    /// reads fail, and pages that were being written stay in memory. A single request that it has lost while it answers
+    /// others is given up after four times as long.
     pub fn set_backing_timeout(&self, timeout: Duration) {
         if let Some(store) = &self.0.family.store {
             store.set_timeout(timeout);

@@ -43,8 +43,6 @@ struct Flight<W> {
     held: Word,
     /// Table and slot, in the caller's words.
     owner: u64,
-    /// When it departed, in the caller's measure.
-    since: u64,
     waiting: Vec<W>,
 }
 
@@ -71,7 +69,7 @@ impl<W> Flights<W> {
     }
 
     /// Puts a slot in flight and unlocks it. Returns the flight's number.
-    pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, since: u64, waiting: Vec<W>) -> u64 {
+    pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
         debug_assert_ne!(held.kind(), Kind::InFlight, "a slot departs once");
         let (cpu, cpus) = (percpu::current(), percpu::cpus() as u64);
@@ -79,7 +77,7 @@ impl<W> Flights<W> {
         let count = self.next[cpu].fetch_add(1, Ordering::Relaxed);
         // As many of each CPU as numbers have room for.
         let number = count % ((1 << LOCATION_BITS) / cpus) * cpus + cpu as u64;
-        let before = self.shard(number).insert(number, Flight { held, owner, since, waiting });
+        let before = self.shard(number).insert(number, Flight { held, owner, waiting });
         debug_assert!(before.is_none(), "flight {number} is open twice");
         guard.publish(Word::in_flight(number));
         number
@@ -126,14 +124,10 @@ impl<W> Flights<W> {
         waiting.iter().position(is).map(|at| waiting.remove(at))
     }
 
-    /// The flights that departed before `since`: number and owner.
-    pub fn departed_before(&self, since: u64) -> Vec<(u64, u64)> {
-        let shards = self.shards.iter().map(|shard| shard.lock());
-        let late = |shard: MutexGuard<'_, Shard<W>>| -> Vec<_> {
-            let late = shard.iter().filter(|(_, flight)| flight.since < since);
-            late.map(|(number, flight)| (*number, flight.owner)).collect()
-        };
-        shards.flat_map(late).collect()
+    /// Whether no slot is in flight.
+    #[cfg(all(test, loom))]
+    pub fn is_empty(&self) -> bool {
+        self.shards.iter().all(|shard| shard.lock().is_empty())
     }
 }
 

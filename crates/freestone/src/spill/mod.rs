@@ -1,6 +1,8 @@
 //! Spilling: pages of a RAM disk on a backing device.
 
 pub mod blocks;
+mod deadline;
 pub mod layout;
+pub mod reads;
 pub mod space;
 pub mod store;

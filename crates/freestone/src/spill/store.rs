@@ -4,20 +4,21 @@
 //! written is worth nothing after this process, so nothing is ever flushed.
 //!
 //! A write that is not answered in time is given up: its pages stay in memory, and its blocks are not used again until
-//! the device has answered after all.
+//! the device has answered after all. When that is, [`deadline`](super::deadline) says.
 
 use std::sync::{Arc, Condvar, PoisonError};
-use std::time::{Duration, Instant};
-
-use crossbeam_utils::CachePadded;
+use std::time::Duration;
 
 use super::blocks::{BLOCK_UNITS, Blocks};
+use super::deadline::Deadline;
 use super::layout;
+use super::reads::{Late, ReadError, Reads, Spare, Waiting};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
+use crate::clock::now_ms;
 use crate::device::{Completion, Device, Error, IoBuf, Request, Result};
-use crate::percpu::{self, Counters};
+use crate::percpu::Counters;
 use crate::slot::Word;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
+use crate::sync::{AtomicU32, Mutex, Ordering};
 
 /// Largest write.
 pub const WRITE_BLOCKS_MAX: u32 = 256;
@@ -25,14 +26,10 @@ pub const WRITE_BLOCKS_MAX: u32 = 256;
 pub const WRITES_MAX: usize = 4;
 /// Blocks in flight at once, unless said otherwise.
 pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
-/// Reads that a silent device is given: each holds its buffer until it is answered.
-const READS_MAX: u32 = 1 << 14;
-/// How long the device may take for an answer, unless said otherwise.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A backing device in use.
 ///
-/// Lock order: nothing is taken under the locks of `space`, `budget` and of a [`Write`].
+/// Lock order: nothing is taken under the locks of `space`, `budget`, `reads` and of a [`Write`].
 pub struct Store {
     device: Arc<dyn Device>,
     packed: bool,
@@ -42,11 +39,10 @@ pub struct Store {
     counters: Counters<{ counter::COUNT }>,
     spare: Spare,
     batch_blocks: AtomicU32,
-    timeout_ms: AtomicU64,
+    deadline: Deadline,
+    reads: Reads,
     /// Writes that were given up and are not answered yet.
     unanswered: AtomicU32,
-    /// Reads that the device has not answered yet.
-    reading: AtomicU32,
 }
 
 mod counter {
@@ -125,9 +121,9 @@ impl Store {
             counters: Counters::default(),
             spare: Spare::default(),
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
-            timeout_ms: AtomicU64::new(TIMEOUT.as_millis() as u64),
+            deadline: Deadline::default(),
+            reads: Reads::default(),
             unanswered: AtomicU32::new(0),
-            reading: AtomicU32::new(0),
         })
     }
 
@@ -191,6 +187,7 @@ impl Store {
         let done = {
             let (store, answer) = (Arc::clone(self), Arc::clone(&answer));
             Completion::new(move |outcome, buffer| {
+                store.deadline.answered();
                 let mut state = answer.state.lock();
                 if matches!(*state, State::GivenUp) {
                     drop(state);
@@ -204,16 +201,14 @@ impl Store {
             })
         };
         let len = u64::from(run.blocks) * BLOCK_BYTES as u64;
-        let started = Instant::now();
+        let given_ms = now_ms();
         self.device.submit(Request::write(run.start * BLOCK_BYTES as u64, len), buffer, done);
-        Write { run, charge, started, answer }
+        Write { run, charge, given_ms, answer }
     }
 
     /// Waits for a write. Where it failed its blocks are free again, and the budget has them back.
     pub fn finish(&self, write: Write) -> Written {
-        let Write { run, charge, started, answer } = write;
-        // Relaxed: a setting.
-        let timeout = Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed));
+        let Write { run, charge, given_ms, answer } = write;
         let mut state = answer.state.lock();
         loop {
             match std::mem::replace(&mut *state, State::GivenUp) {
@@ -229,15 +224,16 @@ impl Store {
                     return Written::Failed(error);
                 }
                 State::Flying | State::GivenUp => {
-                    let left = timeout.saturating_sub(started.elapsed());
-                    if left.is_zero() {
+                    // What the device answers meanwhile puts it off: it is looked at again then.
+                    let left = self.deadline.due_ms(given_ms).saturating_sub(now_ms());
+                    if left == 0 {
                         self.counters.add(counter::FAILED_WRITES, 1);
                         // Relaxed: a count that is looked at now and then.
                         self.unanswered.fetch_add(1, Ordering::Relaxed);
                         return Written::Unanswered;
                     }
                     *state = State::Flying;
-                    let waited = answer.answered.wait_timeout(state, left);
+                    let waited = answer.answered.wait_timeout(state, Duration::from_millis(left));
                     state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
             }
@@ -276,38 +272,64 @@ impl Store {
         (first, (last - first + 1) as u32)
     }
 
-    /// Reads blocks; `done` runs on a thread of the device, or on this one.
+    /// Reads blocks; `done` runs on a thread of the device, on this one, or on one that [looks after](Self::on_room) the
+    /// store. It is told something within a bounded time. Where the device has much to do the read waits for room.
     pub fn read(
         self: &Arc<Self>,
         first: u64,
         blocks: u32,
-        done: impl FnOnce(Result<()>, &[u8]) + Send + 'static,
+        done: impl FnOnce(std::result::Result<&[u8], ReadError>) + Send + 'static,
     ) {
-        let len = blocks as usize * BLOCK_BYTES;
-        // Relaxed: a bound; a few more do no harm.
-        if self.reading.load(Ordering::Relaxed) >= READS_MAX {
-            return done(Err(Error::Media), &[]);
+        let read = Waiting { first, blocks, since_ms: now_ms(), done: Box::new(done) };
+        if let Some(read) = self.reads.enter(read) {
+            self.give_read(read);
         }
+    }
+
+    /// Has `tell` called, on a thread of the device, when reads that wait can be handed over: by
+    /// [`start_reads`](Self::start_reads), on another thread. Who does that also looks now and then at what is
+    /// [late](Self::late_reads).
+    pub fn on_room(&self, tell: impl Fn() + Send + Sync + 'static) {
+        self.reads.on_room(Box::new(tell));
+    }
+
+    /// Hands reads to the device that have waited for room.
+    pub fn start_reads(self: &Arc<Self>) {
+        while let Some(read) = self.reads.next() {
+            self.give_read(read);
+        }
+    }
+
+    /// Reads that the device has not answered in time, for the caller to answer.
+    pub fn late_reads(&self) -> Vec<Late> {
+        self.reads.late(&self.deadline)
+    }
+
+    fn give_read(self: &Arc<Self>, Waiting { first, blocks, done, .. }: Waiting) {
+        let len = blocks as usize * BLOCK_BYTES;
         let buffer = match self.spare.get(len) {
             Ok(buffer) => buffer,
-            Err(error) => return done(Err(error), &[]),
+            Err(error) => {
+                self.reads.not_given();
+                return done(Err(ReadError::Failed(error)));
+            }
         };
-        // Relaxed: a count.
-        self.reading.fetch_add(1, Ordering::Relaxed);
+        let number = self.reads.give(done);
         let store = Arc::clone(self);
-        let done = Completion::new(move |outcome, buffer| {
-            // Relaxed: a count.
-            store.reading.fetch_sub(1, Ordering::Relaxed);
+        let answered = Completion::new(move |outcome, buffer: IoBuf| {
+            store.deadline.answered();
             match outcome {
                 Ok(()) => store.counters.add(counter::READS, i64::from(blocks)),
                 Err(_) => store.counters.add(counter::FAILED_READS, 1),
             }
-            // A device that is gone answers without a buffer.
-            let outcome = if buffer.len() == len { outcome } else { outcome.and(Err(Error::Gone)) };
-            done(outcome, &buffer);
+            if let Some(done) = store.reads.answered(number) {
+                // A device that is gone answers without a buffer.
+                let outcome = if buffer.len() == len { outcome } else { outcome.and(Err(Error::Gone)) };
+                done(outcome.map(|()| &buffer[..]).map_err(ReadError::Failed));
+            }
             store.spare.put(buffer);
         });
-        self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, done);
+        self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, answered);
     }
 
     /// Counts a page that the device gave back damaged, or not in time.
@@ -341,17 +363,14 @@ impl Store {
         self.batch_blocks.store(blocks.max(1), Ordering::Relaxed);
     }
 
-    /// How long the device may take for an answer.
+    /// How long the device may answer nothing.
     pub fn timeout_ms(&self) -> u64 {
-        // Relaxed: a setting.
-        self.timeout_ms.load(Ordering::Relaxed)
+        self.deadline.timeout_ms()
     }
 
-    /// Sets how long the device may take for an answer, at least a millisecond.
+    /// Sets how long the device may answer nothing, at least a millisecond.
     pub fn set_timeout(&self, timeout: Duration) {
-        let ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).max(1);
-        // Relaxed: a setting.
-        self.timeout_ms.store(ms, Ordering::Relaxed);
+        self.deadline.set_timeout(timeout);
     }
 
     /// Blocks of the device.
@@ -405,49 +424,11 @@ impl Store {
     }
 }
 
-/// Buffers of small reads, kept for the next ones: a new one would have to be zeroed first. Each CPU has its own.
-struct Spare {
-    per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
-}
-
-/// Bytes of a buffer that is kept: an object lies in two blocks at most.
-const SPARE_BYTES: usize = 2 * BLOCK_BYTES;
-/// Buffers that a CPU keeps.
-const SPARE_MAX: usize = 32;
-
-impl Default for Spare {
-    fn default() -> Self {
-        Self { per_cpu: (0..percpu::cpus()).map(|_| CachePadded::default()).collect() }
-    }
-}
-
-impl Spare {
-    fn get(&self, len: usize) -> Result<IoBuf> {
-        if len > SPARE_BYTES {
-            return IoBuf::zeroed(len);
-        }
-        let kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]).pop();
-        let mut buffer = kept.map_or_else(|| IoBuf::zeroed(SPARE_BYTES), Ok)?;
-        buffer.show(len);
-        Ok(buffer)
-    }
-
-    fn put(&self, mut buffer: IoBuf) {
-        buffer.show(usize::MAX);
-        if buffer.len() == SPARE_BYTES {
-            let mut kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]);
-            if kept.len() < SPARE_MAX {
-                kept.push(buffer);
-            }
-        }
-    }
-}
-
 /// A write under way.
 pub struct Write {
     run: Run,
     charge: Charge,
-    started: Instant,
+    given_ms: u64,
     answer: Arc<Answer>,
 }
 

@@ -5,4 +5,5 @@ mod disk;
 mod fault_sweep;
 mod limits;
 mod model;
+mod slow;
 mod trouble;
