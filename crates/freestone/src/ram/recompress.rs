@@ -10,8 +10,10 @@
 //! What differs: no slot is locked while its page is compressed, so requests are not held up; a page that is read or written
 //! meanwhile stays as it is. And the memory limit holds. The new object is there before the old one goes, so
 //! that no failure loses a page; where the limit leaves no room for it the pool is compacted, since what the run has freed is
-//! scattered, and pages that find no room even so are tried again in another round, as long as there is progress (the
-//! kernel exceeds the limit).
+//! scattered, and pages that find no room even so have another try at the end, if anything was freed since (the kernel exceeds
+//! the limit).
+//!
+//! A run is one pass over what is there when it begins, and ends, whatever is written meanwhile.
 //!
 //! Lock order: `passes` for the whole run; under it as requests do.
 
@@ -34,8 +36,10 @@ use crate::sync::{Arc, MutexGuard, Ordering};
 /// So often a run looks whether requests wait for memory, and so long it stands aside for them.
 const GIVE_WAY_PAGES: u64 = 64;
 const GIVE_WAY: Duration = Duration::from_millis(1);
-/// Pages in a row that find no room below the memory limit before a round ends.
+/// Pages in a row that find no room below the memory limit before a run gives up.
 const REFUSALS_MAX: u32 = 4096;
+/// Pages without room that are remembered for another try: 512 KiB of them.
+const REFUSED_MAX: usize = 1 << 16;
 /// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
 /// on: what one page frees may be room for the next two.
 const COMPACT_AFTER_BYTES: u64 = 1 << 20;
@@ -211,6 +215,7 @@ impl Ram {
             max_pages: what.max_pages.unwrap_or(u64::MAX),
             done: Recompressed::default(),
             room: Room::default(),
+            refused: Vec::new(),
             turn: Some(turn),
             visited: 0,
         };
@@ -269,6 +274,8 @@ struct Run<'a> {
     max_pages: u64,
     done: Recompressed,
     room: Room,
+    /// Pages that found no room, the first [`REFUSED_MAX`] of them.
+    refused: Vec<u64>,
     /// [`Shared::passes`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
@@ -286,49 +293,59 @@ impl Run<'_> {
         }
     }
 
-    /// Rounds over all pages: one, or, where the limit left no room for some, as many as there is progress.
+    /// One pass over what is there now; pages that find no room have a second try at its end.
     fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
-        loop {
-            let before = self.done.shrunk;
-            if !self.round(wants)? {
-                return Ok(());
-            }
-            if self.done.shrunk == before {
-                return Err(RecompressError::NoSpace);
-            }
-            self.room.hope();
-        }
-    }
-
-    /// True: some pages found no room.
-    fn round(&mut self, wants: &impl Fn(Word) -> bool) -> Result<bool, RecompressError> {
         let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
+        // Where not all are listed at once, what was written since is listed as well: no more are tried than there are now.
+        let mut left = 0_u64;
         layer.each_candidate(&everything, wants, |_, word| {
             sizes.count(word);
+            left += 1;
             true
         });
         let mut outcome = Ok(());
-        let (mut refused, mut reset) = (false, false);
         layer.largest_first(&sizes, &everything, wants, |slot| {
-            if self.done.tried >= self.max_pages {
+            if left == 0 {
                 return false;
             }
-            self.give_way();
-            match self.try_slot(slot, wants) {
-                Ok(attempt) => {
-                    refused |= attempt == Attempt::NoRoom;
-                    reset = attempt == Attempt::Reset;
-                    !reset && !self.room.is_hopeless()
-                }
-                Err(error) => {
-                    outcome = Err(error);
-                    false
-                }
+            let attempt = self.next(slot, wants, &mut outcome);
+            left -= u64::from(!matches!(attempt, None | Some(Attempt::Left)));
+            if attempt == Some(Attempt::NoRoom) && self.refused.len() < REFUSED_MAX {
+                self.refused.push(slot);
             }
+            attempt.is_some()
         })?;
-        outcome?;
-        Ok(refused && !reset && self.done.tried < self.max_pages)
+        let refused = std::mem::take(&mut self.refused);
+        let goes_on = outcome.is_ok() && self.done.tried < self.max_pages && !layer.is_retired();
+        if goes_on && !refused.is_empty() {
+            if self.done.shrunk == 0 {
+                return Err(RecompressError::NoSpace);
+            }
+            self.room.hope();
+            refused.into_iter().all(|slot| self.next(slot, wants, &mut outcome).is_some());
+        }
+        outcome
+    }
+
+    /// Tries a page; `None` where the run is to end.
+    fn next(
+        &mut self,
+        slot: u64,
+        wants: &impl Fn(Word) -> bool,
+        outcome: &mut Result<(), RecompressError>,
+    ) -> Option<Attempt> {
+        if self.done.tried >= self.max_pages || self.room.is_hopeless() {
+            return None;
+        }
+        self.give_way();
+        match self.try_slot(slot, wants) {
+            Ok(attempt) => Some(attempt).filter(|attempt| *attempt != Attempt::Reset),
+            Err(error) => {
+                *outcome = Err(error.into());
+                None
+            }
+        }
     }
 
     fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {

@@ -210,6 +210,7 @@ impl Inner {
         };
         let _one = family.passes.lock();
         let mut done = Written::default();
+        let mut reclaimed = false;
         loop {
             let mut pass = Pass::new(family, store);
             let outcome = layer.select(store, ranges, &wanted, &mut pass);
@@ -218,8 +219,10 @@ impl Inner {
             done.blocks += written.blocks;
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
-                // A device that is full of holes has room.
-                Err(WritebackError::NoSpace) if family.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
+                // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
+                Err(WritebackError::NoSpace)
+                    if !std::mem::replace(&mut reclaimed, true)
+                        && family.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
                 Err(error) => return Err((done, error)),
             }
         }

@@ -5,5 +5,6 @@ mod disk;
 mod fault_sweep;
 mod limits;
 mod model;
+mod passes;
 mod slow;
 mod trouble;
