@@ -268,6 +268,20 @@ impl Faulty {
         self.shared.changed.notify_all();
     }
 
+    /// What hangs of this kind is done and answered; what was to happen to others still does.
+    pub fn release(&self, op: Op) {
+        let mut state = self.shared.lock();
+        let held = std::mem::take(&mut state.held);
+        let (mut released, rest): (Vec<_>, Vec<_>) = held.into_iter().partition(|job| job.request.op == op);
+        state.held = rest;
+        for job in &mut released {
+            job.fault = None;
+        }
+        state.queue.append(&mut released);
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
     // ---- what it saw -----------------------------------------------------------------------------------------------
 
     /// What was asked so far.

@@ -69,8 +69,12 @@ impl<W> Flights<W> {
     }
 
     /// Puts a slot in flight and unlocks it. Returns the flight's number.
+    ///
+    /// A pass that has picked the slot finds it in flight and forgets it; so what lands has no mark of it, which nobody
+    /// would ever take away. It is as old as who lands it says.
     pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
+        let held = if held.is_picked() { held.unpicked(0) } else { held };
         debug_assert_ne!(held.kind(), Kind::InFlight, "a slot departs once");
         let (cpu, cpus) = (percpu::current(), percpu::cpus() as u64);
         // Relaxed: only the number's uniqueness counts.

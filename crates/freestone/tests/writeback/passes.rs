@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use freestone::codec::{Algorithm, Params};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
 };
 use freestone::ram::{Config, Ram, Recompress, Secondary, Writeback, WritebackError};
-use freestone_testkit::Faulty;
+use freestone_testkit::{Faulty, What, When};
 
-use crate::disk::{MIB, NONE, PAGE, content, noise};
+use crate::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
 
 /// A load that never ends by itself does after so long.
 const LOAD: Duration = Duration::from_secs(15);
@@ -123,4 +123,59 @@ fn writeback_to_a_full_device_ends() {
         ram.read_at(page * PAGE, &mut back).unwrap();
         assert!(back == noise(page, 1), "page {page}");
     }
+}
+
+/// A page that is on its way to another place on the device while it is read, and stays there: it can be moved later.
+#[test]
+fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
+    const PAGES: u64 = 96;
+    let disk =
+        Disk::new(Config { disksize: 8 * MIB, ..Config::default() }, Faulty::new(3000 << 12, 4096), true);
+    let data = |page: u64| content(4, page, PAGE as usize);
+    for page in 0..PAGES {
+        disk.write(page, &data(page));
+    }
+    disk.ram.writeback(&Writeback::Pages(vec![0..=PAGES - 1])).unwrap();
+    let full = disk.ram.bd_stat().bd_count;
+    // Two of three go, everywhere: every block has a hole.
+    let kept = (0..PAGES).step_by(3);
+    for page in (0..PAGES).filter(|page| page % 3 != 0) {
+        disk.ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let sparse = disk.ram.bd_stat().bd_count;
+    assert!(full <= 60 && sparse > full / 2, "{sparse} of {full} blocks");
+
+    // They are being written elsewhere ...
+    disk.backing.fault(Some(Op::Write), When::At(disk.backing.counts().writes), What::Hang);
+    let ram = disk.ram.clone();
+    let compact = thread::spawn(move || ram.compact());
+    disk.backing.await_held(1);
+    // ... while they are read ...
+    disk.backing.fault(Some(Op::Read), When::From(disk.backing.counts().reads), What::Hang);
+    let ram = disk.ram.clone();
+    let reader = thread::spawn(move || {
+        let mut back = vec![0; (PAGES * PAGE) as usize];
+        ram.read_at(0, &mut back)
+    });
+    disk.backing.await_held(2);
+    // ... and have been written ...
+    disk.backing.release(Op::Write);
+    compact.join().unwrap();
+    // ... before the read is answered, which fails: they stay where they were.
+    disk.backing.truncate_at(0);
+    disk.backing.release(Op::Read);
+    eventually("those that are read again by themselves hang, or all have failed", || {
+        disk.backing.release(Op::Read);
+        reader.is_finished()
+    });
+    assert!(reader.join().unwrap().is_err());
+    disk.backing.heal();
+
+    disk.ram.compact();
+    let tight = disk.ram.bd_stat().bd_count;
+    assert!(tight <= full / 3 + 3, "{tight} blocks for a third of what {full} held");
+    for page in kept {
+        assert!(disk.read(page, 1).unwrap() == data(page), "page {page}");
+    }
+    disk.ends_clean();
 }
