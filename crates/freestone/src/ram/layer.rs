@@ -66,7 +66,7 @@ pub(super) struct Layer {
     charged: AtomicU64,
     limits: Arc<Limits>,
     /// What is kept of the family's memory for it, beside what it has.
-    kept: AtomicU64,
+    kept: Kept,
     /// One of [`LIVE`], [`LOOSE`], [`RETIRED`].
     state: AtomicU32,
 }
@@ -245,16 +245,17 @@ impl Layer {
 
     /// Sees to it that the family keeps what is left of the guarantee.
     pub fn reckon(&self, family: &Shared) {
-        let kept = self.least().saturating_sub(self.charged());
-        // Relaxed: each swap's difference goes to the family, so its sum is that of all layers when they are through.
-        let before = self.kept.swap(kept, Ordering::Relaxed);
-        family.add_kept(kept.wrapping_sub(before));
+        self.kept.settle(
+            // Relaxed: a change that is not seen here is seen by who made it; see `Kept`.
+            || (self.least(), self.charged.load(Ordering::Relaxed)),
+            |(least, _)| least.saturating_sub(self.charged()),
+            |more| family.add_kept(more),
+        );
     }
 
     /// What is kept for this layer.
     pub fn kept(&self) -> u64 {
-        // Relaxed: a hint.
-        self.kept.load(Ordering::Relaxed)
+        self.kept.get()
     }
 
     /// Shows every leaf there is, one after the other.
@@ -267,6 +268,34 @@ impl Layer {
             }
             from = start + LEAF_SLOTS;
         }
+    }
+}
+
+/// Bytes that are kept for a layer, of which the family has the sum.
+///
+/// Who changes what they depend on settles them anew. Of several at one time the one that comes last may have looked
+/// before the others' changes: it looks again.
+#[derive(Default)]
+struct Kept(AtomicU64);
+
+impl Kept {
+    /// Keeps what `kept` makes of what is `seen`. `add` is told how many more those are, wrapping where they are less.
+    fn settle<S: PartialEq + Copy>(&self, seen: impl Fn() -> S, kept: impl Fn(S) -> u64, add: impl Fn(u64)) {
+        loop {
+            let now = seen();
+            let bytes = kept(now);
+            // AcqRel: with the swaps of others that settle; the later one sees what the earlier one's thread changed before.
+            let before = self.0.swap(bytes, Ordering::AcqRel);
+            add(bytes.wrapping_sub(before));
+            if seen() == now {
+                return;
+            }
+        }
+    }
+
+    fn get(&self) -> u64 {
+        // Relaxed: a hint.
+        self.0.load(Ordering::Relaxed)
     }
 }
 
@@ -305,7 +334,7 @@ impl Layers {
             counters: Counters::default(),
             charged: AtomicU64::new(0),
             limits,
-            kept: AtomicU64::new(0),
+            kept: Kept::default(),
             state: AtomicU32::new(LIVE),
         });
         map.by_id.insert(id, Arc::clone(&layer));
@@ -367,4 +396,34 @@ impl Layers {
 /// Pages that hold so many bytes.
 pub(super) const fn pages_of(bytes: u64) -> u64 {
     bytes.div_ceil(PAGE_BYTES as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// A thread has looked at what is guaranteed to a layer; before it says so the layer is retired, and that is settled.
+    #[test]
+    fn nothing_is_kept_for_what_was_retired_meanwhile() {
+        let (kept, sum) = (Kept::default(), AtomicU64::new(0));
+        let (guaranteed, retired) = (AtomicU64::new(5000), Cell::new(false));
+        let seen = || guaranteed.load(Ordering::SeqCst);
+        let add = |more| {
+            sum.fetch_add(more, Ordering::SeqCst);
+        };
+        let slow = |bytes| {
+            if !retired.replace(true) {
+                guaranteed.store(0, Ordering::SeqCst);
+                kept.settle(seen, |bytes| bytes, add);
+            }
+            bytes
+        };
+        kept.settle(seen, slow, add);
+        assert_eq!((kept.get(), sum.load(Ordering::SeqCst)), (0, 0), "a reservation is left for ever");
+        guaranteed.store(700, Ordering::SeqCst);
+        kept.settle(seen, slow, add);
+        assert_eq!((kept.get(), sum.load(Ordering::SeqCst)), (700, 700));
+    }
 }
