@@ -1,27 +1,29 @@
 //! The server's end of the control socket: a thread for each of a bounded number of connections.
+//!
+//! A verb runs on the thread of its connection. So one that takes long, or whose disk hangs, holds up nobody but its client.
 
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use tracing::{debug, warn};
 
+use super::connections::{Connections, Place};
 use super::protocol::{self, Call, Fault, MAX_LINE_BYTES, Message, Response};
 use super::socket::PrivateSocket;
 
-/// Connections served at one time; one more is told so and closed.
-const MAX_CONNECTIONS: usize = 64;
+/// Connections served at one time; one more waits until there is room for it.
+const MAX_CONNECTIONS: usize = 2048;
 /// A client that does not read its answer for so long is cut off.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the end of the server waits for verbs that are running.
 const STOP_GRACE: Duration = Duration::from_secs(2);
-/// Pause after an accept that failed (out of descriptors), so that it does not spin.
+/// Pause after a connection could not be accepted or given a thread (out of descriptors or threads), so that it does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// What answers the requests.
@@ -40,8 +42,12 @@ pub struct ControlServer {
 impl ControlServer {
     /// Serves at the socket; who connected before is served now.
     pub fn start(socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
+        Self::start_for(MAX_CONNECTIONS, socket, handler)
+    }
+
+    fn start_for(places: usize, socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         let socket = Arc::new(socket);
-        let connections = Arc::new(Connections::default());
+        let connections = Connections::new(places);
         let acceptor = thread::Builder::new()
             .name("control".into())
             .spawn({
@@ -70,134 +76,61 @@ impl Drop for ControlServer {
     }
 }
 
-/// The open connections. One lock, held for a few instructions.
-#[derive(Default)]
-struct Connections {
-    state: Mutex<State>,
-    one_ended: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    closing: bool,
-    /// A number for each connection, and its socket for `close`.
-    open: Vec<(u64, UnixStream)>,
-    next: u64,
-}
-
-impl Connections {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in here can be half done.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_closing(&self) -> bool {
-        self.lock().closing
-    }
-
-    /// Registers a connection; `None` where there is no room.
-    fn add(self: &Arc<Self>, stream: &UnixStream) -> io::Result<Option<Registration>> {
-        let clone = stream.try_clone()?;
-        let mut state = self.lock();
-        if state.closing || state.open.len() >= MAX_CONNECTIONS {
-            return Ok(None);
-        }
-        let number = state.next;
-        state.next += 1;
-        state.open.push((number, clone));
-        Ok(Some(Registration { connections: Arc::clone(self), number }))
-    }
-
-    /// No new connections, no new requests; what runs is finished and answered.
-    fn close(&self) {
-        let mut state = self.lock();
-        state.closing = true;
-        for (_, stream) in &state.open {
-            let _ = stream.shutdown(Shutdown::Read);
-        }
-    }
-
-    fn wait_empty(&self, grace: Duration) {
-        let end = Instant::now() + grace;
-        let mut state = self.lock();
-        while !state.open.is_empty() {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            state = self.one_ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
-/// A place among the connections, given back when dropped.
-struct Registration {
-    connections: Arc<Connections>,
-    number: u64,
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.connections.lock().open.retain(|(number, _)| *number != self.number);
-        self.connections.one_ended.notify_all();
-    }
-}
-
 fn accept_all(socket: &PrivateSocket, connections: &Arc<Connections>, handler: &Arc<dyn Handler>) {
     loop {
         match socket.listener().accept() {
             _ if connections.is_closing() => return,
-            Ok((stream, _)) => {
-                if let Err(e) = start_connection(stream, connections, handler) {
-                    warn!("control: cannot serve a connection: {e}");
-                }
-            }
+            Ok((stream, _)) => start_connection(stream, connections, handler),
             Err(e) => {
                 warn!("control: cannot accept a connection: {e}");
+                connections.make_room();
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
     }
 }
 
-fn start_connection(
-    stream: UnixStream,
-    connections: &Arc<Connections>,
-    handler: &Arc<dyn Handler>,
-) -> io::Result<()> {
-    let Some(registration) = connections.add(&stream)? else {
-        let full = Fault::invalid_request(format!("at most {MAX_CONNECTIONS} connections at one time"));
-        // This thread accepts for everybody: the few bytes fit into the socket's buffer or are lost.
-        stream.set_nonblocking(true)?;
-        return answer(&mut &stream, Call::broken(full), handler.as_ref());
-    };
-    let handler = Arc::clone(handler);
-    thread::Builder::new().name("control-client".into()).spawn(move || {
-        let _registration = registration;
-        if let Err(e) = serve(&stream, handler.as_ref()) {
-            debug!("control: a connection ended: {e}");
+/// Waits for what it needs: who comes after it waits in the socket's queue.
+fn start_connection(stream: UnixStream, connections: &Arc<Connections>, handler: &Arc<dyn Handler>) {
+    let stream = Arc::new(stream);
+    let Some(place) = connections.add(&stream).map(Arc::new) else { return };
+    loop {
+        let (stream, place, handler) = (Arc::clone(&stream), Arc::clone(&place), Arc::clone(handler));
+        let started = thread::Builder::new().name("control-client".into()).spawn(move || {
+            if let Err(e) = serve(&stream, &place, handler.as_ref()) {
+                debug!("control: a connection ended: {e}");
+            }
+        });
+        match started {
+            Ok(_) => return,
+            Err(_) if connections.is_closing() => return,
+            Err(e) => {
+                warn!("control: cannot start a thread for a connection: {e}");
+                connections.make_room();
+                thread::sleep(ACCEPT_PAUSE);
+            }
         }
-    })?;
-    Ok(())
+    }
 }
 
 /// Answers line by line until the client is gone.
-fn serve(stream: &UnixStream, handler: &dyn Handler) -> io::Result<()> {
+fn serve(stream: &UnixStream, place: &Place, handler: &dyn Handler) -> io::Result<()> {
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut reader = BufReader::new(stream);
     let mut writer = BufWriter::new(stream);
     let mut line = Vec::new();
+    let run = &mut |call| respond(call, place, handler);
     loop {
         match read_line(&mut reader, &mut line)? {
             Line::End => return Ok(()),
             Line::TooLong => {
                 let fault = Fault::invalid_request(format!("a line holds at most {MAX_LINE_BYTES} bytes"));
-                answer(&mut writer, Call::broken(fault), handler)?;
+                answer(&mut writer, Call::broken(fault), run)?;
             }
             Line::Whole if line.trim_ascii().is_empty() => {}
             Line::Whole => match protocol::parse(&line) {
-                Message::Single(call) => answer(&mut writer, call, handler)?,
-                Message::Batch(calls) => answer_batch(&mut writer, calls, handler)?,
+                Message::Single(call) => answer(&mut writer, call, run)?,
+                Message::Batch(calls) => answer_batch(&mut writer, calls, run)?,
             },
         }
         writer.flush()?;
@@ -224,8 +157,10 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> 
     Ok(Line::TooLong)
 }
 
-fn answer(writer: &mut impl Write, call: Call, handler: &dyn Handler) -> io::Result<()> {
-    if let Some(response) = respond(call, handler) {
+type Run<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
+
+fn answer(writer: &mut impl Write, call: Call, run: Run<'_>) -> io::Result<()> {
+    if let Some(response) = run(call)? {
         serde_json::to_writer(&mut *writer, &response)?;
         writer.write_all(b"\n")?;
     }
@@ -233,10 +168,10 @@ fn answer(writer: &mut impl Write, call: Call, handler: &dyn Handler) -> io::Res
 }
 
 /// Writes the answers one after the other as they come, so that no batch is held in memory.
-fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, handler: &dyn Handler) -> io::Result<()> {
+fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, run: Run<'_>) -> io::Result<()> {
     let mut begun = false;
     for call in calls {
-        if let Some(response) = respond(call, handler) {
+        if let Some(response) = run(call)? {
             writer.write_all(if begun { b"," } else { b"[" })?;
             serde_json::to_writer(&mut *writer, &response)?;
             begun = true;
@@ -246,7 +181,12 @@ fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, handler: &dyn Handler
     if begun { writer.write_all(b"]\n") } else { Ok(()) }
 }
 
-fn respond(call: Call, handler: &dyn Handler) -> Option<Response> {
+/// Runs a call and answers it.
+///
+/// # Errors
+/// The connection ends: the call was not run.
+fn respond(call: Call, place: &Place, handler: &dyn Handler) -> io::Result<Option<Response>> {
+    let Some(_running) = place.run() else { return Err(io::ErrorKind::ConnectionAborted.into()) };
     let outcome = call.request.and_then(|(method, params)| {
         debug!(method, "control request");
         // A defect in one verb must not take the disks of everybody with it.
@@ -254,19 +194,19 @@ fn respond(call: Call, handler: &dyn Handler) -> Option<Response> {
             Err(Fault::internal(format!("{method}: failed inside the server; see its log")))
         })
     });
-    call.id.map(|id| Response::new(id, outcome))
+    Ok(call.id.map(|id| Response::new(id, outcome)))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader, Write};
+    use std::io::{BufRead, BufReader, Read, Write};
     use std::os::unix::net::UnixStream;
     use std::path::Path;
-    use std::sync::Arc;
+    use std::sync::{Arc, Condvar, Mutex};
 
     use serde_json::{Value, json};
 
-    use super::{ControlServer, Fault, Handler, MAX_CONNECTIONS, PrivateSocket};
+    use super::{ControlServer, Fault, Handler, PrivateSocket};
 
     struct Echo;
     impl Handler for Echo {
@@ -310,18 +250,70 @@ mod tests {
         assert_eq!(ask(&stream, &text), json!([{"jsonrpc": "2.0", "result": ["y", null], "id": 3}]));
     }
 
+    /// Verbs that wait until they are let go.
+    #[derive(Default)]
+    struct Held {
+        running: Mutex<(usize, bool)>,
+        changed: Condvar,
+    }
+    impl Handler for Held {
+        fn call(&self, method: &str, _: Option<Value>) -> Result<Value, Fault> {
+            let mut running = self.running.lock().unwrap();
+            running.0 += 1;
+            self.changed.notify_all();
+            drop(self.changed.wait_while(running, |running| !running.1 && method == "wait").unwrap());
+            Ok(json!(method))
+        }
+    }
+
+    const WAIT: &str = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"wait\"}\n";
+    const GO: &str = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"go\"}\n";
+
     #[test]
-    fn connections_are_bounded() {
+    fn who_comes_beyond_the_bound_waits_for_who_runs() {
         let dir = tempfile::tempdir().unwrap();
-        let (server, path) = start(dir.path());
-        let open: Vec<_> = (0..MAX_CONNECTIONS).map(|_| UnixStream::connect(&path).unwrap()).collect();
-        // All of them are registered once the last one was answered, because they are accepted in order.
-        ask(&open[MAX_CONNECTIONS - 1], "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"x\"}\n");
-        let mut line = String::new();
-        BufReader::new(UnixStream::connect(&path).unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains("at most 64 connections"), "{line}");
-        drop(open);
+        let (path, held) = (dir.path().join("c"), Arc::new(Held::default()));
+        let socket = PrivateSocket::bind(&path).unwrap();
+        let server = ControlServer::start_for(2, socket, Arc::clone(&held) as _).unwrap();
+        std::thread::scope(|scope| {
+            let waiting: Vec<_> =
+                (0..2).map(|_| scope.spawn(|| ask(&UnixStream::connect(&path).unwrap(), WAIT))).collect();
+            let running = held.running.lock().unwrap();
+            drop(held.changed.wait_while(running, |running| running.0 < 2).unwrap());
+            let third = scope.spawn(|| ask(&UnixStream::connect(&path).unwrap(), GO));
+            held.running.lock().unwrap().1 = true;
+            held.changed.notify_all();
+            for one in waiting {
+                assert_eq!(one.join().unwrap()["result"], "wait");
+            }
+            assert_eq!(third.join().unwrap()["result"], "go");
+        });
         drop(server);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn who_is_silent_or_does_not_read_holds_no_place_that_another_needs() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        let socket = PrivateSocket::bind(&path).unwrap();
+        let _server = ControlServer::start_for(3, socket, Arc::new(Echo)).unwrap();
+        let silent = UnixStream::connect(&path).unwrap();
+        let half = UnixStream::connect(&path).unwrap();
+        (&half).write_all(b"{\"jsonrpc\":").unwrap();
+        let deaf = UnixStream::connect(&path).unwrap();
+        deaf.set_nonblocking(true).unwrap();
+        let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"{}\"}}\n", "x".repeat(1 << 19));
+        // Until neither the request nor its answer fits into the sockets any more.
+        while (&deaf).write(long.as_bytes()).is_ok() {}
+        let others: Vec<_> = (0..3).map(|_| UnixStream::connect(&path).unwrap()).collect();
+        for stream in &others {
+            assert_eq!(ask(stream, GO)["result"], json!(["go", null]));
+        }
+        // All three have ended.
+        for mut stream in [&silent, &half] {
+            assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+        }
+        assert_eq!((&deaf).write(b"\n").unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
     }
 }
