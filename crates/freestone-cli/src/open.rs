@@ -86,6 +86,7 @@ const fn number(errno: Errno) -> i32 {
         Errno::EOPNOTSUPP => libc::EOPNOTSUPP,
         Errno::EROFS => libc::EROFS,
         Errno::EIO => libc::EIO,
+        Errno::ETIMEDOUT => libc::ETIMEDOUT,
         Errno::EADDRNOTAVAIL => libc::EADDRNOTAVAIL,
         Errno::ENOSPC => libc::ENOSPC,
         Errno::ERANGE => libc::ERANGE,

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use crate::percpu::Counters;
 use crate::pin::{self, Pin, Swap};
 use crate::runner::Task;
-use crate::sync::{Mutex, wait};
+use crate::sync::Mutex;
 
 /// See the module. `T` is what a change changes.
 pub struct Gate<T> {
@@ -102,21 +102,12 @@ impl<T: Send + Sync> Gate<T> {
         self.held.lock().push(Box::new(task));
     }
 
-    /// Closes the gate and returns when nothing is under way. Each `close` has its [`open`](Self::open). Waits for devices.
-    pub fn close(&self) {
-        self.shut();
-        // Nothing begins any more, so the sum of cells that are read one after the other is never too small.
-        let mut held = self.held.lock();
-        while self.under_way.get(0) > 0 {
-            held = wait(&self.idle, held);
-        }
-    }
-
-    /// As [`close`](Self::close), for at most so long: false where something is still under way then. The gate is closed all
-    /// the same, until it is [opened](Self::open).
+    /// Closes the gate, and returns when nothing is under way: true. Waits for devices, at most so long: false where something
+    /// is still under way then. Either way the gate is closed until it is [opened](Self::open).
     pub fn close_within(&self, most: Duration) -> bool {
         self.shut();
         let deadline = Instant::now() + most;
+        // Nothing begins any more, so the sum of cells that are read one after the other is never too small.
         let mut held = self.held.lock();
         while self.under_way.get(0) > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -136,7 +127,7 @@ impl<T: Send + Sync> Gate<T> {
         }
     }
 
-    /// Takes one `close` back; the last one opens the gate and returns what was held, for the caller to run.
+    /// Takes one [`close_within`](Self::close_within) back; the last one opens the gate and returns what was held, for the caller to run.
     #[must_use]
     pub fn open(&self) -> Vec<Task> {
         let mut closers = self.closers.lock();
@@ -174,6 +165,8 @@ mod tests {
 
     use super::*;
 
+    const LONG: Duration = Duration::from_secs(600);
+
     #[test]
     fn a_closed_gate_holds_up_what_comes_and_waits_for_what_is_under_way() {
         let gate = Gate::new(1);
@@ -189,10 +182,10 @@ mod tests {
                 ended.store(true, Ordering::SeqCst);
                 gate.end();
             });
-            gate.close();
+            assert!(gate.close_within(LONG));
             assert!(ended.load(Ordering::SeqCst), "something was under way");
         });
-        gate.close();
+        assert!(gate.close_within(LONG));
         gate.change(|value| value + 1);
         let held = Arc::clone(&ran);
         gate.enter(|value| {
@@ -225,7 +218,7 @@ mod tests {
                 });
             }
             for _ in 0..200 {
-                gate.close();
+                assert!(gate.close_within(LONG));
                 assert_eq!(running.load(Ordering::SeqCst), 0);
                 drop(gate.open());
             }

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use freestone::cow::{Config, Origin, SetupError, Snapshot, Status, StoreKind};
-use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Op, Request};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
 use freestone::moment;
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
@@ -319,7 +319,7 @@ fn a_snapshot_begins_at_one_moment() {
                         .unwrap()
                 };
                 let (mut first, mut second) = (prepare(&one), prepare(&other));
-                moment::take(&mut [&mut first, &mut second]);
+                moment::take(&mut [&mut first, &mut second]).unwrap();
                 let (first, second) = (first.into_snapshot(), second.into_snapshot());
                 std::thread::sleep(Duration::from_millis(2));
                 for writer in 0..2 {
@@ -347,7 +347,7 @@ fn two_snapshots_of_one_origin_begin_together() {
     let prepare =
         || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
     let (mut one, mut two, never) = (prepare(), prepare(), prepare());
-    moment::take(&mut [&mut one, &mut two]);
+    moment::take(&mut [&mut one, &mut two]).unwrap();
     drop(never);
     let (one, two) = (one.into_snapshot(), two.into_snapshot());
     assert_eq!(origin.snapshots(), 2);
@@ -459,6 +459,49 @@ fn impossible_snapshots_are_refused() {
     origin.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
     let file = Origin::new(Kind::File.make(SIZE));
     file.snapshot(Kind::File.make(COW_SIZE), &unforced).unwrap();
+}
+
+/// Writes that do not end hold up the set that waits for them, for so long, and nobody else; then all is as it was.
+#[test]
+fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, 512));
+    let origin = || Origin::new(Kind::Model.make(SIZE));
+    let (hung, well, other) = (Origin::new(disk.clone()), origin(), origin());
+    let transient = config(StoreKind::Transient, 4096);
+    let prepare = |origin: &Origin| origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+    let (answer, answers) = mpsc::channel();
+    let submit = |at| {
+        let answer = answer.clone();
+        let done = Completion::new(move |outcome, _| answer.send(outcome).unwrap());
+        hung.submit(Request::new(Op::Write, at, 4096), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
+    };
+    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    submit(0);
+    disk.await_held(1);
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| {
+            let (mut first, mut second) = (prepare(&well), prepare(&hung));
+            moment::take(&mut [&mut first, &mut second])
+        });
+        // Until the set has frozen the first one, and waits for the second.
+        let write = Request::new(Op::Write, 0, 4096);
+        while well.try_io(&write, Buffer::Write(&[2; 4096])) == Ok(Tried::Done) {
+            std::thread::yield_now();
+        }
+        other.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+        assert!(!late.is_finished(), "the set did not wait");
+        assert_eq!(late.join().unwrap(), Err(moment::Late { at: 1 }));
+    });
+    assert_eq!((well.snapshots(), hung.snapshots()), (0, 0));
+    well.write_at(0, &[3; 4096], NONE).unwrap();
+    // The gate is open: this one arrives as well.
+    submit(4096);
+    disk.await_held(2);
+    disk.heal();
+    assert_eq!((answers.recv().unwrap(), answers.recv().unwrap()), (Ok(()), Ok(())));
+    let snapshot = hung.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+    hung.write_at(0, &[4; 4096], NONE).unwrap();
+    assert_eq!(read_all(&snapshot)[..8192], [1; 8192]);
 }
 
 /// Nothing keeps the devices when the last handle is gone: not the ring of origin and snapshots, and not a merge that was stopped.

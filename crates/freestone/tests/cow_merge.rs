@@ -11,6 +11,7 @@ use freestone::cow::{MergeFailure, MergeSetupError, MergeStatus, Origin, Snapsho
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
+use freestone::moment;
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
 mod cow_map_support;
@@ -137,9 +138,12 @@ fn what_cannot_be_merged_is_refused() {
     let transient = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
     assert!(matches!(transient.merge(), Err(MergeSetupError::Transient)));
     let make = || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096));
-    let snapshot = make().unwrap().into_snapshot();
-    let pending = make().unwrap();
+    let mut first = make().unwrap();
+    moment::take(&mut [&mut first]).unwrap();
+    let snapshot = first.into_snapshot();
+    let mut pending = make().unwrap();
     assert!(matches!(snapshot.merge(), Err(MergeSetupError::Preparing)));
+    moment::take(&mut [&mut pending]).unwrap();
     let second = pending.into_snapshot();
     // One that cannot finish: the run is held up by nothing, so stop it before it is through.
     let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
@@ -409,4 +413,28 @@ fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
             assert!(read_all(&snapshot) == content, "cut after {cut} of {}, seed {seed}", log.len());
         }
     }
+}
+
+/// A merge begins when no write of the origin is under way; where one does not end, it does not begin.
+#[test]
+fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, 512));
+    let origin = Origin::new(disk.clone());
+    let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    snapshot.write_at(0, &bytes(1, 4096), NONE).unwrap();
+    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    let (answer, answers) = std::sync::mpsc::channel();
+    let done = Completion::new(move |outcome, _| answer.send(outcome).unwrap());
+    origin.submit(Request::new(Op::Write, 8192, 4096), IoBuf::copy_of(&bytes(2, 4096)).unwrap(), done);
+    disk.await_held(1);
+    assert!(matches!(snapshot.merge(), Err(MergeSetupError::NotInTime(_))));
+    assert_eq!(snapshot.merge_status(), MergeStatus::None);
+    // The snapshot does not play the origin's part, and both take writes.
+    snapshot.write_at(4096, &bytes(3, 4096), NONE).unwrap();
+    disk.heal();
+    assert_eq!(answers.recv().unwrap(), Ok(()));
+    origin.write_at(12288, &bytes(4, 4096), NONE).unwrap();
+    snapshot.merge().unwrap();
+    assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+    assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
 }

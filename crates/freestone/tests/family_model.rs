@@ -291,7 +291,7 @@ impl World {
         let mut pending: Vec<_> =
             origins.iter().map(|&at| self.live[at].shown.ram.prepare_snapshot().unwrap()).collect();
         let mut all: Vec<&mut dyn moment::Pending> = pending.iter_mut().map(|one| one as _).collect();
-        moment::take(&mut all);
+        moment::take(&mut all).unwrap();
         for (at, pending) in origins.into_iter().zip(pending) {
             let live = &self.live[at];
             let shown = Shown { ram: pending.into_snapshot(), ..live.shown.copy() };

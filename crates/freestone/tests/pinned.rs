@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use freestone::cow::{Config as CowConfig, Origin, StoreKind};
 use freestone::device::{
@@ -291,7 +291,7 @@ fn writes_are_held_and_no_thread_waits_while_a_snapshot_begins() {
         let old = noise(1, PAGE);
         disk.write_at(0, &old, NONE).unwrap();
         let mut pending = disk.prepare_snapshot().unwrap();
-        pending.freeze();
+        pending.freeze(Instant::now() + LONG).unwrap();
         let new = noise(2, PAGE);
         let write = Request::write(0, PAGE as u64);
         // On this thread: if it waited, it would wait for itself.
@@ -329,7 +329,7 @@ fn writes_that_are_held_go_on_when_the_device_is_rewound_or_the_snapshot_is_give
         let disk = ram(MIB);
         for give_up in [false, true] {
             let mut pending = disk.prepare_snapshot().unwrap();
-            pending.freeze();
+            pending.freeze(Instant::now() + LONG).unwrap();
             let held = submit(&disk, Request::write(0, PAGE as u64), &noise(3, PAGE));
             if give_up {
                 drop(pending);

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use freestone::cow;
 use freestone::device::Device;
 use freestone::file;
-use freestone::moment::{self, Pending};
+use freestone::moment::{self, Late, NotInTime, Pending};
 use freestone::ram::{self, DISKSIZE_BYTES_MAX, PendingSnapshot, Ram};
 
 use super::{BuildError, family, find, open};
@@ -25,17 +25,18 @@ pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Bu
         let name = spec.name.clone();
         begun.push(prepare(spec, registry).map_err(|error| error.of(&name))?);
     }
-    // What waits for a disk goes first, so that those in memory are held up for the least time.
-    let mut pending: Vec<&mut Begun> = begun.iter_mut().collect();
-    pending.sort_by_key(|begun| matches!(begun.pending, Which::Ram(_)));
-    let mut pending: Vec<&mut dyn Pending> = pending
-        .into_iter()
+    let mut pending: Vec<&mut dyn Pending> = begun
+        .iter_mut()
         .map(|begun| match &mut begun.pending {
             Which::Ram(pending) => pending as &mut dyn Pending,
             Which::Cow(pending) => pending,
         })
         .collect();
-    moment::take(&mut pending);
+    if let Err(Late { at }) = moment::take(&mut pending) {
+        let Begun { spec, origin, .. } = &begun[at];
+        let why = format!("{}: origin={}: {NotInTime}", spec.name, origin.name());
+        return Err(BuildError::new(Errno::ETIMEDOUT, why));
+    }
     Ok(begun.into_iter().map(Begun::finish).collect())
 }
 
@@ -203,7 +204,7 @@ impl Begun {
                 let snapshot = Arc::new(pending.into_snapshot());
                 let kind = Kind::Snapshot(Arc::clone(&snapshot));
                 let mut entry = Entry::new(spec, kind, Some(snapshot), needs);
-                // Whoever rewinds a fork has the right to change things, as has who takes a snapshot.
+                // Whoever rewinds a fork has it claimed, as has who takes a snapshot of it.
                 entry.origin = Some((Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
                 entry
             }

@@ -39,6 +39,8 @@ pub enum Errno {
     EADDRNOTAVAIL,
     /// A limit of the server is reached, or no room on a disk.
     ENOSPC,
+    /// What the device has under way does not end.
+    ETIMEDOUT,
     /// A page that the device does not have.
     ERANGE,
     /// No memory.

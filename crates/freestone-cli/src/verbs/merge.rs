@@ -99,6 +99,7 @@ impl Verb for Merge {
             snapshot.merge().map_err(|error| {
                 let errno = match error {
                     MergeSetupError::Other | MergeSetupError::Preparing => Errno::EBUSY,
+                    MergeSetupError::NotInTime(_) => Errno::ETIMEDOUT,
                     MergeSetupError::Thread(_) => Errno::ENOMEM,
                     _ => Errno::EINVAL,
                 };

@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::format::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
 use crate::device;
+use crate::moment::NotInTime;
 
 /// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters, in either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -140,6 +141,9 @@ pub enum SetupError {
     /// The origin is about to change under its snapshots.
     #[error("a snapshot is being merged into the origin; a new one can be taken when that is finished")]
     Merging,
+    /// The origin's writes do not end.
+    #[error("{0}")]
+    NotInTime(NotInTime),
     /// More chunks than are supported.
     #[error("the {whose} has {size} bytes; with chunks of {chunk} bytes at most {max} are supported")]
     TooLarge {

@@ -28,6 +28,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -36,6 +37,7 @@ use super::origin;
 use super::snapshot::{Mode, Snap, Snapshot};
 use super::store::{self, Run};
 use crate::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
+use crate::moment::{FREEZE_MAX, NotInTime};
 use crate::sync::{Mutex, wait};
 
 /// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
@@ -93,6 +95,9 @@ pub enum MergeSetupError {
     /// A snapshot of this origin is about to begin.
     #[error("a snapshot of the origin is being taken")]
     Preparing,
+    /// Writes do not end.
+    #[error("{0}")]
+    NotInTime(NotInTime),
     /// A thread could not be started.
     #[error("a thread for the merge could not be started: {0}")]
     Thread(#[source] io::Error),
@@ -248,15 +253,18 @@ impl Snap {
                 return Err(MergeSetupError::Preparing);
             }
         }
-        {
+        let before = {
             let mut progress = self.merge.progress.lock();
             if matches!(progress.status, MergeStatus::Running | MergeStatus::Finished) {
                 return Ok(());
             }
-            *progress = Progress { status: MergeStatus::Running, stop: false };
-        }
+            std::mem::replace(&mut *progress, Progress { status: MergeStatus::Running, stop: false })
+        };
         if !self.is_merging() {
-            self.play_origin();
+            if let Err(error) = self.play_origin() {
+                self.merge.set(before.status);
+                return Err(MergeSetupError::NotInTime(error));
+            }
             changing.merging = true;
         }
         let snap = Arc::clone(self);
@@ -268,22 +276,25 @@ impl Snap {
     }
 
     /// From now on no exception is made, and users of the origin see the snapshot.
-    fn play_origin(self: &Arc<Self>) {
+    fn play_origin(self: &Arc<Self>) -> std::result::Result<(), NotInTime> {
         // The origin first: then nothing there asks for exceptions, and those that are pending end.
-        self.core.gate.close();
-        self.gate.close();
-        self.set_merging();
-        self.gate.change(|_| Mode::Merging);
-        self.core.gate.change(|view| {
-            view.changed(|view| {
-                let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
-                view.snapshots = others;
-                view.merging = merging.into_iter().next();
-            })
-        });
+        let mut quiet = self.core.gate.close_within(FREEZE_MAX);
+        quiet = self.gate.close_within(if quiet { FREEZE_MAX } else { Duration::ZERO }) && quiet;
+        if quiet {
+            self.set_merging();
+            self.gate.change(|_| Mode::Merging);
+            self.core.gate.change(|view| {
+                view.changed(|view| {
+                    let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
+                    view.snapshots = others;
+                    view.merging = merging.into_iter().next();
+                })
+            });
+        }
         for task in self.gate.open().into_iter().chain(self.core.gate.open()) {
             self.core.runner.push(task);
         }
+        if quiet { Ok(()) } else { Err(NotInTime) }
     }
 
     /// Stops the merge, if one runs.

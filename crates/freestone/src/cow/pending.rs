@@ -1,6 +1,7 @@
 //! How a snapshot begins: all that can fail or take long is done before, then the origin's gate is closed for a moment.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::exceptions::{CHUNKS_MAX, Exceptions};
 use super::origin::{Anchor, Core, Origin};
@@ -8,7 +9,7 @@ use super::snapshot::{Snap, Snapshot};
 use super::store::Store;
 use super::{Config, SetupError};
 use crate::device::{Device, Geometry};
-use crate::moment::{self, Pending};
+use crate::moment::{self, NotInTime, Pending};
 use crate::slot::{Common, LOCATION_BITS};
 
 /// A snapshot that is ready and has not begun. One that never begins leaves an empty store on the COW device, if that was new.
@@ -63,9 +64,11 @@ impl Origin {
     /// A snapshot of what the origin holds now. Blocks until no write to the origin is under way.
     ///
     /// # Errors
-    /// As [`prepare_snapshot`](Self::prepare_snapshot).
+    /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
     pub fn snapshot(&self, cow: Arc<dyn Device>, config: &Config) -> Result<Snapshot, SetupError> {
-        Ok(self.prepare_snapshot(cow, config)?.into_snapshot())
+        let mut pending = self.prepare_snapshot(cow, config)?;
+        moment::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        Ok(pending.into_snapshot())
     }
 }
 
@@ -144,11 +147,12 @@ fn limit(whose: &'static str, size: u64, chunk: u64, chunks: u64) -> Result<(), 
 }
 
 impl PendingSnapshot {
-    /// The snapshot; it begins now if it has not.
-    pub fn into_snapshot(mut self) -> Snapshot {
-        if !self.attached {
-            moment::take(&mut [&mut self]);
-        }
+    /// The snapshot, once it has begun.
+    ///
+    /// # Panics
+    /// If it has not: [`moment::take`] comes first.
+    pub fn into_snapshot(self) -> Snapshot {
+        assert!(self.attached, "into_snapshot comes after moment::take");
         self.snapshot.clone()
     }
 
@@ -162,11 +166,15 @@ impl Pending for PendingSnapshot {
         true
     }
 
-    fn freeze(&mut self) {
+    fn freeze(&mut self, until: Instant) -> Result<(), NotInTime> {
         if !self.frozen {
-            self.core().gate.close();
             self.frozen = true;
+            if !self.core().gate.close_within(until.saturating_duration_since(Instant::now())) {
+                self.thaw();
+                return Err(NotInTime);
+            }
         }
+        Ok(())
     }
 
     fn attach(&mut self) {

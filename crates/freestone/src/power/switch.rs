@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
 
 use super::choice::Choice;
 use super::drain::Shared;
@@ -15,6 +16,9 @@ use crate::sync::MutexGuard;
 
 /// What is written or read at a time when the power is off.
 const RUN_MAX_BYTES: u64 = 1 << 20;
+
+/// About how long calls that are under way take at most.
+const CALLS_MAX: Duration = Duration::from_secs(10);
 
 /// While it lives the power is off: no request runs, none comes in, the device below has none.
 struct Off<'a> {
@@ -34,7 +38,10 @@ impl Shared {
     /// answers them.
     fn switch_off(&self) -> Off<'_> {
         let change = self.change.lock();
-        self.power.close();
+        // What is under way here waits for nothing.
+        while !self.power.close_within(CALLS_MAX) {
+            drop(self.power.open());
+        }
         let off = Off { shared: self, _change: change };
         self.bell.listen();
         self.bell.ring_loud();

@@ -21,6 +21,7 @@
 //! those of the chain that it is a fork of.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use super::family::Shared;
 use super::job::Job;
@@ -29,6 +30,7 @@ use super::through::Below;
 use super::{Inner, Ram, SetupError};
 use crate::device::Result;
 use crate::held::Held;
+use crate::moment::{NotInTime, Pending};
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
 use crate::sync::Mutex;
@@ -469,10 +471,12 @@ impl PendingSnapshot {
     }
 }
 
-impl crate::moment::Pending for PendingSnapshot {
-    fn freeze(&mut self) {
+impl Pending for PendingSnapshot {
+    /// Waits for pins alone, under which nothing waits.
+    fn freeze(&mut self, _: Instant) -> std::result::Result<(), NotInTime> {
         let chain = self.origin.0.freeze_chain();
         self.chain = Some(chain);
+        Ok(())
     }
 
     fn attach(&mut self) {

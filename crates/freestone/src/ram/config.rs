@@ -9,6 +9,7 @@ use super::{DISKSIZE_BYTES_MAX, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
 use crate::device;
 use crate::file::{self, File};
+use crate::moment::NotInTime;
 
 /// What a RAM disk is made of.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -138,6 +139,9 @@ pub enum SetupError {
         /// What can be; 0 also where the family has no limit.
         left: u64,
     },
+    /// Writes do not end.
+    #[error("{0}")]
+    NotInTime(NotInTime),
     /// The algorithm's parameters.
     #[error(transparent)]
     Params(#[from] ParamsError),

@@ -66,7 +66,7 @@ use self::through::Below;
 pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
 use crate::PAGE_BYTES;
 use crate::device::Device;
-use crate::moment;
+use crate::moment::{self, NotInTime};
 use crate::percpu::Counters;
 use crate::pin::{self, Swap};
 use crate::slot::MAX_SLOTS;
@@ -262,10 +262,10 @@ impl Ram {
     /// A snapshot of this disk or fork: what it holds now.
     ///
     /// # Errors
-    /// As [`prepare_snapshot`](Self::prepare_snapshot).
+    /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
     pub fn snapshot(&self) -> Result<Self, SetupError> {
         let mut pending = self.prepare_snapshot()?;
-        moment::take(&mut [&mut pending]);
+        moment::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
         Ok(pending.into_snapshot())
     }
 

@@ -27,8 +27,8 @@ use self::reader::Reader;
 pub use self::restore::{Base, restore};
 use self::writer::Writer;
 use crate::codec::Algorithm;
-use crate::moment;
-use crate::ram::{Gathered, PendingSnapshot, Ram};
+use crate::moment::{self, NotInTime};
+use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
 use crate::replace::Place;
 
 /// How a file is named that is not complete yet.
@@ -158,7 +158,10 @@ fn frozen(devices: &[(&str, &Ram)]) -> Result<Vec<(String, Ram, bool)>, SaveErro
     }
     let mut together: Vec<&mut dyn moment::Pending> =
         pending.iter_mut().map(|(_, pending)| pending as &mut dyn moment::Pending).collect();
-    moment::take(&mut together);
+    moment::take(&mut together).map_err(|late| {
+        let (number, _) = pending[late.at];
+        setup(devices[number].0)(SetupError::NotInTime(NotInTime))
+    })?;
     let mut frozen: Vec<_> =
         devices.iter().map(|(name, ram)| ((*name).to_owned(), (*ram).clone(), false)).collect();
     for (number, pending) in pending {
