@@ -112,7 +112,12 @@ impl Layers {
             Some(door) => Some(door.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
             None => None,
         };
-        let done = action()?;
+        // Gone is what the power switch answers where the device below does not.
+        let done = action().map_err(|error| match error {
+            CutError::Device(device::Error::Gone)
+            | CutError::Record(power::RecordError::Device(device::Error::Gone)) => CutError::Busy,
+            error => error,
+        })?;
         self.cuts.fetch_add(1, Ordering::SeqCst);
         Ok(done)
     }

@@ -1,6 +1,8 @@
 //! How the worker and those who wait for a quiet device learn that something has moved.
 
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex, wait};
 
@@ -38,6 +40,18 @@ impl Bell {
     /// How often it has rung. Asked before a look at what is waited for.
     pub fn count(&self) -> u64 {
         *self.rung.lock()
+    }
+
+    /// Returns when it has rung more often than `seen`, or at `until`.
+    pub fn wait_until(&self, seen: u64, until: Instant) {
+        let mut rung = self.rung.lock();
+        while *rung == seen {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            rung = self.changed.wait_timeout(rung, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Returns when it has rung more often than `seen`.

@@ -178,6 +178,7 @@ impl Power {
     ///
     /// # Errors
     /// A block that should have survived could not be written, and is as before, or the device below could not be flushed.
+    /// [`Gone`](DeviceError::Gone): it answered nothing of what it was doing for 10 s, and nothing was lost.
     /// The power is back all the same.
     pub fn cut(&self, seed: u64) -> Result<Cut> {
         self.shared.cut(seed)

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::choice::Choice;
 use super::drain::Shared;
@@ -11,14 +11,13 @@ use super::log::{self, Reader};
 use super::record::{Recorder, What};
 use super::shard::{Content, Kind};
 use super::{Cut, Point, RecordError, Visited};
-use crate::device::{Blocking, Flags, Result};
+use crate::device::{Blocking, Error, Flags, Result};
 use crate::sync::MutexGuard;
 
 /// What is written or read at a time when the power is off.
 const RUN_MAX_BYTES: u64 = 1 << 20;
-
-/// About how long calls that are under way take at most.
-const CALLS_MAX: Duration = Duration::from_secs(10);
+/// How long the device below may answer nothing of what it has, until a change of the power is given up.
+const QUIET_MAX: Duration = Duration::from_secs(10);
 
 /// While it lives the power is off: no request runs, none comes in, the device below has none.
 struct Off<'a> {
@@ -36,28 +35,34 @@ impl Drop for Off<'_> {
 impl Shared {
     /// Switches the power off. Requests that wait are answered `Gone`; those that the device below has are answered as it
     /// answers them.
-    fn switch_off(&self) -> Off<'_> {
+    ///
+    /// # Errors
+    /// [`Error::Gone`]: nothing of it is answered for [`QUIET_MAX`]. The power is on again, and nothing else has changed.
+    fn switch_off(&self) -> Result<Off<'_>> {
         let change = self.change.lock();
-        // What is under way here waits for nothing.
-        while !self.power.close_within(CALLS_MAX) {
-            drop(self.power.open());
-        }
+        let quiet = self.power.close_within(QUIET_MAX);
         let off = Off { shared: self, _change: change };
+        if !quiet {
+            return Err(Error::Gone);
+        }
         self.bell.listen();
         self.bell.ring_loud();
-        loop {
+        let quiet = loop {
             let seen = self.bell.count();
             if self.in_flight.load(SeqCst) == 0 && self.queue.is_empty() {
-                break;
+                break true;
             }
-            self.bell.wait(seen);
-        }
+            self.bell.wait_until(seen, Instant::now() + QUIET_MAX);
+            if self.bell.count() == seen {
+                break false;
+            }
+        };
         self.bell.leave();
-        off
+        if quiet { Ok(off) } else { Err(Error::Gone) }
     }
 
     pub fn cut(&self, seed: u64) -> Result<Cut> {
-        let _off = self.switch_off();
+        let _off = self.switch_off()?;
         let choice = Choice::new(seed);
         let mut cut = Cut { seed, kept_blocks: 0, lost_blocks: 0 };
         // Blocks that did not end as their newest version, which is what the recording has last.
@@ -134,7 +139,7 @@ impl Shared {
     }
 
     pub fn reset(&self, below: &dyn Fn() -> Result<()>) -> Result<()> {
-        let _off = self.switch_off();
+        let _off = self.switch_off()?;
         self.cache.take();
         below()?;
         if let Some(record) = &self.cache.record {
@@ -160,7 +165,7 @@ impl Shared {
             Point::Entry(asked) => *asked,
             Point::Mark(text) => reader.find_mark(text)? + 1,
         };
-        let _off = self.switch_off();
+        let _off = self.switch_off()?;
         self.cache.take();
         record.stop("a point of the past was visited");
         reset()?;

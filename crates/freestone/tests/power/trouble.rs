@@ -156,3 +156,24 @@ fn a_device_with_zones_below_is_refused() {
     let refused = Power::new(Arc::new(ModelZoned::new(config)), Config::default());
     assert!(refused.unwrap_err().to_string().contains("zones"));
 }
+
+#[test]
+fn a_cut_over_a_device_that_does_not_answer_is_given_up_and_comes_later() {
+    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let device = Power::new(disk.clone(), Config::default()).unwrap();
+    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    device.write_at(0, &filled(1, 40), Flags::empty()).unwrap();
+    thread::scope(|scope| {
+        let flush = scope.spawn(|| device.flush());
+        disk.await_held(1);
+        assert_eq!(device.cut(1).err(), Some(Error::Gone));
+        // The power is on, and all is there.
+        assert_eq!(blocks(&device, 0, 40), filled(1, 40));
+        disk.heal();
+        let _ = flush.join().unwrap();
+    });
+    device.flush().unwrap();
+    let cut = device.cut(1).unwrap();
+    assert_eq!((cut.kept_blocks, cut.lost_blocks), (0, 0));
+    assert_eq!(blocks(&*disk, 0, 40), filled(1, 40));
+}
