@@ -1,7 +1,7 @@
 //! A device with its name, and what it stands on.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, TryLockError, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Device};
@@ -182,7 +182,12 @@ impl Entry {
     pub fn family_made(&self) -> Option<Family> {
         match self.ram() {
             Some(ram) => Some(ram.family()),
-            None => self.family.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            // While it is made, which may wait for its backing device, there is none yet.
+            None => match self.family.try_lock() {
+                Ok(family) => family.clone(),
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
+                Err(TryLockError::WouldBlock) => None,
+            },
         }
     }
 }

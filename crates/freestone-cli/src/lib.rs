@@ -4,6 +4,7 @@
 mod advice;
 mod attrs;
 mod build;
+mod claims;
 mod cli;
 mod config;
 mod control;

@@ -53,11 +53,9 @@ pub fn open_device(words: &str) -> Result<Opened, OpenError> {
     }
     let service = Service::new(Arc::new(Server::new(Limits::default())));
     let mut last = None;
-    {
-        let mut changes = service.changes();
-        for spec in specs {
-            last = Some(service.create(&mut changes, spec, false).map_err(|fault| of_fault(&fault))?);
-        }
+    for spec in specs {
+        let claim = service.claim_new("open", [&spec]).map_err(|fault| of_fault(&fault))?;
+        last = Some(service.create(&claim, spec, false).map_err(|fault| of_fault(&fault))?);
     }
     let last: Arc<Entry> = last.ok_or_else(|| {
         usage("no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into())

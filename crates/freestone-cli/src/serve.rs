@@ -180,22 +180,22 @@ impl Running {
         let service = Arc::new(Service::new(Arc::new(Server::new(limits))));
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
-            let mut changes = service.changes();
             let mut published = Vec::new();
             for spec in devices {
                 let publish = spec.publish.unwrap_or(true);
-                let entry = service.create(&mut changes, spec, false)?;
+                let claim = service.claim_new("serve", [&spec])?;
+                let entry = service.create(&claim, spec, false)?;
                 published.extend(publish.then_some(entry));
             }
             for address in &addresses {
-                if let Address::Unix(path) = service.listen_home(&mut changes, address)? {
+                if let Address::Unix(path) = service.listen_home(address)? {
                     let socket =
                         SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
                     running.sockets.push(socket);
                 }
             }
             for entry in &published {
-                service.publish_home(&mut changes, entry)?;
+                service.publish_home(&service.claim("serve", entry.name())?, entry)?;
             }
         }
         running.control = Some(ControlServer::start(socket, service)?);

@@ -10,6 +10,7 @@ use tracing::warn;
 
 use crate::advice;
 use crate::build::{self, BuildError, build};
+use crate::claims::{Claim, Claims};
 use crate::control::protocol::{Errno, Fault};
 use crate::control::server::Handler;
 use crate::entries::nearest;
@@ -22,9 +23,10 @@ use crate::verbs;
 
 /// The state behind the control socket.
 ///
-/// Lock order: `changes`, then a base's family, then the registry's lock. `changes` makes verbs that change what exists,
-/// what is published or who listens run one after the other, also while a forced end of connections takes its time;
-/// the NBD server, connections to templates and readers of statistics never take it.
+/// Lock order: claims of devices, all that a verb needs at once; the claim of an address; a base's family; then, for a look or a
+/// change and never during a wait, the addresses, the registry, what runs. Claims are held while a verb waits for disks and
+/// for clients that are cut off, and hold up who wants the same device. The NBD server, connections to templates, readers
+/// of statistics and `release` claim nothing.
 pub struct Service {
     /// The devices.
     pub registry: Arc<Registry>,
@@ -32,12 +34,13 @@ pub struct Service {
     pub nbd: Arc<Server>,
     /// What takes long and tells how far it is.
     pub jobs: Jobs,
-    changes: Mutex<Changes>,
+    claims: Claims,
+    addresses: Mutex<Addresses>,
 }
 
-/// The right to change what exists or is published.
+/// Where the server listens.
 #[derive(Default)]
-pub struct Changes {
+struct Addresses {
     /// The addresses of the command line: there as long as the server.
     home: Vec<Address>,
     /// Addresses that `publish` opened, with the number of their exports; closed when the last one goes.
@@ -47,13 +50,53 @@ pub struct Changes {
 impl Service {
     /// A service without devices.
     pub fn new(nbd: Arc<Server>) -> Self {
-        Self { registry: Arc::default(), nbd, jobs: Jobs::default(), changes: Mutex::default() }
+        Self {
+            registry: Arc::default(),
+            nbd,
+            jobs: Jobs::default(),
+            claims: Claims::default(),
+            addresses: Mutex::default(),
+        }
     }
 
-    /// Waits for the right to change things.
-    pub fn changes(&self) -> MutexGuard<'_, Changes> {
-        // A verb that panicked leaves at worst an address listed that is closed already.
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the right to change a device, or the name of one.
+    pub fn claim(&self, verb: &'static str, name: &str) -> Result<Claim<'_>, Fault> {
+        self.claims.devices(verb, &[name], &[])
+    }
+
+    /// The same for several at once.
+    pub fn claim_all(&self, verb: &'static str, names: &[&str]) -> Result<Claim<'_>, Fault> {
+        self.claims.devices(verb, names, &[])
+    }
+
+    /// Waits for the right to make these devices of what they are to stand on.
+    pub fn claim_new<'a>(
+        &self,
+        verb: &'static str,
+        specs: impl IntoIterator<Item = &'a Spec>,
+    ) -> Result<Claim<'_>, Fault> {
+        let (mut own, mut shared) = (Vec::new(), Vec::new());
+        for spec in specs {
+            own.push(spec.name.as_str());
+            match &spec.kind {
+                // It must not be rewound, merged or published meanwhile.
+                KindSpec::Snapshot(snapshot) => {
+                    own.push(&snapshot.origin);
+                    if let Some(CowPlace::Device(cow)) = snapshot.cow.as_ref().map(|cow| &cow.place) {
+                        own.push(cow);
+                    }
+                }
+                KindSpec::Fork(fork) => shared.push(fork.base.as_str()),
+                KindSpec::Template(template) => shared.push(template.fork.base.as_str()),
+                _ => {}
+            }
+        }
+        self.claims.devices(verb, &own, &shared)
+    }
+
+    fn addresses(&self) -> MutexGuard<'_, Addresses> {
+        // Nothing in here can be half done.
+        self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The device of that name.
@@ -76,13 +119,13 @@ impl Service {
     // ---- coming and going ------------------------------------------------------------------------------------------
 
     /// Sets a device up and publishes it at home, where that is asked.
-    pub fn create(&self, changes: &mut Changes, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
+    pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
         self.check_new(&spec)?;
         let entry = Arc::new(build(spec, &self.registry).map_err(fault)?);
         self.add(&entry)?;
-        if publish && let Err(fault) = self.publish_home(changes, &entry) {
+        if publish && let Err(fault) = self.publish_home(claim, &entry) {
             // All or nothing.
-            self.undo(changes, &entry);
+            self.undo(claim, &entry);
             return Err(fault);
         }
         Ok(entry)
@@ -91,12 +134,12 @@ impl Service {
     /// The device of that name, if it was asked for with the same words; else as [`create`](Self::create). True: it was made.
     pub fn create_if_absent(
         &self,
-        changes: &mut Changes,
+        claim: &Claim<'_>,
         spec: Spec,
         publish: bool,
     ) -> Result<(Arc<Entry>, bool), Fault> {
         let Some(found) = self.registry.find(&spec.name) else {
-            return Ok((self.create(changes, spec, publish)?, true));
+            return Ok((self.create(claim, spec, publish)?, true));
         };
         let same = found.spec.kind == spec.kind && found.spec.layers == spec.layers;
         if same && found.template.is_none() {
@@ -108,7 +151,7 @@ impl Service {
     }
 
     /// Snapshots of several devices at one moment.
-    pub fn snapshot(&self, specs: Vec<Spec>) -> Result<Vec<Arc<Entry>>, Fault> {
+    pub fn snapshot(&self, _: &Claim<'_>, specs: Vec<Spec>) -> Result<Vec<Arc<Entry>>, Fault> {
         let mut names = HashSet::new();
         for spec in &specs {
             if !names.insert(spec.name.clone()) {
@@ -149,14 +192,14 @@ impl Service {
     }
 
     /// Takes back what this verb made.
-    pub fn undo(&self, changes: &mut Changes, entry: &Arc<Entry>) {
+    pub fn undo(&self, claim: &Claim<'_>, entry: &Arc<Entry>) {
         // That it was published nowhere yet is no error here; nobody can stand on it yet.
-        let _ = self.unpublish(changes, entry, true);
+        let _ = self.unpublish(claim, entry, true);
         let _ = self.registry.remove(entry);
     }
 
     /// Unpublishes a device and forgets it. Returns how many connections that ended.
-    pub fn remove(&self, changes: &mut Changes, entry: &Arc<Entry>, force: bool) -> Result<usize, Fault> {
+    pub fn remove(&self, claim: &Claim<'_>, entry: &Arc<Entry>, force: bool) -> Result<usize, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
         self.check_unused(entry, "removed")?;
@@ -165,7 +208,7 @@ impl Service {
             // Connections wait for their answers, and so may verbs; what comes later is not to wait again.
             faults.close();
         }
-        let ended = if exports.is_empty() { 0 } else { self.unpublish(changes, entry, force)? };
+        let ended = if exports.is_empty() { 0 } else { self.unpublish(claim, entry, force)? };
         // Connections to a template may have made forks of a base until now, but not of what has no users.
         let removed = self.registry.remove(entry);
         removed.map_err(|users| {
@@ -181,18 +224,19 @@ impl Service {
     // ---- exports ---------------------------------------------------------------------------------------------------
 
     /// Listens at an address of the command line. Returns it with the port that it got.
-    pub fn listen_home(&self, changes: &mut Changes, address: &Address) -> Result<Address, Fault> {
+    pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
         let listen = self.nbd.listen(address);
         let at = listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
         warn_of_exposure(&at);
-        changes.home.push(at.clone());
+        self.addresses().home.push(at.clone());
         Ok(at)
     }
 
     /// Publishes a device at the addresses of the command line.
-    pub fn publish_home(&self, changes: &mut Changes, entry: &Arc<Entry>) -> Result<(), Fault> {
-        for address in changes.home.clone() {
-            self.publish(changes, entry, &address, false)?;
+    pub fn publish_home(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), Fault> {
+        let home = self.addresses().home.clone();
+        for address in home {
+            self.publish(claim, entry, &address, false)?;
         }
         Ok(())
     }
@@ -201,7 +245,7 @@ impl Service {
     /// also its default one. Returns the address with the port that it got.
     pub fn publish(
         &self,
-        changes: &mut Changes,
+        _: &Claim<'_>,
         entry: &Arc<Entry>,
         address: &Address,
         read_only: bool,
@@ -212,6 +256,8 @@ impl Service {
             let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
             return Err(Fault::failed(Errno::EBUSY, why));
         }
+        // Nobody closes it between here and there.
+        let _address = self.claims.address("publish", address)?;
         let (at, opened) = if self.nbd.listens_at(address) {
             (address.clone(), false)
         } else {
@@ -226,9 +272,12 @@ impl Service {
             Ok(()) => {
                 if opened {
                     warn_of_exposure(&at);
-                    changes.opened.insert(at.clone(), 0);
                 }
-                if let Some(exports) = changes.opened.get_mut(&at) {
+                let mut addresses = self.addresses();
+                if opened {
+                    addresses.opened.insert(at.clone(), 0);
+                }
+                if let Some(exports) = addresses.opened.get_mut(&at) {
                     *exports += 1;
                 }
                 Ok(at)
@@ -267,7 +316,7 @@ impl Service {
     }
 
     /// Takes a device off all addresses. Returns how many connections that ended.
-    pub fn unpublish(&self, changes: &mut Changes, entry: &Entry, force: bool) -> Result<usize, Fault> {
+    pub fn unpublish(&self, _: &Claim<'_>, entry: &Entry, force: bool) -> Result<usize, Fault> {
         let name = entry.name();
         if !force {
             self.check_idle(entry)?;
@@ -278,14 +327,34 @@ impl Service {
         let done = self.nbd.unpublish(name, force);
         done.map_err(|e| Fault::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
         for export in exports {
-            let Some(left) = changes.opened.get_mut(&export.address) else { continue };
-            *left -= 1;
-            if *left == 0 {
-                changes.opened.remove(&export.address);
-                self.nbd.close(&export.address);
-            }
+            self.leave(&export.address);
         }
         Ok(connections)
+    }
+
+    /// An address has one export less. Closes it where that was the last one.
+    fn leave(&self, address: &Address) {
+        {
+            let mut addresses = self.addresses();
+            let Some(left) = addresses.opened.get_mut(address) else { return };
+            *left -= 1;
+            if *left > 0 {
+                return;
+            }
+        }
+        let Ok(_address) = self.claims.address("unpublish", address) else {
+            // Somebody opens it, and hangs: it is closed with the next export that goes.
+            return warn!("{address}: stays open, another verb works on it");
+        };
+        {
+            let mut addresses = self.addresses();
+            // Another export came while we waited.
+            if addresses.opened.get(address).is_none_or(|left| *left > 0) {
+                return;
+            }
+            addresses.opened.remove(address);
+        }
+        self.nbd.close(address);
     }
 
     /// Where a device is published.

@@ -33,7 +33,7 @@ impl Verb for Compact {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: not under the lock of the changes.
+    // Runs under traffic and takes a while: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let ram = service.find_ram(&name, "can be compacted")?;

@@ -67,13 +67,13 @@ impl Verb for Create {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let spec: Spec = params.device.parse().map_err(|e| Fault::invalid(format!("{e}")))?;
         let publish = spec.publish.unwrap_or(false);
-        let mut changes = service.changes();
+        let claim = service.claim_new(Self::METHOD, [&spec])?;
         let (entry, created) = if params.if_absent {
-            service.create_if_absent(&mut changes, spec, publish)?
+            service.create_if_absent(&claim, spec, publish)?
         } else {
-            (service.create(&mut changes, spec, publish)?, true)
+            (service.create(&claim, spec, publish)?, true)
         };
-        drop(changes);
+        drop(claim);
         Ok(Reply {
             name: entry.name().to_owned(),
             kind: entry.kind_name().to_owned(),

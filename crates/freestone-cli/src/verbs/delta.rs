@@ -188,7 +188,7 @@ impl Verb for Save {
     type Params = NameAndFile;
     type Reply = Saved;
 
-    // Takes as long as the disk does: not under the lock of the changes.
+    // Takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: NameAndFile) -> Result<Saved, Fault> {
         let NameAndFile { name, file } = params;
         let entry = service.find(&name)?;
@@ -234,7 +234,7 @@ impl Verb for Apply {
     type Params = ApplyParams;
     type Reply = Applied;
 
-    // Takes as long as the disk does: not under the lock of the changes.
+    // Takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: ApplyParams) -> Result<Applied, Fault> {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;

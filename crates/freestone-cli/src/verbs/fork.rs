@@ -8,13 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use super::list::Export;
 use super::{Verb, words};
+use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::entries::Entries;
 use crate::entry::Entry;
 use crate::error::Usage;
 use crate::paths::parse_address;
 use crate::registry::MAX_DEVICES;
-use crate::service::{Changes, Service};
+use crate::service::Service;
 use crate::size::human;
 use crate::spec::Spec;
 
@@ -191,16 +192,16 @@ impl Verb for Fork {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let plan = params.plan()?;
-        let mut changes = service.changes();
+        let claim = service.claim_new(Self::METHOD, plan.iter().map(|one| &one.spec))?;
         let mut made = Vec::with_capacity(plan.len());
         for One { spec, address } in plan {
-            match make(service, &mut changes, spec, address.as_ref(), params.if_absent) {
+            match make(service, &claim, spec, address.as_ref(), params.if_absent) {
                 Ok(one) => made.push(one),
                 Err(fault) => {
                     // All or nothing.
                     for (entry, created) in made.iter().rev() {
                         if *created {
-                            service.undo(&mut changes, entry);
+                            service.undo(&claim, entry);
                         }
                     }
                     return Err(fault);
@@ -236,21 +237,21 @@ impl Verb for Fork {
 /// One fork, or nothing.
 fn make(
     service: &Service,
-    changes: &mut Changes,
+    claim: &Claim<'_>,
     spec: Spec,
     address: Option<&Address>,
     if_absent: bool,
 ) -> Result<(std::sync::Arc<Entry>, bool), Fault> {
     let (entry, created) = if if_absent {
-        service.create_if_absent(changes, spec, false)?
+        service.create_if_absent(claim, spec, false)?
     } else {
-        (service.create(changes, spec, false)?, true)
+        (service.create(claim, spec, false)?, true)
     };
     if let Some(address) = address {
         let there = !created && service.exports_of(entry.name()).iter().any(|e| e.address == *address);
-        if !there && let Err(fault) = service.publish(changes, &entry, address, false) {
+        if !there && let Err(fault) = service.publish(claim, &entry, address, false) {
             if created {
-                service.undo(changes, &entry);
+                service.undo(claim, &entry);
             }
             return Err(fault);
         }

@@ -42,7 +42,7 @@ impl Verb for Idle {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: not under the lock of the changes.
+    // Runs under traffic and takes a while: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, which } = params;
         let which = match which.as_str() {

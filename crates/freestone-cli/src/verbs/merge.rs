@@ -1,6 +1,7 @@
 //! `merge SNAPSHOT --into-origin`: what a file's snapshot holds goes back into the file.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
@@ -9,8 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::attrs;
+use crate::claims::Claim;
 use crate::control::protocol::{Errno, Fault};
-use crate::entry::Kind;
+use crate::entry::{Entry, Kind};
 use crate::error::Usage;
 use crate::service::Service;
 
@@ -70,19 +72,34 @@ pub struct Reply {
     status: String,
 }
 
+/// The right to begin a merge of a snapshot into its origin.
+fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>), Fault> {
+    let found = service.find(name)?;
+    let mut names = vec![name];
+    if let (Kind::Cow(_), Some(origin)) = (&found.kind, found.below()) {
+        names.push(origin);
+    }
+    let claim = service.claim_all(Merge::METHOD, &names)?;
+    let entry = service.find(name)?;
+    if !Arc::ptr_eq(&entry, &found) {
+        let why = "merge: was removed and made again at the same time";
+        return Err(Fault::failed(Errno::EBUSY, format!("{name}: {why}")));
+    }
+    Ok((claim, entry))
+}
+
 impl Verb for Merge {
     const METHOD: &'static str = "merge";
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disks do: waits outside of the lock of the changes.
+    // Takes as long as the disks do: waits with nothing claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         params.check()?;
         let name = params.name.clone();
         let failed = |errno, why: String| Fault::failed(errno, format!("{name}: merge: {why}"));
         let (entry, origin) = {
-            let _changes = service.changes();
-            let entry = service.find(&name)?;
+            let (_claim, entry) = claim(service, &name)?;
             let Kind::Cow(snapshot) = &entry.kind else {
                 let why = match &entry.kind {
                     Kind::Snapshot(_) => "a snapshot in memory is not merged; fork it".to_owned(),

@@ -82,7 +82,7 @@ impl Verb for PowerCut {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, seed, at } = params;
-        let _changes = service.changes();
+        let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         let power = power_of(&entry)?;
         service.check_unused(&entry, "cut off")?;

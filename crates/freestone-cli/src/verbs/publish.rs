@@ -100,13 +100,16 @@ impl Verb for Publish {
         let Params { name, nbd, read_only, .. } = params;
         let address: Address =
             parse_address(&nbd, None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))?;
-        let mut changes = service.changes();
-        let made = template.map(|spec| service.create(&mut changes, spec, false)).transpose()?;
+        let claim = match &template {
+            Some(spec) => service.claim_new(Self::METHOD, [spec])?,
+            None => service.claim(Self::METHOD, &name)?,
+        };
+        let made = template.map(|spec| service.create(&claim, spec, false)).transpose()?;
         let entry = match &made {
             Some(template) => Arc::clone(template),
             None => service.find(&name)?,
         };
-        match service.publish(&mut changes, &entry, &address, read_only) {
+        match service.publish(&claim, &entry, &address, read_only) {
             Ok(at) => Ok(Reply {
                 address: at.to_string(),
                 uri: at.uri(entry.name()),
@@ -114,7 +117,7 @@ impl Verb for Publish {
             }),
             Err(fault) => {
                 if let Some(template) = made {
-                    service.undo(&mut changes, &template);
+                    service.undo(&claim, &template);
                 }
                 Err(fault)
             }

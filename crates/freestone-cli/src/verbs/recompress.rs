@@ -122,7 +122,7 @@ impl Verb for Recompress {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: not under the lock of the changes.
+    // Runs under traffic and takes a while: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, kind, threshold, max_pages, algo, priority } = params;
         let ram = service.find_ram(&name, "is recompressed")?;

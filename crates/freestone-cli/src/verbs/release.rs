@@ -33,7 +33,7 @@ impl Verb for Release {
     type Params = Params;
     type Reply = Reply;
 
-    // Not under the lock of the changes, under which somebody may wait for just these requests.
+    // Claims nothing: who has the device may wait for just these requests.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let entry = service.find(&name)?;

@@ -54,12 +54,12 @@ impl Verb for Remove {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
-        let mut changes = service.changes();
+        let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         check_merged(&entry)?;
-        let connections_ended = service.remove(&mut changes, &entry, params.force)?;
-        drop(changes);
-        // To give back a large device takes time, which nobody else waits for.
+        let connections_ended = service.remove(&claim, &entry, params.force)?;
+        drop(claim);
+        // To give back a large device takes time, and a file is flushed: nobody else waits for that.
         drop(entry);
         Ok(Reply { name, connections_ended })
     }

@@ -39,7 +39,7 @@ impl Verb for Reset {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
-        let _changes = service.changes();
+        let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         match entry.kind {
             Kind::Ram(_) | Kind::Fork(_) | Kind::Null(_) => {}

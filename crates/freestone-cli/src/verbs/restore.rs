@@ -117,13 +117,16 @@ impl Verb for Restore {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disk does: not under the lock of the changes until the devices are there.
+    // Takes as long as the disk does: nothing is claimed but the names.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { file, name, .. } = &params;
         let at = file.display();
         let asked = params.checked()?;
         let contents = inspect(file).map_err(|error| failed(&error))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
+        // The names are taken until the devices are there.
+        let _claim =
+            service.claim_all(Self::METHOD, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
@@ -153,7 +156,6 @@ impl Verb for Restore {
         };
         let restored = restore(file, &family, &bases, &mut |done, total| job.at(done, total));
         let restored = restored.map_err(|error| failed(&error))?;
-        let _changes = service.changes();
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
             let entry = Arc::new(entry(name, told.kind, ram, file.clone(), base.as_ref()));

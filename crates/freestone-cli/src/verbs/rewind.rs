@@ -39,7 +39,7 @@ impl Verb for Rewind {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
-        let _changes = service.changes();
+        let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         let Kind::Fork(_) = &entry.kind else {
             let why = match &entry.kind {

@@ -75,7 +75,7 @@ impl Verb for Save {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disk does: not under the lock of the changes.
+    // Takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { names, file, family, whole_base } = params;
         let Some(first) = names.first().cloned() else {

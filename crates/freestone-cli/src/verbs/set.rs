@@ -63,7 +63,7 @@ impl Verb for Set {
         if params.attrs.is_empty() {
             return Err(Fault::invalid(format!("{}: set: no attribute given", params.name)));
         }
-        let _changes = service.changes();
+        let _claim = service.claim(Self::METHOD, &params.name)?;
         let entry = service.find(&params.name)?;
         attrs::set(&service.registry, &entry, &params.attrs)?;
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()

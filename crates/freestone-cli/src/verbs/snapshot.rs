@@ -159,8 +159,8 @@ impl Verb for Snapshot {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let specs = params.specs()?;
-        let _changes = service.changes();
-        let made = service.snapshot(specs)?;
+        let claim = service.claim_new(Self::METHOD, &specs)?;
+        let made = service.snapshot(&claim, specs)?;
         let told = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
             origin: entry.below().unwrap_or_default().to_owned(),

@@ -39,12 +39,12 @@ impl Verb for Unpublish {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
-        let mut changes = service.changes();
+        let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         if service.exports_of(&name).is_empty() {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }
-        let connections_ended = service.unpublish(&mut changes, &entry, params.force)?;
+        let connections_ended = service.unpublish(&claim, &entry, params.force)?;
         Ok(Reply { name, connections_ended })
     }
 

@@ -109,7 +109,7 @@ impl Verb for Writeback {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes as long as the disk does: not under the lock of the changes.
+    // Runs under traffic and takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name.clone();
         let ram = service.find_ram(&name, "writes its pages back")?;

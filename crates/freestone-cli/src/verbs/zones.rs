@@ -149,7 +149,7 @@ impl Verb for Zones {
     type Params = Params;
     type Reply = Reply;
 
-    // Waits for writes that are in flight: not under the lock of the changes.
+    // Waits for writes that are in flight: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, action, offset, count } = params;
         let entry = service.find(&name)?;
