@@ -1,5 +1,6 @@
 //! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing behind.
 
+use std::collections::HashSet;
 use std::env;
 use std::fmt::Write as _;
 use std::fs::Permissions;
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use freestone::replace;
 use freestone_nbd::{Address, Limits, Server};
 use tempfile::TempDir;
 use tracing::{info, warn};
@@ -27,8 +29,9 @@ use crate::error::Usage;
 use crate::machine;
 use crate::paths;
 use crate::service::Service;
-use crate::spec::Spec;
+use crate::spec::{KindSpec, Spec};
 use crate::until::{self, Event, Events};
+use crate::verbs;
 
 /// What is served where nothing was said.
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
@@ -198,6 +201,7 @@ impl Running {
                 service.publish_home(&service.claim("serve", entry.name())?, entry)?;
             }
         }
+        tell_left(&service);
         running.control = Some(ControlServer::start(socket, service)?);
         Ok(running)
     }
@@ -259,10 +263,25 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     if let Some(signal) = until::ended(&events) {
         // Told twice: at once.
         running.remove_paths();
+        replace::abandon();
         std::process::exit(until::STATUS_OF_SIGNAL_0 + signal);
     }
     drop(running);
+    // A verb that hangs on a disk did not end with the rest.
+    replace::abandon();
     outcome.map(ExitCode::from)
+}
+
+/// Logs what a crash has left beside the images.
+fn tell_left(service: &Service) {
+    let mut looked = HashSet::new();
+    for entry in service.registry.all() {
+        if let KindSpec::File { path, .. } | KindSpec::Qcow2 { path, .. } = &entry.spec.kind
+            && looked.insert(path.parent().map(Path::to_owned))
+        {
+            verbs::left_behind(path);
+        }
+    }
 }
 
 /// The command has the limit of open files that we were started with: programs may not expect more.

@@ -59,7 +59,7 @@ pub mod qcow2;
 #[cfg(not(loom))]
 pub mod ram;
 #[cfg(not(loom))]
-mod replace;
+pub mod replace;
 #[cfg(not(loom))]
 mod runner;
 #[cfg(not(loom))]

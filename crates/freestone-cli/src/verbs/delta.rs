@@ -10,9 +10,10 @@ use clap::{Args, Subcommand};
 use freestone::device::Device;
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, Changed, DeltaError};
+use freestone::replace::Replace;
 use serde::{Deserialize, Serialize};
 
-use super::{Verb, check_bare};
+use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::cli::Call;
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
@@ -52,6 +53,10 @@ pub struct NameAndFile {
     pub name: String,
     /// The overlay; one that is there is replaced when the new one is complete
     file: PathBuf,
+    /// Also replace a file that is no overlay; never one that is in use
+    #[arg(long)]
+    #[serde(default)]
+    force: bool,
 }
 
 /// The parameters of `delta.apply`.
@@ -181,6 +186,9 @@ pub struct Saved {
     zero_clusters: u64,
     /// Length of the file.
     file_bytes: u64,
+    /// Unfinished files beside it that a crash left.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left_behind: Vec<PathBuf>,
 }
 
 impl Verb for Save {
@@ -190,12 +198,15 @@ impl Verb for Save {
 
     // Takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: NameAndFile) -> Result<Saved, Fault> {
-        let NameAndFile { name, file } = params;
+        let NameAndFile { name, file, force } = params;
         let entry = service.find(&name)?;
         let (base, format) = base_file(&entry, "save")?;
         let looked = look(service, &entry, "delta save")?;
         let mut progress = |done, total| looked.job.at(done, total);
-        let saved = delta::save(&*looked.device, &base, format, &file, &mut progress);
+        let replace = if force { Replace::Any } else { Replace::SameKind };
+        let options = delta::Options { replace, cancelled: &|| false };
+        let left_behind = left_behind(&file);
+        let saved = delta::save_with(&*looked.device, &base, format, &file, &options, &mut progress);
         let saved = saved.map_err(|error| failed(&name, "save", &error))?;
         Ok(Saved {
             name,
@@ -205,11 +216,13 @@ impl Verb for Save {
             data_clusters: saved.data_clusters,
             zero_clusters: saved.zero_clusters,
             file_bytes: saved.file_bytes,
+            left_behind,
         })
     }
 
     fn show(_: &NameAndFile, reply: &Saved, out: &mut dyn Write) -> io::Result<()> {
-        let Saved { name, file, bytes, file_bytes, .. } = reply;
+        let Saved { name, file, bytes, file_bytes, left_behind, .. } = reply;
+        show_left(left_behind, out)?;
         let (bytes, size) = (human(*bytes), human(*file_bytes));
         writeln!(out, "{name}: {bytes} of its own saved to {}, {size}", file.display())
     }
@@ -340,9 +353,10 @@ fn failed(name: &str, verb: &str, error: &DeltaError) -> Fault {
     let errno = match error {
         DeltaError::NoChanges | DeltaError::NotWritable(_) => Errno::EOPNOTSUPP,
         DeltaError::DeviceSize { .. } | DeltaError::Base { .. } | DeltaError::Foreign { .. } => Errno::EINVAL,
-        DeltaError::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull => Errno::ENOSPC,
+        DeltaError::Write { source, .. } => errno_of_write(source),
         DeltaError::Apply { error: freestone::device::Error::NoSpace, .. } => Errno::ENOSPC,
         _ => Errno::EIO,
     };
-    Fault::failed(errno, format!("{name}: delta {verb}: {error}"))
+    let hint = if let DeltaError::Write { source, .. } = error { hint_of_write(source) } else { "" };
+    Fault::failed(errno, format!("{name}: delta {verb}: {error}{hint}"))
 }

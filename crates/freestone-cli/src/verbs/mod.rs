@@ -28,14 +28,14 @@ pub mod writeback;
 pub mod zones;
 
 use std::io::{self, IsTerminal as _, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use freestone::device;
+use freestone::{device, replace};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -72,6 +72,41 @@ fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
             Err(Fault::failed(Errno::EINVAL, format!("{name}: cannot be {done}: {why}")))
         }
     }
+}
+
+/// Why a file was not written, for programs.
+fn errno_of_write(error: &io::Error) -> Errno {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Errno::ENOSPC,
+        io::ErrorKind::ResourceBusy => Errno::EBUSY,
+        io::ErrorKind::AlreadyExists => Errno::EEXIST,
+        _ => Errno::EIO,
+    }
+}
+
+/// What a person can do about that.
+fn hint_of_write(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ResourceBusy => "; name another file",
+        io::ErrorKind::AlreadyExists => "; --force replaces it",
+        _ => "",
+    }
+}
+
+/// Unfinished files that a crash left beside `file`. The log names them as well.
+pub fn left_behind(file: &Path) -> Vec<PathBuf> {
+    let left = replace::left_behind(file);
+    for path in &left {
+        tracing::warn!("{}: was left behind by a save that did not end; it can be removed", path.display());
+    }
+    left
+}
+
+/// Shows them.
+fn show_left(left: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
+    left.iter().try_for_each(|path| {
+        writeln!(out, "{}: was left behind by a save that did not end; it can be removed", path.display())
+    })
 }
 
 /// Refuses what the log of a device could not tell.

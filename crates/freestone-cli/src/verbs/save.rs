@@ -7,11 +7,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use freestone::ram::Ram;
-use freestone::save::{BaseCheck, SaveError, save};
+use freestone::replace::Replace;
+use freestone::save::{BaseCheck, Options, SaveError, save_with};
 use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
-use super::{Verb, check_bare};
+use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
@@ -27,7 +28,7 @@ pub struct Line {
     /// Ram devices, forks and snapshots of these; all are saved as they are at one moment
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
-    /// The file; one that is there is replaced when the new one is complete
+    /// The file; a saved one that is there is replaced when the new one is complete
     file: PathBuf,
     /// Save all that share memory with NAME; NAME may also be the file or image that forks were made of
     #[arg(long)]
@@ -35,6 +36,9 @@ pub struct Line {
     /// Read whole bases, to tell at restoring that they are the same; else samples of them
     #[arg(long)]
     whole_base: bool,
+    /// Also replace a file that is no saved device; never one that is in use
+    #[arg(long)]
+    force: bool,
 }
 
 /// Its parameters.
@@ -47,15 +51,17 @@ pub struct Params {
     family: bool,
     #[serde(default)]
     whole_base: bool,
+    #[serde(default)]
+    force: bool,
 }
 
 impl TryFrom<Line> for Params {
     type Error = Usage;
 
     fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { names, file, family, whole_base } = line;
+        let Line { names, file, family, whole_base, force } = line;
         let file = absolute(&names, &file)?;
-        Ok(Self { names: names.split(',').map(str::to_owned).collect(), file, family, whole_base })
+        Ok(Self { names: names.split(',').map(str::to_owned).collect(), file, family, whole_base, force })
     }
 }
 
@@ -68,6 +74,9 @@ pub struct Reply {
     pages: u64,
     /// Length of the file.
     file_bytes: u64,
+    /// Unfinished files beside it that a crash left.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left_behind: Vec<PathBuf>,
 }
 
 impl Verb for Save {
@@ -77,7 +86,7 @@ impl Verb for Save {
 
     // Takes as long as the disk does: nothing is claimed.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        let Params { names, file, family, whole_base } = params;
+        let Params { names, file, family, whole_base, force } = params;
         let Some(first) = names.first().cloned() else {
             return Err(Fault::invalid("save: names: must have one at least"));
         };
@@ -99,23 +108,29 @@ impl Verb for Save {
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
         let job = service.jobs.begin(&first, "save")?;
-        let saved = save(&devices, &file, check, &mut |done, total| job.at(done, total));
+        let replace = if force { Replace::Any } else { Replace::SameKind };
+        let options = Options { check, replace, cancelled: &|| false };
+        let left_behind = left_behind(&file);
+        let saved = save_with(&devices, &file, &options, &mut |done, total| job.at(done, total));
         let saved = saved.map_err(|error| {
+            let mut hint = "";
             let errno = match &error {
-                SaveError::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
-                    Errno::ENOSPC
+                SaveError::Write { source, .. } => {
+                    hint = hint_of_write(source);
+                    errno_of_write(source)
                 }
                 SaveError::Nothing | SaveError::TwiceNamed(_) | SaveError::TwiceGiven(..) => Errno::EINVAL,
                 _ => Errno::EIO,
             };
-            Fault::failed(errno, format!("{first}: save: {error}"))
+            Fault::failed(errno, format!("{first}: save: {error}{hint}"))
         })?;
         let names = entries.iter().map(|entry| entry.name().to_owned()).collect();
-        Ok(Reply { names, file, pages: saved.pages, file_bytes: saved.file_bytes })
+        Ok(Reply { names, file, pages: saved.pages, file_bytes: saved.file_bytes, left_behind })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { names, file, file_bytes, .. } = reply;
+        let Reply { names, file, file_bytes, left_behind, .. } = reply;
+        show_left(left_behind, out)?;
         writeln!(out, "{}: saved to {}, {}", names.join(","), file.display(), human(*file_bytes))
     }
 }

@@ -1,19 +1,23 @@
 //! The open file: what is known of it, and the order between inline reads and writes.
 
 use std::io::{self, IoSliceMut};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
-use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::device::{Error, Geometry, Result};
+
+use super::locks::{self, Held};
 
 /// An open file or block device. Shared by the device and its engine.
 #[derive(Debug)]
 pub(super) struct Backing {
     pub fd: OwnedFd,
+    /// In the list of this process; dropped with the file.
+    pub held: Option<Held>,
     pub path: PathBuf,
     pub is_block_device: bool,
     pub direct: bool,
@@ -34,6 +38,7 @@ impl Backing {
     pub fn new(fd: OwnedFd, path: PathBuf, is_block_device: bool, direct: bool, geometry: Geometry) -> Self {
         Self {
             fd,
+            held: None,
             path,
             is_block_device,
             direct,
@@ -108,7 +113,7 @@ impl Backing {
 impl Drop for Backing {
     fn drop(&mut self) {
         // Closing would do, but a request that has just ended may keep the file open for a moment longer.
-        let _ = rustix::fs::flock(&self.fd, FlockOperation::Unlock);
+        locks::unlock(self.fd.as_fd());
     }
 }
 

@@ -17,13 +17,16 @@
 //! **Durability.** A flush is `fdatasync`, FUA is `RWF_DSYNC`. The kernel reports a failed write-back once and then forgets the data;
 //! so after the first failure every later flush and FUA write answers [`Error::Media`], until the file is opened anew.
 //!
-//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one; a writable block device is opened
-//! with `O_EXCL`, so that a mounted one is refused.
+//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one, and both hold the locks by which qemu
+//! tells who reads and who writes: what is written here qemu opens at most with `--force-share`, what is read here it may read but not
+//! write, and what it has open is refused here by the same rule. A writable block device is opened with `O_EXCL`, so that a mounted
+//! one is refused.
 
 mod backing;
 mod engine;
 mod extents;
 mod job;
+pub(crate) mod locks;
 mod open;
 mod ring;
 mod schedule;

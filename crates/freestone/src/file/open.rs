@@ -2,18 +2,17 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{
-    AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, Stat, StatxFlags,
-};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
 
 use super::backing::Backing;
+use super::locks::{self, Access, Held};
 use super::{Config, Direct};
 
 /// Logical block where nothing asks for a larger one, in bytes.
@@ -145,6 +144,7 @@ pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
 struct Opening<'a> {
     config: &'a Config,
     fd: OwnedFd,
+    held: Held,
     stat: Stat,
     is_block_device: bool,
     direct: bool,
@@ -184,12 +184,8 @@ impl<'a> Opening<'a> {
             Err(Errno::BUSY) => return Err(SetupError::InUse { path: path.clone() }),
             Err(errno) => return Err(failed(path, "open", errno)),
         };
-        let lock = if config.read_only {
-            FlockOperation::NonBlockingLockShared
-        } else {
-            FlockOperation::NonBlockingLockExclusive
-        };
-        rustix::fs::flock(&fd, lock).map_err(|errno| match errno {
+        let access = if config.read_only { Access::Read } else { Access::Write };
+        locks::lock(fd.as_fd(), access).map_err(|errno| match errno {
             Errno::WOULDBLOCK => SetupError::InUse { path: path.clone() },
             errno => failed(path, "lock", errno),
         })?;
@@ -205,6 +201,11 @@ impl<'a> Opening<'a> {
         if found.is_some_and(|found| found != opened) {
             return Err(SetupError::InUse { path: path.clone() });
         }
+        let held = Held::new(&stat);
+        // Until the lock was there, a save may have put another file in its place.
+        if !config.nameless && !rustix::fs::stat(path).is_ok_and(|at| is_same(&at, &stat)) {
+            return Err(SetupError::InUse { path: path.clone() });
+        }
         // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT comes this late so that its
         // refusal is not taken for another.
         let keep = if direct { OFlags::DIRECT } else { OFlags::empty() };
@@ -215,7 +216,7 @@ impl<'a> Opening<'a> {
             }
             errno => failed(path, "set the flags of", errno),
         })?;
-        Ok(Self { config, fd, stat, is_block_device, direct })
+        Ok(Self { config, fd, held, stat, is_block_device, direct })
     }
 
     fn finish(self, tail: Tail) -> Setup<Backing> {
@@ -263,7 +264,9 @@ impl<'a> Opening<'a> {
             read_only: self.config.read_only,
             zones: None,
         };
-        Ok(Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry))
+        let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
+        backing.held = Some(self.held);
+        Ok(backing)
     }
 
     /// What requests must be aligned to.
@@ -355,6 +358,10 @@ fn nameless(path: &Path) -> rustix::io::Result<OwnedFd> {
         }
         opened => opened,
     }
+}
+
+fn is_same(a: &Stat, b: &Stat) -> bool {
+    (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 }
 
 /// The type of a file that can be a device; else an error that says what it is.

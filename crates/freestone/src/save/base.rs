@@ -12,7 +12,7 @@ use std::ops::Range;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::PAGE_BYTES;
-use crate::device::{Blocking as _, Device, IoBuf, Result};
+use crate::device::{Blocking as _, Device, Error, IoBuf, Result};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Up to this size all is read.
@@ -50,12 +50,27 @@ impl BaseIdentity {
     /// # Errors
     /// As the device's reads.
     pub fn of(device: &dyn Device, check: BaseCheck) -> Result<Self> {
+        // Nobody cancels it.
+        Self::of_unless(device, check, &|| false).and_then(|known| known.ok_or(Error::Gone))
+    }
+
+    /// The same, or `None` where it was cancelled: asked before each MiB.
+    pub(super) fn of_unless(
+        device: &dyn Device,
+        check: BaseCheck,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Option<Self>> {
         let size = device.geometry().size;
+        let mut whole = true;
         let mut hash = Xxh3::new();
         let mut buffer = IoBuf::zeroed(READ_BYTES as usize)?;
         let mut add = |range: Range<u64>| -> Result<()> {
             let mut at = range.start;
             while at < range.end {
+                whole = whole && !cancelled();
+                if !whole {
+                    return Ok(());
+                }
                 let part = &mut buffer[..READ_BYTES.min(range.end - at) as usize];
                 device.read_at(at, part)?;
                 hash.update(part);
@@ -77,7 +92,7 @@ impl BaseIdentity {
             }
             add(last..size)?;
         }
-        Ok(Self { size, check, hash: hash.digest128() })
+        Ok(whole.then(|| Self { size, check, hash: hash.digest128() }))
     }
 }
 

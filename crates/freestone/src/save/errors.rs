@@ -14,6 +14,9 @@ use crate::ram::SetupError;
 /// make the new one's name durable, either may be there after a crash.
 #[derive(Debug, Error)]
 pub enum SaveError {
+    /// It was asked to stop.
+    #[error("it was cancelled")]
+    Cancelled,
     /// No device.
     #[error("there is nothing to save")]
     Nothing,

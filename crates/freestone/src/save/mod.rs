@@ -29,10 +29,7 @@ use self::writer::Writer;
 use crate::codec::Algorithm;
 use crate::moment::{self, NotInTime};
 use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
-use crate::replace::Place;
-
-/// How a file is named that is not complete yet.
-const UNFINISHED_PREFIX: &str = ".freestone-save-";
+use crate::replace::{MayGo, Place, Replace, SAVE_PREFIX};
 
 /// Longest name of a saved device in bytes.
 pub const NAME_BYTES_MAX: usize = 255;
@@ -95,8 +92,9 @@ pub enum DeviceKind {
 /// restored under. Bases are identified as `check` says. `progress` is given what was looked through and all there is,
 /// in bytes of the devices where they may hold something.
 ///
-/// `to` is the old file or the whole new one at any moment. The new one is written beside it under a name that begins
-/// with `.freestone-save-`, which a failure removes (a crash may leave it), and belongs to this process's user alone (mode 0600).
+/// `to` is the old file or the whole new one at any moment. An old file is replaced if it is a saved one too, or empty. The new one
+/// is written beside it, without a name where the file system can do that (else under one that begins with
+/// `.freestone-save-`, which a failure removes), and belongs to this process's user alone (mode 0600).
 /// While it is written the origins' writers leave what they overwrite to the snapshots, so that takes memory.
 ///
 /// # Errors
@@ -107,13 +105,39 @@ pub fn save(
     check: BaseCheck,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Saved, SaveError> {
+    save_with(devices, to, &Options { check, replace: Replace::default(), cancelled: &|| false }, progress)
+}
+
+/// How devices are saved.
+pub struct Options<'a> {
+    /// How bases are identified.
+    pub check: BaseCheck,
+    /// Which old file is replaced.
+    pub replace: Replace,
+    /// Asked between pieces of up to 2 MiB: whether to stop. Once true, it stays true.
+    pub cancelled: &'a dyn Fn() -> bool,
+}
+
+/// As [`save`], with all choices.
+///
+/// # Errors
+/// As [`save`], and [`SaveError::Cancelled`].
+pub fn save_with(
+    devices: &[(&str, &Ram)],
+    to: &Path,
+    options: &Options<'_>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Saved, SaveError> {
     plan::check(devices)?;
     let place = Place::new(to).map_err(|source| SaveError::Write { path: to.to_owned(), source })?;
     let failed = |source| SaveError::Write { path: place.path.clone(), source };
+    let may_go: MayGo = options.replace.may_go("saved device", |head| head.starts_with(&format::MAGIC));
+    place.check(may_go).map_err(failed)?;
+    let go_on = || if (options.cancelled)() { Err(SaveError::Cancelled) } else { Ok(()) };
     let plan = Plan::new(frozen(devices)?)?;
-    let unfinished = place.begin(UNFINISHED_PREFIX).map_err(failed)?;
+    let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
     let mut writer = Writer::new(unfinished.as_file(), &place.path);
-    writer.contents(&plan, &plan.identify_bases(check)?)?;
+    writer.contents(&plan, &plan.identify_bases(options.check, options.cancelled)?)?;
     let all = plan.nodes.iter().map(|node| held_bytes(&node.ram)).sum();
     let mut done = 0;
     progress(0, all);
@@ -126,6 +150,7 @@ pub fn save(
         let mut next = 0;
         while let Some(held) = node.ram.next_held(next) {
             next = held.end;
+            go_on()?;
             node.ram
                 .copy_pages(held.clone(), since, &mut pages)
                 .map_err(|(page, error)| SaveError::Page { device: node.label.clone(), page, error })?;
@@ -139,7 +164,8 @@ pub fn save(
         writer.end_of_node()?;
     }
     let saved = writer.finish()?;
-    place.put(unfinished).map_err(failed)?;
+    go_on()?;
+    place.put(unfinished, may_go).map_err(failed)?;
     progress(all, all);
     Ok(saved)
 }

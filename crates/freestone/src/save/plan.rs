@@ -158,10 +158,15 @@ impl Plan {
     }
 
     /// What each base is known by.
-    pub fn identify_bases(&self, check: BaseCheck) -> Result<Vec<BaseIdentity>, SaveError> {
+    pub fn identify_bases(
+        &self,
+        check: BaseCheck,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Vec<BaseIdentity>, SaveError> {
         let identify = |base: &Base| {
-            BaseIdentity::of(&*base.device, check)
-                .map_err(|error| SaveError::Base { device: base.label.clone(), error })
+            let known = BaseIdentity::of_unless(&*base.device, check, cancelled);
+            let known = known.map_err(|error| SaveError::Base { device: base.label.clone(), error })?;
+            known.ok_or(SaveError::Cancelled)
         };
         self.bases.iter().map(identify).collect()
     }

@@ -18,11 +18,11 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 use zerocopy::little_endian::{U32, U64};
@@ -31,7 +31,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::durable::Mark;
 use super::layout::Layout;
 use crate::device::{self, Blocking, Device, Flags};
-use crate::replace::Place;
+use crate::file::locks::{self, Access, Held};
+use crate::replace::{MayGo, Place, STATE_PREFIX};
 
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
@@ -155,6 +156,8 @@ pub struct StateFile {
     sequences: Vec<u64>,
     /// Groups of which a write failed: the copy after that may be in the file, or a part of it.
     suspect: BTreeSet<u64>,
+    /// Of a file.
+    _held: Option<Held>,
 }
 
 impl StateFile {
@@ -166,24 +169,26 @@ impl StateFile {
     ) -> Result<(Self, Vec<Mark>), StateError> {
         if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             let place = Place::new(path)?;
-            let unfinished = place.begin(".zones")?;
+            let unfinished = place.begin(STATE_PREFIX)?;
             let file = unfinished.as_file().try_clone()?;
             file.set_len(bytes(layout.zones))?;
             Self::make(&Medium::File(file), layout, fresh)?;
-            place.put(unfinished)?;
+            place.put(unfinished, MayGo::Nothing)?;
         }
         let file = File::options().read(true).write(true).open(path)?;
         if !file.metadata()?.is_file() {
             return Err(StateError::Foreign);
         }
-        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
+        locks::lock(file.as_fd(), Access::Write).map_err(|error| match error {
             rustix::io::Errno::WOULDBLOCK => StateError::InUse,
             other => StateError::Io(other.into()),
         })?;
+        let held = Held::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);
         let len = file.metadata()?.len();
         // Whoever made it may have ended before its name was durable.
         Place::new(path)?.keep_name()?;
-        Self::load(Medium::File(file), len, layout)
+        let (state, marks) = Self::load(Medium::File(file), len, layout)?;
+        Ok((Self { _held: Some(held), ..state }, marks))
     }
 
     /// Opens the state on `device`, or makes it where the device begins with zeroes.
@@ -257,7 +262,7 @@ impl StateFile {
             marks.extend(newer.marks[..left].iter().map(|mark| Mark(mark.get())));
         }
         medium.sync()?;
-        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new() };
+        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new(), _held: None };
         Ok((file, marks))
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Each test runs itself as a child, which the environment tells what to do.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -62,8 +63,9 @@ fn a_killed_save_leaves_an_old_file() {
     let mut found = [0, 0];
     for _ in 0..12 {
         let mut process: Child = child("crash::a_killed_save_leaves_an_old_file", &file, "").spawn().unwrap();
-        let saving = || std::fs::read_dir(dir.path()).unwrap().count() > 1;
-        eventually("the child saves", saving);
+        // What is being written has no name; the one after the first is under way when that is there.
+        let inode = std::fs::metadata(&file).unwrap().ino();
+        eventually("the child saves", || std::fs::metadata(&file).unwrap().ino() != inode);
         std::thread::sleep(Duration::from_millis(rng.below(60)));
         process.kill().unwrap();
         process.wait().unwrap();
@@ -76,6 +78,7 @@ fn a_killed_save_leaves_an_old_file() {
             if path != file {
                 let name = path.file_name().unwrap().to_str().unwrap();
                 assert!(name.starts_with(".freestone-save-"), "{name}");
+                assert_eq!(freestone::replace::left_behind(&file), std::slice::from_ref(&path));
                 // What is left of a crash is not taken for a saved disk, or is a complete one.
                 if let Ok(left) = restore(&path, &family(), &[]) {
                     assert!(is_of(&left[0].1, 1) || is_of(&left[0].1, 2));

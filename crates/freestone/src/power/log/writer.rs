@@ -4,11 +4,13 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::FlockOperation;
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U32, U64};
 
 use super::Error;
 use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
+use crate::file::locks::Held;
 
 /// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a whole.
 const ZEROES_MAX_BYTES: u64 = 8 << 20;
@@ -23,6 +25,9 @@ const DISCARD_MAX_BYTES: u64 = 128 << 20;
 #[derive(Debug)]
 pub struct Writer {
     file: File,
+    /// Of a file that has a name.
+    #[expect(dead_code, reason = "it is there to be dropped")]
+    held: Option<Held>,
     path: PathBuf,
     sector_bytes: u32,
     /// Entries that the head counts.
@@ -49,12 +54,18 @@ impl Writer {
             std::io::ErrorKind::AlreadyExists => Error::Exists { path: path.into() },
             _ => Error::File { path: path.into(), error },
         })?;
-        Ok(Self::on(file, path))
+        let failed = |error: std::io::Error| Error::File { path: path.into(), error };
+        let stat = rustix::fs::fstat(&file).map_err(|errno| failed(errno.into()))?;
+        // What reads a log while it is written needs no lock; what would replace it has to see one.
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|errno| failed(errno.into()))?;
+        Ok(Self { held: Some(Held::new(&stat)), ..Self::on(file, path) })
     }
 
     pub(in crate::power) fn on(file: File, path: &Path) -> Self {
         let path = path.into();
-        Self { file, path, sector_bytes: 0, entries: 0, end: 0, added: 0, next: 0, gathered: Vec::new() }
+        let gathered = Vec::new();
+        Self { file, held: None, path, sector_bytes: 0, entries: 0, end: 0, added: 0, next: 0, gathered }
     }
 
     /// Where it is.

@@ -22,13 +22,16 @@ use crate::device::{self, Device, ExtentKind};
 use super::error::SetupError;
 
 pub use apply::{Applied, apply};
-pub use save::{Saved, save};
+pub use save::{Options, Saved, save, save_with};
 
 use runs::{Runs, each_extent};
 
 /// Why a delta could not be shown, saved or applied.
 #[derive(Debug, Error)]
 pub enum DeltaError {
+    /// It was asked to stop. What was there is still there.
+    #[error("it was cancelled")]
+    Cancelled,
     /// The device has no changes to show.
     #[error("the device is neither a fork nor a snapshot, so there is nothing that it holds over a base")]
     NoChanges,

@@ -2,13 +2,14 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::mem::offset_of;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use crate::device::{Blocking as _, Device, ExtentKind, IoBuf};
 use crate::qcow2::chain::{Chain, Format};
-use crate::qcow2::header::MAX_NAME_BYTES;
-use crate::replace::Place;
+use crate::qcow2::header::{MAGIC, MAX_NAME_BYTES, RawHeader};
+use crate::replace::{DELTA_PREFIX, MayGo, Place, Replace};
 
 use super::runs::{Runs, each_extent};
 use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
@@ -16,8 +17,6 @@ use super::{DeltaError, Summary, show};
 
 /// Clusters that are read at once.
 const BATCH_CLUSTERS: u64 = 16;
-/// How a file is named that is not complete yet.
-const UNFINISHED_PREFIX: &str = ".freestone-delta-";
 
 /// A delta that was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +33,10 @@ pub struct Saved {
 
 /// Saves what `device` holds itself as a qcow2 overlay on its base.
 ///
-/// The overlay is written beside `to` with a name that begins with `.freestone-delta-`, made durable, and renamed; so `to` is
-/// the old file or the new one at any moment, also after a crash (which may leave the file beside). It belongs to this
-/// process's user alone (mode 0600). The base is named by its file name where both are in one directory, so that they can
+/// The overlay is written beside `to`, without a name where the file system can do that (else under one that begins with
+/// `.freestone-delta-`, which a failure removes), made durable, and put there; so `to` is the old file or the new one at any moment,
+/// also after a crash. An old file is replaced if it is an overlay too, or empty. It belongs to this process's user alone (mode
+/// 0600). The base is named by its file name where both are in one directory, so that they can
 /// be moved together, else by its absolute path. `progress` gets changed bytes done and in all.
 ///
 /// # Errors
@@ -48,25 +48,54 @@ pub fn save(
     to: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Saved, DeltaError> {
+    let options = Options { replace: Replace::default(), cancelled: &|| false };
+    save_with(device, base, base_format, to, &options, progress)
+}
+
+/// How a delta is saved.
+pub struct Options<'a> {
+    /// Which old file is replaced.
+    pub replace: Replace,
+    /// Asked between pieces of up to 1 MiB: whether to stop. Once true, it stays true.
+    pub cancelled: &'a dyn Fn() -> bool,
+}
+
+/// As [`save`], with all choices.
+///
+/// # Errors
+/// As [`save`], and [`DeltaError::Cancelled`].
+pub fn save_with(
+    device: &dyn Device,
+    base: &Path,
+    base_format: Format,
+    to: &Path,
+    options: &Options<'_>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Saved, DeltaError> {
+    let go_on = || if (options.cancelled)() { Err(DeltaError::Cancelled) } else { Ok(()) };
     let size = device.geometry().size;
     if size > MAX_SIZE_BYTES {
         return Err(DeltaError::DeviceSize { size, most: MAX_SIZE_BYTES });
     }
-    let changes = show(device, &mut |_| true)?;
+    let changes = show(device, &mut |_| !(options.cancelled)())?;
+    go_on()?;
     let place = Place::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
     let name = name_of(base, base_format, &place)?;
     let failed = |source| DeltaError::Write { path: place.path.clone(), source };
-    let unfinished = place.begin(UNFINISHED_PREFIX).map_err(failed)?;
+    let may_go: MayGo = options.replace.may_go("qcow2 overlay", is_overlay);
+    place.check(may_go).map_err(failed)?;
+    let unfinished = place.begin(DELTA_PREFIX).map_err(failed)?;
     let saved = {
         let writer = Writer::new(unfinished.as_file(), size).map_err(failed)?;
         let path = &place.path;
         let mut saving = Saving { device, size, writer, data_clusters: 0, zero_clusters: 0, path };
-        saving.run(changes.bytes, progress)?;
+        saving.run(changes.bytes, &go_on, progress)?;
         let Saving { writer, data_clusters, zero_clusters, .. } = saving;
         let file_bytes = writer.finish(name.as_bytes(), base_format).map_err(failed)?;
         Saved { changes, data_clusters, zero_clusters, file_bytes }
     };
-    place.put(unfinished).map_err(failed)?;
+    go_on()?;
+    place.put(unfinished, may_go).map_err(failed)?;
     Ok(saved)
 }
 
@@ -80,7 +109,12 @@ struct Saving<'a> {
 }
 
 impl Saving<'_> {
-    fn run(&mut self, total: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<(), DeltaError> {
+    fn run(
+        &mut self,
+        total: u64,
+        go_on: &dyn Fn() -> Result<(), DeltaError>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), DeltaError> {
         let mut buffer = IoBuf::zeroed((BATCH_CLUSTERS * CLUSTER_BYTES) as usize)
             .map_err(|error| DeltaError::Read { at: 0, error })?;
         // The first cluster that has not been saved; two changes may lie in one.
@@ -95,6 +129,7 @@ impl Saving<'_> {
             while next < end {
                 let batch = next..end.min(next + BATCH_CLUSTERS);
                 next = batch.end;
+                go_on()?;
                 self.batch(batch, &mut buffer)?;
                 let now = run.end.min(next * CLUSTER_BYTES);
                 done += now - passed;
@@ -143,6 +178,13 @@ impl Saving<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether a file begins as an image that names a backing file.
+fn is_overlay(head: &[u8]) -> bool {
+    let backing_file_offset = offset_of!(RawHeader, backing_file_offset);
+    head.starts_with(&MAGIC.to_be_bytes())
+        && head.get(backing_file_offset..).is_some_and(|rest| rest.len() >= 8 && rest[..8] != [0; 8])
 }
 
 /// How the overlay names its base.
