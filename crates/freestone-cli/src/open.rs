@@ -91,6 +91,7 @@ const fn number(errno: Errno) -> i32 {
         Errno::ENOMEM => libc::ENOMEM,
         Errno::ETOOMANYREFS => libc::ETOOMANYREFS,
         Errno::EOVERFLOW => libc::EOVERFLOW,
+        Errno::ECANCELED => libc::ECANCELED,
     }
 }
 

@@ -208,6 +208,7 @@ impl Running {
 
     /// Ends it with grace, in the background; `events` hears when that is done.
     fn shutdown(&self, events: Sender<Event>) -> Result<()> {
+        self.service.end();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
             if let Some(faults) = &entry.layers.faults {

@@ -1,6 +1,7 @@
 //! What the verbs work on: the devices, the NBD server, and who listens where.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Ram;
@@ -36,6 +37,8 @@ pub struct Service {
     pub jobs: Jobs,
     claims: Claims,
     addresses: Mutex<Addresses>,
+    /// The server ends.
+    ending: AtomicBool,
 }
 
 /// Where the server listens.
@@ -56,7 +59,18 @@ impl Service {
             jobs: Jobs::default(),
             claims: Claims::default(),
             addresses: Mutex::default(),
+            ending: false.into(),
         }
+    }
+
+    /// From now on verbs that take long end early.
+    pub fn end(&self) {
+        self.ending.store(true, SeqCst);
+    }
+
+    /// Whether the server ends.
+    pub fn is_ending(&self) -> bool {
+        self.ending.load(SeqCst)
     }
 
     /// Waits for the right to change a device, or the name of one.

@@ -1,5 +1,6 @@
 //! The control socket: JSON-RPC 2.0, one message a line.
 
+pub mod caller;
 pub mod client;
 mod connections;
 pub mod protocol;

@@ -49,6 +49,8 @@ pub enum Errno {
     ETOOMANYREFS,
     /// Too many active zones.
     EOVERFLOW,
+    /// The client went away, or the server ends.
+    ECANCELED,
 }
 
 /// A JSON-RPC error object.

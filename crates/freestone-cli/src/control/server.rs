@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result};
 use serde_json::Value;
 use tracing::{debug, warn};
 
+use super::caller::Caller;
 use super::connections::{Connections, Place};
 use super::protocol::{self, Call, Fault, MAX_LINE_BYTES, Message, Response};
 use super::socket::PrivateSocket;
@@ -97,6 +98,7 @@ fn start_connection(stream: UnixStream, connections: &Arc<Connections>, handler:
     loop {
         let (stream, place, handler) = (Arc::clone(&stream), Arc::clone(&place), Arc::clone(handler));
         let started = thread::Builder::new().name("control-client".into()).spawn(move || {
+            Caller::enter(&stream);
             if let Err(e) = serve(&stream, &place, handler.as_ref()) {
                 debug!("control: a connection ended: {e}");
             }

@@ -13,6 +13,7 @@ use freestone::qcow2::delta::{self, Changed, DeltaError};
 use freestone::replace::Replace;
 use serde::{Deserialize, Serialize};
 
+use super::foreground::Foreground;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::cli::Call;
 use crate::control::protocol::{Errno, Fault};
@@ -203,11 +204,19 @@ impl Verb for Save {
         let (base, format) = base_file(&entry, "save")?;
         let looked = look(service, &entry, "delta save")?;
         let mut progress = |done, total| looked.job.at(done, total);
+        let foreground = Foreground::new(service);
         let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = delta::Options { replace, cancelled: &|| false };
+        let options = delta::Options { replace, cancelled: &|| foreground.is_over() };
         let left_behind = left_behind(&file);
         let saved = delta::save_with(&*looked.device, &base, format, &file, &options, &mut progress);
-        let saved = saved.map_err(|error| failed(&name, "save", &error))?;
+        let saved = saved.map_err(|error| {
+            // Also another error: at the end of the server, what hangs fails.
+            if foreground.is_over() {
+                let after = format!("{} is as it was", file.display());
+                return foreground.cancelled(&format!("{name}: delta save"), &after);
+            }
+            failed(&name, "save", &error)
+        })?;
         Ok(Saved {
             name,
             file,

@@ -4,6 +4,7 @@
 pub mod compact;
 pub mod create;
 pub mod delta;
+mod foreground;
 pub mod fork;
 pub mod get;
 pub mod idle;

@@ -12,6 +12,7 @@ use freestone::save::{BaseCheck, Options, SaveError, save_with};
 use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
+use super::foreground::Foreground;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
@@ -108,11 +109,17 @@ impl Verb for Save {
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
         let job = service.jobs.begin(&first, "save")?;
+        let foreground = Foreground::new(service);
         let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = Options { check, replace, cancelled: &|| false };
+        let options = Options { check, replace, cancelled: &|| foreground.is_over() };
         let left_behind = left_behind(&file);
         let saved = save_with(&devices, &file, &options, &mut |done, total| job.at(done, total));
         let saved = saved.map_err(|error| {
+            // Also another error: at the end of the server, what hangs fails.
+            if foreground.is_over() {
+                let after = format!("{} is as it was", file.display());
+                return foreground.cancelled(&format!("{first}: save"), &after);
+            }
             let mut hint = "";
             let errno = match &error {
                 SaveError::Write { source, .. } => {

@@ -6,6 +6,7 @@
 #[path = "../harness/mod.rs"]
 mod harness;
 
+mod cancelling;
 mod copy;
 mod ending;
 mod fio;
