@@ -1,12 +1,14 @@
 //! A device with its name, and what it stands on.
 
+use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, TryLockError, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Device};
-use freestone::file::File;
+use freestone::file::{Changed, File};
 use freestone::null::Memory;
+use freestone::qcow2::Image;
 use freestone::ram::{Family, Ram, SetupError};
 
 use crate::layers::Layers;
@@ -29,7 +31,7 @@ pub enum Kind {
     /// A raw image or a block device. One that is written knows its snapshots.
     File(Arc<File>, Option<cow::Origin>),
     /// A qcow2 image.
-    Qcow2,
+    Qcow2(Arc<Image>),
 }
 
 /// What holds the data of a null device.
@@ -94,7 +96,7 @@ impl Entry {
             Kind::Template(_) => "template",
             Kind::Null(_) => "null",
             Kind::File(..) => "file",
-            Kind::Qcow2 => "qcow2",
+            Kind::Qcow2(_) => "qcow2",
         }
     }
 
@@ -173,8 +175,17 @@ impl Entry {
     pub fn is_outer_base(&self) -> bool {
         match self.kind {
             Kind::File(..) | Kind::Cow(_) => self.is_read_only(),
-            Kind::Qcow2 => true,
+            Kind::Qcow2(_) => true,
             _ => false,
+        }
+    }
+
+    /// Which of the files of a base is not what it was when it was opened, as of the last look, and what became of it.
+    pub fn changed(&self) -> Option<(PathBuf, Changed)> {
+        match &self.kind {
+            Kind::File(file, _) => Some((file.path().to_owned(), file.changed()?)),
+            Kind::Qcow2(image) => image.changed(),
+            _ => None,
         }
     }
 

@@ -37,7 +37,7 @@ pub fn names(entry: &Entry) -> Vec<&'static str> {
         Kind::Null(_) => &NULL_KEYS,
         Kind::File(_, None) => &BASE_ATTRS,
         Kind::File(..) => &FILE_ATTRS,
-        Kind::Qcow2 => &QCOW2_ATTRS,
+        Kind::Qcow2(_) => &QCOW2_ATTRS,
     };
     [of_kind, &layers::names(entry)].concat()
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use freestone::cow::MergeStatus;
+use freestone::file;
 use freestone::ram::{ForkConfig, Ram, SetupError};
 
 use super::{BuildError, family, family_of};
@@ -15,6 +16,8 @@ use crate::spec::ForkSpec;
 /// A new fork of a base.
 pub fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, BuildError> {
     check_base(base)?;
+    // Nobody waits for that: the log tells.
+    file::look_soon();
     let config = ForkConfig { size: spec.size, mem_limit: spec.mem_limit, mem_min: spec.mem_min };
     let fork = match (&base.kind, base.device()) {
         (Kind::Snapshot(snapshot), _) => snapshot.fork(&config),
@@ -28,7 +31,7 @@ fn check_base(base: &Entry) -> Result<(), BuildError> {
     let name = base.name();
     let refuse = |why: String| Err(BuildError::new(Errno::EINVAL, format!("base={name}: {why}")));
     match &base.kind {
-        Kind::Snapshot(_) | Kind::Qcow2 => Ok(()),
+        Kind::Snapshot(_) | Kind::Qcow2(_) => Ok(()),
         // From then on it changes with its origin.
         Kind::Cow(snapshot) if snapshot.merge_status() != MergeStatus::None => {
             refuse("is merged into its origin; take another snapshot".into())

@@ -100,7 +100,7 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
         KindSpec::Qcow2 { path, standalone, family: _ } => {
             let config = qcow2::Config { path: path.clone(), standalone: *standalone };
             let image = Arc::new(Image::open(&config).map_err(|e| of_image(&e))?);
-            (Kind::Qcow2, Some(image))
+            (Kind::Qcow2(Arc::clone(&image)), Some(image))
         }
         KindSpec::Snapshot(_) => unreachable!("these are made together"),
         KindSpec::Restored { .. } => unreachable!("these come from a file"),

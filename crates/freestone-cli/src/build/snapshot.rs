@@ -76,7 +76,7 @@ fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
             Ok(Begun { spec, pending: Which::Cow(pending), read_only, needs, origin })
         }
         Kind::Snapshot(_) | Kind::Cow(_) => refuse("is a snapshot, which does not change; fork it"),
-        Kind::File(_, None) | Kind::Qcow2 => refuse("is read-only, so it does not change; fork it"),
+        Kind::File(_, None) | Kind::Qcow2(_) => refuse("is read-only, so it does not change; fork it"),
         Kind::Null(_) => refuse("a null device has no snapshots"),
         Kind::Template(_) => refuse("a template has no content; take a snapshot of a fork"),
     }

@@ -1,10 +1,13 @@
 //! `list [PATTERN]`: a table whose columns follow zramctl.
 
 use std::io::{self, Write};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use comfy_table::presets;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
+use freestone::file;
 use freestone_nbd::ExportInfo;
 use serde::{Deserialize, Serialize};
 
@@ -13,6 +16,9 @@ use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::service::Service;
 use crate::size::human;
+
+/// How long a look at the files of bases is waited for; after that, what the last one saw is shown.
+pub const LOOK_MAX: Duration = Duration::from_millis(200);
 
 /// The verb.
 pub struct List;
@@ -47,12 +53,30 @@ struct Row {
     /// Of a file's snapshot, in dm's words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     status: Option<String>,
+    /// A file of a base is not what it was when it was opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    changed: Option<Changed>,
     /// It has zones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
     #[serde(flatten)]
     ram: Option<RamRow>,
     exports: Vec<Export>,
+}
+
+/// What became of a file that is only read.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Changed {
+    file: PathBuf,
+    /// `modified`, `replaced` or `removed`.
+    how: String,
+}
+
+impl Changed {
+    /// Of a base, as of the last look.
+    pub fn of(entry: &Entry) -> Option<Self> {
+        entry.changed().map(|(file, how)| Self { file, how: how.to_string() })
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -102,6 +126,7 @@ impl Verb for List {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        file::look_now(LOOK_MAX);
         let pattern = params.pattern.as_deref().unwrap_or("*");
         let entries = service.registry.all();
         let devices = entries.iter().filter(|e| matches(pattern, e.name())).map(|e| row(e, service));
@@ -170,6 +195,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         base: entry.below().map(str::to_owned),
         template: entry.template.clone(),
         status,
+        changed: Changed::of(entry),
         zoned: entry.layers.zones.is_some(),
         ram,
         exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
@@ -189,7 +215,7 @@ fn cells(row: &Row) -> Vec<String> {
         .collect();
     vec![
         row.name.clone(),
-        if row.zoned { format!("{} zoned", row.kind) } else { row.kind.clone() },
+        kind(row),
         human(row.disksize),
         ram(|r| human(r.orig_data_size)),
         ram(|r| human(r.compr_data_size)),
@@ -204,6 +230,13 @@ fn cells(row: &Row) -> Vec<String> {
             .to_string(),
         if exports.is_empty() { "-".into() } else { exports.join(" ") },
     ]
+}
+
+/// With what is to be known of it at once.
+fn kind(row: &Row) -> String {
+    let zoned = if row.zoned { " zoned" } else { "" };
+    let changed = if row.changed.is_some() { " changed" } else { "" };
+    format!("{}{zoned}{changed}", row.kind)
 }
 
 /// Whether `*` and `?` in the pattern can be filled to give the name. Goes back only to the last `*`, so the

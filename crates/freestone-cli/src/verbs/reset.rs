@@ -47,7 +47,7 @@ impl Verb for Reset {
                 let why = "is a snapshot, which does not change; fork it";
                 return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
             }
-            Kind::Template(_) | Kind::File(..) | Kind::Qcow2 => {
+            Kind::Template(_) | Kind::File(..) | Kind::Qcow2(_) => {
                 let why = "is not reset; only ram and null devices and forks are";
                 let kind = entry.kind_name();
                 return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));

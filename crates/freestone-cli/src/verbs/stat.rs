@@ -3,11 +3,12 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use freestone::file;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Verb;
-use super::list::Export;
+use super::list::{Changed, Export, LOOK_MAX};
 use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
@@ -38,6 +39,7 @@ impl Verb for Stat {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        file::look_now(LOOK_MAX);
         let process = machine::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
         if let Some(name) = params.name {
             // What is being restored has no name yet but its file's.
@@ -90,6 +92,7 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
     };
     insert("base", entry.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
+    insert("changed", Changed::of(entry).map(|changed| json!(changed)));
     insert("progress", service.jobs.show(entry.name()));
     if let Kind::Cow(snapshot) = &entry.kind {
         insert("status", Some(snapshot.status().to_string().into()));

@@ -148,3 +148,53 @@ fn bases_are_shared_by_who_only_reads() {
         sleep(STEP);
     }
 }
+
+/// What a base of `serve` is said to be, when it is seen: a look is not waited for for ever.
+fn eventually_changed(serve: &Serve, base: &str, how: Option<&str>) -> serde_json::Value {
+    let start = Instant::now();
+    loop {
+        let said = serve.json(&["stat", base]);
+        if said["changed"]["how"].as_str() == how {
+            return said["changed"].clone();
+        }
+        assert!(start.elapsed() < LONG, "{said}");
+        sleep(STEP);
+    }
+}
+
+#[test]
+fn a_base_that_changes_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), noise(3, 2 * MIB)).unwrap();
+    fs::write(dir.path().join("lower.img"), noise(3, 2 * MIB)).unwrap();
+    ok(tool("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-b", "lower.img", "-F", "raw", "top.qcow2"])
+        .current_dir(dir.path()));
+    let serve = Serve::start_in(
+        dir,
+        &["golden=file,path=golden.img,readonly=yes", "q=qcow2,path=top.qcow2", "f=fork,base=golden"],
+        true,
+    );
+    let (golden, lower) = (serve.path("golden.img"), serve.path("lower.img"));
+    assert!(serve.json(&["stat", "golden"]).get("changed").is_none());
+    assert!(!serve.text(&["list"]).contains("changed"));
+
+    // By somebody who pays no heed to locks; the time may be as coarse as the clock's ticks.
+    sleep(STEP);
+    let file = fs::OpenOptions::new().write(true).open(&golden).unwrap();
+    (&file).write_all(b"new").unwrap();
+    let changed = eventually_changed(&serve, "golden", Some("modified"));
+    assert_eq!(changed["file"], golden.display().to_string());
+    let list = serve.text(&["list"]);
+    let is_shown = |line: &str| line.starts_with("golden ") && line.contains(" file changed ");
+    assert!(list.lines().any(is_shown), "{list}");
+    assert!(serve.text(&["stat", "golden"]).contains("modified"));
+    assert!(serve.json(&["stat", "q"]).get("changed").is_none());
+
+    fs::rename(&lower, serve.path("elsewhere")).unwrap();
+    assert_eq!(eventually_changed(&serve, "q", Some("removed"))["file"], lower.display().to_string());
+    fs::write(&lower, noise(4, 2 * MIB)).unwrap();
+    eventually_changed(&serve, "q", Some("replaced"));
+    fs::rename(serve.path("elsewhere"), &lower).unwrap();
+    eventually_changed(&serve, "q", None);
+}

@@ -9,8 +9,10 @@ use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::device::{Error, Geometry, Result};
+use crate::sync::Arc;
 
 use super::locks::{self, Held};
+use super::watch::Watched;
 
 /// An open file or block device. Shared by the device and its engine.
 #[derive(Debug)]
@@ -18,6 +20,8 @@ pub(super) struct Backing {
     pub fd: OwnedFd,
     /// In the list of this process; dropped with the file.
     pub held: Option<Held>,
+    /// Of a file that is only read.
+    pub watched: Option<Arc<Watched>>,
     pub path: PathBuf,
     pub is_block_device: bool,
     pub direct: bool,
@@ -39,6 +43,7 @@ impl Backing {
         Self {
             fd,
             held: None,
+            watched: None,
             path,
             is_block_device,
             direct,

@@ -21,6 +21,9 @@
 //! tells who reads and who writes: what is written here qemu opens at most with `--force-share`, what is read here it may read but not
 //! write, and what it has open is refused here by the same rule. A writable block device is opened with `O_EXCL`, so that a mounted
 //! one is refused.
+//!
+//! **Files that change.** A file that is only read is taken for unchanging. Others may pay no heed to locks, so its size, time of
+//! modification and path are looked at now and then: [`File::changed`].
 
 mod backing;
 mod engine;
@@ -31,6 +34,7 @@ mod open;
 mod ring;
 mod schedule;
 mod threads;
+mod watch;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,6 +45,7 @@ use backing::Backing;
 use job::Job;
 pub use open::SetupError;
 use open::Tail;
+pub use watch::{Changed, look_now, look_soon};
 
 /// Most bytes that one try copies from the page cache.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
@@ -148,6 +153,11 @@ impl File {
     /// What was opened.
     pub fn path(&self) -> &Path {
         &self.backing.path
+    }
+
+    /// What became of the file, where it is only read, as of the last look ([`look_now`]).
+    pub fn changed(&self) -> Option<Changed> {
+        self.backing.watched.as_ref()?.changed()
     }
 
     /// Whether the page cache is passed by.

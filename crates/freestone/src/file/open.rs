@@ -13,6 +13,7 @@ use crate::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
 
 use super::backing::Backing;
 use super::locks::{self, Access, Held};
+use super::watch::Watched;
 use super::{Config, Direct};
 
 /// Logical block where nothing asks for a larger one, in bytes.
@@ -266,6 +267,7 @@ impl<'a> Opening<'a> {
         };
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
         backing.held = Some(self.held);
+        backing.watched = self.config.read_only.then(|| Watched::new(path, &self.stat));
         Ok(backing)
     }
 

@@ -98,9 +98,13 @@ impl Chain {
     }
 
     /// Every file, the image itself first.
+    pub fn sources(&self) -> impl Iterator<Item = &Source> {
+        self.layers.iter().flat_map(|layer| [Some(&layer.source), layer.data.as_ref()]).flatten()
+    }
+
+    /// Where they are.
     pub fn paths(&self) -> impl Iterator<Item = PathBuf> {
-        let files = |layer: &Layer| [Some(layer.source.path()), layer.data.as_ref().map(Source::path)];
-        self.layers.iter().flat_map(files).flatten()
+        self.sources().map(Source::path)
     }
 }
 

@@ -46,6 +46,8 @@ use crate::device::{
     range_end,
 };
 
+use crate::file::Changed;
+
 use chain::Chain;
 pub use chain::Format;
 pub use error::{Fault, SetupError};
@@ -80,7 +82,8 @@ impl Config {
 }
 
 /// A qcow2 image with all that it stands on, as a read-only device. The files stay locked (shared, as by
-/// [`File`](crate::file::File)) while it is open, and must not be changed by programs that pay no heed to such locks.
+/// [`File`](crate::file::File)) while it is open, and must not be changed by programs that pay no heed to such locks;
+/// [`changed`](Self::changed) tells whether one did.
 pub struct Image {
     chain: Arc<Chain>,
 }
@@ -108,6 +111,12 @@ impl Image {
     /// Every file that belongs to it: the image itself, its data file, and so on down to the last backing file.
     pub fn files(&self) -> Vec<PathBuf> {
         self.chain.paths().collect()
+    }
+
+    /// The first of its files that changed since it was opened, and how, as of the last look
+    /// ([`look_now`](crate::file::look_now)).
+    pub fn changed(&self) -> Option<(PathBuf, Changed)> {
+        self.chain.sources().find_map(|source| Some((source.path(), source.changed()?)))
     }
 
     /// What a located run is, for those who ask for extents: kind and length; a raw file may know better.

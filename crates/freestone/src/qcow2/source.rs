@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::device::{
     Blocking as _, Buffer, Completion, Device as _, Error, Extent, IoBuf, Request, Result, Tried,
 };
-use crate::file::{Config, File};
+use crate::file::{Changed, Config, File};
 
 use super::error::SetupError;
 
@@ -30,6 +30,11 @@ impl Source {
 
     pub fn path(&self) -> PathBuf {
         self.file.path().to_owned()
+    }
+
+    /// What became of the file since it was opened.
+    pub fn changed(&self) -> Option<Changed> {
+        self.file.changed()
     }
 
     /// Bytes of the file.
