@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
+use crate::replace::Place;
 
 use super::backing::Backing;
 use super::locks::{self, Access, Held};
@@ -195,6 +196,12 @@ impl<'a> Opening<'a> {
         {
             *created = !config.nameless;
             rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
+            if *created {
+                // No flush of the content makes its name durable.
+                let kept = Place::new(path).and_then(|place| place.keep_name());
+                let what = "sync its directory";
+                kept.map_err(|source| SetupError::Call { path: path.clone(), what, source })?;
+            }
         }
         // What was opened may not be what was looked at.
         let stat = rustix::fs::fstat(&fd).map_err(call("examine"))?;

@@ -81,7 +81,7 @@ impl Shared {
                 }
             }
         }
-        let written = self.write_kept(&kept);
+        let written = self.write_kept(&kept, &mut set_back);
         if let Some(record) = &self.cache.record {
             self.record_cut(record, seed, &set_back);
         }
@@ -90,8 +90,9 @@ impl Shared {
         written.and(flushed).map(|()| cut)
     }
 
-    /// Writes what a cut keeps. What fails stays as it was, which is one of its possible ends; the first error is told.
-    fn write_kept(&self, kept: &BTreeMap<u64, Content>) -> Result<()> {
+    /// Writes what a cut keeps. What fails may have happened or not, and either is one of its possible ends; the recording has to look
+    /// (`unsure`), and the first error is told.
+    fn write_kept(&self, kept: &BTreeMap<u64, Content>, unsure: &mut Vec<u64>) -> Result<()> {
         let block = self.cache.block_bytes();
         let mut outcome = Ok(());
         let mut blocks = kept.iter().peekable();
@@ -113,8 +114,13 @@ impl Shared {
                 Kind::Zeroes => self.inner.write_zeroes(first * block, count * block, Flags::empty()),
                 Kind::Hole => self.inner.write_zeroes(first * block, count * block, Flags::MAY_FREE),
             };
+            if written.is_err() {
+                unsure.extend(first..first + count);
+            }
             outcome = outcome.and(written);
         }
+        unsure.sort_unstable();
+        unsure.dedup();
         outcome
     }
 

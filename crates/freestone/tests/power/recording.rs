@@ -136,6 +136,35 @@ fn a_write_after_a_flush_was_issued_stands_behind_it() {
     assert_eq!(flags, [(0, 0), (0, 1), (1, 0), (0, 8)], "and a failed flush stands nowhere");
 }
 
+/// The log replays to what is there, also where nobody knows what a write of the cut did.
+#[test]
+fn a_cut_that_fails_is_recorded_as_it_is() {
+    use freestone::device::Error;
+    for what in [What::Fail(Error::Media), What::FailDone(Error::Media), What::Tear] {
+        let mut errors = 0;
+        for seed in 0..20 {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("log");
+            let disk = Arc::new(Faulty::new(SIZE, 512));
+            let config = Config { capacity: 0, record: Some(Writer::create(&path).unwrap()) };
+            let device = Power::new(disk.clone(), config).unwrap();
+            for at in (0..64).step_by(3) {
+                device.write_at(at * 512, &filled(at + 1, 2), Flags::empty()).unwrap();
+            }
+            disk.fault(Some(Op::Write), When::At(disk.counts().writes + seed % 4), what);
+            errors += u32::from(device.cut(seed).is_err());
+            disk.heal();
+            device.mark("end").unwrap();
+            let mut reader = Reader::open(&path).unwrap();
+            let entries = reader.entries();
+            let replayed = Model::new(SIZE, 512);
+            log::replay(&mut reader, entries, &replayed).unwrap();
+            assert!(all(&replayed) == all(&device), "{what:?}, seed {seed}: the log tells another story");
+        }
+        assert!(errors > 10, "{what:?}: {errors} cuts failed");
+    }
+}
+
 #[test]
 fn every_point_can_be_visited_also_with_a_cut() {
     let folder = tempfile::tempdir().unwrap();

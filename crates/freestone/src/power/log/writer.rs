@@ -11,6 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 use super::Error;
 use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
 use crate::file::locks::Held;
+use crate::replace::Place;
 
 /// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a whole.
 const ZEROES_MAX_BYTES: u64 = 8 << 20;
@@ -59,6 +60,8 @@ impl Writer {
         // What reads a log while it is written needs no lock; what would replace it has to see one.
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|errno| failed(errno.into()))?;
+        // A log whose name is lost is no log.
+        Place::new(path).and_then(|place| place.keep_name()).map_err(failed)?;
         Ok(Self { held: Some(Held::new(&stat)), ..Self::on(file, path) })
     }
 

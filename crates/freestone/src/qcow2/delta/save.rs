@@ -40,7 +40,8 @@ pub struct Saved {
 /// be moved together, else by its absolute path. `progress` gets changed bytes done and in all.
 ///
 /// # Errors
-/// [`DeltaError`]: all but the ones of [`apply`](super::apply). The old file is kept.
+/// [`DeltaError`]: all but the ones of [`apply`](super::apply). The old file is kept; only where the very last step failed, to make the
+/// new one's name durable, either may be there after a crash.
 pub fn save(
     device: &dyn Device,
     base: &Path,
