@@ -71,14 +71,15 @@ fn fork_config() -> ForkConfig {
     ForkConfig { size: Some(3 * MIB), ..ForkConfig::default() }
 }
 
-/// A live device over this base.
+/// A live device over this base: of whole pages, or not.
 fn live(base: Base, family: &Family) -> Ram {
     match base {
         Base::Disk => family.ram(3 * MIB).unwrap(),
         Base::File => family.fork(filled_file(), &fork_config()).unwrap(),
         Base::DeferredFile => {
             let deferred = Arc::new(Deferred::new(filled_file(), Policy::Sometimes(50), 3));
-            family.fork(deferred, &fork_config()).unwrap()
+            // As large as that, which ends within a page.
+            family.fork(deferred, &ForkConfig::default()).unwrap()
         }
         Base::Snapshot => {
             let disk = family.ram(2 * MIB).unwrap();
@@ -88,7 +89,7 @@ fn live(base: Base, family: &Family) -> Ram {
             snapshot.fork(&fork_config()).unwrap()
         }
         Base::SnapshotOfFork => {
-            let fork = family.fork(filled_file(), &fork_config()).unwrap();
+            let fork = family.fork(filled_file(), &ForkConfig::default()).unwrap();
             fill(&fork, 7);
             let snapshot = fork.snapshot().unwrap();
             fill(&fork, 8);

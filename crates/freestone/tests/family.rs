@@ -146,6 +146,80 @@ fn a_fork_shows_its_base_until_it_is_written() {
     }
 }
 
+/// A base of 16 pages and a half has forks of that size, and so have their snapshots and the forks of those.
+#[test]
+fn a_fork_is_as_large_as_its_base() {
+    const SIZE: u64 = 16 * PAGE + 2048;
+    let fork = |size| family().fork(Arc::new(Base::filled()), &ForkConfig { size, ..ForkConfig::default() });
+    let first = fork(None).unwrap();
+    let snapshot = first.snapshot().unwrap();
+    let second = snapshot.fork(&ForkConfig::default()).unwrap();
+    let end = |device: &Ram, at: u64| {
+        let mut bytes = vec![1; (device.geometry().size - at) as usize];
+        device.read_at(at, &mut bytes).unwrap();
+        bytes
+    };
+    for device in [&first, &snapshot, &second] {
+        assert_eq!(device.geometry().size, SIZE);
+        assert!(end(device, 16 * PAGE) == content(7, 16)[..2048]);
+        assert_eq!(device.read_at(SIZE - 512, &mut [0; 1024]), Err(Error::OutOfRange));
+        let mut last = None;
+        device
+            .extents(16 * PAGE, 2048, &mut |extent| {
+                last = Some(extent.offset + extent.len);
+                true
+            })
+            .unwrap();
+        assert_eq!(last, Some(SIZE));
+    }
+    // Its last page is a page like others.
+    for device in [&first, &second] {
+        device.write_at(SIZE - 512, &[5; 512], Flags::empty()).unwrap();
+        assert_eq!(end(device, SIZE - 512), [5; 512]);
+        assert_eq!(device.write_at(SIZE - 512, &[5; 1024], Flags::empty()), Err(Error::OutOfRange));
+        assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
+        assert_eq!(own(device, SIZE), [(16, 0)], "half a page");
+        // A part of it that is not all up to the end is none.
+        device.discard(16 * PAGE, 1536).unwrap();
+        assert_eq!(end(device, SIZE - 512), [5; 512]);
+        assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
+        device.discard(16 * PAGE, 2048).unwrap();
+        assert_eq!(end(device, 16 * PAGE), [0; 2048]);
+        assert_eq!(device.over_stat().own_bytes, PAGE);
+        assert_eq!(device.over_stat().charged, 0, "nothing is kept of it");
+        device.write_at(16 * PAGE, &content(1, 16)[..2048], Flags::empty()).unwrap();
+        device.write_zeroes(SIZE - 1024, 1024, Flags::empty()).unwrap();
+        assert!(end(device, 16 * PAGE)[..1024] == content(1, 16)[..1024]);
+        assert_eq!(end(device, SIZE - 1024), [0; 1024]);
+        device.write_zeroes(0, SIZE, Flags::MAY_FREE).unwrap();
+        assert!(end(device, 0).iter().all(|&byte| byte == 0));
+        device.rewind().unwrap();
+        assert!(end(device, 16 * PAGE) == content(7, 16)[..2048]);
+    }
+    // Asked for, or grown, to the block; what was behind the end is zeroes.
+    assert_eq!(fork(Some(SIZE + 512)).unwrap().geometry().size, SIZE + 512);
+    assert_eq!(fork(Some(SIZE + 1)).unwrap().geometry().size, SIZE + 512);
+    assert!(matches!(fork(Some(SIZE - 512)), Err(SetupError::SmallerThanBase { .. })));
+    first.write_at(SIZE - 512, &[5; 512], Flags::empty()).unwrap();
+    let before = first.snapshot().unwrap();
+    for (wanted, size) in [(SIZE, SIZE), (SIZE + 1, SIZE + 512), (20 * PAGE + 1024, 20 * PAGE + 1024)] {
+        first.grow(wanted).unwrap();
+        assert_eq!(first.geometry().size, size);
+        assert!(end(&first, SIZE - 512)[512..].iter().all(|&byte| byte == 0));
+    }
+    assert!(matches!(first.grow(SIZE), Err(SetupError::Shrinks { .. })));
+    first.write_at(SIZE, &[6; 1024], Flags::empty()).unwrap();
+    assert_eq!(before.geometry().size, SIZE);
+    assert_eq!(end(&before, SIZE - 512), [5; 512]);
+    let over = before.fork(&ForkConfig { size: Some(17 * PAGE), ..ForkConfig::default() }).unwrap();
+    assert_eq!(end(&over, SIZE), [0; 2048]);
+    // A disk has whole pages, as in zram.
+    let disk = disk(SIZE);
+    assert_eq!(disk.geometry().size, 17 * PAGE);
+    disk.grow(17 * PAGE + 512).unwrap();
+    assert_eq!(disk.geometry().size, 18 * PAGE);
+}
+
 #[test]
 fn forks_are_apart_and_live_bases_are_refused() {
     let family = family();

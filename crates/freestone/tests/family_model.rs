@@ -178,7 +178,8 @@ impl World {
                 device = Arc::new(Deferred::new(device, policy, seed));
             }
             for _ in 0..2 {
-                let ram = world.family.fork(Arc::clone(&device), &ForkConfig::default()).unwrap();
+                let config = ForkConfig { size: Some(PAGES * PAGE as u64), ..ForkConfig::default() };
+                let ram = world.family.fork(Arc::clone(&device), &config).unwrap();
                 world.add(ram, base.clone(), PAGES, PAGES, 1);
             }
         } else {

@@ -116,7 +116,7 @@ impl Verb for Writeback {
         if ram.config().backing.is_none() {
             return Err(failed(&name, (ram::Written::default(), ram::WritebackError::NoBacking)));
         }
-        let what = params.what(ram.config().disksize / PAGE_BYTES as u64)?;
+        let what = params.what(ram.config().disksize.div_ceil(PAGE_BYTES as u64))?;
         let done = ram.writeback(&what).map_err(|e| failed(&name, e))?;
         Ok(Reply { name, pages: done.pages, blocks: done.blocks })
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::{DISKSIZE_BYTES_MAX, PAGE};
+use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
 use crate::device;
 use crate::file::{self, File};
@@ -75,7 +75,7 @@ impl BackingDev {
 /// What a fork is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ForkConfig {
-    /// Bytes, rounded up to a page; the base's size where nothing is said. What lies beyond the base reads as zeroes.
+    /// Bytes, rounded up to a block of 512; the base's size where nothing is said. What lies beyond the base reads as zeroes.
     pub size: Option<u64>,
     /// Most bytes that its own objects may take; 0 is no cap.
     pub mem_limit: u64,
@@ -177,9 +177,18 @@ impl From<StreamsError> for SetupError {
     }
 }
 
-/// A disk's size in whole pages, if there can be such a disk.
+/// A disk's size in whole pages, as in zram, if there can be such a disk.
 pub(super) fn round_size(bytes: u64) -> Result<u64, SetupError> {
-    match bytes.checked_next_multiple_of(PAGE) {
+    round(bytes, PAGE)
+}
+
+/// A fork's size, which is its base's to the block.
+pub(super) fn round_fork_size(bytes: u64) -> Result<u64, SetupError> {
+    round(bytes, LOGICAL_BLOCK_BYTES.into())
+}
+
+fn round(bytes: u64, unit: u64) -> Result<u64, SetupError> {
+    match bytes.checked_next_multiple_of(unit) {
         _ if bytes == 0 => Err(SetupError::Empty),
         Some(rounded) if rounded <= DISKSIZE_BYTES_MAX => Ok(rounded),
         _ => Err(SetupError::TooLarge(bytes)),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::chain::Role;
 use super::through::Below;
-use super::{Family, PAGE, Ram};
+use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
 use crate::device::{Device, Error, Result};
 use crate::slot::{Kind, LEAF_SLOTS, Word};
@@ -130,7 +130,7 @@ impl Ram {
 
     /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one leaf.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
-        let end = self.0.size() / PAGE;
+        let end = self.0.slots();
         let first = page + pin::pinned(|pin| self.0.view.load(pin).run_below(pin, page.min(end), end));
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }

@@ -9,7 +9,7 @@
 
 use std::sync::{Arc, Weak};
 
-use super::config::{Config, ForkConfig, Secondary, SetupError, round_size};
+use super::config::{Config, ForkConfig, Secondary, SetupError, round_fork_size, round_size};
 use super::fetch::{Readers, Waiter};
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers, Limits, pages_of};
@@ -242,7 +242,7 @@ impl Shared {
         }
         let limits = Arc::new(Limits::default());
         self.set_device_limits(&limits, config.mem_limit, config.mem_min)?;
-        Ram::make(self, round_size(size)?, below, limits)
+        Ram::make(self, round_fork_size(size)?, below, limits)
     }
 
     /// Sets a device's cap (0 is none) and what is guaranteed to it.

@@ -199,7 +199,7 @@ impl Ram {
         let family = &self.0.family;
         // Not what would push out others at once.
         let room = family.marks().map_or(u64::MAX, |(high, _)| high.saturating_sub(family.pool.pages()));
-        let end = (first + pages.min(room)).min(self.0.size() / PAGE);
+        let end = (first + pages.min(room)).min(self.0.slots());
         let wanted = |slot| {
             pin::pinned(|pin| {
                 let layer = &self.0.view.load(pin).layer;

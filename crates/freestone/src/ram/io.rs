@@ -222,8 +222,9 @@ impl Inner {
         Ok(Step::Tried(progress(done, len)))
     }
 
-    /// Empties the whole pages of a range; over a base they become pages of zeroes. The parts of pages at its ends are
-    /// zeroed where the range must be `exact` (write zeroes) and skipped where it is a hint (discard), as in the kernel.
+    /// Empties the whole pages of a range, the last one of the device among them, also where the device ends within it; over a
+    /// base they become pages of zeroes. The parts of pages at its ends are zeroed where the range must be `exact` (write
+    /// zeroes) and skipped where it is a hint (discard), as in the kernel.
     fn free(&self, view: &View, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
         let table = view.layer.table();
         let len = end - offset;
@@ -234,6 +235,19 @@ impl Inner {
             let page_end = next_multiple(at, PAGE);
             if !at.is_multiple_of(PAGE) || page_end > end {
                 let stop = page_end.min(end);
+                if at.is_multiple_of(PAGE) && end == self.size() {
+                    match self.family.free_end(view, slot, || end == self.size()) {
+                        Ok(Ok(Some(freed))) => {
+                            self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
+                            at = stop;
+                            continue;
+                        }
+                        // It has grown.
+                        Ok(Ok(None)) => {}
+                        Ok(Err(error)) => return Err(error),
+                        Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
+                    }
+                }
                 if exact {
                     match self.zero_part(view, at, stop)? {
                         Ok(Patched::Done) => {}

@@ -49,8 +49,8 @@ use std::sync::Arc;
 
 pub use self::chain::PendingSnapshot;
 use self::chain::{Chain, Role, View};
-use self::config::round_size;
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
+use self::config::{round_fork_size, round_size};
 pub use self::dictionary::AutoRecompressed;
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 pub use self::extents::OverBase;
@@ -91,6 +91,7 @@ pub struct Ram(Arc<Inner>);
 struct Inner {
     family: Arc<Shared>,
     view: Swap<View>,
+    /// Bytes. Over a base it can end within a page, of which the rest is zeroes: so it reads when the device has grown.
     size: AtomicU64,
     is_snapshot: bool,
     counters: Counters<{ counter::COUNT }>,
@@ -167,12 +168,13 @@ impl Ram {
         self.0.family.pool.reset_pages_max();
     }
 
-    /// Grows the disk to `disksize` bytes, rounded up to a page; what is new reads as zeroes, also over a base.
+    /// Grows the disk to `disksize` bytes, rounded up to a page, or a fork to `disksize` bytes, rounded up to a block of 512;
+    /// what is new reads as zeroes, also over a base.
     ///
     /// # Errors
     /// Smaller than now, or too large; a snapshot.
     pub fn grow(&self, disksize: u64) -> Result<(), SetupError> {
-        let wanted = round_size(disksize)?;
+        let wanted = if self.is_fork() { round_fork_size(disksize)? } else { round_size(disksize)? };
         let _one = self.0.changing.lock();
         let present = self.0.size();
         if self.0.is_snapshot {
@@ -354,9 +356,9 @@ impl Inner {
         self.size.load(Ordering::Acquire)
     }
 
-    /// The last page.
-    fn last_slot(&self) -> u64 {
-        self.size() / PAGE - 1
+    /// Pages; the device can end within the last one.
+    fn slots(&self) -> u64 {
+        self.size().div_ceil(PAGE)
     }
 
     fn chain(&self) -> Arc<Chain> {

@@ -202,6 +202,37 @@ impl Shared {
         Ok(self.replace(view, slot, guard, new).map(|()| true))
     }
 
+    /// Empties the slot of the page within which the device ends, if it `is_end` still when nobody writes to it. `None`: it is
+    /// not, so behind what is to be emptied there may be something. Else as [`free_page`](Self::free_page).
+    #[cold]
+    pub(super) fn free_end(
+        &self,
+        view: &View,
+        slot: u64,
+        is_end: impl Fn() -> bool,
+    ) -> PageResult<Option<bool>> {
+        let new = if view.below.reaches(slot) { Word::same(0) } else { Word::EMPTY };
+        let table = view.layer.table();
+        let leaf = match table.leaf(slot) {
+            Some(leaf) => leaf,
+            None if new == Word::EMPTY => return Ok(Ok(Some(false))),
+            None => match table.leaf_or_new(slot) {
+                Ok(leaf) => leaf,
+                Err(error) => return Ok(Err(error)),
+            },
+        };
+        let guard = leaf.lock(slot);
+        // Who writes behind the old end has seen the new size before it locked the slot.
+        if !is_end() {
+            return Ok(Ok(None));
+        }
+        match guard.word() {
+            word if word == new => Ok(Ok(Some(false))),
+            word if word.kind() == Kind::InFlight => Err(Waits),
+            _ => Ok(self.replace(view, slot, guard, new).map(|()| Some(true))),
+        }
+    }
+
     /// Finds the form in which a page is stored.
     #[inline]
     fn pack<'p>(&self, page: &'p Page, scratch: &'p mut Scratch) -> Packed<'p> {

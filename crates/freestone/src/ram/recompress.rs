@@ -210,7 +210,7 @@ impl Ram {
         let mut run = Run {
             family,
             layer,
-            last_slot: self.0.last_slot(),
+            last_slot: self.0.slots() - 1,
             target: &target,
             max_pages: what.max_pages.unwrap_or(u64::MAX),
             done: Recompressed::default(),

@@ -452,3 +452,27 @@ fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
     ram.read_at(full.1.offset, &mut back).unwrap();
     assert!(back == full.2);
 }
+
+/// The page within which a device ends is emptied as a whole only where it ends there still when the slot is locked: else
+/// somebody may have written behind that end meanwhile.
+#[test]
+fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
+    let config = ForkConfig { size: Some(PAGE + 1536), ..ForkConfig::default() };
+    let fork = ram(PAGE).snapshot().unwrap().fork(&config).unwrap();
+    fork.write_at(PAGE, &[1; 1536], Flags::empty()).unwrap();
+    let free_end = |is_end: bool| {
+        let freed = pin::pinned(|pin| {
+            let view = fork.0.view.load(pin);
+            fork.0.family.free_end(view, 1, || is_end)
+        });
+        freed.ok().expect("it need not wait").unwrap()
+    };
+    let first = || {
+        let mut block = [9; 512];
+        fork.read_at(PAGE, &mut block).unwrap();
+        block[0]
+    };
+    assert_eq!((free_end(false), first()), (None, 1));
+    assert_eq!((free_end(true), first()), (Some(true), 0));
+    assert_eq!((free_end(true), first()), (Some(false), 0));
+}

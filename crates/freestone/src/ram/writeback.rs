@@ -187,7 +187,7 @@ impl Inner {
         let fail = |error| (Written::default(), error);
         let (family, layer) = (&*self.family, self.layer());
         let store = family.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
-        let end = self.last_slot();
+        let end = self.slots() - 1;
         let everything = [0..=end];
         let ranges = match what {
             Writeback::Pages(ranges) => {

@@ -17,8 +17,12 @@ use crate::codec::{Algorithm, DICTIONARY_BYTES_MAX};
 
 /// The first bytes of every file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
-/// The format that this program writes, and the newest that it reads.
-pub const VERSION: u32 = 1;
+/// The newest format that this program reads, and which it writes where a device ends within a page.
+pub const VERSION: u32 = 2;
+/// The format in which devices have whole pages, which it writes where they have, so that older programs read it.
+pub const VERSION_WHOLE_PAGES: u32 = 1;
+/// What sizes of devices are multiples of since version 2, in bytes.
+pub const SIZE_UNIT_BYTES: u64 = 512;
 /// The first bytes of every block, behind its checksum.
 pub const BLOCK_MAGIC: [u8; 4] = *b"FSbk";
 

@@ -12,7 +12,8 @@ use zerocopy::FromBytes as _;
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, MAGIC,
-    NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, VERSION, algorithm_of, block_sum, form, kind,
+    NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_WHOLE_PAGES,
+    algorithm_of, block_sum, form, kind,
 };
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
 use crate::codec::{Algorithm, Scratch};
@@ -52,6 +53,8 @@ pub struct Node {
     pub name: Option<String>,
     pub algorithm: Algorithm,
     pub level: i32,
+    /// Neither it nor what it comes after lies over anything: it is a disk, and has whole pages.
+    is_disk: bool,
 }
 
 impl Node {
@@ -223,7 +226,7 @@ impl Reader {
                 .split_at_checked(record.name_bytes.get().into())
                 .ok_or_else(|| self.damaged("a name is cut"))?;
             names = rest;
-            let (node, depth) = self.node(record, name, &nodes, &depths)?;
+            let (node, depth) = self.node(header.version.get(), record, name, (&nodes, &depths))?;
             if let Over::After(before) = node.over
                 && !followed.insert(before)
             {
@@ -245,10 +248,10 @@ impl Reader {
 
     fn node(
         &self,
+        version: u32,
         record: &NodeRecord,
         name: &[u8],
-        nodes: &[Node],
-        depths: &[u32],
+        (nodes, depths): (&[Node], &[u32]),
     ) -> Result<(Node, u32), RestoreError> {
         let (below, size) = (record.below.get(), record.size.get());
         let (over, depth) = match record.over {
@@ -263,10 +266,17 @@ impl Reader {
             }
             _ => return Err(self.damaged("a device lies over something that is not there")),
         };
+        let is_disk = match over {
+            Over::Nothing => true,
+            Over::After(before) => nodes[before as usize].is_disk,
+            Over::Base(_) | Over::Node(_) => false,
+        };
+        let whole_pages = is_disk || version == VERSION_WHOLE_PAGES;
+        let unit = if whole_pages { PAGE_BYTES as u64 } else { SIZE_UNIT_BYTES };
         let sound = depth <= DEPTH_MAX
             && record.snapshot <= 1
             && (1..=DISKSIZE_BYTES_MAX).contains(&size)
-            && size.is_multiple_of(PAGE_BYTES as u64);
+            && size.is_multiple_of(unit);
         let algorithm = algorithm_of(record.algorithm);
         let (true, Some(algorithm)) = (sound, algorithm) else {
             return Err(self.damaged("a device is said to be what no device is"));
@@ -282,7 +292,7 @@ impl Reader {
             },
         };
         let (snapshot, level) = (record.snapshot == 1, record.level.get());
-        Ok((Node { size, over, snapshot, name, algorithm, level }, depth))
+        Ok((Node { size, over, snapshot, name, algorithm, level, is_disk }, depth))
     }
 
     // ---- blocks ----------------------------------------------------------------------------------------------------
@@ -389,7 +399,8 @@ impl Reader {
                 return wrong("a page has a form that there is not");
             }
             let run = if form::is_run(record.form) { len as u64 } else { 1 };
-            let end = record.page.get().checked_add(run).filter(|&end| end <= size / PAGE_BYTES as u64);
+            let last = size.div_ceil(PAGE_BYTES as u64);
+            let end = record.page.get().checked_add(run).filter(|&end| end <= last);
             match end {
                 Some(end) if record.page.get() >= next => next = end,
                 _ => return wrong("a page is out of order, or not in its device"),

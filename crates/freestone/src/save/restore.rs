@@ -99,6 +99,9 @@ fn find_bases(reader: &Reader, given: &[Base]) -> Result<Vec<Base>, RestoreError
     reader.bases.iter().enumerate().map(find).collect()
 }
 
+/// What no device has.
+const BEHIND_THE_END: &str = "a page has something behind the end of its device";
+
 /// Why something of a block was not taken.
 enum Refused {
     /// The file is to blame.
@@ -261,6 +264,9 @@ impl<'a> Loader<'a> {
         let failed = |page, error| {
             Refused::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
         };
+        let size = self.nodes[node].size;
+        // Of the page within which a device ends the rest is zeroes: it may grow.
+        let bytes_of = |page: u64| (size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let mut content = [0; PAGE_BYTES];
         for (number, page) in pages {
             let run = match page {
@@ -269,16 +275,21 @@ impl<'a> Loader<'a> {
                 _ => None,
             };
             if let Some((incoming, pages)) = run {
+                let is_zeroes = matches!(incoming, Incoming::Below | Incoming::Same(0));
+                if !is_zeroes && bytes_of(number + pages - 1) < PAGE_BYTES {
+                    return Err(Refused::Damaged(BEHIND_THE_END));
+                }
                 for page in number..number + pages {
                     ram.put(page, incoming).map_err(|error| failed(page, error))?;
                 }
                 continue;
             }
-            let incoming = self.unpack(&page, &mut content)?;
+            let incoming = self.unpack(&page, bytes_of(number), &mut content)?;
             match ram.put(number, incoming) {
                 // As any write it waits until others have left memory.
                 Err(Error::NoSpace) if ram.can_spill() => {
-                    ram.write_at(number * PAGE_BYTES as u64, &content, Flags::empty())
+                    let bytes = bytes_of(number);
+                    ram.write_at(number * PAGE_BYTES as u64, &content[..bytes], Flags::empty())
                 }
                 put => put,
             }
@@ -287,29 +298,39 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// The content of a page, and the form in which it goes in.
-    fn unpack<'p>(&self, page: &Page<'p>, content: &'p mut codec::Page) -> Result<Incoming<'p>, Refused> {
+    /// The content of a page, of which the device has so many bytes, and the form in which it goes in.
+    fn unpack<'p>(
+        &self,
+        page: &Page<'p>,
+        bytes: usize,
+        content: &'p mut codec::Page,
+    ) -> Result<Incoming<'p>, Refused> {
+        let known = |algorithm: u8| &self.algorithms[usize::from(algorithm)];
+        match *page {
+            // They come in runs.
+            Page::Same { .. } | Page::Below { .. } => content.fill(0),
+            Page::Pattern(pattern) => content.as_chunks_mut().0.fill(pattern),
+            Page::Huge { content: raw, .. } => content.copy_from_slice(raw),
+            Page::Compressed { algorithm, object } => {
+                known(algorithm).unpack(self.family, object, content)?;
+            }
+        }
+        if content[bytes..].iter().any(|&byte| byte != 0) {
+            return Err(Refused::Damaged(BEHIND_THE_END));
+        }
         Ok(match *page {
             Page::Same { pattern, .. } => Incoming::Same(pattern),
             Page::Below { .. } => Incoming::Below,
-            Page::Pattern(pattern) => {
-                content.as_chunks_mut().0.fill(pattern);
-                Incoming::Pattern(pattern)
-            }
+            Page::Pattern(pattern) => Incoming::Pattern(pattern),
             Page::Huge { algorithm, content: raw } => {
-                content.copy_from_slice(raw);
                 // Another algorithm may do better.
-                let same = self.algorithms[usize::from(algorithm)].algorithm == self.family.comp_algorithm();
+                let same = known(algorithm).algorithm == self.family.comp_algorithm();
                 if same { Incoming::Huge(raw) } else { Incoming::Page(raw) }
             }
-            Page::Compressed { algorithm, object } => {
-                let known = &self.algorithms[usize::from(algorithm)];
-                known.unpack(self.family, object, content)?;
-                match known.priority {
-                    Some(priority) => Incoming::Compressed { priority, object },
-                    None => Incoming::Page(content),
-                }
-            }
+            Page::Compressed { algorithm, object } => match known(algorithm).priority {
+                Some(priority) => Incoming::Compressed { priority, object },
+                None => Incoming::Page(content),
+            },
         })
     }
 }

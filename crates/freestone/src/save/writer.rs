@@ -12,10 +12,12 @@ use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BLOCK_TARGET_BYTES, BaseRecord, BlockHeader, EndRecord,
-    Header, MAGIC, NodeRecord, Over, PageRecord, RUN_PAGES_MAX, VERSION, algorithm_id, block_sum, form, kind,
+    Header, MAGIC, NodeRecord, Over, PageRecord, RUN_PAGES_MAX, VERSION, VERSION_WHOLE_PAGES, algorithm_id,
+    block_sum, form, kind,
 };
 use super::plan::Plan;
 use super::{BaseCheck, BaseIdentity, SaveError, Saved};
+use crate::PAGE_BYTES;
 use crate::codec::{Dictionary, PRIORITIES, Streams};
 use crate::device::Device as _;
 use crate::ram::{Ram, Stored};
@@ -97,9 +99,12 @@ impl<'a> Writer<'a> {
         for name in plan.nodes.iter().filter_map(|node| node.name.as_ref()) {
             contents.extend_from_slice(name.as_bytes());
         }
+        let whole_pages =
+            |node: &super::plan::Node| node.ram.geometry().size.is_multiple_of(PAGE_BYTES as u64);
+        let version = if plan.nodes.iter().all(whole_pages) { VERSION_WHOLE_PAGES } else { VERSION };
         let mut header = Header {
             magic: MAGIC,
-            version: U32::new(VERSION),
+            version: U32::new(version),
             reserved: U32::ZERO,
             salt: U64::new(self.salt),
             contents_bytes: U32::new(contents.len() as u32),

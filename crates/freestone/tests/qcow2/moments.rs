@@ -11,7 +11,7 @@ use freestone::qcow2::Format;
 use freestone::qcow2::delta;
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone::save::{self, Base, BaseCheck};
-use freestone_testkit::Rng;
+use freestone_testkit::{Model, Rng};
 use proptest::prelude::*;
 
 use super::tools::{Dir, content};
@@ -81,6 +81,7 @@ struct World {
     base: Vec<u8>,
     file: Arc<dyn Device>,
     fork: Ram,
+    spills: bool,
     /// What it must show.
     shown: Vec<u8>,
     moments: Vec<(Ram, Vec<u8>)>,
@@ -88,7 +89,7 @@ struct World {
 }
 
 impl World {
-    fn new(base_sectors: u64, more_sectors: u64, seed: u64) -> Self {
+    fn new(base_sectors: u64, more_sectors: u64, seed: u64, spills: bool) -> Self {
         let dir = Dir::new();
         let base = content((base_sectors * SECTOR) as usize, seed);
         fs::write(dir.path("base.raw"), &base).unwrap();
@@ -96,10 +97,11 @@ impl World {
         config.read_only = true;
         let file: Arc<dyn Device> = Arc::new(File::open(&config).unwrap());
         let size = (more_sectors > 0).then_some((base_sectors + more_sectors) * SECTOR);
-        let fork = fork(&file, size);
+        let fork = fork(&file, size, spills);
+        assert_eq!(fork.geometry().size, (base_sectors + more_sectors) * SECTOR);
         let mut shown = base.clone();
         shown.resize(fork.geometry().size as usize, 0);
-        Self { dir, base, file, fork, shown, moments: Vec::new(), rng: Rng::new(seed) }
+        Self { dir, base, file, fork, spills, shown, moments: Vec::new(), rng: Rng::new(seed) }
     }
 
     fn place(&self, place: Place) -> (u64, u64) {
@@ -125,7 +127,7 @@ impl World {
             }
             Step::Grow(sectors) => {
                 self.fork.grow(self.shown.len() as u64 + sectors * SECTOR).unwrap();
-                self.shown.resize(self.fork.geometry().size as usize, 0);
+                self.shown.resize(self.shown.len() + (sectors * SECTOR) as usize, 0);
             }
             Step::Snapshot if self.moments.len() < MOMENTS_MAX => {
                 self.moments.push((self.fork.snapshot().unwrap(), self.shown.clone()));
@@ -176,7 +178,7 @@ impl World {
 
     fn check_delta(&self, path: &Path, shown: &[u8]) {
         same(&self.dir.open("delta.qcow2"), shown, "the overlay");
-        let other = fork(&self.file, Some(shown.len() as u64));
+        let other = fork(&self.file, Some(shown.len() as u64), false);
         delta::apply(path, &other, Some(&self.dir.path("base.raw")), &mut |_, _| ()).unwrap();
         same(&other, shown, "another fork");
     }
@@ -188,7 +190,7 @@ impl World {
         devices.push(("fork", &self.fork));
         let to = self.dir.path("saved");
         save::save(&devices, &to, BaseCheck::Whole, &mut |_, _| ()).unwrap();
-        let family = Family::new(Config::default()).unwrap();
+        let family = family(self.spills);
         let restored =
             save::restore(&to, &family, &[Base::Device(Arc::clone(&self.file))], &mut |_, _| ()).unwrap();
         let shown = |name: &str| match names.iter().position(|known| known == name) {
@@ -229,9 +231,17 @@ impl World {
     }
 }
 
-fn fork(base: &Arc<dyn Device>, size: Option<u64>) -> Ram {
-    let family = Family::new(Config::default()).unwrap();
-    family.fork(Arc::clone(base), &ForkConfig { size, ..ForkConfig::default() }).unwrap()
+/// Where most pages do not stay in memory, or all do.
+fn family(spills: bool) -> Family {
+    if !spills {
+        return Family::new(Config::default()).unwrap();
+    }
+    let config = Config { mem_limit: 256 << 10, ..Config::default() };
+    Family::with_backing(config, Arc::new(Model::new(64 << 20, 4096)), true).unwrap()
+}
+
+fn fork(base: &Arc<dyn Device>, size: Option<u64>, spills: bool) -> Ram {
+    family(spills).fork(Arc::clone(base), &ForkConfig { size, ..ForkConfig::default() }).unwrap()
 }
 
 /// Whole pages become zeroes; parts of pages need not.
@@ -261,9 +271,10 @@ proptest! {
         base in prop_oneof![1..BASE_MAX, (1..BASE_MAX / 8).prop_map(|pages| pages * 8)],
         more in prop_oneof![Just(0), 1_u64..100, 1..MORE_MAX],
         seed in any::<u64>(),
+        spills in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..25),
     ) {
-        let mut world = World::new(base, more, seed);
+        let mut world = World::new(base, more, seed, spills);
         for step in steps {
             world.step(step);
         }

@@ -3,7 +3,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use freestone::save::{self, RestoreError};
+use freestone::device::{Blocking as _, Flags};
+use freestone::ram::ForkConfig;
+use freestone::save::{self, Base, RestoreError};
 use freestone_testkit::Rng;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
@@ -118,4 +120,58 @@ fn forged_fields_do_no_harm() {
     }
     // Both ways were gone: past the checksums, and stopped behind them.
     assert!(taken > scaled(300) && damaged > scaled(300), "{taken} taken, {damaged} damaged");
+}
+
+/// Of a device that ends within a page the file has a version of its own; nothing can lie behind that end, and a version in
+/// which there are only whole pages has no such device.
+#[test]
+fn nothing_lies_behind_the_end_of_a_device() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    let base = ReadOnly::shared(3, 4);
+    // Each form of a page: one pattern of 32 bits, one of 64, compressed, huge.
+    let noise = {
+        let mut noise = [0; PAGE as usize];
+        Rng::new(4).fill(&mut noise);
+        noise
+    };
+    let mut text = [b'-'; PAGE as usize];
+    text[PAGE as usize - 1] = b'.';
+    let mut pattern = [7; PAGE as usize];
+    pattern.as_chunks_mut().0.fill([1_u8, 2, 3, 4, 5, 6, 7, 8]);
+    for page in [[7; PAGE as usize], pattern, text, noise] {
+        let config = ForkConfig { size: Some(8 * PAGE), ..ForkConfig::default() };
+        let fork = family().fork(std::sync::Arc::clone(&base), &config).unwrap();
+        fork.write_at(7 * PAGE, &page, Flags::empty()).unwrap();
+        save(&[("fork", &fork)], &file);
+        let whole = std::fs::read(&file).unwrap();
+        let given = [Base::Device(std::sync::Arc::clone(&base))];
+        assert_eq!(u32_at(&whole, 16), 1);
+        let forged = |version: u8, size: u64| {
+            let mut bytes = whole.clone();
+            bytes[16] = version;
+            bytes[HEADER + 32..][..8].copy_from_slice(&size.to_le_bytes());
+            seal(&mut bytes);
+            std::fs::write(&file, &bytes).unwrap();
+            restore(&file, &family(), &given)
+        };
+        for version in [1, 2] {
+            assert!(forged(version, 8 * PAGE).is_ok());
+        }
+        for (version, size) in [(1, 8 * PAGE - 512), (2, 8 * PAGE - 512), (2, 8 * PAGE - 1), (2, 7 * PAGE)] {
+            let error = forged(version, size).err().expect("it was taken");
+            assert!(matches!(error, RestoreError::Damaged { .. }), "{error}");
+            let behind = error.to_string().contains("behind the end of its device");
+            assert_eq!(behind, (version, size) == (2, 8 * PAGE - 512), "{error}");
+        }
+    }
+    // A disk has whole pages in every version.
+    let ram = disk(freestone::ram::Config::default(), MIB);
+    save(&[("ram0", &ram)], &file);
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[16] = 2;
+    bytes[HEADER..][..8].copy_from_slice(&(MIB - 512).to_le_bytes());
+    seal(&mut bytes);
+    std::fs::write(&file, &bytes).unwrap();
+    assert!(matches!(refused(&file, &[]), RestoreError::Damaged { .. }));
 }

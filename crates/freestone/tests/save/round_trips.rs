@@ -357,3 +357,41 @@ fn what_the_automatic_mode_learned_goes_along() {
     assert_same(&old, &new);
     assert_same(&old, &restore_one(&file, &family(), &[]));
 }
+
+/// Devices keep their sizes to the block: forks and snapshots that end within a page, at any time of a chain, grown or not.
+#[test]
+fn sizes_are_kept_to_the_block() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    let base = ReadOnly::shared(9, 20);
+    let size = 20 * PAGE + 2048;
+    let fork = family().fork(Arc::clone(&base), &ForkConfig::default()).unwrap();
+    fork.write_at(size - 512, &[1; 512], Flags::empty()).unwrap();
+    let first = fork.snapshot().unwrap();
+    fork.grow(size + 512).unwrap();
+    let second = fork.snapshot().unwrap();
+    fork.grow(size + PAGE).unwrap();
+    fork.write_at(size + 512, &[2; 1024], Flags::empty()).unwrap();
+    let over = first.fork(&ForkConfig::default()).unwrap();
+    over.write_at(0, &[3; 512], Flags::empty()).unwrap();
+    let devices = [("first", &first), ("second", &second), ("fork", &fork), ("over", &over)];
+    save(&devices, &file);
+    assert_eq!(std::fs::read(&file).unwrap()[16], 2);
+    let contents = save::inspect(&file).unwrap();
+    assert_eq!(contents.devices.iter().map(|device| device.size).min(), Some(size));
+    let restored = restore(&file, &family(), &[Base::Device(base)]).unwrap();
+    assert_eq!(restored.len(), 4);
+    for (name, ram) in &restored {
+        let (_, old) = devices.iter().find(|(known, _)| known == name).unwrap();
+        assert_same(ram, *old);
+    }
+    // What grows shows zeroes.
+    let (_, over) = restored.iter().find(|(name, _)| name == "over").unwrap();
+    over.grow(size + PAGE).unwrap();
+    let mut end = [9; PAGE as usize];
+    over.read_at(size, &mut end).unwrap();
+    assert_eq!(end, [0; PAGE as usize]);
+    // Whole pages go in a file that older programs read.
+    save(&[("ram0", &disk(Config::default(), MIB))], &file);
+    assert_eq!(std::fs::read(&file).unwrap()[16], 1);
+}

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone::device::{Blocking, Device, Error, Op};
+use freestone::device::{Blocking, Device, Error, Flags, Op};
 use freestone::ram::{BackingDev, Config, Family, ForkConfig, Idle, Ram, Writeback};
-use freestone::save::{self, BaseCheck, SaveError};
-use freestone_testkit::{Faulty, What, When};
+use freestone::save::{self, Base, BaseCheck, SaveError};
+use freestone_testkit::{Faulty, Model, Rng, What, When};
 
 use crate::support::*;
 
@@ -195,4 +195,24 @@ fn a_page_that_cannot_be_read_fails_the_save() {
 fn assert_same_bytes_follow(one: &[u8], other: &[u8]) {
     assert_eq!(one.len(), other.len());
     assert_eq!(one[..24], other[..24]);
+}
+
+/// The page within which a device ends waits for memory as others do.
+#[test]
+fn a_last_page_that_is_a_part_of_one_finds_no_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    let base = ReadOnly::shared(6, 300);
+    let fork = family().fork(Arc::clone(&base), &ForkConfig::default()).unwrap();
+    let mut noise = vec![0; fork.geometry().size as usize];
+    Rng::new(12).fill(&mut noise);
+    fork.write_at(0, &noise, Flags::empty()).unwrap();
+    save(&[("fork", &fork)], &file);
+    // Whether there is room for just that page is chance.
+    for _ in 0..scaled(20) {
+        let config = Config { mem_limit: 64 * PAGE, ..Config::default() };
+        let small = Family::with_backing(config, Arc::new(Model::new(4 << 20, 4096)), true).unwrap();
+        let again = restore_one(&file, &small, &[Base::Device(Arc::clone(&base))]);
+        assert_same(&again, &fork);
+    }
 }
