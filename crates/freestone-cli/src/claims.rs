@@ -98,8 +98,8 @@ impl Claims {
                 drop(queues);
                 return Err(Fault::failed(Errno::EBUSY, why));
             }
-            let waited = bell.wait_timeout(queues, left.unwrap_or(LOOK_EVERY));
-            queues = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let rung = bell.wait_timeout(queues, left.unwrap_or(LOOK_EVERY));
+            queues = rung.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

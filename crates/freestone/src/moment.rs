@@ -202,11 +202,12 @@ mod tests {
             let met = Arc::new(Barrier::new(2));
             let set = |first, then, below| {
                 let one = |device, needs, met| One { world: &world, device, needs, met, attached: false };
-                let (mut a, mut b) = (one(first, None, None), one(then, Some(below), Some(Arc::clone(&met))));
+                let (mut held, mut next) =
+                    (one(first, None, None), one(then, Some(below), Some(Arc::clone(&met))));
                 let begun = Instant::now();
-                take(&mut [&mut a, &mut b]).unwrap();
+                take(&mut [&mut held, &mut next]).unwrap();
                 assert!(begun.elapsed() < FREEZE_MAX, "they waited for the deadline");
-                assert!(a.attached && b.attached);
+                assert!(held.attached && next.attached);
             };
             std::thread::scope(|scope| {
                 scope.spawn(|| set(q, p, r));
