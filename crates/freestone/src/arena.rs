@@ -115,6 +115,7 @@ impl Arena {
 
     /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no more.
     pub fn populate(&self, offset: u64, len: u64) -> Result<()> {
+        assert!(len <= SEGMENT_BYTES - offset % SEGMENT_BYTES, "{len} bytes at {offset:#x} are no unit's");
         let address = self.at(offset).as_ptr();
         // SAFETY: the range lies in a mapped segment; populating changes no content.
         match unsafe { rustix::mm::madvise(address.cast(), len as usize, Advice::LinuxPopulateWrite) } {

@@ -124,16 +124,11 @@ impl Lz4hc {
 #[inline]
 pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
     let size = PAGE_BYTES as c_int;
-    // SAFETY: reads object.len() bytes (at most a page, so it fits c_int), writes at most PAGE_BYTES; the function is made
+    let Ok(len) = c_int::try_from(object.len()) else { return false };
+    // SAFETY: reads `len` bytes, writes at most PAGE_BYTES; the function is made
     // for input that nobody vouches for.
     let bytes = unsafe {
-        LZ4_decompress_safe_partial(
-            object.as_ptr().cast(),
-            page.as_mut_ptr().cast(),
-            object.len() as c_int,
-            size,
-            size,
-        )
+        LZ4_decompress_safe_partial(object.as_ptr().cast(), page.as_mut_ptr().cast(), len, size, size)
     };
     bytes == size
 }

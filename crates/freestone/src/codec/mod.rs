@@ -134,8 +134,7 @@ impl Streams {
     #[inline]
     pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         touch::scratch(scratch);
-        let bytes = self.per_cpu.take().compress(page, &mut scratch.0)?;
-        Some(touch::written(scratch, bytes))
+        touch::packed(&mut self.per_cpu.take(), page, scratch)
     }
 
     /// Decompresses `object` into `page`.
@@ -225,9 +224,8 @@ fn warm_up(stream: &mut Stream) {
                 _ => b"etaoin sr"[next() as usize % 9],
             };
         }
-        let packed = stream.compress(&page, &mut scratch.0);
-        if let (Stream::Zstd(stream), Some(bytes)) = (&mut *stream, packed) {
-            let object = touch::written(&scratch, bytes).to_vec();
+        let packed = touch::packed(stream, &page, &mut scratch).map(<[u8]>::to_vec);
+        if let (Stream::Zstd(stream), Some(object)) = (&mut *stream, packed) {
             stream.decompress(&object, &mut page);
         }
     }
@@ -237,7 +235,7 @@ mod touch {
     #![expect(unsafe_code)]
     // UNSAFETY: scratch memory stays uninitialised until the compressor has written it.
 
-    use super::{Page, Scratch};
+    use super::{Page, Scratch, Stream};
 
     /// Writes to every page of the scratch memory, so that no fault is taken on it later.
     #[inline]
@@ -258,12 +256,13 @@ mod touch {
         }
     }
 
-    /// The first `bytes` of the scratch memory, which a compressor has just written.
+    /// What a stream makes of a page.
     #[inline]
-    pub fn written(scratch: &Scratch, bytes: usize) -> &[u8] {
+    pub fn packed<'s>(stream: &mut Stream, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
+        let bytes = stream.compress(page, &mut scratch.0)?;
         let written = &scratch.0[..bytes];
-        // SAFETY: a compressor that returns `bytes` has initialised that many.
-        unsafe { std::slice::from_raw_parts(written.as_ptr().cast(), written.len()) }
+        // SAFETY: the compressors return how many bytes they have written.
+        Some(unsafe { std::slice::from_raw_parts(written.as_ptr().cast(), written.len()) })
     }
 }
 

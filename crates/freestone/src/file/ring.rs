@@ -155,7 +155,8 @@ impl Shared {
             let io = job.io(&self.backing);
             let entry = self.entry(id, job, io);
             state.in_kernel += 1;
-            self.push(state, &entry);
+            // SAFETY: the entry is of a job, and the state is ours.
+            unsafe { self.push(state, &entry) };
         }
     }
 
@@ -183,23 +184,34 @@ impl Shared {
     }
 
     /// The submission queue, for as long as the state is held.
-    fn queue<'a>(&'a self, _state: &'a mut State) -> squeue::SubmissionQueue<'a> {
+    ///
+    /// # Safety
+    /// The state is this ring's.
+    unsafe fn queue<'a>(&'a self, _state: &'a mut State) -> squeue::SubmissionQueue<'a> {
         // SAFETY: whoever has the state touches the queue alone.
         unsafe { self.ring.submission_shared() }
     }
 
-    fn push(&self, state: &mut State, entry: &squeue::Entry) {
+    /// Queues an entry.
+    ///
+    /// # Safety
+    /// The state is this ring's. The entry is the one of a job in its schedule, made by [`entry`](Self::entry), or names no
+    /// memory.
+    unsafe fn push(&self, state: &mut State, entry: &squeue::Entry) {
+        // SAFETY: the caller's promise.
+        let mut queue = unsafe { self.queue(state) };
         // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the answer to this entry, as a job has
         // one entry at a time) and leaked otherwise, or a static. The descriptors are open as long as `self` lives;
         // the kernel takes its own reference when it accepts the entry.
-        let pushed = unsafe { self.queue(state).push(entry) };
+        let pushed = unsafe { queue.push(entry) };
         // Each job has one entry at a time and the poll one; the queue is larger than both.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
     }
 
     /// Whether the caller has to hand over what is queued: nobody else is about to.
     fn claim(&self, state: &mut State) -> bool {
-        let mine = !state.handing_over && !self.queue(state).is_empty();
+        // SAFETY: the state is ours.
+        let mine = !state.handing_over && !unsafe { self.queue(state) }.is_empty();
         state.handing_over |= mine;
         mine
     }
@@ -211,7 +223,8 @@ impl Shared {
             // SAFETY: no argument is passed. The kernel takes no more entries than there are, and only their memory must be valid.
             let taken = unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) };
             let mut state = self.lock();
-            let empty = self.queue(&mut state).is_empty();
+            // SAFETY: the state is ours.
+            let empty = unsafe { self.queue(&mut state) }.is_empty();
             if taken.is_err() || empty || left == 0 {
                 state.handing_over = false;
                 let all = if empty { Ok(()) } else { Err(Errno::AGAIN.into()) };
@@ -296,7 +309,8 @@ impl Worker {
             match job.advance(&shared.backing, answer(result)) {
                 Step::Io(io) => {
                     let entry = shared.entry(id, job, io);
-                    shared.push(&mut state, &entry);
+                    // SAFETY: the entry is of a job, and the state is this ring's.
+                    unsafe { shared.push(&mut state, &entry) };
                 }
                 Step::Done(outcome) => {
                     state.in_kernel -= 1;
@@ -309,7 +323,8 @@ impl Worker {
             self.armed = true;
             let fd = types::Fd(shared.wake.as_raw_fd());
             let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
-            shared.push(&mut state, &poll.user_data(WAKE));
+            // SAFETY: a poll names no memory, and the state is this ring's.
+            unsafe { shared.push(&mut state, &poll.user_data(WAKE)) };
         }
         (shared.claim(&mut state), state.stop && state.schedule.is_empty())
     }

@@ -163,14 +163,16 @@ impl Pages {
             let pages = guards.iter().flatten().map(|guard| Page::of(guard.word()));
             match Page::of(first_word(guards)) {
                 Page::Data(place) if pages.clone().all(Page::is_data) => {
-                    self.copy_out(place + at % PAGE, into);
+                    // SAFETY: `guards` are the locks of all these pages.
+                    unsafe { self.copy_out(place + at % PAGE, into) };
                 }
                 // Some were discarded meanwhile.
                 _ => {
                     for (n, page) in pages.enumerate() {
                         let (part, within) = part_of(at, bytes, n);
                         match page {
-                            Page::Data(place) => self.copy_out(place + within, &mut into[part]),
+                            // SAFETY: a part of one page, which is locked.
+                            Page::Data(place) => unsafe { self.copy_out(place + within, &mut into[part]) },
                             _ => into[part].fill(0),
                         }
                     }
@@ -211,11 +213,16 @@ impl Pages {
             for n in [0, count - 1] {
                 if let Some(Page::Kept(place)) = guards[n].as_ref().map(|guard| Page::of(guard.word())) {
                     let (part, within) = part_of(at, data.len(), n);
-                    self.zero(place, within);
-                    self.zero(place + within + part.len() as u64, PAGE - within - part.len() as u64);
+                    let behind = within + part.len() as u64;
+                    // SAFETY: parts of one page, which is locked.
+                    unsafe {
+                        self.zero(place, within);
+                        self.zero(place + behind, PAGE - behind);
+                    }
                 }
             }
-            self.copy_in(start + at % PAGE, data);
+            // SAFETY: `guards` are the locks of all these pages, which lie in one unit.
+            unsafe { self.copy_in(start + at % PAGE, data) };
             let (mut new, mut reused) = (0, 0);
             for (n, guard) in guards.iter_mut().enumerate() {
                 let Some(guard) = guard.take() else { continue };
@@ -265,9 +272,11 @@ impl Pages {
                 if let Page::Data(place) = Page::of(guard.word()) {
                     let whole = stop - at == PAGE;
                     if !(whole && may_free) {
-                        self.zero(place + at % PAGE, stop - at);
+                        // SAFETY: a part of one page, which is locked.
+                        unsafe { self.zero(place + at % PAGE, stop - at) };
                     }
-                    if may_free && (whole || self.is_zero(place)) {
+                    // SAFETY: the page is locked.
+                    if may_free && (whole || unsafe { self.is_zero(place) }) {
                         guard.publish(Page::Kept(place).word());
                         freed += 1;
                     }
@@ -374,33 +383,42 @@ impl Pages {
         self.counters.add(KEPT, -gone);
     }
 
-    // ---- bytes. The caller holds the locks of the pages, and so owns their memory. ---------------------------------
+    // ---- bytes ------------------------------------------------------------------------------------------------------
 
+    /// # Safety
+    /// The bytes are of pages of one unit, whose locks the caller holds.
     #[inline]
-    fn copy_out(&self, from: u64, into: &mut [u8]) {
+    unsafe fn copy_out(&self, from: u64, into: &mut [u8]) {
         let from = self.arena.at(from).as_ptr();
-        // SAFETY: pages of one unit, mapped, whose locks the caller holds; nobody changes them meanwhile.
+        // SAFETY: mapped; nobody changes what is locked meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
     }
 
+    /// # Safety
+    /// As [`copy_out`](Self::copy_out).
     #[inline]
-    fn copy_in(&self, to: u64, data: &[u8]) {
+    unsafe fn copy_in(&self, to: u64, data: &[u8]) {
         let to = self.arena.at(to).as_ptr();
-        // SAFETY: pages of one unit, mapped, whose locks the caller holds; nobody looks at them meanwhile.
+        // SAFETY: mapped; nobody looks at what is locked meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) };
     }
 
-    fn zero(&self, from: u64, bytes: u64) {
+    /// # Safety
+    /// As [`copy_out`](Self::copy_out).
+    unsafe fn zero(&self, from: u64, bytes: u64) {
         if bytes == 0 {
             // There may be nothing at its end.
             return;
         }
-        // SAFETY: as in copy_in; a part of one page.
+        // SAFETY: as in copy_in.
         unsafe { std::ptr::write_bytes(self.arena.at(from).as_ptr(), 0, bytes as usize) };
     }
 
     /// Whether a page holds nothing but zeroes.
-    fn is_zero(&self, place: u64) -> bool {
+    ///
+    /// # Safety
+    /// The caller holds its lock.
+    unsafe fn is_zero(&self, place: u64) -> bool {
         // SAFETY: as in copy_out, a whole page.
         let page = unsafe { std::slice::from_raw_parts(self.arena.at(place).as_ptr(), PAGE_BYTES) };
         page.iter().all(|&byte| byte == 0)

@@ -28,7 +28,7 @@ mod real {
     impl Root {
         /// `len` entries of 0.
         pub fn new(len: usize) -> Result<Self> {
-            let bytes = len * size_of::<AtomicU64>();
+            let bytes = len.checked_mul(size_of::<AtomicU64>()).ok_or(Error::NoMemory)?;
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             // SAFETY: a new mapping at an address of the kernel's choice.
             let address = unsafe {
@@ -72,6 +72,17 @@ mod real {
     unsafe impl Send for Root {}
     // SAFETY: as above.
     unsafe impl Sync for Root {}
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        /// What wraps around would be a mapping that is shorter than its slice.
+        #[test]
+        fn a_root_that_no_memory_can_hold_is_refused() {
+            assert!(Root::new(usize::MAX / size_of::<AtomicU64>() + 2).is_err());
+        }
+    }
 }
 
 #[cfg(loom)]
