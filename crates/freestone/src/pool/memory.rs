@@ -144,7 +144,7 @@ impl Pool {
     /// Gives a span back to the arena. Its memory was returned.
     pub(super) fn return_span(&self, span: Unused) {
         // SAFETY: the witness is spent; there is no other.
-        unsafe { self.arena.free(span.number()) };
+        unsafe { self.arena.free(span.into_number()) };
     }
 
     /// Brings pages of a span into memory; on failure none.

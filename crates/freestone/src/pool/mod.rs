@@ -194,11 +194,11 @@ impl Pool {
     #[inline]
     fn take_from(&self, current: &mut Option<Owned>, class: usize, asker: Asker) -> Result<Taken> {
         loop {
-            if let Some(span) = current {
-                if let Some(object) = self.spans.lowest_free(span) {
-                    self.make_resident(span, object, class, asker)?;
-                    return Ok(self.take(span, object, class, asker.owner));
-                }
+            if let Some(span) = current
+                && let Some(object) = self.spans.lowest_free(span)
+            {
+                self.make_resident(span, object, class, asker)?;
+                return Ok(self.take(span, object, class, asker.owner));
             }
             if let Some(span) = current.take() {
                 self.give_up(span, class);

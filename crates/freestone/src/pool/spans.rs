@@ -87,6 +87,11 @@ impl Unused {
         self.0.0
     }
 
+    /// The span's number; the span is the caller's to hand on, and nobody's witness is left.
+    pub fn into_number(self) -> u32 {
+        self.0.0
+    }
+
     /// Its memory is its holder's as an owner's is.
     pub fn as_owned(&self) -> &Owned {
         &self.0

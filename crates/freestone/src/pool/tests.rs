@@ -30,13 +30,13 @@ use raw::view;
 /// Whoever holds what `object` showed cannot overwrite it: one borrows the guard, the other one wants it alone.
 #[test]
 fn what_is_shown_is_not_overwritten() {
-    let _object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
+    let object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
     let overwrite: for<'p, 'g, 's, 'd> fn(&'p Pool, &'g mut SlotGuard<'s>, &'d [u8]) = Pool::overwrite;
     let pool = Pool::new().unwrap();
     let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     table.put(&pool, 3, 700);
     let mut guard = table.0.leaf(3).unwrap().lock(3);
-    assert!(pool.object(&guard) == bytes(3, 700));
+    assert!(object(&pool, &guard) == bytes(3, 700));
     overwrite(&pool, &mut guard, &bytes(4, 700));
     assert!(pool.object(&guard) == bytes(4, 700));
 }
@@ -222,7 +222,7 @@ fn many_threads_share_the_pool() {
                         drop(shared);
                         for (location, seed, len) in take {
                             assert!(
-                                view(&pool, location, len) == bytes(seed, len),
+                                view(pool, location, len) == bytes(seed, len),
                                 "an object was overwritten"
                             );
                             pool.free(location);
@@ -230,7 +230,7 @@ fn many_threads_share_the_pool() {
                     }
                 }
                 for (location, seed, len) in live {
-                    assert!(view(&pool, location, len) == bytes(seed, len), "an object was overwritten");
+                    assert!(view(pool, location, len) == bytes(seed, len), "an object was overwritten");
                     pool.free(location);
                 }
             });
