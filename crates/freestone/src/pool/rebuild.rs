@@ -63,7 +63,9 @@ impl Pool {
         }
         for span in owned.into_iter().flatten() {
             let pages = self.spans.resident(&span);
-            self.send_out(&span, pages..SPAN_PAGES as u32);
+            if pages < SPAN_PAGES as u32 {
+                self.send_out(&span, pages..SPAN_PAGES as u32);
+            }
             // Relaxed: `&mut self`, nobody else is here.
             self.pages.fetch_add(u64::from(pages), Ordering::Relaxed);
             let class = self.spans.class_of(span.number());
