@@ -194,7 +194,10 @@ fn a_failed_merge_loses_nothing_and_goes_on_later() {
         let mut content = vec![0; SIZE as usize];
         scribble(&snapshot, &mut content, 6, 30);
         let device = if of_cow { &cow } else { &below };
-        device.fault(Some(op), When::Always, What::Fail(Error::Media));
+        // The mark of the store still gets through.
+        let writes = device.counts().writes;
+        let when = if of_cow && op == Op::Write { When::From(writes + 1) } else { When::Always };
+        device.fault(Some(op), when, What::Fail(Error::Media));
         snapshot.merge().unwrap();
         let status = snapshot.wait_merge();
         assert!(
@@ -253,13 +256,27 @@ struct Recorder {
     number: usize,
     inner: Model,
     log: Log,
+    /// Called at each flush.
+    at_flush: Mutex<Option<Hook>>,
 }
 
+type Hook = Box<dyn FnMut() + Send>;
+
 impl Recorder {
+    fn new(number: usize, size: usize, log: &Log) -> Arc<Self> {
+        let (inner, log) = (Model::new(size, 512), Arc::clone(log));
+        Arc::new(Self { number, inner, log, at_flush: Mutex::default() })
+    }
+
     fn note(&self, request: &Request, data: &[u8]) {
         let done = match request.op {
             Op::Read => return,
-            Op::Flush => Done::Flush,
+            Op::Flush => {
+                if let Some(hook) = &mut *self.at_flush.lock().unwrap() {
+                    hook();
+                }
+                Done::Flush
+            }
             Op::Write => Done::Write {
                 offset: request.offset,
                 data: data.to_vec(),
@@ -346,8 +363,7 @@ fn model(content: &[u8]) -> Arc<Model> {
 fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     let size = 128 << 10;
     let log = Log::default();
-    let recorder =
-        |number, size| Arc::new(Recorder { number, inner: Model::new(size, 512), log: Arc::clone(&log) });
+    let recorder = |number, size| Recorder::new(number, size, &log);
     let (below, cow) = (recorder(0, size), recorder(1, 1 << 20));
     let origin = Origin::new(below.clone());
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();
@@ -382,14 +398,115 @@ fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     }
 }
 
+/// Cuts a merge during which the origin is written after every request, and opens what is left with the same calls: what users see of
+/// the origin is never half merged, and what was answered as durable is there, then, after more writes, and when all is merged.
+#[test]
+fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
+    let size = 128 << 10;
+    let log = Log::default();
+    let (below, cow) = (Recorder::new(0, size, &log), Recorder::new(1, 1 << 20, &log));
+    let origin = Origin::new(below.clone());
+    let base = bytes(1, size as u64);
+    origin.write_at(0, &base, NONE).unwrap();
+    let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
+    let mut merged = base.clone();
+    for chunk in [3, 4, 5, 9, 8, 20, 21, 22, 23, 30, 12] {
+        let data = bytes(chunk, 4096);
+        snapshot.write_at(chunk * 4096, &data, NONE).unwrap();
+        merged[chunk as usize * 4096..][..4096].copy_from_slice(&data);
+    }
+    snapshot.flush().unwrap();
+    origin.flush().unwrap();
+    let images = [read_all(&*below), read_all(&*cow)];
+    log.lock().unwrap().clear();
+    // While a run is copied: a write to what is not merged yet, to what is, and to what never had an exception. The log has the
+    // answer of each under the number 2.
+    let mut writes = [3, 12, 6, 22, 4].into_iter();
+    let (user, answers) = (origin.clone(), Arc::clone(&log));
+    *below.at_flush.lock().unwrap() = Some(Box::new(move || {
+        if let Some(chunk) = writes.next() {
+            let (offset, data) = (chunk * 4096 + 512, bytes(chunk + 100, 1024));
+            user.write_at(offset, &data, Flags::FUA).unwrap();
+            answers.lock().unwrap().push((2, Done::Write { offset, data, fua: true }));
+        }
+    }));
+    snapshot.merge().unwrap();
+    assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+    *below.at_flush.lock().unwrap() = None;
+    let log = log.lock().unwrap().clone();
+    assert_eq!(log.iter().filter(|(number, _)| *number == 2).count(), 5);
+    let mut taken_up = 0;
+    for cut in 0..=log.len() {
+        let (answered, devices): (Vec<_>, Vec<_>) =
+            log[..cut].iter().cloned().partition(|(number, _)| *number == 2);
+        // What was answered, and the write that is under way perhaps: it is in its place or not.
+        let mut wanted = merged.clone();
+        for (_, done) in &answered {
+            let Done::Write { offset, data, .. } = done else { unreachable!() };
+            wanted[*offset as usize..][..data.len()].copy_from_slice(data);
+        }
+        let open =
+            [3, 12, 6, 22, 4].get(answered.len()).map(|chunk| (chunk * 4096 + 512, bytes(chunk + 100, 1024)));
+        for seed in 0..4 {
+            let at = format!("cut after {cut} of {}, seed {seed}", log.len());
+            let [below, cow] = crashed(&images, &devices, &mut Rng::new(seed * 1000 + cut as u64));
+            let (below, cow) = (model(&below), model(&cow));
+            let mut wanted = wanted.clone();
+            {
+                let origin = Origin::new(below.clone());
+                let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
+                let shown = read_all(&origin);
+                if shown == base {
+                    assert!(answered.is_empty() && snapshot.merge_status() == MergeStatus::None, "{at}");
+                    continue;
+                }
+                if let Some((offset, data)) = &open {
+                    let range = *offset as usize..*offset as usize + data.len();
+                    for (at, block) in data.chunks(512).enumerate() {
+                        let range = range.start + at * 512..range.start + (at + 1) * 512;
+                        if shown[range.clone()] == *block {
+                            wanted[range].copy_from_slice(block);
+                        }
+                    }
+                }
+                assert!(shown == wanted, "{at}: the origin");
+                assert!(read_all(&snapshot) == wanted, "{at}: the snapshot");
+                if snapshot.merge_status() == MergeStatus::None {
+                    // All is in the origin, and this is a new snapshot.
+                    assert!(is_empty(&snapshot) && read_all(&*below) == wanted, "{at}");
+                    continue;
+                }
+                taken_up += u32::from(snapshot.merge_status() == MergeStatus::Stopped);
+                for chunk in [5, 8, 11, 23] {
+                    let data = bytes(chunk + 200, 512);
+                    origin.write_at(chunk * 4096, &data, Flags::FUA).unwrap();
+                    wanted[chunk as usize * 4096..][..512].copy_from_slice(&data);
+                }
+                // And once more, before anything goes on.
+            }
+            let origin = Origin::new(below.clone());
+            let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
+            assert!(read_all(&origin) == wanted, "{at}: the origin, a second time");
+            snapshot.merge().unwrap();
+            assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+            assert!(read_all(&*below) == wanted, "{at}: what was merged");
+            drop((snapshot, origin));
+            let origin = Origin::new(below.clone());
+            let snapshot = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
+            assert_eq!((snapshot.merge_status(), is_empty(&snapshot)), (MergeStatus::None, true), "{at}");
+            assert!(read_all(&origin) == wanted, "{at}: after the merge");
+        }
+    }
+    assert!(taken_up > 50, "{taken_up} merges were taken up");
+}
+
 /// Cuts writes to an origin with snapshots after every request: what was answered and flushed is there, and the snapshots show what
 /// they showed.
 #[test]
 fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
     let size = 128 << 10;
     let log = Log::default();
-    let recorder =
-        |number, size| Arc::new(Recorder { number, inner: Model::new(size, 512), log: Arc::clone(&log) });
+    let recorder = |number, size| Recorder::new(number, size, &log);
     let (below, cow) = (recorder(0, size), recorder(1, 1 << 20));
     let origin = Origin::new(below.clone());
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();

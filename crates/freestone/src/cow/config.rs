@@ -144,6 +144,18 @@ pub enum SetupError {
     /// The origin's writes do not end.
     #[error("{0}")]
     NotInTime(NotInTime),
+    /// A mark that does not belong to the list.
+    #[error(
+        "the exception store says that it is being merged, but it was used otherwise since; to use it as a snapshot, zero its \
+         bytes 16 to 47"
+    )]
+    Mark,
+    /// The origin says that a merge into it is under way, from another store.
+    #[error("is being merged, but what is under way in the origin is the merge of another store")]
+    OtherMerge,
+    /// The origin says that a merge into it is under way, and this store is none that was there before.
+    #[error("the origin is half merged; the snapshot whose merge is under way must be opened first")]
+    HalfMerged,
     /// More chunks than are supported.
     #[error("the {whose} has {size} bytes; with chunks of {chunk} bytes at most {max} are supported")]
     TooLarge {

@@ -6,12 +6,16 @@
 //!   bytes  4-7       valid       1, or 0 when the snapshot is lost
 //!   bytes  8-11      version     1
 //!   bytes 12-15      chunk size  in sectors of 512 bytes
+//!   bytes 16-47      ours: the mark of a merge under way, or zeroes
 //! chunk 1            area 0: E entries of 16 bytes, E = chunk size / 16
 //!   bytes  0-7       old chunk   of the origin
 //!   bytes  8-15      new chunk   of the COW device; 0 ends the list
 //! chunks 2 to E+1    copies
 //! chunk E+2          area 1, and so on: area k is chunk 1 + k * (E + 1)
 //! ```
+//!
+//! The kernel reads nothing behind byte 15. It writes chunk 0 only where it makes a store or invalidates one; then all behind is
+//! zeroed, and a mark means nothing any more. It leaves a mark alone while it merges, and afterwards.
 //!
 //! There are no checksums and no sequence numbers: what counts is that a sector of 512 bytes is written whole or not at all.
 
@@ -45,7 +49,14 @@ pub const FIRST_COPY: u64 = HEADER_CHUNKS + 1;
 const MAGIC: u32 = 0x7041_6e53;
 const VERSION: u32 = 1;
 
-const _: () = assert!(size_of::<Header>() == 16 && ENTRY_BYTES == 16);
+/// What a mark begins with.
+const MARK_MAGIC: [u8; 8] = *b"FsMerge1";
+/// Bytes of the header that it takes.
+const MARK: std::ops::Range<usize> = 16..48;
+
+const _: () = assert!(size_of::<Header>() == MARK.start && ENTRY_BYTES == 16);
+// It is written with the header or not at all.
+const _: () = assert!(size_of::<MarkBytes>() == MARK.end - MARK.start && MARK.end as u64 <= SECTOR_BYTES);
 const _: () = assert!(CHUNK_BYTES_MIN as usize >= BLOCK_BYTES);
 
 /// What chunk 0 begins with.
@@ -56,6 +67,27 @@ struct Header {
     valid: U32,
     version: U32,
     chunk_sectors: U32,
+}
+
+/// A mark on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct MarkBytes {
+    magic: [u8; 8],
+    id: U64,
+    entries: U64,
+    first: U64,
+}
+
+/// A merge is under way: what the list holds is going to the origin, from its end, and some of it may be there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark {
+    /// Tells this merge from others; not 0.
+    pub id: u64,
+    /// Entries when it began. What is left of them is the beginning of the list.
+    pub entries: u64,
+    /// The origin's chunk of the first entry, which goes last.
+    pub first: u64,
 }
 
 /// One exception.
@@ -77,6 +109,8 @@ pub enum Found {
         valid: bool,
         /// Its chunk in bytes, checked.
         chunk: u64,
+        /// A merge is under way.
+        mark: Option<Mark>,
     },
 }
 
@@ -108,8 +142,27 @@ pub fn parse_header(block: &[u8; BLOCK_BYTES]) -> Result<Found, SetupError> {
     let chunk = u64::from(header.chunk_sectors.get()) * SECTOR_BYTES;
     check_chunk(chunk).map_err(|_| SetupError::HeaderChunk(header.chunk_sectors.get()))?;
     match header.valid.get() {
-        valid @ (0 | 1) => Ok(Found::Store { valid: valid == 1, chunk }),
+        valid @ (0 | 1) => Ok(Found::Store { valid: valid == 1, chunk, mark: mark_of(block) }),
         other => Err(SetupError::HeaderValid(other)),
+    }
+}
+
+fn mark_of(block: &[u8; BLOCK_BYTES]) -> Option<Mark> {
+    let mark = MarkBytes::read_from_bytes(&block[MARK]).ok().filter(|mark| mark.magic == MARK_MAGIC)?;
+    Some(Mark { id: mark.id.get(), entries: mark.entries.get(), first: mark.first.get() })
+}
+
+/// Puts a mark into the first block of a store, or takes it away; all else stays.
+pub fn set_mark(block: &mut [u8; BLOCK_BYTES], mark: Option<Mark>) {
+    let bytes = mark.map(|Mark { id, entries, first }| MarkBytes {
+        magic: MARK_MAGIC,
+        id: U64::new(id),
+        entries: U64::new(entries),
+        first: U64::new(first),
+    });
+    match &bytes {
+        Some(bytes) => block[MARK].copy_from_slice(bytes.as_bytes()),
+        None => block[MARK].fill(0),
     }
 }
 

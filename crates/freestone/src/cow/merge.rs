@@ -13,6 +13,10 @@
 //! 6. The store forgets the run, durably.
 //! 7. The chunks have no exception any more. Who waited goes on, with the origin.
 //!
+//! Before the first run the store is marked on disk, and the origin, where it can be ([`Notes`](super::Notes)); when all is in the
+//! origin, that goes. A marked store is opened as what it is: its snapshot plays the origin's part from the first moment on, and
+//! [`Snapshot::merge`] goes on. One that is marked and empty (a crash at the end, or a kernel that finished it) is whole.
+//!
 //! A crash at any step leaves a store that still has the run, or one whose run is wholly in the origin; opened again, it is merged
 //! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
 //! marks away, and fails those who waited; it can be begun again.
@@ -24,6 +28,7 @@
 //! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, mpsc};
@@ -33,7 +38,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::gather::{Job, Waiter};
-use super::origin;
+use super::origin::{self, Merging};
 use super::snapshot::{Mode, Snap, Snapshot};
 use super::store::{self, Run};
 use crate::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
@@ -53,7 +58,7 @@ pub enum MergeStatus {
     None,
     /// It is under way.
     Running,
-    /// It was stopped, and can be begun again.
+    /// It was stopped, or was under way when the store was closed, and can be begun again.
     Stopped,
     /// All is in the origin. The snapshot shows the origin from now on.
     Finished,
@@ -98,6 +103,9 @@ pub enum MergeSetupError {
     /// Writes do not end.
     #[error("{0}")]
     NotInTime(NotInTime),
+    /// The COW device cannot be marked.
+    #[error("marking the exception store: {0}")]
+    Mark(#[source] store::MergeError),
     /// A thread could not be started.
     #[error("a thread for the merge could not be started: {0}")]
     Thread(#[source] io::Error),
@@ -131,8 +139,8 @@ struct Progress {
 }
 
 impl Snapshot {
-    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way.
-    /// A merge that runs or is finished stays as it is.
+    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way, and
+    /// marks the store. A merge that runs or is finished stays as it is.
     ///
     /// # Errors
     /// [`MergeSetupError`].
@@ -161,6 +169,12 @@ impl Snapshot {
 // ---- what writes have to do with it ------------------------------------------------------------------------------------------
 
 impl Merge {
+    /// One that was under way before.
+    pub fn stopped() -> Self {
+        let progress = Progress { status: MergeStatus::Stopped, stop: false };
+        Self { progress: Mutex::new(progress), ..Self::default() }
+    }
+
     /// A write to the COW device begins. The chunk's slot is locked.
     pub fn track(&self, chunk: u64) {
         *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
@@ -245,28 +259,25 @@ impl Snap {
         if self.readable().is_err() {
             return Err(MergeSetupError::Invalid);
         }
-        if !self.is_merging() {
-            if changing.merging {
-                return Err(MergeSetupError::Other);
-            }
-            if !changing.preparing.is_empty() {
-                return Err(MergeSetupError::Preparing);
-            }
+        if !self.is_merging() && changing.merging != Merging::No {
+            return Err(MergeSetupError::Other);
         }
-        let before = {
-            let mut progress = self.merge.progress.lock();
+        if changing.merging != Merging::Yes && !changing.preparing.is_empty() {
+            return Err(MergeSetupError::Preparing);
+        }
+        {
+            let progress = self.merge.progress.lock();
             if matches!(progress.status, MergeStatus::Running | MergeStatus::Finished) {
                 return Ok(());
             }
-            std::mem::replace(&mut *progress, Progress { status: MergeStatus::Running, stop: false })
-        };
-        if !self.is_merging() {
-            if let Err(error) = self.play_origin() {
-                self.merge.set(before.status);
-                return Err(MergeSetupError::NotInTime(error));
-            }
-            changing.merging = true;
         }
+        if !self.is_merging() {
+            self.play_origin()?;
+        }
+        changing.merging = Merging::Yes;
+        *self.merge.progress.lock() = Progress { status: MergeStatus::Running, stop: false };
+        // Again, where the origin is a copy that was made without its note.
+        self.note();
         let snap = Arc::clone(self);
         let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
         started.map(drop).map_err(|error| {
@@ -276,25 +287,64 @@ impl Snap {
     }
 
     /// From now on no exception is made, and users of the origin see the snapshot.
-    fn play_origin(self: &Arc<Self>) -> std::result::Result<(), NotInTime> {
+    fn play_origin(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
         // The origin first: then nothing there asks for exceptions, and those that are pending end.
         let mut quiet = self.core.gate.close_within(FREEZE_MAX);
         quiet = self.gate.close_within(if quiet { FREEZE_MAX } else { Duration::ZERO }) && quiet;
-        if quiet {
-            self.set_merging();
-            self.gate.change(|_| Mode::Merging);
-            self.core.gate.change(|view| {
-                view.changed(|view| {
-                    let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
-                    view.snapshots = others;
-                    view.merging = merging.into_iter().next();
-                })
-            });
+        // First of all: what is written to the origin from now on is found again only by who opens the snapshot.
+        let marked = if quiet { self.mark_store() } else { Err(MergeSetupError::NotInTime(NotInTime)) };
+        if marked.is_ok() {
+            self.switch();
         }
         for task in self.gate.open().into_iter().chain(self.core.gate.open()) {
             self.core.runner.push(task);
         }
-        if quiet { Ok(()) } else { Err(NotInTime) }
+        marked
+    }
+
+    fn switch(self: &Arc<Self>) {
+        self.set_merging();
+        self.gate.change(|_| Mode::Merging);
+        self.core.gate.change(|view| {
+            view.changed(|view| {
+                let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
+                view.snapshots = others;
+                view.merging = merging.into_iter().next();
+            })
+        });
+    }
+
+    // ---- the marks -----------------------------------------------------------------------------------------------------------
+
+    fn mark_store(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        match self.store.mark_merge(new_id()) {
+            Ok(_) => Ok(()),
+            Err(store::MergeError::Invalid) => {
+                self.invalidate(None);
+                Err(MergeSetupError::Invalid)
+            }
+            Err(error) => Err(MergeSetupError::Mark(error)),
+        }
+    }
+
+    /// Has the origin say what the store says.
+    fn note(&self) {
+        if let (Some(id), Some(notes)) = (self.store.merge_id(), &self.core.notes) {
+            notes.merge_begins(id, self.place.get().map_or("", |place| place));
+        }
+    }
+
+    /// All is in the origin. A mark that stays means the same, where nothing is listed.
+    fn unmark(&self) {
+        if self.store.merge_id().is_none() {
+            return;
+        }
+        if let Some(notes) = &self.core.notes {
+            notes.merge_ended();
+        }
+        if let Err(error) = self.store.unmark_merge() {
+            tracing::warn!("the mark of a merge that is finished could not be taken away: {error}");
+        }
     }
 
     /// Stops the merge, if one runs.
@@ -345,8 +395,9 @@ impl Snap {
         };
         match &status {
             MergeStatus::Finished => {
+                self.unmark();
                 self.core.forget(&self);
-                self.core.changing.lock().merging = false;
+                self.core.changing.lock().merging = Merging::No;
             }
             MergeStatus::Failed(failure) => tracing::warn!("a merge stopped: {failure}"),
             _ => {}
@@ -419,6 +470,11 @@ impl Snap {
         }
         Ok(())
     }
+}
+
+/// A number for a merge; not 0.
+fn new_id() -> u64 {
+    RandomState::new().build_hasher().finish().max(1)
 }
 
 /// Runs a write of the origin to its end.

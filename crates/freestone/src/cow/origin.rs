@@ -24,6 +24,7 @@ use crossbeam_utils::CachePadded;
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
 use super::gather::{Gather, Job};
+use super::notes::Notes;
 use super::snapshot::{Snap, counter};
 use super::throttle::Permit;
 use super::{reads, writes};
@@ -54,6 +55,7 @@ pub(super) struct Core(CachePadded<Arc<CoreState>>);
 /// An origin, without what users hold of it.
 pub(super) struct CoreState {
     pub device: Arc<dyn Device>,
+    pub notes: Option<Box<dyn Notes>>,
     pub gate: Gate<View>,
     pub runner: Arc<Runner>,
     pub common: OnceLock<Arc<Common>>,
@@ -65,8 +67,18 @@ pub(super) struct CoreState {
 pub(super) struct Changing {
     /// The COW devices of snapshots that are prepared and have not begun.
     pub preparing: Vec<Arc<dyn Device>>,
-    /// A snapshot is being merged.
-    pub merging: bool,
+    pub merging: Merging,
+}
+
+/// Whether a snapshot is being merged.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Merging {
+    #[default]
+    No,
+    /// One was opened whose merge was under way, and nothing was merged since. Other snapshots that were there before can
+    /// still be opened.
+    TakenUp,
+    Yes,
 }
 
 /// The snapshots that a write has to look at.
@@ -83,8 +95,15 @@ pub(super) struct View {
 impl Origin {
     /// An origin without snapshots.
     pub fn new(device: Arc<dyn Device>) -> Self {
+        Self::noted(device, None)
+    }
+
+    /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is under way. Until the snapshot of
+    /// that merge is opened, it must not be used: see [`is_half_merged`](Self::is_half_merged).
+    pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
         let core = Arc::new(CoreState {
             device,
+            notes,
             gate: Gate::new(View::default()),
             runner: Runner::new("cow"),
             common: OnceLock::new(),
@@ -97,6 +116,11 @@ impl Origin {
     /// The device below. Who writes it past the origin spoils the snapshots.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.0.device
+    }
+
+    /// Whether a merge into it is under way and the snapshot that is merged is not open: what it shows is half old, half new.
+    pub fn is_half_merged(&self) -> bool {
+        self.0.0.noted_merge().is_some() && self.merging().is_none()
     }
 
     /// How many snapshots it has.
@@ -234,6 +258,11 @@ impl Deref for Core {
 }
 
 impl CoreState {
+    /// The merge that is under way, as the origin itself says.
+    pub fn noted_merge(&self) -> Option<u64> {
+        self.notes.as_ref()?.merge()
+    }
+
     /// Takes a snapshot out of the list.
     pub fn forget(&self, snap: &Snap) {
         self.gate.change(|view| {

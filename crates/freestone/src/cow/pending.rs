@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::exceptions::{CHUNKS_MAX, Exceptions};
-use super::origin::{Anchor, Core, Origin};
+use super::format::Found;
+use super::origin::{Anchor, Core, Merging, Origin};
 use super::snapshot::{Snap, Snapshot};
-use super::store::Store;
-use super::{Config, SetupError};
+use super::store::{self, Store};
+use super::store_load;
+use super::{Config, SetupError, StoreKind};
 use crate::device::{Device, Geometry};
 use crate::moment::{self, NotInTime, Pending};
 use crate::slot::{Common, LOCATION_BITS};
@@ -22,6 +24,10 @@ pub struct PendingSnapshot {
 
 impl Origin {
     /// Opens or makes the exception store on `cow`. The snapshot then begins with [`moment::take`]. Blocks.
+    ///
+    /// A store whose merge was under way gives a snapshot that plays the origin's part from the first moment on, and whose merge is
+    /// [stopped](super::MergeStatus::Stopped). Until [`Snapshot::merge`] goes on with it, other stores of the origin that were
+    /// there before can be opened, but no new ones.
     ///
     /// # Errors
     /// [`SetupError`]; the COW device is as it was, except that a new store may have been begun on it.
@@ -38,7 +44,9 @@ impl Origin {
             return Err(SetupError::SameDevice);
         }
         // Given back when this fails.
-        let preparing = Preparing::new(core, &cow)?;
+        let mut preparing = Preparing::new(core, &cow)?;
+        let noted = core.noted_merge();
+        preparing.check_merging(config.kind, noted)?;
         core.runner.start().map_err(SetupError::Thread)?;
         let common = if let Some(common) = core.common.get() {
             Arc::clone(common)
@@ -47,6 +55,7 @@ impl Origin {
             Arc::clone(core.common.get_or_init(|| new))
         };
         let (store, loaded) = Store::open(cow, config.kind, config.chunk_bytes, &origin)?;
+        preparing.take_up(&store, loaded.is_empty(), noted)?;
         let chunk = store.chunk_bytes();
         limit("origin", origin.size, chunk, CHUNKS_MAX)?;
         limit("COW device", cow_geometry.size, chunk, 1 << LOCATION_BITS)?;
@@ -76,21 +85,64 @@ impl Origin {
 struct Preparing<'a> {
     core: &'a Core,
     cow: Option<Arc<dyn Device>>,
+    /// A merge was taken up.
+    merging: bool,
 }
 
 impl<'a> Preparing<'a> {
     fn new(core: &'a Core, cow: &Arc<dyn Device>) -> Result<Self, SetupError> {
         let mut changing = core.changing.lock();
-        if changing.merging {
+        if changing.merging == Merging::Yes {
             return Err(SetupError::Merging);
         }
         let view = core.gate.value();
-        let begun = view.snapshots.iter().map(|snap| snap.store.device());
+        let begun = view.snapshots.iter().chain(&view.merging).map(|snap| snap.store.device());
         if begun.chain(&changing.preparing).any(|other| is_same(other, cow)) {
             return Err(SetupError::InUse);
         }
         changing.preparing.push(Arc::clone(cow));
-        Ok(Self { core, cow: Some(Arc::clone(cow)) })
+        Ok(Self { core, cow: Some(Arc::clone(cow)), merging: false })
+    }
+
+    /// Refuses a snapshot that would begin with what is half merged, and what would overwrite the store of a merge.
+    fn check_merging(&self, kind: StoreKind, noted: Option<u64>) -> Result<(), SetupError> {
+        let Some(cow) = &self.cow else { return Ok(()) };
+        let taken_up = self.core.changing.lock().merging == Merging::TakenUp;
+        let found = store_load::look(&**cow)?;
+        let is_old = kind.is_persistent() && found != Some(Found::New);
+        match found {
+            _ if taken_up && !is_old => Err(SetupError::Merging),
+            _ if noted.is_some() && !is_old => Err(SetupError::HalfMerged),
+            Some(Found::Store { valid: true, mark: Some(_), .. }) if !kind.is_persistent() => {
+                Err(SetupError::HalfMerged)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Goes on with the merge that the store says is under way.
+    fn take_up(&mut self, store: &Store, is_empty: bool, noted: Option<u64>) -> Result<(), SetupError> {
+        let Some(id) = store.merge_id() else { return Ok(()) };
+        if noted.is_some_and(|noted| noted != id) {
+            return Err(SetupError::OtherMerge);
+        }
+        if is_empty {
+            // All of it is in the origin: a crash came before this, or a kernel did it.
+            if let Some(notes) = self.core.notes.as_ref().filter(|_| noted.is_some()) {
+                notes.merge_ended();
+            }
+            return store.unmark_merge().map_err(|error| match error {
+                store::MergeError::Device(source) => SetupError::Device { what: "writing", source },
+                _ => SetupError::Mark,
+            });
+        }
+        let mut changing = self.core.changing.lock();
+        if changing.merging != Merging::No {
+            return Err(SetupError::Merging);
+        }
+        changing.merging = Merging::TakenUp;
+        self.merging = true;
+        Ok(())
     }
 
     /// It stays so until the snapshot has begun.
@@ -102,15 +154,19 @@ impl<'a> Preparing<'a> {
 impl Drop for Preparing<'_> {
     fn drop(&mut self) {
         if let Some(cow) = &self.cow {
-            self.core.prepared(cow);
+            self.core.prepared(cow, self.merging);
         }
     }
 }
 
 impl Core {
-    /// The snapshot on this COW device has begun, or never will.
-    fn prepared(&self, cow: &Arc<dyn Device>) {
-        self.changing.lock().preparing.retain(|other| !is_same(other, cow));
+    /// The snapshot on this COW device has begun, or never will; then a merge that it took up is nobody's.
+    fn prepared(&self, cow: &Arc<dyn Device>, gives_up: bool) {
+        let mut changing = self.changing.lock();
+        changing.preparing.retain(|other| !is_same(other, cow));
+        if gives_up {
+            changing.merging = Merging::No;
+        }
     }
 }
 
@@ -147,6 +203,14 @@ fn limit(whose: &'static str, size: u64, chunk: u64, chunks: u64) -> Result<(), 
 }
 
 impl PendingSnapshot {
+    /// Says where the store is, for people.
+    #[must_use]
+    pub fn at(self, place: impl Into<String>) -> Self {
+        // Nobody else knows the snapshot yet.
+        let _ = self.snapshot.0.snap.place.set(place.into());
+        self
+    }
+
     /// The snapshot, once it has begun.
     ///
     /// # Panics
@@ -182,8 +246,16 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
-            core.gate.change(|view| view.changed(|view| view.snapshots.push(snap.clone())));
-            core.prepared(self.snapshot.cow());
+            core.gate.change(|view| {
+                view.changed(|view| {
+                    if snap.is_merging() {
+                        view.merging = Some(snap.clone());
+                    } else {
+                        view.snapshots.push(snap.clone());
+                    }
+                })
+            });
+            core.prepared(self.snapshot.cow(), false);
         }
     }
 
@@ -200,7 +272,7 @@ impl Drop for PendingSnapshot {
     fn drop(&mut self) {
         self.thaw();
         if !self.attached {
-            self.core().prepared(self.snapshot.cow());
+            self.core().prepared(self.snapshot.cow(), self.snapshot.0.snap.is_merging());
         }
     }
 }

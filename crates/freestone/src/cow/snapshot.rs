@@ -18,7 +18,7 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crossbeam_utils::CachePadded;
 
@@ -107,6 +107,8 @@ pub(super) struct SnapState {
     pub config: Config,
     pub size: u64,
     pub merge: Merge,
+    /// Where the store is, for people.
+    pub place: OnceLock<String>,
     pub counters: Counters<{ counter::COUNT }>,
     block: u32,
     state: AtomicU32,
@@ -281,15 +283,19 @@ impl Snap {
     ) -> Near<Self> {
         let block = origin.logical_block.max(store.device().geometry().logical_block);
         let lost = if store.is_valid() { 0 } else { state::INVALID | state::LOST };
+        // The merge was under way when the store was closed.
+        let taken_up = store.merge_id().is_some();
+        let lost = if taken_up { lost | state::MERGING } else { lost };
         let most = COPIES_MAX_DEFAULT.min(copies_max(store.chunk_bytes()));
         let state = Arc::new(SnapState {
             core: core.clone(),
             exceptions,
-            gate: Gate::new(Mode::Normal),
+            gate: Gate::new(if taken_up { Mode::Merging } else { Mode::Normal }),
             rights: throttle::rights(most),
             config,
             size: origin.size,
-            merge: Merge::default(),
+            merge: if taken_up { Merge::stopped() } else { Merge::default() },
+            place: OnceLock::new(),
             counters: Counters::default(),
             block,
             state: AtomicU32::new(lost),

@@ -12,7 +12,7 @@ use std::thread::{self, JoinHandle};
 
 use thiserror::Error;
 
-use super::format::Layout;
+use super::format::{Layout, Mark};
 use super::store_area::Area;
 use super::store_load::{self, Loaded};
 use super::store_queue::{Committer, Finished, Queue};
@@ -32,6 +32,8 @@ pub struct Store {
     kind: StoreKind,
     layout: Layout,
     device: Arc<dyn Device>,
+    /// The merge that is under way, as the disk says.
+    mark: Mutex<Option<Mark>>,
     core: Core,
 }
 
@@ -131,15 +133,17 @@ impl Store {
             let chunk = chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT);
             let layout = Layout::new(chunk, &geometry, origin)?;
             let core = Core::Transient(Box::new(Transient::new(layout)));
-            return Ok((Arc::new(Self { kind, layout, device: cow, core }), Vec::new()));
+            let mark = Mutex::default();
+            return Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), Vec::new()));
         }
-        let Loaded { layout, valid, end, next_free, exceptions } =
+        let Loaded { layout, header, valid, mark, end, next_free, exceptions } =
             store_load::load(&*cow, chunk_bytes, origin)?;
         let area = Area::new(layout, Arc::clone(&cow), origin.size, end);
         let queue = Queue::new(layout, valid, next_free, area.position());
         let committer = Arc::new(Committer {
             layout,
             device: Arc::clone(&cow),
+            header,
             area: Mutex::new(area),
             queue: Mutex::new(queue),
             wake: Condvar::new(),
@@ -150,7 +154,8 @@ impl Store {
             .spawn(move || run.run())
             .map_err(SetupError::Thread)?;
         let core = Core::Persistent { committer, thread: Some(thread) };
-        Ok((Arc::new(Self { kind, layout, device: cow, core }), exceptions))
+        let mark = Mutex::new(mark);
+        Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), exceptions))
     }
 
     /// Bytes of a chunk.
@@ -284,6 +289,37 @@ impl Store {
             // It has no record.
             Core::Transient(_) => then(Ok(())),
         }
+    }
+
+    /// The number of the merge that is under way, from before its first copy until all is in the origin, also if the store was
+    /// closed in between.
+    pub fn merge_id(&self) -> Option<u64> {
+        self.mark.lock().map(|mark| mark.id)
+    }
+
+    /// Says on disk that a merge is under way, before anything is copied. No place may be handed out meanwhile or later. Blocks.
+    /// Gives the merge's number: the one that the disk has already, or `new`; `None` where there is nothing to merge.
+    ///
+    /// # Errors
+    /// [`MergeError`]; the store is not marked then. [`MergeError::Invalid`] where the disk may say so all the same: the caller
+    /// [invalidates](Self::invalidate) the store.
+    pub fn mark_merge(&self, new: u64) -> Result<Option<u64>, MergeError> {
+        if let Some(id) = self.merge_id() {
+            return Ok(Some(id));
+        }
+        let mark = self.committer()?.mark(new)?;
+        *self.mark.lock() = mark;
+        Ok(mark.map(|mark| mark.id))
+    }
+
+    /// Says on disk that no merge is under way. Blocks.
+    ///
+    /// # Errors
+    /// [`MergeError`]; it is not known then what the disk says.
+    pub fn unmark_merge(&self) -> Result<(), MergeError> {
+        self.committer()?.unmark()?;
+        *self.mark.lock() = None;
+        Ok(())
     }
 
     fn committer(&self) -> Result<&Committer, MergeError> {

@@ -88,6 +88,16 @@ impl Area {
         (self.end.area, self.end.committed)
     }
 
+    /// How many entries the record has, and the origin's chunk of the first one; `None` where there is none.
+    pub fn first(&mut self) -> std::result::Result<Option<(u64, u64)>, MergeError> {
+        let entries = self.end.area * self.layout.entries() + self.end.committed;
+        if entries == 0 {
+            return Ok(None);
+        }
+        let block = self.read(0, 0)?;
+        Ok(Some((entries, self.entry(&block, 0, 0)?.0)))
+    }
+
     /// How many entries can be appended at once; at least one.
     pub fn room(&self) -> usize {
         (self.layout.entries() - self.end.committed) as usize

@@ -1,16 +1,16 @@
 //! Opening a persistent exception store: everything on the device is checked before anything is written.
 //!
 //! What is found need not be durable: the process before may have ended between a write and its answer, or the write failed, and what
-//! was read is in a cache. So what was written last, the end of the list or the header of an invalid store, is written again
+//! was read is in a cache. So what was written last, the end of the list and the header, is written again
 //! and flushed before anybody relies on it.
 
 use super::config::{Damage, SetupError};
 use super::format::{
     self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN, ENTRY_BYTES, Entry, FIRST_COPY,
-    Found, Layout, SECTOR_ENTRIES,
+    Found, Layout, Mark, SECTOR_ENTRIES,
 };
 use super::store::Exceptions;
-use super::store_area::{End, RUN_ENTRIES_MAX};
+use super::store_area::{Block, End, RUN_ENTRIES_MAX};
 use crate::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 
 /// Most exceptions that are loaded: 4 GiB of memory.
@@ -25,7 +25,11 @@ const CHUNKS_MIN: u64 = 2;
 /// A store that was opened.
 pub struct Loaded {
     pub layout: Layout,
+    /// The first block.
+    pub header: Box<Block>,
     pub valid: bool,
+    /// A merge was under way when it was used last.
+    pub mark: Option<Mark>,
     pub end: End,
     /// The first chunk that was never handed out.
     pub next_free: u64,
@@ -35,7 +39,9 @@ pub struct Loaded {
 
 impl Loaded {
     fn empty(layout: Layout, valid: bool) -> Self {
-        Self { layout, valid, end: End::empty(), next_free: FIRST_COPY, exceptions: Vec::new() }
+        let end = End::empty();
+        let header = Box::new(format::header(layout.chunk(), valid));
+        Self { layout, header, valid, mark: None, end, next_free: FIRST_COPY, exceptions: Vec::new() }
     }
 }
 
@@ -67,19 +73,33 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
             create(cow, layout).map_err(writing)?;
             Ok(Loaded::empty(layout, true))
         }
-        Found::Store { valid, chunk } => {
+        Found::Store { valid, chunk, mark } => {
             let layout = fits(chunk)?;
             if asked.is_some_and(|asked| asked != chunk) {
                 tracing::warn!(asked = wanted, chunk, "the exception store has a chunk size of its own");
             }
-            if valid {
-                return scan(cow, layout, &geometry, origin.size);
+            if !valid {
+                // What it lists means nothing.
+                cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
+                return Ok(Loaded::empty(layout, false));
             }
-            // What an invalid store lists means nothing.
+            let mut loaded = scan(cow, layout, &geometry, origin.size, mark)?;
+            // It may have been marked, or the mark taken away, a moment before.
             cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
-            Ok(Loaded::empty(layout, false))
+            (loaded.mark, loaded.header) = (mark, Box::new(block));
+            Ok(loaded)
         }
     }
+}
+
+/// What `cow` begins with, where that is understood.
+pub fn look(cow: &dyn Device) -> Result<Option<Found>, SetupError> {
+    let mut block = [0; BLOCK_BYTES];
+    if cow.geometry().size < block.len() as u64 {
+        return Ok(None);
+    }
+    cow.read_at(0, &mut block).map_err(reading)?;
+    Ok(format::parse_header(&block).ok())
 }
 
 /// Makes an empty store. The header comes last: before it is there, the device still begins with zeroes.
@@ -95,6 +115,7 @@ fn scan(
     layout: Layout,
     geometry: &Geometry,
     origin_size: u64,
+    mark: Option<Mark>,
 ) -> Result<Loaded, SetupError> {
     let chunks = layout.chunks(geometry.size);
     let mut exceptions = Vec::new();
@@ -112,11 +133,17 @@ fn scan(
         }
         area += 1;
     };
+    // What is left of a merge is the beginning of what it began with.
+    if let (Some(mark), Some(&(first, _))) = (mark, exceptions.first())
+        && (first, true) != (mark.first, exceptions.len() as u64 <= mark.entries)
+    {
+        return Err(SetupError::Mark);
+    }
     let next_free = exceptions.iter().map(|&(_, new)| new + 1).max();
     let next_free = layout.skip_metadata(next_free.unwrap_or(FIRST_COPY));
     check_unique(&mut exceptions)?;
     settle(cow, layout, &end, stale).map_err(writing)?;
-    Ok(Loaded { layout, valid: true, end, next_free, exceptions })
+    Ok(Loaded { end, next_free, exceptions, ..Loaded::empty(layout, true) })
 }
 
 /// Reads one area. If the list ends in it: where, and whether there is something behind the end, which a torn write left.

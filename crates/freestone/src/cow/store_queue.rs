@@ -6,10 +6,10 @@ use std::sync::{Arc, Condvar, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Usage;
-use super::format::{self, Entry, Layout};
+use super::format::{self, Entry, Layout, Mark};
 use super::status::SECTOR_BYTES;
 use super::store::{Full, Invalid, MergeError, Run, Stats};
-use super::store_area::Area;
+use super::store_area::{Area, Block};
 use crate::device::{self, Blocking, Device, Flags};
 use crate::sync::{self, Mutex};
 
@@ -208,6 +208,8 @@ impl Queue {
 pub struct Committer {
     pub layout: Layout,
     pub device: Arc<dyn Device>,
+    /// The first block, as it was found.
+    pub header: Box<Block>,
     pub area: Mutex<Area>,
     pub queue: Mutex<Queue>,
     /// The thread has something to do.
@@ -338,10 +340,44 @@ impl Committer {
 
     /// Rewrites the header. The flush before it has nothing to do with it: nothing else is worth keeping.
     fn write_invalid(&self) -> device::Result<()> {
+        // A merge may be reading the header to mark it.
+        let _area = self.area.lock();
         self.device.write_at(0, &format::header(self.layout.chunk(), false), Flags::FUA)
     }
 
     // ---- a merge's thread --------------------------------------------------------------------------------------------
+
+    /// Marks the store durably, where there is anything to merge. All that was begun is committed. Under the lock of the area, as
+    /// all that writes the header. Where it is not known what the disk says, the answer is [`MergeError::Invalid`].
+    pub fn mark(&self, id: u64) -> Result<Option<Mark>, MergeError> {
+        let mut area = self.area.lock();
+        if !self.queue.lock().valid {
+            return Err(MergeError::Invalid);
+        }
+        let Some((entries, first)) = area.first()? else { return Ok(None) };
+        let mark = Mark { id, entries, first };
+        if let Err(error) = self.write_mark(Some(mark)) {
+            // It may be there all the same, and the next start would go on with a merge that never began.
+            let restored = self.write_mark(None);
+            return Err(restored.map_or(MergeError::Invalid, |()| MergeError::Device(error)));
+        }
+        Ok(Some(mark))
+    }
+
+    /// Takes the mark away durably.
+    pub fn unmark(&self) -> Result<(), MergeError> {
+        let _area = self.area.lock();
+        if !self.queue.lock().valid {
+            return Err(MergeError::Invalid);
+        }
+        Ok(self.write_mark(None)?)
+    }
+
+    fn write_mark(&self, mark: Option<Mark>) -> device::Result<()> {
+        let mut block = *self.header;
+        format::set_mark(&mut block, mark);
+        self.device.write_at(0, &block, Flags::FUA)
+    }
 
     pub fn last_run(&self) -> Result<Option<Run>, MergeError> {
         let mut area = self.area.lock();

@@ -30,6 +30,7 @@ mod engine;
 mod extents;
 mod job;
 pub(crate) mod locks;
+mod notes;
 mod open;
 mod ring;
 mod schedule;
