@@ -1,5 +1,5 @@
 #!/bin/sh
-# snapshots.sh [exchange|full|merge|crash|refuse].. - runs in the kernel lab (see run-snapshots.sh): snapshots of the kernel's dm-snapshot
+# snapshots.sh [exchange|full|merge|mark|crash|refuse].. - runs in the kernel lab (see run-snapshots.sh): snapshots of the kernel's dm-snapshot
 # and of Freestone, on the same devices in turn. What one wrote the other must load with the same content and the same words of
 # status; what both are told to do must be answered the same; what one begins to merge the other must finish. A line per check.
 #
@@ -316,6 +316,47 @@ merges() {
   begin_merges 32 freestone; merges_begun_here; merges_begun_there
 }
 
+# ---- marks: Freestone writes bytes 16 to 47 of the header before it merges; the kernel must not care ----------------------------
+
+mark_of() { dd if=$MAP/$1 bs=8 skip=2 count=1 status=none | tr -d '\0'; }
+kernel_snapshot_loads() { # WHAT WANTED-STATUS: a marked store under the kernel's snapshot target
+  echo status snap1 >look; kernel_run look >looked; same "$1: the kernel loads it as a snapshot" "status snap1: $2" "$(cat looked)"
+  same "$1: the mark after that" FsMerge1 "$(mark_of c1)"; }
+
+# Begun here, goes on there, is taken up here: what was written to the origin meanwhile is in it.
+marks_go_on() {
+  what='begun here, gone on with by the kernel'
+  again; echo merge-some snap1 >lines; freestone_run lines >first
+  same "$what: some is merged here" 'merge-some snap1: Stopped, some is merged' "$(cat first)"
+  same "$what: the mark" FsMerge1 "$(mark_of c1)"
+  cp merged must.snap1; delayed o $SECTORS; kernel_merge slow; in_the_middle 3 "$what"
+  dmsetup suspend merge; dmsetup remove merge; dmsetup remove slow
+  same "$what: the mark after that" FsMerge1 "$(mark_of c1)"
+  printf '%s\n' 'read origin got.origin' "write origin $((C*40+1)) 3 1024" 'read snap1 got.snap1' 'merge snap1' >lines
+  rm -f got.*; SNAPS=c1:P:$C; freestone_run lines >looked
+  same_file "$what: Freestone shows the origin through the snapshot before" must.snap1 got.origin
+  noise must.snap1 $((C*40+1)) 3 1024; same_file "$what: and what is written to it" must.snap1 got.snap1
+  same "$what: Freestone finishes" 'merge snap1: Finished' "$(tail -n 1 looked)"
+  dump o got; same_file "$what: the origin is the snapshot" must.snap1 got
+  same "$what: no mark at the end" '' "$(mark_of c1)"; }
+
+marks() {
+  begin_merges 8 kernel; marks_go_on
+  what='a merge stopped here, finished by the kernel'
+  again; echo merge-some snap1 >lines; freestone_run lines >first; kernel_finishes "$what" merged
+  same "$what: the mark stays" FsMerge1 "$(mark_of c1)"
+  echo status snap1 >look; freestone_run look >looked
+  same "$what: Freestone finds it whole" "status snap1: $((C*2))/32768 $((C*2))" "$(cat looked)"
+  same "$what: and takes the mark away" '' "$(mark_of c1)"
+  # A mark and nothing else: the second write of a merge is its first copy, and does not come.
+  what='a crash here at the first copy'; C=8 SNAPS=c1:P:8 K=0; fresh $((12*C)); put snap1 $((C*5)) $C >lines
+  printf 'die 2\nmerge snap1\n' >>lines; freestone_run lines >first 2>&1
+  kernel_snapshot_loads "$what" "$((3*C))/$((12*C)) $((2*C))"
+  { for at in 0 1 2 3 4 6 7 8 9 10 11 12; do put origin $((at*C)) $C; done; echo status snap1; } >lines
+  kernel_run lines >looked; same "$what: the kernel invalidates it" 'status snap1: Invalid' "$(tail -n 1 looked)"
+  same "$what: the kernel zeroes the mark with that" '' "$(mark_of c1)"
+}
+
 # ---- crashes while the origin is written: the snapshot shows what it was, whatever was done of the write ------------------------
 
 overwrites() { for at in 0 100 200 300 400 500; do put origin $((at*C)) $((C*100)); put origin $((at*C+1)) 3; done; }
@@ -413,10 +454,10 @@ endless() {
 modprobe dm_snapshot; modprobe dm_delay
 dd if=/dev/urandom of=noise bs=1M count=16 status=none
 dd if=/dev/urandom of=base bs=512 count=$SECTORS status=none
-[ -n "${1:-}" ] || set -- exchange full merge crash refuse
+[ -n "${1:-}" ] || set -- exchange full merge mark crash refuse
 for part in "$@"; do
   read -r up _ </proc/uptime; printf '\n# %s (after %s s, kernel %s)\n' $part $up $(uname -r)
-  case $part in exchange) exchanges;; full) rooms;; merge) merges;; crash) crashes;; refuse) refusals;; *) failed "$part is no part";; esac
+  case $part in exchange) exchanges;; full) rooms;; merge) merges;; mark) marks;; crash) crashes;; refuse) refusals;; *) failed "$part is no part";; esac
 done
 read -r up _ </proc/uptime
 printf '\n==== the kernel and Freestone: %s checks, %s failed, after %s s\n' $CHECKS $FAILED $up
