@@ -60,6 +60,7 @@ Devices:
       store=P|PO|N                          dm-snapshot's persistent, with overflow, transient; default P
       chunk_size=SIZE                       unit of copies, 4K to 1G; default 16K, without cow 4K
       readonly=yes|no                       default yes without cow, no with it
+      merge=yes|no                          merge it into its origin, whose part it plays from the beginning on; default no
       discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, force=yes|no
   ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
                             zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
@@ -109,7 +110,7 @@ Example:
   freestone merge disk-1 --into-origin        disk is again what it was, or what was written to disk-1
 
 From the beginning on, users of both see the snapshot's content. A merge that ended early (a failure, a crash) goes on
-with the same command. Only snapshots with cow=PATH or DEVICE and store=P or PO are merged.";
+with the same command, and where a server opens the store again: the origin is never shown half merged. Only snapshots with cow=PATH or DEVICE and store=P or PO are merged.";
 
 const DELTA_EXAMPLES: &str = "\
 Examples:

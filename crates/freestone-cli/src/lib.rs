@@ -14,6 +14,7 @@ mod error;
 mod job;
 mod layers;
 mod machine;
+mod notes;
 mod open;
 mod paths;
 mod readonly;

@@ -57,6 +57,12 @@ pub fn open_device(words: &str) -> Result<Opened, OpenError> {
         let claim = service.claim_new("open", [&spec]).map_err(|fault| of_fault(&fault))?;
         last = Some(service.create(&claim, spec, false).map_err(|fault| of_fault(&fault))?);
     }
+    for entry in service.registry.all() {
+        service
+            .begin_merge(&entry)
+            .and_then(|()| Service::check_whole(&entry))
+            .map_err(|fault| of_fault(&fault))?;
+    }
     let last: Arc<Entry> = last.ok_or_else(|| {
         usage("no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into())
     })?;

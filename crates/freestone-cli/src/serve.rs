@@ -190,6 +190,10 @@ impl Running {
                 let entry = service.create(&claim, spec, false)?;
                 published.extend(publish.then_some(entry));
             }
+            // All snapshots are open, and nobody sees an origin yet.
+            for entry in service.registry.all() {
+                service.begin_merge(&entry)?;
+            }
             for address in &addresses {
                 if let Address::Unix(path) = service.listen_home(address)? {
                     let socket =

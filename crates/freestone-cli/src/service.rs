@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use freestone::cow::MergeStatus;
 use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
 use serde_json::Value;
@@ -17,6 +18,7 @@ use crate::control::server::Handler;
 use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
 use crate::job::Jobs;
+use crate::notes;
 use crate::registry::{Refused, Registry};
 use crate::spec::{CowPlace, KindSpec, Spec};
 use crate::template;
@@ -186,6 +188,40 @@ impl Service {
         Ok(made)
     }
 
+    // ---- merges ----------------------------------------------------------------------------------------------------
+
+    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that was under way when its store
+    /// was closed. When this returns its origin shows the snapshot.
+    pub fn begin_merge(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
+        let (Kind::Cow(snapshot), KindSpec::Snapshot(spec)) = (&entry.kind, &entry.spec.kind) else {
+            return Ok(());
+        };
+        let (name, origin) = (entry.name(), &spec.origin);
+        let asked = spec.cow.as_ref().is_some_and(|cow| cow.merge);
+        match snapshot.merge_status() {
+            MergeStatus::Stopped if !asked => {
+                warn!("{name}: its merge into {origin} was under way, and goes on (merge=yes)");
+            }
+            MergeStatus::Stopped => {}
+            MergeStatus::None if asked => {}
+            _ => return Ok(()),
+        }
+        self.check_unused(entry, "merged")?;
+        let begun = snapshot.merge();
+        begun.map_err(|error| Fault::failed(Errno::EBUSY, format!("{name}: merge: {error}")))
+    }
+
+    /// Refuses to show an origin of which only a part is merged.
+    pub fn check_whole(entry: &Entry) -> Result<(), Fault> {
+        if let Kind::File(file, Some(origin)) = &entry.kind
+            && origin.is_half_merged()
+            && let Some(why) = notes::half_merged(file, entry.name())
+        {
+            return Err(Fault::failed(Errno::EBUSY, format!("{}: {why}", entry.name())));
+        }
+        Ok(())
+    }
+
     /// What would be refused anyhow is refused before anything is opened.
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
@@ -196,6 +232,13 @@ impl Service {
         {
             let why = format!("{name}: cow={cow}: is published; copies need it for themselves");
             return Err(Fault::failed(Errno::EBUSY, why));
+        }
+        // Its users would see another content from one moment to the next.
+        if let KindSpec::Snapshot(snapshot) = &spec.kind
+            && snapshot.cow.as_ref().is_some_and(|cow| cow.merge)
+            && let Some(origin) = self.registry.find(&snapshot.origin)
+        {
+            self.check_idle(&origin)?;
         }
         Ok(())
     }
@@ -266,6 +309,7 @@ impl Service {
     ) -> Result<Address, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
+        Self::check_whole(entry)?;
         if let Some(snapshot) = self.copies_for(entry) {
             let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
             return Err(Fault::failed(Errno::EBUSY, why));

@@ -23,6 +23,7 @@ pub use self::layers::{condition, place};
 pub use self::snapshot::snapshots;
 use crate::control::protocol::Errno;
 use crate::entry::{Entry, Kind};
+use crate::notes::{self, FileNotes};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::{KindSpec, Spec};
@@ -91,9 +92,13 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
             (config.read_only, config.direct, config.size) = (*readonly, *direct, *size);
             let file = Arc::new(open(&config, "size")?);
             if file.geometry().read_only {
+                if let Some(why) = notes::half_merged(&file, &spec.name) {
+                    return Err(BuildError::new(Errno::EBUSY, format!("{why}, and without readonly=yes")));
+                }
                 (Kind::File(Arc::clone(&file), None), Some(file))
             } else {
-                let origin = cow::Origin::new(Arc::clone(&file) as Arc<dyn Device>);
+                let notes = Box::new(FileNotes(Arc::clone(&file)));
+                let origin = cow::Origin::noted(Arc::clone(&file) as Arc<dyn Device>, Some(notes));
                 (Kind::File(file, Some(origin.clone())), Some(Arc::new(origin)))
             }
         }

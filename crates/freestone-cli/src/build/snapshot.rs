@@ -144,21 +144,25 @@ fn prepare_cow(
             }
         }
     };
+    let place = match asked.cow.as_ref().map(|cow| &cow.place) {
+        Some(CowPlace::Path(path)) => path.display().to_string(),
+        Some(CowPlace::Device(name)) => name.clone(),
+        None => String::new(),
+    };
     let pending = origin.prepare_snapshot(device, &config).map_err(|error| {
         let errno = match error {
-            cow::SetupError::InUse | cow::SetupError::Merging => Errno::EBUSY,
+            cow::SetupError::InUse
+            | cow::SetupError::Merging
+            | cow::SetupError::HalfMerged
+            | cow::SetupError::OtherMerge => Errno::EBUSY,
             cow::SetupError::NoMemory | cow::SetupError::Thread(_) => Errno::ENOMEM,
             cow::SetupError::Device { .. } | cow::SetupError::Damaged(_) => Errno::EIO,
             _ => Errno::EINVAL,
         };
-        let at = match asked.cow.as_ref().map(|cow| &cow.place) {
-            Some(CowPlace::Path(path)) => format!("cow={}: ", path.display()),
-            Some(CowPlace::Device(name)) => format!("cow={name}: "),
-            None => String::new(),
-        };
+        let at = if place.is_empty() { String::new() } else { format!("cow={place}: ") };
         BuildError::new(errno, format!("{at}{error}"))
     })?;
-    Ok((pending, needs))
+    Ok((pending.at(place), needs))
 }
 
 /// Room in memory for the copies of a file of `size` bytes.

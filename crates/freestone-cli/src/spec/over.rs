@@ -13,7 +13,7 @@ use crate::size;
 
 const FORK_KEYS: [&str; 9] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
 const TEMPLATE_KEYS: [&str; 6] = ["base", "size", "mem_limit", "mem_min", "ttl", "publish"];
-const SNAPSHOT_OWN_KEYS: [&str; 9] = [
+const SNAPSHOT_OWN_KEYS: [&str; 10] = [
     "origin",
     "cow",
     "cow_size",
@@ -23,10 +23,11 @@ const SNAPSHOT_OWN_KEYS: [&str; 9] = [
     "discard_zeroes_cow",
     "discard_passdown_origin",
     "force",
+    "merge",
 ];
-const SNAPSHOT_KEYS: [&str; 21] = joined(&SNAPSHOT_OWN_KEYS, &family::KEYS, &["publish"]);
+const SNAPSHOT_KEYS: [&str; 22] = joined(&SNAPSHOT_OWN_KEYS, &family::KEYS, &["publish"]);
 /// Keys that mean nothing where the copies are kept in memory.
-const COW_KEYS: [&str; 3] = ["cow_size", "store", "force"];
+const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
@@ -85,6 +86,8 @@ pub struct CowSpec {
     pub store: StoreKind,
     /// Also where origin or device end with the process.
     pub force: bool,
+    /// It is merged into its origin from the beginning on.
+    pub merge: bool,
 }
 
 /// A COW device.
@@ -135,6 +138,7 @@ impl SnapshotSpec {
                 size: keys.take("cow_size", parse_length)?,
                 store: keys.take("store", parse_store)?.unwrap_or_default(),
                 force: keys.take("force", parse_bool)?.unwrap_or(false),
+                merge: keys.take("merge", parse_bool)?.unwrap_or(false),
                 place,
             }),
             None => match COW_KEYS.iter().find(|key| keys.typed(key).is_some()) {
@@ -144,6 +148,9 @@ impl SnapshotSpec {
         };
         if let Some(CowSpec { place: CowPlace::Device(_), size: Some(_), .. }) = &cow {
             return Err(keys.refuse("cow_size", "only where cow is a file; a path has a slash, ./x.cow"));
+        }
+        if cow.as_ref().is_some_and(|cow| cow.merge && !cow.store.is_persistent()) {
+            return Err(keys.refuse("merge", "a transient snapshot (store=N) cannot be merged"));
         }
         let discard_zeroes_cow = keys.take("discard_zeroes_cow", parse_bool)?.unwrap_or(false);
         let discard_passdown_origin = keys.take("discard_passdown_origin", parse_bool)?.unwrap_or(false);

@@ -73,6 +73,10 @@ impl Verb for Create {
         } else {
             (service.create(&claim, spec, publish)?, true)
         };
+        if created && let Err(fault) = service.begin_merge(&entry) {
+            service.undo(&claim, &entry);
+            return Err(fault);
+        }
         drop(claim);
         Ok(Reply {
             name: entry.name().to_owned(),

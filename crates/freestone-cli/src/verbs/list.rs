@@ -12,6 +12,7 @@ use freestone_nbd::ExportInfo;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
+use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::service::Service;
@@ -56,6 +57,9 @@ struct Row {
     /// A file of a base is not what it was when it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     changed: Option<Changed>,
+    /// How far its merge is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    merge: Option<String>,
     /// It has zones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
@@ -188,6 +192,10 @@ fn row(entry: &Entry, service: &Service) -> Row {
         Kind::Cow(snapshot) => Some(snapshot.status().to_string()),
         _ => None,
     };
+    let merge = match &entry.kind {
+        Kind::Cow(snapshot) => attrs::merge(&snapshot.merge_status()),
+        _ => None,
+    };
     Row {
         name: entry.name().to_owned(),
         kind: entry.kind_name().to_owned(),
@@ -196,6 +204,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         template: entry.template.clone(),
         status,
         changed: Changed::of(entry),
+        merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
         zoned: entry.layers.zones.is_some(),
         ram,
         exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
@@ -236,7 +245,8 @@ fn cells(row: &Row) -> Vec<String> {
 fn kind(row: &Row) -> String {
     let zoned = if row.zoned { " zoned" } else { "" };
     let changed = if row.changed.is_some() { " changed" } else { "" };
-    format!("{}{zoned}{changed}", row.kind)
+    let merging = if row.merge.as_deref().is_some_and(|merge| merge != "finished") { " merging" } else { "" };
+    format!("{}{merging}{zoned}{changed}", row.kind)
 }
 
 /// Whether `*` and `?` in the pattern can be filled to give the name. Goes back only to the last `*`, so the

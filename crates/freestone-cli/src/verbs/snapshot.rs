@@ -16,7 +16,7 @@ use crate::size::human;
 use crate::spec::Spec;
 
 /// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 9] = [
     "cow",
     "cow_size",
     "store",
@@ -25,6 +25,7 @@ const KEYS: [&str; 8] = [
     "discard_zeroes_cow",
     "discard_passdown_origin",
     "force",
+    "merge",
 ];
 const KEYS_FOR_EACH: [&str; 2] = ["cow", "cow_size"];
 
@@ -45,7 +46,7 @@ pub struct Line {
     #[arg(
         help = "For files: cow=PATH|DEVICE (where copies go; default memory), cow_size=SIZE, store=P|PO|N, \
                   chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \
-                  force=yes|no; several origins have cow=A,B"
+                  force=yes|no, merge=yes|no; several origins have cow=A,B"
     )]
     words: Vec<String>,
 }
@@ -161,6 +162,14 @@ impl Verb for Snapshot {
         let specs = params.specs()?;
         let claim = service.claim_new(Self::METHOD, &specs)?;
         let made = service.snapshot(&claim, specs)?;
+        for entry in &made {
+            if let Err(fault) = service.begin_merge(entry) {
+                for entry in &made {
+                    service.undo(&claim, entry);
+                }
+                return Err(fault);
+            }
+        }
         let told = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
             origin: entry.below().unwrap_or_default().to_owned(),

@@ -15,6 +15,7 @@ mod info;
 mod keeping;
 mod limits;
 mod locks;
+mod merging;
 mod mount;
 mod mounted;
 mod qemu_img;
