@@ -36,10 +36,12 @@ use crate::sync::{Arc, MutexGuard, Ordering};
 /// So often a run looks whether requests wait for memory, and so long it stands aside for them.
 const GIVE_WAY_PAGES: u64 = 64;
 const GIVE_WAY: Duration = Duration::from_millis(1);
-/// Pages in a row that find no room below the memory limit before a run gives up.
+/// Pages in a row that find no room below the memory limit before those that found none are tried again.
 const REFUSALS_MAX: u32 = 4096;
-/// Pages without room that are remembered for another try: 512 KiB of them.
+/// Pages without room that are remembered for that, at most: 512 KiB of them.
 const REFUSED_MAX: usize = 1 << 16;
+/// They are tried again as long as this share of them found room the last time.
+const AGAIN_SHARE: u64 = 64;
 /// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
 /// on: what one page frees may be room for the next two.
 const COMPACT_AFTER_BYTES: u64 = 1 << 20;
@@ -216,6 +218,7 @@ impl Ram {
             done: Recompressed::default(),
             room: Room::default(),
             refused: Vec::new(),
+            gave_up: false,
             turn: Some(turn),
             visited: 0,
         };
@@ -274,8 +277,10 @@ struct Run<'a> {
     max_pages: u64,
     done: Recompressed,
     room: Room,
-    /// Pages that found no room, the first [`REFUSED_MAX`] of them.
+    /// Pages that found no room, and are tried again.
     refused: Vec<u64>,
+    /// Some of them never found any.
+    gave_up: bool,
     /// [`Shared::passes`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
@@ -293,7 +298,7 @@ impl Run<'_> {
         }
     }
 
-    /// One pass over what is there now; pages that find no room have a second try at its end.
+    /// One pass over what is there now; pages that find no room are tried again while others make some.
     fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
         let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
@@ -311,21 +316,51 @@ impl Run<'_> {
             }
             let attempt = self.next(slot, wants, &mut outcome);
             left -= u64::from(!matches!(attempt, None | Some(Attempt::Left)));
-            if attempt == Some(Attempt::NoRoom) && self.refused.len() < REFUSED_MAX {
+            if attempt == Some(Attempt::NoRoom) {
                 self.refused.push(slot);
+                if self.room.is_hopeless() || self.refused.len() >= REFUSED_MAX {
+                    return self.try_again(wants, &mut outcome);
+                }
             }
             attempt.is_some()
         })?;
-        let refused = std::mem::take(&mut self.refused);
-        let goes_on = outcome.is_ok() && self.done.tried < self.max_pages && !layer.is_retired();
-        if goes_on && !refused.is_empty() {
-            if self.done.shrunk == 0 {
-                return Err(RecompressError::NoSpace);
-            }
-            self.room.hope();
-            refused.into_iter().all(|slot| self.next(slot, wants, &mut outcome).is_some());
+        if outcome.is_ok() && self.done.tried < self.max_pages && !layer.is_retired() {
+            self.try_again(wants, &mut outcome);
         }
-        outcome
+        match outcome {
+            Ok(()) if self.gave_up && self.done.shrunk == 0 => Err(RecompressError::NoSpace),
+            outcome => outcome,
+        }
+    }
+
+    /// Tries pages again that found no room, round by round, as long as that makes room for enough of the others; the rest is
+    /// given up. Nothing is added to them meanwhile, so it ends however much is written. Whether the run goes on.
+    fn try_again(
+        &mut self,
+        wants: &impl Fn(Word) -> bool,
+        outcome: &mut Result<(), RecompressError>,
+    ) -> bool {
+        let at_first = self.done.shrunk;
+        let mut refused = std::mem::take(&mut self.refused);
+        while !refused.is_empty() {
+            self.room.hope();
+            let (before, asked) = (self.done.shrunk, refused.len() as u64);
+            let mut again = Vec::new();
+            for slot in refused {
+                match self.next(slot, wants, outcome) {
+                    None => return false,
+                    Some(Attempt::NoRoom) => again.push(slot),
+                    Some(_) => {}
+                }
+            }
+            refused = again;
+            if (self.done.shrunk - before) * AGAIN_SHARE < asked {
+                self.gave_up |= !refused.is_empty();
+                self.room.hope();
+                return refused.is_empty() || self.done.shrunk > at_first;
+            }
+        }
+        true
     }
 
     /// Tries a page; `None` where the run is to end.
@@ -335,7 +370,7 @@ impl Run<'_> {
         wants: &impl Fn(Word) -> bool,
         outcome: &mut Result<(), RecompressError>,
     ) -> Option<Attempt> {
-        if self.done.tried >= self.max_pages || self.room.is_hopeless() {
+        if self.done.tried >= self.max_pages {
             return None;
         }
         self.give_way();
