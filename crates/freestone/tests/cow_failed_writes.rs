@@ -52,6 +52,14 @@ fn is_failed(status: &MergeStatus) -> bool {
     matches!(status, MergeStatus::Failed(_))
 }
 
+/// Begins a merge, which marks the store, and has it fail before the first step is recorded.
+fn begin(snapshot: &Snapshot, below: &Faulty) {
+    below.fault(Some(Op::Flush), When::Always, FAILS);
+    snapshot.merge().unwrap();
+    assert!(is_failed(&snapshot.wait_merge()));
+    below.heal();
+}
+
 #[test]
 fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
     for through_snapshot in [false, true] {
@@ -60,7 +68,8 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
             let origin = Origin::new(below.clone());
             let snapshot = open(&origin, cow.clone());
             snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
-            // A merge writes nothing there but its record.
+            begin(&snapshot, &below);
+            // From now on the merge writes nothing there but its record.
             let next = cow.counts().writes;
             cow.fault(Some(Op::Write), if for_good { When::From(next) } else { When::At(next) }, FAILS_DONE);
             snapshot.merge().unwrap();
@@ -121,6 +130,7 @@ fn merges_that_fail_lose_nothing() {
         for number in 0..20 {
             write(&snapshot, &mut rng, number);
         }
+        begin(&snapshot, &below);
         for round in 0..40 {
             let op = [Op::Write, Op::Flush][rng.below(2) as usize];
             let what = [FAILS_DONE, FAILS, What::Tear][rng.below(3) as usize];
@@ -213,6 +223,7 @@ fn a_merge_that_a_store_was_found_with_is_durable() {
             let origin = Origin::new(below.clone());
             let snapshot = open(&origin, cow.clone());
             snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
+            begin(&snapshot, &below);
             cow.fails(true);
             snapshot.merge().unwrap();
             assert!(is_failed(&snapshot.wait_merge()));
