@@ -13,6 +13,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -35,6 +37,9 @@ const SUFFIX: &str = ".tmp";
 const HEAD_BYTES: u64 = 64;
 /// How often it is tried again when others come and go at a place.
 const TRIES: u32 = 16;
+/// How long somebody else who is just replacing the file is waited for.
+const REPLACED_MAX: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// Which file that lies at its place a new one may replace. None ever that this process, another Freestone or qemu has open, and
 /// nothing that is not a regular file.
@@ -81,6 +86,13 @@ struct Old {
     _locked: File,
 }
 
+/// What is at a place.
+enum Look {
+    There(Option<Old>),
+    /// Somebody uses it, or is just replacing it.
+    Locked,
+}
+
 impl Place {
     /// The place `to`, where a regular file is, or nothing.
     pub fn new(to: &Path) -> io::Result<Self> {
@@ -107,24 +119,37 @@ impl Place {
     }
 
     fn old(&self, may_go: MayGo) -> io::Result<Option<Old>> {
+        let until = Instant::now() + REPLACED_MAX;
+        loop {
+            match self.look(may_go)? {
+                Look::There(old) => return Ok(old),
+                Look::Locked if Instant::now() < until => thread::sleep(LOOK_AGAIN),
+                Look::Locked => {
+                    let why = "it is in use by another process";
+                    return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
+                }
+            }
+        }
+    }
+
+    fn look(&self, may_go: MayGo) -> io::Result<Look> {
         // Nonblocking: what has come there since may be a pipe.
         let flags = OFlags::NONBLOCK.bits().cast_signed();
         let mut file = match File::options().read(true).custom_flags(flags).open(&self.path) {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Look::There(None)),
             Err(error) => return Err(error),
         };
         let stat = rustix::fs::fstat(&file)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(no_file());
         }
-        let busy = |why| Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
         if locks::is_held(&stat) {
-            return busy("it is open in this server");
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is open in this server"));
         }
         // Another error: a file system without locks.
         if locks::lock(file.as_fd(), Access::Write) == Err(Errno::WOULDBLOCK) {
-            return busy("it is in use by another process");
+            return Ok(Look::Locked);
         }
         let taken = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         match may_go {
@@ -138,7 +163,7 @@ impl Place {
                 }
             }
         }
-        Ok(Some(Old { _locked: file }))
+        Ok(Look::There(Some(Old { _locked: file })))
     }
 
     /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must have one, begins with `prefix`.
@@ -356,6 +381,28 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn two_that_replace_one_file_wait_for_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        fs::write(&path, "old").unwrap();
+        std::thread::scope(|scope| {
+            for content in ["first", "second"] {
+                let path = &path;
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        let place = Place::new(path).unwrap();
+                        let unfinished = place.begin(SAVE_PREFIX).unwrap();
+                        unfinished.as_file().write_all(content.as_bytes()).unwrap();
+                        place.put(unfinished, ANY).unwrap();
+                    }
+                });
+            }
+        });
+        assert!(["first", "second"].contains(&fs::read_to_string(&path).unwrap().as_str()));
+        assert_eq!(names(dir.path()), ["x"]);
     }
 
     #[test]
