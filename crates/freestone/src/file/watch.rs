@@ -68,7 +68,7 @@ impl Identity {
         if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {
             return Self::Disk(stat.st_rdev);
         }
-        let modified = (stat.st_mtime, stat.st_mtime_nsec.cast_signed());
+        let modified = (stat.st_mtime, stat.st_mtime_nsec as i64);
         Self::File { place: (stat.st_dev, stat.st_ino), size: stat.st_size, modified }
     }
 }
