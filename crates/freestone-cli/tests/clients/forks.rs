@@ -365,3 +365,104 @@ fn a_thousand_forks_on_sockets_of_their_own() {
     println!("1000 removals: {:?}", start.elapsed());
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
 }
+
+/// A fork has its base's size to the byte, whatever the base is, and so have its snapshots, their forks, its delta and its save:
+/// the backup header of a GPT lies in the last sector.
+#[test]
+fn a_fork_is_as_large_as_its_base() {
+    const TINY: u64 = 1536;
+    const SIZE: u64 = MIB + 1536;
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tiny.img"), noise(5, TINY)).unwrap();
+    fs::write(dir.path().join("disk.img"), noise(6, SIZE)).unwrap();
+    ok(tool("qemu-img")
+        .args(["convert", "-f", "raw", "-O", "qcow2", "disk.img", "disk.qcow2"])
+        .current_dir(dir.path()));
+    let serve = Serve::start_in(
+        dir,
+        &[
+            "tiny=file,path=tiny.img,readonly=yes,publish=no",
+            "raw=file,path=disk.img,readonly=yes,publish=no",
+            "image=qcow2,path=disk.qcow2,publish=no",
+            "on-tiny=fork,base=tiny",
+            "on-raw=fork,base=raw",
+            "on-image=fork,base=image",
+            "--nbd",
+            "unix:nbd",
+            "--control",
+            "control",
+        ],
+        false,
+    );
+    let size_of = |format: &str, what: &str| {
+        run_json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
+    };
+    // To qemu-img zeroes that only one has are no difference.
+    let same = |one: &str, (format, other): (&str, &str)| {
+        ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", format, one, other]));
+        assert_eq!(size_of("raw", one), size_of(format, other), "{one} {other}");
+    };
+    for (fork, image, base, size) in [
+        ("on-tiny", "tiny.img", "tiny.img", TINY),
+        ("on-raw", "disk.img", "disk.img", SIZE),
+        ("on-image", "disk.img", "disk.qcow2", SIZE),
+    ] {
+        let path = |name: &str| serve.path(name).display().to_string();
+        let nbd = format!("unix:{}", path("nbd"));
+        let disk = uri(&serve, fork);
+        assert_eq!(ok(tool("nbdinfo").args(["--size", &disk])).trim(), size.to_string());
+        let info = run_json(tool("nbdinfo").args(["--json", &disk]));
+        assert_eq!(info["exports"][0]["block_size_minimum"], 512, "{info}");
+        same(&disk, ("raw", &path(image)));
+        // Its snapshots, and their forks.
+        let (kept, second) = (format!("{fork}-kept"), format!("{fork}-second"));
+        serve.text(&["snapshot", fork, &kept]);
+        serve.text(&["fork", &kept, &second, "--nbd", &nbd]);
+        serve.text(&["publish", &kept, "--nbd", &nbd]);
+        same(&uri(&serve, &kept), ("raw", &path(image)));
+        // The last sector is written, the last page is trimmed and written again.
+        let last = size - 512;
+        let page = size / 4096 * 4096;
+        for name in [fork, &second] {
+            qemu_io(
+                &uri(&serve, name),
+                &[
+                    &format!("discard {page} {}", size - page),
+                    &format!("read -P 0 {page} {}", size - page),
+                    &format!("write -P 5 {last} 512"),
+                    &format!("read -P 5 {last} 512"),
+                    &format!("write -z {page} 512"),
+                ],
+            );
+        }
+        same(&uri(&serve, &second), ("raw", &disk));
+        same(&uri(&serve, &kept), ("raw", &path(image)));
+        // An overlay of that size.
+        let overlay = path(&format!("{fork}.qcow2"));
+        serve.text(&["delta", "save", fork, &overlay]);
+        let info = run_json(tool("qemu-img").args(["info", "--output=json", &overlay]));
+        assert_eq!(
+            (&info["virtual-size"], &info["backing-filename"]),
+            (&json!(size), &json!(base)),
+            "{info}"
+        );
+        ok(tool("qemu-img").args(["check", &overlay]));
+        same(&disk, ("qcow2", &overlay));
+        let applied = format!("{fork}-applied");
+        serve.text(&["fork", fork.trim_start_matches("on-"), &applied, "--nbd", &nbd]);
+        serve.text(&["delta", "apply", &applied, &overlay]);
+        same(&uri(&serve, &applied), ("qcow2", &overlay));
+        // Saved and restored.
+        serve.text(&["save", fork, &path("saved")]);
+        serve.text(&["remove", &applied, "--force"]);
+        let again = format!("{fork}-again");
+        serve.text(&["restore", &path("saved"), &again]);
+        serve.text(&["publish", &again, "--nbd", &nbd]);
+        same(&uri(&serve, &again), ("raw", &disk));
+        // Grown, it goes on with zeroes.
+        serve.text(&["set", &second, "disksize=2M"]);
+        let second = uri(&serve, &second);
+        assert_eq!(ok(tool("nbdinfo").args(["--size", &second])).trim(), (2 * MIB).to_string());
+        qemu_io(&second, &[&format!("read -P 5 {last} 512"), &format!("read -P 0 {size} 4k")]);
+    }
+}
