@@ -1,13 +1,17 @@
-//! What a file that is an origin says beside its data: that a merge into it is under way, and where the merge's store is.
+//! What a file that is an origin says beside its data: that a merge into it is under way, and where the merge's store is; and with
+//! what content it and its stores were closed.
 
 use std::sync::Arc;
 
-use freestone::cow::Notes;
+use freestone::cow::{Left, Notes, Stamp};
 use freestone::file::File;
 use tracing::warn;
 
 /// The attribute `user.freestone.merge`: `NUMBER STORE`, the number in hexadecimal digits.
 const NOTE: &str = "merge";
+/// The attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds; or `in use`.
+const CONTENT: &str = "snapshots";
+const IN_USE: &str = "in use";
 
 /// The notes of a file.
 pub struct FileNotes(pub Arc<File>);
@@ -30,6 +34,32 @@ impl Notes for FileNotes {
             warn!("{path}: its attribute user.freestone.merge could not be taken away: {error}");
         }
     }
+
+    fn left(&self) -> Option<Left> {
+        let text = self.0.note(CONTENT)?;
+        // What is not understood says as little as a crash.
+        Some(closed(&text, self.0.found()).unwrap_or(Left::InUse))
+    }
+
+    fn in_use(&self) -> bool {
+        self.0.set_note(CONTENT, IN_USE).is_ok()
+    }
+
+    fn closed(&self, content: Stamp) {
+        let Some((time, size)) = self.0.modified() else { return };
+        if let Err(error) = self.0.set_note(CONTENT, &format!("closed {content} {time} {size}")) {
+            let path = self.0.path().display();
+            warn!("{path}: cannot be told beside its data that it was closed in order: {error}");
+        }
+    }
+}
+
+/// What a file that was closed in order says, and whether it was modified before it was opened again.
+fn closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
+    let [content, time, size] =
+        text.strip_prefix("closed ")?.split(' ').collect::<Vec<_>>().try_into().ok()?;
+    let then = (time.parse().ok()?, size.parse().ok()?);
+    Some(Left::Closed { content: content.parse().ok()?, changed: found? != then })
 }
 
 /// The number of the merge into a file that is under way, and where its store is.

@@ -10,7 +10,7 @@ use freestone::codec::Algorithm;
 use serde_json::{Map, Value, json};
 
 pub use self::layers::{fault_stat, null_stat, ops, power_stat, zone_stat};
-pub use self::over::{cow_stat, family_stat, merge, over_stat};
+pub use self::over::{cow_stat, family_stat, merge, missed_writes, over_stat};
 use self::ram::Change;
 pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
 use crate::build::family_of;

@@ -29,7 +29,7 @@ pub const FORK_NAMES: [&str; 10] = [
 pub const SNAPSHOT_NAMES: [&str; 7] =
     ["origin", "disksize", "comp_algorithm", "over_stat", "family", "mm_stat", "io_stat"];
 /// Of a snapshot of a file.
-pub const COW_NAMES: [&str; 11] = [
+pub const COW_NAMES: [&str; 12] = [
     "origin",
     "size",
     "readonly",
@@ -37,6 +37,7 @@ pub const COW_NAMES: [&str; 11] = [
     "store",
     "chunk_size",
     "status",
+    "missed_writes",
     "cow_stat",
     "comp_algorithm",
     "mem_limit",
@@ -78,6 +79,7 @@ pub fn cow_value(entry: &Entry, snapshot: &cow::Snapshot, attr: &str) -> Option<
         "store" => json!(snapshot.kind().to_string()),
         "chunk_size" => json!(snapshot.chunk_bytes()),
         "status" => json!(snapshot.status().to_string()),
+        "missed_writes" => missed_writes(snapshot),
         "cow_stat" => cow_stat(snapshot),
         _ => return family_value(entry, attr),
     })
@@ -139,6 +141,15 @@ pub fn over_stat(ram: &Ram) -> Value {
         "mem_min": s.mem_min,
         "handed_over": s.handed_over,
         "snapshots": ram.snapshots(),
+    })
+}
+
+/// Whether a file's snapshot missed writes of its origin before it was opened.
+pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
+    json!(match snapshot.missed_writes() {
+        cow::Missed::Nothing => "no",
+        cow::Missed::Unknown => "unknown",
+        cow::Missed::Writes => "yes",
     })
 }
 

@@ -160,7 +160,8 @@ fn prepare_cow(
             _ => Errno::EINVAL,
         };
         let at = if place.is_empty() { String::new() } else { format!("cow={place}: ") };
-        BuildError::new(errno, format!("{at}{error}"))
+        let hint = if matches!(error, cow::SetupError::Older) { " (force=yes)" } else { "" };
+        BuildError::new(errno, format!("{at}{error}{hint}"))
     })?;
     Ok((pending.at(place), needs))
 }

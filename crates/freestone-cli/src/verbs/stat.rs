@@ -97,6 +97,7 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
     if let Kind::Cow(snapshot) = &entry.kind {
         insert("status", Some(snapshot.status().to_string().into()));
         insert("merge", attrs::merge(&snapshot.merge_status()));
+        insert("missed_writes", Some(attrs::missed_writes(snapshot)));
         insert("cow_stat", Some(attrs::cow_stat(snapshot)));
     }
     for (key, value) in layers(entry) {

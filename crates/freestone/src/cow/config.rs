@@ -64,7 +64,8 @@ pub struct Config {
     pub discard_zeroes_cow: bool,
     /// It is also handed on to the origin; asks for `discard_zeroes_cow`.
     pub discard_passdown_origin: bool,
-    /// Do it although the origin or the COW device ends with the process, which makes a persistent store pointless.
+    /// Do it although the origin or the COW device ends with the process, which makes a persistent store pointless, or although the
+    /// origin was used without the store since.
     pub force: bool,
 }
 
@@ -156,6 +157,12 @@ pub enum SetupError {
     /// The origin says that a merge into it is under way, and this store is none that was there before.
     #[error("the origin is half merged; the snapshot whose merge is under way must be opened first")]
     HalfMerged,
+    /// The origin is not what it was when the store was closed.
+    #[error(
+        "its origin was written or used without it since it was closed, so the snapshot would be a mixture of old and new; force \
+         opens it all the same"
+    )]
+    Older,
     /// More chunks than are supported.
     #[error("the {whose} has {size} bytes; with chunks of {chunk} bytes at most {max} are supported")]
     TooLarge {

@@ -7,6 +7,7 @@
 //!   bytes  8-11      version     1
 //!   bytes 12-15      chunk size  in sectors of 512 bytes
 //!   bytes 16-47      ours: the mark of a merge under way, or zeroes
+//!   bytes 48-71      ours: what the origin held when the store was closed in order, or zeroes
 //! chunk 1            area 0: E entries of 16 bytes, E = chunk size / 16
 //!   bytes  0-7       old chunk   of the origin
 //!   bytes  8-15      new chunk   of the COW device; 0 ends the list
@@ -15,7 +16,7 @@
 //! ```
 //!
 //! The kernel reads nothing behind byte 15. It writes chunk 0 only where it makes a store or invalidates one; then all behind is
-//! zeroed, and a mark means nothing any more. It leaves a mark alone while it merges, and afterwards.
+//! zeroed, and a mark means nothing any more. It leaves what is ours alone while it merges, and afterwards.
 //!
 //! There are no checksums and no sequence numbers: what counts is that a sector of 512 bytes is written whole or not at all.
 
@@ -23,6 +24,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::config::{Damage, SetupError};
+use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
 use crate::device::Geometry;
 
@@ -53,10 +55,16 @@ const VERSION: u32 = 1;
 const MARK_MAGIC: [u8; 8] = *b"FsMerge1";
 /// Bytes of the header that it takes.
 const MARK: std::ops::Range<usize> = 16..48;
+/// What the origin's content begins with.
+const CLOSED_MAGIC: [u8; 8] = *b"FsClose1";
+/// Bytes of the header that it takes.
+const CLOSED: std::ops::Range<usize> = 48..72;
 
 const _: () = assert!(size_of::<Header>() == MARK.start && ENTRY_BYTES == 16);
 // It is written with the header or not at all.
 const _: () = assert!(size_of::<MarkBytes>() == MARK.end - MARK.start && MARK.end as u64 <= SECTOR_BYTES);
+const _: () =
+    assert!(size_of::<ClosedBytes>() == CLOSED.end - CLOSED.start && CLOSED.end as u64 <= SECTOR_BYTES);
 const _: () = assert!(CHUNK_BYTES_MIN as usize >= BLOCK_BYTES);
 
 /// What chunk 0 begins with.
@@ -77,6 +85,15 @@ struct MarkBytes {
     id: U64,
     entries: U64,
     first: U64,
+}
+
+/// The origin's content on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct ClosedBytes {
+    magic: [u8; 8],
+    session: U64,
+    number: U64,
 }
 
 /// A merge is under way: what the list holds is going to the origin, from its end, and some of it may be there.
@@ -111,6 +128,8 @@ pub enum Found {
         chunk: u64,
         /// A merge is under way.
         mark: Option<Mark>,
+        /// What the origin held when the store was closed in order.
+        closed: Option<Stamp>,
     },
 }
 
@@ -142,7 +161,9 @@ pub fn parse_header(block: &[u8; BLOCK_BYTES]) -> Result<Found, SetupError> {
     let chunk = u64::from(header.chunk_sectors.get()) * SECTOR_BYTES;
     check_chunk(chunk).map_err(|_| SetupError::HeaderChunk(header.chunk_sectors.get()))?;
     match header.valid.get() {
-        valid @ (0 | 1) => Ok(Found::Store { valid: valid == 1, chunk, mark: mark_of(block) }),
+        valid @ (0 | 1) => {
+            Ok(Found::Store { valid: valid == 1, chunk, mark: mark_of(block), closed: closed_of(block) })
+        }
         other => Err(SetupError::HeaderValid(other)),
     }
 }
@@ -164,6 +185,19 @@ pub fn set_mark(block: &mut [u8; BLOCK_BYTES], mark: Option<Mark>) {
         Some(bytes) => block[MARK].copy_from_slice(bytes.as_bytes()),
         None => block[MARK].fill(0),
     }
+}
+
+fn closed_of(block: &[u8; BLOCK_BYTES]) -> Option<Stamp> {
+    let closed = ClosedBytes::read_from_bytes(&block[CLOSED]).ok()?;
+    let stamp = Stamp { session: closed.session.get(), number: closed.number.get() };
+    (closed.magic == CLOSED_MAGIC).then_some(stamp)
+}
+
+/// Puts into the first block of a store with what content of the origin it is closed, or takes that away; all else stays.
+pub fn set_closed(block: &mut [u8; BLOCK_BYTES], content: Option<Stamp>) {
+    let Some(Stamp { session, number }) = content else { return block[CLOSED].fill(0) };
+    let bytes = ClosedBytes { magic: CLOSED_MAGIC, session: U64::new(session), number: U64::new(number) };
+    block[CLOSED].copy_from_slice(bytes.as_bytes());
 }
 
 fn check_chunk(chunk: u64) -> Result<(), SetupError> {

@@ -214,6 +214,10 @@ impl Merge {
         }
     }
 
+    pub fn is_finished(&self) -> bool {
+        self.progress.lock().status == MergeStatus::Finished
+    }
+
     pub fn has_failed(&self) -> bool {
         matches!(self.progress.lock().status, MergeStatus::Failed(_))
     }

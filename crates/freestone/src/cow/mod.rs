@@ -4,6 +4,7 @@
 //! [`store`] decides where copies go and, where it is persistent, remembers that in the kernel's own format, so a COW device
 //! can be written here and read there, and the other way round.
 
+mod age;
 mod config;
 mod copy;
 mod exceptions;
@@ -25,10 +26,11 @@ mod throttle;
 mod tokens;
 mod writes;
 
+pub use age::Missed;
 pub use config::{Config, SetupError, StoreKind};
 pub use format::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
 pub use merge::{MergeFailure, MergeSetupError, MergeStatus};
-pub use notes::Notes;
+pub use notes::{Left, Notes, Stamp};
 pub use origin::Origin;
 pub use pending::PendingSnapshot;
 pub use snapshot::{Snapshot, SnapshotStats};

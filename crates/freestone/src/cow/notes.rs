@@ -1,5 +1,9 @@
-//! What an origin says of itself beside its data: that a merge into it is under way, and of which store. Where it can say that, it is
-//! known to be half old, half new also by those who were not told of the store.
+//! What an origin says of itself beside its data: that a merge into it is under way, and of which store; and what its stores were
+//! closed with. Where it can say that, it is known to be half old, half new also by those who were not told of the store, and a
+//! store is known to be older than its origin.
+
+use std::fmt;
+use std::str::FromStr;
 
 /// A place beside an origin's data that outlives the process.
 ///
@@ -12,4 +16,54 @@ pub trait Notes: Send + Sync {
     fn merge_begins(&self, id: u64, store: &str);
     /// Takes the note away durably. Blocks.
     fn merge_ended(&self);
+
+    /// How the origin was left when it was used last; `None` where nothing is said.
+    fn left(&self) -> Option<Left> {
+        None
+    }
+    /// Notes durably that the origin is in use: until [`closed`](Self::closed) nobody knows what it holds. False: that cannot be
+    /// noted. Blocks.
+    fn in_use(&self) -> bool {
+        false
+    }
+    /// Notes durably that the origin was closed in order, and with what content. Blocks.
+    fn closed(&self, _content: Stamp) {}
+}
+
+/// How an origin was left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Left {
+    /// In order.
+    Closed {
+        /// What it held then.
+        content: Stamp,
+        /// It was changed by others since.
+        changed: bool,
+    },
+    /// Its user ended in the midst of it, or is still there.
+    InUse,
+}
+
+/// A number for what an origin holds at one moment: another one after every write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Whoever used the origin; drawn at random.
+    pub session: u64,
+    /// Counts what was told apart since.
+    pub number: u64,
+}
+
+impl fmt::Display for Stamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}-{:x}", self.session, self.number)
+    }
+}
+
+impl FromStr for Stamp {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (session, number) = text.split_once('-').unwrap_or((text, ""));
+        Ok(Self { session: u64::from_str_radix(session, 16)?, number: u64::from_str_radix(number, 16)? })
+    }
 }

@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock};
 
 use crossbeam_utils::CachePadded;
 
+use super::age::Age;
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
 use super::gather::{Gather, Job};
@@ -60,6 +61,8 @@ pub(super) struct CoreState {
     pub runner: Arc<Runner>,
     pub common: OnceLock<Arc<Common>>,
     pub changing: Mutex<Changing>,
+    /// What it holds, for stores that are closed and opened.
+    pub age: Age,
 }
 
 /// What is going on with the snapshots of an origin.
@@ -101,7 +104,9 @@ impl Origin {
     /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is under way. Until the snapshot of
     /// that merge is opened, it must not be used: see [`is_half_merged`](Self::is_half_merged).
     pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
+        let age = Age::new(notes.as_deref());
         let core = Arc::new(CoreState {
+            age,
             device,
             notes,
             gate: Gate::new(View::default()),
@@ -196,6 +201,7 @@ impl Device for Origin {
             };
             if safe > 0 {
                 core.gate.begin();
+                core.age.wrote();
             }
             safe
         });
@@ -288,6 +294,10 @@ impl Drop for Anchor {
 impl Drop for CoreState {
     fn drop(&mut self) {
         self.runner.stop();
+        // All that was begun was answered.
+        if let (Some(notes), Some(content)) = (&self.notes, self.age.content()) {
+            notes.closed(content);
+        }
     }
 }
 
@@ -407,6 +417,9 @@ impl Write {
             let planned = job.plan(view, &step, &gather, &mut begun, &mut full);
             if matches!(planned, Planned::Send) {
                 core.gate.begin();
+                if job.kind != Kind::Preserve {
+                    core.age.wrote();
+                }
             }
             planned
         });

@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use super::exceptions::{CHUNKS_MAX, Exceptions};
 use super::format::Found;
+use super::notes::Stamp;
 use super::origin::{Anchor, Core, Merging, Origin};
 use super::snapshot::{Snap, Snapshot};
 use super::store::{self, Store};
 use super::store_load;
-use super::{Config, SetupError, StoreKind};
+use super::{Config, Missed, SetupError, StoreKind};
 use crate::device::{Device, Geometry};
 use crate::moment::{self, NotInTime, Pending};
 use crate::slot::{Common, LOCATION_BITS};
@@ -20,6 +21,24 @@ pub struct PendingSnapshot {
     anchor: Arc<Anchor>,
     frozen: bool,
     attached: bool,
+    before: Before,
+}
+
+/// The store, before it was opened.
+#[derive(Clone, Copy)]
+enum Before {
+    New,
+    /// It was there; what the origin held when it was closed in order.
+    There(Option<Stamp>),
+}
+
+impl Before {
+    fn missed(self, core: &Core) -> Missed {
+        match self {
+            Self::New => Missed::Nothing,
+            Self::There(closed) => core.age.missed(closed),
+        }
+    }
 }
 
 impl Origin {
@@ -46,7 +65,17 @@ impl Origin {
         // Given back when this fails.
         let mut preparing = Preparing::new(core, &cow)?;
         let noted = core.noted_merge();
-        preparing.check_merging(config.kind, noted)?;
+        let found = store_load::look(&*cow)?;
+        preparing.check_merging(config.kind, noted, found)?;
+        let before = match found {
+            Some(Found::Store { valid: true, closed, .. }) if config.kind.is_persistent() => {
+                Before::There(closed)
+            }
+            _ => Before::New,
+        };
+        if !config.force && before.missed(core) == Missed::Writes {
+            return Err(SetupError::Older);
+        }
         core.runner.start().map_err(SetupError::Thread)?;
         let common = if let Some(common) = core.common.get() {
             Arc::clone(common)
@@ -54,6 +83,9 @@ impl Origin {
             let new = Arc::new(Common::new().map_err(|_| SetupError::NoMemory)?);
             Arc::clone(core.common.get_or_init(|| new))
         };
+        if config.kind.is_persistent() {
+            core.age.has_store(core.notes.as_deref());
+        }
         let (store, loaded) = Store::open(cow, config.kind, config.chunk_bytes, &origin)?;
         preparing.take_up(&store, loaded.is_empty(), noted)?;
         let chunk = store.chunk_bytes();
@@ -67,7 +99,7 @@ impl Origin {
         let snap = Snap::new(core, store, exceptions, *config, &origin);
         let snapshot = Snapshot::new(snap, Arc::clone(&self.0));
         preparing.kept();
-        Ok(PendingSnapshot { snapshot, anchor: Arc::clone(&self.0), frozen: false, attached: false })
+        Ok(PendingSnapshot { snapshot, anchor: Arc::clone(&self.0), frozen: false, attached: false, before })
     }
 
     /// A snapshot of what the origin holds now. Blocks until no write to the origin is under way.
@@ -105,10 +137,13 @@ impl<'a> Preparing<'a> {
     }
 
     /// Refuses a snapshot that would begin with what is half merged, and what would overwrite the store of a merge.
-    fn check_merging(&self, kind: StoreKind, noted: Option<u64>) -> Result<(), SetupError> {
-        let Some(cow) = &self.cow else { return Ok(()) };
+    fn check_merging(
+        &self,
+        kind: StoreKind,
+        noted: Option<u64>,
+        found: Option<Found>,
+    ) -> Result<(), SetupError> {
         let taken_up = self.core.changing.lock().merging == Merging::TakenUp;
-        let found = store_load::look(&**cow)?;
         let is_old = kind.is_persistent() && found != Some(Found::New);
         match found {
             _ if taken_up && !is_old => Err(SetupError::Merging),
@@ -246,6 +281,9 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
+            // What is written from now on it does not miss.
+            let missed = self.before.missed(core);
+            let _ = snap.missed.set(missed);
             core.gate.change(|view| {
                 view.changed(|view| {
                     if snap.is_merging() {
@@ -256,6 +294,7 @@ impl Pending for PendingSnapshot {
                 })
             });
             core.prepared(self.snapshot.cow(), false);
+            snap.tell_missed(missed);
         }
     }
 

@@ -29,7 +29,7 @@ use super::origin::{Anchor, Core};
 use super::store::Store;
 use super::throttle::{self, COPIES_MAX_DEFAULT, Next};
 use super::tokens::Tokens;
-use super::{Config, Status, StoreKind, reads, writes};
+use super::{Config, Missed, Status, StoreKind, reads, writes};
 use crate::cow::copy::PIECE_BYTES;
 use crate::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
@@ -109,6 +109,8 @@ pub(super) struct SnapState {
     pub merge: Merge,
     /// Where the store is, for people.
     pub place: OnceLock<String>,
+    /// Set when it has begun.
+    pub missed: OnceLock<Missed>,
     pub counters: Counters<{ counter::COUNT }>,
     block: u32,
     state: AtomicU32,
@@ -193,6 +195,11 @@ impl Snapshot {
         snap.set_copies(copies.clamp(1, copies_max(snap.chunk())));
     }
 
+    /// Whether its store missed writes of the origin before it was opened.
+    pub fn missed_writes(&self) -> Missed {
+        self.0.snap.missed.get().copied().unwrap_or(Missed::Nothing)
+    }
+
     /// Takes the snapshot off its origin. Its accesses fail from now on; on the COW device it stays as it is.
     pub fn remove(&self) {
         self.0.snap.detach();
@@ -273,6 +280,29 @@ impl Deref for Snap {
     }
 }
 
+impl SnapState {
+    /// The store is told what the origin holds now.
+    fn closes(&self) {
+        // One that never began may have missed writes.
+        if self.missed.get().is_some()
+            && let Some(content) = self.core.age.content()
+        {
+            self.store.closes(content);
+        }
+    }
+}
+
+impl Drop for SnapState {
+    fn drop(&mut self) {
+        // It plays the origin's part to the end. Where all is merged, the store is as good as new.
+        let merging =
+            self.state.load(Ordering::SeqCst) & (state::MERGING | state::DETACHED) == state::MERGING;
+        if merging && !self.merge.is_finished() {
+            self.closes();
+        }
+    }
+}
+
 impl Snap {
     pub fn new(
         core: &Near<Core>,
@@ -296,6 +326,7 @@ impl Snap {
             size: origin.size,
             merge: if taken_up { Merge::stopped() } else { Merge::default() },
             place: OnceLock::new(),
+            missed: OnceLock::new(),
             counters: Counters::default(),
             block,
             state: AtomicU32::new(lost),
@@ -303,6 +334,20 @@ impl Snap {
             store,
         });
         Near::new(|| Self(CachePadded::new(Arc::clone(&state))))
+    }
+
+    /// Logs what its store missed before it was opened.
+    pub fn tell_missed(&self, missed: Missed) {
+        let store = self.place.get().map_or("an exception store", |place| place);
+        match missed {
+            Missed::Nothing => {}
+            Missed::Unknown => tracing::warn!(
+                "{store}: it is unknown whether the origin was written without this store since; then its snapshot is a mixture"
+            ),
+            Missed::Writes => tracing::warn!(
+                "{store}: the origin was written or used without this store since; its snapshot is a mixture of old and new"
+            ),
+        }
     }
 
     /// Whether both are of one snapshot.
@@ -419,6 +464,10 @@ impl Snap {
     }
 
     fn detach(self: &Arc<Self>) {
+        if !self.has(state::DETACHED) && !self.is_merging() {
+            // Before: what is written from now on may be written without it.
+            self.closes();
+        }
         // First: whoever reads the origin after a write that did not care for this snapshot sees it.
         self.set(state::DETACHED);
         self.core.forget(self);

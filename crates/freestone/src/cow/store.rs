@@ -13,6 +13,7 @@ use std::thread::{self, JoinHandle};
 use thiserror::Error;
 
 use super::format::{Layout, Mark};
+use super::notes::Stamp;
 use super::store_area::Area;
 use super::store_load::{self, Loaded};
 use super::store_queue::{Committer, Finished, Queue};
@@ -320,6 +321,14 @@ impl Store {
         self.committer()?.unmark()?;
         *self.mark.lock() = None;
         Ok(())
+    }
+
+    /// The store is closed in order while the origin holds `content`: it says so when it is dropped. Never waits.
+    pub fn closes(&self, content: Stamp) {
+        if let Core::Persistent { committer, .. } = &self.core {
+            let mark = *self.mark.lock();
+            committer.queue.lock().closing = Some((content, mark));
+        }
     }
 
     fn committer(&self) -> Result<&Committer, MergeError> {

@@ -73,7 +73,7 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
             create(cow, layout).map_err(writing)?;
             Ok(Loaded::empty(layout, true))
         }
-        Found::Store { valid, chunk, mark } => {
+        Found::Store { valid, chunk, mark, closed: _ } => {
             let layout = fits(chunk)?;
             if asked.is_some_and(|asked| asked != chunk) {
                 tracing::warn!(asked = wanted, chunk, "the exception store has a chunk size of its own");
@@ -84,7 +84,8 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
                 return Ok(Loaded::empty(layout, false));
             }
             let mut loaded = scan(cow, layout, &geometry, origin.size, mark)?;
-            // It may have been marked, or the mark taken away, a moment before.
+            // It may have been marked, or the mark taken away, a moment before. From now on it is in use.
+            format::set_closed(&mut block, None);
             cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
             (loaded.mark, loaded.header) = (mark, Box::new(block));
             Ok(loaded)

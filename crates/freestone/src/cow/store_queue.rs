@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::Usage;
 use super::format::{self, Entry, Layout, Mark};
+use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
 use super::store::{Full, Invalid, MergeError, Run, Stats};
 use super::store_area::{Area, Block};
@@ -80,6 +81,8 @@ pub struct Queue {
     /// Who is to be told that a removal that failed was undone.
     undo: Vec<PutBack>,
     stop: bool,
+    /// What the origin holds at the end, and the mark of then.
+    pub closing: Option<(Stamp, Option<Mark>)>,
     pub stats: Stats,
 }
 
@@ -103,6 +106,7 @@ impl Queue {
             header_again: None,
             undo: Vec::new(),
             stop: false,
+            closing: None,
             stats: Stats::default(),
         }
     }
@@ -257,7 +261,7 @@ impl Committer {
 
     // ---- the store's thread ------------------------------------------------------------------------------------------
 
-    /// Makes groups durable and answers, until the store is dropped.
+    /// Makes groups durable and answers, until the store is dropped; says then that it was closed in order, if it was.
     pub fn run(&self) {
         while let Some(work) = self.next() {
             match work {
@@ -273,6 +277,22 @@ impl Committer {
                     answer(thens, outcome);
                 }
             }
+        }
+        self.close();
+    }
+
+    fn close(&self) {
+        let _area = self.area.lock();
+        let closing = {
+            let mut queue = self.queue.lock();
+            queue.closing.take().filter(|_| queue.valid)
+        };
+        let Some((content, mark)) = closing else { return };
+        let mut block = *self.header;
+        format::set_mark(&mut block, mark);
+        format::set_closed(&mut block, Some(content));
+        if let Err(error) = self.device.write_at(0, &block, Flags::FUA) {
+            tracing::warn!(%error, "an exception store could not be told that it was closed in order");
         }
     }
 

@@ -20,6 +20,8 @@ pub(super) struct Backing {
     pub fd: OwnedFd,
     /// In the list of this process; dropped with the file.
     pub held: Option<Held>,
+    /// When it was modified last before it was opened, and its size then.
+    pub found: Option<(i128, u64)>,
     /// Of a file that is only read.
     pub watched: Option<Arc<Watched>>,
     pub path: PathBuf,
@@ -43,6 +45,7 @@ impl Backing {
         Self {
             fd,
             held: None,
+            found: None,
             watched: None,
             path,
             is_block_device,

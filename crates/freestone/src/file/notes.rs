@@ -2,10 +2,11 @@
 
 use std::io;
 
-use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr, fsync};
+use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr, fstat, fsync};
 use rustix::io::Errno;
 
 use super::File;
+use super::open::modified;
 
 /// The longest note in bytes.
 const NOTE_BYTES_MAX: usize = 8192;
@@ -26,6 +27,16 @@ impl File {
     pub fn set_note(&self, name: &str, text: &str) -> io::Result<()> {
         fsetxattr(&self.backing.fd, attribute(name), text.as_bytes(), XattrFlags::empty())?;
         Ok(fsync(&self.backing.fd)?)
+    }
+
+    /// When the file was modified last, in nanoseconds since 1970, and its size in bytes; `None` where it cannot be asked.
+    pub fn modified(&self) -> Option<(i128, u64)> {
+        modified(&fstat(&self.backing.fd).ok()?)
+    }
+
+    /// The same as it was before the file was opened.
+    pub fn found(&self) -> Option<(i128, u64)> {
+        self.backing.found
     }
 
     /// Takes a note away durably, if it is there. Blocks.

@@ -5,7 +5,10 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags, Timespec, Timestamps,
+    UTIME_OMIT,
+};
 use rustix::io::Errno;
 use thiserror::Error;
 
@@ -274,6 +277,7 @@ impl<'a> Opening<'a> {
         };
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
         backing.held = Some(self.held);
+        backing.found = modified(&self.stat);
         backing.watched = self.config.read_only.then(|| Watched::new(path, &self.stat));
         Ok(backing)
     }
@@ -324,6 +328,16 @@ impl<'a> Opening<'a> {
         None
     }
 
+    /// Nothing was modified, whatever the file system made of the question. Only the owner may say so.
+    fn keep_modified(&self) {
+        let at = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
+        let times = Timestamps {
+            last_access: at(0, UTIME_OMIT),
+            last_modification: at(self.stat.st_mtime, self.stat.st_mtime_nsec as _),
+        };
+        let _ = rustix::fs::futimens(&self.fd, &times);
+    }
+
     /// The smallest range that punching frees; 0 where it is not possible.
     fn discard_granularity(&self, size: u64, block: u32) -> u32 {
         if !self.is_block_device {
@@ -331,6 +345,7 @@ impl<'a> Opening<'a> {
             let behind = size.next_multiple_of(u64::from(MAX_PREFERRED_BYTES));
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let punched = rustix::fs::fallocate(&self.fd, mode, behind, u64::from(block));
+            self.keep_modified();
             return if punched.is_ok() { block } else { 0 };
         }
         // Punching a block device is "write zeroes, unmapping": the queue says whether the disk has it.
@@ -374,6 +389,12 @@ fn is_same(a: &Stat, b: &Stat) -> bool {
 }
 
 /// The type of a file that can be a device; else an error that says what it is.
+/// When a file was modified last, in nanoseconds since 1970, and its size in bytes.
+pub(super) fn modified(stat: &Stat) -> Option<(i128, u64)> {
+    let time = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
+    Some((time, u64::try_from(stat.st_size).ok()?))
+}
+
 fn kind(path: &Path, stat: &Stat) -> Setup<FileType> {
     let refuse = |kind| Err(SetupError::Kind { path: path.to_owned(), kind });
     match FileType::from_raw_mode(stat.st_mode) {
