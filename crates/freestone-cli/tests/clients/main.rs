@@ -18,6 +18,7 @@ mod locks;
 mod merging;
 mod mount;
 mod mounted;
+mod older;
 mod qemu_img;
 mod qemu_io;
 mod saved;

@@ -80,6 +80,18 @@ impl Serve {
         if named {
             command.args(["--nbd", "unix:nbd", "--control", "control"]);
         }
+        Self::ready(dir, command)
+    }
+
+    /// As [`start_in`](Self::start_in), at the default paths; what the server logs is in the file `log`.
+    #[allow(dead_code, reason = "the tests of the command line do not look at it")]
+    pub fn logged_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S]) -> Self {
+        let mut command = freestone(dir.path());
+        command.arg("serve").args(args).stderr(fs::File::create(dir.path().join("log")).unwrap());
+        Self::ready(dir, command)
+    }
+
+    fn ready(dir: TempDir, mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut said = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
