@@ -15,7 +15,7 @@ use crate::device::{
     Buffer, Changes, Completion, Counted, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, Request,
     Result, Tried,
 };
-use crate::gate::Gate;
+use crate::gate::{Gate, UnderWay};
 use crate::near::Near;
 
 /// A device that can be shut.
@@ -32,7 +32,10 @@ struct State {
 type Shell = CachePadded<Arc<State>>;
 
 /// A request inside, for as long as its call lasts.
-struct Visit<'a>(&'a State);
+struct Visit<'a> {
+    counts: &'a OpCounts,
+    _inside: UnderWay<'a, ()>,
+}
 
 /// A request inside that is answered later.
 struct Stay(Arc<Shell>);
@@ -60,25 +63,18 @@ impl Door {
     }
 
     fn visit(&self) -> Result<Visit<'_>> {
-        enter(&self.state).map(|()| Visit(&self.state))
+        let state = &**self.state;
+        state.gate.pass().map(|inside| Visit { counts: &state.counts, _inside: inside }).ok_or(Error::Gone)
     }
 
     fn stay(&self) -> Result<Stay> {
-        enter(&self.state).map(|()| Stay(Arc::clone(&self.state)))
+        let state = Arc::clone(&self.state);
+        state.gate.enter(|open| open.map(|()| state.gate.begin())).ok_or(Error::Gone)?;
+        Ok(Stay(state))
     }
 
     fn zones(&self) -> Result<&dyn Zoned> {
         self.inner.zoned().ok_or(Error::Unsupported)
-    }
-}
-
-fn enter(state: &State) -> Result<()> {
-    state.gate.enter(|open| open.map(|()| state.gate.begin())).ok_or(Error::Gone)
-}
-
-impl Drop for Visit<'_> {
-    fn drop(&mut self) {
-        self.0.gate.end();
     }
 }
 
@@ -103,7 +99,7 @@ impl Device for Door {
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let visit = self.visit()?;
         let outcome = self.inner.try_io(request, buffer);
-        visit.0.counts.tried(request, &outcome);
+        visit.counts.tried(request, &outcome);
         outcome
     }
 
@@ -157,7 +153,7 @@ impl Zoned for Door {
         let visit = self.visit()?;
         let outcome = self.zones()?.try_append(offset, data, flags);
         if !matches!(outcome, Ok(None)) {
-            visit.0.counts.appended(data.len() as u64, &outcome);
+            visit.counts.appended(data.len() as u64, &outcome);
         }
         outcome
     }
