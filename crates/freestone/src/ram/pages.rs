@@ -175,17 +175,23 @@ impl Shared {
         if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
     }
 
-    /// Empties a slot; where something lies below, that is covered with zeroes. Returns whether there was anything.
-    pub(super) fn free_page(&self, view: &View, slot: u64) -> PageResult<bool> {
-        let new = if view.below.reaches(slot) { Word::same(0) } else { Word::EMPTY };
+    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then: where something lies below,
+    /// that is covered with zeroes.
+    #[inline]
+    fn to_empty(view: &View, slot: u64) -> Result<Option<(Leaf<'_>, Word)>> {
         let table = view.layer.table();
-        let leaf = match table.leaf(slot) {
-            Some(leaf) => leaf,
-            None if new == Word::EMPTY => return Ok(Ok(false)),
-            None => match table.leaf_or_new(slot) {
-                Ok(leaf) => leaf,
-                Err(error) => return Ok(Err(error)),
-            },
+        if view.below.reaches(slot) {
+            return Ok(Some((table.leaf_or_new(slot)?, Word::same(0))));
+        }
+        Ok(table.leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
+    }
+
+    /// Empties a slot. Returns whether there was anything.
+    pub(super) fn free_page(&self, view: &View, slot: u64) -> PageResult<bool> {
+        let (leaf, new) = match Self::to_empty(view, slot) {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(Ok(false)),
+            Err(error) => return Ok(Err(error)),
         };
         let is_free = |word: Word| word == Word::EMPTY && new == Word::EMPTY;
         if is_free(leaf.peek(slot)) {
@@ -211,15 +217,10 @@ impl Shared {
         slot: u64,
         is_end: impl Fn() -> bool,
     ) -> PageResult<Option<bool>> {
-        let new = if view.below.reaches(slot) { Word::same(0) } else { Word::EMPTY };
-        let table = view.layer.table();
-        let leaf = match table.leaf(slot) {
-            Some(leaf) => leaf,
-            None if new == Word::EMPTY => return Ok(Ok(Some(false))),
-            None => match table.leaf_or_new(slot) {
-                Ok(leaf) => leaf,
-                Err(error) => return Ok(Err(error)),
-            },
+        let (leaf, new) = match Self::to_empty(view, slot) {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(Ok(Some(false))),
+            Err(error) => return Ok(Err(error)),
         };
         let guard = leaf.lock(slot);
         // Who writes behind the old end has seen the new size before it locked the slot.
