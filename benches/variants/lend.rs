@@ -10,7 +10,7 @@ mod ours;
 use std::ops::{Deref, DerefMut};
 
 use crate::device::Result;
-use crate::sync::{Condvar, Mutex, MutexGuard, wait};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::variants::{self, Streams};
 
 /// Streams in the longer and in the shorter list.
@@ -114,7 +114,9 @@ impl<T> List<T> {
                 return Listed { list: self, stream: Some(stream) };
             }
             idle.sleepers += 1;
-            idle = wait(&self.returned, idle);
+            // Not `sync::wait`: whoever needs a stream is pinned, and here, unlike in the product, may sleep for it. Who has
+            // one gives it back without waiting for pins.
+            idle = self.returned.wait(idle).unwrap_or_else(std::sync::PoisonError::into_inner);
             idle.sleepers -= 1;
         }
     }

@@ -1,6 +1,8 @@
 //! What is known of a store that is opened again: whether it missed writes of its origin.
 
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use freestone::cow::{Config, Left, Missed, Notes, Origin, SetupError, Stamp, StoreKind};
 use freestone::device::{Blocking, Device, Flags};
@@ -69,6 +71,15 @@ fn says_closed(cow: &dyn Device) -> bool {
     read(cow, 0, 512)[CLOSED] != [0; 24]
 }
 
+/// What is dropped is closed when the thread that answered its last request has left.
+fn soon(is: impl Fn() -> bool) {
+    let late = Instant::now() + Duration::from_secs(20);
+    while !is() {
+        assert!(Instant::now() < late, "it was not closed");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn both_say_how_they_were_closed_and_neither_while_in_use() {
     // What is made of memory would have to be forced.
@@ -81,8 +92,7 @@ fn both_say_how_they_were_closed_and_neither_while_in_use() {
         assert!(!says_closed(&*cow), "a crash now would be taken for an end in order");
         origin.write_at(round * 4096, &bytes(round, 4096), NONE).unwrap();
         drop((origin, snapshot));
-        assert!(says_closed(&*cow));
-        assert!(matches!(disk.beside.left(), Some(Left::Closed { .. })));
+        soon(|| says_closed(&*cow) && matches!(disk.beside.left(), Some(Left::Closed { .. })));
     }
 }
 
@@ -94,11 +104,13 @@ fn what_is_refused_is_left_as_it_is() {
     origin.write_at(0, &bytes(1, 4096), NONE).unwrap();
     snapshot.remove();
     drop(snapshot);
+    soon(|| says_closed(&*cow));
     origin.write_at(8192, &bytes(2, 4096), NONE).unwrap();
     let before = read_all(&*cow);
     let refused = origin.snapshot(cow.clone(), &persistent());
     assert!(matches!(refused, Err(SetupError::Older)), "{refused:?}");
     drop(origin);
+    soon(|| matches!(disk.beside.left(), Some(Left::Closed { .. })));
     let origin = disk.origin();
     let refused = origin.snapshot(cow.clone(), &persistent());
     assert!(matches!(refused, Err(SetupError::Older)), "{refused:?}");
@@ -108,6 +120,7 @@ fn what_is_refused_is_left_as_it_is() {
     let snapshot = origin.snapshot(cow.clone(), &forced).unwrap();
     assert_eq!(snapshot.missed_writes(), Missed::Writes);
     drop(snapshot);
+    soon(|| says_closed(&*cow));
     let mut pending = origin.prepare_snapshot(cow, &persistent()).unwrap();
     origin.write_at(0, &bytes(3, 4096), NONE).unwrap();
     freestone::moment::take(&mut [&mut pending]).unwrap();
