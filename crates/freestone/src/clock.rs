@@ -1,9 +1,9 @@
 //! Coarse time, for ages and deadlines, and who is told that a second has passed.
 
-use std::sync::{LazyLock, Weak};
-use std::time::{Duration, Instant};
+use std::sync::Weak;
+use std::time::Duration;
 
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Instant, LazyLock, Mutex};
 
 /// How often [`Ticks::tick`] is called.
 pub const TICK: Duration = Duration::from_secs(1);
@@ -35,7 +35,7 @@ pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
     static RUNNING: LazyLock<Mutex<bool>> = LazyLock::new(Mutex::default);
     let mut running = RUNNING.lock();
     if !*running {
-        std::thread::Builder::new().name("clock".into()).spawn(run)?;
+        crate::sync::thread::Builder::new().name("clock".into()).spawn(run)?;
         *running = true;
     }
     LISTENERS.lock().push(listener);
@@ -44,7 +44,7 @@ pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
 
 fn run() {
     loop {
-        std::thread::sleep(TICK);
+        crate::sync::thread::sleep(TICK);
         let listeners: Vec<Arc<dyn Ticks>> = {
             let mut listeners = LISTENERS.lock();
             listeners.retain(|listener| listener.strong_count() > 0);

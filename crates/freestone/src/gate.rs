@@ -14,13 +14,13 @@
 //!
 //! Lock order: `closers`, then `held`. `closers` is held while pins are waited for, so it is never taken pinned.
 
-use std::sync::{Arc, Condvar, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use crate::percpu::Counters;
 use crate::pin::{self, Pin, Swap};
 use crate::runner::Task;
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Instant, Mutex};
 
 /// See the module. `T` is what a change changes.
 pub struct Gate<T> {

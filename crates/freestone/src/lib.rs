@@ -68,6 +68,8 @@ pub mod save;
 mod spill;
 #[cfg(not(loom))]
 mod timer;
+#[cfg(not(loom))]
+mod unique;
 #[cfg(freestone_variants)]
 #[path = "../../../benches/variants/mod.rs"]
 pub mod variants;

@@ -16,10 +16,9 @@
 //! Where a disk hangs the wait ends at [`FREEZE_MAX`], for whoever it is.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::sync::{Instant, Mutex, MutexGuard, thread};
 use thiserror::Error;
 
 /// How long the origins of a set may take until their writes have ended.
@@ -137,7 +136,7 @@ impl Drop for Set {
 }
 
 fn lock() -> MutexGuard<'static, Sets> {
-    SETS.lock().unwrap_or_else(PoisonError::into_inner)
+    SETS.lock()
 }
 
 #[cfg(test)]

@@ -13,9 +13,10 @@ use std::sync::PoisonError;
 
 use crate::sync::{Arc, Condvar, Mutex};
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, freestone_sim)))]
 const BUCKETS: usize = 256;
-#[cfg(loom)]
+/// With one alone it does not matter where slots lie in memory.
+#[cfg(any(loom, freestone_sim))]
 const BUCKETS: usize = 1;
 
 /// Buckets of waiting threads. One for each family of slot tables.

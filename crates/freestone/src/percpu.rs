@@ -28,6 +28,7 @@ pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard
     (0..cpus).find_map(|n| of((cpu + n) % cpus).try_lock()).unwrap_or_else(|| of(cpu).lock())
 }
 
+#[cfg(not(freestone_sim))]
 mod cpu {
     #![expect(unsafe_code)]
     // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its rseq area).
@@ -43,6 +44,15 @@ mod cpu {
         // SAFETY: no arguments; a failure is -1.
         let cpu = unsafe { libc::sched_getcpu() };
         usize::try_from(cpu).unwrap_or(0)
+    }
+}
+
+#[cfg(freestone_sim)]
+mod cpu {
+    pub use freestone_sim::sim::cpu as current;
+
+    pub fn configured() -> usize {
+        freestone_sim::sim::CPUS
     }
 }
 

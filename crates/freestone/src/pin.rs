@@ -21,15 +21,13 @@
 //!
 //! Pins nest.
 
+use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, Ordering, fence, thread_local, yield_now};
+#[cfg(not(loom))]
+#[cfg(not(loom))]
+use crate::sync::{LazyLock, compiler_fence};
+use crossbeam_utils::CachePadded;
 use std::cell::Cell;
 use std::rc::Rc;
-#[cfg(not(loom))]
-use std::sync::LazyLock;
-
-#[cfg(not(loom))]
-use crate::sync::compiler_fence;
-use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, Ordering, fence, thread_local, yield_now};
-use crossbeam_utils::CachePadded;
 
 #[cfg(not(loom))]
 static DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::new);
@@ -130,7 +128,7 @@ fn pause(tries: &mut u32) {
     *tries += 1;
     #[cfg(not(loom))]
     if *tries > 100 {
-        std::thread::sleep(std::time::Duration::from_micros(50));
+        crate::sync::thread::sleep(std::time::Duration::from_micros(50));
         return;
     }
     yield_now();

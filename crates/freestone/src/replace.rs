@@ -12,16 +12,14 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use tempfile::TempPath;
 
 use crate::file::locks::{self, Access};
-use crate::sync::Mutex;
+use crate::sync::{Instant, LazyLock, Mutex, thread};
 
 /// How the names begin that unfinished files have.
 const PREFIXES: [&str; 3] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX];

@@ -4,11 +4,11 @@
 //! after the read of a copy, a request that waited) is a task for this thread.
 
 use std::collections::VecDeque;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar};
-use std::{io, thread};
+use std::sync::Arc;
 
-use crate::sync::{Mutex, wait};
+use crate::sync::{Condvar, Mutex, thread, wait};
 
 /// Something to do.
 pub type Task = Box<dyn FnOnce() + Send>;

@@ -1,13 +1,21 @@
-//! One place that chooses between the real synchronisation types and loom's models of them.
+//! One place that chooses between the real synchronisation types, loom's models of them, and the simulation's.
 //!
-//! Everything that takes part in a lock protocol imports from here, so that `RUSTFLAGS="--cfg loom"` turns the
-//! same code into a model. Capacities shrink there: a model explores every interleaving.
+//! Everything that waits, or takes part in a lock protocol, imports from here. `RUSTFLAGS="--cfg loom"` turns the same code into a
+//! model; capacities shrink there, as a model explores every interleaving. `--cfg freestone_sim` makes it part of a simulation, in
+//! which a seed decides who runs, and the clock is virtual.
+
+#[cfg(all(freestone_sim, not(loom)))]
+use freestone_sim as origin;
+#[cfg(not(any(freestone_sim, loom)))]
+use std as origin;
 
 #[cfg(not(loom))]
 mod real {
-    pub use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
-    pub use std::sync::{Arc, Condvar};
-    pub use std::thread::yield_now;
+    pub use super::origin::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
+    pub use super::origin::sync::{Arc, Condvar, LazyLock, OnceLock, RwLock, mpsc};
+    pub use super::origin::thread;
+    pub use super::origin::thread::yield_now;
+    pub use super::origin::time::Instant;
     pub use std::thread_local;
 }
 
@@ -17,6 +25,10 @@ mod real {
     pub use loom::sync::{Arc, Condvar};
     pub use loom::thread::yield_now;
     pub use loom::thread_local;
+    // Not of a protocol that is modelled.
+    pub use std::sync::{LazyLock, OnceLock, RwLock, mpsc};
+    pub use std::thread;
+    pub use std::time::Instant;
 }
 
 pub use real::*;
@@ -27,15 +39,21 @@ pub use real::*;
 pub struct Mutex<T>(Inner<T>);
 
 #[cfg(not(loom))]
-type Inner<T> = std::sync::Mutex<T>;
+type Inner<T> = origin::sync::Mutex<T>;
 #[cfg(loom)]
 type Inner<T> = loom::sync::Mutex<T>;
 #[cfg(not(loom))]
-pub type MutexGuard<'a, T> = std::sync::MutexGuard<'a, T>;
+pub type MutexGuard<'a, T> = origin::sync::MutexGuard<'a, T>;
 #[cfg(loom)]
 pub type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
 
 impl<T> Mutex<T> {
+    #[cfg(not(loom))]
+    pub const fn new(value: T) -> Self {
+        Self(Inner::new(value))
+    }
+
+    #[cfg(loom)]
     pub fn new(value: T) -> Self {
         Self(Inner::new(value))
     }

@@ -8,10 +8,9 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, LazyLock, PoisonError};
-use std::time::Instant;
+use std::sync::PoisonError;
 
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Instant, LazyLock, Mutex};
 
 /// How late the kernel may wake the thread to save work; its usual 50 us are longer than the shortest delays.
 const SLACK_NS: NonZeroU64 = NonZeroU64::MIN;
@@ -69,7 +68,7 @@ pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Res
 impl Timer {
     fn start(&'static self, pending: &mut Pending) -> std::io::Result<()> {
         if !pending.running {
-            std::thread::Builder::new().name("timer".into()).spawn(|| self.run())?;
+            crate::sync::thread::Builder::new().name("timer".into()).spawn(|| self.run())?;
             pending.running = true;
         }
         Ok(())

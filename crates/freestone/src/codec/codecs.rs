@@ -1,9 +1,10 @@
 //! The algorithms of one disk: a primary one for writes, and up to three secondary ones for recompression.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::{Page, Streams};
 use crate::device::{Error, Result};
+use crate::sync::OnceLock;
 
 /// Secondary algorithms have the priorities 1 to this.
 pub const PRIORITIES: usize = 3;

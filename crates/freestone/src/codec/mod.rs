@@ -15,7 +15,7 @@ mod params;
 mod zstd;
 
 use std::mem::MaybeUninit;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 pub use self::codecs::{Codecs, PRIORITIES, SetError};
 pub use self::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
@@ -23,6 +23,7 @@ use self::lend::Lender;
 pub use self::params::{Algorithm, Params, ParamsError};
 use crate::PAGE_BYTES;
 use crate::device::{Error, Result};
+use crate::sync::Mutex;
 
 /// A page's content.
 pub type Page = [u8; PAGE_BYTES];
@@ -94,9 +95,9 @@ impl Streams {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn shared(algorithm: Algorithm, params: &Params) -> std::result::Result<Arc<Self>, StreamsError> {
-        static SHARED: std::sync::Mutex<Vec<Weak<Streams>>> = std::sync::Mutex::new(Vec::new());
+        static SHARED: Mutex<Vec<Weak<Streams>>> = Mutex::new(Vec::new());
         let level = params.check(algorithm)?;
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = SHARED.lock();
         shared.retain(|streams| streams.strong_count() > 0);
         let same =
             |s: &Arc<Self>| s.algorithm == algorithm && s.level == level && s.dictionary == params.dictionary;

@@ -16,11 +16,11 @@
 //! A stamp for a store is taken before it leaves the origin's list, and a write says that there is one after it looked at the list. So a
 //! write that does not care for the store comes after its stamp.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::notes::{Left, Notes, Stamp};
 use crate::sync::Mutex;
+use crate::unique;
 
 /// Whether a store missed writes of its origin before it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ struct State {
 
 impl Age {
     pub fn new(notes: Option<&dyn Notes>) -> Self {
-        let session = RandomState::new().build_hasher().finish();
+        let session = unique::number();
         let fresh = Stamp { session, number: 0 };
         let left = notes.and_then(Notes::left);
         let (closed, content) = match left {

@@ -28,11 +28,9 @@
 //! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, mpsc};
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -43,7 +41,8 @@ use super::snapshot::{Mode, Snap, Snapshot};
 use super::store::{self, Run};
 use crate::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
 use crate::moment::{FREEZE_MAX, NotInTime};
-use crate::sync::{Mutex, wait};
+use crate::sync::{Condvar, Mutex, mpsc, thread, wait};
+use crate::unique;
 
 /// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
 const RUN_BYTES_MAX: u64 = 4 << 20;
@@ -478,7 +477,7 @@ impl Snap {
 
 /// A number for a merge; not 0.
 fn new_id() -> u64 {
-    RandomState::new().build_hasher().finish().max(1)
+    unique::number().max(1)
 }
 
 /// Runs a write of the origin to its end.

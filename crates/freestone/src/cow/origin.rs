@@ -17,7 +17,7 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crossbeam_utils::CachePadded;
 
@@ -34,7 +34,7 @@ use crate::gate::Gate;
 use crate::near::Near;
 use crate::runner::Runner;
 use crate::slot::Common;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, OnceLock};
 
 /// Exceptions that one round of a write asks for.
 const ROUND_EXCEPTIONS: usize = 256;

@@ -1,7 +1,6 @@
 //! How a snapshot begins: all that can fail or take long is done before, then the origin's gate is closed for a moment.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::exceptions::{CHUNKS_MAX, Exceptions};
 use super::format::Found;
@@ -14,6 +13,7 @@ use super::{Config, Missed, SetupError, StoreKind};
 use crate::device::{Device, Geometry};
 use crate::moment::{self, NotInTime, Pending};
 use crate::slot::{Common, LOCATION_BITS};
+use crate::sync::Instant;
 
 /// A snapshot that is ready and has not begun. One that never begins leaves an empty store on the COW device, if that was new.
 pub struct PendingSnapshot {

@@ -18,7 +18,7 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crossbeam_utils::CachePadded;
 
@@ -37,7 +37,7 @@ use crate::device::{
 use crate::gate::Gate;
 use crate::near::Near;
 use crate::percpu::Counters;
-use crate::sync::{AtomicU32, Mutex, Ordering};
+use crate::sync::{AtomicU32, Mutex, OnceLock, Ordering};
 
 /// Memory that the copies of one snapshot may take in flight, in bytes: bounds them where chunks are large.
 const COPY_MEMORY_BYTES_MAX: u64 = 64 << 20;

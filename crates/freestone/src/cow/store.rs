@@ -7,8 +7,7 @@
 //! Only when the entries are durable are the callers told, who may then overwrite the origin.
 
 use std::fmt;
-use std::sync::{Arc, Condvar};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -20,7 +19,10 @@ use super::store_queue::{Committer, Finished, Queue};
 use super::store_transient::Transient;
 use super::{CHUNK_BYTES_DEFAULT, SetupError, StoreKind, Usage};
 use crate::device::{self, Device, Geometry};
-use crate::sync::Mutex;
+use crate::sync::{
+    Condvar, Mutex,
+    thread::{self, JoinHandle},
+};
 
 pub use super::config::Damage;
 pub use super::store_area::RUN_ENTRIES_MAX;

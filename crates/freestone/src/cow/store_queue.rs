@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use super::Usage;
 use super::format::{self, Entry, Layout, Mark};
@@ -12,7 +12,7 @@ use super::status::SECTOR_BYTES;
 use super::store::{Full, Invalid, MergeError, Run, Stats};
 use super::store_area::{Area, Block};
 use crate::device::{self, Blocking, Device, Flags};
-use crate::sync::{self, Mutex};
+use crate::sync::{self, Condvar, Instant, Mutex};
 
 /// Called once with an outcome.
 type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;

@@ -1,8 +1,7 @@
 //! Blocking calls for users of the library, derived from `try_io` and `submit`.
 
-use std::sync::mpsc;
-
 use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::sync::mpsc;
 
 /// Blocking I/O on any device. Derived: a device implements [`Device`] only.
 pub trait Blocking: Device {

@@ -2,11 +2,13 @@
 //! a read does.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Sender, channel};
-use std::thread;
 
 use crate::device::{Error, Result};
-use crate::sync::Mutex;
+use crate::sync::{
+    Mutex,
+    mpsc::{Sender, channel},
+    thread,
+};
 
 /// Something to do.
 pub type Task = Box<dyn FnOnce() + Send>;

@@ -3,11 +3,11 @@
 //! Lock order: `held` is innermost. Answers are given outside of it.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use crate::device::{Error, Result};
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Instant, Mutex};
 use crate::timer;
 
 /// How long an answer is held back.

@@ -9,12 +9,11 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
-use std::sync::LazyLock;
 
 use rustix::fs::{FlockOperation, Stat, flock};
 use rustix::io::Errno;
 
-use crate::sync::Mutex;
+use crate::sync::{LazyLock, Mutex};
 
 /// Where qemu's bytes for permissions in use begin.
 const USED_FIRST_BYTE: i64 = 100;

@@ -15,8 +15,7 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
@@ -24,6 +23,10 @@ use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
 use crate::device::Result;
+use crate::sync::{
+    Mutex, MutexGuard,
+    thread::{self, JoinHandle},
+};
 
 use super::backing::Backing;
 use super::job::{Io, Job, Step, ZEROES};
@@ -138,7 +141,7 @@ impl Drop for Ring {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn wake(&self) {

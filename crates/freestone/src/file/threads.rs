@@ -2,14 +2,17 @@
 
 use std::io::{self, IoSlice};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, PoisonError};
 
 use rustix::io::{Errno, ReadWriteFlags};
 
 use super::backing::Backing;
 use super::job::{Io, Job, Step, ZEROES};
 use super::schedule::Schedule;
+use crate::sync::{
+    Condvar, Mutex, MutexGuard,
+    thread::{self, JoinHandle},
+};
 
 /// System calls under way at once.
 const THREADS: usize = 4;
@@ -58,7 +61,7 @@ impl Threads {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn work(&self) {

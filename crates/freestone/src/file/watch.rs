@@ -6,14 +6,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
-use std::sync::{LazyLock, PoisonError, Weak};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{PoisonError, Weak};
+use std::time::Duration;
 
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
+use crate::sync::{Arc, Condvar, Instant, LazyLock, Mutex, MutexGuard, thread};
 
 /// Time between two looks that nobody asked for.
 const EVERY: Duration = Duration::from_secs(10);

@@ -3,14 +3,14 @@
 //! Flushes and zone operations are not checked, as in the kernel. Nor are appends: where they go is known only when they are done. So
 //! bad blocks lie below the zones, which write to them.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use thiserror::Error;
 
 use crate::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried, Zoned,
 };
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, RwLock};
 
 /// Ranges a device may have; neighbours are one.
 pub const BAD_RANGES_MAX: usize = 512;

@@ -5,14 +5,14 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::device::zoned::{AppendCompletion, ZoneOp};
 use crate::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
     Zone, Zoned,
 };
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Instant, Ordering};
 use crate::timer;
 
 /// Largest bandwidth limit in MiB/s, as in the kernel.

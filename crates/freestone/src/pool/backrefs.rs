@@ -2,10 +2,8 @@
 #![expect(unsafe_code)]
 // UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span changes class.
 
-use std::sync::OnceLock;
-
 use super::spans::{Owned, Unused};
-use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU64, OnceLock, Ordering};
 
 /// The owner of an object: a table of the family and a slot in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

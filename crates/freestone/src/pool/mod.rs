@@ -27,8 +27,6 @@ mod spans;
 #[cfg(test)]
 mod tests;
 
-use std::sync::OnceLock;
-
 use crossbeam_utils::CachePadded;
 
 pub use self::backrefs::BackRef;
@@ -40,7 +38,7 @@ use crate::PAGE_BYTES;
 use crate::arena::Arena;
 use crate::device::{Error, Result};
 use crate::percpu;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 /// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no system calls.
 const KEPT_EMPTIES: usize = 16;

@@ -1,10 +1,8 @@
 //! How the worker and those who wait for a quiet device learn that something has moved.
 
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::time::Instant;
 
-use crate::sync::{Condvar, Mutex, wait};
+use crate::sync::{AtomicU64, Condvar, Instant, Mutex, Ordering::SeqCst, wait};
 
 /// Counts what has happened, for whoever listens. Nobody pays for it while nobody listens.
 #[derive(Debug, Default)]

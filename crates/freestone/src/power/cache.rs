@@ -1,14 +1,13 @@
 //! The unflushed blocks of the whole device: which shard holds what, how much there is, and who may write below.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use crossbeam_utils::CachePadded;
 
 use super::record::{Recorder, What};
 use super::shard::{Content, Kind, Shard, ZERO_COST_BYTES};
 use crate::device::{Error, Flags, IoBuf, Op, Request, Result};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// Parts of the cache with a lock of their own; a set of them is a `u64`.
 const SHARDS: usize = 64;

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use super::bell::Bell;
 use super::cache::{Cache, Claimed, Recorded, Run};
@@ -11,7 +10,7 @@ use super::record::What;
 use super::worker::Queue;
 use crate::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use crate::gate::Gate;
-use crate::sync::Mutex;
+use crate::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 
 /// A flush on the caller's thread writes at most this much below.
 const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;

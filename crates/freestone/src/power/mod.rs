@@ -29,13 +29,15 @@ mod worker;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::mpsc;
-use std::thread::{self, JoinHandle};
 
 use thiserror::Error;
 
 use crate::device::{
     self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result, Tried,
+};
+use crate::sync::{
+    mpsc,
+    thread::{self, JoinHandle},
 };
 use bell::Bell;
 use cache::Cache;

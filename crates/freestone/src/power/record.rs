@@ -10,13 +10,15 @@ use std::io;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::mpsc;
-use std::thread::{self, JoinHandle};
 
 use super::bell::Bell;
 use super::log::{self, Writer, format};
 use super::{RecordError, Recording};
-use crate::sync::{Condvar, Mutex, wait};
+use crate::sync::{
+    Condvar, Mutex, mpsc,
+    thread::{self, JoinHandle},
+    wait,
+};
 
 /// Data that waits to be written to the log; with more, the device lets its clients wait.
 const HELD_MAX_BYTES: u64 = 32 << 20;

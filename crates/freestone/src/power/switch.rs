@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::choice::Choice;
 use super::drain::Shared;
@@ -12,7 +12,7 @@ use super::record::{Recorder, What};
 use super::shard::{Content, Kind};
 use super::{Cut, Point, RecordError, Visited};
 use crate::device::{Blocking, Error, Flags, Result};
-use crate::sync::MutexGuard;
+use crate::sync::{Instant, MutexGuard};
 
 /// What is written or read at a time when the power is off.
 const RUN_MAX_BYTES: u64 = 1 << 20;

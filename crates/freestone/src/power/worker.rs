@@ -5,12 +5,11 @@ use std::mem;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use super::completion;
 use super::drain::Shared;
 use crate::device::{Completion, Error, IoBuf, Op, Request};
-use crate::sync::Mutex;
+use crate::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 
 /// Unflushed bytes that are written below at a time.
 const WINDOW_BYTES: u64 = 8 << 20;

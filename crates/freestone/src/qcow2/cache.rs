@@ -1,6 +1,7 @@
 //! What was read or unpacked once: a bounded number of places, one lock each.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use crate::sync::RwLock;
+use std::sync::{Arc, PoisonError};
 
 /// Maps a number to one place, and a place remembers what was put there last. Content never goes stale: images are only
 /// read. Each lock is held for the copy of an `Arc`, and never together with another.

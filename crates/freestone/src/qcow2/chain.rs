@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::error::{Fault, SetupError};
 use super::header::{self, Header};
 use super::job::Job;
 use super::source::Source;
 use super::table::Table;
+use crate::sync::Mutex;
 
 /// Most files of one chain. Each keeps a descriptor, its metadata and a thread.
 pub(super) const MAX_LAYERS: usize = 64;

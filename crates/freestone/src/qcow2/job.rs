@@ -1,7 +1,7 @@
 //! A submitted request: read what is needed, go on, until its memory is full.
 
 use std::mem;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::device::{Completion, IoBuf, Request, Result};
 
@@ -131,7 +131,7 @@ impl Claim {
         let chain = Arc::clone(&job.chain);
         let cluster = (layer, number);
         {
-            let mut unpacking = chain.unpacking.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut unpacking = chain.unpacking.lock();
             if let Some(waiting) = unpacking.get_mut(&cluster) {
                 waiting.push(job);
                 return None;
@@ -144,8 +144,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let waiting =
-            self.chain.unpacking.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.cluster);
+        let waiting = self.chain.unpacking.lock().remove(&self.cluster);
         for job in waiting.unwrap_or_default() {
             pool::run(move || job.run());
         }

@@ -1,11 +1,11 @@
 //! The threads that carry on requests after their disks have answered: a fixed number for all images of the process. They
 //! never wait for a disk, so a slow one holds up nobody else's requests.
 
+use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, thread};
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread;
+use std::sync::PoisonError;
 
 /// Most threads; unpacking clusters is their only long work.
 const MAX_THREADS: usize = 4;
@@ -27,7 +27,7 @@ pub(super) fn start() -> io::Result<()> {
     static WANTED: OnceLock<usize> = OnceLock::new();
     let wanted =
         *WANTED.get_or_init(|| thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS));
-    let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut started = STARTED.lock();
     while *started < wanted {
         thread::Builder::new().name("qcow2".into()).spawn(|| POOL.work())?;
         *started += 1;
@@ -43,7 +43,7 @@ pub(super) fn run(task: impl FnOnce() + Send + 'static) {
 
 impl Pool {
     fn lock(&self) -> MutexGuard<'_, VecDeque<Task>> {
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tasks.lock()
     }
 
     fn work(&self) {

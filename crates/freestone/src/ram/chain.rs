@@ -21,7 +21,6 @@
 //! those of the chain that it is a fork of.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use super::family::Shared;
 use super::job::Job;
@@ -33,7 +32,7 @@ use crate::held::Held;
 use crate::moment::{NotInTime, Pending};
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
-use crate::sync::Mutex;
+use crate::sync::{Instant, Mutex};
 
 /// What a device is for its requests at one time.
 pub(super) struct View {

@@ -12,8 +12,7 @@
 //! Lock order: `passes`, then `state`; under them as requests do.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::family::Shared;
 use super::layer::Layer;
@@ -22,7 +21,7 @@ use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
 use crate::pool::class::{CLASSES, class_of};
 use crate::slot::{AGES, Kind, MAX_SLOTS, Word};
-use crate::sync::{AtomicU64, Mutex, Ordering};
+use crate::sync::{AtomicU64, Instant, Mutex, Ordering, thread::JoinHandle};
 use crate::{PAGE_BYTES, clock};
 
 /// Time that a step takes.
@@ -179,7 +178,7 @@ impl Shared {
             return;
         }
         let pages = self.read_sample(sample.pages);
-        let thread = std::thread::Builder::new().name("freestone-train".into());
+        let thread = crate::sync::thread::Builder::new().name("freestone-train".into());
         match thread.spawn(move || train(&pages)) {
             Ok(training) => state.training = Some(training),
             Err(error) => {

@@ -6,7 +6,7 @@
 //! life meanwhile (its generation tells).
 
 use std::ops::Range;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::chain::Role;
@@ -19,6 +19,7 @@ use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::space::BLOCK_BYTES;
 use crate::spill::store::Store;
+use crate::sync::mpsc;
 use crate::{PAGE_BYTES, pin};
 
 /// Blocks of one read from the backing device.
@@ -163,7 +164,7 @@ impl Ram {
             }
             if !again.is_empty() {
                 // It lands, if need be because it is late.
-                std::thread::sleep(PAUSE);
+                crate::sync::thread::sleep(PAUSE);
             }
             if !spilled.is_empty() {
                 self.read_spilled(spilled, into, &mut again)?;

@@ -5,8 +5,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, PoisonError, Weak};
-use std::thread;
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::Ram;
 use super::family::Shared;
@@ -14,7 +13,7 @@ use super::job::Job;
 use super::landing::Wanted;
 use crate::clock::{TICK, now_ms};
 use crate::spill::reads::Late;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
 /// What the two threads are told. The family owns it, they share it.
 ///

@@ -4,7 +4,7 @@
 //! background. A snapshot is a layer, too: see [`chain`](super::chain).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use super::family::Shared;
 use crate::PAGE_BYTES;
@@ -13,7 +13,7 @@ use crate::percpu::Counters;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use crate::slot::{Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, RwLock};
 
 /// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun by, for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;

@@ -5,7 +5,7 @@
 //! the block has not been used anew since before it was read: then the bytes are the page's. The slot is picked
 //! meanwhile, as in every [pass](super::pass), and learns of the new place when the copy is on the device.
 
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 use super::family::Shared;
 use super::pass::{Found, Offered, Pass};
@@ -16,6 +16,7 @@ use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::reads::ReadError;
 use crate::spill::store::Store;
+use crate::sync::mpsc;
 
 /// A block is sparse with at most so many units of 16 bytes in use.
 const SPARSE_UNITS: u32 = 160;

@@ -293,7 +293,7 @@ impl Run<'_> {
         if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.family.keeper.is_wanted() {
             self.turn = None;
             self.family.keeper.memory_freed();
-            std::thread::sleep(GIVE_WAY);
+            crate::sync::thread::sleep(GIVE_WAY);
             self.turn = Some(self.family.passes.lock());
         }
     }

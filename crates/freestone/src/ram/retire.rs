@@ -6,7 +6,7 @@
 //! A family that is gone altogether is not freed piece by piece: its memory goes as a whole.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, LazyLock, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use super::Ram;
@@ -16,7 +16,7 @@ use super::job::Job;
 use super::layer::Layer;
 use super::through::Below;
 use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
-use crate::sync::{AtomicU64, Mutex, Ordering};
+use crate::sync::{AtomicU64, Condvar, LazyLock, Mutex, Ordering};
 
 /// Leaves of one thing that are freed before others have their turn.
 const TURN_LEAVES: u32 = 64;
@@ -141,7 +141,7 @@ impl Shared {
         match self.free_some() {
             Step::Freed => true,
             Step::Later if self.retiring.is_busy() => {
-                std::thread::yield_now();
+                crate::sync::thread::yield_now();
                 true
             }
             Step::Later | Step::Nothing => false,
@@ -176,7 +176,7 @@ pub(super) fn pace() {
         if CLEANER.tasks.lock().as_ref().is_none_or(|tasks| tasks.len() <= TASKS_MAX) {
             return;
         }
-        std::thread::sleep(Duration::from_micros(200));
+        crate::sync::thread::sleep(Duration::from_micros(200));
     }
 }
 
@@ -275,7 +275,8 @@ impl Cleaner {
     fn add(&'static self, task: Task) {
         let mut tasks = self.tasks.lock();
         if tasks.is_none() {
-            let started = std::thread::Builder::new().name("cleaner".into()).spawn(move || self.run());
+            let started =
+                crate::sync::thread::Builder::new().name("cleaner".into()).spawn(move || self.run());
             if let Err(error) = started {
                 tracing::error!(%error, "no thread to free memory in the background; it is done at once");
                 drop(tasks);
@@ -307,7 +308,7 @@ impl Cleaner {
             if let Some(task) = rest {
                 self.tasks.lock().get_or_insert_default().push_back(task);
                 if idle > others {
-                    std::thread::sleep(PAUSE);
+                    crate::sync::thread::sleep(PAUSE);
                 }
             }
         }
@@ -421,7 +422,7 @@ fn drop_below(below: Below) {
 }
 
 fn drop_apart(what: impl Send + 'static) {
-    let started = std::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(what));
+    let started = crate::sync::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(what));
     if let Err(error) = started {
         tracing::warn!(%error, "no thread to end a device on; others wait for it");
     }

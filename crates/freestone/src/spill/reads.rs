@@ -10,7 +10,6 @@
 //! Lock order: `state` and the spare buffers are innermost. Answers are given outside of them.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::OnceLock;
 
 use crossbeam_utils::CachePadded;
 
@@ -19,7 +18,7 @@ use super::space::BLOCK_BYTES;
 use crate::clock::now_ms;
 use crate::device::{Error, IoBuf, Result};
 use crate::percpu;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, OnceLock};
 
 /// Reads that a device is given at once: twice what the file engine has in the kernel.
 pub(super) const READS_MAX: usize = 256;

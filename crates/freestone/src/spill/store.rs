@@ -6,7 +6,7 @@
 //! A write that is not answered in time is given up: its pages stay in memory, and its blocks are not used again until
 //! the device has answered after all. When that is, [`deadline`](super::deadline) says.
 
-use std::sync::{Arc, Condvar, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::blocks::{BLOCK_UNITS, Blocks};
@@ -18,7 +18,7 @@ use crate::clock::now_ms;
 use crate::device::{Completion, Device, Error, IoBuf, Request, Result};
 use crate::percpu::Counters;
 use crate::slot::Word;
-use crate::sync::{AtomicU32, Mutex, Ordering};
+use crate::sync::{AtomicU32, Condvar, Mutex, Ordering};
 
 /// Largest write.
 pub const WRITE_BLOCKS_MAX: u32 = 256;

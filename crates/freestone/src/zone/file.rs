@@ -16,7 +16,6 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt;
@@ -213,7 +212,7 @@ impl StateFile {
 
     /// Writes a new state: the header last, so that what was not finished has none.
     fn make(medium: &Medium, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<(), StateError> {
-        let id = RandomState::new().build_hasher().finish();
+        let id = crate::unique::number();
         for group in 0..groups(layout.zones) {
             for sequence in [0, 1] {
                 let block = block(id, group, sequence, layout.zones, &fresh);

@@ -1,10 +1,10 @@
 //! Who waits for zones that are busy, in order of arrival.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar};
+use std::sync::Arc;
 
 use super::write::Write;
-use crate::sync::{Mutex, wait};
+use crate::sync::{Condvar, Mutex, wait};
 
 /// Parts of the table of queues, so that zones seldom meet.
 const SHARDS: usize = 64;

@@ -1,0 +1,173 @@
+//! Shared atomics: every access is a point at which another task may go on.
+
+pub use std::sync::atomic::{Ordering, compiler_fence, fence};
+
+use super::schedule::point;
+
+macro_rules! integer {
+    ($name:ident, $value:ty) => {
+        /// As in `std::sync::atomic`.
+        #[derive(Debug, Default, zerocopy::FromZeros)]
+        #[repr(transparent)]
+        pub struct $name(std::sync::atomic::$name);
+
+        impl $name {
+            /// With this value.
+            pub const fn new(value: $value) -> Self {
+                Self(std::sync::atomic::$name::new(value))
+            }
+            /// As `std`'s.
+            pub fn load(&self, order: Ordering) -> $value {
+                point();
+                self.0.load(order)
+            }
+            /// As `std`'s.
+            pub fn store(&self, value: $value, order: Ordering) {
+                point();
+                self.0.store(value, order);
+            }
+            /// As `std`'s.
+            pub fn swap(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.swap(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_add(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_sub(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_and(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_and(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_or(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_or(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_xor(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_xor(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_max(value, order)
+            }
+            /// As `std`'s.
+            pub fn fetch_min(&self, value: $value, order: Ordering) -> $value {
+                point();
+                self.0.fetch_min(value, order)
+            }
+            /// As `std`'s.
+            ///
+            /// # Errors
+            /// It held something else: that.
+            pub fn compare_exchange(
+                &self,
+                current: $value,
+                new: $value,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<$value, $value> {
+                point();
+                self.0.compare_exchange(current, new, success, failure)
+            }
+            /// As `std`'s; it never fails without a reason.
+            ///
+            /// # Errors
+            /// It held something else: that.
+            pub fn compare_exchange_weak(
+                &self,
+                current: $value,
+                new: $value,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<$value, $value> {
+                self.compare_exchange(current, new, success, failure)
+            }
+            /// As `std`'s.
+            ///
+            /// # Errors
+            /// `update` gave nothing: what it held.
+            pub fn fetch_update(
+                &self,
+                set: Ordering,
+                fetch: Ordering,
+                update: impl FnMut($value) -> Option<$value>,
+            ) -> Result<$value, $value> {
+                point();
+                self.0.fetch_update(set, fetch, update)
+            }
+            /// As `std`'s.
+            pub fn get_mut(&mut self) -> &mut $value {
+                self.0.get_mut()
+            }
+            /// As `std`'s.
+            pub fn into_inner(self) -> $value {
+                self.0.into_inner()
+            }
+        }
+    };
+}
+
+integer!(AtomicU32, u32);
+integer!(AtomicU64, u64);
+
+/// As `std::sync::atomic::AtomicPtr`.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct AtomicPtr<T>(std::sync::atomic::AtomicPtr<T>);
+
+impl<T> Default for AtomicPtr<T> {
+    fn default() -> Self {
+        Self::new(std::ptr::null_mut())
+    }
+}
+
+impl<T> AtomicPtr<T> {
+    /// With this value.
+    pub const fn new(value: *mut T) -> Self {
+        Self(std::sync::atomic::AtomicPtr::new(value))
+    }
+    /// As `std`'s.
+    pub fn load(&self, order: Ordering) -> *mut T {
+        point();
+        self.0.load(order)
+    }
+    /// As `std`'s.
+    pub fn store(&self, value: *mut T, order: Ordering) {
+        point();
+        self.0.store(value, order);
+    }
+    /// As `std`'s.
+    pub fn swap(&self, value: *mut T, order: Ordering) -> *mut T {
+        point();
+        self.0.swap(value, order)
+    }
+    /// As `std`'s.
+    ///
+    /// # Errors
+    /// It held something else: that.
+    pub fn compare_exchange(
+        &self,
+        current: *mut T,
+        new: *mut T,
+        success: Ordering,
+        failure: Ordering,
+    ) -> Result<*mut T, *mut T> {
+        point();
+        self.0.compare_exchange(current, new, success, failure)
+    }
+    /// As `std`'s.
+    pub fn get_mut(&mut self) -> &mut *mut T {
+        self.0.get_mut()
+    }
+}

@@ -1,0 +1,81 @@
+//! The virtual clock.
+
+use std::ops::{Add, AddAssign, Sub};
+use std::sync::LazyLock;
+
+pub use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::schedule;
+
+/// A moment of the simulation; outside of one, of the real clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Instant(u64);
+
+impl Instant {
+    /// Now.
+    pub fn now() -> Self {
+        static START: LazyLock<std::time::Instant> = LazyLock::new(std::time::Instant::now);
+        Self(schedule::nanos().unwrap_or_else(|| nanos(START.elapsed())))
+    }
+
+    /// Time since then.
+    pub fn elapsed(&self) -> Duration {
+        Self::now().duration_since(*self)
+    }
+
+    /// From `earlier` to this; zero where it is later.
+    pub fn duration_since(&self, earlier: Self) -> Duration {
+        self.saturating_duration_since(earlier)
+    }
+
+    /// From `earlier` to this; zero where it is later.
+    pub fn saturating_duration_since(&self, earlier: Self) -> Duration {
+        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+    }
+
+    /// From `earlier` to this; `None` where it is later.
+    pub fn checked_duration_since(&self, earlier: Self) -> Option<Duration> {
+        self.0.checked_sub(earlier.0).map(Duration::from_nanos)
+    }
+
+    /// So much later, where the clock goes that far.
+    pub fn checked_add(&self, duration: Duration) -> Option<Self> {
+        u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_add(nanos)).map(Self)
+    }
+
+    /// So much earlier, where the clock goes that far.
+    pub fn checked_sub(&self, duration: Duration) -> Option<Self> {
+        u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_sub(nanos)).map(Self)
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Add<Duration> for Instant {
+    type Output = Self;
+    fn add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(nanos(duration)))
+    }
+}
+
+impl AddAssign<Duration> for Instant {
+    fn add_assign(&mut self, duration: Duration) {
+        *self = *self + duration;
+    }
+}
+
+impl Sub<Duration> for Instant {
+    type Output = Self;
+    fn sub(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(nanos(duration)))
+    }
+}
+
+impl Sub for Instant {
+    type Output = Duration;
+    fn sub(self, earlier: Self) -> Duration {
+        self.saturating_duration_since(earlier)
+    }
+}
