@@ -5,6 +5,7 @@ mod docs;
 mod fio;
 mod packages;
 mod sanitize;
+mod slow;
 mod steps;
 mod tidy;
 
@@ -27,11 +28,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run every check and every test; install the Debian packages they need first
+    /// Run the checks and tests that every change has to pass; install the Debian packages they need first
     Test {
         /// Run these steps only; may be given several times
         #[arg(long, value_name = "STEP", value_enum)]
         only: Vec<Step>,
+        /// Run the slow lane as well: what is rare and takes long
+        #[arg(long, conflicts_with = "only")]
+        all: bool,
         /// List the steps
         #[arg(long)]
         list: bool,
@@ -77,11 +81,18 @@ fn run(cli: Cli) -> Result<bool> {
             steps::list();
             return Ok(true);
         }
-        Command::Test { only, .. } => steps::chosen(&only),
+        Command::Test { all: true, .. } => return slow::run(),
+        Command::Test { only, .. } => {
+            let all_went_well = steps::run(&steps::chosen(&only)).ok();
+            slow::tell();
+            return Ok(all_went_well);
+        }
         Command::Models => vec![Step::Models],
-        Command::Sanitize { sanitizer: Some(Sanitizer::Thread) } => vec![Step::Tsan],
-        Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan],
-        Command::Sanitize { sanitizer: None } => vec![Step::Tsan, Step::Asan],
+        Command::Sanitize { sanitizer: Some(Sanitizer::Thread) } => vec![Step::Tsan, Step::TsanRest],
+        Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan, Step::AsanRest],
+        Command::Sanitize { sanitizer: None } => {
+            vec![Step::Tsan, Step::TsanRest, Step::Asan, Step::AsanRest]
+        }
         Command::Tidy => vec![Step::Tidy],
         Command::Fio => return fio::run(),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
@@ -89,5 +100,5 @@ fn run(cli: Cli) -> Result<bool> {
         }
         Command::Bench { args } => return cargo::bench(&args),
     };
-    Ok(steps::run(&steps))
+    Ok(steps::run(&steps).ok())
 }

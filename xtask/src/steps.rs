@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use crate::cargo::{self, Counts, Outcome, cargo};
 use crate::fio;
 use crate::packages;
-use crate::sanitize::{self, Sanitizer};
+use crate::sanitize::{self, Extent, Sanitizer};
 use crate::tidy;
 
 /// Loom explores every interleaving: only an optimised build is fast enough.
@@ -34,21 +34,37 @@ pub enum Step {
     Test,
     /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
     Gate,
-    /// The sources' experiments run, with the locks and streams that they compare; their speed is not judged
-    Reproduce,
-    /// In a stock kernel, its own and Freestone: writeback of zram, snapshots of dm-snapshot, zones of `null_blk`
+    /// The build with the locks and streams of the sources' experiments: no lint complains, and their tests pass
+    Variants,
+    /// In a stock kernel, its own and Freestone: writeback of zram, zones of `null_blk`
     Lab,
     /// The loom models of the lock protocols
     Models,
-    /// The tests of the libraries under `ThreadSanitizer`
+    /// The tests of the libraries under `ThreadSanitizer`, where there are races to find
     Tsan,
-    /// The tests of the libraries under `AddressSanitizer`
+    /// The tests of the libraries under `AddressSanitizer`, where memory is not checked by the language
     Asan,
+    /// Slow: the sources' experiments run, with the locks and streams that they compare; their speed is not judged
+    Reproduce,
+    /// Slow: in a stock kernel, snapshots and merges that go from dm-snapshot to Freestone and back
+    LabSnapshots,
+    /// Slow: the other tests of the libraries under `ThreadSanitizer`
+    TsanRest,
+    /// Slow: the other tests of the libraries under `AddressSanitizer`
+    AsanRest,
 }
+
+/// From here on, in their order, steps are of the slow lane.
+const FIRST_SLOW: Step = Step::Reproduce;
 
 impl Step {
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// It is of the slow lane.
+    pub fn is_slow(self) -> bool {
+        self as u8 >= FIRST_SLOW as u8
     }
 
     fn about(self) -> String {
@@ -76,16 +92,10 @@ impl Step {
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across crates included.
             Self::Gate => cargo::bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
+            Self::Variants => variants(),
             Self::Reproduce => reproduce(),
-            Self::Lab => {
-                let (mut ok, mut counts) = (true, Counts::default());
-                for script in ["lab/run-writeback.sh", "lab/run-snapshots.sh", "lab/run-zones.sh"] {
-                    let passed = cargo::run(Command::new(script).stdin(Stdio::null()))?.ok;
-                    counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
-                    ok &= passed;
-                }
-                Ok(Outcome { ok, counts })
-            }
+            Self::Lab => lab(&["lab/run-writeback.sh", "lab/run-zones.sh"]),
+            Self::LabSnapshots => lab(&["lab/run-snapshots.sh"]),
             Self::Models => {
                 let mut command = cargo();
                 command.args(["test", "--release", "--package", "freestone", "--lib", "models"]);
@@ -96,15 +106,41 @@ impl Step {
                     .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
                 cargo::run(&mut command)
             }
-            Self::Tsan => sanitize::run(Sanitizer::Thread),
-            Self::Asan => sanitize::run(Sanitizer::Address),
+            Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
+            Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
+            Self::TsanRest => sanitize::run(Sanitizer::Thread, Extent::Rest),
+            Self::AsanRest => sanitize::run(Sanitizer::Address, Extent::Rest),
         }
     }
 }
 
-/// Checks and tests what only this build of the library has, and runs all experiments once.
-fn reproduce() -> Result<Outcome> {
+fn lab(scripts: &[&str]) -> Result<Outcome> {
+    let (mut ok, mut counts) = (true, Counts::default());
+    for script in scripts {
+        let passed = cargo::run(Command::new(script).stdin(Stdio::null()))?.ok;
+        counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
+        ok &= passed;
+    }
+    Ok(Outcome { ok, counts })
+}
+
+/// Checks and tests what only this build of the library has.
+fn variants() -> Result<Outcome> {
     let mut outcome = Outcome { ok: true, counts: Counts::default() };
+    for args in [
+        &["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"][..],
+        // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
+        &["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"],
+    ] {
+        let Outcome { ok, counts } = cargo::run(cargo::with_variants().args(args))?;
+        outcome.ok &= ok;
+        outcome.counts += counts;
+    }
+    Ok(outcome)
+}
+
+/// Runs all experiments once.
+fn reproduce() -> Result<Outcome> {
     let mut all = vec![
         "run",
         "--package",
@@ -121,29 +157,38 @@ fn reproduce() -> Result<Outcome> {
     } else {
         println!("without --ext4, which mounts a file system and so is root's");
     }
-    for args in [
-        &["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"][..],
-        // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
-        &["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"],
-        &all,
-    ] {
-        let Outcome { ok, counts } = cargo::run(cargo::with_variants().args(args))?;
-        outcome.ok &= ok;
-        outcome.counts += counts;
-    }
-    Ok(outcome)
+    cargo::run(cargo::with_variants().args(&all))
 }
 
 /// Prints the steps.
 pub fn list() {
     for step in Step::value_variants() {
-        println!("{:<9} {}", step.name(), step.about());
+        println!("{:<14} {}", step.name(), step.about());
     }
 }
 
-/// The steps of `--only` in their order, or all.
+/// The steps of `--only` in their order, or those of the gate.
 pub fn chosen(only: &[Step]) -> Vec<Step> {
-    Step::value_variants().iter().copied().filter(|step| only.is_empty() || only.contains(step)).collect()
+    let wanted = |step: &Step| if only.is_empty() { !step.is_slow() } else { only.contains(step) };
+    Step::value_variants().iter().copied().filter(wanted).collect()
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, Copy)]
+pub struct Sum {
+    /// Tests of all steps.
+    pub counts: Counts,
+    /// How long it took.
+    pub took: Duration,
+    /// A step failed for another reason.
+    failed: bool,
+}
+
+impl Sum {
+    /// All went well.
+    pub fn ok(&self) -> bool {
+        !self.failed && self.counts.failed == 0
+    }
 }
 
 /// A step that has run.
@@ -156,7 +201,7 @@ struct Done {
 
 /// Runs the steps, all of them even if one fails, and sums up. A step counts as its tests, or as one test where it
 /// runs none or fails for another reason.
-pub fn run(steps: &[Step]) -> bool {
+pub fn run(steps: &[Step]) -> Sum {
     let start = Instant::now();
     let mut done = Vec::new();
     for &step in steps {
@@ -178,16 +223,16 @@ pub fn run(steps: &[Step]) -> bool {
             break;
         }
     }
-    println!("\n{:<10} {:>8} {:>8} {:>8}  ", "step", "time", "passed", "failed");
+    println!("\n{:<14} {:>8} {:>8} {:>8}  ", "step", "time", "passed", "failed");
     let mut sum = Counts::default();
     for Done { step, took, ok, counts } in &done {
         let (name, took) = (step.name(), seconds(*took));
-        println!("{name:<10} {took:>8} {:>8} {:>8}  {}", counts.passed, counts.failed, verdict(*ok));
+        println!("{name:<14} {took:>8} {:>8} {:>8}  {}", counts.passed, counts.failed, verdict(*ok));
         sum += *counts;
     }
-    println!("{:<10} {:>8}\n", "all", seconds(start.elapsed()));
+    println!("{:<14} {:>8}\n", "all", seconds(start.elapsed()));
     println!("{} passed, {} failed", sum.passed, sum.failed);
-    done.iter().all(|d| d.ok)
+    Sum { counts: sum, took: start.elapsed(), failed: done.iter().any(|d| !d.ok) }
 }
 
 fn verdict(ok: bool) -> &'static str {
@@ -206,5 +251,7 @@ mod tests {
     fn steps_run_in_their_own_order() {
         assert_eq!(chosen(&[Step::Test, Step::Fmt]), [Step::Fmt, Step::Test]);
         assert_eq!(chosen(&[])[0], Step::Packages);
+        assert!(chosen(&[]).contains(&Step::Asan) && !chosen(&[]).contains(&Step::Reproduce));
+        assert_eq!(chosen(&[Step::Reproduce]), [Step::Reproduce]);
     }
 }
