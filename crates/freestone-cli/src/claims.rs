@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use freestone_nbd::Address;
 
 use crate::control::protocol::{Errno, Fault};
+use freestone::mutants::{self, Mutant};
 
 /// How long a verb waits for one that runs on the same device, counted from when that one began: so a long queue is no error,
 /// and a disk that hangs holds up nobody for longer.
@@ -76,6 +77,10 @@ impl Claims {
 
     fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, Fault> {
         let bell = Arc::new(Condvar::new());
+        let mut wanted = wanted;
+        if mutants::on(Mutant::OneVerbAtATime) {
+            wanted.insert("every verb".to_owned(), false);
+        }
         let mut queues = self.lock();
         let number = queues.next;
         queues.next += 1;

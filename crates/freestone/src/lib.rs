@@ -44,6 +44,8 @@ mod handoff;
 mod held;
 #[cfg(not(loom))]
 pub mod moment;
+#[doc(hidden)]
+pub mod mutants;
 #[cfg(not(loom))]
 mod near;
 #[cfg(not(loom))]

@@ -11,6 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
+use crate::mutants::{self, Mutant};
 use crate::sync::{Arc, Condvar, Mutex};
 
 #[cfg(not(any(loom, freestone_sim)))]
@@ -80,7 +81,9 @@ impl Parking {
             release(more);
             next = first.and_then(|i| queue.remove(i));
         }
-        if let Some(waiter) = next {
+        if let Some(waiter) = next
+            && !mutants::on(Mutant::LostWakeup)
+        {
             *waiter.thread.woken.lock() = true;
             waiter.thread.condvar.notify_one();
         }

@@ -41,6 +41,7 @@ use super::snapshot::{Mode, Snap, Snapshot};
 use super::store::{self, Run};
 use crate::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
 use crate::moment::{FREEZE_MAX, NotInTime};
+use crate::mutants::{self, Mutant};
 use crate::sync::{Condvar, Mutex, mpsc, thread, wait};
 use crate::unique;
 
@@ -320,6 +321,9 @@ impl Snap {
     // ---- the marks -----------------------------------------------------------------------------------------------------------
 
     fn mark_store(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        if mutants::on(Mutant::MergeUnmarked) {
+            return Ok(());
+        }
         match self.store.mark_merge(new_id()) {
             Ok(_) => Ok(()),
             Err(store::MergeError::Invalid) => {

@@ -11,6 +11,7 @@ use super::config::Damage;
 use super::format::{BLOCK_BYTES, BLOCK_ENTRIES, ENTRY_BYTES, Entry, Layout};
 use super::store::{MergeError, Run};
 use crate::device::{Blocking, Device, Error, Flags, IoBuf, Result};
+use crate::mutants::{self, Mutant};
 
 /// Most entries of a run that is merged at once: so much is read back at most, and so many chunks may have to wait.
 pub const RUN_ENTRIES_MAX: u64 = 1024;
@@ -131,7 +132,9 @@ impl Area {
             let next = self.layout.area_byte(area + 1);
             self.device.write_zeroes(next, self.layout.chunk(), Flags::MAY_FREE)?;
         }
-        self.device.flush()?;
+        if !mutants::on(Mutant::ExceptionsBeforeCopies) {
+            self.device.flush()?;
+        }
         self.write(area, first, &blocks)?;
         if full {
             self.end = End { area: area + 1, ..End::empty() };
@@ -217,7 +220,9 @@ impl Area {
         let Some(last) = &self.last else { return Ok(()) };
         let Some(from) = last.torn else { return Ok(()) };
         let (area, blocks) = (last.area, last.blocks(from, last.entries.end)?);
-        self.write(area, from / BLOCK_ENTRIES, &blocks)?;
+        if !mutants::on(Mutant::MergeBelievesFailure) {
+            self.write(area, from / BLOCK_ENTRIES, &blocks)?;
+        }
         if let Some(last) = &mut self.last {
             last.torn = None;
         }

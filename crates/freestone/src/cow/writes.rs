@@ -18,6 +18,8 @@ use super::snapshot::{Mode, Snap};
 use super::throttle::Permit;
 use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use crate::handoff::{Put, progress, put, try_put};
+use crate::mutants::{self, Mutant};
+use crate::pin;
 use crate::runner::Runner;
 
 /// Chunks of a window.
@@ -141,7 +143,11 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
         gated.gate.end();
         done.complete(outcome, buffer);
     });
-    snap.store.device().submit(Request { offset: place * chunk + inside, ..request }, buffer, then);
+    let request = Request { offset: place * chunk + inside, ..request };
+    if mutants::on(Mutant::PinnedCall) {
+        return pin::pinned(|_| snap.store.device().submit(request, buffer, then));
+    }
+    snap.store.device().submit(request, buffer, then);
 }
 
 /// Takes over a discard.

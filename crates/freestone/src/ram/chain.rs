@@ -30,6 +30,7 @@ use super::{Inner, Ram, SetupError};
 use crate::device::Result;
 use crate::held::Held;
 use crate::moment::{NotInTime, Pending};
+use crate::mutants::{self, Mutant};
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, SlotGuard, Word};
 use crate::sync::{Instant, Mutex};
@@ -399,6 +400,9 @@ impl View {
     /// Whether what the origin's slot holds must go over to a snapshot before it changes.
     #[inline]
     pub fn must_preserve(&self, slot: u64) -> bool {
+        if slot % 64 == 63 && mutants::on(Mutant::OriginForgetsSnapshot) {
+            return false;
+        }
         match &self.role {
             Role::Live { snapshots: Some(list), .. } => receiver(list.snapshots.iter().rev(), slot).is_some(),
             _ => false,

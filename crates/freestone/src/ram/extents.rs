@@ -7,6 +7,7 @@ use crate::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
     range_end,
 };
+use crate::mutants::{self, Mutant};
 use crate::pin::{self, Pin};
 use crate::slot::{Kind, LEAF_SLOTS, Word};
 
@@ -209,6 +210,7 @@ impl Changes for OverBase {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
         let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_below(pin, slot, end) {
             // Who of the chain holds a page may change, that one does does not.
+            0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.below.reaches(slot) => (1, false),
             0 => (1, view.with_page(pin, slot, |found| found.is_some())),
             run => (run, false),
         };

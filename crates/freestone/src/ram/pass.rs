@@ -19,6 +19,7 @@ use super::layer::Layer;
 use super::writeback::{WritebackError, Written};
 use crate::PAGE_BYTES;
 use crate::device::{Error, IoBuf};
+use crate::mutants::{self, Mutant};
 use crate::pool::BackRef;
 use crate::slot::{Kind, SlotGuard, Word};
 use crate::spill::blocks::BLOCK_UNITS;
@@ -414,7 +415,8 @@ impl<'a> Pass<'a> {
         let layer = &self.layers[entry.layer];
         let Some(guard) = layer.table().leaf(entry.slot).map(|leaf| leaf.lock(entry.slot)) else { return };
         let old = guard.word();
-        if !old.is_picked_by(tag) {
+        let stays = mutants::on(Mutant::SpillsChangedPages) && old.stored_bytes() == entry.stored as usize;
+        if !old.is_picked_by(tag) && !stays {
             drop(guard);
             return self.store.abandon(entry.unit, entry.stored as usize);
         }

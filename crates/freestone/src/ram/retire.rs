@@ -15,6 +15,7 @@ use super::family::Shared;
 use super::job::Job;
 use super::layer::Layer;
 use super::through::Below;
+use crate::mutants::{self, Mutant};
 use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
 use crate::sync::{AtomicU64, Condvar, LazyLock, Mutex, Ordering};
 
@@ -118,7 +119,8 @@ impl Shared {
         let Some(leaf) = layer.table().leaf(start) else { return (false, false) };
         let (mut freed, mut left) = (false, false);
         for slot in start..start + LEAF_SLOTS {
-            if leaf.peek(slot) == Word::EMPTY {
+            let leaked = slot % LEAF_SLOTS == 7 && mutants::on(Mutant::LeakedSlot);
+            if leaf.peek(slot) == Word::EMPTY || leaked {
                 continue;
             }
             let guard = leaf.lock(slot);
@@ -206,6 +208,9 @@ impl Removals {
     /// `ended` is what this said of the attempt before, at first 0.
     pub fn hope(&self, ended: &mut u64) -> Hope {
         if self.pending.load(Ordering::SeqCst) > 0 {
+            if mutants::on(Mutant::FalseNoSpace) {
+                return Hope::None;
+            }
             return Hope::Later;
         }
         let before = std::mem::replace(ended, self.ended.load(Ordering::SeqCst));

@@ -17,6 +17,7 @@ use super::deadline::Deadline;
 use super::space::BLOCK_BYTES;
 use crate::clock::now_ms;
 use crate::device::{Error, IoBuf, Result};
+use crate::mutants::{self, Mutant};
 use crate::percpu;
 use crate::sync::{Mutex, MutexGuard, OnceLock};
 
@@ -89,6 +90,11 @@ impl Reads {
     /// Takes a place for a read; without one, it waits. Returned: the caller hands it over.
     pub fn enter(&self, read: Waiting) -> Option<Waiting> {
         let mut state = self.state.lock();
+        if state.taken >= 4 && mutants::on(Mutant::TooManyReads) {
+            drop(state);
+            Late(read.done).give_up();
+            return None;
+        }
         if state.taken < READS_MAX && state.waiting.is_empty() {
             state.taken += 1;
             return Some(read);

@@ -31,6 +31,7 @@ use super::durable::Mark;
 use super::layout::Layout;
 use crate::device::{self, Blocking, Device, Flags};
 use crate::file::locks::{self, Access, Held};
+use crate::mutants::{self, Mutant};
 use crate::replace::{MayGo, Place, STATE_PREFIX};
 
 const MAGIC: [u8; 16] = *b"freestone zones\n";
@@ -294,6 +295,9 @@ impl StateFile {
         zones: impl Iterator<Item = u32>,
         mark: impl Fn(u32) -> Mark,
     ) -> Result<(), StateError> {
+        if mutants::on(Mutant::ZonesBelieveFailure) {
+            self.suspect.clear();
+        }
         self.suspect.extend(zones.map(|zone| u64::from(zone) / GROUP_ZONES as u64));
         if self.suspect.is_empty() {
             return Ok(());

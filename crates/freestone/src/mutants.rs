@@ -1,0 +1,77 @@
+//! Faults that are put back on purpose, to see whether the tests find them. Only with `--cfg freestone_mutants`, and then the one
+//! that `FREESTONE_MUTANT` names; else [`on`] is false at compile time.
+
+/// A fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Mutant {
+    /// A snapshot's write calls the COW device with the thread pinned.
+    PinnedCall,
+    /// A write that meets memory of a removed device does not wait for it: no space.
+    FalseNoSpace,
+    /// More than a few reads of a backing device at once fail.
+    TooManyReads,
+    /// A write of the zones' state that failed is believed not to have happened.
+    ZonesBelieveFailure,
+    /// A delta of a snapshot leaves out what lies behind the end of the base.
+    DeltaEndsWithBase,
+    /// A merge step that failed is believed not to have happened.
+    MergeBelievesFailure,
+    /// A merge is not marked on disk before it begins.
+    MergeUnmarked,
+    /// All verbs wait for one another.
+    OneVerbAtATime,
+    /// What was written to the backing device is taken for the page, though that changed meanwhile.
+    SpillsChangedPages,
+    /// The last page of each leaf of an origin does not go over to a snapshot.
+    OriginForgetsSnapshot,
+    /// Who gives a slot back does not wake who waits for it.
+    LostWakeup,
+    /// Exceptions are on disk before what they point to.
+    ExceptionsBeforeCopies,
+    /// One slot of each leaf of a removed device is not freed.
+    LeakedSlot,
+    /// An origin's flush is answered by nobody.
+    FlushGoesNowhere,
+}
+
+/// All of them.
+#[cfg(freestone_mutants)]
+pub const ALL: [Mutant; 14] = [
+    Mutant::PinnedCall,
+    Mutant::FalseNoSpace,
+    Mutant::TooManyReads,
+    Mutant::ZonesBelieveFailure,
+    Mutant::DeltaEndsWithBase,
+    Mutant::MergeBelievesFailure,
+    Mutant::MergeUnmarked,
+    Mutant::OneVerbAtATime,
+    Mutant::SpillsChangedPages,
+    Mutant::OriginForgetsSnapshot,
+    Mutant::LostWakeup,
+    Mutant::ExceptionsBeforeCopies,
+    Mutant::LeakedSlot,
+    Mutant::FlushGoesNowhere,
+];
+
+/// Whether this fault is there.
+#[cfg(not(freestone_mutants))]
+#[inline]
+pub const fn on(_: Mutant) -> bool {
+    false
+}
+
+/// Whether this fault is there.
+///
+/// # Panics
+/// `FREESTONE_MUTANT` is none.
+#[cfg(freestone_mutants)]
+pub fn on(mutant: Mutant) -> bool {
+    static CHOSEN: std::sync::OnceLock<Option<Mutant>> = std::sync::OnceLock::new();
+    let chosen = CHOSEN.get_or_init(|| {
+        let name = std::env::var("FREESTONE_MUTANT").ok().filter(|name| !name.is_empty())?;
+        let found = ALL.into_iter().find(|mutant| format!("{mutant:?}") == name);
+        Some(found.unwrap_or_else(|| panic!("FREESTONE_MUTANT={name}: one of {ALL:?}")))
+    });
+    *chosen == Some(mutant)
+}
