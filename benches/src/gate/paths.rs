@@ -41,6 +41,8 @@ pub enum Hot {
     ForkFirstWrite,
     ForkFirstWriteStored,
     ForkRewrite,
+    OriginFirstWriteStored,
+    SnapshotReadStored,
     ZoneAppend,
     ZoneRead,
     NullWrite,
@@ -87,6 +89,9 @@ impl Hot {
             Self::ForkFirstWrite => "first write of a page that the snapshot has",
             Self::ForkFirstWriteStored => "first write of a page that the snapshot has, without a codec",
             Self::ForkRewrite => "write over a page of its own",
+            // The old page goes over to the snapshot: no codec, so that the chain is what is seen.
+            Self::OriginFirstWriteStored => "first write of a page that a snapshot needs, without a codec",
+            Self::SnapshotReadStored => "read of a snapshot's page that its origin has, without a codec",
             Self::ZoneAppend => "append to a zone with memory",
             Self::ZoneRead => "read of a zone with memory",
             Self::NullWrite => "write that is forgotten: the contract alone",
@@ -141,6 +146,16 @@ impl Loop {
                 let fork = filled(&pages)?.snapshot()?.fork(&ForkConfig::default())?;
                 fill(&fork, &pages)?;
                 writes(&fork, &pages, count)
+            }
+            Hot::OriginFirstWriteStored => {
+                let pages = compressible()?;
+                let origin = filled_with(Algorithm::Store, &pages)?;
+                let _snapshot = origin.snapshot()?;
+                first_writes(&origin, &pages, count)
+            }
+            Hot::SnapshotReadStored => {
+                let origin = filled_with(Algorithm::Store, &compressible()?)?;
+                reads(&origin.snapshot()?, count)
             }
             Hot::ZoneAppend => appends(&zones()?, &compressible()?, count),
             Hot::ZoneRead => reads(&full_zones(&compressible()?)?, count),
