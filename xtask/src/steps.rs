@@ -100,6 +100,8 @@ impl Step {
                 let mut command = cargo();
                 command.args(["test", "--release", "--package", "freestone", "--lib", "models"]);
                 command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", MODELS_TARGET_DIR);
+                // The code's own assertions are part of what is checked.
+                command.env("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true");
                 // Most of the time goes into the build.
                 command
                     .env("CARGO_PROFILE_RELEASE_LTO", "off")

@@ -382,11 +382,7 @@ impl Ram {
             if guard.word().kind() == Kind::InFlight {
                 return Err(Error::Media);
             }
-            let left = view.preserve(family, page, guard.word())?;
-            guard.publish(new);
-            view.layer.account(family, left, new);
-            family.release(left);
-            Ok(())
+            view.replace(family, page, guard, new)
         });
         if put.is_err() {
             family.release(new);

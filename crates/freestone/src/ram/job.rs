@@ -83,7 +83,7 @@ impl Ram {
                 job.advance(bytes);
                 return Some(job);
             }
-            Ok(Attempt::Frozen) => return self.wait_on_runner(job, |job| self.0.chain().hold(self, job)),
+            Ok(Attempt::Frozen) => return self.wait_for_thaw(job),
             Ok(Attempt::Removing) => return self.wait_for_removal(job),
             Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Read => self.fetch(job),
             Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
@@ -107,6 +107,11 @@ impl Ram {
                 None
             }
         }
+    }
+
+    /// A request that changes content goes on when no snapshot is just beginning.
+    fn wait_for_thaw(&self, job: Job) -> Option<Job> {
+        self.wait_on_runner(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
     }
 
     /// A request that found no memory goes on when a removed device has given back its own.

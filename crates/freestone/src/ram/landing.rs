@@ -194,14 +194,8 @@ impl Shared {
                 return None;
             }
             let held = self.flights.held(flight)?;
-            let left = match view.preserve(self, place.slot(), held) {
-                Ok(left) => left,
-                Err(error) => return Some(Err(error)),
-            };
-            let landed = self.flights.land(guard, |_| changed);
-            layer.account(self, left, changed);
-            self.release(left);
-            Some(Ok(landed))
+            let land = || self.flights.land(guard, |_| changed);
+            Some(view.exchange(self, place.slot(), held, changed, land))
         });
         match landed {
             Some(Ok(landed)) => {

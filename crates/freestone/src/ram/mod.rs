@@ -48,7 +48,7 @@ mod writeback;
 use std::sync::Arc;
 
 pub use self::chain::PendingSnapshot;
-use self::chain::{Chain, Role, View};
+use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
 pub use self::dictionary::AutoRecompressed;
@@ -98,8 +98,8 @@ struct Inner {
     limits: Arc<Limits>,
     /// As that of every view of it. Here so that it can be read with nothing pinned.
     below: Below,
-    /// The live device's chain, or that of which the snapshot is one. Locked for a look or a change.
-    chain: Mutex<Arc<Chain>>,
+    /// The live device's chain, or that of which the snapshot is one.
+    chain: Current,
     /// Taken by growth, reset and rewind.
     changing: Mutex<()>,
 }
@@ -142,7 +142,7 @@ impl Ram {
             counters: Counters::default(),
             limits,
             below,
-            chain: Mutex::new(chain),
+            chain: Current::new(chain),
             changing: Mutex::default(),
         })))
     }
@@ -230,11 +230,9 @@ impl Ram {
         let _one = inner.changing.lock();
         let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
         let new = Chain::new(layer, inner.below.clone());
-        let mut chain = inner.chain.lock();
-        let old = std::mem::replace(&mut *chain, Arc::clone(&new));
-        let unused = old.abandon_for(&inner.family, &new, &self.0);
-        drop(chain);
-        if let Some(layer) = inner.family.layers.get(old.id).filter(|_| unused) {
+        let (unused, held) = inner.chain.rewind(&inner.family, &new, &self.0);
+        carry_on(held);
+        if let Some(layer) = unused {
             retire::layer(&inner.family, layer);
         }
         Ok(())
@@ -303,7 +301,7 @@ impl Ram {
 
     /// How many snapshots of this disk or fork there are.
     pub fn snapshots(&self) -> usize {
-        if self.0.is_snapshot { 0 } else { self.0.chain().snapshots() }
+        if self.0.is_snapshot { 0 } else { self.0.chain.get().snapshots() }
     }
 
     /// The cap on this device's own objects in bytes, 0 where there is none, and what is guaranteed to it.
@@ -361,20 +359,9 @@ impl Inner {
         self.size().div_ceil(PAGE)
     }
 
-    fn chain(&self) -> Arc<Chain> {
-        Arc::clone(&self.chain.lock())
-    }
-
     /// The present layer.
     fn layer(&self) -> Arc<Layer> {
         pin::pinned(|pin| Arc::clone(&self.view.load(pin).layer))
-    }
-
-    /// Holds up writers, until the chain is thawed, which is not exchanged meanwhile without that being known to it.
-    fn freeze_chain(&self) -> Arc<Chain> {
-        let chain = self.chain.lock();
-        chain.freeze();
-        Arc::clone(&chain)
     }
 
     /// The device of a snapshot that has begun.
@@ -387,7 +374,7 @@ impl Inner {
             counters: Counters::default(),
             limits: Arc::default(),
             below: view.below.clone(),
-            chain: Mutex::new(Arc::clone(chain)),
+            chain: Current::new(Arc::clone(chain)),
             changing: Mutex::default(),
             view: Swap::new(Box::new(view)),
         }))
@@ -408,7 +395,7 @@ impl Drop for Inner {
         self.limits.set_least(0);
         layer.reckon(&self.family);
         let below = std::mem::replace(&mut self.below, Below::Nothing);
-        retire::device(&self.family, self.chain(), number, below);
+        retire::device(&self.family, self.chain.get(), number, below);
     }
 }
 

@@ -305,18 +305,7 @@ impl Shared {
     /// failure `new` is freed.
     #[inline]
     fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
-        let old = match view.preserve(self, slot, guard.word()) {
-            Ok(old) => old,
-            Err(error) => {
-                drop(guard);
-                self.release(new);
-                return Err(error);
-            }
-        };
-        guard.publish(new);
-        self.release(old);
-        view.layer.account(self, old, new);
-        Ok(())
+        view.replace(self, slot, guard, new).inspect_err(|_| self.release(new))
     }
 
     /// Frees the object of a word that no slot holds, in memory or on the backing device.

@@ -10,13 +10,13 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use super::Ram;
-use super::chain::Chain;
+use super::chain::{Chain, carry_on};
 use super::family::Shared;
 use super::job::Job;
 use super::layer::Layer;
 use super::through::Below;
 use crate::mutants::{self, Mutant};
-use crate::slot::{Kind, LEAF_SLOTS, MAX_SLOTS, Word};
+use crate::slot::{LEAF_SLOTS, MAX_SLOTS, chain};
 use crate::sync::{AtomicU64, Condvar, LazyLock, Mutex, Ordering};
 
 /// Leaves of one thing that are freed before others have their turn.
@@ -94,7 +94,7 @@ impl Shared {
                 None => return Step::Later,
             }
         };
-        let (freed, left) = self.free_leaf(&layer, start);
+        let (freed, left) = chain::free_leaf(self, &layer, start);
         let mut queue = self.retiring.0.lock();
         if let Some(at) = queue.iter().position(|draining| Arc::ptr_eq(&draining.layer, &layer)) {
             let draining = &mut queue[at];
@@ -112,29 +112,6 @@ impl Shared {
             }
         }
         if freed || !left { Step::Freed } else { Step::Later }
-    }
-
-    /// Frees what a leaf holds. Returns whether it freed anything, and whether something is left.
-    fn free_leaf(&self, layer: &Layer, start: u64) -> (bool, bool) {
-        let Some(leaf) = layer.table().leaf(start) else { return (false, false) };
-        let (mut freed, mut left) = (false, false);
-        for slot in start..start + LEAF_SLOTS {
-            let leaked = slot % LEAF_SLOTS == 7 && mutants::on(Mutant::LeakedSlot);
-            if leaf.peek(slot) == Word::EMPTY || leaked {
-                continue;
-            }
-            let guard = leaf.lock(slot);
-            let word = guard.word();
-            if word.kind() == Kind::InFlight {
-                left = true;
-                continue;
-            }
-            guard.publish(Word::EMPTY);
-            layer.account(self, word, Word::EMPTY);
-            self.release(word);
-            freed = true;
-        }
-        (freed, left)
     }
 
     /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
@@ -328,9 +305,9 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
         Work::Abandon(chain, below) => {
             // Never the last hold: the chain has one.
             drop(below);
-            if chain.abandon(&family)
-                && let Some(origin) = family.layers.get(chain.id)
-            {
+            let (unused, held) = chain.abandon(&family);
+            carry_on(held);
+            if let Some(origin) = unused {
                 layer(&family, origin);
             }
             family.removal_ended();
@@ -390,8 +367,7 @@ impl PassingOn {
                     (self.next, self.left) = (0, false);
                     return (Some(Work::PassOn(self)), false);
                 }
-                let (buried, origin) = self.chain.bury(self.number);
-                for gone in buried.into_iter().chain(origin) {
+                for gone in self.chain.bury(self.number) {
                     layer(family, gone);
                 }
                 if self.stalled {

@@ -349,7 +349,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
         assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
     }
     // The tables are the truth: learn the pool's state again from them, and find the same.
-    ram.0.chain().abandon(&ram.0.family);
+    assert!(ram.0.chain.get().abandon(&ram.0.family).0.is_some());
     let layer = ram.0.layer();
     let words: Vec<_> = (0..pages)
         .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))

@@ -85,7 +85,7 @@ mod real {
 
     pub const FANOUT_BITS: u32 = 1;
     pub type Node = [AtomicU64; 1 << FANOUT_BITS];
-    const NODES: usize = 6;
+    const NODES: usize = 8;
 
     /// The model's store: a few nodes, made in advance.
     pub struct Nodes {
