@@ -5,7 +5,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use freestone::cow::{MergeFailure, MergeSetupError, MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
@@ -554,4 +556,25 @@ fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
     assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
+}
+
+/// The end of the snapshot's last chunk is the origin's, which has grown, whatever the exception says of the rest.
+#[test]
+fn a_read_behind_a_snapshot_that_is_merged_ends() {
+    let device = Arc::new(Model::new(SIZE as usize + 1024, 512));
+    let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+    let origin = Origin::new(device.clone());
+    let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
+    snapshot.write_at(SIZE, &bytes(1, 1024), NONE).unwrap();
+    device.grow(2 * SIZE as usize);
+    cow.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+    snapshot.merge().unwrap();
+    assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
+    cow.heal();
+    origin.write_at(SIZE + 1024, &bytes(2, 3072), NONE).unwrap();
+    let (tx, rx) = mpsc::channel();
+    let reader = origin.clone();
+    thread::spawn(move || tx.send(read(&reader, SIZE, 4096)));
+    let shown = rx.recv_timeout(Duration::from_secs(60)).expect("the read does not end");
+    assert!(shown == [bytes(1, 1024), bytes(2, 3072)].concat());
 }

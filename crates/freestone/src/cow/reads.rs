@@ -49,7 +49,8 @@ impl Snap {
     fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
-        let unmade = self.exceptions.none_complete(at / chunk, (at + len).div_ceil(chunk));
+        // Beyond the snapshot it is the origin's, also in a chunk that has an exception for the rest.
+        let unmade = at >= self.size || self.exceptions.none_complete(at / chunk, (at + len).div_ceil(chunk));
         // After the look at the exceptions: a snapshot that is lost gets none.
         let holds = self.still(state)? && unmade;
         if !holds {
