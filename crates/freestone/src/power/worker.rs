@@ -203,9 +203,11 @@ impl Shared {
 
     /// Has enough written below that there is room for `len` bytes, or that the cache is empty.
     fn make_room(self: &Arc<Self>, len: u64) -> Result<(), Error> {
+        // What fails gets a later place: each block is tried once, also by a device that answers at once.
+        let bound = self.cache.now();
         let want = len.min(self.cache.capacity()).min(WINDOW_BYTES);
         while self.cache.room() + self.draining.load(SeqCst) < want {
-            match self.cache.claim_run(u64::MAX, None)? {
+            match self.cache.claim_run(bound, None)? {
                 Some(run) => self.drain(run),
                 None => break,
             }

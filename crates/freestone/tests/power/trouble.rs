@@ -1,12 +1,13 @@
 //! Failing devices below, little room, what is described.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use freestone::device::{Blocking, Device, Error, ExtentKind, Flags, Op};
+use freestone::device::{Blocking, Completion, Device, Error, ExtentKind, Flags, IoBuf, Op, Request};
 use freestone::power::{Config, Power};
-use freestone_testkit::{Faulty, Model, ModelZoned, What, When, ZonedConfig};
+use freestone::ram::{self, Ram};
+use freestone_testkit::{Faulty, Model, ModelZoned, Rng, What, When, ZonedConfig};
 
 use crate::model::filled;
 
@@ -62,6 +63,31 @@ fn a_full_cache_over_a_failing_device_refuses_writes_and_recovers() {
         assert_eq!(blocks(&*disk, 0, 16), filled(1, 16));
         assert_eq!(blocks(&*disk, 1024, 16), filled(50, 16));
     }
+}
+
+/// A device that answers a write while it is being submitted, as RAM disks do: what fails there is tried once for each write above.
+#[test]
+fn a_write_that_waits_for_room_ends_when_nothing_can_be_written_below() {
+    let disk = ram::Config { disksize: 8 << 20, mem_limit: 256 << 10, ..ram::Config::default() };
+    let ram = Ram::new(disk).unwrap();
+    let power = Power::new(Arc::new(ram.clone()), Config { capacity: 1 << 20, record: None }).unwrap();
+    let mut noise = vec![0; 4 << 20];
+    Rng::new(1).fill(&mut noise);
+    let (tx, rx) = mpsc::channel();
+    let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+    power.submit(Request::write(0, noise.len() as u64), IoBuf::copy_of(&noise).unwrap(), done);
+    let Ok(outcome) = rx.recv_timeout(Duration::from_secs(60)) else {
+        // It would wait for the write.
+        std::mem::forget(power);
+        panic!("the write does not end");
+    };
+    assert_eq!(outcome, Err(Error::NoSpace));
+    ram.set_mem_limit(0);
+    power.write_at(0, &noise, Flags::empty()).unwrap();
+    power.flush().unwrap();
+    let mut back = vec![0; noise.len()];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back == noise);
 }
 
 #[test]
