@@ -116,18 +116,28 @@ impl<'a> Handshake<'a> {
         // A client that does not read is as silent as one that does not write.
         let socket = self.link.socket();
         set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
-        self.greet()?;
-        let (export, device) = loop {
-            if let Some(chosen) = self.next_option()? {
-                break chosen;
-            }
-        };
+        let chosen = self.negotiate();
+        if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
+            // What came before in the same bytes is answered; the client may be gone.
+            let _ = self.replies.send(socket);
+        }
+        let (export, device) = chosen?;
         self.replies.send(socket)?;
         set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
         // Contexts count only for the export for which they were selected, by whatever of its names.
         let contexts = self.selected.filter(|_| self.structured).map_or(Contexts::empty(), |(_, set)| set);
         let negotiated = Negotiated { export, device, structured: self.structured, contexts };
         Ok((negotiated, self.input, self.replies))
+    }
+
+    /// Answers option by option, until one chooses an export.
+    fn negotiate(&mut self) -> Result<Chosen, End> {
+        self.greet()?;
+        loop {
+            if let Some(chosen) = self.next_option()? {
+                return Ok(chosen);
+            }
+        }
     }
 
     fn greet(&mut self) -> Result<(), End> {

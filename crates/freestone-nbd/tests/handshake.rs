@@ -49,6 +49,22 @@ fn go_tells_size_flags_and_blocks() {
     fixture.assert_sound();
 }
 
+/// Also where what breaks the protocol came together with them.
+#[test]
+fn options_before_a_violation_are_answered() {
+    let long_name = option(EXPORT_NAME, &[b'x'; 5000]);
+    for violation in [b"GET / HTTP/1.1\r\n\r\n", &option(EXPORT_NAME, b"nothing")[..], &long_name] {
+        let fixture = fixture();
+        let mut client = fixture.connect();
+        client.greet(3);
+        client.send(&[&option(LIST, &[]), violation].concat());
+        let kinds: Vec<_> = client.option_replies(LIST).iter().map(|reply| reply.kind).collect();
+        assert_eq!(kinds, [SERVER, ACK]);
+        client.assert_closed();
+        fixture.assert_sound();
+    }
+}
+
 #[test]
 fn flags_follow_the_device_and_the_options() {
     let fixture = fixture();
