@@ -1,6 +1,7 @@
 //! The server: what its owner does with it.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -295,6 +296,13 @@ impl Server {
         if let Some(acceptor) = self.shared.acceptor() {
             acceptor.remove(id);
         }
+    }
+
+    /// Serves the client at the other end of `socket` on this thread, until the connection ends, as if it had come in at
+    /// `address`. For checks of very many connections, which have no time for a thread each.
+    #[doc(hidden)]
+    pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
+        self.shared.serve_here(&address.absolute(), socket);
     }
 
     /// What the server has done so far.

@@ -83,31 +83,7 @@ impl Shared {
 
     /// A client has connected.
     fn connect(self: &Arc<Self>, listener: u64, socket: OwnedFd, peer: String) {
-        let link = {
-            let mut tables = self.lock();
-            tables.accepted += 1;
-            if tables.connections.len() >= self.limits.max_connections {
-                tables.refused += 1;
-                drop(tables);
-                tracing::warn!(
-                    peer,
-                    max_connections = self.limits.max_connections,
-                    "too many connections: a new one is closed"
-                );
-                return;
-            }
-            match tables.connect(listener, |id, address| Link::new(id, address.clone(), peer, socket)) {
-                Some(Ok(link)) => link,
-                // The address was closed meanwhile.
-                None => return,
-                Some(Err(error)) => {
-                    tables.refused += 1;
-                    drop(tables);
-                    tracing::warn!(%error, "no resources for a connection");
-                    return;
-                }
-            }
-        };
+        let Some(link) = self.admit(listener, socket, peer) else { return };
         let spawned = {
             let (shared, link) = (Arc::clone(self), Arc::clone(&link));
             thread::Builder::new()
@@ -118,6 +94,41 @@ impl Shared {
             tracing::warn!(address = %link.address, %error, "no thread for a connection");
             self.leave(&link, false);
             self.lock().refused += 1;
+        }
+    }
+
+    /// A place for a connection, if there is one.
+    fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
+        let mut tables = self.lock();
+        tables.accepted += 1;
+        if tables.connections.len() >= self.limits.max_connections {
+            tables.refused += 1;
+            drop(tables);
+            tracing::warn!(
+                peer,
+                max_connections = self.limits.max_connections,
+                "too many connections: a new one is closed"
+            );
+            return None;
+        }
+        // None: the address was closed meanwhile.
+        match tables.connect(listener, |id, address| Link::new(id, address.clone(), peer, socket))? {
+            Ok(link) => Some(link),
+            Err(error) => {
+                tables.refused += 1;
+                drop(tables);
+                tracing::warn!(%error, "no resources for a connection");
+                None
+            }
+        }
+    }
+
+    /// Serves a connection on this thread, from its first byte to its last.
+    pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
+        let listener = self.lock().listener_id(address);
+        let link = listener.and_then(|listener| self.admit(listener, socket, "here".to_owned()));
+        if let Some(link) = link {
+            connection::run(self, &link);
         }
     }
 }

@@ -110,6 +110,11 @@ impl Tables {
         self.listeners.get(self.by_address.get(address)?)
     }
 
+    /// Its identifier.
+    pub fn listener_id(&self, address: &Address) -> Option<u64> {
+        self.by_address.get(address).copied()
+    }
+
     /// A new listener; answers its identifier.
     pub fn add_listener(&mut self, address: Address, file: Option<SocketFile>) -> u64 {
         let id = self.new_id();
