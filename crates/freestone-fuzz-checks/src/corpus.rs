@@ -1,0 +1,110 @@
+//! A check over a corpus, and over seeded mutations of it.
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+
+use freestone_testkit::Rng;
+
+/// Longest input that mutations grow to, in bytes.
+const INPUT_MAX_BYTES: usize = 16 << 10;
+
+/// How many inputs were taken, and how many refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Judged {
+    /// Inputs of which the check says so.
+    pub taken: usize,
+    /// All others.
+    pub refused: usize,
+}
+
+/// Checks every file of the corpus `name`, and then `rounds` mutations of them, a tenth of that under a sanitizer.
+///
+/// # Panics
+/// The corpus is missing, or the check panics: then the input is kept in the directory for temporary files.
+pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> Judged {
+    let inputs = inputs(name);
+    let mut judged = Judged::default();
+    let mut judge = |input: &[u8], what: &dyn Fn() -> String| {
+        let taken = catch_unwind(AssertUnwindSafe(|| check(input))).unwrap_or_else(|panic| {
+            let kept = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
+            fs::write(&kept, input).expect("the input is kept");
+            println!("{name}: {} does not hold; see {}", what(), kept.display());
+            resume_unwind(panic)
+        });
+        judged.taken += usize::from(taken);
+        judged.refused += usize::from(!taken);
+    };
+    for (file, input) in &inputs {
+        judge(input, &|| file.clone());
+    }
+    let mut rng = Rng::new(name.bytes().fold(1, |seed, byte| seed.wrapping_mul(31) + u64::from(byte)));
+    let rounds = if std::env::var_os("PROPTEST_CASES").is_some() { rounds / 10 } else { rounds };
+    for round in 0..rounds {
+        let mut input = pick(&inputs, &mut rng).to_vec();
+        for _ in 0..=rng.below(4) {
+            mutate(&mut input, pick(&inputs, &mut rng), &mut rng);
+        }
+        input.truncate(INPUT_MAX_BYTES);
+        judge(&input, &|| format!("mutation {round}"));
+    }
+    judged
+}
+
+/// The files of a corpus, in the order of their names.
+fn inputs(name: &str) -> Vec<(String, Vec<u8>)> {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(name);
+    let entries = fs::read_dir(&corpus).expect("the corpus is in the repository");
+    let mut inputs: Vec<_> = entries
+        .map(|entry| {
+            let entry = entry.expect("the corpus can be read");
+            let input = fs::read(entry.path()).expect("the corpus can be read");
+            (entry.file_name().to_string_lossy().into_owned(), input)
+        })
+        .collect();
+    inputs.sort();
+    assert!(inputs.len() >= 4, "{name} has {} inputs", inputs.len());
+    inputs
+}
+
+fn pick<'a>(inputs: &'a [(String, Vec<u8>)], rng: &mut Rng) -> &'a [u8] {
+    &inputs[rng.below(inputs.len() as u64) as usize].1
+}
+
+fn place(len: usize, rng: &mut Rng) -> usize {
+    // Beginnings are where lengths and counts are.
+    let bound = if rng.chance(40) { len.min(80) } else { len };
+    rng.below(bound as u64) as usize
+}
+
+fn mutate(input: &mut Vec<u8>, other: &[u8], rng: &mut Rng) {
+    const NUMBERS: [u64; 12] =
+        [0, 1, 2, 511, 512, 4096, 0x7fff, 0xffff, 1 << 25, 0x7fff_ffff, u32::MAX as u64, u64::MAX];
+    if input.is_empty() {
+        input.extend_from_slice(other);
+        return;
+    }
+    let (at, to) = (place(input.len(), rng), place(input.len(), rng));
+    let span = (1 << rng.below(9)).min(input.len() - at.max(to));
+    match rng.below(9) {
+        0 | 1 => input[at] ^= 1 << rng.below(8),
+        2 => input[at] = rng.word() as u8,
+        3 => {
+            let number = NUMBERS[rng.below(12) as usize].wrapping_add(rng.below(3)).wrapping_sub(1);
+            let width = 1 << rng.below(4);
+            let bytes = if rng.chance(50) { number.to_le_bytes() } else { number.swap_bytes().to_le_bytes() };
+            let bytes = if rng.chance(50) { &bytes[..width] } else { &bytes[8 - width..] };
+            let end = input.len().min(at + width);
+            input[at..end].copy_from_slice(&bytes[..end - at]);
+        }
+        4 => input.copy_within(at..at + span, to),
+        5 => {
+            let from = place(other.len(), rng);
+            let part = &other[from..other.len().min(from + span)];
+            drop(input.splice(at..at, part.iter().copied()));
+        }
+        6 => drop(input.drain(at..at + span)),
+        7 => input[at..at + span].fill(0),
+        _ => input.truncate(at + 1),
+    }
+}

@@ -1,0 +1,13 @@
+//! What a client says before it is in transmission; the oracle is stated in `nbd/handshake.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::nbd::Nbd;
+
+static NBD: LazyLock<Nbd> = LazyLock::new(Nbd::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    NBD.handshake(input);
+});

@@ -1,0 +1,14 @@
+//! A stream of requests to an NBD connection in transmission; the oracle is stated in `nbd/transmission.rs` of
+//! `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::nbd::Nbd;
+
+static NBD: LazyLock<Nbd> = LazyLock::new(Nbd::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    NBD.transmission(input);
+});
