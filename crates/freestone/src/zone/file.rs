@@ -37,6 +37,8 @@ use crate::replace::{MayGo, Place, STATE_PREFIX};
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
 const BLOCK_BYTES: u64 = 4096;
+/// No file of ours gets so far: what does is damaged, and the numbers after it would soon be the lower ones.
+const SEQUENCE_MAX: u64 = 1 << 62;
 /// Zones of a group.
 const GROUP_ZONES: usize = 510;
 
@@ -275,7 +277,9 @@ impl StateFile {
             medium.read(place(group, copy), found.as_mut_bytes())?;
             let sequence = found.sequence.get();
             // A copy that stands in the other's place was not written by us.
-            let good = found.checksum.get() == found.sum(id, group) && sequence % 2 == copy;
+            let good = found.checksum.get() == found.sum(id, group)
+                && sequence % 2 == copy
+                && sequence < SEQUENCE_MAX;
             if good && newest.as_ref().is_none_or(|newest| sequence > newest.sequence.get()) {
                 newest = Some(found);
             }
