@@ -2,6 +2,8 @@
 
 use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
+use freestone_fuzz_checks::scratch::Scratch;
+use freestone_fuzz_checks::{power_log, qcow2, saved, zones};
 
 #[test]
 fn nbd_transmission() {
@@ -17,4 +19,35 @@ fn nbd_handshake() {
     let judged = run("nbd_handshake", 4000, |input| nbd.handshake(input));
     println!("{judged:?}");
     assert!(judged.taken > 50 && judged.refused > 1000, "{judged:?}");
+}
+
+#[test]
+fn zone_state() {
+    let judged = run("zones", 8000, zones::check);
+    println!("{judged:?}");
+    assert!(judged.taken > 400 && judged.refused > 1000, "{judged:?}");
+}
+
+#[test]
+fn power_logs() {
+    let scratch = Scratch::new();
+    let judged = run("power_log", 4000, |input| power_log::check(&scratch, input));
+    println!("{judged:?}");
+    assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn saved_files() {
+    let scratch = Scratch::new();
+    let judged = run("saved", 3000, |input| saved::check(&scratch, input));
+    println!("{judged:?}");
+    assert!(judged.taken > 100 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn qcow2_images() {
+    let scratch = Scratch::new();
+    let judged = run("qcow2", 3000, |input| qcow2::check(&scratch, input));
+    println!("{judged:?}");
+    assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
 }

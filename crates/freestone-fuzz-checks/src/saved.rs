@@ -1,0 +1,133 @@
+//! A saved file with any content.
+//!
+//! An input is one byte of choices, and the file; with the choices all checksums are made right.
+//! * Nothing but an error that says one sentence, or devices: as many as the file says that it holds, of their sizes.
+//! * What a file's checksums do not fit is refused.
+//! * What was restored can be saved again, and is restored from that as the same.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use freestone::device::{Blocking, Device};
+use freestone::ram::{Config, Family, Ram};
+use freestone::save::{self, Base, BaseCheck, RestoreError};
+use freestone_testkit::Model;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+
+use crate::scratch::Scratch;
+
+const HEADER: usize = 64;
+const BLOCK: usize = 40;
+/// Bytes of a device that are read.
+const LOOK_BYTES: u64 = 64 << 10;
+/// Memory of what is restored in bytes.
+const LIMIT_BYTES: u64 = 8 << 20;
+
+fn u32_at(bytes: &[u8], at: usize) -> usize {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes")) as usize
+}
+
+fn set(bytes: &mut [u8], at: usize, sum: u64) {
+    bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Makes all checksums right, as far as the lengths allow.
+fn seal(bytes: &mut [u8]) {
+    if bytes.len() < HEADER {
+        return;
+    }
+    let salt = u64::from_le_bytes(bytes[24..32].try_into().expect("eight bytes"));
+    let contents = u32_at(bytes, 32);
+    if let Some(contents) = bytes.get(HEADER..HEADER.saturating_add(contents)) {
+        let sum = xxh3_64_with_seed(contents, salt);
+        set(bytes, 48, sum);
+    }
+    let sum = xxh3_64_with_seed(&bytes[..56], 0);
+    set(bytes, 56, sum);
+    let mut digest = Xxh3::with_seed(salt);
+    let mut at = HEADER.saturating_add(contents);
+    while let Some(end) = bytes.get(at..).filter(|rest| rest.len() >= BLOCK) {
+        let end = at + BLOCK + u32_at(end, 32);
+        if end > bytes.len() {
+            return;
+        }
+        if u32_at(bytes, at + 12) == 3 && end == at + 72 {
+            let file_bytes = bytes.len() as u64;
+            set(bytes, at + 56, file_bytes);
+            set(bytes, at + 64, digest.digest());
+        }
+        let sum = xxh3_64_with_seed(&bytes[at + 8..end], salt);
+        set(bytes, at, sum);
+        digest.update(&sum.to_le_bytes());
+        at = end;
+    }
+}
+
+/// What forks in a file may lie over.
+pub fn base() -> Arc<dyn Device> {
+    let content = (0..9 * 512).map(|at| (at / 100 % 251) as u8).collect();
+    Arc::new(Model::read_only(content, 512))
+}
+
+fn restore(path: &Path) -> Result<Vec<(String, Ram)>, RestoreError> {
+    let family = Family::new(Config { mem_limit: LIMIT_BYTES, ..Config::default() }).expect("a family");
+    let mut last = 0;
+    save::restore(path, &family, &[Base::Device(base())], &mut |done, all| {
+        assert!(done >= last && done <= all);
+        last = done;
+    })
+}
+
+/// Its beginning and its end.
+fn look(device: &Ram) -> Vec<u8> {
+    let size = device.geometry().size;
+    let part = size.min(LOOK_BYTES);
+    let mut bytes = vec![0; 2 * part as usize];
+    let (begin, end) = bytes.split_at_mut(part as usize);
+    device.read_at(0, begin).expect("what was restored can be read");
+    device.read_at(size - part, end).expect("what was restored can be read");
+    bytes
+}
+
+/// Checks one input; true: it was restored.
+///
+/// # Panics
+/// Something does not hold.
+pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
+    let Some((&choices, file)) = input.split_first() else { return false };
+    let mut bytes = file.to_vec();
+    if choices & 1 != 0 {
+        seal(&mut bytes);
+    }
+    let path = scratch.file(&bytes);
+    let contents = save::verify(path, &mut |_, _| {});
+    let restored = match restore(path) {
+        Ok(restored) => restored,
+        Err(error) => {
+            let text = error.to_string();
+            assert!(!text.is_empty() && !text.contains('\n'), "{text:?}");
+            return false;
+        }
+    };
+    let contents = contents.expect("what is restored can be verified");
+    let named: Vec<_> = contents.devices.iter().map(|device| (&device.name, device.size)).collect();
+    let made: Vec<_> = restored.iter().map(|(name, ram)| (name, ram.geometry().size)).collect();
+    assert_eq!(named, made);
+    let mut sealed = bytes.clone();
+    seal(&mut sealed);
+    assert!(sealed == bytes, "checksums that do not fit");
+
+    let again = scratch.beside();
+    let devices: Vec<_> = restored.iter().map(|(name, ram)| (name.as_str(), ram)).collect();
+    if devices.is_empty() {
+        return true;
+    }
+    save::save(&devices, &again, BaseCheck::default(), &mut |_, _| {}).expect("it can be saved again");
+    let other = restore(&again).expect("what was saved is restored");
+    assert_eq!(other.len(), restored.len());
+    for ((name, one), (other_name, other)) in restored.iter().zip(&other) {
+        assert_eq!((name, one.geometry().size), (other_name, other.geometry().size));
+        assert!(look(one) == look(other), "{name} is not the same");
+    }
+    true
+}

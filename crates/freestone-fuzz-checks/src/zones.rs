@@ -1,0 +1,176 @@
+//! The state of zones, found on a device with any content.
+//!
+//! An input is one byte of choices, and the beginnings of header, first and second copy of the one group, 80 bytes each; with
+//! the choices their checksums are made right.
+//! * What is refused was not written to.
+//! * What is opened has the zones that a plain reading of the format gives, and opening changed no byte.
+//! * It goes on: what is written and flushed is there when it is opened again.
+
+use std::sync::Arc;
+
+use freestone::device::zoned::{Zone, ZoneCondition, Zoned};
+use freestone::device::{Blocking, Device, Flags};
+use freestone::zone::{Config, SetupError, State, StateError, Zones};
+use freestone_testkit::Model;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+const BLOCK: u64 = 512;
+const ZONE: u64 = 16 * BLOCK;
+const CAPACITY: u64 = 12 * BLOCK;
+const ZONES: usize = 8;
+const CONVENTIONAL: usize = 1;
+const PART: usize = 80;
+const PLACES: [usize; 3] = [0, 4096, 8192];
+
+fn config() -> Config {
+    Config {
+        zone_size: ZONE,
+        zone_capacity: CAPACITY,
+        zone_nr_conv: CONVENTIONAL as u32,
+        zone_max_open: 3,
+        ..Config::default()
+    }
+}
+
+/// The medium that an input stands for.
+fn build(input: &[u8]) -> Option<Vec<u8>> {
+    let (&choices, parts) = input.split_first()?;
+    let mut bytes = vec![0; 3 * 4096];
+    for (at, part) in PLACES.into_iter().zip(parts.chunks(PART)) {
+        bytes[at..at + part.len()].copy_from_slice(part);
+    }
+    if choices & 1 != 0 {
+        let sum = xxh3_64_with_seed(&bytes[..64], 0);
+        bytes[64..72].copy_from_slice(&sum.to_le_bytes());
+    }
+    for (copy, bit) in [(1, 2), (2, 4)] {
+        if choices & bit != 0 {
+            let sum = sum(&bytes, PLACES[copy]);
+            bytes[PLACES[copy] + 8..][..8].copy_from_slice(&sum.to_le_bytes());
+        }
+    }
+    Some(bytes)
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+/// What the checksum of a copy of the group should be.
+fn sum(bytes: &[u8], at: usize) -> u64 {
+    xxh3_64_with_seed(&bytes[at + 16..at + 4096], word(bytes, 56) ^ word(bytes, at).rotate_left(32))
+}
+
+/// Condition and write pointer of each sequential zone, read in the plainest way. `None`: this is no state of these zones.
+fn plain(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
+    if bytes[..4096].iter().all(|&byte| byte == 0) {
+        return Some(vec![(ZoneCondition::Empty, 0); ZONES - CONVENTIONAL]);
+    }
+    let halves = |at: usize| (word(bytes, at) as u32, (word(bytes, at) >> 32) as u32);
+    let head = bytes.starts_with(b"freestone zones\n")
+        && halves(16) == (1, BLOCK as u32)
+        && word(bytes, 24) == ZONE * ZONES as u64
+        && word(bytes, 32) == ZONE
+        && word(bytes, 40) == CAPACITY
+        && halves(48) == (ZONES as u32, CONVENTIONAL as u32)
+        && word(bytes, 64) == xxh3_64_with_seed(&bytes[..64], 0);
+    if !head {
+        return None;
+    }
+    let good = |(copy, at): &(usize, usize)| {
+        let sequence = word(bytes, *at);
+        word(bytes, at + 8) == sum(bytes, *at) && sequence % 2 == *copy as u64 && sequence < 1 << 62
+    };
+    let copies = [(0, PLACES[1]), (1, PLACES[2])].into_iter().filter(good);
+    let (_, at) = copies.max_by_key(|(_, at)| word(bytes, *at))?;
+    let mark = |zone: usize| {
+        let mark = word(bytes, at + 16 + zone * 8);
+        let pointer = (mark & ((1 << 41) - 1)) * 512;
+        match mark >> 41 {
+            0 if pointer == 0 => Some((ZoneCondition::Empty, 0)),
+            0 if pointer < CAPACITY => Some((ZoneCondition::Closed, pointer)),
+            1 if pointer == CAPACITY || pointer == ZONE => Some((ZoneCondition::Full, pointer)),
+            2 if pointer == 0 => Some((ZoneCondition::ReadOnly, 0)),
+            3 if pointer == 0 => Some((ZoneCondition::Offline, 0)),
+            _ => None,
+        }
+    };
+    // A conventional zone has nothing to say.
+    let silent = (0..CONVENTIONAL).all(|zone| word(bytes, at + 16 + zone * 8) == 0);
+    (CONVENTIONAL..ZONES).map(mark).collect::<Option<_>>().filter(|_| silent)
+}
+
+fn open(data: &Arc<Model>, state: &Arc<Model>) -> Result<Zones, SetupError> {
+    let state = State::Device(Arc::clone(state) as Arc<dyn Device>);
+    Zones::new(Arc::clone(data) as Arc<dyn Device>, config(), state, None)
+}
+
+fn rows(zones: &Zones) -> Vec<Zone> {
+    let mut rows = Vec::new();
+    zones
+        .report(0, &mut |row| {
+            rows.push(row);
+            true
+        })
+        .expect("zones can be reported");
+    rows
+}
+
+fn content(device: &Model) -> Vec<u8> {
+    let mut bytes = vec![0; device.geometry().size as usize];
+    device.read_at(0, &mut bytes).expect("a device without faults");
+    bytes
+}
+
+/// Checks one input; true: it was opened.
+///
+/// # Panics
+/// Something does not hold.
+pub fn check(input: &[u8]) -> bool {
+    let Some(before) = build(input) else { return false };
+    let expected = plain(&before);
+    let data = Arc::new(Model::new(ZONE as usize * ZONES, BLOCK as u32));
+    let state = Arc::new(Model::new(before.len(), BLOCK as u32));
+    state.write_at(0, &before, Flags::empty()).expect("a device without faults");
+    let zones = match open(&data, &state) {
+        Ok(zones) => zones,
+        Err(error) => {
+            assert!(matches!(&error, SetupError::State(_)), "{error}");
+            assert!(!matches!(&error, SetupError::State(StateError::Io(_))), "{error}");
+            let text = error.to_string();
+            assert!(!text.is_empty() && !text.contains('\n'), "{text:?}");
+            assert!(expected.is_none(), "{text}");
+            assert!(content(&state) == before, "{text}, and yet it was written to");
+            return false;
+        }
+    };
+    let expected = expected.expect("what a plain reading refuses is refused");
+    let found = rows(&zones);
+    for (row, (condition, pointer)) in found[CONVENTIONAL..].iter().zip(&expected) {
+        assert_eq!(row.condition, *condition, "{row:?}");
+        if *condition == ZoneCondition::Closed {
+            assert_eq!(row.write_pointer, row.start + pointer, "{row:?}");
+        }
+    }
+    assert!(before[0] == 0 || content(&state) == before, "opening changed it");
+    // One block more in the first zone that takes it.
+    let takes = |row: &&Zone| matches!(row.condition, ZoneCondition::Empty | ZoneCondition::Closed);
+    let written = found[CONVENTIONAL..].iter().find(takes).map(|row| {
+        zones.write_at(row.write_pointer, &[7; BLOCK as usize], Flags::empty()).expect("it takes a block");
+        row.start
+    });
+    zones.flush().expect("a device without faults");
+    let now = rows(&zones);
+    drop(zones);
+    let again = rows(&open(&data, &state).expect("what it wrote itself opens"));
+    for (before, after) in now.iter().zip(&again) {
+        let closed = |condition| match condition {
+            ZoneCondition::ImplicitOpen | ZoneCondition::ExplicitOpen => ZoneCondition::Closed,
+            other => other,
+        };
+        assert_eq!(closed(before.condition), after.condition, "{before:?} {after:?}");
+        assert_eq!(before.write_pointer, after.write_pointer, "{before:?} {after:?}");
+        assert!(Some(before.start) != written || after.condition != ZoneCondition::Empty, "{after:?}");
+    }
+    true
+}

@@ -1,0 +1,14 @@
+//! An image with any content; the oracle is stated in `qcow2.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::qcow2;
+use freestone_fuzz_checks::scratch::Scratch;
+
+static SCRATCH: LazyLock<Scratch> = LazyLock::new(Scratch::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    qcow2::check(&SCRATCH, input);
+});

@@ -1,0 +1,14 @@
+//! A saved file with any content; the oracle is stated in `saved.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::saved;
+use freestone_fuzz_checks::scratch::Scratch;
+
+static SCRATCH: LazyLock<Scratch> = LazyLock::new(Scratch::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    saved::check(&SCRATCH, input);
+});
