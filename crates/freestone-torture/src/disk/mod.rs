@@ -13,22 +13,23 @@ mod media;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod work;
 
 use std::fmt;
-use std::ops::Range;
 
 use freestone::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use freestone_testkit::Rng;
 
 use crate::oracle::SECTOR_BYTES;
-use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard};
 use crate::rt::thread::{self, JoinHandle};
 use crate::rt::time::{Duration, Instant};
 use media::Media;
 use plan::Fate;
 pub use plan::{Chances, Injected, Plan};
+use work::{Job, Shared, State, sectors};
 
 /// Complaints that are kept; one is enough to fail a run.
 const COMPLAINTS_MAX: usize = 16;
@@ -86,40 +87,6 @@ pub struct SimDisk {
 /// Tells a disk what to do and what it did; outlives it.
 #[derive(Clone)]
 pub struct DiskControl(Arc<Shared>);
-
-struct Shared {
-    config: DiskConfig,
-    /// Held for a look or one operation, never while a completion runs.
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-struct State {
-    media: Media,
-    rng: Rng,
-    plan: Plan,
-    /// Bytes that can still be taken up.
-    room: Option<u64>,
-    shrunk_to: Option<u64>,
-    queue: Vec<Job>,
-    hung: Vec<Job>,
-    /// Sectors of the writes that arrived and are not answered.
-    writing: Vec<Range<u64>>,
-    injected: Injected,
-    arrived: u64,
-    complaints: Vec<String>,
-    /// Power was lost, or its user died.
-    dead: bool,
-    stop: bool,
-}
-
-struct Job {
-    request: Request,
-    buffer: IoBuf,
-    done: Completion,
-    fate: Fate,
-    due: Instant,
-}
 
 // ---- making it, and telling it what to do -------------------------------------------------------
 
@@ -222,32 +189,21 @@ impl DiskControl {
     }
 
     fn die(&self, seed: u64, power: bool) {
+        Self::all_die(std::slice::from_ref(self), seed, power);
+    }
+
+    /// The power of all of these goes at one moment, or what uses them dies.
+    pub fn all_die(disks: &[Self], seed: u64, power: bool) {
         let mut rng = Rng::new(seed);
-        let mut state = self.0.lock();
-        if state.dead {
-            return;
+        let mut states: Vec<MutexGuard<'_, State>> = disks.iter().map(|disk| disk.0.lock()).collect();
+        let mut lost = Vec::new();
+        for state in states.iter_mut().filter(|state| !state.dead) {
+            lost.append(&mut state.die(&mut rng, power));
         }
-        state.dead = true;
-        let mut lost = std::mem::take(&mut state.queue);
-        lost.append(&mut state.hung);
-        for job in &lost {
-            state.injected.gone += 1;
-            let outcome = rng.below(3);
-            let sectors = sectors(&job.request);
-            let torn = Torn::draw(&mut rng, sectors.end - sectors.start);
-            if outcome > 0 && job.request.op == Op::Flush {
-                state.media.flush_some(&mut rng);
-            } else if outcome > 0 {
-                let torn = (outcome == 1).then_some(torn);
-                state.store(&job.request, &job.buffer, torn);
-            }
+        drop(states);
+        for disk in disks {
+            disk.0.changed.notify_all();
         }
-        if power {
-            state.media.lose_power(&mut rng);
-        }
-        state.writing.clear();
-        drop(state);
-        self.0.changed.notify_all();
         for job in lost {
             job.done.complete(Err(Error::Gone), job.buffer);
         }
@@ -284,200 +240,6 @@ impl DiskControl {
     /// The bytes that it shows.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().media.visible()
-    }
-}
-
-// ---- how it works -------------------------------------------------------------------------------
-
-/// Which sectors of an operation are done.
-#[derive(Clone, Copy)]
-enum Torn {
-    First(u64),
-    Of(u64),
-}
-
-impl Torn {
-    fn draw(rng: &mut Rng, sectors: u64) -> Self {
-        if rng.chance(50) { Self::First(rng.below(sectors + 1)) } else { Self::Of(rng.word()) }
-    }
-
-    fn does(self, index: u64) -> bool {
-        match self {
-            Self::First(count) => index < count,
-            Self::Of(seed) => Rng::new(seed ^ index).chance(50),
-        }
-    }
-}
-
-fn sectors(request: &Request) -> Range<u64> {
-    request.offset / SECTOR..(request.offset + request.len) / SECTOR
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn geometry(&self, size: u64) -> Geometry {
-        let block = self.config.logical_block;
-        Geometry {
-            size,
-            logical_block: block,
-            physical_block: block,
-            io_min: block,
-            io_opt: block,
-            max_request: 0,
-            discard_granularity: block,
-            fast_zeroes: false,
-            volatile_cache: self.config.volatile_cache,
-            volatile_media: false,
-            rotational: false,
-            read_only: false,
-            zones: None,
-        }
-    }
-
-    /// Answers what was submitted, until the disk is dropped.
-    fn execute(&self) {
-        let mut state = self.lock();
-        loop {
-            let now = Instant::now();
-            let stop = state.stop;
-            let ready: Vec<usize> =
-                (0..state.queue.len()).filter(|&at| stop || state.queue[at].due <= now).collect();
-            if ready.is_empty() {
-                if stop {
-                    return;
-                }
-                let next = state.queue.iter().map(|job| job.due).min();
-                state = match next {
-                    Some(due) => {
-                        let left = due.saturating_duration_since(now);
-                        self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                    }
-                    None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                };
-                continue;
-            }
-            let at = ready[state.rng.below(ready.len() as u64) as usize];
-            let Job { request, mut buffer, done, fate, .. } = state.queue.swap_remove(at);
-            let outcome = state.perform(&request, &mut buffer, fate);
-            drop(state);
-            done.complete(outcome, buffer);
-            state = self.lock();
-        }
-    }
-}
-
-impl State {
-    /// Checks an operation and draws what happens to it.
-    fn arrive(&mut self, request: &Request, shared: &Shared) -> Result<Fate> {
-        if self.dead {
-            self.injected.gone += 1;
-            return Err(Error::Gone);
-        }
-        if let Err(error) = request.check(&shared.geometry(self.media.len())) {
-            self.complain(format!("{request:?} is refused: {error}"));
-            return Err(error);
-        }
-        self.arrived += 1;
-        if request.op == Op::Write {
-            let range = sectors(request);
-            let other = self.writing.iter().find(|other| other.start < range.end && range.start < other.end);
-            if let Some(other) = other.cloned().filter(|_| !shared.config.overlap) {
-                self.complain(format!("{request:?} while sectors {other:?} are being written"));
-            }
-            self.writing.push(range);
-        }
-        let plan = self.plan;
-        Ok(plan.draw(request.op, &mut self.rng))
-    }
-
-    /// Takes back that it arrived: it comes again, submitted.
-    fn depart(&mut self, request: &Request) {
-        self.arrived -= 1;
-        self.answered(request);
-    }
-
-    fn answered(&mut self, request: &Request) {
-        if request.op == Op::Write
-            && let Some(at) = self.writing.iter().rposition(|other| *other == sectors(request))
-        {
-            self.writing.swap_remove(at);
-        }
-    }
-
-    /// Does an operation that arrived. `buffer` is empty for what is neither read nor written.
-    fn perform(&mut self, request: &Request, buffer: &mut [u8], fate: Fate) -> Result<()> {
-        self.answered(request);
-        if self.dead {
-            self.injected.gone += 1;
-            return Err(Error::Gone);
-        }
-        match fate {
-            Fate::Fail => {
-                self.injected.failed += 1;
-                return Err(Error::Media);
-            }
-            Fate::Delay(_) => self.injected.delayed += 1,
-            _ => {}
-        }
-        if self.shrunk_to.is_some_and(|end| request.offset + request.len > end) {
-            self.injected.shrunk += 1;
-            return Err(Error::Media);
-        }
-        if request.op == Op::Write
-            && let Some(room) = &mut self.room
-        {
-            let takes = self.media.room_for(sectors(request));
-            if takes > *room {
-                self.injected.no_space += 1;
-                return Err(Error::NoSpace);
-            }
-            *room -= takes;
-        }
-        let range = sectors(request);
-        let torn = (fate == Fate::FailPartly).then(|| Torn::draw(&mut self.rng, range.end - range.start));
-        match request.op {
-            Op::Read => self.media.read(request.offset, buffer),
-            Op::Flush if torn.is_none() => self.media.flush(),
-            Op::Flush => self.media.flush_some(&mut self.rng),
-            Op::Write | Op::WriteZeroes | Op::Discard => self.store(request, buffer, torn),
-        }
-        match fate {
-            Fate::FailDone => self.injected.failed_done += 1,
-            Fate::FailPartly => self.injected.failed_partly += 1,
-            _ => return Ok(()),
-        }
-        Err(Error::Media)
-    }
-
-    fn store(&mut self, request: &Request, buffer: &[u8], torn: Option<Torn>) {
-        let fua = request.flags.contains(Flags::FUA);
-        for (index, at) in sectors(request).enumerate() {
-            if torn.is_some_and(|torn| !torn.does(index as u64)) {
-                continue;
-            }
-            match request.op {
-                Op::Write => {
-                    let bytes = &buffer[index * SECTOR_BYTES..(index + 1) * SECTOR_BYTES];
-                    self.media.write(at, Some(bytes), fua);
-                }
-                Op::Discard | Op::WriteZeroes => {
-                    if let Some(room) = self.room.as_mut().filter(|_| self.media.is_used(at)) {
-                        *room += SECTOR;
-                    }
-                    self.media.write(at, None, fua);
-                }
-                Op::Read | Op::Flush => {}
-            }
-        }
-    }
-
-    fn complain(&mut self, complaint: String) {
-        if self.complaints.len() < COMPLAINTS_MAX {
-            self.complaints.push(complaint);
-        }
     }
 }
 

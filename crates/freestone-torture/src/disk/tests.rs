@@ -1,6 +1,6 @@
 use std::sync::mpsc;
 
-use freestone::device::Blocking;
+use freestone::device::{Blocking, Flags};
 use freestone_testkit::conformance;
 
 use super::*;

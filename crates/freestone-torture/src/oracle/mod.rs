@@ -306,6 +306,20 @@ impl Oracle {
         }
     }
 
+    /// The process died, and the disks live on: what was answered stays, and what is in flight may
+    /// have happened or not. What was not flushed can still be lost with the power.
+    pub fn die(&mut self) {
+        if self.durability == Durability::Nothing {
+            return self.crash();
+        }
+        let tick = self.next();
+        self.life += 1;
+        let all: Vec<u64> = self.sectors.keys().copied().collect();
+        for at in all {
+            self.sector_mut(at).die(tick);
+        }
+    }
+
     /// A device with what this one has now; of what is in flight, any of it.
     #[must_use]
     pub fn snapshot(&mut self, name: &str, durability: Durability) -> Self {
@@ -335,7 +349,9 @@ impl Oracle {
                 });
             }
             let keeps = taken.keeps();
-            let past = sector.past.iter().filter(|past| keeps && past.returns).copied().collect();
+            // A flush of the new device is none of the old one.
+            let past = sector.past.iter().filter(|past| keeps && past.returns);
+            let past = past.map(|past| Past { firm: None, ..*past }).collect();
             taken.sectors.insert(at, Sector { now, past });
             taken.settled(at);
         }

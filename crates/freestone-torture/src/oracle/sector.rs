@@ -139,6 +139,13 @@ impl Sector {
         }
     }
 
+    /// Nothing is in flight any more: who asked for it is dead.
+    pub fn die(&mut self, tick: Tick) {
+        for version in self.now.iter_mut().filter(|version| version.state == State::InFlight) {
+            (version.state, version.ended) = (State::Doubtful, tick);
+        }
+    }
+
     /// Whether a read that began at `began` may find this.
     pub fn allows(&self, at: u64, found: &Found, began: Tick) -> bool {
         self.now.iter().any(|version| found.matches(at, version.content))

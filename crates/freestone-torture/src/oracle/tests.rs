@@ -316,6 +316,24 @@ fn what_a_read_finds_after_a_crash_is_there_for_good() {
 }
 
 #[test]
+fn what_was_answered_outlives_the_process_and_not_the_power() {
+    let mut bench = Bench::new(Durability::Flushed);
+    bench.write(1, DONE);
+    bench.write(2, DONE);
+    let flying = bench.begin(3);
+    bench.0.die();
+    bench.may_see(&[2, 3]);
+    bench.may_see_after_crash(&[0, 1, 2, 3]);
+    bench.0.end(flying, FUA);
+    bench.sees(2);
+    bench.may_see(&[2]);
+    let mut bench = Bench::new(Durability::Nothing);
+    bench.write(1, DONE);
+    bench.0.die();
+    bench.may_see(&[0]);
+}
+
+#[test]
 fn an_answer_from_before_a_crash_counts_for_nothing() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
