@@ -1,0 +1,23 @@
+//! The torture of the program, for a short while and with a fixed seed.
+
+use std::path::Path;
+
+use freestone_torture::program;
+
+const SEED: u64 = 13;
+const MINUTES: f64 = 0.3;
+
+#[test]
+fn judged_clients_meet_nothing_but_what_is_allowed() {
+    let report = match program::run(SEED, MINUTES, Path::new(env!("CARGO_BIN_EXE_freestone"))) {
+        Ok(report) => report,
+        Err(failure) => panic!("{failure}"),
+    };
+    println!("{report}");
+    // It has done something of everything.
+    assert!(report.rounds >= 1);
+    assert!(report.requests.values().sum::<u64>() > 100, "{report}");
+    assert!(report.verbs.len() > 5, "{report}");
+    assert!(!report.bad_clients.is_empty() && !report.program.is_empty(), "{report}");
+    assert!(report.ends.contains_key("emptied"), "{report}");
+}

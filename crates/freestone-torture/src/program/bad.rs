@@ -1,0 +1,351 @@
+//! Clients that do what no client should, on the NBD sockets and on the control socket. What they get is their own affair;
+//! nobody else may notice.
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use freestone_testkit::Rng;
+use serde_json::Value;
+
+use super::server;
+use super::watch::Slot;
+use super::wire::{self, Broken, Wire};
+use super::world::{Disk, REQUEST_MAX, World};
+use crate::oracle::{Fill, Kind as Write, Outcome, SECTOR_BYTES};
+
+/// How long one that does nothing goes on doing it.
+const IDLE: Duration = Duration::from_millis(150);
+const SECTOR: u64 = SECTOR_BYTES as u64;
+
+type Manner = fn(&mut Bad<'_>) -> std::io::Result<()>;
+
+const MANNERS: [(&str, Manner); 16] = [
+    ("garbage in the handshake", garbage),
+    ("half an option", half_option),
+    ("an option without end", huge_option),
+    ("unknown options and exports", strange_options),
+    ("wrong magic", wrong_magic),
+    ("half a request", half_request),
+    ("half a payload", half_payload),
+    ("a payload without end", huge_payload),
+    ("never reads replies", never_reads),
+    ("a crowd that is silent", crowd),
+    ("a crowd in the handshake", crowd_greeted),
+    ("garbage for JSON", bad_json),
+    ("half a line", half_line),
+    ("a line without end", long_line),
+    ("a batch, and nested arrays", batch),
+    ("never reads answers", deaf_control),
+];
+
+struct Bad<'a> {
+    world: &'a World,
+    slot: &'a Slot,
+    rng: Rng,
+}
+
+/// Runs until the world stops.
+pub fn run(world: &World, slot: &Slot, rng: Rng) {
+    let mut bad = Bad { world, slot, rng };
+    while !world.stopped() {
+        let (name, manner) = MANNERS[bad.rng.below(MANNERS.len() as u64) as usize];
+        slot.begin(format!("bad client: {name}"), REQUEST_MAX);
+        // Where the server ends the connection early it is right.
+        let _ = manner(&mut bad);
+        world.counts.add("bad clients", name, 1);
+        slot.end();
+    }
+}
+
+impl Bad<'_> {
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.world.dir().join(name)
+    }
+
+    fn nbd(&self) -> std::io::Result<UnixStream> {
+        connect(&self.path(server::NBD))
+    }
+
+    fn control(&self) -> std::io::Result<UnixStream> {
+        connect(&self.path(server::CONTROL))
+    }
+
+    fn noise(&mut self, most: u64) -> Vec<u8> {
+        let mut noise = vec![0; 1 + self.rng.below(most) as usize];
+        self.rng.fill(&mut noise);
+        noise
+    }
+
+    fn disk(&mut self) -> Option<Arc<Disk>> {
+        let disks = self.world.disks(|disk| disk.writable && disk.oracle().size() > 2048);
+        disks.get(self.rng.below(disks.len() as u64) as usize).cloned()
+    }
+
+    /// A connection that has chosen an export: bytes can be sent as they are.
+    fn chosen(disk: &Disk) -> std::io::Result<UnixStream> {
+        let gone = || std::io::Error::from(ErrorKind::NotFound);
+        let path = disk.addresses().first().cloned().ok_or_else(gone)?;
+        let mut stream = connect(&path)?;
+        wire::greet(&mut stream, true).map_err(|_| gone())?;
+        stream.write_all(&wire::option(1, disk.name.as_bytes()))?;
+        stream.read_exact(&mut [0; 10])?;
+        Ok(stream)
+    }
+
+    /// For a while, as long as the server lives.
+    fn idle(&self) {
+        if !self.world.stopped() {
+            std::thread::sleep(IDLE);
+        }
+    }
+}
+
+fn connect(path: &Path) -> std::io::Result<UnixStream> {
+    let stream = UnixStream::connect(path)?;
+    // What is not taken in this time is not sent.
+    stream.set_write_timeout(Some(IDLE))?;
+    stream.set_read_timeout(Some(REQUEST_MAX))?;
+    Ok(stream)
+}
+
+fn garbage(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.nbd()?;
+    let noise = bad.noise(4096);
+    stream.write_all(&noise)?;
+    bad.idle();
+    Ok(())
+}
+
+fn half_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.nbd()?;
+    let mut bytes = 3_u32.to_be_bytes().to_vec();
+    bytes.extend(wire::option(7, &wire::go_data("r0")));
+    let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
+    stream.write_all(&bytes[..cut])?;
+    if bad.rng.chance(50) {
+        bad.idle();
+    }
+    Ok(())
+}
+
+fn huge_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.nbd()?;
+    stream.write_all(&3_u32.to_be_bytes())?;
+    let len = [u32::MAX, 64 << 10, (64 << 10) + 1, 16 << 20, (16 << 20) + 1][bad.rng.below(5) as usize];
+    let kind = 1 + bad.rng.below(12) as u32;
+    let mut bytes = wire::option(kind, &[]);
+    bytes[12..16].copy_from_slice(&len.to_be_bytes());
+    stream.write_all(&bytes)?;
+    let zeroes = vec![0; 64 << 10];
+    for _ in 0..16 {
+        stream.write_all(&zeroes)?;
+    }
+    Ok(())
+}
+
+fn strange_options(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.nbd()?;
+    stream.write_all(&3_u32.to_be_bytes())?;
+    for _ in 0..50 {
+        let kind = bad.rng.below(300) as u32;
+        let noise = bad.noise(200);
+        // An export of noise ends the connection; others are answered.
+        stream.write_all(&wire::option(kind, &noise))?;
+        if bad.rng.chance(20) {
+            stream.write_all(&wire::option(7, &wire::go_data("no such export")))?;
+            stream.write_all(&wire::option(3, &[]))?;
+        }
+    }
+    let mut answers = [0; 256];
+    stream.read_exact(&mut answers)
+}
+
+fn wrong_magic(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mut stream = Bad::chosen(&disk)?;
+    let mut bytes = wire::request(0, wire::WRITE, 1, 0, 512);
+    bytes[bad.rng.below(4) as usize] ^= 0x11;
+    bytes.extend(vec![0x77; 4096]);
+    stream.write_all(&bytes)?;
+    let left = stream.read(&mut [0; 64])?;
+    if left != 0 && !bad.world.dying() {
+        bad.world.fail(format!("{}: something that is not a request was answered", disk.name));
+    }
+    Ok(())
+}
+
+fn half_request(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mut stream = Bad::chosen(&disk)?;
+    let bytes = wire::request(0, wire::WRITE, 1, 0, 4096);
+    let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
+    stream.write_all(&bytes[..cut])?;
+    if bad.rng.chance(50) {
+        bad.idle();
+    }
+    Ok(())
+}
+
+fn half_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mark = disk.mark();
+    let _inside = disk.gate.read().unwrap_or_else(PoisonError::into_inner);
+    let mut stream = Bad::chosen(&disk)?;
+    if disk.may_have_ended(mark) {
+        // As for a judged client.
+        return Ok(());
+    }
+    let len = (1 + bad.rng.below(128)) * 4096;
+    // Larger than the device: whatever came of it would have to be refused.
+    let len = len.min(disk.oracle().size() * SECTOR / 8192 * 4096);
+    let id = bad.world.write_id(Fill::Noise);
+    let mut data = vec![0; len as usize];
+    crate::oracle::fill(id, 0, &mut data);
+    let cut = bad.rng.below(len) as usize;
+    // What came of it may be there, whole or in part.
+    let token = disk.oracle().begin_write(id, 0..len / SECTOR, Write::Write);
+    let sent = stream
+        .write_all(&wire::request(0, wire::WRITE, 1, 0, len as u32))
+        .and_then(|()| stream.write_all(&data[..cut]));
+    stream.shutdown(std::net::Shutdown::Write)?;
+    // Its end: nothing is done for it from here on.
+    let _ = stream.read_to_end(&mut Vec::new());
+    disk.oracle().end(token, Outcome::Failed);
+    sent
+}
+
+fn huge_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mut stream = Bad::chosen(&disk)?;
+    let len = [u32::MAX, (32 << 20) + 1, 1 << 31][bad.rng.below(3) as usize];
+    stream.write_all(&wire::request(0, wire::WRITE, 1, 0, len))?;
+    let noise = bad.noise(64 << 10);
+    for _ in 0..8 {
+        stream.write_all(&noise)?;
+    }
+    Ok(())
+}
+
+fn never_reads(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mut stream = Bad::chosen(&disk)?;
+    for cookie in 0..300 {
+        stream.write_all(&wire::request(0, wire::READ, cookie, 0, 1 << 20))?;
+    }
+    bad.idle();
+    Ok(())
+}
+
+fn crowd(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let count = 1 + bad.rng.below(300);
+    let silent: Vec<_> = (0..count).map(|_| bad.nbd()).collect::<Result<_, _>>()?;
+    bad.idle();
+    drop(silent);
+    Ok(())
+}
+
+/// Those that have chosen an export and say no more.
+fn crowd_greeted(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let Some(disk) = bad.disk() else { return Ok(()) };
+    let mut held = Vec::new();
+    for _ in 0..=bad.rng.below(60) {
+        let addresses = disk.addresses();
+        let Some(path) = addresses.first() else { break };
+        bad.slot.moved();
+        match Wire::connect(path, &disk.name, &mut bad.rng) {
+            Ok(wire) => held.push(wire),
+            Err(Broken::Wrong(why)) => bad.world.fail(format!("{}: {why}", disk.name)),
+            Err(Broken::Ended(why)) => return Err(std::io::Error::other(why)),
+            Err(Broken::Refused(..)) => break,
+        }
+    }
+    bad.idle();
+    Ok(())
+}
+
+/// What is asked has to be answered with an error of this code.
+fn must_fail(bad: &Bad<'_>, stream: &mut UnixStream, codes: &[i64]) -> std::io::Result<()> {
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
+    }
+    let answer: Value = serde_json::from_slice(&line)?;
+    let code = answer["error"]["code"].as_i64();
+    if !code.is_some_and(|code| codes.contains(&code)) && !bad.world.dying() {
+        bad.world.fail(format!("what is no request is answered with {answer}"));
+    }
+    Ok(())
+}
+
+/// What is no request, and the error that it has to be answered with.
+const NO_REQUESTS: [(&str, i64); 9] = [
+    ("{", -32700),
+    ("]", -32700),
+    ("nonsense", -32700),
+    ("{\"jsonrpc\":\"1.0\",\"id\":1,\"method\":\"list\"}", -32600),
+    ("[]", -32600),
+    ("7", -32600),
+    ("{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"explode\"}", -32601),
+    ("{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"remove\",\"params\":{\"name\":7}}", -32602),
+    ("{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"list\",\"params\":[1]}", -32602),
+];
+
+fn bad_json(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.control()?;
+    for _ in 0..=bad.rng.below(20) {
+        let (line, code) = NO_REQUESTS[bad.rng.below(NO_REQUESTS.len() as u64) as usize];
+        stream.write_all(format!("{line}\n").as_bytes())?;
+        must_fail(bad, &mut stream, &[code])?;
+    }
+    let mut noise = bad.noise(400);
+    noise.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b'x');
+    noise.extend(b"x\n");
+    noise[0] = b'}';
+    stream.write_all(&noise)?;
+    must_fail(bad, &mut stream, &[-32700])
+}
+
+fn half_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.control()?;
+    let line = b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"remove\",\"params\":{\"name\":\"r0\"}}";
+    let cut = 1 + bad.rng.below(line.len() as u64 - 2) as usize;
+    stream.write_all(&line[..cut])?;
+    bad.idle();
+    Ok(())
+}
+
+fn long_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.control()?;
+    let piece = vec![b'['; 64 << 10];
+    for _ in 0..17 {
+        stream.write_all(&piece)?;
+    }
+    stream.write_all(b"\n")?;
+    must_fail(bad, &mut stream, &[-32600])
+}
+
+fn batch(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.control()?;
+    let deep = "[".repeat(10_000);
+    stream.write_all(format!("{deep}\n").as_bytes())?;
+    must_fail(bad, &mut stream, &[-32700, -32600])?;
+    let one = "{\"jsonrpc\":\"2.0\",\"method\":\"stat\"}";
+    // Nobody is told of these.
+    stream.write_all(format!("[{}]\n", vec![one; 40].join(",")).as_bytes())?;
+    let many = vec!["1"; 257].join(",");
+    stream.write_all(format!("[{many}]\n").as_bytes())?;
+    must_fail(bad, &mut stream, &[-32600])
+}
+
+fn deaf_control(bad: &mut Bad<'_>) -> std::io::Result<()> {
+    let mut stream = bad.control()?;
+    for _ in 0..2000 {
+        stream.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"stat\"}\n")?;
+    }
+    bad.idle();
+    Ok(())
+}

@@ -1,0 +1,230 @@
+//! A random command line for the server, and what each device of it may hold.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use freestone_testkit::Rng;
+
+use super::server;
+use super::world::{Disk, Kind, World};
+use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_BYTES, fill};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const SECTOR: u64 = SECTOR_BYTES as u64;
+/// Room behind a RAM disk: for all that its family can hold at once.
+pub const BACKING: &str = "1G";
+/// Room for the copies of a file's snapshot: for every chunk, and what the format needs.
+pub const ROOMY_COW: &str = "48M";
+
+/// Makes the devices of a round and the files that they need, and gives them to the world.
+pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
+    world.set_disks(Vec::new());
+    for n in 0..=rng.below(3) {
+        ram(world, dir, n, rng);
+    }
+    for n in 0..=rng.below(2) {
+        let origin = file(world, dir, n, rng);
+        if !origin.cut && rng.chance(70) {
+            snapshot(world, dir, n, &origin, rng);
+        }
+    }
+    if rng.chance(85) {
+        let base = base(world, dir, rng)?;
+        for n in 0..=rng.below(2) {
+            fork(world, dir, n, &base, rng);
+        }
+        if rng.chance(60) {
+            let words = "t=template,base=g".to_owned();
+            let of = Some(Arc::clone(&base));
+            let oracle = base.oracle().snapshot("t", Durability::Answered);
+            add(world, dir, Disk { of, ..Disk::new("t", Kind::Template, oracle, Vec::new()) }, words);
+        }
+    }
+    if rng.chance(70) {
+        null(world, dir, rng);
+    }
+    Ok(())
+}
+
+fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
+    disk.words = Some(words);
+    disk.from_start = true;
+    disk.publish(dir.join(server::NBD));
+    world.add(disk)
+}
+
+fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
+    let durability = if cut { Durability::Flushed } else { Durability::Answered };
+    Disk { cut, ..Disk::new(name, kind, Oracle::new(name, bytes / SECTOR, durability), Vec::new()) }
+}
+
+/// Keys of what packs pages.
+fn packing(rng: &mut Rng) -> String {
+    let algorithm = ["lz4", "lz4hc", "zstd", "store"][rng.below(4) as usize];
+    let mut words = format!(",comp_algorithm={algorithm}");
+    if rng.chance(40) {
+        words += ",recomp_algorithm=algo=zstd priority=1";
+    }
+    if rng.chance(30) {
+        words += ",auto_recompress=1";
+    }
+    words
+}
+
+/// Keys of what spills, by itself and by hand.
+pub fn spilling(name: &str, rng: &mut Rng) -> String {
+    let limit = 256 << rng.below(4);
+    let packed = ["yes", "no"][rng.below(2) as usize];
+    let mut words = format!(
+        ",mem_limit={limit}K,backing_dev=./{name}.spill,backing_size={BACKING},compressed_writeback={packed}"
+    );
+    if rng.chance(50) {
+        let _ = write!(words, ",writeback_batch_size={}", 1 + rng.below(64));
+    }
+    words
+}
+
+/// Keys of faults that leave the data as it is.
+pub fn faults(rng: &mut Rng) -> String {
+    let rules = [
+        "write error=EIO chance=1%",
+        "read error=EIO chance=1%; write delay=3ms chance=5%",
+        "all delay=2ms chance=10%",
+        "flush error=EIO chance=10%; zeroes error=EIO chance=5%",
+        "discard error=EIO nth=2; read delay=10ms chance=2%",
+    ];
+    rules[rng.below(rules.len() as u64) as usize].to_owned()
+}
+
+/// What lies over a device: its words, whether its power can be cut, whether requests may fail.
+fn layers(rng: &mut Rng) -> (String, bool, bool) {
+    match rng.below(10) {
+        0..2 => (",power_cut=yes".into(), true, false),
+        2 => (format!(",faults={},seed={}", faults(rng), rng.below(1000)), false, true),
+        3 => (format!(",power_cut=yes,faults={}", faults(rng)), true, true),
+        _ => (String::new(), false, false),
+    }
+}
+
+fn ram(world: &World, dir: &Path, n: u64, rng: &mut Rng) {
+    let name = format!("r{n}");
+    let bytes = MIB * (1 + rng.below(8)) + 4 * KIB * rng.below(100);
+    let (over, cut, fails) = layers(rng);
+    let (limit, tight, spills) = match rng.below(10) {
+        0..6 => (spilling(&name, rng), false, true),
+        6..8 => (format!(",mem_limit={}K", 128 << rng.below(4)), true, false),
+        _ => (String::new(), false, false),
+    };
+    let words = format!("{name}=ram,disksize={}K{}{limit}{over}", bytes / KIB, packing(rng));
+    let disk = Disk { faults: fails, spills, ..blank(&name, Kind::Ram, bytes, cut) };
+    disk.tight(tight);
+    disk.fails(fails);
+    add(world, dir, disk, words);
+}
+
+fn file(world: &World, dir: &Path, n: u64, rng: &mut Rng) -> Arc<Disk> {
+    let name = format!("f{n}");
+    let bytes = MIB * (1 + rng.below(6));
+    let (over, cut, fails) = layers(rng);
+    let direct = ["auto", "off", "on"][rng.below(3) as usize];
+    let words = format!("{name}=file,path=./{name}.img,size={}K,direct={direct}{over}", bytes / KIB);
+    // Unbuffered, the disk says what a block is.
+    let block = if direct == "on" { 4 * KIB } else { SECTOR };
+    let disk = Disk { faults: fails, block, kept: true, ..blank(&name, Kind::File, bytes, cut) };
+    disk.fails(fails);
+    add(world, dir, disk, words)
+}
+
+fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng) {
+    let name = format!("s{n}");
+    let chunk = 4 << rng.below(5);
+    let store = ["P", "PO"][rng.below(2) as usize];
+    let oracle = origin.oracle().snapshot(&name, Durability::Answered);
+    let on_file = rng.chance(60);
+    let cow = if on_file {
+        format!("./{name}.cow,cow_size={ROOMY_COW}")
+    } else {
+        // Not in the world: it is published nowhere. It ends with the server, so it wants force.
+        format!("c{n},force=yes")
+    };
+    let own = if on_file {
+        String::new()
+    } else {
+        let spill = spilling(&format!("c{n}"), rng);
+        format!("c{n}=ram,disksize={ROOMY_COW},publish=no{spill}\n")
+    };
+    let words =
+        format!("{own}{name}=snapshot,origin={},cow={cow},store={store},chunk_size={chunk}K", origin.name);
+    let of = Some(Arc::clone(origin));
+    let block = origin.block;
+    let disk = Disk { of, kept: on_file, block, ..Disk::new(&name, Kind::Cow, oracle, Vec::new()) };
+    disk.fails(origin.may_fail());
+    add(world, dir, disk, words);
+}
+
+fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
+    let bytes = MIB * (1 + rng.below(6)) + SECTOR * rng.below(16);
+    let mut content = vec![0; bytes as usize];
+    let mut oracle = Oracle::new("g", bytes / SECTOR, Durability::Answered);
+    let mut at = 0;
+    while at < bytes / SECTOR {
+        let end = (at + 1 + rng.below(200)).min(bytes / SECTOR);
+        if rng.chance(75) {
+            let id = world.write_id(Fill::ALL[rng.below(5) as usize]);
+            let token = oracle.begin_write(id, at..end, Writing::Write);
+            fill(id, at, &mut content[(at * SECTOR) as usize..(end * SECTOR) as usize]);
+            oracle.end(token, Outcome::Done { fua: true });
+        }
+        at = end;
+    }
+    fs::write(dir.join("g.img"), &content)?;
+    let (limit, tight, spills) = match rng.below(10) {
+        0..6 => (spilling("g", rng), false, true),
+        6 => (",mem_limit=1M".to_owned(), true, false),
+        _ => (String::new(), false, false),
+    };
+    let words = format!("g=file,path=./g.img,readonly=yes{limit}{}", packing(rng));
+    let disk = Disk { kept: true, spills, ..Disk::new("g", Kind::Base, oracle, Vec::new()) };
+    disk.tight(tight);
+    Ok(add(world, dir, disk, words))
+}
+
+fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
+    let name = format!("k{n}");
+    let (over, cut, fails) = layers(rng);
+    let own = rng.chance(25);
+    let limit = if own { format!(",mem_limit={}K", 64 << rng.below(4)) } else { String::new() };
+    let words = format!("{name}=fork,base=g{limit}{over}");
+    let durability = if cut { Durability::Flushed } else { Durability::Answered };
+    let oracle = base.oracle().snapshot(&name, durability);
+    let of = Some(Arc::clone(base));
+    let spills = base.spills;
+    let disk = Disk { of, cut, spills, faults: fails, ..Disk::new(&name, Kind::Fork, oracle, Vec::new()) };
+    disk.tight(own && !base.spills);
+    disk.fails(fails);
+    add(world, dir, disk, words);
+}
+
+fn null(world: &World, dir: &Path, rng: &mut Rng) {
+    let block = 512 << rng.below(4);
+    let bytes = MIB * (1 + rng.below(4));
+    let (over, mut cut, fails) = layers(rng);
+    let mut words = format!("n=null,size={}K,blocksize={block},memory_backed=1", bytes / KIB);
+    if rng.chance(50) {
+        words += ",discard=1";
+    }
+    if rng.chance(40) {
+        words += ",comp_algorithm=lz4";
+    }
+    if !cut && rng.chance(30) {
+        words += ",cache_size=128K";
+        cut = true;
+    }
+    let disk = Disk { faults: fails, block, ..blank("n", Kind::Null, bytes, cut) };
+    disk.fails(fails);
+    add(world, dir, disk, words + &over);
+}

@@ -1,0 +1,540 @@
+//! Verbs at random, beside the clients and one another; what they change is told to the oracles.
+
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError};
+
+use freestone_testkit::Rng;
+use serde_json::{Value, json};
+
+use super::control::{self, No};
+use super::plan;
+use super::refusals;
+use super::watch::Slot;
+use super::world::{Disk, Kind, VERB_MAX, World};
+use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
+
+/// Devices that verbs made are no more than these.
+const MADE_MAX: usize = 14;
+const KIB: u64 = 1 << 10;
+const SECTOR: u64 = SECTOR_BYTES as u64;
+
+/// A thread that asks for verbs.
+pub struct Hand<'a> {
+    pub world: &'a World,
+    pub slot: &'a Slot,
+    pub rng: Rng,
+}
+
+/// Runs until the world stops.
+pub fn run(world: &World, slot: &Slot, rng: Rng) {
+    let mut hand = Hand { world, slot, rng };
+    while !world.stopped() {
+        hand.one();
+        slot.end();
+    }
+}
+
+fn is_bare(disk: &Disk) -> bool {
+    !disk.cut
+}
+
+impl Hand<'_> {
+    fn one(&mut self) {
+        match self.rng.below(100) {
+            0..12 => self.snapshot(),
+            12..22 => self.fork(),
+            22..34 => self.remove(),
+            34..42 => self.rewind_or_reset(),
+            42..50 => self.publish(),
+            50..53 => self.unpublish(),
+            53..60 => self.set(),
+            60..66 => self.save_and_restore(),
+            66..70 => self.delta(),
+            70..76 => self.power_cut(),
+            76..80 => self.merge(),
+            80..84 => self.create(),
+            84..94 => self.upkeep(),
+            _ => self.look(),
+        }
+    }
+
+    /// Asks, and judges a refusal. `None` where there is no result.
+    pub fn ask(&mut self, method: &str, params: &Value) -> Option<Value> {
+        self.ask_of(method, params, None)
+    }
+
+    /// The same of a verb that may fail because of this device: its limit or its store is small.
+    fn ask_of(&mut self, method: &str, params: &Value, disk: Option<&Disk>) -> Option<Value> {
+        self.slot.begin(format!("{method} {params}"), VERB_MAX);
+        let world = self.world;
+        let asking = world.asking.read().unwrap_or_else(PoisonError::into_inner);
+        let answer = control::ask(&world.control(), method, params);
+        drop(asking);
+        self.slot.moved();
+        let outcome = match &answer {
+            Ok(_) => "ok".to_owned(),
+            Err(no) => format!("{no:?}"),
+        };
+        self.world.note(format!("{method} {params}: {outcome}"));
+        match answer {
+            Ok(result) => {
+                self.world.counts.add("verbs", format!("{method} ok"), 1);
+                return Some(result);
+            }
+            Err(No::Refused { code, errno, message }) => {
+                self.world.counts.add("verbs", format!("{method} {errno}"), 1);
+                let known = matches!(code, -32000 | -32602);
+                // Each verb has an error of its own for a server that ends.
+                let ends = self.world.dying();
+                let full = errno == "ENOSPC" && disk.is_some_and(Disk::is_tight)
+                    // What it stands on is lost where its store of copies was too small.
+                    || errno == "EIO" && disk.is_some_and(Disk::may_fail);
+                if !ends && !full && (!known || refusals::reason(method, &errno).is_none()) {
+                    self.world.fail(format!("{method} {params}: no reason for {code} {errno}: {message}"));
+                }
+            }
+            Err(No::Ended(why)) if !self.world.dying() => {
+                self.world.fail(format!("{method} {params}: the server ended the connection: {why}"));
+            }
+            Err(No::Ended(_)) => {}
+            Err(No::Wrong(why)) => self.world.fail(format!("{method} {params}: {why}")),
+        }
+        None
+    }
+
+    fn some(&mut self, fits: impl Fn(&Disk) -> bool) -> Option<Arc<Disk>> {
+        let disks = self.world.disks(fits);
+        let at = self.rng.below(disks.len() as u64) as usize;
+        disks.get(at).cloned()
+    }
+
+    fn is_full(&self) -> bool {
+        self.world.disks(|disk| !disk.from_start).len() >= MADE_MAX
+    }
+
+    fn name(&self, letter: char) -> String {
+        format!("{letter}-{}", self.world.number())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.world.dir().join(name)
+    }
+
+    /// A new device that a verb made; it is published where it is not yet.
+    fn made(&mut self, disk: Disk) {
+        let disk = self.world.add(disk);
+        if disk.addresses().is_empty() && self.rng.chance(80) {
+            self.publish_one(&disk);
+        }
+    }
+
+    fn publish_one(&mut self, disk: &Arc<Disk>) {
+        let at = self.path(&format!("p{}", self.world.number()));
+        let params = json!({ "name": disk.name, "nbd": format!("unix:{}", at.display()) });
+        if self.ask("publish", &params).is_some() {
+            disk.publish(at);
+        }
+    }
+
+    fn snapshot(&mut self) {
+        let origins = |disk: &Disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::File) && is_bare(disk);
+        let Some(origin) = self.some(origins) else { return };
+        if self.is_full()
+            || self.world.disks(|d| d.of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &origin))).len() > 4
+        {
+            return;
+        }
+        let mut all = vec![origin];
+        if self.rng.chance(25)
+            && let Some(other) =
+                self.some(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork) && is_bare(disk))
+            && !Arc::ptr_eq(&all[0], &other)
+        {
+            all.push(other);
+        }
+        let mut new = Vec::new();
+        for origin in &all {
+            let name = self.name('s');
+            let mut asked = json!({ "origin": origin.name, "name": name });
+            let mut disk =
+                Disk::new(&name, Kind::Frozen, Oracle::new(&name, 0, Durability::Answered), Vec::new());
+            if origin.kind == Kind::File {
+                disk = self.cow(&name, origin, &mut asked, disk);
+            }
+            disk.fails(origin.may_fail() || disk.may_fail());
+            disk.of = Some(Arc::clone(origin));
+            disk.spills = origin.spills;
+            disk.block = origin.block;
+            new.push((asked, disk));
+        }
+        let since: Vec<ReadToken> = all.iter().map(|origin| origin.oracle().begin_read()).collect();
+        let asked: Vec<Value> = new.iter().map(|(asked, _)| asked.clone()).collect();
+        let done = self.ask("snapshot", &json!({ "snapshots": asked })).is_some();
+        for ((origin, since), (asked, mut disk)) in all.iter().zip(since).zip(new) {
+            if !done {
+                origin.oracle().abandon(since);
+                continue;
+            }
+            let oracle = origin.taken(since, &disk.name);
+            disk.oracle = std::sync::Mutex::new(oracle);
+            disk.made_by = asked.to_string();
+            self.made(disk);
+        }
+    }
+
+    /// A snapshot of a file: with a store in memory, in a file, or in a file that is too small.
+    fn cow(&mut self, name: &str, origin: &Disk, asked: &mut Value, disk: Disk) -> Disk {
+        let chunk = format!("{}K", 4 << self.rng.below(5));
+        asked["chunk_size"] = json!(chunk);
+        if self.rng.chance(30) {
+            return Disk { kind: Kind::Cow, writable: false, ..disk };
+        }
+        let small = self.rng.chance(15);
+        let store = ["P", "PO", "N"][self.rng.below(3) as usize];
+        let readonly = self.rng.chance(30);
+        let size = if small { "256K" } else { plan::ROOMY_COW };
+        asked["cow"] = json!(format!("./{name}.cow"));
+        asked["cow_size"] = json!(size);
+        asked["store"] = json!(store);
+        asked["readonly"] = json!(readonly);
+        // A transient store is worth nothing to the next server.
+        let kept = store != "N" && !small;
+        let words = kept.then(|| {
+            let origin = &origin.name;
+            format!("{name}=snapshot,origin={origin},cow=./{name}.cow,store={store},readonly={readonly}")
+        });
+        disk.fails(small);
+        disk.tight(small);
+        Disk { kind: Kind::Cow, writable: !readonly, kept, words, ..disk }
+    }
+
+    fn fork(&mut self) {
+        let bases = |disk: &Disk| {
+            matches!(disk.kind, Kind::Base | Kind::Frozen) || disk.kind == Kind::Cow && !disk.writable
+        };
+        let Some(base) = self.some(bases) else { return };
+        if self.is_full() {
+            return;
+        }
+        let template = self.rng.chance(15);
+        let count = if template { 1 } else { 1 + self.rng.below(2) };
+        let own = self.rng.chance(30);
+        let name = self.name(if template { 't' } else { 'k' });
+        let mut asked = json!({ "base": base.name, "name": name });
+        if own {
+            asked["mem_limit"] = json!(format!("{}K", 64 << self.rng.below(4)));
+        }
+        if template {
+            asked["template"] = json!(true);
+        }
+        if count > 1 {
+            asked["count"] = json!(count);
+        }
+        let at = self.rng.chance(70).then(|| self.path(&format!("p{}", self.world.number())));
+        if let Some(at) = &at {
+            asked["nbd"] = json!(format!("unix:{}", at.display()));
+        }
+        // With it the devices are there, whoever made them.
+        if self.rng.chance(20) {
+            asked["if_absent"] = json!(true);
+        }
+        if self.ask("fork", &asked).is_none() {
+            return;
+        }
+        for n in 0..count {
+            let name = if count > 1 { format!("{name}-{n}") } else { name.clone() };
+            let kind = if template { Kind::Template } else { Kind::Fork };
+            let oracle = base.oracle().snapshot(&name, Durability::Answered);
+            let disk = Disk {
+                of: Some(Arc::clone(&base)),
+                spills: base.spills,
+                made_by: asked.to_string(),
+                ..Disk::new(&name, kind, oracle, at.clone().into_iter().collect())
+            };
+            disk.tight(own && !base.spills);
+            disk.fails(base.may_fail());
+            self.made(disk);
+        }
+    }
+
+    fn remove(&mut self) {
+        let Some(disk) = self.some(|disk| !disk.from_start) else { return };
+        let force = self.rng.chance(75);
+        // Who kills the server waits: a store that was closed must not be opened again.
+        let world = self.world;
+        let _steady = world.steady.read().unwrap_or_else(PoisonError::into_inner);
+        disk.ends();
+        let done = self.ask("remove", &json!({ "name": disk.name, "force": force })).is_some();
+        if done {
+            self.world.forget(&disk);
+        }
+        disk.ended();
+    }
+
+    fn rewind_or_reset(&mut self) {
+        let Some(disk) = self.some(|disk| matches!(disk.kind, Kind::Fork | Kind::Ram | Kind::Null)) else {
+            return;
+        };
+        let verb = if disk.kind == Kind::Fork && self.rng.chance(70) { "rewind" } else { "reset" };
+        let force = self.rng.chance(75);
+        let below = match &disk.of {
+            Some(base) if disk.kind == Kind::Fork => {
+                // It may have grown beyond its base.
+                let mut below = base.oracle().snapshot(&disk.name, Durability::Answered);
+                below.grow(disk.oracle().size());
+                below
+            }
+            _ => Oracle::new(&disk.name, disk.oracle().size(), Durability::Answered),
+        };
+        let since = disk.turns();
+        let done = self.ask(verb, &json!({ "name": disk.name, "force": force })).is_some();
+        self.turned(&disk, done, since, &below);
+    }
+
+    fn publish(&mut self) {
+        let Some(disk) = self.some(|disk| disk.addresses().len() < 3 && !disk.is_merging()) else { return };
+        self.publish_one(&disk);
+    }
+
+    fn unpublish(&mut self) {
+        let Some(disk) = self.some(|disk| !disk.addresses().is_empty()) else { return };
+        let force = self.rng.chance(60);
+        disk.ends();
+        disk.close();
+        if self.ask("unpublish", &json!({ "name": disk.name, "force": force })).is_some() {
+            disk.unpublish();
+        }
+        disk.open();
+        disk.ended();
+        if disk.addresses().is_empty() && !disk.is_merging() {
+            self.publish_one(&disk);
+        }
+    }
+
+    fn set(&mut self) {
+        let Some(disk) = self.some(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Null)) else {
+            return;
+        };
+        let mut attrs = json!({});
+        if disk.faults && self.rng.chance(60) {
+            let rules = if self.rng.chance(40) { "none".into() } else { plan::faults(&mut self.rng) };
+            attrs["faults"] = json!(rules);
+        } else if disk.kind == Kind::Null {
+            return;
+        } else if self.rng.chance(40) {
+            let size = (disk.oracle().size() * SECTOR / KIB).next_multiple_of(4) + 4 * self.rng.below(64);
+            // Who connects once it has grown may meet it before the answer is here.
+            disk.oracle().grow(size * KIB / SECTOR);
+            attrs["disksize"] = json!(format!("{size}K"));
+        } else {
+            let limit = if disk.spills { 256 << self.rng.below(4) } else { 64 << self.rng.below(6) };
+            if !disk.spills {
+                // All of a family share its memory.
+                let top = root(&disk).unwrap_or_else(|| Arc::clone(&disk));
+                for other in self.world.disks(|_| true) {
+                    let theirs = root(&other).unwrap_or_else(|| Arc::clone(&other));
+                    if Arc::ptr_eq(&top, &theirs) {
+                        other.tight(true);
+                    }
+                }
+            }
+            attrs["mem_limit"] = json!(format!("{limit}K"));
+        }
+        self.ask("set", &json!({ "name": disk.name, "attrs": attrs }));
+    }
+
+    fn save_and_restore(&mut self) {
+        let whole = |disk: &Disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen) && is_bare(disk);
+        let Some(disk) = self.some(whole) else { return };
+        // A file that others replace, too.
+        let number = self.rng.below(3);
+        let shared = self.path(&format!("{number}.saved"));
+        if self.rng.chance(50) {
+            self.ask_of("save", &json!({ "names": [disk.name], "file": shared }), Some(&disk));
+            return;
+        }
+        if self.is_full() {
+            return;
+        }
+        let name = self.name('b');
+        let own = self.path(&format!("{name}.saved"));
+        let since = disk.oracle().begin_read();
+        if self.ask_of("save", &json!({ "names": [disk.name], "file": own }), Some(&disk)).is_none() {
+            return disk.oracle().abandon(since);
+        }
+        let oracle = disk.taken(since, &name);
+        let restored = self.ask_of("restore", &json!({ "file": own, "name": name }), Some(&disk));
+        let _ = std::fs::remove_file(&own);
+        let Some(restored) = restored else { return };
+        let kind = match restored["devices"][0]["kind"].as_str() {
+            Some("ram") => Kind::Ram,
+            Some("fork") => Kind::Restored,
+            Some("snapshot") => Kind::Frozen,
+            _ => return self.world.fail(format!("restore of {}: {restored}", disk.name)),
+        };
+        let of = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
+        let made_by = format!("restored, was {}", disk.story());
+        let new = Disk { of, made_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
+        self.made(new);
+    }
+
+    /// What a fork of the image holds goes to another one as an overlay.
+    fn delta(&mut self) {
+        let of_image = |disk: &Disk| disk.of.as_ref().is_some_and(|of| of.kind == Kind::Base);
+        let Some(fork) = self.some(|d| d.kind == Kind::Fork && of_image(d) && is_bare(d)) else { return };
+        if self.is_full() {
+            return;
+        }
+        let file = self.path(&format!("{}.qcow2", self.world.number()));
+        let since = fork.oracle().begin_read();
+        if self.ask("delta.save", &json!({ "name": fork.name, "file": file })).is_none() {
+            return fork.oracle().abandon(since);
+        }
+        let name = self.name('d');
+        let oracle = fork.taken(since, &name);
+        let base = fork.of.clone().expect("a fork has a base");
+        let size = oracle.size() * SECTOR;
+        let same = size == base.oracle().size() * SECTOR;
+        // The size of the fork is not known for certain where it was grown; only one that is as its base is applied.
+        if same && self.ask("fork", &json!({ "base": base.name, "name": name })).is_some() {
+            let applied =
+                self.ask_of("delta.apply", &json!({ "name": name, "file": file }), Some(&base)).is_some();
+            if applied {
+                let (spills, made_by) = (base.spills, format!("delta of {}", fork.story()));
+                let of = Some(base);
+                let disk = Disk { of, spills, made_by, ..Disk::new(&name, Kind::Fork, oracle, Vec::new()) };
+                self.made(disk);
+            } else {
+                // Part of it may be there: nobody looks.
+                self.ask("remove", &json!({ "name": name }));
+            }
+        }
+        let _ = std::fs::remove_file(&file);
+    }
+
+    /// The device holds what `new` holds, if it was `done`.
+    fn turned(&self, disk: &Disk, done: bool, since: ReadToken, new: &Oracle) {
+        let judged = disk.turned(|oracle| {
+            // A server that was killed may have done it, but then nobody reads it any more.
+            if done { oracle.turn_into(since, new, false) } else { oracle.abandon(since) }
+        });
+        if let Err(why) = judged
+            && !self.world.dying()
+        {
+            self.world.fail(format!("{why}\n  {}", disk.story()));
+        }
+    }
+
+    fn power_cut(&mut self) {
+        let Some(disk) = self.some(|disk| disk.cut) else { return };
+        disk.close();
+        disk.ends();
+        let done = self.ask_of("power-cut", &json!({ "name": disk.name }), Some(&disk)).is_some();
+        // Clients see it, and tell the oracle what they do not know.
+        self.slot.begin(format!("{}: its clients leave", disk.name), VERB_MAX);
+        let alone = disk.gate.write().unwrap_or_else(PoisonError::into_inner);
+        if done || disk.is_tight() {
+            // Where there is no room for what is kept, it fails half done.
+            disk.oracle().crash();
+        }
+        disk.ended();
+        disk.open();
+        drop(alone);
+    }
+
+    fn merge(&mut self) {
+        let stored = |disk: &Disk| disk.kind == Kind::Cow && disk.words.is_some() && !disk.from_start;
+        let Some(snapshot) = self.some(stored) else { return };
+        let Some(origin) = snapshot.of.clone() else { return };
+        // From the beginning on both show the same; only the origin is looked at then.
+        snapshot.close();
+        self.slot.begin(format!("{}: its clients leave", snapshot.name), VERB_MAX);
+        drop(snapshot.gate.write().unwrap_or_else(PoisonError::into_inner));
+        let below = snapshot.oracle().snapshot(&origin.name, Durability::Answered);
+        let again = snapshot.is_merging();
+        let params = json!({ "name": snapshot.name, "into_origin": true, "force": true, "background": true });
+        // Who kills the server waits: that it has begun must be known.
+        let world = self.world;
+        let _steady = world.steady.read().unwrap_or_else(PoisonError::into_inner);
+        let since = origin.turns();
+        let begun = self.ask("merge", &params).is_some() && !again;
+        if begun {
+            snapshot.merging();
+        } else {
+            snapshot.open();
+        }
+        self.turned(&origin, begun, since, &below);
+    }
+
+    fn create(&mut self) {
+        if self.is_full() {
+            return;
+        }
+        let name = self.name('r');
+        let bytes = KIB * 4 * (64 + self.rng.below(512));
+        let (keys, spills) = match self.rng.below(3) {
+            0 => (plan::spilling(&name, &mut self.rng), true),
+            _ => (String::new(), false),
+        };
+        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}", bytes / KIB);
+        if self.ask("create", &json!({ "device": device })).is_some() {
+            let oracle = Oracle::new(&name, bytes / SECTOR, Durability::Answered);
+            let at = vec![self.path(super::server::NBD)];
+            self.world.add(Disk { spills, made_by: device, ..Disk::new(&name, Kind::Ram, oracle, at) });
+        }
+    }
+
+    /// What changes nothing that a client sees.
+    fn upkeep(&mut self) {
+        let Some(disk) = self.some(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen)) else {
+            return;
+        };
+        let name = &disk.name;
+        match self.rng.below(5) {
+            0 => self.ask("idle", &json!({ "name": name, "which": "all" })),
+            1 => {
+                let kind = ["idle", "huge", "huge_idle", "incompressible"][self.rng.below(4) as usize];
+                self.ask("writeback", &json!({ "name": name, "type": kind }))
+            }
+            2 => {
+                let page = self.rng.below(300);
+                let pages = format!("{page}-{}", page + self.rng.below(300));
+                self.ask("writeback", &json!({ "name": name, "page_indexes": [pages] }))
+            }
+            3 => {
+                let kind = ["idle", "huge", "huge_idle"][self.rng.below(3) as usize];
+                self.ask_of("recompress", &json!({ "name": name, "type": kind }), Some(&disk))
+            }
+            _ => self.ask("compact", &json!({ "name": name })),
+        };
+    }
+
+    fn look(&mut self) {
+        let there = self.world.disks(|disk| disk.from_start);
+        match self.rng.below(4) {
+            0 => {
+                let Some(list) = self.ask("list", &json!({})) else { return };
+                let names: Vec<_> =
+                    list["devices"].as_array().into_iter().flatten().map(|row| &row["name"]).collect();
+                if let Some(disk) = there.iter().find(|disk| !names.contains(&&json!(disk.name))) {
+                    self.world.fail(format!("list: {} is missing in {list}", disk.name));
+                }
+            }
+            1 => drop(self.ask("stat", &json!({}))),
+            n => {
+                let Some(disk) = self.some(|_| true) else { return };
+                let verb = if n == 2 { "stat" } else { "get" };
+                self.ask(verb, &json!({ "name": disk.name }));
+            }
+        }
+    }
+}
+
+/// What a device stands on in the end.
+fn root(disk: &Arc<Disk>) -> Option<Arc<Disk>> {
+    let mut at = disk.of.clone()?;
+    while let Some(of) = at.of.clone() {
+        at = of;
+    }
+    Some(at)
+}
