@@ -1,8 +1,11 @@
-//! Random stacks of devices under random requests, verbs, faults and crashes, judged by one oracle (development only).
+//! Random stacks of devices under random requests, verbs, faults and crashes, judged by one oracle
+//! (development only).
 //!
 //! * [`disk`]: a disk in memory that fails, tears, delays, hangs, loses power and shrinks.
-//! * [`ops`], `stack`, `run`: what is done, on what, and how it is judged.
 //! * [`oracle`]: which versions each sector of a device may hold now, and after a crash.
+//! * [`ops`]: what a run consists of, drawn from a seed.
+//! * [`stack`]: the devices, what each may hold, and what an op does to them.
+//! * [`run`]: one run, and its judge. [`shrink`] makes a failing one short.
 //! * [`program`]: the built program, over its sockets.
 
 pub mod disk;
@@ -10,3 +13,6 @@ pub mod ops;
 pub mod oracle;
 pub mod program;
 pub mod rt;
+pub mod run;
+pub mod shrink;
+pub mod stack;

@@ -302,7 +302,8 @@ impl Draw {
     fn kib(&mut self, least: u32, most: u32) -> u32 {
         let doublings = u64::from((most / least).ilog2());
         let from = least << self.below(doublings + 1);
-        (from + self.below(u64::from(from)) as u32).min(most)
+        let kib = (from + self.below(u64::from(from)) as u32).min(most);
+        kib.next_multiple_of(4)
     }
 
     fn op(&mut self) -> Op {

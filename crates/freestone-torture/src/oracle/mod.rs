@@ -164,6 +164,11 @@ impl Oracle {
         &self.name
     }
 
+    /// Gives it another name.
+    pub fn rename(&mut self, name: &str) {
+        name.clone_into(&mut self.name);
+    }
+
     /// In sectors.
     pub fn size(&self) -> u64 {
         self.size

@@ -1,0 +1,377 @@
+//! Making nodes that are no snapshots, and taking nodes away.
+
+use std::collections::BTreeSet;
+
+use freestone::codec::{Algorithm, Params};
+use freestone::cow;
+use freestone::device::Device;
+use freestone::door::Door;
+use freestone::null::{self, Memory, PaceConfig, Paced};
+use freestone::power::{self, Power};
+use freestone::ram::{self, Secondary};
+
+use super::{
+    Act, DiskId, FamilyNode, Kind, Node, NodeId, OriginNode, PowerNode, RamNode, World, Wrong, act, finish,
+    pick, wrong,
+};
+use crate::disk::{DiskConfig, SimDisk};
+use crate::ops::{Backing, DiskOp};
+use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
+use crate::rt::sync::Arc;
+use crate::rt::time::Duration;
+
+/// How long a backing device may be silent.
+const BACKING_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What is to be said of the node below a power layer that goes.
+pub(super) struct PowerGone {
+    below: NodeId,
+    disks: BTreeSet<DiskId>,
+    may_fail: bool,
+    was: Durability,
+}
+
+impl World {
+    pub(super) fn make_family(
+        &mut self,
+        limit_kib: u32,
+        algorithm: u8,
+        backing: Option<Backing>,
+        auto: bool,
+    ) -> Option<Act> {
+        let secondary = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
+        let config = ram::Config {
+            comp_algorithm: Algorithm::ALL[usize::from(algorithm) % Algorithm::ALL.len()],
+            mem_limit: u64::from(limit_kib) << 10,
+            recomp_algorithms: [Some(secondary), None, None],
+            auto_recompress: auto.then_some(Duration::from_secs(1)),
+            ..ram::Config::default()
+        };
+        let seed = self.next_write();
+        act(move || {
+            let made = match backing {
+                None => ram::Family::new(config).map(|family| (family, None)),
+                Some(Backing { kib, packed, inline }) => {
+                    let size = (u64::from(kib) << 10).next_multiple_of(4096).max(4096);
+                    let config_of = DiskConfig { size, logical_block: 4096, inline, ..DiskConfig::default() };
+                    let disk = SimDisk::new(config_of, seed);
+                    let control = disk.control();
+                    ram::Family::with_backing(config, Arc::new(disk), packed)
+                        .map(|family| (family, Some(control)))
+                }
+            };
+            let made = made.and_then(|(family, backing)| Ok((family.ram(4096)?, family, backing)));
+            finish(move |world| {
+                let (probe, family, backing) = match made {
+                    Ok(made) => made,
+                    Err(error) => return wrong(format!("a family could not be made: {error}")),
+                };
+                probe.set_backing_timeout(BACKING_TIMEOUT);
+                let backing = backing.map(|control| {
+                    let id = world.new_id();
+                    world.disks.insert(id, control);
+                    id
+                });
+                world.families.push(FamilyNode { family, probe, backing, limited: limit_kib > 0 });
+                Ok(())
+            })
+        })
+    }
+
+    pub(super) fn make_ram(&mut self, family: u16, kib: u32) -> Option<Act> {
+        let all: Vec<usize> = (0..self.families.len()).collect();
+        let at = pick(&all, family)?;
+        let made = self.families[at].family.ram(u64::from(kib.max(4)) << 10);
+        act(move || {
+            finish(move |world| match made {
+                Ok(ram) => {
+                    world.add_ram("ram", ram, at, None, Vec::new());
+                    Ok(())
+                }
+                Err(error) => wrong(format!("a RAM disk could not be made: {error}")),
+            })
+        })
+    }
+
+    /// A disk or fork with what its base has, or zeroes.
+    pub(super) fn add_ram(
+        &mut self,
+        name: &str,
+        ram: ram::Ram,
+        family: usize,
+        base: Option<Oracle>,
+        on: Vec<NodeId>,
+    ) -> NodeId {
+        let sectors = ram.geometry().size / SECTOR_BYTES as u64;
+        let mut oracle = base.clone().unwrap_or_else(|| Oracle::new(name, sectors, Durability::Nothing));
+        oracle.grow(sectors);
+        let oracle = self.add_oracle(oracle);
+        let device: Arc<dyn Device> = Arc::new(ram.clone());
+        let kind = Kind::Ram(RamNode { ram, family, base: base.map(Arc::new) });
+        let id = self.add(name, kind, device, oracle, on);
+        self.rename(id);
+        id
+    }
+
+    /// The oracle speaks of the node by its name.
+    pub(super) fn rename(&mut self, id: NodeId) {
+        let node = &self.nodes[&id];
+        if let Some(oracle) = self.oracles.get_mut(&node.oracle) {
+            oracle.rename(&node.name);
+        }
+    }
+
+    pub(super) fn make_disk(&mut self, op: DiskOp) -> Option<Act> {
+        let config = DiskConfig {
+            size: (u64::from(op.kib) << 10).next_multiple_of(4096).max(4096),
+            logical_block: 512 << (op.block % 4),
+            volatile_cache: op.volatile,
+            inline: op.inline,
+            // What clients ask of an origin comes here.
+            overlap: true,
+            ..DiskConfig::default()
+        };
+        let disk = SimDisk::new(config, self.next_write());
+        self.add_disk_node("disk", disk);
+        None
+    }
+
+    /// A node of a disk, all zeroes.
+    pub(super) fn add_disk_node(&mut self, name: &str, disk: SimDisk) -> NodeId {
+        let geometry = disk.geometry();
+        let durability = if geometry.volatile_cache { Durability::Flushed } else { Durability::Answered };
+        let oracle = Oracle::new(name, geometry.size / SECTOR_BYTES as u64, durability);
+        let oracle = self.add_oracle(oracle);
+        let number = self.add_disk(&disk);
+        let id = self.add(name, Kind::Disk(number), Arc::new(disk), oracle, Vec::new());
+        self.rename(id);
+        id
+    }
+
+    pub(super) fn make_memory(kib: u32) -> Option<Act> {
+        let size = (u64::from(kib) << 10).max(4096);
+        let made = Memory::new(null::Config::plain(size, 512));
+        act(move || {
+            finish(move |world| match made {
+                Ok(memory) => {
+                    let oracle = Oracle::new("memory", size / SECTOR_BYTES as u64, Durability::Nothing);
+                    let oracle = world.add_oracle(oracle);
+                    let id = world.add("memory", Kind::Memory, Arc::new(memory), oracle, Vec::new());
+                    world.rename(id);
+                    Ok(())
+                }
+                Err(error) => wrong(format!("a memory could not be made: {error}")),
+            })
+        })
+    }
+
+    /// A node of a device that is none of the stack's, all zeroes.
+    #[cfg(test)]
+    pub fn add_device(&mut self, name: &str, device: Arc<dyn Device>) {
+        let sectors = device.geometry().size / SECTOR_BYTES as u64;
+        let oracle = self.add_oracle(Oracle::new(name, sectors, Durability::Nothing));
+        self.add(name, Kind::Memory, device, oracle, Vec::new());
+    }
+
+    // ---- covers ---------------------------------------------------------------------------------
+
+    /// What another device can be put over.
+    pub(super) fn coverable(&self) -> Vec<NodeId> {
+        self.nodes_that(|node| {
+            let is_plain = match &node.kind {
+                Kind::Ram(ram) => !ram.ram.is_snapshot(),
+                // What they would fall back to is not theirs alone.
+                Kind::Origin(origin) => !origin.is_half,
+                Kind::Cow(cow) => !cow.merging,
+                Kind::Disk(_) | Kind::Memory | Kind::Power(_) | Kind::Layer => true,
+            };
+            is_plain && !node.covered
+        })
+    }
+
+    pub(super) fn make_origin(&mut self, below: NodeId) -> Option<Act> {
+        let node = &self.nodes[&below];
+        let (origin, oracle) = (cow::Origin::new(Arc::clone(&node.device)), node.oracle);
+        let device: Arc<dyn Device> = Arc::new(origin.clone());
+        let kind = Kind::Origin(OriginNode { origin, is_half: false });
+        self.add("origin", kind, device, oracle, vec![below]);
+        None
+    }
+
+    pub(super) fn make_layer(&mut self, below: NodeId, layer: u8) -> Option<Act> {
+        let node = &self.nodes[&below];
+        let (device, oracle) = (Arc::clone(&node.device), node.oracle);
+        let made: std::io::Result<Arc<dyn Device>> = match layer % 3 {
+            0 => Ok(Arc::new(Door::new(device))),
+            1 => {
+                let config = PaceConfig { mbps: 0, completion: Duration::from_micros(300) };
+                Paced::new(device, config).map(|paced| Arc::new(paced) as _)
+            }
+            _ => Paced::new(device, PaceConfig { mbps: 200, completion: Duration::ZERO })
+                .map(|paced| Arc::new(paced) as _),
+        };
+        match made {
+            Ok(device) => {
+                self.add("layer", Kind::Layer, device, oracle, vec![below]);
+                None
+            }
+            Err(error) => act(move || finish(move |_| wrong(format!("a layer could not be made: {error}")))),
+        }
+    }
+
+    pub(super) fn make_power(&mut self, below: NodeId) -> Option<Act> {
+        let device = Arc::clone(&self.nodes[&below].device);
+        act(move || {
+            let made = Power::new(device, power::Config { capacity: 1 << 20, record: None });
+            finish(move |world| {
+                let power = match made {
+                    Ok(power) => Arc::new(power),
+                    Err(error) => return wrong(format!("a power layer could not be made: {error}")),
+                };
+                let id = world.nodes[&below].oracle;
+                let was = world.oracles.get(&id).map_or(Durability::Nothing, Oracle::durability);
+                world.replace_oracle(id, Durability::Flushed);
+                let device: Arc<dyn Device> = Arc::clone(&power) as _;
+                world.add("power", Kind::Power(PowerNode { power, was }), device, id, vec![below]);
+                Ok(())
+            })
+        })
+    }
+
+    /// The content stays, and what a crash leaves of it is something else from now on.
+    fn replace_oracle(&mut self, id: u32, durability: Durability) {
+        if let Some(oracle) = self.oracles.get_mut(&id) {
+            let name = oracle.name().to_owned();
+            *oracle = oracle.snapshot(&name, durability);
+        }
+    }
+
+    pub(super) fn powers(&self) -> Vec<NodeId> {
+        self.nodes_that(|node| matches!(node.kind, Kind::Power(_)) && !node.covered)
+    }
+
+    pub(super) fn power_cut(&mut self, id: NodeId, seed: u64) -> Option<Act> {
+        let node = &self.nodes[&id];
+        let Kind::Power(power) = &node.kind else { return None };
+        let power = Arc::clone(&power.power);
+        let before = self.causes(&node.disks);
+        act(move || {
+            let cut = power.cut(seed);
+            finish(move |world| {
+                let Some(node) = world.nodes.get(&id) else { return Ok(()) };
+                let now = world.causes(&node.disks);
+                let may_fail = world.had_trouble(node) || world.is_short(node);
+                if let Some(oracle) = world.oracles.get_mut(&node.oracle) {
+                    oracle.crash();
+                }
+                world.count("power cuts");
+                match cut {
+                    Err(error) if now == before && now.hung == 0 && !may_fail => {
+                        wrong(format!("a power cut failed without a cause: {error}"))
+                    }
+                    _ => Ok(()),
+                }
+            })
+        })
+    }
+
+    // ---- the end of nodes -----------------------------------------------------------------------
+
+    /// Nodes on which nothing lies.
+    pub(super) fn removable(&self) -> Vec<NodeId> {
+        let used: BTreeSet<NodeId> = self.nodes.values().flat_map(|node| node.on.iter().copied()).collect();
+        let all = self.nodes_that(|_| true);
+        all.into_iter().filter(|id| !used.contains(id)).collect()
+    }
+
+    /// Any node that can go, if there is one.
+    pub fn last(&self) -> Option<NodeId> {
+        self.removable().last().copied()
+    }
+
+    /// Takes a node away, and what means nothing without it. What it covered shows what it showed.
+    pub fn remove(&mut self, id: NodeId) -> Act {
+        let mut gone = Vec::new();
+        let before = self.nodes.get(&id).map(|node| self.causes(&node.disks));
+        let power = self.take(id, &mut gone);
+        self.sweep();
+        self.count("removals");
+        Box::new(move || {
+            drop(gone);
+            finish(move |world| {
+                // Its last flush may have failed.
+                let Some(PowerGone { below, disks, may_fail, was }) = power else { return Ok(()) };
+                let causes = world.causes(&disks);
+                if let Some(oracle) = world.nodes.get(&below).map(|node| node.oracle) {
+                    if before != Some(causes) || causes.hung > 0 || may_fail {
+                        world.oracles.get_mut(&oracle).map(Oracle::crash);
+                    }
+                    world.replace_oracle(oracle, was);
+                }
+                Ok(())
+            })
+        })
+    }
+
+    /// Takes a node out of the world. Of a power layer: what it lay on.
+    pub(super) fn take(&mut self, id: NodeId, gone: &mut Vec<Node>) -> Option<PowerGone> {
+        let node = self.nodes.remove(&id)?;
+        let mut power = None;
+        let mut useless = Vec::new();
+        match &node.kind {
+            Kind::Power(PowerNode { was, .. }) => {
+                let (disks, may_fail) = (node.disks.clone(), self.had_trouble(&node) || self.is_short(&node));
+                power = Some(PowerGone { below: node.on[0], disks, may_fail, was: *was });
+            }
+            // What is on a COW device is nobody's content.
+            Kind::Cow(cow) => {
+                useless.push(cow.cow);
+                let finished = cow.snapshot.merge_status() == cow::MergeStatus::Finished;
+                if cow.merging
+                    && !finished
+                    && let Some(Kind::Origin(origin)) =
+                        self.nodes.get_mut(&cow.origin).map(|node| &mut node.kind)
+                {
+                    origin.is_half = true;
+                }
+            }
+            Kind::Origin(origin) if origin.is_half => useless.extend(&node.on),
+            _ => {}
+        }
+        for below in &node.on {
+            let covers = !matches!(&node.kind, Kind::Cow(cow) if cow.origin == *below);
+            if let Some(below) = self.nodes.get_mut(below).filter(|_| covers) {
+                below.covered = false;
+            }
+        }
+        gone.push(node);
+        for below in useless {
+            self.take(below, gone);
+        }
+        power
+    }
+
+    /// Whether all that families held has been given back, when there are no nodes any more.
+    pub fn accounts(&self) -> Result<(), Wrong> {
+        for (at, family) in self.families.iter().enumerate() {
+            let (stat, memory) = (family.family.stat(), family.probe.memory());
+            let backing = family.probe.backing().unwrap_or_default();
+            let left = [
+                stat.mem_used_total,
+                stat.charged,
+                stat.retiring,
+                stat.guaranteed,
+                stat.layers - 1,
+                memory.leaves_bytes,
+                backing.used_bytes,
+                backing.live_bytes,
+                backing.spilled_pages,
+                u64::from(backing.unanswered_writes),
+            ];
+            if left != [0; 10] {
+                return wrong(format!("family {at} left something behind: {stat:?} {memory:?} {backing:?}"));
+            }
+        }
+        Ok(())
+    }
+}
