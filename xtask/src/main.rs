@@ -8,6 +8,7 @@ mod sanitize;
 mod slow;
 mod steps;
 mod tidy;
+mod torture;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -46,6 +47,21 @@ enum Command {
     Sanitize {
         #[arg(value_enum)]
         sanitizer: Option<Sanitizer>,
+    },
+    /// Random stacks of devices under random requests, verbs, faults and crashes; see docs/testing.md
+    Torture {
+        /// What is tortured; all of them, one after the other, if it is not said
+        #[arg(long, value_enum)]
+        mode: Option<torture::Mode>,
+        /// The seed to begin with; a random one if it is not said
+        #[arg(long)]
+        seed: Option<u64>,
+        /// How long, in all
+        #[arg(long, default_value_t = 10.0)]
+        minutes: f64,
+        /// Put faults back that were found once, one at a time, and have each found; of these names, or all
+        #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["mode", "seed", "minutes"])]
+        mutants: Option<Vec<String>>,
     },
     /// Check the rules of CONTRIBUTING.md that a machine can check
     Tidy,
@@ -93,6 +109,8 @@ fn run(cli: Cli) -> Result<bool> {
         Command::Sanitize { sanitizer: None } => {
             vec![Step::Tsan, Step::TsanRest, Step::Asan, Step::AsanRest]
         }
+        Command::Torture { mutants: Some(names), .. } => return Ok(torture::mutants(&names)?.ok),
+        Command::Torture { mode, seed, minutes, .. } => return torture::run(mode, seed, minutes),
         Command::Tidy => vec![Step::Tidy],
         Command::Fio => return fio::run(),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {

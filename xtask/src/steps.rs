@@ -11,6 +11,7 @@ use crate::fio;
 use crate::packages;
 use crate::sanitize::{self, Extent, Sanitizer};
 use crate::tidy;
+use crate::torture;
 
 /// Loom explores every interleaving: only an optimised build is fast enough.
 const MODELS_TARGET_DIR: &str = "target/loom";
@@ -38,6 +39,8 @@ pub enum Step {
     Variants,
     /// In a stock kernel, its own and Freestone: writeback of zram, zones of `null_blk`
     Lab,
+    /// Two minutes of random stacks under random requests, verbs, faults and crashes, always the same
+    Torture,
     /// The loom models of the lock protocols
     Models,
     /// The tests of the libraries under `ThreadSanitizer`, where there are races to find
@@ -46,6 +49,8 @@ pub enum Step {
     Asan,
     /// Slow: the sources' experiments run, with the locks and streams that they compare; their speed is not judged
     Reproduce,
+    /// Slow: faults that were found once are put back, one at a time, and the torture finds each
+    Mutants,
     /// Slow: in a stock kernel, snapshots and merges that go from dm-snapshot to Freestone and back
     LabSnapshots,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
@@ -92,6 +97,8 @@ impl Step {
             Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across crates included.
             Self::Gate => cargo::bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
+            Self::Torture => torture::gate(),
+            Self::Mutants => torture::mutants(&[]),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
             Self::Lab => lab(&["lab/run-writeback.sh", "lab/run-zones.sh"]),

@@ -6,9 +6,13 @@
 //! * [`ops`]: what a run consists of, drawn from a seed.
 //! * [`stack`]: the devices, what each may hold, and what an op does to them.
 //! * [`run`]: one run, and its judge. [`shrink`] makes a failing one short.
+//! * [`zoned`]: runs on zones, which have a judge of their own.
+//! * [`exact`]: each run a process, of which the seed decides every step.
+//! * [`threads`]: runs with real threads.
 //! * [`program`]: the built program, over its sockets.
 
 pub mod disk;
+pub mod exact;
 pub mod ops;
 pub mod oracle;
 pub mod program;
@@ -16,3 +20,5 @@ pub mod rt;
 pub mod run;
 pub mod shrink;
 pub mod stack;
+pub mod threads;
+pub mod zoned;

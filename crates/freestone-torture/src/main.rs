@@ -1,11 +1,12 @@
-//! `freestone-torture MODE`: one of the modes from the command line.
+//! `freestone-torture MODE`: one of the modes. `cargo xtask torture` builds what each of them needs.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use clap::{Parser, Subcommand};
-use freestone_torture::program;
+use clap::{Args, Parser, Subcommand};
+use freestone_torture::{exact, program, threads};
 
 /// Random stacks of devices under random requests, verbs, faults and crashes
 #[derive(Debug, Parser)]
@@ -14,25 +15,65 @@ struct Cli {
     mode: Mode,
 }
 
+#[derive(Debug, Args)]
+struct Extent {
+    /// Everything random is drawn from it
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// How long
+    #[arg(long, default_value_t = 1.0)]
+    minutes: f64,
+}
+
 #[derive(Debug, Subcommand)]
 enum Mode {
+    /// The library, each run a process of which the seed decides every step
+    Exact {
+        #[command(flatten)]
+        extent: Extent,
+        /// So many runs, however long they take
+        #[arg(long)]
+        runs: Option<u64>,
+    },
+    /// The library, with real threads
+    Threads {
+        #[command(flatten)]
+        extent: Extent,
+    },
     /// The built program, over its sockets
     Program {
-        /// Everything random is drawn from it
-        #[arg(long, default_value_t = 1)]
-        seed: u64,
-        /// How long
-        #[arg(long, default_value_t = 1.0)]
-        minutes: f64,
+        #[command(flatten)]
+        extent: Extent,
         /// The program [default: freestone beside this one]
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
+    },
+    /// One run of the exact mode, as JSON from stdin
+    Case {
+        /// Tells each op
+        #[arg(long)]
+        trace: bool,
+    },
+    /// Prints the run of a seed of the exact mode, for `case`
+    Show {
+        /// The seed
+        seed: u64,
     },
 }
 
 fn main() -> Result<ExitCode> {
     match Cli::parse().mode {
-        Mode::Program { seed, minutes, bin } => {
+        Mode::Exact { extent, runs } => {
+            let (report, passed) = exact::exact(extent.seed, time(&extent), runs)?;
+            println!("{report}");
+            Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        Mode::Threads { extent } => {
+            let (runs, passed) = threads::threads(extent.seed, time(&extent));
+            println!("{runs} runs");
+            Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        Mode::Program { extent, bin } => {
             let bin = bin.map_or_else(beside, Ok)?;
             ensure!(
                 bin.is_file(),
@@ -40,9 +81,18 @@ fn main() -> Result<ExitCode> {
                 bin.display()
             );
             // It is started in directories of its own.
-            Ok(told(program::run(seed, minutes, &std::path::absolute(bin)?)))
+            Ok(told(program::run(extent.seed, extent.minutes, &std::path::absolute(bin)?)))
+        }
+        Mode::Case { trace } => exact::case(trace),
+        Mode::Show { seed } => {
+            println!("{}", serde_json::to_string(&exact::case_of(seed))?);
+            Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+fn time(extent: &Extent) -> Duration {
+    Duration::from_secs_f64(extent.minutes * 60.0)
 }
 
 fn beside() -> Result<PathBuf> {

@@ -4,7 +4,7 @@ use crate::ops::Op;
 
 /// Drops ops as long as the run fails without them: first long pieces, then shorter ones, then
 /// single ops, until none can go.
-pub fn shrink(ops: &[Op], mut fails: impl FnMut(&[Op]) -> bool) -> Vec<Op> {
+pub fn shrink<T: Clone>(ops: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
     let mut left = ops.to_vec();
     let mut piece = left.len().div_ceil(2).max(1);
     loop {

@@ -1,0 +1,489 @@
+//! Runs on zones: random operations on zones whose state is kept on a disk, with faults and crashes of both disks.
+//!
+//! # What is judged
+//! A zone's content is a generation (one more with each reset) and how much of it was written; what was written in which generation
+//! and block is known, so a report and a read together show the state. Kept for each zone are the states that it may be in now
+//! (several only after an operation that failed; the next report settles it) and those that it may be in after a crash: what was
+//! durable, and whatever came after it. Never may a write pointer stand above blocks that are not of one generation.
+
+use std::fmt;
+
+use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
+use freestone::device::{Blocking, Error, Flags};
+use freestone::zone::{Config, State, Zones};
+use freestone_testkit::Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::disk::{Chances, DiskConfig, DiskControl, Plan, SimDisk};
+use crate::rt::sync::Arc;
+
+const BLOCK: u64 = 512;
+const BLOCKS: u32 = 32;
+const ZONE: u64 = BLOCK * BLOCKS as u64;
+const ZONES: u32 = 6;
+/// The first blocks of a zone that is not written to its end can hold so many.
+const CAPACITY: u32 = 24;
+/// Of a state of fewer than 511 zones.
+const STATE_BYTES: u64 = 3 * 4096;
+
+/// One step. Zones are taken modulo what there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "as the device's operations")]
+pub enum Step {
+    /// At the write pointer.
+    Write {
+        zone: u8,
+        blocks: u8,
+        fua: bool,
+    },
+    Append {
+        zone: u8,
+        blocks: u8,
+        fua: bool,
+    },
+    Reset {
+        zone: u8,
+    },
+    Finish {
+        zone: u8,
+    },
+    Open {
+        zone: u8,
+    },
+    Close {
+        zone: u8,
+    },
+    Flush,
+    /// Reads all of a zone.
+    Check {
+        zone: u8,
+    },
+    /// What goes wrong from now on: with the data's disk, or with the state's.
+    Plan {
+        state: bool,
+        plan: Plan,
+    },
+    Heal,
+    /// Both disks lose their user, or their power.
+    Crash {
+        power: bool,
+        seed: u64,
+    },
+}
+
+/// Draws the steps of a run.
+pub fn draw(seed: u64, count: usize) -> Vec<Step> {
+    let mut rng = Rng::new(seed);
+    (0..count)
+        .map(|_| {
+            let zone = rng.below(u64::from(ZONES)) as u8;
+            let blocks = 1 + rng.below(10) as u8;
+            let fua = rng.chance(20);
+            match rng.below(100) {
+                0..30 => Step::Write { zone, blocks, fua },
+                30..40 => Step::Append { zone, blocks, fua },
+                40..50 => Step::Reset { zone },
+                50..53 => Step::Finish { zone },
+                53..56 => Step::Open { zone },
+                56..59 => Step::Close { zone },
+                59..69 => Step::Flush,
+                69..79 => Step::Check { zone },
+                79..87 => Step::Plan { state: rng.chance(70), plan: plan(&mut rng) },
+                87..92 => Step::Heal,
+                _ => Step::Crash { power: rng.chance(60), seed: rng.word() },
+            }
+        })
+        .collect()
+}
+
+fn plan(rng: &mut Rng) -> Plan {
+    let mut draw = || if rng.chance(50) { rng.below(300) as u16 } else { 0 };
+    let chances = Chances { fail: draw(), fail_done: draw(), fail_partly: draw(), ..Chances::default() };
+    let flush = Chances { fail: draw(), fail_done: draw(), ..Chances::default() };
+    Plan { write: chances, flush, clear: chances, ..Plan::default() }
+}
+
+/// What a zone may hold: blocks below `written` are of the generation, those between it and `written_max` are, up to any one of
+/// them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Holds {
+    generation: u64,
+    written: u32,
+    written_max: u32,
+    full: bool,
+}
+
+#[derive(Debug, Clone)]
+struct ZoneState {
+    generation: u64,
+    now: Vec<Holds>,
+    /// After a crash, besides what is there now.
+    before: Vec<Holds>,
+}
+
+/// What must not be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    step: usize,
+    what: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {} on zones: {}", self.step, self.what)
+    }
+}
+
+struct Run {
+    data: DiskControl,
+    state: DiskControl,
+    zones: Option<Zones>,
+    kept: Vec<ZoneState>,
+    crashes: u64,
+}
+
+fn content(zone: u32, generation: u64, block: u32) -> [u8; BLOCK as usize] {
+    let mut bytes = [0; BLOCK as usize];
+    let word = u64::from(zone + 1) << 48 | generation << 16 | u64::from(block);
+    for part in bytes.chunks_mut(8) {
+        part.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+/// Runs these steps on fresh zones. Returns how many operations were done.
+///
+/// # Errors
+/// The first thing that must not be.
+pub fn run(seed: u64, steps: &[Step]) -> Result<u64, Failure> {
+    let disk = |size| DiskConfig { size, overlap: true, ..DiskConfig::default() };
+    let data = SimDisk::new(disk(ZONE * u64::from(ZONES)), seed);
+    let state = SimDisk::new(disk(STATE_BYTES), seed ^ 1);
+    let empty = Holds { generation: 0, written: 0, written_max: 0, full: false };
+    let kept = ZoneState { generation: 0, now: vec![empty], before: Vec::new() };
+    let mut run = Run {
+        data: data.control(),
+        state: state.control(),
+        zones: None,
+        kept: vec![kept; ZONES as usize],
+        crashes: 0,
+    };
+    let at = |step| move |what| Failure { step, what };
+    run.open(data, state).map_err(at(0))?;
+    for (number, step) in steps.iter().enumerate() {
+        run.step(step).map_err(at(number))?;
+    }
+    let end = || -> Result<(), String> {
+        run.heal();
+        run.flush()?;
+        (0..ZONES).try_for_each(|zone| run.check(zone))?;
+        run.crash(true, seed)?;
+        (0..ZONES).try_for_each(|zone| run.check(zone))
+    };
+    let mut end = end;
+    end().map_err(at(steps.len()))?;
+    Ok(steps.len() as u64)
+}
+
+impl Run {
+    fn open(&mut self, data: SimDisk, state: SimDisk) -> Result<(), String> {
+        (self.data, self.state) = (data.control(), state.control());
+        let config =
+            Config { zone_size: ZONE, zone_capacity: BLOCK * u64::from(CAPACITY), ..Config::default() };
+        let zones = Zones::new(Arc::new(data), config, State::Device(Arc::new(state)), None);
+        self.zones = Some(zones.map_err(|error| format!("opening: {error}"))?);
+        Ok(())
+    }
+
+    fn zones(&self) -> &Zones {
+        self.zones.as_ref().expect("they are opened again after each crash")
+    }
+
+    fn faults(&self) -> u64 {
+        self.data.injected().errors() + self.state.injected().errors()
+    }
+
+    fn heal(&self) {
+        self.data.heal();
+        self.state.heal();
+    }
+
+    fn step(&mut self, step: &Step) -> Result<(), String> {
+        let of = |zone: u8| u32::from(zone) % ZONES;
+        match *step {
+            Step::Write { zone, blocks, fua } => self.write(of(zone), u32::from(blocks), fua, false),
+            Step::Append { zone, blocks, fua } => self.write(of(zone), u32::from(blocks), fua, true),
+            Step::Reset { zone } => self.reset(of(zone)),
+            Step::Finish { zone } => self.finish(of(zone)),
+            Step::Open { zone } => self.limits_only(of(zone), ZoneOp::Open),
+            Step::Close { zone } => self.limits_only(of(zone), ZoneOp::Close),
+            Step::Flush => self.flush(),
+            Step::Check { zone } => self.check(of(zone)),
+            Step::Plan { state, plan } => {
+                if state {
+                    self.state.set_plan(plan)
+                } else {
+                    self.data.set_plan(plan)
+                }
+                Ok(())
+            }
+            Step::Heal => {
+                self.heal();
+                Ok(())
+            }
+            Step::Crash { power, seed } => self.crash(power, seed),
+        }
+    }
+
+    // ---- what is done ---------------------------------------------------------------------------
+
+    /// The zone as it is now: after an operation that failed the report shows which of two it is.
+    fn settle(&mut self, zone: u32) -> Result<Holds, String> {
+        let (mut pointer, mut condition) = (0, ZoneCondition::Offline);
+        let reported = self.zones().report(u64::from(zone) * ZONE, &mut |row| {
+            pointer = ((row.write_pointer - row.start) / BLOCK) as u32;
+            condition = row.condition;
+            false
+        });
+        reported.map_err(|error| format!("a report: {error}"))?;
+        let full = condition == ZoneCondition::Full;
+        let kept = &mut self.kept[zone as usize];
+        let fits = |holds: &&Holds| holds.full == full && (full || holds.written == pointer);
+        let Some(&holds) = kept.now.iter().find(fits) else {
+            return Err(format!(
+                "zone {zone} is {condition:?} at block {pointer}, and may be {:?}",
+                kept.now
+            ));
+        };
+        // Several that look alike differ only in what was written before they were full.
+        kept.now.retain(|holds| fits(&holds));
+        Ok(holds)
+    }
+
+    /// An operation that was to take the zone to `next` was answered. `durable`: what it leads to survives a crash.
+    fn becomes(&mut self, zone: u32, now: Holds, next: Holds, done: bool, durable: bool) {
+        let kept = &mut self.kept[zone as usize];
+        if durable {
+            kept.before.clear();
+        } else {
+            // Of what is written any part may survive.
+            kept.before.push(now);
+            if next.generation == now.generation {
+                kept.before.push(Holds { written: now.written, ..next });
+                kept.before.push(Holds { written: now.written, written_max: next.written_max, ..now });
+            }
+            kept.before.dedup();
+        }
+        if done {
+            kept.now = vec![next];
+        } else {
+            // Though the report may show that it did not happen, the disk may have it.
+            kept.before.push(next);
+            kept.now.push(next);
+        }
+    }
+
+    /// An error needs a cause.
+    fn allowed(&self, what: &str, error: Error, faults: u64) -> Result<(), String> {
+        if error == Error::Media && self.faults() > faults { Ok(()) } else { Err(format!("{what}: {error}")) }
+    }
+
+    fn write(&mut self, zone: u32, blocks: u32, fua: bool, append: bool) -> Result<(), String> {
+        let now = self.settle(zone)?;
+        let faults = self.faults();
+        let full = now.full || now.written == CAPACITY;
+        let from = if full { 0 } else { now.written };
+        let data: Vec<u8> =
+            (from..from + blocks).flat_map(|block| content(zone, now.generation, block)).collect();
+        let start = u64::from(zone) * ZONE;
+        let flags = if fua { Flags::FUA } else { Flags::empty() };
+        let answer = if append {
+            let (tell, told) = crate::rt::sync::mpsc::sync_channel(1);
+            let buffer = freestone::device::IoBuf::copy_of(&data).map_err(|error| error.to_string())?;
+            let done = Box::new(move |answer| {
+                let _ = tell.send(answer);
+            });
+            self.zones().submit_append(start, buffer, flags, done);
+            match told.recv() {
+                Ok(Ok(at)) if at == start + u64::from(from) * BLOCK => Ok(()),
+                Ok(Ok(at)) => return Err(format!("an append to zone {zone} went to {at}")),
+                Ok(Err(error)) => Err(error),
+                Err(_) => return Err("an append was not answered".into()),
+            }
+        } else {
+            self.zones().write_at(start + u64::from(from) * BLOCK, &data, flags)
+        };
+        let fits = !full && now.written + blocks <= CAPACITY;
+        match answer {
+            Ok(()) if !fits => Err(format!("{blocks} blocks were written to zone {zone}, which is {now:?}")),
+            Err(Error::ZoneCondition | Error::ZoneWritePointer | Error::ZoneBoundary | Error::OutOfRange)
+                if !fits =>
+            {
+                Ok(())
+            }
+            answer => {
+                let written = now.written + blocks;
+                let next = Holds { written, written_max: written, full: written == CAPACITY, ..now };
+                if let Err(error) = answer {
+                    self.allowed("a write", error, faults)?;
+                }
+                self.becomes(zone, now, next, answer.is_ok(), answer.is_ok() && fua);
+                Ok(())
+            }
+        }
+    }
+
+    fn reset(&mut self, zone: u32) -> Result<(), String> {
+        let now = self.settle(zone)?;
+        let faults = self.faults();
+        let answer = self.zones().zone_op(ZoneOp::Reset, u64::from(zone) * ZONE);
+        if let Err(error) = answer {
+            self.allowed("a reset", error, faults)?;
+        }
+        let kept = &mut self.kept[zone as usize];
+        kept.generation += 1;
+        let next = Holds { generation: kept.generation, written: 0, written_max: 0, full: false };
+        if now.written == 0 && !now.full {
+            // Empty it was, and is.
+            kept.now = vec![next];
+            kept.before.push(now);
+            return Ok(());
+        }
+        self.becomes(zone, now, next, answer.is_ok(), false);
+        Ok(())
+    }
+
+    fn finish(&mut self, zone: u32) -> Result<(), String> {
+        let now = self.settle(zone)?;
+        let faults = self.faults();
+        let answer = self.zones().zone_op(ZoneOp::Finish, u64::from(zone) * ZONE);
+        if let Err(error) = answer {
+            self.allowed("a finish", error, faults)?;
+        }
+        self.becomes(zone, now, Holds { full: true, ..now }, answer.is_ok(), false);
+        Ok(())
+    }
+
+    /// Changes the condition, and nothing that is kept.
+    fn limits_only(&mut self, zone: u32, op: ZoneOp) -> Result<(), String> {
+        let now = self.settle(zone)?;
+        let faults = self.faults();
+        match self.zones().zone_op(op, u64::from(zone) * ZONE) {
+            Ok(()) => Ok(()),
+            Err(Error::ZoneCondition) if now.full || now.written == 0 => Ok(()),
+            Err(error) => self.allowed("a zone operation", error, faults),
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), String> {
+        for zone in 0..ZONES {
+            self.settle(zone)?;
+        }
+        let faults = self.faults();
+        match self.zones().flush() {
+            Ok(()) => {
+                self.kept.iter_mut().for_each(|kept| kept.before.clear());
+                Ok(())
+            }
+            Err(error) => self.allowed("a flush", error, faults),
+        }
+    }
+
+    // ---- looks ----------------------------------------------------------------------------------
+
+    fn check(&mut self, zone: u32) -> Result<(), String> {
+        self.settle(zone)?;
+        let allowed = self.kept[zone as usize].now.clone();
+        let found = self.found(zone, &allowed)?;
+        if let Some(found) = found {
+            self.kept[zone as usize].now = vec![found];
+        }
+        Ok(())
+    }
+
+    /// Which of these states the zone's blocks show; `None` where they could not be read for a reason.
+    fn found(&self, zone: u32, allowed: &[Holds]) -> Result<Option<Holds>, String> {
+        let mut bytes = vec![0; ZONE as usize];
+        let faults = self.faults();
+        if let Err(error) = self.zones().read_at(u64::from(zone) * ZONE, &mut bytes) {
+            return self.allowed("a read", error, faults).map(|()| None);
+        }
+        let blocks: Vec<&[u8]> = bytes.chunks(BLOCK as usize).collect();
+        for holds in allowed {
+            let is_of = |block: u32| blocks[block as usize] == content(zone, holds.generation, block);
+            let written = (0..CAPACITY).take_while(|&block| is_of(block)).count() as u32;
+            // What lies behind the write pointer reads as ones; what a finished zone has not got, as zeroes.
+            let filled = |(block, bytes): (u32, &&[u8])| {
+                let is = |byte| bytes.iter().all(|&b| b == byte);
+                if block >= CAPACITY { is(0) || is(0xff) } else { is(if holds.full { 0 } else { 0xff }) }
+            };
+            let rest = (written..).zip(&blocks[written as usize..]).all(filled);
+            if rest && (holds.written..=holds.written_max).contains(&written) {
+                return Ok(Some(Holds { written, written_max: written, ..*holds }));
+            }
+        }
+        let words: Vec<String> = blocks
+            .iter()
+            .map(|block| {
+                let word = u64::from_le_bytes(block[..8].try_into().expect("8 bytes"));
+                format!("{}.{}.{}", word >> 48, word >> 16 & 0xffff_ffff, word & 0xffff)
+            })
+            .collect();
+        Err(format!(
+            "zone {zone} holds (zone + 1, generation, block) {words:?} and may hold {allowed:?}, of {faults} faults"
+        ))
+    }
+
+    fn crash(&mut self, power: bool, seed: u64) -> Result<(), String> {
+        for zone in 0..ZONES {
+            self.settle(zone)?;
+        }
+        DiskControl::all_die(&[self.data.clone(), self.state.clone()], seed, power);
+        self.zones = None;
+        self.crashes += 1;
+        let (data, state) = (self.data.reopened(seed ^ 2), self.state.reopened(seed ^ 3));
+        self.open(data, state)?;
+        for zone in 0..ZONES {
+            let (mut pointer, mut condition) = (0, ZoneCondition::Offline);
+            let reported = self.zones().report(u64::from(zone) * ZONE, &mut |row| {
+                pointer = ((row.write_pointer - row.start) / BLOCK) as u32;
+                condition = row.condition;
+                false
+            });
+            reported.map_err(|error| format!("a report: {error}"))?;
+            let full = condition == ZoneCondition::Full;
+            let kept = &self.kept[zone as usize];
+            let fits = |holds: &&Holds| {
+                let reaches = (holds.written..=holds.written_max).contains(&pointer);
+                holds.full == full && (full || reaches)
+            };
+            let allowed: Vec<Holds> = kept.now.iter().chain(&kept.before).filter(fits).copied().collect();
+            // Below the pointer all is of one generation, whatever came back.
+            let exact = allowed.iter().map(|holds| {
+                if full { *holds } else { Holds { written: pointer, written_max: pointer, ..*holds } }
+            });
+            let found = self.found(zone, &exact.collect::<Vec<_>>()).map_err(|what| {
+                format!("after a crash, {condition:?} at block {pointer}: {what}; before it {kept:?}")
+            })?;
+            let found = found.ok_or("a read after a crash failed")?;
+            let kept = &mut self.kept[zone as usize];
+            (kept.now, kept.before) = (vec![found], Vec::new());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_on_zones_pass() {
+        for seed in 0..300 {
+            let steps = draw(seed, 200);
+            if let Err(failure) = run(seed, &steps) {
+                panic!("seed {seed}: {failure}");
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! `cargo xtask torture`: builds what each mode needs and runs it.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use clap::ValueEnum;
+
+use crate::cargo::{self, Counts, Outcome, cargo};
+
+/// The library as part of a simulation is another build.
+const EXACT_TARGET_DIR: &str = "target/sim";
+/// With faults put back, a third and a fourth.
+const MUTANTS_TARGET_DIR: &str = "target/mutants";
+const EXACT_MUTANTS_TARGET_DIR: &str = "target/sim-mutants";
+
+/// The seed of the gate.
+const GATE_SEED: u64 = 1;
+/// Seconds that the gate gives each mode.
+const GATE_SECONDS: [(Mode, u64); 3] = [(Mode::Exact, 60), (Mode::Threads, 30), (Mode::Program, 30)];
+/// A fault has to be found in this time.
+const MUTANT_SECONDS: u64 = 600;
+
+/// What is tortured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// The library on one virtual machine whose every step the seed decides
+    Exact,
+    /// The library with real threads
+    Threads,
+    /// The program, over its sockets
+    Program,
+}
+
+/// The faults that can be put back (`freestone::mutants`), and the mode that finds each.
+const MUTANTS: [(&str, Mode); 14] = [
+    ("PinnedCall", Mode::Exact),
+    ("FalseNoSpace", Mode::Exact),
+    ("TooManyReads", Mode::Exact),
+    ("ZonesBelieveFailure", Mode::Exact),
+    ("DeltaEndsWithBase", Mode::Exact),
+    ("MergeBelievesFailure", Mode::Exact),
+    ("MergeUnmarked", Mode::Program),
+    ("OneVerbAtATime", Mode::Program),
+    ("SpillsChangedPages", Mode::Exact),
+    ("OriginForgetsSnapshot", Mode::Exact),
+    ("LostWakeup", Mode::Exact),
+    ("ExceptionsBeforeCopies", Mode::Exact),
+    ("LeakedSlot", Mode::Exact),
+    ("FlushGoesNowhere", Mode::Exact),
+];
+
+impl Mode {
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// Runs one mode, or all of them one after the other, each for its share of the time.
+pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> {
+    let modes = mode.map_or_else(|| Mode::value_variants().to_vec(), |mode| vec![mode]);
+    let share = minutes * 60.0 / modes.len() as f64;
+    let mut all_went_well = true;
+    for mode in modes {
+        all_went_well &= torture(mode, seed, share as u64, None)?.success();
+    }
+    Ok(all_went_well)
+}
+
+/// Two minutes of what is always the same.
+pub fn gate() -> Result<Outcome> {
+    let mut counts = Counts::default();
+    for (mode, seconds) in GATE_SECONDS {
+        let passed = torture(mode, Some(GATE_SEED), seconds, None)?.success();
+        counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
+    }
+    Ok(Outcome { ok: counts.failed == 0, counts })
+}
+
+/// Puts each fault back and has it found.
+pub fn mutants(only: &[String]) -> Result<Outcome> {
+    if let Some(unknown) = only.iter().find(|name| MUTANTS.iter().all(|(mutant, _)| mutant != name)) {
+        let names: Vec<_> = MUTANTS.iter().map(|(name, _)| *name).collect();
+        bail!("{unknown}: no such fault; there are {}", names.join(", "));
+    }
+    let mut rows = Vec::new();
+    for (name, mode) in MUTANTS.iter().filter(|(name, _)| only.is_empty() || only.iter().any(|n| n == name)) {
+        let began = Instant::now();
+        let status = torture(*mode, Some(GATE_SEED), MUTANT_SECONDS, Some(name))?;
+        // 1: the torture found something. Anything else is a torture that went wrong.
+        rows.push((*name, *mode, status.code() == Some(1), began.elapsed()));
+    }
+    println!("\n{:<24} {:<8} {:>8}", "fault put back", "mode", "found in");
+    let mut counts = Counts::default();
+    for (name, mode, found, took) in rows {
+        let took = if found { format!("{:.0} s", took.as_secs_f64()) } else { "NOT FOUND".to_owned() };
+        println!("{name:<24} {:<8} {took:>8}", mode.name());
+        counts += Counts { passed: u64::from(found), failed: u64::from(!found) };
+    }
+    Ok(Outcome { ok: counts.failed == 0, counts })
+}
+
+fn torture(
+    mode: Mode,
+    seed: Option<u64>,
+    seconds: u64,
+    mutant: Option<&str>,
+) -> Result<std::process::ExitStatus> {
+    let (dir, flags) = match (mode, mutant) {
+        (Mode::Exact, None) => (Some(EXACT_TARGET_DIR), "--cfg freestone_sim"),
+        (Mode::Exact, Some(_)) => {
+            (Some(EXACT_MUTANTS_TARGET_DIR), "--cfg freestone_sim --cfg freestone_mutants")
+        }
+        (_, None) => (None, ""),
+        (_, Some(_)) => (Some(MUTANTS_TARGET_DIR), "--cfg freestone_mutants"),
+    };
+    let build = |package: &str| -> Result<()> {
+        let mut command = cargo();
+        command.args(["build", "--package", package]);
+        set(&mut command, dir, flags);
+        anyhow::ensure!(cargo::run(&mut command)?.ok, "{package} does not build");
+        Ok(())
+    };
+    build("freestone-torture")?;
+    let programs = format!("{}/debug", dir.unwrap_or("target"));
+    let mut command = Command::new(format!("{programs}/freestone-torture"));
+    command.arg(mode.name());
+    if mode == Mode::Program {
+        build("freestone-cli")?;
+        command.args(["--bin", &format!("{programs}/freestone")]);
+    }
+    if let Some(seed) = seed {
+        command.args(["--seed", &seed.to_string()]);
+    }
+    command.args(["--minutes", &format!("{:.3}", seconds as f64 / 60.0)]);
+    if let Some(mutant) = mutant {
+        command.env("FREESTONE_MUTANT", mutant);
+    }
+    println!("$ {command:?}");
+    let began = Instant::now();
+    let status = command.status().context("cannot start the torture")?;
+    let took = Duration::from_secs(began.elapsed().as_secs());
+    println!("{}: {status} after {took:?}", mode.name());
+    Ok(status)
+}
+
+fn set(command: &mut Command, dir: Option<&str>, flags: &str) {
+    if let Some(dir) = dir {
+        command.env("CARGO_TARGET_DIR", dir).env("RUSTFLAGS", flags);
+    }
+}
