@@ -368,8 +368,13 @@ impl Oracle {
     /// `verb` began: what was written meanwhile may be there or not. `old_returns`: a crash may
     /// bring back what was there before.
     pub fn turn_into(&mut self, verb: ReadToken, other: &Self, old_returns: bool) {
+        self.turn_head_into(verb, self.size, other, old_returns);
+    }
+
+    /// The same of the first `size` sectors; what lies behind them stays.
+    pub fn turn_head_into(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
         let tick = self.next();
-        let (keeps, size) = (self.keeps(), self.size);
+        let (keeps, size) = (self.keeps(), size.min(self.size));
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
         for at in all.into_iter().filter(|&at| at < size) {
             let theirs = other.sector(at);

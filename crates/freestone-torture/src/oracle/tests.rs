@@ -488,3 +488,16 @@ fn what_is_over_takes_no_memory() {
     }
     assert!(bench.0.sectors.values().all(|sector| sector.now.len() <= 2));
 }
+
+#[test]
+fn what_lies_behind_a_head_that_is_turned_stays() {
+    let mut bench = Bench::new(Durability::Nothing);
+    let taken = bench.0.snapshot("taken", Durability::Nothing);
+    bench.write(1, DONE);
+    let verb = bench.0.begin_read();
+    bench.0.turn_head_into(verb, 10, &taken, false);
+    let mut want = bytes(1);
+    want[..2 * SECTOR_BYTES].fill(0);
+    let read = bench.0.begin_read();
+    bench.0.check_read(read, 8, &want).unwrap();
+}

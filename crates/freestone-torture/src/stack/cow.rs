@@ -219,7 +219,8 @@ impl World {
         let Some(shown) = self.oracles.get(&own).cloned() else { return };
         if let Some(oracle) = self.oracles.get_mut(&below) {
             let token = token.unwrap_or_else(|| oracle.begin_read());
-            oracle.turn_into(token, &shown, false);
+            // What an origin has grown by is no affair of the snapshot.
+            oracle.turn_head_into(token, shown.size(), &shown, false);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
             node.oracle = below;

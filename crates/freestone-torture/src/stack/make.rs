@@ -177,16 +177,18 @@ impl World {
 
     /// What another device can be put over.
     pub(super) fn coverable(&self) -> Vec<NodeId> {
-        self.nodes_that(|node| {
+        let mut all = self.nodes_that(|node| {
             let is_plain = match &node.kind {
                 Kind::Ram(ram) => !ram.ram.is_snapshot(),
-                // What they would fall back to is not theirs alone.
                 Kind::Origin(origin) => !origin.is_half,
                 Kind::Cow(cow) => !cow.merging,
                 Kind::Disk(_) | Kind::Memory | Kind::Power(_) | Kind::Layer => true,
             };
             is_plain && !node.covered
-        })
+        });
+        // A snapshot that plays an origin's part is another way to what would lie below.
+        all.retain(|&id| !self.has_merge(id));
+        all
     }
 
     pub(super) fn make_origin(&mut self, below: NodeId) -> Option<Act> {
@@ -345,7 +347,9 @@ impl World {
             }
         }
         gone.push(node);
-        for below in useless {
+        while let Some(below) = useless.pop() {
+            // What that lies on has its content.
+            useless.extend(self.nodes.get(&below).into_iter().flat_map(|node| &node.on));
             self.take(below, gone);
         }
         power

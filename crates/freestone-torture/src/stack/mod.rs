@@ -248,7 +248,8 @@ impl World {
     /// Whether something went wrong below a node since it was made, so that it may be worse off for
     /// good.
     fn had_trouble(&self, node: &Node) -> bool {
-        node.trouble || self.causes(&node.disks) != node.since
+        let below = || node.on.iter().filter_map(|id| self.nodes.get(id));
+        node.trouble || self.causes(&node.disks) != node.since || below().any(|below| self.had_trouble(below))
     }
 
     /// Whether a node lies on memory that has, or had, a limit.
