@@ -61,7 +61,8 @@ pub fn read(path: &Path) -> Result<FileConfig> {
     Ok(config)
 }
 
-fn parse(text: &str) -> Result<FileConfig, String> {
+/// Reads what is in it; `base` is not known here.
+pub fn parse(text: &str) -> Result<FileConfig, String> {
     let table: Table = text.parse().map_err(|e: toml::de::Error| {
         let before = text.get(..e.span().map_or(0, |span| span.start)).unwrap_or(text);
         let line = before.matches('\n').count() + 1;

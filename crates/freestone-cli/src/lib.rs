@@ -11,6 +11,8 @@ mod control;
 mod entries;
 mod entry;
 mod error;
+#[doc(hidden)]
+pub mod inputs;
 mod job;
 mod layers;
 mod machine;

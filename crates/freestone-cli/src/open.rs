@@ -30,7 +30,7 @@ pub struct OpenError {
 pub struct Opened {
     device: Arc<dyn Device>,
     name: String,
-    service: Service,
+    pub(crate) service: Service,
 }
 
 /// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one would type there, quotes

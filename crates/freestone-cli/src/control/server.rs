@@ -132,10 +132,7 @@ fn serve(stream: &UnixStream, place: &Place, handler: &dyn Handler) -> io::Resul
                 answer(&mut writer, Call::broken(fault), run)?;
             }
             Line::Whole if line.trim_ascii().is_empty() => {}
-            Line::Whole => match protocol::parse(&line) {
-                Message::Single(call) => answer(&mut writer, call, run)?,
-                Message::Batch(calls) => answer_batch(&mut writer, calls, run)?,
-            },
+            Line::Whole => answer_line(&mut writer, &line, run)?,
         }
         writer.flush()?;
     }
@@ -162,6 +159,25 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> 
 }
 
 type Run<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
+
+/// Answers one line.
+fn answer_line(writer: &mut impl Write, line: &[u8], run: Run<'_>) -> io::Result<()> {
+    match protocol::parse(line) {
+        Message::Single(call) => answer(writer, call, run),
+        Message::Batch(calls) => answer_batch(writer, calls, run),
+    }
+}
+
+/// Runs one method.
+type Handle<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Value, Fault>;
+
+/// What a connection says to a line, without one.
+pub fn answer_to(line: &[u8], handle: Handle<'_>) -> Vec<u8> {
+    let mut said = Vec::new();
+    let run = &mut |call| Ok(outcome(call, handle));
+    answer_line(&mut said, line, run).expect("memory takes everything");
+    said
+}
 
 fn answer(writer: &mut impl Write, call: Call, run: Run<'_>) -> io::Result<()> {
     if let Some(response) = run(call)? {
@@ -191,14 +207,18 @@ fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, run: Run<'_>) -> io::
 /// The connection ends: the call was not run.
 fn respond(call: Call, place: &Place, handler: &dyn Handler) -> io::Result<Option<Response>> {
     let Some(_running) = place.run() else { return Err(io::ErrorKind::ConnectionAborted.into()) };
+    Ok(outcome(call, &|method, params| handler.call(method, params)))
+}
+
+fn outcome(call: Call, handle: Handle<'_>) -> Option<Response> {
     let outcome = call.request.and_then(|(method, params)| {
         debug!(method, "control request");
         // A defect in one verb must not take the disks of everybody with it.
-        catch_unwind(AssertUnwindSafe(|| handler.call(&method, params))).unwrap_or_else(|_| {
+        catch_unwind(AssertUnwindSafe(|| handle(&method, params))).unwrap_or_else(|_| {
             Err(Fault::internal(format!("{method}: failed inside the server; see its log")))
         })
     });
-    Ok(call.id.map(|id| Response::new(id, outcome)))
+    call.id.map(|id| Response::new(id, outcome))
 }
 
 #[cfg(test)]
