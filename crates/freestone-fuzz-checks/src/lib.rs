@@ -8,6 +8,8 @@ pub mod corpus;
 pub mod nbd;
 pub mod power_log;
 pub mod qcow2;
+pub mod rpc;
 pub mod saved;
 pub mod scratch;
+pub mod words;
 pub mod zones;

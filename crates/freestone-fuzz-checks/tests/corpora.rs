@@ -3,7 +3,7 @@
 use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
 use freestone_fuzz_checks::scratch::Scratch;
-use freestone_fuzz_checks::{power_log, qcow2, saved, zones};
+use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
 
 #[test]
 fn nbd_transmission() {
@@ -50,4 +50,18 @@ fn qcow2_images() {
     let judged = run("qcow2", 3000, |input| qcow2::check(&scratch, input));
     println!("{judged:?}");
     assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn device_words_and_config_files() {
+    let judged = run("words", 20_000, words::check);
+    println!("{judged:?}");
+    assert!(judged.taken > 200 && judged.refused > 500, "{judged:?}");
+}
+
+#[test]
+fn json_rpc_lines() {
+    let judged = run("rpc", 1500, rpc::check);
+    println!("{judged:?}");
+    assert!(judged.taken > 10 && judged.refused > 300, "{judged:?}");
 }

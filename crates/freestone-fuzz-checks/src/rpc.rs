@@ -1,0 +1,79 @@
+//! A line to the control server, without its socket.
+//!
+//! * Every request with an id gets one answer with that id, which has a result or an error; a notification gets none, and a
+//!   line of which nothing can be made one error without an id.
+//! * An error is one sentence, and never one inside the server. Answers are one line.
+//!
+//! What names files or sockets is not run.
+
+use freestone_cli::inputs::Control;
+use serde_json::Value;
+
+const DEVICES: &str =
+    "ram0=ram,disksize=64K null0=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,power_cut=yes";
+const APART: [&str; 8] =
+    ["delta_show", "delta_save", "delta_apply", "save", "restore", "publish", "create", "writeback"];
+
+fn runs(method: &str, params: Option<&Value>) -> bool {
+    let words = params.map(Value::to_string).unwrap_or_default();
+    let names_file = ["/", "path", "backing", "cow", "dict", "record", "state"];
+    !APART.contains(&method)
+        && !method.contains("delta")
+        && !names_file.iter().any(|word| words.contains(word))
+}
+
+/// The ids that must be answered, in order; `None`: the line is no JSON, or a batch that is refused as a whole.
+fn asked(line: &[u8]) -> Option<(Vec<Value>, bool)> {
+    let id = |call: &Value| {
+        let Value::Object(call) = call else { return Some(Value::Null) };
+        let id = call.get("id").cloned();
+        let whole = call.get("jsonrpc").and_then(Value::as_str) == Some("2.0")
+            && matches!(call.get("method"), Some(Value::String(_)))
+            && matches!(call.get("params"), None | Some(Value::Object(_) | Value::Array(_)));
+        match id {
+            Some(Value::Bool(_) | Value::Array(_) | Value::Object(_)) => Some(Value::Null),
+            None if !whole => Some(Value::Null),
+            id => id,
+        }
+    };
+    match serde_json::from_slice(line).ok()? {
+        Value::Array(calls) if calls.is_empty() || calls.len() > 1000 => None,
+        Value::Array(calls) => Some((calls.iter().filter_map(id).collect(), true)),
+        call => Some((id(&call).into_iter().collect(), false)),
+    }
+}
+
+/// Checks one input; true: a request succeeded.
+///
+/// # Panics
+/// Something does not hold.
+pub fn check(line: &[u8]) -> bool {
+    let control = Control::new(DEVICES).expect("devices without files");
+    let said = control.answer(line, runs);
+    let (ids, batch) = asked(line).unwrap_or((vec![Value::Null], false));
+    if ids.is_empty() {
+        assert!(said.is_empty(), "a notification is answered");
+        return false;
+    }
+    assert!(said.ends_with(b"\n") && !said[..said.len() - 1].contains(&b'\n'), "not one line");
+    let answers: Value = serde_json::from_slice(&said).expect("an answer is JSON");
+    let answers = match answers {
+        Value::Array(answers) if batch => answers,
+        answer => vec![answer],
+    };
+    assert_eq!(answers.len(), ids.len());
+    let mut done = false;
+    for (answer, id) in answers.iter().zip(&ids) {
+        assert_eq!(answer["jsonrpc"], "2.0");
+        assert_eq!(&answer["id"], id);
+        let (result, error) = (answer.get("result"), answer.get("error"));
+        assert!(result.is_some() != error.is_some(), "{answer}");
+        done |= result.is_some();
+        if let Some(error) = error {
+            let message = error["message"].as_str().expect("an error has a message");
+            assert!(!message.is_empty() && !message.contains('\n'), "{message:?}");
+            assert!(error["code"] != -32603, "{message}");
+        }
+    }
+    done
+}
