@@ -404,7 +404,11 @@ impl Snap {
             MergeStatus::Finished => {
                 self.unmark();
                 self.core.forget(&self);
-                self.core.changing.lock().merging = Merging::No;
+                // Before another merge can begin: from then on this one is told from it by that.
+                let mut changing = self.core.changing.lock();
+                self.merge.set(status);
+                changing.merging = Merging::No;
+                return;
             }
             MergeStatus::Failed(failure) => tracing::warn!("a merge stopped: {failure}"),
             _ => {}
@@ -460,7 +464,7 @@ impl Snap {
         }
     }
 
-    fn copy_back(&self, from: u64, start: u64, end: u64) -> std::result::Result<(), MergeFailure> {
+    fn copy_back(self: &Arc<Self>, from: u64, start: u64, end: u64) -> std::result::Result<(), MergeFailure> {
         let failed = |what| move |error| MergeFailure::Device { what, error };
         let mut at = start;
         while at < end {
@@ -470,7 +474,7 @@ impl Snap {
             cow.read_at(from + (at - start), &mut data).map_err(failed("reading the COW device"))?;
             to_origin(|done| {
                 let request = Request::new(Op::Write, at, len);
-                origin::Write::past_merge(Arc::clone(&self.core), request, data, done)
+                origin::Write::past_merge(self, request, data, done)
             })
             .map_err(failed("writing the origin"))?;
             at += len;

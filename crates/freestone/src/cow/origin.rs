@@ -321,14 +321,14 @@ pub(super) struct Write {
     rounds: u32,
     waited: bool,
     kind: Kind,
+    /// Not redirected to this snapshot: it comes from there.
+    past: Option<Arc<Snap>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// From a user.
-    User,
-    /// From the snapshot that is being merged.
-    PastMerge,
+    /// From a user, or from a snapshot that is being merged.
+    Data,
     /// Nothing is written: exceptions are all that is wanted.
     Preserve,
 }
@@ -354,13 +354,16 @@ impl Write {
             permit: None,
             rounds: 0,
             waited: false,
-            kind: Kind::User,
+            kind: Kind::Data,
+            past: None,
         }
     }
 
-    /// A write of the snapshot that is being merged.
-    pub fn past_merge(core: Arc<Core>, request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self { kind: Kind::PastMerge, ..Self::new(core, request, buffer, done) }
+    /// A write of a snapshot that is being merged. Should that be finished meanwhile, and another one have begun, it is
+    /// that one's.
+    pub fn past_merge(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+        let core = Arc::clone(&snap.core);
+        Self { past: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
     }
 
     /// Makes the exceptions that a write to this range would need.
@@ -414,7 +417,9 @@ impl Write {
                 core.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
                 return Planned::Held;
             };
-            if let (Some(snap), Kind::User) = (&view.merging, job.kind) {
+            if let (Some(snap), Kind::Data) = (&view.merging, job.kind)
+                && !job.past.as_ref().is_some_and(|past| snap.is(past))
+            {
                 return Planned::Merging(Arc::clone(snap));
             }
             step = job.step(view);
@@ -456,7 +461,7 @@ impl Write {
             writes::Write::new(snap, self.request, self.buffer, self.done).go(Ok(()));
             return None;
         }
-        self.kind = Kind::PastMerge;
+        self.past = Some(Arc::clone(&snap));
         if head == 0 {
             return Some(self);
         }

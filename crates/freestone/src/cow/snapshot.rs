@@ -25,7 +25,7 @@ use crossbeam_utils::CachePadded;
 use super::exceptions::Exceptions;
 use super::gather::Waiter;
 use super::merge::Merge;
-use super::origin::{Anchor, Core};
+use super::origin::{Anchor, Core, Origin};
 use super::store::Store;
 use super::throttle::{self, COPIES_MAX_DEFAULT, Next};
 use super::tokens::Tokens;
@@ -128,14 +128,14 @@ pub struct Snapshot(pub(super) Arc<Handle>);
 pub(super) struct Handle {
     pub snap: Near<Snap>,
     /// Below `snap`: the origin's list is cleared after this snapshot has left it.
-    _anchor: Arc<Anchor>,
+    anchor: Arc<Anchor>,
 }
 
 // ---- what the user sees ------------------------------------------------------------------------------------------------------
 
 impl Snapshot {
     pub(super) fn new(snap: Near<Snap>, anchor: Arc<Anchor>) -> Self {
-        Self(Arc::new(Handle { snap, _anchor: anchor }))
+        Self(Arc::new(Handle { snap, anchor }))
     }
 
     /// Its state, as `dmsetup status` has it.
@@ -206,6 +206,15 @@ impl Snapshot {
     }
 }
 
+impl Snapshot {
+    /// All of it is in the origin: what comes to it is the origin's, which another snapshot may be merged into.
+    fn merged(&self) -> Option<Origin> {
+        let snap = &self.0.snap;
+        let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.readable().is_ok();
+        is_origin.then(|| Origin(Arc::clone(&self.0.anchor)))
+    }
+}
+
 impl Device for Snapshot {
     fn geometry(&self) -> Geometry {
         self.0.snap.geometry()
@@ -214,6 +223,9 @@ impl Device for Snapshot {
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let snap = &self.0.snap;
         request.check_place(snap.size, snap.block)?;
+        if let Some(origin) = self.merged() {
+            return origin.try_io(request, buffer);
+        }
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(into)) => reads::try_read(snap, request, into),
             (Op::Flush, _) => snap.try_flush(request),
@@ -229,6 +241,9 @@ impl Device for Snapshot {
         if let Err(error) = request.check_place(snap.size, snap.block) {
             return done.complete(Err(error), buffer);
         }
+        if let Some(origin) = self.merged() {
+            return origin.submit(request, buffer, done);
+        }
         match request.op {
             Op::Read => reads::submit(snap, request, buffer, done),
             Op::Flush => snap.flush(request, buffer, done),
@@ -238,7 +253,11 @@ impl Device for Snapshot {
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.snap.extents(offset, len, row)
+        let len_there = self.0.snap.size.saturating_sub(offset);
+        match self.merged().filter(|_| len <= len_there) {
+            Some(origin) => origin.extents(offset, len, row),
+            None => self.0.snap.extents(offset, len, row),
+        }
     }
 
     fn prefetch(&self, offset: u64, len: u64) {

@@ -432,8 +432,7 @@ impl Write {
                     Ok(buffer) => {
                         let done = Completion::new(move |outcome, _| waiter.arrived(outcome));
                         let request = Request { op, flags, offset: offset + from, len };
-                        origin::Write::past_merge(Arc::clone(&self.snap.core), request, buffer, done)
-                            .go(Ok(()));
+                        origin::Write::past_merge(&self.snap, request, buffer, done).go(Ok(()));
                     }
                     Err(error) => waiter.arrived(Err(error)),
                 }
