@@ -62,6 +62,8 @@ pub fn check(line: &[u8]) -> bool {
         answer => vec![answer],
     };
     assert_eq!(answers.len(), ids.len());
+    // A message repeats names as they were meant, and what was meant may have lines.
+    let escapes = line.contains(&b'\\');
     let mut done = false;
     for (answer, id) in answers.iter().zip(&ids) {
         assert_eq!(answer["jsonrpc"], "2.0");
@@ -71,7 +73,7 @@ pub fn check(line: &[u8]) -> bool {
         done |= result.is_some();
         if let Some(error) = error {
             let message = error["message"].as_str().expect("an error has a message");
-            assert!(!message.is_empty() && !message.contains('\n'), "{message:?}");
+            assert!(!message.is_empty() && (escapes || !message.contains('\n')), "{message:?}");
             assert!(error["code"] != -32603, "{message}");
         }
     }
