@@ -137,13 +137,20 @@ impl World {
         disks.collect()
     }
 
+    fn is_half(&self, origin: NodeId) -> bool {
+        let node = self.nodes.get(&origin);
+        node.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half))
+    }
+
     /// Whether a node can be the COW device of an origin: nothing of the one lies on the other.
     fn can_hold(&self, cow: NodeId, origin: NodeId, bytes: u64) -> bool {
         let node = &self.nodes[&cow];
         let is_plain = matches!(node.kind, Kind::Ram(_) | Kind::Disk(_) | Kind::Memory | Kind::Layer);
         is_plain
             && node.device.geometry().size >= bytes
-            && node.device.geometry().logical_block <= self.nodes[&origin].device.geometry().logical_block
+            // Smaller blocks than the origin's: not before a snapshot answers in whole blocks
+            // there.
+            && node.device.geometry().logical_block == self.nodes[&origin].device.geometry().logical_block
             && !self.below(origin).contains(&cow)
             && !self.below(cow).contains(&origin)
     }
@@ -190,7 +197,7 @@ impl World {
                 }
                 match begun {
                     Ok(()) | Err(MergeSetupError::Transient) => Ok(()),
-                    Err(MergeSetupError::Other) if world.has_merge(origin) => Ok(()),
+                    Err(MergeSetupError::Other) if world.has_merge(origin) || world.is_half(origin) => Ok(()),
                     Err(MergeSetupError::NotInTime(_)) if world.has_hung() => Ok(()),
                     Err(MergeSetupError::Invalid) if had_trouble => Ok(()),
                     Err(MergeSetupError::Mark(_)) if had_trouble => {

@@ -59,11 +59,14 @@ impl World {
 
     fn can_reopen(&self, id: NodeId) -> bool {
         let Some(node) = self.nodes.get(&id) else { return false };
-        let is_cow = self.nodes.values().any(|node| matches!(&node.kind, Kind::Cow(cow) if cow.cow == id));
         let origin = self.origin_on(id).and_then(|id| self.nodes.get(&id));
         let is_half = origin.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half));
         // Below something else than an origin there is nothing that could be opened.
-        !is_cow && !is_half && (!node.covered || origin.is_some())
+        !self.is_cow_device(id) && !is_half && (!node.covered || origin.is_some())
+    }
+
+    fn is_cow_device(&self, id: NodeId) -> bool {
+        self.nodes.values().any(|node| matches!(&node.kind, Kind::Cow(cow) if cow.cow == id))
     }
 
     fn origin_on(&self, disk: NodeId) -> Option<NodeId> {
@@ -141,7 +144,10 @@ impl World {
         }
         let mut gone = Vec::new();
         for id in self.tree(disk).into_iter().rev().filter(|id| !kept.contains(id)) {
-            self.take(id, &mut gone);
+            // A COW device goes with its snapshot.
+            if !self.is_cow_device(id) {
+                self.take(id, &mut gone);
+            }
         }
         // Their handles go as well, those on top first.
         let mut handles: Vec<(Kind, Arc<dyn Device>)> = Vec::new();
