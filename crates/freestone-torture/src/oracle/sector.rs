@@ -163,8 +163,9 @@ impl Sector {
         if !quiet || shown.clone().next().is_none() {
             return;
         }
-        let done = shown.clone().any(|version| version.state == State::Done);
-        let survived = shown.clone().any(|version| version.ended == crashed);
+        // Zeroes can be several versions: what is to be known must hold of each.
+        let done = shown.clone().all(|version| version.state == State::Done);
+        let survived = shown.clone().all(|version| version.ended == crashed);
         let since = self.now.iter().map(|version| version.ended).max().unwrap_or(0);
         let past = |version: &Version| Past {
             content: version.content,

@@ -501,3 +501,14 @@ fn what_lies_behind_a_head_that_is_turned_stays() {
     let read = bench.0.begin_read();
     bench.0.check_read(read, 8, &want).unwrap();
 }
+
+#[test]
+fn zeroes_after_a_crash_may_be_those_of_a_discard_since() {
+    let mut bench = Bench::new(Durability::Flushed);
+    bench.write(1, DONE);
+    bench.0.crash();
+    bench.clear(Kind::Discard { zeroing: false });
+    bench.sees(0);
+    bench.may_see(&[0]);
+    bench.may_see_after_crash(&[0, 1]);
+}
