@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use freestone::cow::{self, MergeStatus, Origin, Snapshot};
+use freestone::cow::{self, MergeStatus, Origin, Snapshot, Status};
 use freestone::device::Device;
 use freestone::null::{Config, Memory};
 
@@ -23,12 +23,15 @@ struct Store {
 }
 
 /// What is known of it.
+#[expect(clippy::struct_excessive_bools, reason = "independent facts")]
 struct Before {
     origin: NodeId,
     cow: NodeId,
     ample: bool,
     merging: bool,
     maybe_marked: bool,
+    /// It was given up, and its store may not say so.
+    was_lost: bool,
 }
 
 /// A disk that was opened again.
@@ -137,7 +140,8 @@ impl World {
         for id in self.persistent(disk) {
             let Kind::Cow(node) = &self.nodes.get(&id)?.kind else { continue };
             let CowNode { origin, cow, ample, merging, maybe_marked, .. } = *node;
-            let before = Before { origin, cow, ample, merging, maybe_marked };
+            let was_lost = node.snapshot.status() == Status::Invalid && self.had_trouble(&self.nodes[&id]);
+            let before = Before { origin, cow, ample, merging, maybe_marked, was_lost };
             let (control, config) = (self.control(cow)?, node.snapshot.config());
             stores.push(Store { id, control, config, node: Some(before) });
             kept.extend([id, cow]);
@@ -237,11 +241,19 @@ impl World {
 
     fn store_is_back(&mut self, id: NodeId, snapshot: Snapshot, before: &Before) -> Result<(), Wrong> {
         let status = snapshot.merge_status();
-        let &Before { origin, cow, ample, merging, maybe_marked } = before;
+        let &Before { origin, cow, ample, merging, maybe_marked, was_lost } = before;
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let plays = status == MergeStatus::Stopped;
         let kind = CowNode { snapshot, origin, cow, ample, merging: merging && plays, maybe_marked };
+        let is_valid = kind.snapshot.status() != Status::Invalid;
         self.is_back(id, Kind::Cow(kind), device);
+        if was_lost && is_valid && !merging {
+            // Where the header cannot be written, the origin does not wait until it says that the
+            // snapshot is lost; then it shows anything after a crash.
+            self.count("lost snapshots that came back");
+            self.take(id, &mut Vec::new());
+            return Ok(());
+        }
         if plays && !merging {
             if !maybe_marked {
                 return wrong(format!("{} plays its origin's part, and no merge was begun", self.name(id)));

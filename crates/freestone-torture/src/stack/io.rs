@@ -150,6 +150,8 @@ impl World {
             // What failed before can show now.
             Error::Media if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
             Error::Media => caused,
+            // A store that is just being given up after a failure says that it has no room.
+            Error::NoSpace if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
             Error::NoSpace => caused || self.is_full(node, used),
             Error::Gone => self.is_dead(node) || matches!(node.kind, Kind::Power(_)),
             _ => false,
