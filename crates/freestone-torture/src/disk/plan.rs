@@ -1,10 +1,10 @@
 //! How often what goes wrong, and how often it did.
 
-use std::time::Duration;
-
 use freestone::device::Op;
 use freestone_testkit::Rng;
 use serde::{Deserialize, Serialize};
+
+use crate::rt::time::Duration;
 
 /// How often an operation of one kind goes wrong in which way, per mille. Their sum is at most
 /// 1000.

@@ -1,10 +1,9 @@
-use std::sync::mpsc;
-
 use freestone::device::{Blocking, Flags};
 use freestone_testkit::conformance;
 
 use super::*;
 use crate::oracle::{Durability, Fill, Kind, Oracle, Outcome, fill};
+use crate::rt::sync::mpsc;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
