@@ -147,11 +147,12 @@ impl World {
         let now = self.causes(&node.disks);
         let caused = now.errors > before.errors || now.hung > 0;
         let has_cause = match error {
-            // What failed before can show now.
-            Error::Media if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
+            // What failed before can show now; a store that is just being given up says that it has
+            // no room.
+            Error::Media | Error::NoSpace if self.remembers(node) => {
+                caused || self.had_trouble(node) || self.is_short(node)
+            }
             Error::Media => caused,
-            // A store that is just being given up after a failure says that it has no room.
-            Error::NoSpace if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
             Error::NoSpace => caused || self.is_full(node, used),
             Error::Gone => self.is_dead(node) || matches!(node.kind, Kind::Power(_)),
             _ => false,
