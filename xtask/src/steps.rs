@@ -39,7 +39,7 @@ pub enum Step {
     Variants,
     /// In a stock kernel, its own and Freestone: writeback of zram, zones of `null_blk`
     Lab,
-    /// Two minutes of random stacks under random requests, verbs, faults and crashes, always the same
+    /// Random stacks under random requests, verbs, faults and crashes: forty runs that are always the same, and real threads
     Torture,
     /// The loom models of the lock protocols
     Models,

@@ -179,8 +179,8 @@ fn shorten(seed: u64, case: &Case) -> Result<()> {
 /// The run as a test of `tests/found.rs`: a line of JSON each step.
 fn as_test(seed: u64, case: &Case) -> Result<String> {
     let (how, lines) = match &case.work {
-        Work::Stack(ops) => ("stack(".to_owned(), lines(ops)?),
-        Work::Zones(disks, steps) => (format!("zones({disks}, "), lines(steps)?),
+        Work::Stack(ops) => ("Work::stack(".to_owned(), lines(ops)?),
+        Work::Zones(disks, steps) => (format!("Work::zones({disks}, "), lines(steps)?),
     };
     let (schedule, one_in) = (case.schedule, case.switch_one_in);
     Ok(format!(
