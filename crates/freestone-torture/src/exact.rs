@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{Read as _, Write as _};
 use std::panic;
-use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -23,6 +22,8 @@ use crate::run::{Judge, run};
 use crate::shrink::shrink;
 use crate::zoned::{self, Step};
 
+/// This program, also where its file was replaced by a newer build meanwhile.
+const PROGRAM: &str = "/proc/self/exe";
 /// Virtual steps of a run that may not be more.
 const POINTS_MAX: u64 = 2_000_000_000;
 /// Real time of a run that may not be more: whoever spins without a point at which others go on is caught by this.
@@ -224,7 +225,7 @@ impl Work {
 }
 
 fn start(case: &Case) -> Result<Child> {
-    let mut child = Command::new(program()?)
+    let mut child = Command::new(PROGRAM)
         .arg("case")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -235,12 +236,6 @@ fn start(case: &Case) -> Result<Child> {
     // It reads all of it before it writes. Where it died at once, its end tells.
     let _ = stdin.write_all(&serde_json::to_vec(case)?);
     Ok(child)
-}
-
-fn program() -> Result<PathBuf> {
-    // Also where the file was replaced by a newer build meanwhile.
-    Ok(PathBuf::from("/proc/self/exe"))
-        .and_then(|link| if link.exists() { Ok(link) } else { bail!("no /proc") })
 }
 
 fn end(mut child: Child) -> Result<Ended> {
@@ -324,5 +319,21 @@ pub fn case(trace: bool) -> Result<ExitCode> {
             eprintln!("{failure}");
             Ok(ExitCode::FAILURE)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Case, Work, as_test};
+    use crate::ops::Op;
+
+    #[test]
+    fn a_run_is_written_as_a_test() {
+        let ops = vec![Op::Await, Op::Check(3), Op::Heal(None)];
+        let text =
+            as_test(7, &Case { schedule: 1, switch_one_in: 8, work: Work::Stack(ops.clone()) }).unwrap();
+        assert!(text.starts_with("#[test]\nfn seed_7() {\n    passes(1, 8, Work::stack(r#\""));
+        let list = text.split_once("r#\"").unwrap().1.split_once("\"#").unwrap().0;
+        assert!(matches!(Work::stack(list), Work::Stack(read) if read == ops));
     }
 }

@@ -1,6 +1,4 @@
-//! A failing run is made short, and written down as a test.
-
-use crate::ops::Op;
+//! A failing run is made short.
 
 /// Drops ops as long as the run fails without them: first long pieces, then shorter ones, then
 /// single ops, until none can go.
@@ -28,28 +26,10 @@ pub fn shrink<T: Clone>(ops: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T
     }
 }
 
-/// The run as a test. `message` says how it failed.
-pub fn as_test(name: &str, ops: &[Op], message: &str) -> String {
-    let told: String = message.lines().flat_map(|line| ["/// ", line, "\n"]).collect();
-    let list: Vec<String> = ops.iter().map(|op| serde_json::to_string(op).expect("plain values")).collect();
-    let list = list.join(",\n        ");
-    format!(
-        r##"{told}#[test]
-fn {name}() {{
-    let ops = r#"[
-        {list}
-    ]"#;
-    let ops: Vec<Op> = serde_json::from_str(ops).unwrap();
-    run(None, &ops, Judge::default()).unwrap_or_else(|failure| panic!("{{failure}}"));
-}}
-"##
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{as_test, shrink};
-    use crate::ops::{Op, draw};
+    use super::shrink;
+    use crate::ops::draw;
 
     #[test]
     fn what_a_failure_needs_is_left() {
@@ -70,14 +50,5 @@ mod tests {
         assert_eq!(short.iter().collect::<Vec<_>>(), needed);
         assert!(tries < 150, "{tries} tries");
         assert!(shrink(&ops, |_| true).is_empty());
-    }
-
-    #[test]
-    fn a_run_is_written_as_a_test() {
-        let ops = [Op::Await, Op::Check(3), Op::Heal(None)];
-        let text = as_test("a_run", &ops, "op 2: wrong\nand more");
-        assert!(text.starts_with("/// op 2: wrong\n/// and more\n#[test]\nfn a_run() {\n"));
-        let list = text.split_once("r#\"").unwrap().1.split_once("\"#").unwrap().0;
-        assert_eq!(serde_json::from_str::<Vec<Op>>(list).unwrap(), ops);
     }
 }

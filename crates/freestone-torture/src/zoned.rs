@@ -139,7 +139,6 @@ struct Run {
     state: DiskControl,
     zones: Option<Zones>,
     kept: Vec<ZoneState>,
-    crashes: u64,
 }
 
 fn content(zone: u32, generation: u64, block: u32) -> [u8; BLOCK as usize] {
@@ -161,27 +160,14 @@ pub fn run(seed: u64, steps: &[Step]) -> Result<u64, Failure> {
     let state = SimDisk::new(disk(STATE_BYTES), seed ^ 1);
     let empty = Holds { generation: 0, written: 0, written_max: 0, full: false };
     let kept = ZoneState { generation: 0, now: vec![empty], before: Vec::new() };
-    let mut run = Run {
-        data: data.control(),
-        state: state.control(),
-        zones: None,
-        kept: vec![kept; ZONES as usize],
-        crashes: 0,
-    };
+    let mut run =
+        Run { data: data.control(), state: state.control(), zones: None, kept: vec![kept; ZONES as usize] };
     let at = |step| move |what| Failure { step, what };
     run.open(data, state).map_err(at(0))?;
     for (number, step) in steps.iter().enumerate() {
         run.step(step).map_err(at(number))?;
     }
-    let end = || -> Result<(), String> {
-        run.heal();
-        run.flush()?;
-        (0..ZONES).try_for_each(|zone| run.check(zone))?;
-        run.crash(true, seed)?;
-        (0..ZONES).try_for_each(|zone| run.check(zone))
-    };
-    let mut end = end;
-    end().map_err(at(steps.len()))?;
+    run.end(seed).map_err(at(steps.len()))?;
     Ok(steps.len() as u64)
 }
 
@@ -237,8 +223,8 @@ impl Run {
 
     // ---- what is done ---------------------------------------------------------------------------
 
-    /// The zone as it is now: after an operation that failed the report shows which of two it is.
-    fn settle(&mut self, zone: u32) -> Result<Holds, String> {
+    /// A zone's write pointer, in blocks from its start, and its condition.
+    fn report(&self, zone: u32) -> Result<(u32, ZoneCondition), String> {
         let (mut pointer, mut condition) = (0, ZoneCondition::Offline);
         let reported = self.zones().report(u64::from(zone) * ZONE, &mut |row| {
             pointer = ((row.write_pointer - row.start) / BLOCK) as u32;
@@ -246,6 +232,12 @@ impl Run {
             false
         });
         reported.map_err(|error| format!("a report: {error}"))?;
+        Ok((pointer, condition))
+    }
+
+    /// The zone as it is now: after an operation that failed the report shows which of two it is.
+    fn settle(&mut self, zone: u32) -> Result<Holds, String> {
+        let (pointer, condition) = self.report(zone)?;
         let full = condition == ZoneCondition::Full;
         let kept = &mut self.kept[zone as usize];
         let fits = |holds: &&Holds| holds.full == full && (full || holds.written == pointer);
@@ -389,6 +381,15 @@ impl Run {
         }
     }
 
+    /// All is well below: what is there stays, also after a crash.
+    fn end(&mut self, seed: u64) -> Result<(), String> {
+        self.heal();
+        self.flush()?;
+        (0..ZONES).try_for_each(|zone| self.check(zone))?;
+        self.crash(true, seed)?;
+        (0..ZONES).try_for_each(|zone| self.check(zone))
+    }
+
     // ---- looks ----------------------------------------------------------------------------------
 
     fn check(&mut self, zone: u32) -> Result<(), String> {
@@ -440,17 +441,10 @@ impl Run {
         }
         DiskControl::all_die(&[self.data.clone(), self.state.clone()], seed, power);
         self.zones = None;
-        self.crashes += 1;
         let (data, state) = (self.data.reopened(seed ^ 2), self.state.reopened(seed ^ 3));
         self.open(data, state)?;
         for zone in 0..ZONES {
-            let (mut pointer, mut condition) = (0, ZoneCondition::Offline);
-            let reported = self.zones().report(u64::from(zone) * ZONE, &mut |row| {
-                pointer = ((row.write_pointer - row.start) / BLOCK) as u32;
-                condition = row.condition;
-                false
-            });
-            reported.map_err(|error| format!("a report: {error}"))?;
+            let (pointer, condition) = self.report(zone)?;
             let full = condition == ZoneCondition::Full;
             let kept = &self.kept[zone as usize];
             let fits = |holds: &&Holds| {
