@@ -66,6 +66,10 @@ impl Claims {
         let mut wanted: BTreeMap<String, bool> =
             shared.iter().map(|name| ((*name).to_owned(), true)).collect();
         wanted.extend(own.iter().map(|name| ((*name).to_owned(), false)));
+        // Not for addresses, too: who has devices claims those beside them, and would wait for itself.
+        if mutants::on(Mutant::OneVerbAtATime) {
+            wanted.insert("every verb".to_owned(), false);
+        }
         self.claim(verb, wanted)
     }
 
@@ -77,10 +81,6 @@ impl Claims {
 
     fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, Fault> {
         let bell = Arc::new(Condvar::new());
-        let mut wanted = wanted;
-        if mutants::on(Mutant::OneVerbAtATime) {
-            wanted.insert("every verb".to_owned(), false);
-        }
         let mut queues = self.lock();
         let number = queues.next;
         queues.next += 1;

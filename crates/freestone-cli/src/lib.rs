@@ -8,6 +8,7 @@ mod claims;
 mod cli;
 mod config;
 mod control;
+mod ending;
 mod entries;
 mod entry;
 mod error;
@@ -30,12 +31,14 @@ mod template;
 mod until;
 mod verbs;
 
+use std::env;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser as _;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
 pub use open::{OpenError, Opened, open_device};
@@ -118,18 +121,18 @@ fn named<P>(params: P, name: impl Fn(&P) -> &String) -> (P, String) {
 
 fn start_log(cli: &Cli) {
     let level = match (cli.quiet, cli.verbose) {
-        (true, _) => "error",
-        (false, 0) => "warn",
-        (false, 1) => "info",
-        (false, 2) => "debug",
-        (false, _) => "trace",
+        (true, _) => LevelFilter::ERROR,
+        (false, 0) => LevelFilter::WARN,
+        (false, 1) => LevelFilter::INFO,
+        (false, 2) => LevelFilter::DEBUG,
+        (false, _) => LevelFilter::TRACE,
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let asked: Option<Targets> = env::var("RUST_LOG").ok().and_then(|asked| asked.parse().ok());
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         // A closed stderr must not end the server.
         .log_internal_errors(false)
-        .init();
+        .with_filter(asked.unwrap_or_else(|| Targets::new().with_default(level)));
+    tracing_subscriber::registry().with(lines).init();
 }

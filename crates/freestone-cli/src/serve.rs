@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -23,6 +23,7 @@ use tracing::{info, warn};
 use crate::config::{self, FileConfig};
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
+use crate::ending::{self, Closing};
 use crate::entries::Entries;
 use crate::entry::Entry;
 use crate::error::Usage;
@@ -30,7 +31,7 @@ use crate::machine;
 use crate::paths;
 use crate::service::Service;
 use crate::spec::{KindSpec, Spec};
-use crate::until::{self, Event, Events};
+use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 
 /// What is served where nothing was said.
@@ -165,10 +166,18 @@ fn private_dir() -> Result<TempDir> {
         .context("cannot create a directory for the sockets")
 }
 
+/// How the devices were left.
+struct Flushed {
+    /// How many could not be flushed.
+    failed: usize,
+    /// When the server has ended, whatever does not.
+    end: Instant,
+}
+
 /// A server that listens. However this ends, a panic included, its sockets go with it.
 struct Running {
     service: Arc<Service>,
-    control: Option<ControlServer>,
+    control: Option<Arc<ControlServer>>,
     /// The NBD sockets of the command line.
     sockets: Vec<SocketPath>,
     private: Option<TempDir>,
@@ -206,12 +215,13 @@ impl Running {
             }
         }
         tell_left(&service);
-        running.control = Some(ControlServer::start(socket, service)?);
+        running.control = Some(Arc::new(ControlServer::start(socket, service)?));
         Ok(running)
     }
 
-    /// Ends it with grace, in the background; `events` hears when that is done.
-    fn shutdown(&self, events: Sender<Event>) -> Result<()> {
+    /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has nothing left to wait for but
+    /// what a disk does not do at once.
+    fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
         self.service.end();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
@@ -219,13 +229,33 @@ impl Running {
                 faults.close();
             }
         }
-        let nbd = Arc::clone(&self.service.nbd);
+        let (service, control) = (Arc::clone(&self.service), self.control.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
-            nbd.shutdown(SHUTDOWN_GRACE);
+            service.nbd.shutdown(SHUTDOWN_GRACE);
+            // Verbs write, too.
+            if let Some(control) = control {
+                control.stop();
+            }
+            let end = Instant::now() + ending::FLUSH_MAX;
+            let failed = ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
+            drop(service);
             // The main thread is there until it hears this, or does not want to hear it any more.
             let _ = events.send(Event::Ended);
+            Flushed { failed, end }
         });
-        thread.map(drop).context("cannot start the thread that ends the server")
+        thread.context("cannot start the thread that ends the server")
+    }
+
+    /// Closes the devices until `end`, in the background; `events` hears when that is done.
+    fn close(self, events: Sender<Event>, end: Instant) -> Result<()> {
+        let thread = thread::Builder::new().name("close".into()).spawn(move || {
+            let closing = Closing::of(&self.service.registry.all());
+            drop(self);
+            closing.wait(end);
+            // As above.
+            let _ = events.send(Event::Ended);
+        });
+        thread.map(drop).context("cannot start the thread that closes the devices")
     }
 
     /// Removes what is visible to others, waiting for nobody.
@@ -264,17 +294,30 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         until::signalled(&events).map(|()| 0)
     };
     info!("ending");
-    running.shutdown(events.sender())?;
-    if let Some(signal) = until::ended(&events) {
+    let flushed = running.shutdown(events.sender())?;
+    if let Ended::Signal(signal) = until::ended(&events, None) {
         // Told twice: at once.
         running.remove_paths();
-        replace::abandon();
-        std::process::exit(until::STATUS_OF_SIGNAL_0 + signal);
+        at_once(until::STATUS_OF_SIGNAL_0 + signal);
     }
-    drop(running);
+    let Flushed { failed, end } = flushed.join().unwrap_or(Flushed { failed: 1, end: Instant::now() });
+    let status = outcome.map(|status| if failed > 0 && status == 0 { 1 } else { status });
+    // What else devices do when they end is not what a client waits for, and not waited for longer than that.
+    running.remove_paths();
+    running.close(events.sender(), end)?;
+    match until::ended(&events, Some(end)) {
+        Ended::Well => {}
+        Ended::Signal(signal) => at_once(until::STATUS_OF_SIGNAL_0 + signal),
+        Ended::Late => warn!("a disk or a verb does not end: its devices are not closed"),
+    }
     // A verb that hangs on a disk did not end with the rest.
     replace::abandon();
-    outcome.map(ExitCode::from)
+    status.map(ExitCode::from)
+}
+
+fn at_once(status: i32) -> ! {
+    replace::abandon();
+    std::process::exit(status)
 }
 
 /// Logs what a crash has left beside the images.

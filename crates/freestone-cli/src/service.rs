@@ -15,6 +15,7 @@ use crate::build::{self, BuildError, build};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::{Errno, Fault};
 use crate::control::server::Handler;
+use crate::ending::Leaving;
 use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
 use crate::job::Jobs;
@@ -37,6 +38,8 @@ pub struct Service {
     pub nbd: Arc<Server>,
     /// What takes long and tells how far it is.
     pub jobs: Jobs,
+    /// Devices that are just being removed.
+    pub leaving: Leaving,
     claims: Claims,
     addresses: Mutex<Addresses>,
     /// The server ends.
@@ -59,6 +62,7 @@ impl Service {
             registry: Arc::default(),
             nbd,
             jobs: Jobs::default(),
+            leaving: Leaving::default(),
             claims: Claims::default(),
             addresses: Mutex::default(),
             ending: false.into(),
@@ -438,7 +442,8 @@ impl Service {
         }
     }
 
-    /// Refuses to take the content away under clients: unless it is forced, and never where requests of theirs would fail of it.
+    /// Refuses to take the content away under clients: unless it is forced, and never where they count on what goes (write
+    /// pointers, unflushed writes).
     pub fn check_wipe(&self, entry: &Entry, force: bool) -> Result<(), Fault> {
         if !force {
             return self.check_idle(entry);
@@ -448,7 +453,7 @@ impl Service {
         if !layered || self.nbd.connections(name) == 0 {
             return Ok(());
         }
-        let why = "clients are connected, whose requests would fail; `freestone unpublish` first";
+        let why = "clients are connected, which cannot be told; `freestone unpublish` first";
         let what =
             if entry.layers.zones.is_some() { "it is zoned" } else { "it keeps unflushed writes apart" };
         Err(Fault::failed(Errno::EBUSY, format!("{name}: {what}, and {why}")))

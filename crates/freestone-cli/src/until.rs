@@ -81,13 +81,29 @@ pub fn signalled(events: &Events) -> Result<()> {
     }
 }
 
-/// Waits for the end of the server; `Some` is the number of a signal that came before it.
-pub fn ended(events: &Events) -> Option<i32> {
+/// How waiting for the end of the server ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// It has ended.
+    Well,
+    /// This signal came before.
+    Signal(i32),
+    /// It took too long.
+    Late,
+}
+
+/// Waits for the end of the server, or until then.
+pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
     loop {
-        match events.receiver.recv() {
+        let event = match until {
+            None => events.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(at) => events.receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
+        };
+        match event {
             Ok(Event::Child) => {}
-            Ok(Event::Signal(signal)) => return Some(signal),
-            Ok(Event::Ended) | Err(_) => return None,
+            Ok(Event::Signal(signal)) => return Ended::Signal(signal),
+            Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return Ended::Well,
+            Err(RecvTimeoutError::Timeout) => return Ended::Late,
         }
     }
 }

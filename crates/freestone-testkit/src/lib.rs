@@ -14,6 +14,7 @@
 //! conformance::check("model", &|| Arc::new(Model::new(1 << 20, 512)), options);
 //! ```
 
+mod compare;
 pub mod conformance;
 mod deferred;
 mod faulty;
@@ -21,6 +22,7 @@ mod model;
 mod model_zoned;
 mod rng;
 
+pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
 pub use faulty::{Counts, Faulty, What, When};
 pub use model::Model;

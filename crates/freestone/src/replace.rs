@@ -81,7 +81,13 @@ pub(crate) struct Place {
 
 /// The old file at a place, locked so that nobody opens it before it is gone.
 struct Old {
-    _locked: File,
+    locked: File,
+}
+
+impl Drop for Old {
+    fn drop(&mut self) {
+        locks::unlock(self.locked.as_fd());
+    }
 }
 
 /// What is at a place.
@@ -161,7 +167,7 @@ impl Place {
                 }
             }
         }
-        Ok(Look::There(Some(Old { _locked: file })))
+        Ok(Look::There(Some(Old { locked: file })))
     }
 
     /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must have one, begins with `prefix`.
@@ -210,6 +216,8 @@ impl Place {
 
     /// It is there: whoever wants to may open it.
     fn end(&self, file: File) -> io::Result<()> {
+        // Closing would do, but a program that is just being started has the file until it runs.
+        locks::unlock(file.as_fd());
         drop(file);
         self.keep_name()
     }

@@ -9,8 +9,6 @@ mod snapshot;
 use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use freestone::cow;
 use freestone::device::Device;
@@ -27,10 +25,6 @@ use crate::notes::{self, FileNotes};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::{KindSpec, Spec};
-
-/// How long a file that is in use is tried, and the pause between two tries.
-const IN_USE_WAIT: Duration = Duration::from_secs(1);
-const IN_USE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Why a device could not be set up: it is about the machine or other devices, not about the values.
 #[derive(Debug, PartialEq, Eq)]
@@ -124,16 +118,9 @@ fn find(registry: &Registry, key: &str, name: &str) -> Result<Arc<Entry>, BuildE
         .ok_or_else(|| BuildError::new(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)")))
 }
 
-/// Opens a file whose size was asked for under `key`. One that is in use is tried for a moment: after a server was killed, the
-/// kernel takes some milliseconds to end its ring, which holds the file and the lock on it.
+/// Opens a file whose size was asked for under `key`.
 fn open(config: &file::Config, key: &str) -> Result<File, BuildError> {
-    let deadline = Instant::now() + IN_USE_WAIT;
-    loop {
-        match File::open(config) {
-            Err(file::SetupError::InUse { .. }) if Instant::now() < deadline => thread::sleep(IN_USE_PAUSE),
-            opened => return opened.map_err(|e| BuildError::new(errno_of(&e), in_typed_sizes(key, &e))),
-        }
-    }
+    File::open(config).map_err(|e| BuildError::new(errno_of(&e), in_typed_sizes(key, &e)))
 }
 
 fn of_image(error: &qcow2::SetupError) -> BuildError {

@@ -69,7 +69,7 @@ pub struct Fault {
 impl Fault {
     /// The verb failed.
     pub fn failed(errno: Errno, message: impl Into<String>) -> Self {
-        Self { code: FAILED, message: message.into(), data: Some(json!({ "errno": errno })) }
+        Self { data: Some(json!({ "errno": errno })), ..Self::plain(FAILED, message.into()) }
     }
 
     /// Adds a number to `data`: what was done before it failed.
@@ -83,7 +83,7 @@ impl Fault {
 
     /// The parameters cannot be meant.
     pub fn invalid(message: impl Into<String>) -> Self {
-        Self { code: INVALID_PARAMS, message: message.into(), data: Some(json!({ "errno": Errno::EINVAL })) }
+        Self { data: Some(json!({ "errno": Errno::EINVAL })), ..Self::plain(INVALID_PARAMS, message.into()) }
     }
 
     /// No such verb.
@@ -104,7 +104,9 @@ impl Fault {
         Self::plain(INVALID_REQUEST, message.into())
     }
 
+    /// What a client sent may be in the message: whatever that was, it stays one line, and does nothing to a terminal.
     fn plain(code: i32, message: String) -> Self {
+        let message = if message.contains(char::is_control) { escaped(&message) } else { message };
         Self { code, message, data: None }
     }
 
@@ -112,6 +114,18 @@ impl Fault {
     pub fn is_usage(&self) -> bool {
         self.code == INVALID_PARAMS
     }
+}
+
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() {
+            escaped.extend(c.escape_debug());
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
 }
 
 /// One line, taken apart.
@@ -210,12 +224,25 @@ impl Response {
 mod tests {
     use serde_json::{Value, json};
 
-    use super::{Call, MAX_BATCH_REQUESTS, Message, parse};
+    use super::{Call, Errno, Fault, MAX_BATCH_REQUESTS, Message, parse};
 
     fn single(text: &str) -> Call {
         match parse(text.as_bytes()) {
             Message::Single(call) => call,
             Message::Batch(_) => panic!("{text}: a batch"),
+        }
+    }
+
+    #[test]
+    fn a_sentence_is_one_line_whatever_is_in_it() {
+        let name = "a\nb\u{1b}[2J'\u{e9}";
+        let shown = r"a\nb\u{1b}[2J'é: no such device";
+        for fault in [
+            Fault::failed(Errno::ENODEV, format!("{name}: no such device")),
+            Fault::invalid(format!("{name}: no such device")),
+            Fault::invalid_request(format!("{name}: no such device")),
+        ] {
+            assert_eq!(fault.message, shown);
         }
     }
 

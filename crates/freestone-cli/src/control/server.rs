@@ -5,7 +5,7 @@
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -38,6 +38,7 @@ pub struct ControlServer {
     socket: Arc<PrivateSocket>,
     connections: Arc<Connections>,
     acceptor: Option<JoinHandle<()>>,
+    stopped: Once,
 }
 
 impl ControlServer {
@@ -56,7 +57,17 @@ impl ControlServer {
                 move || accept_all(&socket, &connections, &handler)
             })
             .context("cannot start the thread of the control socket")?;
-        Ok(Self { socket, connections, acceptor: Some(acceptor) })
+        Ok(Self { socket, connections, acceptor: Some(acceptor), stopped: Once::new() })
+    }
+
+    /// Lets nobody in any more, and waits for the verbs that are running, for a bounded time.
+    pub fn stop(&self) {
+        self.stopped.call_once(|| {
+            self.connections.close();
+            // Wakes accept(), which then fails.
+            let _ = rustix::net::shutdown(self.socket.listener(), rustix::net::Shutdown::Both);
+            self.connections.wait_empty(STOP_GRACE);
+        });
     }
 
     /// Removes the socket's path and waits for nobody.
@@ -67,13 +78,10 @@ impl ControlServer {
 
 impl Drop for ControlServer {
     fn drop(&mut self) {
-        self.connections.close();
-        // Wakes accept(), which then fails.
-        let _ = rustix::net::shutdown(self.socket.listener(), rustix::net::Shutdown::Both);
+        self.stop();
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
         }
-        self.connections.wait_empty(STOP_GRACE);
     }
 }
 

@@ -57,10 +57,12 @@ impl Verb for Remove {
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         check_merged(&entry)?;
+        let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         drop(claim);
         // To give back a large device takes time, and a file is flushed: nobody else waits for that.
         drop(entry);
+        drop(leaves);
         Ok(Reply { name, connections_ended })
     }
 

@@ -19,6 +19,8 @@ const OWN_BYTES: u64 = 256 << 10;
 /// What the threads know of each shared block.
 struct Board {
     block: u64,
+    /// What of a block is written and read as a whole.
+    whole: u64,
     /// Stamps begun, and stamps answered, per block. Only the block's owner advances them.
     begun: Vec<AtomicU64>,
     answered: Vec<AtomicU64>,
@@ -29,8 +31,9 @@ struct Board {
 
 /// Threads write and read at once. Each has a region of its own, which must behave as if it were alone; and
 /// each owns some of the blocks at the start of the device, which it stamps with rising numbers while the others read:
-/// every block must be one stamp as a whole, not older than the last that was answered before the read began. Some
-/// more blocks are written by all threads, several at once: each must always be one of the writes as a whole.
+/// every block (or what of it [`Options::whole`] says) must be one stamp as a whole, not older than the last that was
+/// answered before the read began. Some more blocks are written by all threads, several at once: each must always be one
+/// of the writes as a whole.
 pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
@@ -44,6 +47,7 @@ pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
     let counters = |n: u64| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
     let board = Board {
         block,
+        whole: options.whole.min(block),
         begun: counters(SHARED_BLOCKS),
         answered: counters(SHARED_BLOCKS),
         fights: counters(threads),
@@ -135,7 +139,8 @@ fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
         ensure!(data.iter().all(|&b| b == 0), CHECK, "a device that forgets writes returned data");
         return Ok(());
     }
-    for (at, bytes) in (first..).zip(data.chunks(board.block as usize)) {
+    for (from, bytes) in (0..).step_by(board.whole as usize).zip(data.chunks(board.whole as usize)) {
+        let at = first + from / board.block;
         let mut words = bytes.chunks(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default()));
         let found = words.next().unwrap_or_default();
         ensure!(
@@ -168,7 +173,7 @@ fn fight(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
     if !driver.options.stores {
         return Ok(());
     }
-    for bytes in found.chunks(board.block as usize) {
+    for bytes in found.chunks(board.whole as usize) {
         let word = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default());
         ensure!(
             bytes.chunks(8).all(|w| w == word.to_le_bytes()),

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use freestone::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, Tried};
 
 use super::{Checked, Options, Violation, ensure};
-use crate::Rng;
+use crate::{Rng, first_difference};
 
 /// A try that makes progress so slowly that it never ends is a violation, not a hang.
 const MAX_TRIES: u32 = 1_000_000;
@@ -173,7 +173,7 @@ impl<'a> Driver<'a> {
     /// Compares the device with `expected` at `offset`.
     pub fn compare(&mut self, way: Way, offset: u64, expected: &[u8], after: &str) -> Checked {
         let found = self.read(way, offset, expected.len() as u64)?;
-        match found.iter().zip(expected).position(|(f, e)| f != e) {
+        match first_difference(&found, expected) {
             None => Ok(()),
             Some(at) => Err(self.violation(format!(
                 "after {after}: byte {} is {:#04x} and should be {:#04x}",

@@ -47,6 +47,9 @@ pub struct Options {
     pub threads: u32,
     /// Requests per thread of the concurrent part.
     pub thread_rounds: u32,
+    /// Bytes that requests which overlap write and read as a whole: no more than the logical block, and less for a device over
+    /// one with smaller blocks.
+    pub whole: u64,
     /// An answer that takes longer than this counts as lost.
     pub patience: Duration,
 }
@@ -62,6 +65,7 @@ impl Default for Options {
             max_io: 1 << 20,
             threads: 4,
             thread_rounds: 300,
+            whole: u64::MAX,
             patience: Duration::from_secs(20),
         }
     }

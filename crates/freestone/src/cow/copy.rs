@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::gather::Waiter;
 use super::snapshot::{Snap, counter};
-use super::store::Allocated;
+use super::store::{Allocated, NoPlace};
 use super::throttle::Permit;
 use crate::cow::exceptions::Exception;
 use crate::device::{Buffer, Completion, Flags, IoBuf, Op, Request, Result, Tried};
@@ -41,8 +41,10 @@ pub enum Asked {
     Begun(Begun),
     /// Too many copies are in flight.
     Throttled,
-    /// The COW device is full, or the snapshot lost.
+    /// The COW device is full.
     Full,
+    /// The snapshot is lost.
+    Lost,
     /// No memory for the table.
     NoMemory,
 }
@@ -78,7 +80,15 @@ impl Snap {
                     let own = permit.take_if(|permit| permit.snap().is(self));
                     // It was pending and was given up meanwhile.
                     let Some(own) = own else { continue };
-                    let Ok(place) = self.store.allocate() else { return Asked::Full };
+                    let place = match self.store.allocate() {
+                        Ok(place) => place,
+                        Err(NoPlace::Full) => return Asked::Full,
+                        Err(NoPlace::Invalid) => {
+                            // It knows a moment before its users do.
+                            self.fails();
+                            return Asked::Lost;
+                        }
+                    };
                     self.gate.begin();
                     locked.begin(waiter());
                     return Asked::Begun(Begun { chunk, place, permit: own });

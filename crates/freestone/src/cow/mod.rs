@@ -5,6 +5,7 @@
 //! can be written here and read there, and the other way round.
 
 mod age;
+mod blocks;
 mod config;
 mod copy;
 mod exceptions;

@@ -1,6 +1,6 @@
 //! loom models of how exceptions are made: every interleaving of small cases.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p freestone --lib models`. The devices are mutexes: what they promise
+//! Run with `cargo xtask test --only models`. The devices are mutexes: what they promise
 //! is that a read which sees a write also sees what came before it.
 
 use loom::thread;

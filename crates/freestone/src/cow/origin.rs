@@ -29,7 +29,9 @@ use super::notes::Notes;
 use super::snapshot::{Snap, counter};
 use super::throttle::Permit;
 use super::{reads, writes};
-use crate::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+use crate::device::{
+    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
+};
 use crate::gate::Gate;
 use crate::mutants::{self, Mutant};
 use crate::near::Near;
@@ -162,6 +164,9 @@ impl View {
 impl Snap {
     /// The byte up to which the chunks from byte `at` on have exceptions, or need none; at most `end`.
     fn complete_until(&self, at: u64, end: u64) -> u64 {
+        if self.is_invalid() && at < self.size {
+            return at;
+        }
         let chunk = self.chunk();
         let last = end.min(self.size).div_ceil(chunk).min(at / chunk + STEP_CHUNKS);
         for number in at / chunk..last {
@@ -244,7 +249,11 @@ impl Device for Origin {
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         match self.merging() {
-            Some(snap) if offset < snap.size => snap.extents(offset, len.min(snap.size - offset), row),
+            Some(snap) if offset < snap.size => {
+                // The origin may have grown.
+                range_end(offset, len, self.geometry().size)?;
+                snap.extents(offset, len.min(snap.size - offset), row)
+            }
             _ => self.0.0.device.extents(offset, len, row),
         }
     }
@@ -509,7 +518,8 @@ impl Write {
             let chunk = snap.chunk();
             let before = asked;
             for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
-                if matches!(snap.exceptions.get(number), Exception::At(_)) {
+                // Also where it has an exception: a mark of a merge may be on disk, which would bring that back into the origin.
+                if matches!(snap.exceptions.get(number), Exception::At(_)) && !snap.is_invalid() {
                     continue;
                 }
                 safe = safe.min((number * chunk).max(from));
@@ -528,6 +538,11 @@ impl Write {
                     Asked::Begun(one) => {
                         begun.push(one);
                         asked += 1;
+                    }
+                    Asked::Lost => {
+                        snap.wait_for_loss(gather.waiter());
+                        asked += 1;
+                        break;
                     }
                     Asked::Full | Asked::NoMemory => {
                         snap.fails();

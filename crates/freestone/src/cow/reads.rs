@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use super::snapshot::{Snap, Snapshot, counter};
 use crate::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, IoBuf, Request, Result, Tried, range_end,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, IoBuf, Request, Result, Tried,
+    range_end,
 };
 use crate::handoff::progress;
 use crate::sync::Mutex;
@@ -42,7 +43,7 @@ impl Snap {
     }
 
     fn device_of(&self, run: &Run) -> &Arc<dyn Device> {
-        if run.own { self.store.device() } else { &self.core.device }
+        if run.own { &self.cow } else { &self.core.device }
     }
 
     /// Whether the bytes `[at, at + len)` that the origin gave are the snapshot's.
@@ -76,7 +77,7 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
         let part = Request { offset: run.at, len: run.len, ..*request };
         let read = match snap.device_of(&run).try_io(&part, Buffer::Read(into)) {
             Ok(Tried::Done) => run.len,
-            Ok(Tried::Partly(bytes)) => bytes,
+            Ok(Tried::Partly(bytes)) => snap.whole_blocks(at + bytes).saturating_sub(at),
             Err(error) if done == 0 => return Err(error),
             // An error shows again when the rest is tried.
             Ok(Tried::WouldBlock) | Err(_) => break,
@@ -223,6 +224,7 @@ impl Snap {
                 rows.push(extent);
                 rows.len() < EXTENT_ROWS
             })?;
+            let rows = self.in_blocks(&run, rows);
             // What the origin says may be of what was written since.
             let described = rows.iter().map(|row| row.len).sum::<u64>();
             if !run.own && !self.holds(offset, described, state)? {
@@ -237,6 +239,36 @@ impl Snap {
             }
             return Ok(given);
         }
+    }
+
+    /// The same in whole blocks, where the device has smaller ones: a block that is not all of one kind is data.
+    fn in_blocks(&self, run: &Run, rows: Vec<Extent>) -> Vec<Extent> {
+        if u64::from(self.device_of(run).geometry().logical_block) >= self.block() {
+            return rows;
+        }
+        let data = |from, to| Extent { offset: from, len: to - from, kind: ExtentKind::Data };
+        let mut whole = Vec::new();
+        let (mut at, mut end) = (run.at, run.at);
+        let mut rows = rows.into_iter().peekable();
+        while let Some(mut row) = rows.next() {
+            while let Some(next) = rows.next_if(|next| next.kind == row.kind) {
+                row.len += next.len;
+            }
+            end = row.offset + row.len;
+            let (from, to) = (row.offset.next_multiple_of(self.block()), self.whole_blocks(end));
+            if row.kind != ExtentKind::Data && from < to {
+                if at < from {
+                    whole.push(data(at, from));
+                }
+                whole.push(Extent { offset: from, len: to - from, ..row });
+                at = to;
+            }
+        }
+        end = end.next_multiple_of(self.block()).min(run.at + run.len);
+        if at < end {
+            whole.push(data(at, end));
+        }
+        whole
     }
 
     pub fn prefetch(&self, offset: u64, len: u64) {

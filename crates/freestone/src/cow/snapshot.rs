@@ -10,7 +10,7 @@
 //! * A write that needs exceptions for several chunks asks for them together, so that they share a commit.
 //! * A write that finds an overflow is answered "no space" (dm: I/O error).
 //! * The last chunk is copied as far as the origin reaches at that time.
-//! * An invalid snapshot is marked on disk before the origin is overwritten.
+//! * An invalid snapshot is marked on disk before the origin is overwritten; where the COW device fails, that is tried for two seconds.
 //!
 //! Lock order: a gate; a slot; below a slot the store's queue, the rights to copy, a gatherer, the lost list or the merge's tracking, one
 //! after the other; the runner's queue last. No lock is held while a device is called, except that a request which is only tried
@@ -22,6 +22,7 @@ use std::sync::Arc;
 
 use crossbeam_utils::CachePadded;
 
+use super::blocks::Blocks;
 use super::exceptions::Exceptions;
 use super::gather::Waiter;
 use super::merge::Merge;
@@ -61,6 +62,8 @@ mod state {
     pub const OVERFLOW: u32 = 1 << 2;
     pub const DETACHED: u32 = 1 << 3;
     pub const MERGING: u32 = 1 << 4;
+    /// The log says that it is lost.
+    pub const TOLD: u32 = 1 << 5;
 }
 
 /// What a snapshot did so far.
@@ -112,6 +115,8 @@ pub(super) struct SnapState {
     /// Set when it has begun.
     pub missed: OnceLock<Missed>,
     pub counters: Counters<{ counter::COUNT }>,
+    /// The COW device in blocks that the origin's requests fit.
+    pub cow: Arc<dyn Device>,
     block: u32,
     state: AtomicU32,
     /// Writes of the origin that wait until it is known on disk that the snapshot is lost.
@@ -193,6 +198,12 @@ impl Snapshot {
     pub fn set_cow_threshold(&self, copies: usize) {
         let snap = &self.0.snap;
         snap.set_copies(copies.clamp(1, copies_max(snap.chunk())));
+    }
+
+    /// Whether it is invalid, its COW device could not be made to say so in time, and the origin is written all the same: opened again
+    /// after a crash it may look good, and must not be trusted.
+    pub fn is_unmarked(&self) -> bool {
+        self.0.snap.store.is_unmarked()
     }
 
     /// Whether its store missed writes of the origin before it was opened.
@@ -330,7 +341,13 @@ impl Snap {
         config: Config,
         origin: &Geometry,
     ) -> Near<Self> {
-        let block = origin.logical_block.max(store.device().geometry().logical_block);
+        let cow_block = store.device().geometry().logical_block;
+        let cow: Arc<dyn Device> = if cow_block > origin.logical_block {
+            let runner = Arc::clone(&core.runner);
+            Arc::new(Blocks::new(Arc::clone(store.device()), origin.logical_block, runner))
+        } else {
+            Arc::clone(store.device())
+        };
         let lost = if store.is_valid() { 0 } else { state::INVALID | state::LOST };
         // The merge was under way when the store was closed.
         let taken_up = store.merge_id().is_some();
@@ -347,7 +364,8 @@ impl Snap {
             place: OnceLock::new(),
             missed: OnceLock::new(),
             counters: Counters::default(),
-            block,
+            cow,
+            block: origin.logical_block.max(cow_block),
             state: AtomicU32::new(lost),
             waiting_for_loss: Mutex::default(),
             store,
@@ -376,6 +394,17 @@ impl Snap {
 
     pub fn chunk(&self) -> u64 {
         self.store.chunk_bytes()
+    }
+
+    /// The logical block in bytes: the larger one of the origin's and the COW device's.
+    pub fn block(&self) -> u64 {
+        self.block.into()
+    }
+
+    /// The end of the last whole block before a byte: as far as something is done of which a device with smaller blocks did the
+    /// rest.
+    pub fn whole_blocks(&self, end: u64) -> u64 {
+        end - end % self.block()
     }
 
     /// The COW device's logical block in bytes.
@@ -460,12 +489,13 @@ impl Snap {
 
     /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under a pin.
     pub fn invalidate(self: &Arc<Self>, waiter: Option<Waiter>) {
-        if !self.is_invalid() {
+        self.fails();
+        if self.state.fetch_or(state::TOLD, Ordering::SeqCst) & state::TOLD == 0 {
+            let store = self.place.get().map_or("an exception store", |place| place);
             tracing::warn!(
-                "a snapshot is lost: its COW device has no room for a copy, or there is no memory"
+                "{store}: the snapshot is lost: the COW device failed or has no room for a copy, or there is no memory"
             );
         }
-        self.fails();
         if let Some(waiter) = waiter {
             self.wait_for_loss(waiter);
         }
@@ -490,6 +520,7 @@ impl Snap {
         // First: whoever reads the origin after a write that did not care for this snapshot sees it.
         self.set(state::DETACHED);
         self.core.forget(self);
+        self.store.release();
         // Writes of the origin that waited for it need not any more.
         for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
             waiter.arrived(Ok(()));

@@ -57,10 +57,16 @@ pub struct Allocated {
     due: Option<(Arc<Store>, u64)>,
 }
 
-/// There is no room on the COW device, or the store is invalid.
+/// Why there is no place for a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("the COW device is full")]
-pub struct Full;
+pub enum NoPlace {
+    /// There is no room on the COW device.
+    #[error("the COW device is full")]
+    Full,
+    /// The snapshot is lost.
+    #[error("the snapshot is invalid")]
+    Invalid,
+}
 
 /// The snapshot is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -187,8 +193,8 @@ impl Store {
     /// Takes a place for a copy. Never waits. The caller bounds how many places it holds; each costs the store a few words.
     ///
     /// # Errors
-    /// [`Full`]. The store stays as it is: whether that invalidates the snapshot depends on who wanted the place.
-    pub fn allocate(self: &Arc<Self>) -> Result<Allocated, Full> {
+    /// [`NoPlace`]. The store stays as it is: whether a lack of room invalidates the snapshot depends on who wanted the place.
+    pub fn allocate(self: &Arc<Self>) -> Result<Allocated, NoPlace> {
         let size = self.device.geometry().size;
         let (chunk, due) = match &self.core {
             Core::Persistent { committer, .. } => {
@@ -201,8 +207,8 @@ impl Store {
     }
 
     /// Hands in a copy: chunk `old` of the origin was written (not flushed) to the place `allocated`, or that failed, which
-    /// invalidates the snapshot. `done` runs once: with `Ok` when the exception is durable, else when the snapshot is invalid
-    /// and, as far as the device still answers, says so on disk. Never waits.
+    /// invalidates the snapshot. `done` runs once: with `Ok` when the exception is durable, else when the snapshot is invalid,
+    /// as [`invalidate`](Self::invalidate) has it. Never waits.
     ///
     /// A persistent store runs `done` on a thread of its own, where devices may be called and nothing may wait. A
     /// transient one runs it here.
@@ -230,8 +236,9 @@ impl Store {
     }
 
     /// The snapshot is lost: there was no room for a copy, or its data failed. All that is not yet durable is answered
-    /// [`Invalid`]. Never waits. `then` runs as the callback of [`commit`](Self::commit) does, when the device says so too (or
-    /// does not answer well): only then may the origin be overwritten, or a crash would bring back a snapshot that is wrong.
+    /// [`Invalid`]. Never waits. `then` runs as the callback of [`commit`](Self::commit) does, when the device says so too: only
+    /// then may the origin be overwritten, or a crash would bring back a snapshot that is wrong. Where the device fails, that is
+    /// tried for two seconds; then `then` runs all the same, and [`is_unmarked`](Self::is_unmarked) says so.
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
             Core::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
@@ -239,6 +246,21 @@ impl Store {
                 store.lose();
                 then();
             }
+        }
+    }
+
+    /// Whether the snapshot is lost, the COW device still says that it is good, and nobody waits for that any more.
+    pub fn is_unmarked(&self) -> bool {
+        match &self.core {
+            Core::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
+            Core::Transient(_) => false,
+        }
+    }
+
+    /// The origin is written without the snapshot from now on: nobody waits any more for the COW device to say that it is lost.
+    pub fn release(&self) {
+        if let Core::Persistent { committer, .. } = &self.core {
+            committer.release();
         }
     }
 

@@ -9,7 +9,7 @@ use super::Usage;
 use super::format::{self, Entry, Layout, Mark};
 use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
-use super::store::{Full, Invalid, MergeError, Run, Stats};
+use super::store::{Invalid, MergeError, NoPlace, Run, Stats};
 use super::store_area::{Area, Block};
 use crate::device::{self, Blocking, Device, Flags};
 use crate::sync::{self, Condvar, Instant, Mutex};
@@ -18,7 +18,11 @@ use crate::sync::{self, Condvar, Instant, Mutex};
 type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
 
 /// How long after a failure the header of an invalid store is written again.
-const HEADER_AGAIN: Duration = Duration::from_secs(1);
+const HEADER_AGAIN: Duration = Duration::from_millis(500);
+/// How long after the first failure who waits for that header goes on without it: a COW device that is dead for good must not take
+/// the origin with it.
+const HEADER_HOLD_MAX: Duration = Duration::from_secs(2);
+const _: () = assert!(HEADER_AGAIN.as_millis() < HEADER_HOLD_MAX.as_millis(), "it is tried again meanwhile");
 
 /// Called with the outcome of a commit.
 pub type Done = Answer<Invalid>;
@@ -50,6 +54,15 @@ impl Finished {
     }
 }
 
+/// What came of writing the header that says "invalid".
+#[derive(Default)]
+struct Unmarked {
+    /// The first failure, and when to try again.
+    failed: Option<(Instant, Instant)>,
+    /// It took too long: nobody waits for it any more.
+    let_go: bool,
+}
+
 /// Places and groups. All in memory, every call is short.
 #[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
 pub struct Queue {
@@ -74,10 +87,10 @@ pub struct Queue {
     gathered: VecDeque<Ready>,
     /// Who is to be told that the snapshot is invalid.
     lost: Vec<Done>,
-    /// The header on disk does not say yet that the snapshot is invalid.
-    header_due: bool,
-    /// When to try again, where writing it failed.
-    header_again: Option<Instant>,
+    /// The snapshot is invalid, and the header on disk does not say so yet.
+    unmarked: Option<Unmarked>,
+    /// Nobody needs to wait for that header: the origin is written without the snapshot.
+    released: bool,
     /// Who is to be told that a removal that failed was undone.
     undo: Vec<PutBack>,
     stop: bool,
@@ -102,8 +115,8 @@ impl Queue {
             early: BTreeMap::new(),
             gathered: VecDeque::new(),
             lost: Vec::new(),
-            header_due: false,
-            header_again: None,
+            unmarked: None,
+            released: false,
             undo: Vec::new(),
             stop: false,
             closing: None,
@@ -112,14 +125,17 @@ impl Queue {
     }
 
     /// Hands out a chunk and its sequence number: one order for both.
-    pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), Full> {
+    pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), NoPlace> {
+        if !self.valid {
+            return Err(NoPlace::Invalid);
+        }
         let chunks = self.layout.chunks(size);
         // The entry that fills an area needs a next area.
         let entries = self.area * self.layout.entries() + self.committed + self.claimed + 1;
         let fills = entries.is_multiple_of(self.layout.entries());
         let next_area = self.layout.area_chunk(entries / self.layout.entries());
-        if !self.valid || self.next_free >= chunks || fills && next_area >= chunks {
-            return Err(Full);
+        if self.next_free >= chunks || fills && next_area >= chunks {
+            return Err(NoPlace::Full);
         }
         let chunk = self.next_free;
         self.next_free = self.layout.skip_metadata(chunk + 1);
@@ -166,7 +182,7 @@ impl Queue {
     fn lose(&mut self) {
         if self.valid {
             self.valid = false;
-            self.header_due = true;
+            self.unmarked = Some(Unmarked::default());
         }
         self.lost.extend(self.gathered.drain(..).map(|ready| ready.done));
         for finished in std::mem::take(&mut self.early).into_values() {
@@ -176,19 +192,44 @@ impl Queue {
         }
     }
 
-    /// Whether the header is to be written now. One that failed is, after a while, or when anybody asks, or at the end.
-    fn take_header(&mut self) -> bool {
-        let due = self.header_again.is_none_or(|at| at <= Instant::now());
-        self.header_due && (due || self.stop || !self.lost.is_empty()) && std::mem::take(&mut self.header_due)
+    /// When the header is to be written: at once, after a failure later, at the end once more.
+    fn header_due(&self) -> Option<Instant> {
+        let now = Instant::now();
+        let again = self.unmarked.as_ref()?.failed.map_or(now, |(_, again)| again);
+        Some(if self.stop { now } else { again })
     }
 
     /// Writing the header failed. It stays due, else the snapshot would be opened again as a good one; at the end that cannot be helped.
     fn header_failed(&mut self, error: device::Error) {
-        if self.header_again.is_none() || self.stop {
+        let (now, stop) = (Instant::now(), self.stop);
+        let Some(unmarked) = &mut self.unmarked else { return };
+        let first = unmarked.failed.map_or(now, |(first, _)| first);
+        if unmarked.failed.is_none() || stop {
             tracing::warn!(%error, "an invalid snapshot could not be marked on its COW device");
         }
-        self.header_due = !self.stop;
-        self.header_again = Some(Instant::now() + HEADER_AGAIN);
+        unmarked.failed = Some((first, now + HEADER_AGAIN));
+        if !unmarked.let_go && now.saturating_duration_since(first) >= HEADER_HOLD_MAX {
+            unmarked.let_go = true;
+            tracing::error!(
+                %error,
+                "the origin of an invalid snapshot is written on although the COW device does not say that it is invalid: \
+                 opened again after a crash, the snapshot must not be trusted"
+            );
+        }
+        if stop {
+            self.unmarked = None;
+        }
+    }
+
+    /// Who is to be told now that the snapshot is invalid.
+    fn take_lost(&mut self) -> Vec<Done> {
+        let held = self.unmarked.as_ref().is_some_and(|unmarked| !unmarked.let_go);
+        if held && !self.released { Vec::new() } else { std::mem::take(&mut self.lost) }
+    }
+
+    /// Whether the snapshot is invalid, the disk does not say so, and nobody waits for that any more.
+    pub fn is_unmarked(&self) -> bool {
+        self.unmarked.as_ref().is_some_and(|unmarked| unmarked.let_go)
     }
 
     pub fn usage(&self, size: u64) -> Usage {
@@ -221,8 +262,9 @@ pub struct Committer {
 }
 
 enum Work {
+    Header,
+    Lost(Vec<Done>),
     Group,
-    Lost { header: bool, dones: Vec<Done> },
     Undo(Vec<PutBack>),
 }
 
@@ -238,12 +280,18 @@ impl Committer {
         }
     }
 
-    /// The snapshot is invalid from now on; `then` is called when the disk says so.
+    /// The snapshot is invalid from now on; `then` is called when the disk says so, or does not let itself be written.
     pub fn invalidate(&self, then: Done) {
         let mut queue = self.queue.lock();
         queue.lose();
         queue.lost.push(then);
         drop(queue);
+        self.wake.notify_one();
+    }
+
+    /// The origin has no need of the snapshot any more: who waits for the header goes on.
+    pub fn release(&self) {
+        self.queue.lock().released = true;
         self.wake.notify_one();
     }
 
@@ -265,13 +313,12 @@ impl Committer {
     pub fn run(&self) {
         while let Some(work) = self.next() {
             match work {
+                Work::Header => match self.write_invalid() {
+                    Ok(()) => self.queue.lock().unmarked = None,
+                    Err(error) => self.queue.lock().header_failed(error),
+                },
+                Work::Lost(dones) => answer(dones, Err(Invalid)),
                 Work::Group => self.commit_group(),
-                Work::Lost { header, dones } => {
-                    if header && let Err(error) = self.write_invalid() {
-                        self.queue.lock().header_failed(error);
-                    }
-                    answer(dones, Err(Invalid));
-                }
                 Work::Undo(thens) => {
                     let outcome = self.area.lock().put_back();
                     answer(thens, outcome);
@@ -299,9 +346,13 @@ impl Committer {
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
-            let header = queue.take_header();
-            if header || !queue.lost.is_empty() {
-                return Some(Work::Lost { header, dones: std::mem::take(&mut queue.lost) });
+            let header_due = queue.header_due();
+            if header_due.is_some_and(|at| at <= Instant::now()) {
+                return Some(Work::Header);
+            }
+            let lost = queue.take_lost();
+            if !lost.is_empty() {
+                return Some(Work::Lost(lost));
             }
             if queue.is_due() {
                 return Some(Work::Group);
@@ -312,7 +363,7 @@ impl Committer {
             if queue.stop {
                 return None;
             }
-            queue = match queue.header_again.filter(|_| queue.header_due) {
+            queue = match header_due {
                 None => sync::wait(&self.wake, queue),
                 Some(at) => {
                     let left = at.saturating_duration_since(Instant::now());

@@ -5,7 +5,7 @@ use crossbeam_utils::CachePadded;
 use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
-use super::store::Full;
+use super::store::NoPlace;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// See the module. Without a lock: places have no order that anything depends on.
@@ -31,14 +31,14 @@ impl Transient {
     }
 
     /// Hands out a chunk of a device of `size` bytes.
-    pub fn allocate(&self, size: u64) -> Result<u64, Full> {
+    pub fn allocate(&self, size: u64) -> Result<u64, NoPlace> {
         let chunks = self.layout.chunks(size);
         let next = |free: u64| (free < chunks).then_some(free + 1);
         if !self.is_valid() {
-            return Err(Full);
+            return Err(NoPlace::Invalid);
         }
         // Relaxed: only the place's uniqueness counts.
-        self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_err(|_| Full)
+        self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_err(|_| NoPlace::Full)
     }
 
     pub fn usage(&self, size: u64) -> Usage {

@@ -69,7 +69,7 @@ enum Planned {
     Go,
     Throttled,
     NoSpace,
-    NoMemory,
+    Failed(Error),
     Held,
 }
 
@@ -81,6 +81,10 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
         return Err(Error::Misaligned);
     }
     snap.writable()?;
+    // It could stop within a block, of which neither all nor nothing could be said to be done.
+    if snap.cow_block() < snap.block() {
+        return Ok(Tried::WouldBlock);
+    }
     let begun = snap.gate.enter(|mode| (mode == Some(&Mode::Normal)).then(|| snap.gate.begin()));
     if begun.is_none() {
         return Ok(Tried::WouldBlock);
@@ -288,8 +292,8 @@ impl Write {
         match planned {
             Planned::Go | Planned::Held => gather.leave(job),
             // Answered when what was begun has ended: what is written after the answer must not be overtaken by it.
-            Planned::NoMemory => {
-                gather.waiter().arrived(Err(Error::NoMemory));
+            Planned::Failed(error) => {
+                gather.waiter().arrived(Err(error));
                 gather.leave(job)
             }
             Planned::NoSpace => {
@@ -345,7 +349,8 @@ impl Write {
                 Asked::Throttled if asked => break,
                 Asked::Throttled => return Planned::Throttled,
                 Asked::Full => return Planned::NoSpace,
-                Asked::NoMemory => return Planned::NoMemory,
+                Asked::Lost => return Planned::Failed(Error::Media),
+                Asked::NoMemory => return Planned::Failed(Error::NoMemory),
             }
         }
         Planned::Go
@@ -403,12 +408,15 @@ impl Write {
                 }
             }
             Action::Cow { op, at, from, len, tracked } => {
-                let flags = if op == Op::WriteZeroes && self.request.op == Op::Discard {
-                    flags | Flags::MAY_FREE
-                } else {
-                    flags
-                };
                 let (snap, waiter) = (Arc::clone(&self.snap), gather.waiter());
+                let (mut flags, is_merging) = (flags, tracked.is_some());
+                if op == Op::WriteZeroes && self.request.op == Op::Discard {
+                    flags |= Flags::MAY_FREE;
+                }
+                // Whoever writes to an origin without a cache does not flush what lies on the COW device meanwhile.
+                if is_merging && !snap.core.device.geometry().volatile_cache {
+                    flags |= Flags::FUA;
+                }
                 let then = move |outcome| {
                     if let Some(chunk) = tracked {
                         snap.merge.untrack(chunk);
@@ -416,7 +424,9 @@ impl Write {
                     snap.gate.end();
                     waiter.arrived(outcome);
                 };
-                let device = &**self.snap.store.device();
+                // What was begun as a write to the snapshot fits the COW device.
+                let snap = &self.snap;
+                let device = if is_merging { &*snap.cow } else { &**snap.store.device() };
                 let data = self.data(from, len);
                 match try_put(device, Request { op, flags, offset: at, len }, data) {
                     Put::Done(outcome) => then(outcome),

@@ -55,6 +55,8 @@ pub enum Tried {
 /// * **Ordering:** a read that begins after a write to the same bytes was answered returns that write's data (or
 ///   a later one's). Requests that overlap while both are in flight take effect in any order, block by block;
 ///   requests to one zone start in the order in which one caller issued them.
+/// * **Larger blocks** than those of a device below (a snapshot's, where its origin has larger ones than its COW device): a
+///   block of the device below is what a failed write leaves old or new, and what requests that overlap take in any order.
 /// * **Flush** covers every write that was answered before the flush was issued, by whomever, on whatever
 ///   connection. [`Flags::FUA`] makes that one write durable before its answer.
 /// * **Growing** is allowed at any time; shrinking is not, but a device over a file that shrank underneath

@@ -115,7 +115,8 @@ pub struct File {
 }
 
 impl File {
-    /// Opens a file or block device.
+    /// Opens a file or block device. One that is in use is tried for a second: the kernel may be about to end what a closed or killed
+    /// user had asked for.
     ///
     /// # Errors
     /// Each [`SetupError`] names the path and what to do.

@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{
     AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags, Timespec, Timestamps,
@@ -14,6 +15,7 @@ use thiserror::Error;
 
 use crate::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
 use crate::replace::Place;
+use crate::sync::thread;
 
 use super::backing::Backing;
 use super::locks::{self, Access, Held};
@@ -26,6 +28,9 @@ const MIN_BLOCK_BYTES: u32 = 512;
 const MAX_BLOCK_BYTES: u32 = 4096;
 /// Preferred block of a file system that is believed, in bytes.
 const MAX_PREFERRED_BYTES: u32 = 1 << 20;
+/// One that is in use is tried for a second.
+const IN_USE_TRIES: u32 = 100;
+const IN_USE_PAUSE: Duration = Duration::from_millis(10);
 /// Request size at which streaming stops getting faster, in bytes.
 const STREAM_BYTES: u32 = 1 << 20;
 
@@ -130,13 +135,24 @@ pub(super) enum Tail {
     Apart,
 }
 
-/// Opens, locks and measures.
+/// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may be closed or killed already,
+/// and the kernel about to end what that had asked for, which holds the file.
 pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     if let Some(size) = config.size
         && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
     {
         return Err(SetupError::AskedSize { path: config.path.clone(), size });
     }
+    for _ in 1..IN_USE_TRIES {
+        match open_once(config, tail) {
+            Err(SetupError::InUse { .. }) => thread::sleep(IN_USE_PAUSE),
+            opened => return opened,
+        }
+    }
+    open_once(config, tail)
+}
+
+fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
     let mut created = false;
     let opened = Opening::new(config, &mut created).and_then(|opening| opening.finish(tail));
     if opened.is_err() && created {

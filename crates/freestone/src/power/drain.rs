@@ -10,7 +10,7 @@ use super::record::What;
 use super::worker::Queue;
 use crate::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use crate::gate::Gate;
-use crate::sync::{AtomicU64, Mutex, Ordering::SeqCst};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, Ordering::SeqCst};
 
 /// A flush on the caller's thread writes at most this much below.
 const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;
@@ -33,6 +33,9 @@ pub struct Shared {
     failures: Mutex<Failures>,
     /// Held by who switches the power off, until it is on again.
     pub change: Mutex<()>,
+    /// 1: the power is off for a wipe only, which is no loss of power. Who comes waits for the end of it, and what was there before
+    /// goes on. Changed under `change`, while the gate is open.
+    pub wiping: AtomicU32,
 }
 
 /// Unflushed blocks that could not be written below. They stay and are tried again.
@@ -54,6 +57,7 @@ impl Shared {
             draining: AtomicU64::new(0),
             failures: Mutex::new(Failures { count: 0, last: Error::Media }),
             change: Mutex::default(),
+            wiping: AtomicU32::new(0),
         }
     }
 

@@ -12,26 +12,56 @@ use crate::device::{
     range_end,
 };
 use crate::gate::UnderWay;
+use crate::sync::Ordering::SeqCst;
 
 /// The most that one try reads or writes, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
 /// About how many unflushed blocks one call of `extents` looks at.
 const LOOK_MAX_BLOCKS: usize = 4096;
 
+/// Whether a request may go on.
+pub enum Admitted<'a> {
+    /// The power is on, and does not go off as long as this lives.
+    On(UnderWay<'a, ()>),
+    /// After a wipe.
+    Later,
+    /// The power is off.
+    Off,
+}
+
 impl Shared {
     pub fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    /// The power is on, and does not go off as long as what is returned lives.
-    fn powered(&self) -> Result<UnderWay<'_, ()>> {
-        self.power.pass().ok_or(Error::Gone)
+    /// Whether a request may go on, on this thread. `wait` is told, pinned, that it has to wait for the end of a wipe.
+    pub fn admit(&self, wait: impl FnOnce()) -> Admitted<'_> {
+        let begun = self.power.enter(|open| match open {
+            Some(()) => {
+                self.power.begin();
+                Some(true)
+            }
+            None if self.wiping.load(SeqCst) == 1 => {
+                wait();
+                Some(false)
+            }
+            None => None,
+        });
+        match begun {
+            Some(true) => Admitted::On(self.power.under_way()),
+            Some(false) => Admitted::Later,
+            None => Admitted::Off,
+        }
     }
 
     pub fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let geometry = self.geometry();
         request.check(&geometry)?;
-        let _under_way = self.powered()?;
+        let _under_way = match self.admit(|| {}) {
+            Admitted::On(under_way) => under_way,
+            Admitted::Later => return Ok(Tried::WouldBlock),
+            Admitted::Off => return Err(Error::Gone),
+        };
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => self.try_read(request, out),
             (Op::Read, _) | (Op::Write, Buffer::None | Buffer::Read(_)) => Err(Error::Misaligned),
@@ -48,7 +78,15 @@ impl Shared {
         if let Err(error) = request.check(&geometry) {
             return done.complete(Err(error), buffer);
         }
-        let Ok(_under_way) = self.powered() else { return done.complete(Err(Error::Gone), buffer) };
+        let mut parts = Some((buffer, done));
+        let admitted = self.admit(|| {
+            if let Some((buffer, done)) = parts.take() {
+                let shared = Arc::clone(self);
+                self.power.hold(move || shared.submit(request, buffer, done));
+            }
+        });
+        let Some((buffer, done)) = parts else { return };
+        let Admitted::On(_under_way) = admitted else { return done.complete(Err(Error::Gone), buffer) };
         match request.op {
             Op::Read => self.read(request, buffer, done),
             Op::Flush => self.flush(done),
@@ -176,8 +214,18 @@ impl Shared {
     }
 
     /// Has what is unflushed of `within` written below.
-    pub fn settle(&self, within: Range<u64>, done: Completion) {
-        let Ok(_under_way) = self.powered() else { return done.complete(Err(Error::Gone), IoBuf::empty()) };
+    pub fn settle(self: &Arc<Self>, within: Range<u64>, done: Completion) {
+        let mut parts = Some((within, done));
+        let admitted = self.admit(|| {
+            if let Some((within, done)) = parts.take() {
+                let shared = Arc::clone(self);
+                self.power.hold(move || shared.settle(within, done));
+            }
+        });
+        let Some((within, done)) = parts else { return };
+        let Admitted::On(_under_way) = admitted else {
+            return done.complete(Err(Error::Gone), IoBuf::empty());
+        };
         let (bound, failures) = self.moment();
         let within = Some(within);
         self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));

@@ -186,10 +186,11 @@ impl Power {
         self.shared.cut(seed)
     }
 
-    /// Drops all that is unflushed and has `below` wipe the device below, with the power off.
+    /// Drops all that is unflushed and has `below` wipe the device below. This is no loss of power: requests that wait are
+    /// finished before, and what comes meanwhile waits for the end of it.
     ///
     /// # Errors
-    /// Those of `below`.
+    /// Those of `below`; [`Gone`](DeviceError::Gone) as for a [`cut`](Self::cut).
     pub fn reset(&self, below: &dyn Fn() -> Result<()>) -> Result<()> {
         self.shared.reset(below)
     }

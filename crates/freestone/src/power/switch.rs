@@ -22,26 +22,32 @@ const QUIET_MAX: Duration = Duration::from_secs(10);
 /// While it lives the power is off: no request runs, none comes in, the device below has none.
 struct Off<'a> {
     shared: &'a Shared,
-    _change: MutexGuard<'a, ()>,
+    change: Option<MutexGuard<'a, ()>>,
 }
 
 impl Drop for Off<'_> {
     fn drop(&mut self) {
-        // Nobody is held up: who comes while it is off is told so.
-        drop(self.shared.power.open());
+        let held = self.shared.power.open();
+        // Whoever found it closed has looked at this.
+        self.shared.wiping.store(0, SeqCst);
+        self.change = None;
+        for task in held {
+            task();
+        }
     }
 }
 
 impl Shared {
     /// Switches the power off. Requests that wait are answered `Gone`; those that the device below has are answered as it
-    /// answers them.
+    /// answers them. For a `wipe` they all go on until they are done, and who comes waits.
     ///
     /// # Errors
     /// [`Error::Gone`]: nothing of it is answered for [`QUIET_MAX`]. The power is on again, and nothing else has changed.
-    fn switch_off(&self) -> Result<Off<'_>> {
-        let change = self.change.lock();
+    fn switch_off(&self, wipe: bool) -> Result<Off<'_>> {
+        let change = Some(self.change.lock());
+        self.wiping.store(u32::from(wipe), SeqCst);
         let quiet = self.power.close_within(QUIET_MAX);
-        let off = Off { shared: self, _change: change };
+        let off = Off { shared: self, change };
         if !quiet {
             return Err(Error::Gone);
         }
@@ -62,7 +68,7 @@ impl Shared {
     }
 
     pub fn cut(&self, seed: u64) -> Result<Cut> {
-        let _off = self.switch_off()?;
+        let _off = self.switch_off(false)?;
         let choice = Choice::new(seed);
         let mut cut = Cut { seed, kept_blocks: 0, lost_blocks: 0 };
         // Blocks that did not end as their newest version, which is what the recording has last.
@@ -145,7 +151,7 @@ impl Shared {
     }
 
     pub fn reset(&self, below: &dyn Fn() -> Result<()>) -> Result<()> {
-        let _off = self.switch_off()?;
+        let _off = self.switch_off(true)?;
         self.cache.take();
         below()?;
         if let Some(record) = &self.cache.record {
@@ -171,7 +177,7 @@ impl Shared {
             Point::Entry(asked) => *asked,
             Point::Mark(text) => reader.find_mark(text)? + 1,
         };
-        let _off = self.switch_off()?;
+        let _off = self.switch_off(false)?;
         self.cache.take();
         record.stop("a point of the past was visited");
         reset()?;

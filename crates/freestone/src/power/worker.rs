@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::completion;
 use super::drain::Shared;
+use super::io::Admitted;
 use crate::device::{Completion, Error, IoBuf, Op, Request};
 use crate::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 
@@ -105,11 +106,11 @@ impl Shared {
             if stop && jobs.is_empty() {
                 return;
             }
-            let under_way = self.power.pass();
+            let admitted = self.admit(|| {});
             let mut room = true;
             for job in mem::take(&mut jobs) {
                 match job {
-                    job if under_way.is_none() => self.answer_gone(job),
+                    job if matches!(admitted, Admitted::Off) => self.answer_gone(job),
                     job @ Job::Write { .. } if !room => jobs.push(job),
                     job => {
                         let left = self.step_or_lose(job);
@@ -118,7 +119,7 @@ impl Shared {
                     }
                 }
             }
-            drop(under_way);
+            drop(admitted);
             // The last job may have rung for nobody.
             if !(stop && jobs.is_empty()) {
                 self.bell.wait(seen);

@@ -16,6 +16,7 @@ use super::layer::{Layer, Layers, Limits, pages_of};
 use super::retire::{Removals, Retiring};
 use super::rounds::Rounds;
 use super::through::{Base, Below};
+use super::writeback::WritebackError;
 use super::{PAGE, Ram, dictionary};
 use crate::age::Ages;
 use crate::clock::{self, Ticks};
@@ -60,6 +61,8 @@ pub(super) struct Shared {
     pub reclaim_cursor: Mutex<u64>,
     pub removals: Removals,
     pub rounds: Mutex<Rounds>,
+    /// What keeps pages from being spilled, as it was logged last.
+    pub hindrance: Mutex<Option<WritebackError>>,
     /// Taken to change limits; what is guaranteed to whom.
     limits: Mutex<Vec<Weak<Limits>>>,
 }
@@ -225,6 +228,7 @@ impl Shared {
             reclaim_cursor: Mutex::default(),
             removals: Removals::default(),
             rounds: Mutex::default(),
+            hindrance: Mutex::default(),
             limits: Mutex::default(),
         }))
     }

@@ -136,11 +136,27 @@ impl Ram {
         })
     }
 
-    pub(super) fn wait_for_memory(&self, job: Job) {
-        if job.last_try {
-            return self.fail_write(job, Error::NoSpace);
+    pub(super) fn wait_for_memory(&self, mut job: Job) {
+        let family = &self.0.family;
+        if !job.last_try {
+            return family.keeper.wait_for_memory(self.clone(), job);
         }
-        self.0.family.keeper.wait_for_memory(self.clone(), job);
+        // What a removed device has, in memory and on the backing device, is no room for one that is at its own cap.
+        let has_room = self.0.layer().has_room(PAGE_BYTES);
+        let hope = if has_room { self.0.hope(&mut job.ended) } else { Hope::None };
+        let job = Job { last_try: false, ..job };
+        let job = match hope {
+            Hope::Later => self.wait_for_removal(job),
+            Hope::Again => Some(job),
+            // Of what is being freed something is on its way from the backing device.
+            Hope::None if has_room && family.is_freeing() => {
+                return family.keeper.wait_for_tick(self.clone(), job);
+            }
+            Hope::None => return self.fail_write(job, Error::NoSpace),
+        };
+        if let Some(job) = job {
+            family.keeper.resume(self.clone(), job);
+        }
     }
 
     /// Queues a request on the page at which it stands; has the page read if it needs the content. Returned: it need not

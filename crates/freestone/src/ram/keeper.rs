@@ -101,28 +101,41 @@ impl Keeper {
         self.kicked.notify_one();
     }
 
+    /// Likewise; nothing is done for that before the keeper looks at its memory anyway.
+    pub fn wait_for_tick(&self, ram: Ram, job: Job) {
+        self.lock().waiting.push((ram, job));
+    }
+
     /// Requests that wait for memory try again.
     pub fn memory_freed(&self) {
-        self.let_go(|job| job);
+        self.let_go(|_| true, |job| job);
+    }
+
+    /// As [`memory_freed`](Self::memory_freed), for the requests of some devices.
+    pub fn memory_freed_for(&self, is: impl Fn(&Ram) -> bool) {
+        self.let_go(is, |job| job);
     }
 
     /// Nothing can be freed: requests that wait for memory try once more, and fail if it is not there.
     pub fn give_up(&self) {
-        self.let_go(Job::for_the_last_time);
+        self.let_go(|_| true, Job::for_the_last_time);
     }
 
     /// As [`give_up`](Self::give_up), for the requests of some devices.
     pub fn give_up_for(&self, is: impl Fn(&Ram) -> bool) {
-        let mut state = self.lock();
-        let (last, waiting) = std::mem::take(&mut state.waiting).into_iter().partition(|(ram, _)| is(ram));
-        state.waiting = waiting;
-        self.hand_on(state, last, Job::for_the_last_time);
+        self.let_go(is, Job::for_the_last_time);
     }
 
-    fn let_go(&self, how: fn(Job) -> Job) {
+    fn let_go(&self, is: impl Fn(&Ram) -> bool, how: fn(Job) -> Job) {
         let mut state = self.lock();
-        let waiting = std::mem::take(&mut state.waiting);
-        self.hand_on(state, waiting, how);
+        let (now, waiting) = std::mem::take(&mut state.waiting).into_iter().partition(|(ram, _)| is(ram));
+        state.waiting = waiting;
+        self.hand_on(state, now, how);
+    }
+
+    /// Whether requests of some devices wait for memory.
+    pub fn is_awaited(&self, is: impl Fn(&Ram) -> bool) -> bool {
+        self.lock().waiting.iter().any(|(ram, _)| is(ram))
     }
 
     fn hand_on(&self, mut state: MutexGuard<'_, State>, waiting: Vec<(Ram, Job)>, how: fn(Job) -> Job) {
@@ -227,3 +240,7 @@ impl Keeper {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "keeper_tests.rs"]
+pub(super) mod tests;

@@ -7,13 +7,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
 use super::family::Shared;
+use super::rounds::Rounds;
 use crate::PAGE_BYTES;
 use crate::device;
 use crate::percpu::Counters;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use crate::slot::{Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
-use crate::sync::{AtomicU32, AtomicU64, Ordering, RwLock};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 
 /// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun by, for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
@@ -67,6 +68,8 @@ pub(super) struct Layer {
     limits: Arc<Limits>,
     /// What is kept of the family's memory for it, beside what it has.
     kept: Kept,
+    /// How spilling under its cap went.
+    rounds: Mutex<Rounds>,
     /// One of [`LIVE`], [`LOOSE`], [`RETIRED`].
     state: AtomicU32,
 }
@@ -172,6 +175,11 @@ impl Layer {
         // Relaxed: a statistic. A cell can be negative.
         let sum = self.charged.load(Ordering::Relaxed).wrapping_add(self.counters.sum(stored::CHARGED_BYTES));
         if sum as i64 >= 0 { sum } else { 0 }
+    }
+
+    /// Nothing is locked under it.
+    pub fn rounds(&self) -> &Mutex<Rounds> {
+        &self.rounds
     }
 
     /// Whether another object of `bytes` is within the cap.
@@ -335,6 +343,7 @@ impl Layers {
             charged: AtomicU64::new(0),
             limits,
             kept: Kept::default(),
+            rounds: Mutex::default(),
             state: AtomicU32::new(LIVE),
         });
         map.by_id.insert(id, Arc::clone(&layer));

@@ -230,11 +230,14 @@ impl Ram {
         let _one = inner.changing.lock();
         let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
         let new = Chain::new(layer, inner.below.clone());
+        // Who sees the new content may write before the old one can be freed.
+        inner.family.removal_begins();
         let (unused, held) = inner.chain.rewind(&inner.family, &new, &self.0);
-        carry_on(held);
         if let Some(layer) = unused {
             retire::layer(&inner.family, layer);
         }
+        inner.family.removal_ended();
+        carry_on(held);
         Ok(())
     }
 
@@ -242,10 +245,7 @@ impl Ram {
     /// objects on a backing device are moved together as well; [`backing`](Self::backing) shows what that frees.
     pub fn compact(&self) -> u64 {
         let pages = self.0.family.compact();
-        // Not while a pass waits for the device.
-        if let Some(_one) = self.0.family.passes.try_lock() {
-            self.0.family.reclaim_all();
-        }
+        self.0.family.reclaim_in_turns();
         pages
     }
 

@@ -106,6 +106,8 @@ struct Left {
     pages: u64,
     /// Bytes on the device.
     stored: u64,
+    /// Of the pages those that were in memory; others were only moved on the device.
+    from_memory: u64,
 }
 
 struct Entry {
@@ -389,7 +391,10 @@ impl<'a> Pass<'a> {
                 self.done.pages += left.pages;
                 buffer.show(usize::MAX);
                 self.spare.push(buffer);
-                self.family.keeper.memory_freed();
+                // Who is told so in vain tries again, waits again, and has the next round begin: without an end.
+                if left.from_memory > 0 {
+                    self.family.keeper.memory_freed();
+                }
             }
             store::Written::Failed(error) => {
                 self.failed = Some(error);
@@ -424,6 +429,7 @@ impl<'a> Pass<'a> {
         self.family.release(old);
         layer.account_spilled(self.family, old);
         left.pages += 1;
+        left.from_memory += u64::from(is_spillable(old));
         left.stored += u64::from(entry.stored);
     }
 

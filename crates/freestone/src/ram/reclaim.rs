@@ -6,6 +6,7 @@
 //! meanwhile, as in every [pass](super::pass), and learns of the new place when the copy is on the device.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::family::Shared;
 use super::pass::{Found, Offered, Pass};
@@ -22,6 +23,10 @@ use crate::sync::mpsc;
 const SPARSE_UNITS: u32 = 160;
 /// Blocks that are read at once.
 const WINDOW_BLOCKS: u64 = 64;
+/// Blocks that are looked through before others have their turn: 4 MiB.
+const PIECE_BLOCKS: usize = 1024;
+/// How long that is for them to begin.
+const GIVE_WAY: Duration = Duration::from_millis(1);
 /// Blocks that one step of the background looks through.
 const STEP_BLOCKS: u64 = 1 << 16;
 /// Below so many holes nothing is done by itself.
@@ -48,17 +53,47 @@ impl Shared {
         *cursor = end;
     }
 
-    /// Moves objects together on the whole device. The caller holds `passes`. Returns how many blocks that freed.
-    pub(super) fn reclaim_all(&self) -> u64 {
-        let Some(store) = self.store.as_ref().filter(|store| store.is_packed()) else { return 0 };
-        let numbers = store.numbers();
-        if store.hole_blocks() == 0 {
-            return 0;
+    /// Moves objects together until `enough` blocks are free that were not, or on the whole device. The caller holds `passes`.
+    /// Returns how many blocks that freed.
+    pub(super) fn reclaim_until(&self, enough: u64) -> u64 {
+        let Some(store) = self.store_with_holes() else { return 0 };
+        let before = store.numbers().used;
+        let freed = || before.saturating_sub(store.numbers().used);
+        for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
+            if !self.reclaim_piece(store, from) || freed() >= enough {
+                break;
+            }
         }
-        if let Err(error) = self.reclaim(store, 0, numbers.blocks) {
-            tracing::debug!("holes are not reclaimed: {error}");
+        freed()
+    }
+
+    /// Moves objects together on the whole device, unless another pass is under way. Between two pieces who waits for memory
+    /// has its turn.
+    pub(super) fn reclaim_in_turns(&self) {
+        let Some(store) = self.store_with_holes() else { return };
+        let Some(mut turn) = self.passes.try_lock() else { return };
+        for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
+            if self.keeper.is_wanted() {
+                drop(turn);
+                crate::sync::thread::sleep(GIVE_WAY);
+                turn = self.passes.lock();
+            }
+            if !self.reclaim_piece(store, from) {
+                break;
+            }
         }
-        numbers.used.saturating_sub(store.numbers().used)
+        drop(turn);
+    }
+
+    fn store_with_holes(&self) -> Option<&Arc<Store>> {
+        self.store.as_ref().filter(|store| store.is_packed() && store.hole_blocks() > 0)
+    }
+
+    /// Empties the sparse blocks of a piece. False: the device fails.
+    fn reclaim_piece(&self, store: &Arc<Store>, from: u64) -> bool {
+        let end = (from + PIECE_BLOCKS as u64).min(store.blocks());
+        let done = self.reclaim(store, from, end);
+        done.inspect_err(|error| tracing::debug!("holes are not reclaimed: {error}")).is_ok()
     }
 
     /// Empties the sparse ones of the blocks `[from, end)`.

@@ -114,6 +114,11 @@ impl Shared {
         if freed || !left { Step::Freed } else { Step::Later }
     }
 
+    /// Whether anything is still to be freed.
+    pub(super) fn is_freeing(&self) -> bool {
+        !self.retiring.0.lock().is_empty()
+    }
+
     /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
     /// the backing device.
     pub(super) fn help_to_free(&self) -> bool {
@@ -141,7 +146,7 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `below` is the device's
 /// own hold on what lies below the chain.
 pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, below: Below) {
-    family.removals.pending.fetch_add(1, Ordering::SeqCst);
+    family.removal_begins();
     let work = match number {
         None => Work::Abandon(chain, below),
         Some(number) => Work::Doom(chain, number, below),
@@ -159,15 +164,16 @@ pub(super) fn pace() {
     }
 }
 
-/// Removed devices whose pages cannot be freed before the cleaner has done something else, as writes without memory see
-/// them. One that is no longer `pending` is already among those that `ended`, and its pages among what is retired.
+/// Removed devices whose pages cannot be freed before the cleaner has done something else, and rewinds that have not yet
+/// retired what was there, as writes without memory see them. One that is no longer `pending` is already among those that
+/// `ended`, and its pages among what is retired.
 ///
 /// Lock order: `waiting` is innermost.
 #[derive(Default)]
 pub(super) struct Removals {
     pending: AtomicU64,
     ended: AtomicU64,
-    /// Requests that try again when one has ended. The cleaner gets on with each by itself, so none waits for ever.
+    /// Requests that try again when one has ended. Each gets on by itself, so none waits for ever.
     waiting: Mutex<Vec<(Ram, Job)>>,
 }
 
@@ -207,7 +213,13 @@ impl Removals {
 }
 
 impl Shared {
-    fn removal_ended(&self) {
+    /// From now on writes that find no memory wait until [`removal_ended`](Self::removal_ended).
+    pub(super) fn removal_begins(&self) {
+        self.removals.pending.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// What was removed is retired, or of no use to anybody who waits for memory.
+    pub(super) fn removal_ended(&self) {
         self.removals.ended.fetch_add(1, Ordering::SeqCst);
         self.removals.pending.fetch_sub(1, Ordering::SeqCst);
         let waiting = std::mem::take(&mut *self.removals.waiting.lock());
@@ -408,3 +420,7 @@ fn drop_apart(what: impl Send + 'static) {
         tracing::warn!(%error, "no thread to end a device on; others wait for it");
     }
 }
+
+#[cfg(test)]
+#[path = "retire_tests.rs"]
+mod tests;

@@ -10,6 +10,7 @@
 
 use std::sync::Arc;
 
+use super::Ram;
 use super::family::Shared;
 use super::layer::Layer;
 use super::pass::{Offered, Pass, is_spillable};
@@ -19,6 +20,7 @@ use crate::clock::now_ms;
 use crate::device::Error;
 use crate::pool::Pool;
 use crate::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
+use crate::sync::Mutex;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Share of a limit above which pages are spilled, in percent.
@@ -33,8 +35,10 @@ const FAILURES_MAX: u32 = 3;
 const RETRY_MS: u64 = 1000;
 /// Least that a round frees while requests wait for memory.
 const ROUND_BYTES_MIN: u64 = 16 * PAGE;
+/// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for it.
+const RECLAIMED_BLOCKS: u64 = 1024;
 
-/// How rounds went so far.
+/// How the rounds for one limit went so far: the family's, or a device's own.
 #[derive(Default)]
 pub(super) struct Rounds {
     /// How many in a row found nothing to spill.
@@ -42,8 +46,6 @@ pub(super) struct Rounds {
     /// How many in a row failed, and when the last one did.
     failures: u32,
     failed_ms: u64,
-    /// What keeps pages from being spilled, as it was logged last.
-    error: Option<WritebackError>,
 }
 
 /// What a round came to.
@@ -72,15 +74,7 @@ impl Shared {
 
     /// Spills until the low mark, if memory is above the high one or requests wait.
     pub(super) fn make_room(&self, waiting: bool) {
-        let full: Vec<_> = self.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
-        if self.make_room_under_caps(&full) {
-            self.keeper.memory_freed();
-            return self.keeper.kick();
-        }
-        if waiting && !full.is_empty() {
-            // Under its cap nothing can be spilled.
-            self.keeper.give_up_for(|ram| full.iter().any(|layer| layer.id() == ram.layer_id()));
-        }
+        let waiting = self.make_room_under_caps(waiting);
         let Some((high, low)) = self.marks() else {
             // The limit was lifted.
             if waiting {
@@ -94,17 +88,13 @@ impl Shared {
         if self.pool.pages() <= high && !waiting {
             return;
         }
-        {
-            let rounds = self.rounds.lock();
-            if rounds.failures >= FAILURES_MAX && now_ms() - rounds.failed_ms < RETRY_MS {
-                return self.keeper.give_up();
-            }
+        if self.rounds.lock().pause() {
+            return self.keeper.give_up();
         }
         let _one = self.passes.lock();
         self.renumber_ages();
         let (pages, charged) = (self.pool.pages(), self.charged());
-        if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 {
-            self.compact();
+        if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.compact() > 0 {
             self.keeper.memory_freed();
         }
         let need = self.pool.pages().saturating_sub(low) * PAGE;
@@ -116,7 +106,7 @@ impl Shared {
         // Places are scattered: only whole pages can serve other sizes.
         let compacted = if spilled.taken > 0 { self.compact() } else { 0 };
         let got_on = spilled.freed > 0 || compacted > 0;
-        let again = self.rounds.lock().after(&spilled, got_on, self.is_silent());
+        let again = self.after(&self.rounds, &spilled, got_on);
         match (got_on, again) {
             (true, _) => self.keeper.memory_freed(),
             (false, true) => {}
@@ -127,18 +117,57 @@ impl Shared {
         }
     }
 
-    /// Spills pages of devices that are near their own caps. Returns whether any left memory.
-    fn make_room_under_caps(&self, full: &[Arc<Layer>]) -> bool {
-        let mut freed = 0;
-        for layer in full {
-            let _one = self.passes.lock();
-            let cap = layer.cap();
-            let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
-            let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
-            self.rounds.lock().note(spilled.outcome);
-            freed += spilled.freed;
+    /// Spills pages of devices that are near their own caps. Returns whether requests of other devices wait.
+    fn make_room_under_caps(&self, waiting: bool) -> bool {
+        let full: Vec<_> = self.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
+        if full.is_empty() {
+            return waiting;
         }
-        freed > 0
+        let mut next = Vec::new();
+        for layer in full {
+            let (got_on, again) = self.make_room_under_cap(&layer);
+            let is_its = |ram: &Ram| ram.layer_id() == layer.id();
+            match (got_on, again) {
+                (true, _) => self.keeper.memory_freed_for(is_its),
+                (false, true) => {}
+                (false, false) => self.keeper.give_up_for(is_its),
+            }
+            if again && if got_on { is_full(&layer) } else { self.keeper.is_awaited(is_its) } {
+                next.push(layer);
+            }
+        }
+        if !next.is_empty() {
+            self.keeper.kick();
+        }
+        self.keeper.is_awaited(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
+    }
+
+    /// Spills pages of a device that is near its own cap. Returns whether it has room, and whether another round makes sense.
+    fn make_room_under_cap(&self, layer: &Arc<Layer>) -> (bool, bool) {
+        if layer.rounds().lock().pause() {
+            return (false, false);
+        }
+        let _one = self.passes.lock();
+        if !is_full(layer) {
+            // Its pages left memory by hand meanwhile.
+            return (true, false);
+        }
+        let cap = layer.cap();
+        let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
+        let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
+        let got_on = spilled.freed > 0 || !is_full(layer);
+        (got_on, self.after(layer.rounds(), &spilled, got_on))
+    }
+
+    /// Notes what a round came to. Returns whether another one makes sense.
+    fn after(&self, rounds: &Mutex<Rounds>, spilled: &Spilled, got_on: bool) -> bool {
+        let error = spilled.outcome.err();
+        let before = std::mem::replace(&mut *self.hindrance.lock(), error);
+        // Once.
+        if let Some(error) = error.filter(|_| before != error) {
+            tracing::warn!("pages cannot be spilled: {error}");
+        }
+        rounds.lock().after(spilled, got_on, self.is_silent())
     }
 
     /// Bytes of the classes of all objects.
@@ -150,14 +179,25 @@ impl Shared {
         self.store.as_ref().is_some_and(|store| store.unanswered() > 0)
     }
 
-    /// As [`spill`](Self::spill), on a device that may be full of holes.
+    /// As [`spill`](Self::spill), on a device that may be full of what removed devices left, and of holes.
     fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
         let first = self.spill(need, only);
-        if first.outcome != Err(WritebackError::NoSpace) || self.reclaim_all() <= RECLAIMED_MIN_BLOCKS {
+        if first.outcome != Err(WritebackError::NoSpace)
+            || !self.free_blocks_of_the_removed()
+                && self.reclaim_until(RECLAIMED_BLOCKS) <= RECLAIMED_MIN_BLOCKS
+        {
             return first;
         }
         let again = self.spill(need.saturating_sub(first.taken).max(1), only);
         Spilled { taken: first.taken + again.taken, freed: first.freed + again.freed, outcome: again.outcome }
+    }
+
+    /// Frees pages that removed devices have on the backing device. Returns whether that made room there.
+    fn free_blocks_of_the_removed(&self) -> bool {
+        let Some(store) = &self.store else { return false };
+        let before = store.free_blocks();
+        while store.free_blocks() < before + RECLAIMED_BLOCKS && self.help_to_free() {}
+        store.free_blocks() > before
     }
 
     /// Spills about `need` bytes of objects, the coldest first.
@@ -254,9 +294,13 @@ impl Shared {
 }
 
 impl Rounds {
-    /// Notes what a round came to. Returns whether another one makes sense.
+    /// Whether the device failed so often just now that it is not to be asked for every request.
+    fn pause(&self) -> bool {
+        self.failures >= FAILURES_MAX && now_ms() - self.failed_ms < RETRY_MS
+    }
+
+    /// Counts a round. Returns whether another one makes sense.
     fn after(&mut self, spilled: &Spilled, got_on: bool, silent: bool) -> bool {
-        self.note(spilled.outcome);
         let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
         (self.failures, self.failed_ms) = if failed && !got_on {
             (if silent { FAILURES_MAX } else { self.failures + 1 }, now_ms())
@@ -276,15 +320,6 @@ impl Rounds {
             self.empty = 0;
         }
         again
-    }
-
-    /// Says once what keeps pages from being spilled.
-    fn note(&mut self, outcome: Result<(), WritebackError>) {
-        let error = outcome.err();
-        if let Some(error) = error.filter(|_| self.error != error) {
-            tracing::warn!("pages cannot be spilled: {error}");
-        }
-        self.error = error;
     }
 }
 

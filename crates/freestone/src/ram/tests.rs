@@ -25,16 +25,21 @@ pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
         state
     };
     let word = next();
-    (0..len)
-        .map(|i| match kind % 6 {
-            0 => 0,
-            1 => (word as u32).to_ne_bytes()[i % 4],
-            2 => word.to_ne_bytes()[i % 8],
-            3 => b"etaoin shrdlu"[(next() % 13) as usize],
-            4 if i % 4096 < 2000 => b"same same "[i % 10],
-            _ => next() as u8,
-        })
-        .collect()
+    let mut bytes = Vec::with_capacity(len + 8);
+    // By words: for a sanitizer, each access counts.
+    while bytes.len() < len {
+        let eight = match kind % 6 {
+            0 => [0; 8],
+            1 => (u64::from(word as u32) << 32 | u64::from(word as u32)).to_ne_bytes(),
+            2 => word.to_ne_bytes(),
+            3 => next().to_be_bytes().map(|byte| b"etaoin shrdlu"[usize::from(byte) % 13]),
+            4 if bytes.len() % 4096 < 2000 => *b"the same",
+            _ => next().to_ne_bytes(),
+        };
+        bytes.extend_from_slice(&eight);
+    }
+    bytes.truncate(len);
+    bytes
 }
 
 #[test]

@@ -222,7 +222,7 @@ impl Inner {
                 // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
-                        && family.reclaim_all() > RECLAIMED_MIN_BLOCKS => {}
+                        && family.reclaim_until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
                 Err(error) => return Err((done, error)),
             }
         }

@@ -159,7 +159,16 @@ pub struct StateFile {
     /// Groups of which a write failed: the copy after that may be in the file, or a part of it.
     suspect: BTreeSet<u64>,
     /// Of a file.
-    _held: Option<Held>,
+    held: Option<Held>,
+}
+
+impl Drop for StateFile {
+    fn drop(&mut self) {
+        if let Medium::File(file) = &self.medium {
+            // Closing would do, but a program that is just being started has the file until it runs.
+            locks::unlock(file.as_fd());
+        }
+    }
 }
 
 impl StateFile {
@@ -189,8 +198,9 @@ impl StateFile {
         let len = file.metadata()?.len();
         // Whoever made it may have ended before its name was durable.
         Place::new(path)?.keep_name()?;
-        let (state, marks) = Self::load(Medium::File(file), len, layout)?;
-        Ok((Self { _held: Some(held), ..state }, marks))
+        let (mut state, marks) = Self::load(Medium::File(file), len, layout)?;
+        state.held = Some(held);
+        Ok((state, marks))
     }
 
     /// Opens the state on `device`, or makes it where the device begins with zeroes.
@@ -264,7 +274,7 @@ impl StateFile {
             marks.extend(newer.marks[..left].iter().map(|mark| Mark(mark.get())));
         }
         medium.sync()?;
-        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new(), _held: None };
+        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new(), held: None };
         Ok((file, marks))
     }
 

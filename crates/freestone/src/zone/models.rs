@@ -1,6 +1,6 @@
 //! loom models of the zones' locks: every interleaving of small cases.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p freestone --lib zone`.
+//! Run with `cargo xtask test --only models`.
 
 use loom::cell::UnsafeCell;
 use loom::thread;
