@@ -15,10 +15,10 @@
 #![no_main]
 
 #[allow(dead_code, reason = "the tests use more of it")]
-#[path = "../../crates/freestone/tests/cow_store/disk.rs"]
+#[path = "../../crates/freestone/tests/library/cow/store/disk.rs"]
 mod disk;
 #[allow(dead_code, reason = "the tests use more of it")]
-#[path = "../../crates/freestone/tests/cow_store/metadata.rs"]
+#[path = "../../crates/freestone/tests/library/cow/store/metadata.rs"]
 mod metadata;
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {

@@ -1,8 +1,10 @@
 //! Where images, overlays and sockets of a run lie, for as long as it lasts, however it ends.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -13,6 +15,8 @@ use crate::data::Data;
 
 /// What a shell adds to the number of a signal.
 const SIGNALLED: i32 = 128;
+/// How long an interrupted run tries to remove its directory.
+const REMOVAL: Duration = Duration::from_secs(5);
 /// How directories of single servers begin.
 const OWN_PREFIX: &str = "server-";
 
@@ -66,8 +70,7 @@ impl Place {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
         std::thread::Builder::new().name("interrupted".into()).spawn(move || {
             if let Some(signal) = signals.forever().next() {
-                // There is nobody to tell.
-                let _ = std::fs::remove_dir_all(dir);
+                remove(&dir);
                 std::process::exit(SIGNALLED + signal);
             }
         })?;
@@ -96,6 +99,21 @@ impl Place {
     }
 }
 
+/// Removes a directory in which the run and its servers may be making files at this moment: that fails where one comes behind
+/// the look into its directory. Nothing can be made in a directory that is gone.
+fn remove(dir: &Path) {
+    let begun = Instant::now();
+    while let Err(error) = std::fs::remove_dir_all(dir) {
+        if error.kind() == ErrorKind::NotFound && !dir.exists() {
+            return;
+        }
+        if begun.elapsed() > REMOVAL {
+            eprintln!("{} stays: {error}", dir.display());
+            return;
+        }
+    }
+}
+
 /// A text without a directory and without those of single servers in it, which have names that say nothing.
 fn without(text: &str, dir: &Path) -> String {
     let mut shown = String::new();
@@ -115,6 +133,32 @@ fn without(text: &str, dir: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_goes_while_files_are_made_in_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("place");
+        for _ in 0..10 {
+            std::fs::create_dir(&place).unwrap();
+            std::thread::scope(|scope| {
+                // Like the run itself: a directory for a server, and a file in it, while anything can be made.
+                scope.spawn(|| {
+                    for n in 0..1000 {
+                        let own = place.join(n.to_string());
+                        if std::fs::create_dir(&own).is_err() {
+                            break;
+                        }
+                        let _ = std::fs::write(own.join("overlay"), "");
+                    }
+                });
+                while !place.join("200").exists() {
+                    std::thread::yield_now();
+                }
+                remove(&place);
+            });
+            assert!(!place.exists());
+        }
+    }
 
     #[test]
     fn a_command_is_shown_without_the_places_of_the_run() {

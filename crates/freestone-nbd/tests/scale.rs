@@ -2,6 +2,7 @@
 //! stays. The only test of its program: it counts the threads and descriptors of the process.
 #![allow(missing_docs, reason = "test code")]
 
+#[path = "server/common/mod.rs"]
 mod common;
 
 use std::fs;

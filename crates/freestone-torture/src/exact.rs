@@ -24,6 +24,8 @@ use crate::zoned::{self, Step};
 
 /// This program, also where its file was replaced by a newer build meanwhile.
 const PROGRAM: &str = "/proc/self/exe";
+/// Names the fault that is put back.
+const MUTANT: &str = "FREESTONE_MUTANT";
 /// Virtual steps of a run that may not be more.
 const POINTS_MAX: u64 = 2_000_000_000;
 /// Real time of a run that may not be more: whoever spins without a point at which others go on is caught by this.
@@ -137,6 +139,15 @@ pub fn exact(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, b
                     }
                 }
                 Ended::Badly(printed) => {
+                    if let Some(fault) = mutant() {
+                        // Its doing only where the run passes without it.
+                        if matches!(end(spawn(case, false)?)?, Ended::Badly(_)) {
+                            println!("seed {seed} fails without {fault}, too");
+                            continue;
+                        }
+                        println!("seed {seed} fails with {fault}, and passes without it:\n{printed}");
+                        return Ok((report, false));
+                    }
                     println!("seed {seed} failed:\n{printed}\n");
                     shorten(seed, case)?;
                     return Ok((report, false));
@@ -224,8 +235,22 @@ impl Work {
     }
 }
 
+/// The fault that was put back (`freestone::mutants`).
+fn mutant() -> Option<String> {
+    std::env::var(MUTANT).ok().filter(|name| !name.is_empty())
+}
+
 fn start(case: &Case) -> Result<Child> {
-    let mut child = Command::new(PROGRAM)
+    spawn(case, true)
+}
+
+/// Begins a run in a process of its own, with the fault that was put back, or without it.
+fn spawn(case: &Case, with_mutant: bool) -> Result<Child> {
+    let mut command = Command::new(PROGRAM);
+    if !with_mutant {
+        command.env_remove(MUTANT);
+    }
+    let mut child = command
         .arg("case")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -39,6 +39,9 @@ enum Mode {
     Threads {
         #[command(flatten)]
         extent: Extent,
+        /// This seed alone, again and again until it fails, and each op is told on standard error
+        #[arg(long)]
+        again: bool,
     },
     /// The built program, over its sockets
     Program {
@@ -68,8 +71,9 @@ fn main() -> Result<ExitCode> {
             println!("{report}");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Mode::Threads { extent } => {
-            let (runs, passed) = threads::threads(extent.seed, time(&extent));
+        Mode::Threads { extent, again } => {
+            let how = if again { threads::again } else { threads::threads };
+            let (runs, passed) = how(extent.seed, time(&extent));
             println!("{runs} runs");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }

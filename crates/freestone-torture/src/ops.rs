@@ -1,10 +1,12 @@
 //! What a run consists of: plain values. They name nodes, families and disks by numbers that are
 //! taken modulo what exists, so that any part of a run is a run, too.
 
-use freestone_testkit::Rng;
+mod draw;
+
 use serde::{Deserialize, Serialize};
 
-use crate::disk::{Chances, Plan};
+use crate::disk::Plan;
+pub use draw::{draw, stack, warm_up};
 
 /// One step of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,6 +17,10 @@ pub enum Op {
     Check(u16),
     /// What is in flight is waited for.
     Await,
+    /// From now on requests are asked for by so many threads, at least.
+    Askers(u8),
+    /// What the ops from now on are about.
+    Focus(Focus),
     /// A family of RAM disks.
     Family {
         /// Of its pool; 0 is none.
@@ -40,9 +46,37 @@ pub enum Op {
         /// Its size.
         kib: u32,
     },
+    /// A file, as a device.
+    File {
+        /// Its size.
+        kib: u32,
+    },
+    /// A file that is only read.
+    Base {
+        /// Its size.
+        kib: u32,
+        /// What is in it.
+        seed: u64,
+        /// Its reads can be made to fail.
+        faults: bool,
+    },
+    /// What a snapshot holds over a file is saved as an image, which can be forked itself.
+    Delta {
+        /// Of which.
+        node: u16,
+        /// It is applied to a new fork, too.
+        applies: bool,
+    },
     /// Snapshots of RAM disks and forks at one moment.
     Snapshot(Vec<u16>),
-    /// A fork of a snapshot.
+    /// Snapshots of RAM disks, and of origins, at one moment.
+    Moment {
+        /// Of which RAM disks and forks.
+        rams: Vec<u16>,
+        /// Of which origins, and how.
+        cows: Vec<(u16, CowOp)>,
+    },
+    /// A fork of a snapshot, a file or an image.
     Fork {
         /// Of which.
         snapshot: u16,
@@ -50,7 +84,18 @@ pub enum Op {
         more_sectors: u32,
         /// Its own limit; 0 is none.
         cap_kib: u32,
-        /// In another family.
+        /// In another family; of a file, in this one.
+        family: Option<u16>,
+    },
+    /// Forks that clients of a template have for themselves, each for as long as he stays.
+    Template {
+        /// Of which snapshot, file or image.
+        of: u16,
+        /// Modulo three, and one more.
+        clients: u8,
+        /// What they do.
+        seed: u64,
+        /// As with a fork.
         family: Option<u16>,
     },
     /// Back to what it was made as.
@@ -131,6 +176,58 @@ pub enum Op {
         /// Modulo the layers there are.
         layer: u8,
     },
+    /// A layer that fails by rule is put over a device.
+    Faults {
+        /// Which.
+        node: u16,
+        /// Decides where it fails.
+        seed: u64,
+    },
+    /// Such a layer has these rules from now on.
+    Rules {
+        /// Which.
+        layer: u16,
+        /// As the library reads them.
+        rules: String,
+    },
+    /// A layer with bad blocks is put over a device.
+    BadBlocks {
+        /// Which.
+        node: u16,
+        /// How they behave.
+        how: u8,
+    },
+    /// Blocks of such a layer become bad.
+    Bad {
+        /// Which layer.
+        layer: u16,
+        /// The first sector.
+        at: u32,
+        /// How many more.
+        sectors: u16,
+        /// They become good.
+        good: bool,
+    },
+    /// A file loses its end below its device.
+    Cut {
+        /// Which.
+        file: u16,
+        /// What is left, in 1024 parts.
+        parts: u16,
+    },
+    /// A device is asked what it holds over what it was made from.
+    Changes(u16),
+    /// A device is asked where it is zeroes.
+    Extents(u16),
+    /// RAM disks, forks and snapshots are saved to a file, and restored from it.
+    Save {
+        /// Which.
+        nodes: Vec<u16>,
+        /// Into which family.
+        family: u16,
+        /// Bases are known by every byte.
+        whole: bool,
+    },
     /// A node goes.
     Remove(u16),
     /// All that uses a disk dies, with the power or without, and is opened again.
@@ -163,8 +260,55 @@ pub enum Op {
         /// To how much.
         parts: u16,
     },
-    /// All is well with a disk, or with all of them.
+    /// All is well with a disk, or something else that fails; or with all of them.
     Heal(Option<u16>),
+}
+
+impl Op {
+    /// Whether it can be done while a verb is under way.
+    pub fn is_beside(&self) -> bool {
+        matches!(
+            self,
+            Self::Io(_)
+                | Self::Check(_)
+                | Self::Await
+                | Self::Askers(_)
+                | Self::Focus(_)
+                | Self::Limit { .. }
+                | Self::Plan { .. }
+                | Self::Room { .. }
+                | Self::Shrink { .. }
+                | Self::Heal(_)
+                | Self::Rules { .. }
+                | Self::Bad { .. }
+                | Self::Cut { .. }
+        )
+    }
+
+    /// Whether it makes room, or changes a limit: what a request beside it met may be gone when that is
+    /// judged.
+    pub fn frees(&self) -> bool {
+        matches!(
+            self,
+            Self::Rewind { .. }
+                | Self::Writeback { .. }
+                | Self::Recompress(_)
+                | Self::Compact(_)
+                | Self::Limit { .. }
+                | Self::OwnLimits { .. }
+        )
+    }
+}
+
+/// What ops are about, where there is any of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Focus {
+    /// All that there is.
+    All,
+    /// What lies on one of the disks, and its COW devices.
+    Disk(u16),
+    /// What lies in a family.
+    Family(u16),
 }
 
 /// A backing device for spilled pages.
@@ -176,6 +320,16 @@ pub struct Backing {
     pub packed: bool,
     /// As [`DiskOp::inline`].
     pub inline: u16,
+}
+
+/// A snapshot of an origin: as in [`Op::CowSnapshot`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "said there")]
+pub struct CowOp {
+    pub store: u8,
+    pub chunk: u8,
+    pub ample: bool,
+    pub on: Option<u16>,
 }
 
 /// A simulated disk.
@@ -224,229 +378,6 @@ pub struct Io {
     pub submit: bool,
     /// Its answer is waited for.
     pub wait: bool,
-}
-
-// ---- drawing ------------------------------------------------------------------------------------
-
-/// How a run is drawn.
-struct Draw {
-    rng: Rng,
-    /// Places that requests come back to.
-    hot: [u32; 4],
-    /// Where a sequential run is.
-    next: u32,
-    /// This run has faults, and crashes.
-    faults: bool,
-    crashes: bool,
-}
-
-/// The ops that make a stack. The same seed gives the same.
-pub fn stack(seed: u64) -> Vec<Op> {
-    let mut draw = Draw::new(seed);
-    let mut ops = Vec::new();
-    for _ in 0..=draw.below(2) {
-        ops.push(draw.family());
-        ops.push(draw.ram());
-        if draw.chance(50) {
-            ops.push(draw.ram());
-        }
-    }
-    for _ in 0..draw.below(3) {
-        let disk = draw.disk();
-        ops.push(disk);
-        ops.push(Op::Origin(u16::MAX));
-        for _ in 0..draw.below(3) {
-            ops.push(draw.cow_snapshot());
-        }
-    }
-    for _ in 0..draw.below(4) {
-        let op = match draw.below(5) {
-            0 => Op::Memory { kib: draw.kib(64, 2048) },
-            1 => Op::Power(draw.any()),
-            2 => Op::Wrap { node: draw.any(), layer: draw.any() as u8 },
-            3 => Op::Origin(draw.any()),
-            _ => draw.cow_snapshot(),
-        };
-        ops.push(op);
-    }
-    ops
-}
-
-/// The ops of a run on a stack. The same seed gives the same.
-pub fn draw(seed: u64, count: usize) -> Vec<Op> {
-    let mut draw = Draw::new(seed);
-    (0..count).map(|_| draw.op()).collect()
-}
-
-impl Draw {
-    fn new(seed: u64) -> Self {
-        let mut rng = Rng::new(seed);
-        let hot = [(); 4].map(|()| rng.word() as u32);
-        let (faults, crashes) = (rng.chance(50), rng.chance(60));
-        Self { rng, hot, next: 0, faults, crashes }
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.rng.below(bound)
-    }
-
-    fn chance(&mut self, percent: u8) -> bool {
-        self.rng.chance(percent)
-    }
-
-    fn any(&mut self) -> u16 {
-        self.rng.word() as u16
-    }
-
-    /// From `least` to `most`, small ones as often as large ones.
-    fn kib(&mut self, least: u32, most: u32) -> u32 {
-        let doublings = u64::from((most / least).ilog2());
-        let from = least << self.below(doublings + 1);
-        let kib = (from + self.below(u64::from(from)) as u32).min(most);
-        kib.next_multiple_of(4)
-    }
-
-    fn op(&mut self) -> Op {
-        let (faults, crashes) = (self.faults, self.crashes);
-        match self.below(1000) {
-            0..760 => Op::Io(self.io()),
-            790..800 => Op::Await,
-            800..825 => {
-                let count = 1 + usize::from(self.chance(30));
-                Op::Snapshot((0..count).map(|_| self.any()).collect())
-            }
-            825..840 => Op::Fork {
-                snapshot: self.any(),
-                more_sectors: if self.chance(50) { 0 } else { self.below(3000) as u32 },
-                cap_kib: if self.chance(80) { 0 } else { self.kib(64, 512) },
-                family: self.chance(30).then(|| self.any()),
-            },
-            840..848 => Op::Rewind { node: self.any(), reset: self.chance(30) },
-            848..854 => Op::Grow { node: self.any(), kib: self.kib(4, 1024) },
-            854..868 => Op::Writeback { node: self.any(), which: self.any() as u8 },
-            868..876 => Op::Recompress(self.any()),
-            876..882 => Op::Compact(self.any()),
-            882..888 => {
-                let kib = if self.chance(30) { 0 } else { self.kib(128, 4096) };
-                Op::Limit { family: self.any(), kib }
-            }
-            888..893 => Op::OwnLimits {
-                node: self.any(),
-                cap_kib: if self.chance(40) { 0 } else { self.kib(64, 1024) },
-                least_kib: if self.chance(50) { 0 } else { self.kib(16, 256) },
-            },
-            893..899 => Op::Origin(self.any()),
-            899..911 => self.cow_snapshot(),
-            911..921 => Op::Merge(self.any()),
-            921..924 => Op::StopMerge(self.any()),
-            924..932 => Op::WaitMerge(self.any()),
-            932..935 => Op::Power(self.any()),
-            935..942 => Op::PowerCut { node: self.any(), seed: self.rng.word() },
-            942..945 => Op::Wrap { node: self.any(), layer: self.any() as u8 },
-            945..963 => Op::Remove(self.any()),
-            963..967 => match self.below(4) {
-                0 => self.family(),
-                1 => self.disk(),
-                2 => Op::Memory { kib: self.kib(64, 2048) },
-                _ => self.ram(),
-            },
-            967..977 if crashes => {
-                Op::Crash { tree: self.any(), power: self.chance(60), seed: self.rng.word() }
-            }
-            977..987 if faults => Op::Plan { disk: self.any(), plan: self.plan() },
-            987..989 if faults => Op::Room { disk: self.any(), kib: self.kib(4, 1024) },
-            989..991 if faults => Op::Shrink { disk: self.any(), parts: self.below(1024) as u16 },
-            991..998 if faults => Op::Heal(self.chance(50).then(|| self.any())),
-            // 760 to 789, and what this run does not have.
-            _ => Op::Check(self.any()),
-        }
-    }
-
-    fn io(&mut self) -> Io {
-        let what = match self.below(100) {
-            0..38 => What::Read,
-            38..82 => What::Write,
-            82..88 => What::Zeroes,
-            88..94 => What::Discard,
-            _ => What::Flush,
-        };
-        let len = match self.below(10) {
-            0..5 => 1 + self.below(8) as u16,
-            5..9 => 1 + self.below(64) as u16,
-            _ => 1 + self.below(1024) as u16,
-        };
-        let at = match self.below(10) {
-            0..4 => {
-                let hot = self.below(self.hot.len() as u64) as usize;
-                self.hot[hot].wrapping_add(self.below(32) as u32)
-            }
-            4..6 => self.next,
-            _ => self.rng.word() as u32,
-        };
-        self.next = at.wrapping_add(u32::from(len));
-        Io {
-            node: self.any(),
-            what,
-            at,
-            len,
-            pages: self.chance(40),
-            fua: self.chance(15),
-            fill: self.any() as u8,
-            submit: self.chance(30),
-            wait: self.chance(70),
-        }
-    }
-
-    fn family(&mut self) -> Op {
-        let backing = self.chance(60).then(|| Backing {
-            kib: self.kib(256, 8192),
-            packed: self.chance(60),
-            inline: [0, 300, 1000][self.below(3) as usize],
-        });
-        Op::Family {
-            limit_kib: if self.chance(30) { 0 } else { self.kib(192, 2048) },
-            algorithm: self.any() as u8,
-            backing,
-            auto: self.chance(10),
-        }
-    }
-
-    fn ram(&mut self) -> Op {
-        Op::Ram { family: self.any(), kib: self.kib(64, 8192) }
-    }
-
-    fn disk(&mut self) -> Op {
-        let block = if self.chance(70) { 0 } else { self.any() as u8 };
-        let inline = [0, 300, 1000][self.below(3) as usize];
-        Op::Disk(DiskOp { kib: self.kib(64, 2048), block, volatile: self.chance(80), inline })
-    }
-
-    fn cow_snapshot(&mut self) -> Op {
-        Op::CowSnapshot {
-            origin: self.any(),
-            store: self.any() as u8,
-            chunk: [0, 0, 1, 2, 4][self.below(5) as usize],
-            ample: self.chance(70),
-            on: self.chance(20).then(|| self.any()),
-        }
-    }
-
-    fn plan(&mut self) -> Plan {
-        let (mut plan, most) = (Plan::default(), [20, 100, 500][self.below(3) as usize]);
-        for chances in [&mut plan.read, &mut plan.write, &mut plan.clear, &mut plan.flush] {
-            let mut draw =
-                |percent| if self.rng.chance(percent) { self.rng.below(most) as u16 / 4 } else { 0 };
-            *chances = Chances {
-                fail: draw(40),
-                fail_done: draw(50),
-                fail_partly: draw(40),
-                delay: draw(40) * 2,
-                hang: draw(10) / 4,
-            };
-        }
-        plan.delay_max_us = 1 << self.below(14);
-        plan
-    }
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ pub fn threads(first: u64, time: Duration) -> (u64, bool) {
     let ended = Arc::new(AtomicU64::new(0));
     watch(Arc::clone(&ended));
     // Threads that the process keeps are started before they are counted.
+    let _ = run(None, &ops::warm_up(), Judge { bound: BOUND, ..Judge::default() });
     for seed in 1..4 {
         let _ = run(Some(seed), &ops::draw(seed, 200), Judge { bound: BOUND, ..Judge::default() });
     }
@@ -53,6 +54,24 @@ pub fn threads(first: u64, time: Duration) -> (u64, bool) {
         }
     }
     (runs, true)
+}
+
+/// Runs this seed until it fails or the time is over, and tells each op on standard error.
+pub fn again(seed: u64, time: Duration) -> (u64, bool) {
+    let began = Instant::now();
+    let ended = Arc::new(AtomicU64::new(0));
+    watch(Arc::clone(&ended));
+    let ops = ops::draw(seed, OPS);
+    let judge = Judge { bound: BOUND, trace: true, ..Judge::default() };
+    while began.elapsed() < time {
+        let run_number = ended.fetch_add(1, Ordering::SeqCst) + 1;
+        eprintln!("run {run_number}");
+        if let Err(failure) = run(Some(seed), &ops, judge) {
+            println!("seed {seed} failed: {failure}");
+            return (run_number, false);
+        }
+    }
+    (ended.load(Ordering::SeqCst), true)
 }
 
 /// Prints all stacks and ends the process when no run ends for too long.

@@ -209,6 +209,12 @@ impl DiskControl {
         }
     }
 
+    /// Whether it has died, or was dropped with requests in flight.
+    pub fn is_dead(&self) -> bool {
+        let state = self.0.lock();
+        state.dead || state.injected.gone > 0
+    }
+
     /// A new disk with the bytes that this one shows, or that its death left. Without faults.
     pub fn reopened(&self, seed: u64) -> SimDisk {
         let config = DiskConfig { plan: Plan::default(), ..self.0.config };

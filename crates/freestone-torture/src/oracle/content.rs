@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, first_difference};
 
 /// Bytes of a sector: the unit in which writes may be torn.
 pub const SECTOR_BYTES: usize = 512;
@@ -187,13 +187,13 @@ pub enum Found {
 impl Found {
     /// Recognises the bytes of one sector.
     pub fn in_bytes(bytes: &[u8]) -> Self {
-        if bytes.iter().all(|&byte| byte == 0) {
+        if bytes == &[0; SECTOR_BYTES][..bytes.len()] {
             return Self::Zero;
         }
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
         let (id, sector) = (word(8), word(16));
         if word(0) == u64::from(MAGIC) | u64::from(check(id, sector)) << 32 {
-            return match content(id, sector).iter().zip(bytes).position(|(want, is)| want != is) {
+            return match first_difference(&content(id, sector)[..bytes.len()], bytes) {
                 None => Self::Tagged { id, sector },
                 Some(from) => Self::Torn { id, sector, from },
             };

@@ -10,7 +10,8 @@
 //!   answered well.
 //! * A **read** that no write overlapped shows which of several versions it is, and that stays.
 //! * A **crash** brings back what no flush and no FUA made sure of. The next read of a sector
-//!   settles it for good.
+//!   settles it for good. What is in flight is over then. At a **cut** it is not: who asked for it lives
+//!   on, and it may come before or after.
 //!
 //! A **tick** is the time of an oracle: a counter of all beginnings and ends. What runs beside
 //! something else is known by its ticks, so the caller begins each thing before he asks the device,
@@ -43,7 +44,9 @@ mod violation;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::rt::sync::Arc;
 pub use content::{Content, Fill, Found, SECTOR_BYTES, content, fill};
 use sector::{Past, Sector, State, Version};
 use violation::Told;
@@ -121,6 +124,10 @@ pub struct ReadToken {
     began: Tick,
 }
 
+/// The time of one oracle, or of several of which the order of events matters.
+#[derive(Debug, Clone, Default)]
+pub struct Clock(Arc<AtomicU64>);
+
 /// The versions of a device. A sector is a number; ranges are of sectors. A clone is a copy for
 /// looking ahead: tokens of the original that read belong to the original alone.
 #[derive(Debug, Clone)]
@@ -128,6 +135,8 @@ pub struct Oracle {
     name: String,
     size: u64,
     durability: Durability,
+    clock: Clock,
+    /// Its last.
     tick: Tick,
     /// Crashes so far.
     life: u64,
@@ -139,22 +148,31 @@ pub struct Oracle {
     with_past: BTreeSet<u64>,
     /// When the reads began that are under way.
     reads: BTreeSet<Tick>,
+    /// When a verb began that replaces the content, and by what.
+    turning: Option<(Tick, Arc<Self>)>,
     history: VecDeque<Told>,
 }
 
 impl Oracle {
     /// Of a device of `size` sectors, all zeroes.
     pub fn new(name: &str, size: u64, durability: Durability) -> Self {
+        Self::timed(name, size, durability, &Clock::default())
+    }
+
+    /// The same, with the time of others.
+    pub fn timed(name: &str, size: u64, durability: Durability, clock: &Clock) -> Self {
         Self {
             name: name.to_owned(),
             size,
             durability,
+            clock: clock.clone(),
             tick: 0,
             life: 0,
             crashed: 0,
             sectors: BTreeMap::new(),
             with_past: BTreeSet::new(),
             reads: BTreeSet::new(),
+            turning: None,
             history: VecDeque::new(),
         }
     }
@@ -198,6 +216,7 @@ impl Oracle {
         let began = self.next();
         let content = if kind == Kind::Write { Content::Data(id) } else { Content::Zero };
         for at in range.clone() {
+            self.may_turn(at);
             self.sector_mut(at).begin(content, began);
         }
         if self.history.len() == HISTORY_MAX {
@@ -291,13 +310,54 @@ impl Oracle {
         judged
     }
 
+    /// When the youngest of the writes began, since `verb` did, that these bytes of the whole device have.
+    pub fn latest(&self, verb: &ReadToken, bytes: &[u8]) -> Tick {
+        let began = (0..).zip(bytes.chunks(SECTOR_BYTES)).filter_map(|(at, bytes)| {
+            let sector = self.sectors.get(&at)?;
+            // Zeroes are of many.
+            let found = Some(Found::in_bytes(bytes)).filter(|found| *found != Found::Zero)?;
+            let shown = sector.now.iter().filter(|version| found.matches(at, version.content));
+            shown.map(|version| version.began).min()
+        });
+        began.max().unwrap_or(0).max(verb.began)
+    }
+
+    /// Whether these bytes of the whole device can be of a moment since `verb` began at which what was
+    /// answered before `moment` was there.
+    ///
+    /// # Errors
+    /// A sector has a version that was superseded before.
+    pub fn check_moment(&self, verb: &ReadToken, moment: Tick, bytes: &[u8]) -> Result<(), Violation> {
+        let since = moment.max(verb.began);
+        for (at, bytes) in (0..).zip(bytes.chunks(SECTOR_BYTES)) {
+            let found = Found::in_bytes(bytes);
+            let allowed = match self.sectors.get(&at) {
+                Some(sector) => sector.allows(at, &found, since),
+                None => found == Found::Zero,
+            };
+            if !allowed {
+                return Err(self.violation(at, &found, since, 0));
+            }
+        }
+        Ok(())
+    }
+
     // ---- crashes, snapshots ---------------------------------------------------------------------
 
     /// The power went, or the process died. What is in flight may have happened or not; its answers
     /// no longer count. Reads that are under way are abandoned before.
     pub fn crash(&mut self) {
-        let tick = self.next();
         self.life += 1;
+        self.fall(Sector::crash);
+    }
+
+    /// The power of the disk went, and who asked for what is in flight lives on: that may come before or after.
+    pub fn cut(&mut self) {
+        self.fall(Sector::cut);
+    }
+
+    fn fall(&mut self, how: fn(&mut Sector, Tick)) {
+        let tick = self.next();
         self.crashed = tick;
         if self.durability == Durability::Nothing {
             self.sectors.clear();
@@ -306,7 +366,7 @@ impl Oracle {
         }
         let all: Vec<u64> = self.sectors.keys().copied().collect();
         for at in all {
-            self.sector_mut(at).crash(tick);
+            how(self.sector_mut(at), tick);
             self.settled(at);
         }
     }
@@ -336,7 +396,7 @@ impl Oracle {
     #[must_use]
     pub fn snapshot_since(&mut self, verb: ReadToken, name: &str, durability: Durability) -> Self {
         let tick = self.next();
-        let mut taken = Self::new(name, self.size, durability);
+        let mut taken = Self::timed(name, self.size, durability, &self.clock);
         (taken.tick, taken.life) = (tick, self.life);
         taken.history.clone_from(&self.history);
         for (&at, sector) in &self.sectors {
@@ -364,6 +424,26 @@ impl Oracle {
         taken
     }
 
+    /// A verb is about to be asked for that gives the device what `other` has, as a rewind: from now on
+    /// reads may find that. Ends with [`turn_into`](Self::turn_into).
+    pub fn begin_turn(&mut self, other: &Arc<Self>) -> ReadToken {
+        let token = self.begin_read();
+        let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
+        self.turning = Some((token.began, Arc::clone(other)));
+        let size = self.size;
+        all.into_iter().filter(|&at| at < size).for_each(|at| self.may_turn(at));
+        token
+    }
+
+    /// While a verb replaces the content: what it brings may be in this sector at any time.
+    fn may_turn(&mut self, at: u64) {
+        let Some((began, other)) = self.turning.clone() else { return };
+        let sector = self.sector_mut(at);
+        if sector.now.iter().all(|version| version.state != State::InFlight || version.began != began) {
+            other.sector(at).now.iter().for_each(|version| sector.begin(version.content, began));
+        }
+    }
+
     /// The device takes what `other` has now, as with a rewind or a merge, at some moment since
     /// `verb` began: what was written meanwhile may be there or not. `old_returns`: a crash may
     /// bring back what was there before.
@@ -375,10 +455,12 @@ impl Oracle {
     pub fn turn_head_into(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
         let tick = self.next();
         let (keeps, size) = (self.keeps(), size.min(self.size));
+        self.turning = None;
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
         for at in all.into_iter().filter(|&at| at < size) {
             let theirs = other.sector(at);
             let sector = self.sector_mut(at);
+            sector.now.retain(|version| version.state != State::InFlight || version.began != verb.began);
             let past = |version: &Version| Past {
                 content: version.content,
                 ended: version.ended,
@@ -412,7 +494,7 @@ impl Oracle {
     // ---- parts ----------------------------------------------------------------------------------
 
     fn next(&mut self) -> Tick {
-        self.tick += 1;
+        self.tick = self.clock.0.fetch_add(1, Ordering::SeqCst) + 1;
         self.tick
     }
 

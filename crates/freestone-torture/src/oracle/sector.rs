@@ -126,9 +126,15 @@ impl Sector {
         }
     }
 
-    /// Everything that may come back is there again. Nothing is in flight any more.
+    /// Everything that may come back is there again. What is in flight is so no more.
     pub fn crash(&mut self, tick: Tick) {
-        for version in &mut self.now {
+        self.die(tick);
+        self.cut(tick);
+    }
+
+    /// Everything that may come back is there again. What is in flight stays so.
+    pub fn cut(&mut self, tick: Tick) {
+        for version in self.now.iter_mut().filter(|version| version.state != State::InFlight) {
             (version.state, version.ended) = (State::Done, tick);
         }
         for past in self.past.extract_if(.., |past| past.returns) {

@@ -316,6 +316,31 @@ fn what_a_read_finds_after_a_crash_is_there_for_good() {
 }
 
 #[test]
+fn what_is_in_flight_at_a_cut_may_come_after_it() {
+    let mut bench = Bench::new(Durability::Flushed);
+    bench.write(1, FUA);
+    let write = bench.begin(2);
+    bench.0.cut();
+    bench.may_see(&[1, 2]);
+    bench.0.end(write, DONE);
+    bench.may_see(&[1, 2]);
+    bench.sees(2);
+    bench.may_see(&[2]);
+    // It came after the cut, so the next one may take it away.
+    bench.may_see_after_crash(&[1, 2]);
+    bench.flush();
+    bench.may_see_after_crash(&[2]);
+    let mut bench = Bench::new(Durability::Flushed);
+    bench.write(1, FUA);
+    bench.write(2, DONE);
+    let write = bench.begin(3);
+    bench.0.cut();
+    bench.0.end(write, DONE);
+    bench.sees(1);
+    bench.may_see(&[1]);
+}
+
+#[test]
 fn what_was_answered_outlives_the_process_and_not_the_power() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
@@ -511,4 +536,47 @@ fn zeroes_after_a_crash_may_be_those_of_a_discard_since() {
     bench.sees(0);
     bench.may_see(&[0]);
     bench.may_see_after_crash(&[0, 1]);
+}
+
+#[test]
+fn while_a_device_is_turned_into_another_either_may_be_seen() {
+    let mut bench = Bench::new(Durability::Nothing);
+    bench.write(1, DONE);
+    let before = bench.0.begin_read();
+    let snapshot = Arc::new(bench.0.snapshot_since(before, "snapshot", Durability::Nothing));
+    bench.write(2, DONE);
+    let verb = bench.0.begin_turn(&snapshot);
+    bench.may_see(&[1, 2]);
+    bench.write(3, DONE);
+    bench.may_see(&[1, 3]);
+    bench.0.turn_into(verb, &snapshot, false);
+    bench.may_see(&[1, 3]);
+    bench.write(4, DONE);
+    bench.may_see(&[4]);
+}
+
+#[test]
+fn snapshots_of_one_moment_show_what_was_answered_before_what_one_of_them_shows() {
+    let clock = Clock::default();
+    let [mut first, mut second] =
+        [(); 2].map(|()| Bench(Oracle::timed("disk", 64, Durability::Nothing, &clock)));
+    let whole = |serial: Option<u64>| {
+        let mut all = vec![0; 64 * SECTOR_BYTES];
+        if let Some(serial) = serial {
+            fill(id(serial), 8, &mut all[8 * SECTOR_BYTES..16 * SECTOR_BYTES]);
+        }
+        all
+    };
+    let verbs = [first.0.begin_read(), second.0.begin_read()];
+    first.write(1, DONE);
+    second.write(2, DONE);
+    for (of_first, of_second, good) in
+        [(None, None, true), (Some(1), None, true), (Some(1), Some(2), true), (None, Some(2), false)]
+    {
+        let shown = [(&first.0, &verbs[0], whole(of_first)), (&second.0, &verbs[1], whole(of_second))];
+        let moment = shown.iter().map(|(oracle, verb, bytes)| oracle.latest(verb, bytes)).max().unwrap();
+        let judged =
+            shown.iter().all(|(oracle, verb, bytes)| oracle.check_moment(verb, moment, bytes).is_ok());
+        assert_eq!(judged, good, "{of_first:?} {of_second:?}");
+    }
 }

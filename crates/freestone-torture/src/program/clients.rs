@@ -370,10 +370,6 @@ impl Session<'_> {
             wire::ESHUTDOWN | wire::EIO if ends => Some("it is being removed, or the server ends"),
             wire::ENOSPC | wire::ENOMEM if stores && disk.is_tight() => Some("its limit is small"),
             wire::EIO if disk.may_fail() => Some("faults were asked for, or its store is small"),
-            wire::ESHUTDOWN if disk.cut && disk.may_have_turned(self.mark) => {
-                // It was seen that nobody is connected; who connects just then is told.
-                Some("what is not flushed is dropped with the power off, for a moment")
-            }
             wire::ESHUTDOWN if disk.kind == Kind::Template => Some("its base goes"),
             _ => None,
         }

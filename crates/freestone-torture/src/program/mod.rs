@@ -14,6 +14,7 @@ mod plan;
 mod refusals;
 mod round;
 mod server;
+mod stall;
 mod verbs;
 mod watch;
 mod wire;

@@ -67,9 +67,7 @@ impl Hand<'_> {
     fn ask_of(&mut self, method: &str, params: &Value, disk: Option<&Disk>) -> Option<Value> {
         self.slot.begin(format!("{method} {params}"), VERB_MAX);
         let world = self.world;
-        let asking = world.asking.read().unwrap_or_else(PoisonError::into_inner);
         let answer = control::ask(&world.control(), method, params);
-        drop(asking);
         self.slot.moved();
         let outcome = match &answer {
             Ok(_) => "ok".to_owned(),
@@ -86,7 +84,9 @@ impl Hand<'_> {
                 let known = matches!(code, -32000 | -32602);
                 // Each verb has an error of its own for a server that ends.
                 let ends = self.world.dying();
-                let full = errno == "ENOSPC" && disk.is_some_and(Disk::is_tight)
+                // Recompression does not wait until something is spilled.
+                let tight = |disk: &Disk| disk.is_tight() || method == "recompress" && disk.spills;
+                let full = errno == "ENOSPC" && disk.is_some_and(tight)
                     // What it stands on is lost where its store of copies was too small.
                     || errno == "EIO" && disk.is_some_and(Disk::may_fail);
                 if !ends && !full && (!known || refusals::reason(method, &errno).is_none()) {
@@ -130,6 +130,7 @@ impl Hand<'_> {
 
     fn publish_one(&mut self, disk: &Arc<Disk>) {
         let at = self.path(&format!("p{}", self.world.number()));
+        let _alone = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
         let params = json!({ "name": disk.name, "nbd": format!("unix:{}", at.display()) });
         if self.ask("publish", &params).is_some() {
             disk.publish(at);
@@ -209,8 +210,11 @@ impl Hand<'_> {
     }
 
     fn fork(&mut self) {
-        let bases = |disk: &Disk| {
-            matches!(disk.kind, Kind::Base | Kind::Frozen) || disk.kind == Kind::Cow && !disk.writable
+        let bases = |disk: &Disk| match disk.kind {
+            Kind::Base | Kind::Frozen => true,
+            // One that is merged shows what its origin shows.
+            Kind::Cow => !disk.writable && !disk.is_merging(),
+            _ => false,
         };
         let Some(base) = self.some(bases) else { return };
         if self.is_full() {
@@ -301,9 +305,11 @@ impl Hand<'_> {
         let force = self.rng.chance(60);
         disk.ends();
         disk.close();
+        let alone = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
         if self.ask("unpublish", &json!({ "name": disk.name, "force": force })).is_some() {
             disk.unpublish();
         }
+        drop(alone);
         disk.open();
         disk.ended();
         if disk.addresses().is_empty() && !disk.is_merging() {
@@ -443,13 +449,17 @@ impl Hand<'_> {
     }
 
     fn merge(&mut self) {
-        let stored = |disk: &Disk| disk.kind == Kind::Cow && disk.words.is_some() && !disk.from_start;
+        // Nobody knows whether a merge that was begun before is through, so nobody knows whether another one would begin.
+        let stored = |disk: &Disk| {
+            disk.kind == Kind::Cow && disk.words.is_some() && !disk.from_start && !disk.merged_before
+        };
         let Some(snapshot) = self.some(stored) else { return };
         let Some(origin) = snapshot.of.clone() else { return };
         // From the beginning on both show the same; only the origin is looked at then.
         snapshot.close();
         self.slot.begin(format!("{}: its clients leave", snapshot.name), VERB_MAX);
         drop(snapshot.gate.write().unwrap_or_else(PoisonError::into_inner));
+        let _alone = snapshot.publishing.lock().unwrap_or_else(PoisonError::into_inner);
         let below = snapshot.oracle().snapshot(&origin.name, Durability::Answered);
         let again = snapshot.is_merging();
         let params = json!({ "name": snapshot.name, "into_origin": true, "force": true, "background": true });

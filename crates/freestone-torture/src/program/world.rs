@@ -70,10 +70,15 @@ pub struct Disk {
     pub made_by: String,
     /// The words of every life; others were made by a verb.
     pub from_start: bool,
+    /// It was merged, or going to be, when the server was started again: where that was finished, it is a new snapshot now.
+    pub merged_before: bool,
     /// What it may hold.
     pub oracle: Mutex<Oracle>,
     /// Held for reading while a client has requests on their way; for writing by who must see none.
     pub gate: RwLock<()>,
+    /// Held over `publish`, `unpublish` and `merge`: of two at once nobody could say which addresses are left, or which of them began
+    /// the merge.
+    pub publishing: Mutex<()>,
     /// What changes while it lives.
     pub state: Mutex<State>,
 }
@@ -101,8 +106,6 @@ pub struct State {
     removed: bool,
     /// Verbs under way that replace its content.
     turning: u32,
-    /// How many there were.
-    turns: u64,
     /// Reads that were answered meanwhile: they may show the new content already, and are judged when it is known.
     held: Vec<Held>,
 }
@@ -120,8 +123,6 @@ pub struct Held {
 pub struct Mark {
     ended: u64,
     ending: bool,
-    turns: u64,
-    turning: bool,
 }
 
 impl Disk {
@@ -140,8 +141,10 @@ impl Disk {
             words: None,
             made_by: String::new(),
             from_start: false,
+            merged_before: false,
             oracle: Mutex::new(oracle),
             gate: RwLock::new(()),
+            publishing: Mutex::new(()),
             state: Mutex::new(State { at, ..State::default() }),
         }
     }
@@ -208,10 +211,7 @@ impl Disk {
 
     /// A verb that replaces its content begins.
     pub fn turns(&self) -> ReadToken {
-        let mut state = self.state();
-        state.turning += 1;
-        state.turns += 1;
-        drop(state);
+        self.state().turning += 1;
         self.oracle().begin_read()
     }
 
@@ -278,8 +278,7 @@ impl Disk {
 
     pub fn mark(&self) -> Mark {
         let state = self.state();
-        let State { ended, ending, turns, turning, .. } = *state;
-        Mark { ended, ending: ending > 0, turns, turning: turning > 0 }
+        Mark { ended: state.ended, ending: state.ending > 0 }
     }
 
     /// Whether a connection that was made after `mark` may have been ended by a verb.
@@ -291,11 +290,6 @@ impl Disk {
     /// What it has after a loss of power.
     fn durability(&self) -> Durability {
         if self.cut { Durability::Flushed } else { Durability::Answered }
-    }
-
-    /// Whether a verb replaced its content since `mark`.
-    pub fn may_have_turned(&self, mark: Mark) -> bool {
-        mark.turning || self.state().turns != mark.turns
     }
 
     /// The same device when the server is started again. `killed`: without a chance to write anything.
@@ -334,6 +328,7 @@ impl Disk {
             words,
             made_by: self.made_by.clone(),
             from_start: self.from_start,
+            merged_before: merging,
             // What a snapshot shows whose merge goes on is its origin's affair.
             state: Mutex::new(State { merging, closed: u32::from(merging), ..state }),
             ..Self::new(name, self.kind, fresh, Vec::new())
@@ -388,8 +383,6 @@ pub struct World {
     dying: AtomicBool,
     /// Held for reading by a verb in the middle of which nobody may kill the server.
     pub steady: RwLock<()>,
-    /// Held for reading by every verb of ours that is under way. Taken after `steady`.
-    pub asking: RwLock<()>,
     trouble: Mutex<Option<Trouble>>,
     /// The last verbs.
     history: Mutex<VecDeque<String>>,
@@ -407,7 +400,6 @@ impl World {
             stop: AtomicBool::new(false),
             dying: AtomicBool::new(false),
             steady: RwLock::new(()),
-            asking: RwLock::new(()),
             trouble: Mutex::new(None),
             history: Mutex::new(VecDeque::new()),
             counts: Counts::default(),

@@ -1,15 +1,39 @@
 //! Snapshots with exception stores, and merges.
 
-use freestone::cow::{self, MergeSetupError, MergeStatus, SetupError, StoreKind};
+use freestone::cow::{self, MergeSetupError, MergeStatus, Origin, SetupError, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Flags};
 
-use super::{Act, CowNode, Kind, NodeId, World, act, finish, pick, wrong};
+use super::{Act, Causes, CowNode, Kind, NodeId, OracleId, World, Wrong, act, finish, pick, wrong};
 use crate::disk::{DiskConfig, SimDisk};
-use crate::oracle::Durability;
+use crate::ops::CowOp;
+use crate::oracle::{Durability, ReadToken};
 use crate::rt::sync::Arc;
 
 /// Bytes that make a device look like a new store.
 const HEADER_BYTES: u64 = 4096;
+
+/// A snapshot that is being made.
+pub(super) struct Making {
+    id: NodeId,
+    cow: NodeId,
+    ample: bool,
+    config: cow::Config,
+    durability: Durability,
+    device: Arc<dyn Device>,
+    origin: Origin,
+    pub oracle: OracleId,
+    pub token: ReadToken,
+    before: Causes,
+}
+
+impl Making {
+    /// Waits for the COW device.
+    pub fn prepare(&self) -> Result<cow::PendingSnapshot, SetupError> {
+        let blank = self.device.write_zeroes(0, HEADER_BYTES, Flags::FUA);
+        blank.map_err(|source| SetupError::Device { what: "blanking", source })?;
+        self.origin.prepare_snapshot(Arc::clone(&self.device), &self.config)
+    }
+}
 
 impl World {
     /// Origins that can be given snapshots.
@@ -23,15 +47,10 @@ impl World {
         self.nodes_that(|node| matches!(node.kind, Kind::Cow(_)))
     }
 
-    pub(super) fn make_cow(
-        &mut self,
-        id: NodeId,
-        store: u8,
-        chunk: u8,
-        ample: bool,
-        on: Option<u16>,
-    ) -> Option<Act> {
-        let Kind::Origin(origin) = &self.nodes[&id].kind else { return None };
+    /// Chooses the COW device of a snapshot; it is none that lies on any of `set`.
+    pub(super) fn prepare_cow(&mut self, id: NodeId, op: CowOp, set: &[NodeId]) -> Option<Making> {
+        let CowOp { store, chunk, ample, on } = op;
+        let Kind::Origin(origin) = &self.nodes.get(&id)?.kind else { return None };
         let origin = origin.origin.clone();
         let kinds = [StoreKind::Persistent, StoreKind::PersistentOverflow, StoreKind::Transient];
         let kind = kinds[usize::from(store) % kinds.len()];
@@ -41,8 +60,10 @@ impl World {
         let wanted =
             if ample { 2 * (chunks + chunks.div_ceil(chunk / 16) + 2) } else { 4 + chunks / 8 } * chunk;
         // A device of the stack as the COW device, where one is free and large enough.
-        let free: Vec<NodeId> =
-            self.coverable().into_iter().filter(|&other| self.can_hold(other, id, wanted)).collect();
+        let mut free = self.coverable();
+        free.retain(|&other| {
+            self.can_hold(other, id, wanted) && !self.below(other).iter().any(|below| set.contains(below))
+        });
         let cow = on.and_then(|number| pick(&free, number)).filter(|other| self.is_quiet(*other));
         let cow = cow.unwrap_or_else(|| {
             let config = DiskConfig {
@@ -64,69 +85,58 @@ impl World {
             kind.is_persistent() && self.lies_on_disk(id) && matches!(self.nodes[&cow].kind, Kind::Disk(_));
         let durability = if is_persistent { Durability::Flushed } else { Durability::Nothing };
         let token = self.oracles.get_mut(&oracle)?.begin_read();
-        act(move || {
-            let config =
-                cow::Config { kind, chunk_bytes: Some(chunk), force: true, ..cow::Config::default() };
-            let blank = device.write_zeroes(0, HEADER_BYTES, Flags::FUA);
-            let made = match blank {
-                Ok(()) => origin.snapshot(device, &config),
-                Err(source) => Err(SetupError::Device { what: "blanking", source }),
-            };
-            finish(move |world| {
-                world.count("snapshots with a store");
-                let now = world.causes(&world.cow_disks(id, cow));
-                match made {
-                    Ok(snapshot) => {
-                        let Some(below) = world.oracles.get_mut(&oracle) else { return Ok(()) };
-                        let shown = below.snapshot_since(token, "snapshot", durability);
-                        let shown = world.add_oracle(shown);
-                        let device: Arc<dyn Device> = Arc::new(snapshot.clone());
-                        let kind = Kind::Cow(CowNode {
-                            snapshot,
-                            origin: id,
-                            cow,
-                            ample,
-                            merging: false,
-                            maybe_marked: false,
-                        });
-                        let made = world.add(
-                            &format!("snapshot ({})", kind_name(&config)),
-                            kind,
-                            device,
-                            shown,
-                            vec![id, cow],
-                        );
-                        world.rename(made);
-                        Ok(())
-                    }
-                    Err(error) => {
-                        let causes = now != before || now.hung > 0;
-                        let limited = [id, cow]
-                            .iter()
-                            .any(|id| world.nodes.get(id).is_some_and(|node| world.is_limited(node)));
-                        world.give_up(oracle, token, cow);
-                        match error {
-                            SetupError::Merging if world.has_merge(id) => Ok(()),
-                            SetupError::NotInTime(_) if world.has_hung() => Ok(()),
-                            SetupError::Device { .. } if causes || limited => Ok(()),
-                            SetupError::TooSmall { .. }
-                            | SetupError::OddSize { .. }
-                            | SetupError::Block { .. } => Ok(()),
-                            error => wrong(format!("a snapshot could not be made: {error}")),
-                        }
-                    }
-                }
-            })
-        })
+        let config = cow::Config { kind, chunk_bytes: Some(chunk), force: true, ..cow::Config::default() };
+        Some(Making { id, cow, ample, config, durability, device, origin, oracle, token, before })
     }
 
-    /// A snapshot was not made: nobody needs its COW device.
-    fn give_up(&mut self, oracle: u32, token: crate::oracle::ReadToken, cow: NodeId) {
-        if let Some(oracle) = self.oracles.get_mut(&oracle) {
-            oracle.abandon(token);
+    /// A snapshot has begun.
+    pub(super) fn add_cow(&mut self, making: Making, snapshot: Snapshot) {
+        let Making { id, cow, ample, config, durability, oracle, token, .. } = making;
+        let Some(below) = self.oracles.get_mut(&oracle) else { return };
+        let shown = below.snapshot_since(token, "snapshot", durability);
+        let shown = self.add_oracle(shown);
+        let device: Arc<dyn Device> = Arc::new(snapshot.clone());
+        let kind = Kind::Cow(CowNode {
+            snapshot,
+            origin: id,
+            cow,
+            ample,
+            merging: false,
+            maybe_marked: false,
+            unmarked: false,
+        });
+        let made =
+            self.add(&format!("snapshot ({})", kind_name(&config)), kind, device, shown, vec![id, cow]);
+        self.rename(made);
+    }
+
+    /// Whether there is a cause for a snapshot that could not be prepared.
+    pub(super) fn judge_cow(&self, making: &Making, error: &SetupError) -> Result<(), Wrong> {
+        let &Making { id, cow, before, .. } = making;
+        let now = self.causes(&self.cow_disks(id, cow));
+        let causes = now != before || now.hung > 0;
+        let nodes = || [id, cow].into_iter().filter_map(|id| self.nodes.get(&id));
+        let limited = nodes().any(|node| self.is_limited(node));
+        // A snapshot that it is to lie on may have been lost before.
+        let worse_off =
+            nodes().any(|node| self.remembers(node) && (self.had_trouble(node) || self.is_short(node)));
+        match error {
+            SetupError::Merging if self.has_merge(id) => Ok(()),
+            SetupError::NotInTime(_) if self.has_hung() => Ok(()),
+            SetupError::Device { .. } if causes || limited || worse_off => Ok(()),
+            SetupError::TooSmall { .. } | SetupError::OddSize { .. } | SetupError::Block { .. } => Ok(()),
+            error => wrong(format!("a snapshot could not be made: {error}")),
         }
+    }
+
+    /// A snapshot was not made: nobody needs its COW device, nor what that lies on.
+    pub(super) fn give_up(&mut self, making: Making) {
+        self.abandon(making.oracle, making.token);
         let mut gone = Vec::new();
-        self.take(cow, &mut gone);
+        // What it lies on has its content: a part of a store, perhaps.
+        for id in self.below(making.cow) {
+            self.take(id, &mut gone);
+        }
         self.sweep();
     }
 
@@ -145,18 +155,16 @@ impl World {
     /// Whether a node can be the COW device of an origin: nothing of the one lies on the other.
     fn can_hold(&self, cow: NodeId, origin: NodeId, bytes: u64) -> bool {
         let node = &self.nodes[&cow];
-        let is_plain = matches!(node.kind, Kind::Ram(_) | Kind::Disk(_) | Kind::Memory | Kind::Layer);
+        let is_plain =
+            matches!(node.kind, Kind::Ram(_) | Kind::Disk(_) | Kind::Memory | Kind::File(_) | Kind::Layer);
         is_plain
             && node.device.geometry().size >= bytes
-            // Smaller blocks than the origin's: not before a snapshot answers in whole blocks
-            // there.
-            && node.device.geometry().logical_block == self.nodes[&origin].device.geometry().logical_block
             && !self.below(origin).contains(&cow)
             && !self.below(cow).contains(&origin)
     }
 
     /// A node, and all that it lies on.
-    fn below(&self, id: NodeId) -> Vec<NodeId> {
+    pub(super) fn below(&self, id: NodeId) -> Vec<NodeId> {
         let mut all = vec![id];
         let mut at = 0;
         while at < all.len() {
@@ -199,8 +207,7 @@ impl World {
                     Ok(()) | Err(MergeSetupError::Transient) => Ok(()),
                     Err(MergeSetupError::Other) if world.has_merge(origin) || world.is_half(origin) => Ok(()),
                     Err(MergeSetupError::NotInTime(_)) if world.has_hung() => Ok(()),
-                    Err(MergeSetupError::Invalid) if had_trouble => Ok(()),
-                    Err(MergeSetupError::Mark(_)) if had_trouble => {
+                    Err(MergeSetupError::Invalid | MergeSetupError::Mark(_)) if had_trouble => {
                         if let Some(Kind::Cow(cow)) = world.nodes.get_mut(&id).map(|node| &mut node.kind) {
                             cow.maybe_marked = true;
                         }
@@ -213,7 +220,7 @@ impl World {
     }
 
     /// From now on the origin shows what this snapshot shows, and they are one.
-    pub(super) fn plays_origin(&mut self, id: NodeId, token: Option<crate::oracle::ReadToken>) {
+    pub(super) fn plays_origin(&mut self, id: NodeId, token: Option<ReadToken>) {
         let Some(node) = self.nodes.get_mut(&id) else { return };
         let (own, disks, families) = (node.oracle, node.disks.clone(), node.families.clone());
         let Kind::Cow(cow) = &mut node.kind else { return };

@@ -30,8 +30,7 @@ struct Before {
     ample: bool,
     merging: bool,
     maybe_marked: bool,
-    /// It was given up, and its store may not say so.
-    was_lost: bool,
+    unmarked: bool,
 }
 
 /// A disk that was opened again.
@@ -64,15 +63,21 @@ impl World {
         let Some(node) = self.nodes.get(&id) else { return false };
         let origin = self.origin_on(id).and_then(|id| self.nodes.get(&id));
         let is_half = origin.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half));
+        // Merges whose store does not come back would leave an origin of which nobody knows what it holds.
+        let persistent = self.persistent(id);
+        let lost_merge = self.tree(id).into_iter().any(|id| {
+            let is_merging = |node: &Node| matches!(&node.kind, Kind::Cow(cow) if cow.merging);
+            self.nodes.get(&id).is_some_and(is_merging) && !persistent.contains(&id)
+        });
         // Below something else than an origin there is nothing that could be opened.
-        !self.is_cow_device(id) && !is_half && (!node.covered || origin.is_some())
+        !self.is_cow_device(id) && !is_half && !lost_merge && (!node.covered || origin.is_some())
     }
 
     fn is_cow_device(&self, id: NodeId) -> bool {
         self.nodes.values().any(|node| matches!(&node.kind, Kind::Cow(cow) if cow.cow == id))
     }
 
-    fn origin_on(&self, disk: NodeId) -> Option<NodeId> {
+    pub(super) fn origin_on(&self, disk: NodeId) -> Option<NodeId> {
         let is = |node: &Node| matches!(node.kind, Kind::Origin(_)) && node.on.contains(&disk);
         self.nodes.iter().find(|(_, node)| is(node)).map(|(id, _)| *id)
     }
@@ -127,6 +132,12 @@ impl World {
             }
         }
         DiskControl::all_die(&controls, seed, power);
+        // Not later: a disk that is dead does not say so either.
+        for id in self.persistent(disk) {
+            if let Some(Kind::Cow(cow)) = self.nodes.get_mut(&id).map(|node| &mut node.kind) {
+                cow.unmarked = cow.snapshot.is_unmarked();
+            }
+        }
     }
 
     /// Ends what is left of the tree and opens it again. Its requests were answered.
@@ -139,9 +150,8 @@ impl World {
         kept.extend(origin);
         for id in self.persistent(disk) {
             let Kind::Cow(node) = &self.nodes.get(&id)?.kind else { continue };
-            let CowNode { origin, cow, ample, merging, maybe_marked, .. } = *node;
-            let was_lost = node.snapshot.status() == Status::Invalid && self.had_trouble(&self.nodes[&id]);
-            let before = Before { origin, cow, ample, merging, maybe_marked, was_lost };
+            let CowNode { origin, cow, ample, merging, maybe_marked, unmarked, .. } = *node;
+            let before = Before { origin, cow, ample, merging, maybe_marked, unmarked };
             let (control, config) = (self.control(cow)?, node.snapshot.config());
             stores.push(Store { id, control, config, node: Some(before) });
             kept.extend([id, cow]);
@@ -174,6 +184,7 @@ impl World {
             }
         }
         self.sweep();
+        self.leaving.begins();
         act(move || {
             drop(gone);
             handles.into_iter().for_each(drop);
@@ -189,6 +200,7 @@ impl World {
                 snapshots.push((store, again, snapshot));
             }
             finish(move |world| {
+                world.leaving.ends();
                 world.disk_is_back(below, origin.is_some());
                 if let Some((id, origin)) = opened {
                     let device: Arc<dyn Device> = Arc::new(origin.clone());
@@ -209,9 +221,11 @@ impl World {
                     }
                 }
                 // All of them, since the merge of one is the origin's content.
-                opened
-                    .into_iter()
-                    .try_for_each(|(id, snapshot, before)| world.store_is_back(id, snapshot, &before))
+                let is_half =
+                    opened.iter().any(|(_, snapshot, _)| snapshot.merge_status() == MergeStatus::Stopped);
+                opened.into_iter().try_for_each(|(id, snapshot, before)| {
+                    world.store_is_back(id, snapshot, &before, is_half)
+                })
             })
         })
     }
@@ -239,17 +253,25 @@ impl World {
         self.is_back(id, Kind::Disk(number), device);
     }
 
-    fn store_is_back(&mut self, id: NodeId, snapshot: Snapshot, before: &Before) -> Result<(), Wrong> {
+    /// `is_half`: the origin below is half merged.
+    fn store_is_back(
+        &mut self,
+        id: NodeId,
+        snapshot: Snapshot,
+        before: &Before,
+        is_half: bool,
+    ) -> Result<(), Wrong> {
         let status = snapshot.merge_status();
-        let &Before { origin, cow, ample, merging, maybe_marked, was_lost } = before;
+        let &Before { origin, cow, ample, merging, maybe_marked, unmarked } = before;
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let plays = status == MergeStatus::Stopped;
-        let kind = CowNode { snapshot, origin, cow, ample, merging: merging && plays, maybe_marked };
+        let merges = merging && plays;
+        let kind = CowNode { snapshot, origin, cow, ample, merging: merges, maybe_marked, unmarked: false };
         let is_valid = kind.snapshot.status() != Status::Invalid;
         self.is_back(id, Kind::Cow(kind), device);
-        if was_lost && is_valid && !merging {
-            // Where the header cannot be written, the origin does not wait until it says that the
-            // snapshot is lost; then it shows anything after a crash.
+        if unmarked && is_valid && !merging {
+            // Where the header that says so could not be written for two seconds, the origin was
+            // written all the same, and so the snapshot shows anything.
             self.count("lost snapshots that came back");
             self.take(id, &mut Vec::new());
             return Ok(());
@@ -259,6 +281,12 @@ impl World {
                 return wrong(format!("{} plays its origin's part, and no merge was begun", self.name(id)));
             }
             self.plays_origin(id, None);
+        }
+        if merging && !plays && is_half {
+            // It was merged to its end before another one began to be: now it is a new snapshot of what
+            // is half merged, which only an origin with notes would refuse.
+            self.take(id, &mut Vec::new());
+            return Ok(());
         }
         if merging && !plays {
             // It was merged to its end: it is a new snapshot of the origin.

@@ -1,11 +1,15 @@
 //! Requests: how they begin, and how their answers are judged.
 
+use std::time::Duration;
+
 use freestone::device::{Device, Error, Flags, Geometry, Op as DeviceOp, Request, Result as Answer};
 
-use super::{Causes, Kind, Node, NodeId, OracleId, World, Wrong, pick, wrong};
+use super::{Causes, Kind, Node, NodeId, OracleId, World, Wrong, wrong};
+use crate::disk::DiskControl;
 use crate::ops::{Io, What};
 use crate::oracle::{self, Fill, FlushToken, Outcome, ReadToken, SECTOR_BYTES, WriteToken};
 use crate::rt::sync::Arc;
+use crate::rt::thread;
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const PAGE: u64 = 4096;
@@ -15,6 +19,9 @@ const PAGE: u64 = 4096;
 const LIMIT_SLACK_BYTES: u64 = 192 << 10;
 /// As much for a device's own cap, by which it is charged in steps of 64 KiB for each CPU.
 const CAP_SLACK_BYTES: u64 = 256 << 10;
+
+/// Time in which what was removed is freed.
+const SETTLES: Duration = Duration::from_secs(5);
 
 /// A request that was begun.
 pub struct Task {
@@ -26,9 +33,46 @@ pub struct Task {
     pub data: Vec<u8>,
     oracle: OracleId,
     token: Token,
-    before: Causes,
+    before: Before,
+}
+
+/// What was so when a request began.
+#[derive(Clone, Copy)]
+pub(super) struct Before {
+    causes: Causes,
+    /// A limit was reached that it can meet.
+    full: bool,
+    /// Verbs that make room, as [`World::frees`] counts them.
+    frees: u64,
     /// Of the families below: bytes in use.
     used: u64,
+    /// Of a RAM disk's family: what has memory, and the bytes of it that belong to nodes.
+    layers: u64,
+    live: u64,
+    /// See [`Leaving::settled`].
+    leaving: Option<u64>,
+}
+
+/// Which removals there were, and whether one is under way.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Leaving {
+    begun: u64,
+    under_way: bool,
+}
+
+impl Leaving {
+    pub fn begins(&mut self) {
+        *self = Self { begun: self.begun + 1, under_way: true };
+    }
+
+    pub fn ends(&mut self) {
+        self.under_way = false;
+    }
+
+    /// A number that is the same as long as no removal begins; none while one is under way.
+    fn settled(self) -> Option<u64> {
+        (!self.under_way).then_some(self.begun)
+    }
 }
 
 enum Token {
@@ -44,7 +88,7 @@ impl World {
             What::Read | What::Flush => self.targets(),
             _ => self.nodes_that(|node| !node.covered && !is_read_only(&node.kind)),
         };
-        let id = pick(&all, io.node)?;
+        let id = self.choose(&all, io.node)?;
         let geometry = self.nodes[&id].device.geometry();
         let (offset, len) = place(io, &geometry);
         let fua = if io.fua { Flags::FUA } else { Flags::empty() };
@@ -74,7 +118,7 @@ impl World {
         node.users += 1;
         let (device, oracle_id) = (Arc::clone(&node.device), node.oracle);
         let node = &self.nodes[&id];
-        let (before, used) = (self.causes(&node.disks), self.used(node));
+        let before = self.before(node);
         let oracle = self.oracles.get_mut(&oracle_id)?;
         let sectors = request.offset / SECTOR..(request.offset + request.len) / SECTOR;
         let mut data = Vec::new();
@@ -93,7 +137,7 @@ impl World {
                 Token::Write(oracle.begin_write(serial, sectors, kind))
             }
         };
-        Some((Task { node: id, request, data, oracle: oracle_id, token, before, used }, device))
+        Some((Task { node: id, request, data, oracle: oracle_id, token, before }, device))
     }
 
     /// A request was answered; of a read, with these bytes.
@@ -129,31 +173,42 @@ impl World {
         }
         match answer {
             Ok(()) => Ok(()),
-            Err(error) => self.judge(id, request, error, task.before, task.used),
+            Err(error) => self.judge(id, request, error, task.before),
         }
     }
 
+    /// What an error will be judged by.
+    pub(super) fn before(&self, node: &Node) -> Before {
+        let (causes, used) = (self.causes(&node.disks), self.used(node));
+        let (layers, live) = match &node.kind {
+            Kind::Ram(ram) => (self.families[ram.family].family.stat().layers, self.live(ram.family)),
+            _ => (0, 0),
+        };
+        let (full, leaving) = (self.is_full(node, used), self.leaving.settled());
+        Before { causes, full, frees: self.frees, used, layers, live, leaving }
+    }
+
     /// Whether an error has a cause.
-    fn judge(
+    pub(super) fn judge(
         &self,
         id: NodeId,
         request: Request,
         error: Error,
-        before: Causes,
-        used: u64,
+        before: Before,
     ) -> Result<(), Wrong> {
         // What is removed may answer that it is gone.
         let Some(node) = self.nodes.get(&id) else { return Ok(()) };
         let now = self.causes(&node.disks);
-        let caused = now.errors > before.errors || now.hung > 0;
+        let caused = now.errors > before.causes.errors || now.hung > 0;
         let has_cause = match error {
-            // What failed before can show now; a store that is just being given up says that it has
-            // no room.
-            Error::Media | Error::NoSpace if self.remembers(node) => {
-                caused || self.had_trouble(node) || self.is_short(node)
-            }
+            // What failed before can show now.
+            Error::Media if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
             Error::Media => caused,
-            Error::NoSpace => caused || self.is_full(node, used),
+            Error::NoSpace => {
+                let freed = self.frees != before.frees && self.is_limited(node);
+                let full = before.full || self.is_full(node, before.used);
+                caused || freed || full && !self.was_leaving(node, before)
+            }
             Error::Gone => self.is_dead(node) || matches!(node.kind, Kind::Power(_)),
             _ => false,
         };
@@ -164,7 +219,7 @@ impl World {
     }
 
     /// Whether it, or what it lies on, can be worse off for good after a failure.
-    fn remembers(&self, node: &Node) -> bool {
+    pub(super) fn remembers(&self, node: &Node) -> bool {
         matches!(node.kind, Kind::Cow(_) | Kind::Origin(_) | Kind::Power(_))
             || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.remembers(on))
     }
@@ -192,14 +247,43 @@ impl World {
                 stat.mem_limit > 0 && used + kept + LIMIT_SLACK_BYTES >= stat.mem_limit
                     || cap > 0 && charged + CAP_SLACK_BYTES >= cap
             }
-            Kind::Disk(_) | Kind::Memory => false,
+            Kind::Disk(_) | Kind::Memory | Kind::File(_) | Kind::Base(_) => false,
             Kind::Cow(_) | Kind::Origin(_) | Kind::Power(_) | Kind::Layer => self.is_short(node),
         }
     }
 
-    /// Whether a disk below it has died.
+    /// Whether what filled a RAM disk's family was what removed devices had left: writes wait for that. Where
+    /// time is virtual it is let pass, and what goes with a layer since the request began was theirs, but for
+    /// what nodes gave up meanwhile. Nothing may have been removed beside the request: it may have come before.
+    fn was_leaving(&self, node: &Node, before: Before) -> bool {
+        let Kind::Ram(ram) = &node.kind else { return false };
+        let stat = || self.families[ram.family].family.stat();
+        let then = stat();
+        let alone = before.leaving.is_some() && before.leaving == self.leaving.settled();
+        if !cfg!(freestone_sim) || !alone || then.mem_limit == 0 || ram.ram.own_limits().0 > 0 {
+            return false;
+        }
+        let live = self.live(ram.family).max(before.live);
+        thread::sleep(SETTLES);
+        let now = stat();
+        let used = now.mem_used_total + live.saturating_sub(self.live(ram.family));
+        now.layers < then.layers.max(before.layers)
+            && used + now.guaranteed * 9 / 8 + LIMIT_SLACK_BYTES < now.mem_limit
+    }
+
+    /// Bytes that the nodes of a family have in memory.
+    fn live(&self, family: usize) -> u64 {
+        let charged = |node: &Node| match &node.kind {
+            Kind::Ram(ram) if ram.family == family => ram.ram.over_stat().charged,
+            _ => 0,
+        };
+        self.nodes.values().map(charged).sum()
+    }
+
+    /// Whether a disk below it has died. That may be told by another one that died with it: a request can wait for a copy to the
+    /// store of a snapshot beside its own.
     fn is_dead(&self, node: &Node) -> bool {
-        node.disks.iter().filter_map(|id| self.disks.get(id)).any(|disk| disk.injected().gone > 0)
+        node.disks.iter().filter_map(|id| self.disks.get(id)).any(DiskControl::is_dead)
     }
 
     fn used(&self, node: &Node) -> u64 {
@@ -209,7 +293,7 @@ impl World {
 }
 
 fn is_read_only(kind: &Kind) -> bool {
-    matches!(kind, Kind::Ram(ram) if ram.ram.is_snapshot())
+    matches!(kind, Kind::Base(_)) || matches!(kind, Kind::Ram(ram) if ram.ram.is_snapshot())
 }
 
 /// Where on a device of this geometry a request lies.

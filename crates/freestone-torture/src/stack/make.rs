@@ -11,8 +11,8 @@ use freestone::power::{self, Power};
 use freestone::ram::{self, Secondary};
 
 use super::{
-    Act, DiskId, FamilyNode, Kind, Node, NodeId, OriginNode, PowerNode, RamNode, World, Wrong, act, finish,
-    pick, wrong,
+    Act, Below, DiskId, FamilyNode, Kind, Node, NodeId, OriginNode, PowerNode, RamNode, World, Wrong, act,
+    finish, wrong,
 };
 use crate::disk::{DiskConfig, SimDisk};
 use crate::ops::{Backing, DiskOp};
@@ -79,13 +79,12 @@ impl World {
     }
 
     pub(super) fn make_ram(&mut self, family: u16, kib: u32) -> Option<Act> {
-        let all: Vec<usize> = (0..self.families.len()).collect();
-        let at = pick(&all, family)?;
+        let at = self.family_of(family)?;
         let made = self.families[at].family.ram(u64::from(kib.max(4)) << 10);
         act(move || {
             finish(move |world| match made {
                 Ok(ram) => {
-                    world.add_ram("ram", ram, at, None, Vec::new());
+                    world.add_ram("ram", ram, at, None, None);
                     Ok(())
                 }
                 Err(error) => wrong(format!("a RAM disk could not be made: {error}")),
@@ -93,22 +92,23 @@ impl World {
         })
     }
 
-    /// A disk or fork with what its base has, or zeroes.
+    /// A disk, fork or snapshot which shows this, or zeroes.
     pub(super) fn add_ram(
         &mut self,
         name: &str,
         ram: ram::Ram,
         family: usize,
-        base: Option<Oracle>,
-        on: Vec<NodeId>,
+        shown: Option<Oracle>,
+        below: Option<Below>,
     ) -> NodeId {
         let sectors = ram.geometry().size / SECTOR_BYTES as u64;
-        let mut oracle = base.clone().unwrap_or_else(|| Oracle::new(name, sectors, Durability::Nothing));
+        let mut oracle =
+            shown.unwrap_or_else(|| self.new_oracle(name, ram.geometry().size, Durability::Nothing));
         oracle.grow(sectors);
         let oracle = self.add_oracle(oracle);
         let device: Arc<dyn Device> = Arc::new(ram.clone());
-        let kind = Kind::Ram(RamNode { ram, family, base: base.map(Arc::new) });
-        let id = self.add(name, kind, device, oracle, on);
+        let kind = Kind::Ram(RamNode { ram, family, below });
+        let id = self.add(name, kind, device, oracle, Vec::new());
         self.rename(id);
         id
     }
@@ -140,7 +140,7 @@ impl World {
     pub(super) fn add_disk_node(&mut self, name: &str, disk: SimDisk) -> NodeId {
         let geometry = disk.geometry();
         let durability = if geometry.volatile_cache { Durability::Flushed } else { Durability::Answered };
-        let oracle = Oracle::new(name, geometry.size / SECTOR_BYTES as u64, durability);
+        let oracle = self.new_oracle(name, geometry.size, durability);
         let oracle = self.add_oracle(oracle);
         let number = self.add_disk(&disk);
         let id = self.add(name, Kind::Disk(number), Arc::new(disk), oracle, Vec::new());
@@ -154,7 +154,7 @@ impl World {
         act(move || {
             finish(move |world| match made {
                 Ok(memory) => {
-                    let oracle = Oracle::new("memory", size / SECTOR_BYTES as u64, Durability::Nothing);
+                    let oracle = world.new_oracle("memory", size, Durability::Nothing);
                     let oracle = world.add_oracle(oracle);
                     let id = world.add("memory", Kind::Memory, Arc::new(memory), oracle, Vec::new());
                     world.rename(id);
@@ -168,8 +168,8 @@ impl World {
     /// A node of a device that is none of the stack's, all zeroes.
     #[cfg(test)]
     pub fn add_device(&mut self, name: &str, device: Arc<dyn Device>) {
-        let sectors = device.geometry().size / SECTOR_BYTES as u64;
-        let oracle = self.add_oracle(Oracle::new(name, sectors, Durability::Nothing));
+        let oracle = self.new_oracle(name, device.geometry().size, Durability::Nothing);
+        let oracle = self.add_oracle(oracle);
         self.add(name, Kind::Memory, device, oracle, Vec::new());
     }
 
@@ -182,7 +182,8 @@ impl World {
                 Kind::Ram(ram) => !ram.ram.is_snapshot(),
                 Kind::Origin(origin) => !origin.is_half,
                 Kind::Cow(cow) => !cow.merging,
-                Kind::Disk(_) | Kind::Memory | Kind::Power(_) | Kind::Layer => true,
+                Kind::Base(_) => false,
+                Kind::Disk(_) | Kind::Memory | Kind::File(_) | Kind::Power(_) | Kind::Layer => true,
             };
             is_plain && !node.covered
         });
@@ -264,7 +265,7 @@ impl World {
                 let now = world.causes(&node.disks);
                 let may_fail = world.had_trouble(node) || world.is_short(node);
                 if let Some(oracle) = world.oracles.get_mut(&node.oracle) {
-                    oracle.crash();
+                    oracle.cut();
                 }
                 world.count("power cuts");
                 match cut {
@@ -298,13 +299,18 @@ impl World {
         let power = self.take(id, &mut gone);
         self.sweep();
         self.count("removals");
+        self.leaving.begins();
         Box::new(move || {
             drop(gone);
             finish(move |world| {
+                world.leaving.ends();
                 // Its last flush may have failed.
                 let Some(PowerGone { below, disks, may_fail, was }) = power else { return Ok(()) };
                 let causes = world.causes(&disks);
-                if let Some(oracle) = world.nodes.get(&below).map(|node| node.oracle) {
+                if let Some(below) = world.nodes.get(&below) {
+                    // A limit may have been set meanwhile.
+                    let may_fail = may_fail || world.is_short(below);
+                    let oracle = below.oracle;
                     if before != Some(causes) || causes.hung > 0 || may_fail {
                         world.oracles.get_mut(&oracle).map(Oracle::crash);
                     }

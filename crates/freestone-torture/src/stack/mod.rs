@@ -8,24 +8,38 @@
 //! [`World::begin_io`] and [`World::begin`] look at the world and tell the oracles; what they
 //! return is then done without the world; and what came of it is judged with the world again.
 
+mod begin;
 mod cow;
 mod crash;
+mod failing;
+mod files;
+mod focus;
+mod fork;
 mod io;
+mod look;
 mod make;
+mod moment;
 mod ram;
+mod saves;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::path::PathBuf;
 
 use freestone::cow::{Origin, Snapshot};
 use freestone::device::Device;
 use freestone::power::Power;
 use freestone::ram::{Family, Ram};
+use tempfile::TempDir;
 
 use crate::disk::{DiskControl, SimDisk};
-use crate::ops::Op;
-use crate::oracle::{Durability, Oracle, Violation};
+use crate::oracle::{Clock, Durability, Oracle, ReadToken, SECTOR_BYTES, Violation};
 use crate::rt::sync::Arc;
+pub use begin::About;
+use failing::Injector;
+use files::BaseFile;
+use focus::Focused;
+use io::Leaving;
 pub use io::Task;
 
 /// Nodes at one time; ops that would make more do nothing.
@@ -88,13 +102,23 @@ fn finish(finish: impl FnOnce(&mut World) -> Result<(), Wrong> + Send + 'static)
 pub struct World {
     nodes: BTreeMap<NodeId, Node>,
     oracles: BTreeMap<OracleId, Oracle>,
+    /// Of all of them, so that what happened on several can be put in order.
+    clock: Clock,
     families: Vec<FamilyNode>,
     disks: BTreeMap<DiskId, DiskControl>,
+    /// What else has causes of failures.
+    injectors: BTreeMap<DiskId, Injector>,
     /// Numbers that were given out.
     ids: u32,
     writes: u64,
+    /// Where files lie, once there are any.
+    dir: Option<TempDir>,
     /// Nodes that are being changed get no requests.
     held: BTreeSet<NodeId>,
+    /// Verbs that make room, or change limits: those that began, and those that ended.
+    frees: u64,
+    leaving: Leaving,
+    focused: Option<Focused>,
     /// What happened, for the report.
     tally: BTreeMap<&'static str, u64>,
 }
@@ -108,7 +132,7 @@ struct Node {
     /// What it lies on.
     on: Vec<NodeId>,
     covered: bool,
-    /// The disks that its requests may come to.
+    /// The disks that its requests may come to, and what else may fail on their way.
     disks: BTreeSet<DiskId>,
     /// Likewise the families.
     families: BTreeSet<usize>,
@@ -123,19 +147,33 @@ struct Node {
 enum Kind {
     Disk(DiskId),
     Memory,
+    /// With the number under which its failures are counted.
+    File(DiskId),
     Ram(RamNode),
     Origin(OriginNode),
     Cow(CowNode),
     Power(PowerNode),
-    /// Changes nothing.
+    /// A file or image that is only read.
+    Base(BaseFile),
+    /// Changes nothing; it may fail.
     Layer,
 }
 
 struct RamNode {
     ram: Ram,
     family: usize,
-    /// What a rewind goes back to; `None` is zeroes.
-    base: Option<Arc<Oracle>>,
+    /// What it was made over, also of a snapshot its origin; `None` is zeroes.
+    below: Option<Below>,
+}
+
+/// What lies below a fork, and below its snapshots.
+#[derive(Clone)]
+struct Below {
+    shows: Arc<Oracle>,
+    /// At the bottom of it, where that is none of the family's.
+    device: Option<Arc<dyn Device>>,
+    /// The file or image that this is.
+    file: Option<BaseFile>,
 }
 
 struct OriginNode {
@@ -150,6 +188,7 @@ struct PowerNode {
     was: Durability,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
 struct CowNode {
     snapshot: Snapshot,
     origin: NodeId,
@@ -161,6 +200,9 @@ struct CowNode {
     merging: bool,
     /// A merge may have been marked, though it was answered with an error.
     maybe_marked: bool,
+    /// When its disks died it was lost, its COW device did not say so, and the origin did not wait
+    /// for that any more.
+    unmarked: bool,
 }
 
 struct FamilyNode {
@@ -206,20 +248,9 @@ impl World {
         self.nodes.get(&id).map_or_else(|| format!("node {id} (gone)"), |node| node.name.clone())
     }
 
-    /// The names of what an op is about.
-    pub fn names(&self, about: &About) -> String {
-        let names: Vec<String> = about.nodes.iter().map(|&id| self.name(id)).collect();
-        names.join(", ")
-    }
-
     /// Whether requests to it are in flight.
     pub fn is_quiet(&self, id: NodeId) -> bool {
         self.nodes.get(&id).is_none_or(|node| node.users == 0)
-    }
-
-    /// The controls of all simulated disks.
-    pub fn disks(&self) -> Vec<DiskControl> {
-        self.disks.values().cloned().collect()
     }
 
     /// What the disks' users did wrong.
@@ -242,6 +273,10 @@ impl World {
             causes.errors += injected.errors();
             causes.hung += injected.hung;
         }
+        for injected in disks.iter().filter_map(|id| self.injectors.get(id)).map(Injector::causes) {
+            causes.errors += injected.errors;
+            causes.hung += injected.hung;
+        }
         causes
     }
 
@@ -262,6 +297,10 @@ impl World {
     fn new_id(&mut self) -> u32 {
         self.ids += 1;
         self.ids
+    }
+
+    fn new_oracle(&self, name: &str, bytes: u64, durability: Durability) -> Oracle {
+        Oracle::timed(name, bytes / SECTOR_BYTES as u64, durability, &self.clock)
     }
 
     fn add_oracle(&mut self, oracle: Oracle) -> OracleId {
@@ -329,10 +368,26 @@ impl World {
         id
     }
 
+    /// A verb gave nothing to judge.
+    fn abandon(&mut self, oracle: OracleId, token: ReadToken) {
+        if let Some(oracle) = self.oracles.get_mut(&oracle) {
+            oracle.abandon(token);
+        }
+    }
+
     /// Drops oracles that no node has.
     fn sweep(&mut self) {
         let used: BTreeSet<OracleId> = self.nodes.values().map(|node| node.oracle).collect();
         self.oracles.retain(|id, _| used.contains(id));
+    }
+
+    /// A file that is not there yet.
+    fn new_path(&mut self, name: &str) -> Option<PathBuf> {
+        let number = self.new_id();
+        if self.dir.is_none() {
+            self.dir = Some(tempfile::tempdir().expect("a directory for files"));
+        }
+        self.dir.as_ref().map(|dir| dir.path().join(format!("{name}-{number}")))
     }
 
     /// The next number of a write.
@@ -346,152 +401,11 @@ fn named(id: DiskId, complaints: Vec<String>) -> impl Iterator<Item = String> {
     complaints.into_iter().map(move |complaint| format!("disk {id}: {complaint}"))
 }
 
-/// One of these, if there is one.
+/// One of these, if there is one; the largest number is the last of them.
 fn pick<T: Copy>(all: &[T], number: u16) -> Option<T> {
-    if all.is_empty() { None } else { Some(all[usize::from(number) % all.len()]) }
-}
-
-// ---- ops ----------------------------------------------------------------------------------------
-
-/// The nodes that an op is about, in the order in which it names them.
-#[derive(Debug, Clone, Default)]
-pub struct About {
-    nodes: Vec<NodeId>,
-    /// These must have no requests in flight, and get none until the op is finished.
-    pub quiet: Vec<NodeId>,
-}
-
-impl World {
-    /// Which nodes an op is about. `None`: there is nothing for it to do.
-    pub fn about(&self, op: &Op) -> Option<About> {
-        let one = |all: Vec<NodeId>, number: u16| pick(&all, number).map(|id| vec![id]);
-        let has_room = self.nodes.len() < NODES_MAX;
-        let (nodes, possible) = match op {
-            Op::Io(_) | Op::Check(_) | Op::Await => return None,
-            Op::Family { .. } => (Vec::new(), self.families.len() < FAMILIES_MAX),
-            Op::Ram { .. } => (Vec::new(), has_room && !self.families.is_empty()),
-            Op::Disk(_) | Op::Memory { .. } => (Vec::new(), has_room),
-            Op::Plan { .. } | Op::Room { .. } | Op::Shrink { .. } | Op::Heal(_) => (Vec::new(), true),
-            Op::Limit { .. } => (Vec::new(), !self.families.is_empty()),
-            Op::Snapshot(numbers) => {
-                let all = self.ram_origins();
-                let mut nodes: Vec<NodeId> =
-                    numbers.iter().filter_map(|&number| pick(&all, number)).collect();
-                nodes.dedup();
-                (nodes, has_room)
-            }
-            Op::Fork { snapshot, .. } => (one(self.ram_snapshots(), *snapshot)?, has_room),
-            Op::Rewind { node, .. } | Op::OwnLimits { node, .. } => (one(self.ram_live(), *node)?, true),
-            Op::Grow { node, .. } => (one(self.ram_growing(), *node)?, true),
-            Op::Writeback { node, .. } | Op::Recompress(node) | Op::Compact(node) => {
-                (one(self.rams(), *node)?, true)
-            }
-            Op::Origin(node) | Op::Power(node) | Op::Wrap { node, .. } => {
-                (one(self.coverable(), *node)?, has_room)
-            }
-            Op::CowSnapshot { origin, .. } => (one(self.origins(), *origin)?, has_room),
-            Op::Merge(node) | Op::StopMerge(node) | Op::WaitMerge(node) => (one(self.cows(), *node)?, true),
-            Op::PowerCut { node, .. } => (one(self.powers(), *node)?, true),
-            Op::Remove(node) => (one(self.removable(), *node)?, true),
-            Op::Crash { tree, .. } => (one(self.crashable(), *tree)?, true),
-        };
-        if !possible || (nodes.is_empty() && matches!(op, Op::Snapshot(_))) {
-            return None;
-        }
-        let quiet = self.must_be_quiet(op, &nodes);
-        Some(About { nodes, quiet })
-    }
-
-    fn must_be_quiet(&self, op: &Op, nodes: &[NodeId]) -> Vec<NodeId> {
-        match op {
-            Op::Origin(_) | Op::Power(_) | Op::Wrap { .. } => nodes.to_vec(),
-            Op::Merge(_) => {
-                let origin = self.nodes.get(&nodes[0]).and_then(|node| node.on.first().copied());
-                nodes.iter().copied().chain(origin).collect()
-            }
-            // What is written through a cover is not to arrive when the cover is gone.
-            Op::Remove(_) if self.nodes.get(&nodes[0]).is_some_and(|node| !node.on.is_empty()) => {
-                nodes.to_vec()
-            }
-            Op::Crash { .. } => self.tree(nodes[0]),
-            _ => Vec::new(),
-        }
-    }
-
-    /// Nodes that are held get no requests until [`let_go`](Self::let_go).
-    pub fn hold(&mut self, about: &About) {
-        self.held.extend(&about.quiet);
-    }
-
-    /// The op is finished.
-    pub fn let_go(&mut self, about: &About) {
-        for id in &about.quiet {
-            self.held.remove(id);
-        }
-    }
-
-    /// What is done before the nodes are waited for.
-    pub fn prelude(&mut self, op: &Op, about: &About) {
-        if let Op::Crash { power, seed, .. } = op {
-            self.tree_dies(about.nodes[0], *power, *seed);
-        }
-    }
-
-    /// Begins an op other than requests.
-    pub fn begin(&mut self, op: &Op, about: &About) -> Option<Act> {
-        let nodes = &about.nodes;
-        match op {
-            Op::Io(_) | Op::Check(_) | Op::Await => None,
-            Op::Family { limit_kib, algorithm, backing, auto } => {
-                self.make_family(*limit_kib, *algorithm, *backing, *auto)
-            }
-            Op::Ram { family, kib } => self.make_ram(*family, *kib),
-            Op::Disk(disk) => self.make_disk(*disk),
-            Op::Memory { kib } => Self::make_memory(*kib),
-            Op::Snapshot(_) => self.snapshot(nodes),
-            Op::Fork { more_sectors, cap_kib, family, .. } => {
-                self.fork(nodes[0], *more_sectors, *cap_kib, *family)
-            }
-            Op::Rewind { reset, .. } => self.rewind(nodes[0], *reset),
-            Op::Grow { kib, .. } => self.grow(nodes[0], *kib),
-            Op::Writeback { which, .. } => self.writeback(nodes[0], *which),
-            Op::Recompress(_) => self.recompress(nodes[0]),
-            Op::Compact(_) => self.compact(nodes[0]),
-            Op::Limit { family, kib } => self.limit(*family, *kib),
-            Op::OwnLimits { cap_kib, least_kib, .. } => self.own_limits(nodes[0], *cap_kib, *least_kib),
-            Op::Origin(_) => self.make_origin(nodes[0]),
-            Op::CowSnapshot { store, chunk, ample, on, .. } => {
-                self.make_cow(nodes[0], *store, *chunk, *ample, *on)
-            }
-            Op::Merge(_) => self.merge(nodes[0]),
-            Op::StopMerge(_) => self.end_merge(nodes[0], true),
-            Op::WaitMerge(_) => self.end_merge(nodes[0], false),
-            Op::Power(_) => self.make_power(nodes[0]),
-            Op::PowerCut { seed, .. } => self.power_cut(nodes[0], *seed),
-            Op::Wrap { layer, .. } => self.make_layer(nodes[0], *layer),
-            Op::Remove(_) => Some(self.remove(nodes[0])),
-            Op::Crash { seed, power, .. } => self.reopen(nodes[0], *power, *seed),
-            Op::Plan { disk, plan } => self.with_disk(*disk, |control| control.set_plan(*plan)),
-            Op::Room { disk, kib } => {
-                self.with_disk(*disk, |control| control.set_room(Some(u64::from(*kib) << 10)))
-            }
-            Op::Shrink { disk, parts } => self.with_disk(*disk, |control| {
-                let size = control.bytes().len() as u64;
-                control.shrink_to(Some(size * u64::from(*parts) / 1024 / 512 * 512));
-            }),
-            Op::Heal(None) => {
-                self.disks.values().for_each(DiskControl::heal);
-                None
-            }
-            Op::Heal(Some(disk)) => self.with_disk(*disk, DiskControl::heal),
-        }
-    }
-
-    fn with_disk(&self, number: u16, change: impl FnOnce(&DiskControl)) -> Option<Act> {
-        let all: Vec<DiskId> = self.disks.keys().copied().collect();
-        if let Some(disk) = pick(&all, number).and_then(|id| self.disks.get(&id)) {
-            change(disk);
-        }
-        None
+    if number == u16::MAX {
+        all.last().copied()
+    } else {
+        all.get(usize::from(number) % all.len().max(1)).copied()
     }
 }

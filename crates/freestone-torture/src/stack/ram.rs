@@ -1,12 +1,11 @@
 //! Verbs of RAM disks, forks and snapshots.
 
 use freestone::device::Device;
-use freestone::moment::{self, Pending};
 use freestone::ram::{
-    ForkConfig, Idle, Ram, Recompress, RecompressError, RecompressKind, SetupError, Writeback, WritebackError,
+    Idle, Ram, Recompress, RecompressError, RecompressKind, SetupError, Writeback, WritebackError,
 };
 
-use super::{Act, Kind, Node, NodeId, RamNode, World, act, finish, pick, wrong};
+use super::{Act, Below, Kind, Node, NodeId, RamNode, World, act, finish, wrong};
 use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
@@ -69,42 +68,16 @@ impl World {
         }
     }
 
-    /// Of several at one moment.
-    pub(super) fn snapshot(&mut self, nodes: &[NodeId]) -> Option<Act> {
-        let mut origins = Vec::new();
-        for &id in nodes {
-            let (ram, family) = self.ram(id)?;
-            let oracle = self.nodes[&id].oracle;
-            let token = self.oracles.get_mut(&oracle)?.begin_read();
-            origins.push((id, ram, family, oracle, token));
+    /// What lies below a disk, fork or snapshot.
+    pub(super) fn below_ram(&self, id: NodeId) -> Option<Below> {
+        match &self.nodes.get(&id)?.kind {
+            Kind::Ram(node) => node.below.clone(),
+            _ => None,
         }
-        act(move || {
-            let taken = take(origins.iter().map(|(_, ram, ..)| ram));
-            finish(move |world| {
-                world.count("snapshots");
-                let taken = match taken {
-                    Ok(taken) => taken.into_iter().map(Some).collect(),
-                    Err(SetupError::NotInTime(_)) if world.has_hung() => vec![None; origins.len()],
-                    Err(error) => return wrong(format!("a snapshot could not be taken: {error}")),
-                };
-                for ((id, ram, family, oracle, token), taken) in origins.into_iter().zip(taken) {
-                    drop(ram);
-                    let Some(oracle) = world.oracles.get_mut(&oracle) else { continue };
-                    let Some(taken) = taken else {
-                        oracle.abandon(token);
-                        continue;
-                    };
-                    let shown = oracle.snapshot_since(token, "snapshot", Durability::Nothing);
-                    let made = world.add_ram("snapshot", taken, family, Some(shown), Vec::new());
-                    world.inherit(made, id);
-                }
-                Ok(())
-            })
-        })
     }
 
     /// What a node was made from lies below it.
-    fn inherit(&mut self, made: NodeId, from: NodeId) {
+    pub(super) fn inherit(&mut self, made: NodeId, from: NodeId) {
         let Some(from) = self.nodes.get(&from) else { return };
         let (disks, families) = (from.disks.clone(), from.families.clone());
         if let Some(made) = self.nodes.get_mut(&made) {
@@ -116,62 +89,22 @@ impl World {
     /// Whether anything hung so far: what waits for writes may have given up.
     pub(super) fn has_hung(&self) -> bool {
         self.disks.values().any(|disk| disk.injected().hung > 0)
-    }
-
-    pub(super) fn fork(
-        &mut self,
-        id: NodeId,
-        more_sectors: u32,
-        cap_kib: u32,
-        family: Option<u16>,
-    ) -> Option<Act> {
-        let (snapshot, own) = self.ram(id)?;
-        let base = self.oracles.get(&self.nodes[&id].oracle)?.clone();
-        let size = snapshot.geometry().size + u64::from(more_sectors) * SECTOR_BYTES as u64;
-        let cap = u64::from(cap_kib) << 10;
-        let config = ForkConfig { size: Some(size), mem_limit: cap, mem_min: 0 };
-        let all: Vec<usize> = (0..self.families.len()).collect();
-        let other = family.and_then(|number| pick(&all, number)).filter(|&other| other != own);
-        let into = other.map(|other| self.families[other].family.clone());
-        act(move || {
-            let made = match &into {
-                None => snapshot.fork(&config),
-                Some(family) => family.fork(Arc::new(snapshot), &config),
-            };
-            finish(move |world| {
-                world.count("forks");
-                let made = match made {
-                    Ok(made) => made,
-                    Err(SetupError::TooDeep) => return Ok(()),
-                    Err(error) => return wrong(format!("a fork could not be made: {error}")),
-                };
-                let fork = world.add_ram("fork", made, other.unwrap_or(own), Some(base), Vec::new());
-                world.inherit(fork, id);
-                if cap > 0
-                    && let Some(family) = world.families.get_mut(other.unwrap_or(own))
-                {
-                    family.limited = true;
-                }
-                Ok(())
-            })
-        })
+            || self.injectors.values().any(|injector| injector.causes().hung > 0)
     }
 
     pub(super) fn rewind(&mut self, id: NodeId, reset: bool) -> Option<Act> {
         let (ram, _) = self.ram(id)?;
         let oracle = self.nodes[&id].oracle;
-        let token = self.oracles.get_mut(&oracle)?.begin_read();
+        let below = self.below_ram(id).map(|below| below.shows);
+        let shown = self.oracles.get_mut(&oracle)?;
+        let base =
+            below.unwrap_or_else(|| Arc::new(Oracle::new("zeroes", shown.size(), Durability::Nothing)));
+        let token = shown.begin_turn(&base);
         act(move || {
             let done = if reset { ram.reset() } else { ram.rewind() };
             finish(move |world| {
                 world.count("rewinds");
-                let base = match world.nodes.get(&id).map(|node| &node.kind) {
-                    Some(Kind::Ram(node)) => node.base.clone(),
-                    _ => None,
-                };
                 if let Some(oracle) = world.oracles.get_mut(&oracle) {
-                    let zeroes = || Arc::new(Oracle::new("zeroes", oracle.size(), Durability::Nothing));
-                    let base = base.unwrap_or_else(zeroes);
                     oracle.turn_into(token, &base, false);
                 }
                 done.or_else(|error| wrong(format!("a rewind failed: {error}")))
@@ -181,15 +114,15 @@ impl World {
 
     pub(super) fn grow(&mut self, id: NodeId, kib: u32) -> Option<Act> {
         let (ram, _) = self.ram(id)?;
-        let size = (ram.geometry().size + (u64::from(kib) << 10)).min(16 << 20);
+        let before = ram.geometry().size;
+        let size = (before + (u64::from(kib) << 10)).min(16 << 20).max(before);
+        // Requests may come to what is new before the verb is over.
+        let oracle = self.nodes[&id].oracle;
+        self.oracles.get_mut(&oracle)?.grow(size / SECTOR_BYTES as u64);
         act(move || {
-            let grown = if size > ram.geometry().size { ram.grow(size) } else { Ok(()) };
+            let grown = if size > before { ram.grow(size) } else { Ok(()) };
             finish(move |world| {
                 world.count("growths");
-                let sectors = ram.geometry().size / SECTOR_BYTES as u64;
-                if let Some(oracle) = world.nodes.get(&id).map(|node| node.oracle) {
-                    world.oracles.get_mut(&oracle).into_iter().for_each(|oracle| oracle.grow(sectors));
-                }
                 grown.or_else(|error| wrong(format!("a device did not grow: {error}")))
             })
         })
@@ -256,8 +189,7 @@ impl World {
     }
 
     pub(super) fn limit(&mut self, family: u16, kib: u32) -> Option<Act> {
-        let all: Vec<usize> = (0..self.families.len()).collect();
-        let at = pick(&all, family)?;
+        let at = self.family_of(family)?;
         let family = &mut self.families[at];
         family.limited |= kib > 0;
         family.family.set_mem_limit(u64::from(kib) << 10);
@@ -283,12 +215,4 @@ impl World {
             })
         })
     }
-}
-
-/// Snapshots of all of these at one moment.
-fn take<'a>(origins: impl Iterator<Item = &'a Ram>) -> Result<Vec<Ram>, SetupError> {
-    let mut pending = origins.map(Ram::prepare_snapshot).collect::<Result<Vec<_>, _>>()?;
-    let mut all: Vec<&mut dyn Pending> = pending.iter_mut().map(|one| one as _).collect();
-    moment::take(&mut all).map_err(|_| SetupError::NotInTime(moment::NotInTime))?;
-    Ok(pending.into_iter().map(freestone::ram::PendingSnapshot::into_snapshot).collect())
 }

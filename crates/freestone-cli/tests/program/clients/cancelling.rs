@@ -1,0 +1,158 @@
+//! Saves that nobody waits for any more: they end soon, and leave what was there.
+
+use std::fs;
+use std::process::{Child, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::clients::tools::{MIB, ok, tool, uri};
+use crate::harness::{Serve, finish, freestone, sentence};
+
+const LONG: Duration = Duration::from_secs(60);
+const STEP: Duration = Duration::from_millis(20);
+/// A base that takes far longer to read than a test may.
+const ENDLESS_BYTES: u64 = 1 << 42;
+/// A server and what it may wait for when it ends.
+const END_MAX: Duration = Duration::from_secs(15);
+
+const SAVE: [&str; 4] = ["save", "f", "f.saved", "--whole-base"];
+const DELTA: [&str; 4] = ["delta", "save", "g", "g.qcow2"];
+
+/// Two forks: `f` of a base without end, `g` of a base that is slow from `slow` on. Both have been saved.
+fn start() -> Serve {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, size) in [("endless.img", ENDLESS_BYTES), ("slow.img", 64 * MIB)] {
+        fs::File::create(dir.path().join(name)).unwrap().set_len(size).unwrap();
+    }
+    let serve = Serve::start_in(
+        dir,
+        &[
+            "endless=file,path=endless.img,readonly=yes",
+            "slow=file,path=slow.img,readonly=yes,faults=none",
+            "f=fork,base=endless",
+            "g=fork,base=slow",
+        ],
+        true,
+    );
+    let mut io = tool("qemu-io");
+    io.args(["-f", "raw"]);
+    for at in 0..64 {
+        io.args(["-c", &format!("write -q -P 1 {at}M 4k")]);
+    }
+    ok(io.arg(uri(&serve, "g")));
+    serve.text(&["save", "f", "f.saved"]);
+    serve.text(&["delta", "save", "g", "g.qcow2"]);
+    serve.text(&["set", "slow", "faults=read delay=2s"]);
+    serve
+}
+
+fn names(serve: &Serve) -> Vec<String> {
+    let rows = fs::read_dir(serve.dir.path()).unwrap();
+    let mut names: Vec<_> = rows.map(|row| row.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// A client whose verb is under way.
+fn begin(serve: &Serve, args: &[&str], device: &str) -> Child {
+    let mut client = freestone(serve.dir.path());
+    client.args(args).arg("--control").arg(serve.path("control"));
+    let client = client.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    eventually("it runs", || serve.json(&["stat", device]).get("progress").is_some());
+    client
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < LONG, "not so: {what}");
+        sleep(STEP);
+    }
+}
+
+fn signal(client: &Child, signal: Signal) {
+    kill_process(Pid::from_raw(client.id().cast_signed()).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn a_client_that_goes_away_takes_its_verb_along() {
+    let serve = start();
+    let before = names(&serve);
+    for (args, device, file) in [(SAVE, "f", "f.saved"), (DELTA, "g", "g.qcow2")] {
+        let old = fs::read(serve.path(file)).unwrap();
+        let client = begin(&serve, &args, device);
+        // Not SIGINT, which a shell has its background jobs ignore, and they their children.
+        signal(&client, Signal::TERM);
+        assert_eq!(client.wait_with_output().unwrap().status.code(), None, "it ends by the signal");
+        eventually("the verb has ended", || serve.json(&["stat", device]).get("progress").is_none());
+        assert_eq!(fs::read(serve.path(file)).unwrap(), old);
+        assert_eq!(names(&serve), before);
+    }
+    // A client that only closes its sending side waits for the answer.
+    let stream = serve.control();
+    let file = serve.path("g.qcow2");
+    let line = format!(
+        "{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"delta.save\",\"params\":{{\"name\":\"g\",\"file\":{file:?}}}}}\n"
+    );
+    std::io::Write::write_all(&mut &stream, line.as_bytes()).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    eventually("it runs", || serve.json(&["stat", "g"]).get("progress").is_some());
+    serve.text(&["set", "slow", "faults=none"]);
+    let answer = crate::harness::answer(&stream);
+    assert_eq!(answer["result"]["name"], "g", "{answer}");
+}
+
+#[test]
+fn the_end_of_the_server_cancels_a_save() {
+    for (args, device, file) in [(SAVE, "f", "f.saved"), (DELTA, "g", "g.qcow2")] {
+        let serve = start();
+        let old = fs::read(serve.path(file)).unwrap();
+        let mut before = names(&serve);
+        before.retain(|name| name != "nbd" && name != "control");
+        let client = begin(&serve, &args, device);
+        let told = Instant::now();
+        serve.signal(Signal::TERM);
+        let Output { status, stderr, .. } = client.wait_with_output().unwrap();
+        let said = sentence(&String::from_utf8(stderr).unwrap());
+        let (code, dir) = serve.wait();
+        assert!(told.elapsed() < END_MAX, "it took {:?}", told.elapsed());
+        assert_eq!((code, status.code()), (Some(0), Some(1)), "{said}");
+        let at = dir.path().join(file);
+        let why = format!("cancelled, because the server is ending; {} is as it was", at.display());
+        assert!(said.starts_with(device) && said.ends_with(&why), "{said}");
+        assert_eq!(fs::read(at).unwrap(), old);
+        let rows = fs::read_dir(dir.path()).unwrap();
+        let mut after: Vec<_> = rows.map(|row| row.unwrap().file_name().into_string().unwrap()).collect();
+        after.sort();
+        assert_eq!(after, before);
+    }
+}
+
+#[test]
+fn a_killed_server_leaves_nothing_and_what_was_left_is_told() {
+    let serve = start();
+    let mut before = names(&serve);
+    let clients = [begin(&serve, &SAVE, "f"), begin(&serve, &DELTA, "g")];
+    serve.signal(Signal::KILL);
+    let (_, dir) = serve.wait();
+    for client in clients {
+        assert_eq!(client.wait_with_output().unwrap().status.code(), Some(1));
+    }
+    // A file system without nameless files would leave one.
+    let left = dir.path().join(".freestone-save-abc.tmp");
+    fs::write(&left, "half").unwrap();
+    before.push(".freestone-save-abc.tmp".into());
+    before.sort();
+    let run = ["serve", "d=file,path=slow.img,readonly=yes", "--run", "true"];
+    let (code, _, logged) = finish(freestone(dir.path()).args(run));
+    assert!(code == 0 && logged.contains(".freestone-save-abc.tmp: was left behind by a save"), "{logged}");
+    let serve = Serve::start_in(dir, &["r=ram,disksize=1M"], true);
+    assert_eq!(names(&serve), before);
+    let told = format!("{}: was left behind by a save that did not end; it can be removed\n", left.display());
+    assert!(serve.text(&["save", "r", "r.saved"]).starts_with(&told));
+    assert_eq!(serve.json(&["save", "r", "r.saved"])["left_behind"][0], left.display().to_string());
+    fs::remove_file(&left).unwrap();
+    assert!(!serve.text(&["save", "r", "r.saved"]).contains("left behind"));
+}

@@ -1,0 +1,91 @@
+//! nbdcopy: whole images in and out.
+
+use std::fs;
+use std::path::Path;
+
+use crate::clients::tools::{MIB, allocated, ok, sha256, stat, tool, uri};
+use crate::clients::tree::{check, ext4_image};
+use crate::harness::Serve;
+
+/// What file systems and block sizes may add to the allocation of a sparse copy.
+const SLACK_BYTES: u64 = 4 * MIB;
+
+/// `copy` is the image `original`: content, soundness, holes.
+#[track_caller]
+fn same_image(original: &Path, copy: &Path) {
+    assert_eq!(sha256(original), sha256(copy));
+    check(copy);
+    let (before, after) = (allocated(original), allocated(copy));
+    assert!(after <= before + SLACK_BYTES, "{before} bytes grew to {after}");
+}
+
+#[test]
+fn a_file_system_goes_in_and_out() {
+    const SIZE: u64 = 256 * MIB;
+    let dir = tempfile::tempdir().unwrap();
+    let image = ext4_image(dir.path(), 96 * MIB, SIZE);
+    let sparse = allocated(&image);
+    assert!(sparse < SIZE / 2 + 32 * MIB && sparse > 64 * MIB, "not the image this test is about: {sparse}");
+    let out = dir.path().join("out");
+    let args = [
+        "ram0=ram,disksize=256M",
+        "ram1=ram,disksize=256M,comp_algorithm=zstd",
+        "ram2=ram,disksize=256M,comp_algorithm=store",
+        "--nbd",
+        "tcp:127.0.0.1:0",
+        "--nbd",
+        "unix:nbd",
+        "--control",
+        "control",
+    ];
+    let serve = Serve::start_in(tempfile::tempdir().unwrap(), &args, false);
+    let server = serve.json(&["stat"])["server"].clone();
+    let tcp = server["addresses"].as_array().unwrap().iter().find_map(|a| a.as_str()?.strip_prefix("tcp:"));
+    let tcp = |export: &str| format!("nbd://{}/{export}", tcp.unwrap());
+
+    // One connection.
+    ok(tool("nbdcopy").args(["--connections=1", "--synchronous"]).arg(&image).arg(uri(&serve, "ram0")));
+    let stored = stat(&serve, "ram0", "mm_stat", "orig_data_size");
+    assert!(stored <= sparse, "holes are stored: {stored} bytes of {sparse}");
+    assert!(stored > sparse / 2, "{stored} bytes cannot be all of {sparse}");
+    let compressed = stat(&serve, "ram0", "mm_stat", "compr_data_size");
+    assert!(compressed < stored, "{compressed} of {stored}");
+    ok(tool("nbdcopy").args(["--connections=1", "--synchronous"]).arg(uri(&serve, "ram0")).arg(&out));
+    same_image(&image, &out);
+    fs::remove_file(&out).unwrap();
+
+    // Several, from one export to the other over TCP, and out of that one.
+    let several = ["--connections=4", "--threads=2", "--requests=32"];
+    ok(tool("nbdcopy").args(several).arg(uri(&serve, "ram0")).arg(tcp("ram1")));
+    assert!(stat(&serve, "ram1", "mm_stat", "orig_data_size") <= sparse);
+    ok(tool("nbdcopy").args(several).arg("--flush").arg(tcp("ram1")).arg(&out));
+    same_image(&image, &out);
+    fs::remove_file(&out).unwrap();
+
+    // Over data that is there already: what the image has no data for must be wiped.
+    ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 170 0 256M"]).arg(tcp("ram2")));
+    ok(tool("nbdcopy").args(several).arg(&image).arg(tcp("ram2")));
+    assert!(stat(&serve, "ram2", "mm_stat", "orig_data_size") <= sparse);
+    ok(tool("nbdcopy").args(several).arg(uri(&serve, "ram2")).arg(&out));
+    same_image(&image, &out);
+}
+
+#[test]
+fn an_image_file_is_served_and_keeps_its_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = ext4_image(dir.path(), 16 * MIB, 64 * MIB);
+    let (target, out) = (dir.path().join("target"), dir.path().join("out"));
+    let devices = [
+        format!("golden=file,path={},readonly=1", image.display()),
+        format!("copy=file,path={},size=64M", target.display()),
+    ];
+    let serve = Serve::start(&devices);
+    ok(tool("nbdcopy").arg("--connections=2").arg(uri(&serve, "golden")).arg(uri(&serve, "copy")));
+    ok(tool("nbdcopy").arg(uri(&serve, "copy")).arg(&out));
+    same_image(&image, &out);
+    // What the device wrote is in the file, at the latest when the server has ended.
+    serve.signal(rustix::process::Signal::TERM);
+    assert_eq!(serve.wait().0, Some(0));
+    same_image(&image, &target);
+    assert_eq!(sha256(&image), sha256(&target));
+}

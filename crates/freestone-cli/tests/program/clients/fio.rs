@@ -1,0 +1,118 @@
+//! fio: many requests at a time, verified.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::clients::tools::{MIB, ok, stat, tool, uri};
+use crate::harness::Serve;
+
+fn fio(serve: &Serve, export: &str, args: &[&str]) -> Command {
+    let mut command = tool("fio");
+    command.args(["--name=job", "--ioengine=nbd", "--thread", "--group_reporting"]);
+    command.arg(format!("--uri={}", uri(serve, export))).args(args);
+    // It writes files about its state where it is started.
+    command.current_dir(serve.dir.path());
+    command
+}
+
+/// Bytes that all jobs together moved.
+#[derive(Debug, Default)]
+struct Moved {
+    read: u64,
+    written: u64,
+    trimmed: u64,
+}
+
+/// Runs fio, which must find no error.
+#[track_caller]
+fn run(command: &mut Command) -> Moved {
+    let said = ok(command.arg("--output-format=json"));
+    // Its NBD engine talks on stdout too.
+    let report = &said[said.find("\n{").unwrap_or_else(|| panic!("no report: {said}"))..];
+    let report: Value = serde_json::from_str(report).unwrap_or_else(|e| panic!("{e}: {said}"));
+    let mut moved = Moved::default();
+    for job in report["jobs"].as_array().unwrap() {
+        assert_eq!(job["error"], 0, "{job}");
+        let bytes = |way: &str| job[way]["io_bytes"].as_u64().unwrap_or_else(|| panic!("{job}"));
+        moved.read += bytes("read");
+        moved.written += bytes("write");
+        moved.trimmed += bytes("trim");
+    }
+    moved
+}
+
+const VERIFY: [&str; 5] =
+    ["--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0", "--do_verify=1", "--randrepeat=1"];
+/// Four connections, each with a quarter of the device.
+const FOUR: [&str; 4] = ["--numjobs=4", "--offset_increment=16M", "--size=16M", "--iodepth=16"];
+
+#[test]
+fn four_jobs_verify() {
+    let serve = Serve::start(&["ram0=ram,disksize=64M", "ram1=ram,disksize=64M,comp_algorithm=zstd"]);
+    let mix = ["--rw=randrw", "--bsrange=512-64k", "--bs_unaligned=0", "--blockalign=512"];
+    let Moved { read, written, .. } = run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(mix));
+    // Half of the accesses write; all that is written is read again.
+    assert!(written > 16 * MIB && read > written, "{read} read, {written} written");
+    let Moved { written, .. } =
+        run(fio(&serve, "ram1", &VERIFY).args(FOUR).args(["--rw=randwrite", "--bs=4k"]));
+    assert_eq!(written, 64 * MIB);
+    assert_eq!(stat(&serve, "ram1", "mm_stat", "orig_data_size"), 64 * MIB);
+    for name in ["ram0", "ram1"] {
+        let io: Value = serve.json(&["stat", name])["io_stat"].clone();
+        assert_eq!(
+            (&io["failed_reads"], &io["failed_writes"], &io["invalid_io"]),
+            (&0.into(), &0.into(), &0.into())
+        );
+    }
+}
+
+#[test]
+fn trims_between_writes() {
+    let serve = Serve::start(&["ram0=ram,disksize=64M"]);
+    let Moved { trimmed, written, .. } = run(fio(&serve, "ram0", &FOUR).args(["--rw=trimwrite", "--bs=4k"]));
+    assert_eq!((trimmed, written), (64 * MIB, 64 * MIB));
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "orig_data_size"), 64 * MIB);
+    // A second job trims one half of the device while the first verifies the other.
+    let verified = ["--size=32M", "--iodepth=16", "--rw=randrw", "--bs=4k"];
+    let trimmed = ["--name=trim", "--ioengine=nbd", "--thread", "--offset=32M", "--size=32M", "--loops=4"];
+    let mut both = fio(&serve, "ram0", &VERIFY);
+    both.args(verified).args(trimmed).args(["--rw=randtrim", "--bs=4k", "--iodepth=16"]);
+    let moved = run(both.arg(format!("--uri={}", uri(&serve, "ram0"))));
+    assert_eq!(moved.trimmed, 4 * 32 * MIB);
+    assert!(moved.written > 8 * MIB && moved.read > moved.written, "{moved:?}");
+    let left = stat(&serve, "ram0", "mm_stat", "orig_data_size");
+    assert!(left <= 32 * MIB, "{left} bytes where half is trimmed");
+    let moved = run(fio(&serve, "ram0", &FOUR).args(["--rw=trim", "--bs=1M"]));
+    assert_eq!(moved.trimmed, 64 * MIB);
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "orig_data_size"), 0);
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "compr_data_size"), 0);
+}
+
+#[test]
+fn zeroes_and_compressible_data() {
+    let serve = Serve::start(&["ram0=ram,disksize=64M"]);
+    run(fio(&serve, "ram0", &["--rw=write", "--bs=64k", "--zero_buffers"]).args(FOUR));
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "orig_data_size"), 64 * MIB);
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "same_pages"), 64 * MIB / 4096);
+    assert_eq!(stat(&serve, "ram0", "mm_stat", "compr_data_size"), 0);
+
+    let data = ["--refill_buffers", "--buffer_compress_percentage=60", "--buffer_compress_chunk=4k"];
+    run(fio(&serve, "ram0", &["--rw=randwrite", "--bs=4k"]).args(FOUR).args(data));
+    let stored = stat(&serve, "ram0", "mm_stat", "orig_data_size");
+    let compressed = stat(&serve, "ram0", "mm_stat", "compr_data_size");
+    assert_eq!((stored, stat(&serve, "ram0", "mm_stat", "same_pages")), (64 * MIB, 0));
+    // 40 % of each page is noise.
+    assert!((stored * 35 / 100..stored * 50 / 100).contains(&compressed), "{compressed} of {stored}");
+    // Verified, on top of it.
+    run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(data).args(["--rw=randrw", "--bs=8k"]));
+}
+
+#[test]
+fn null_swallows_everything() {
+    let serve = Serve::start(&["n0=null,size=64M"]);
+    let Moved { read, written, .. } =
+        run(fio(&serve, "n0", &["--rw=randrw", "--bs=64k", "--loops=4"]).args(FOUR));
+    assert_eq!(read + written, 4 * 64 * MIB);
+    assert!(read > 0 && written > 0);
+}

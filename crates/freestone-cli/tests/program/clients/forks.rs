@@ -1,0 +1,457 @@
+//! Forks as CI machines use them: many disks over one image, rewound and thrown away; and one for every connection.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::clients::tools::{MIB, fails, json as run_json, noise, ok, qemu_io, tool, uri};
+use crate::harness::{Serve, connect_nbd};
+
+/// How long the end of a connection may take to be seen, on a machine that does much else.
+const SEEN_MAX: Duration = Duration::from_secs(20);
+const STEP: Duration = Duration::from_millis(20);
+
+/// A server with a base of 16 MiB: 4 MiB of noise, the rest a hole; and the image's path.
+fn with_base(more: &[&str]) -> (Serve, std::path::PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("golden.img");
+    fs::write(&image, noise(1, 4 * MIB)).unwrap();
+    fs::File::options().write(true).open(&image).unwrap().set_len(16 * MIB).unwrap();
+    let mut args = vec!["golden=file,path=golden.img,readonly=yes,mem_limit=256M"];
+    args.extend(more);
+    args.extend(["--nbd", "unix:nbd", "--control", "control"]);
+    (Serve::start_in(dir, &args, false), image)
+}
+
+fn socket(serve: &Serve, name: &str) -> String {
+    format!("nbd+unix:///?socket={}", serve.path(name).display())
+}
+
+/// Whether an export has the content of a file, byte for byte.
+#[track_caller]
+fn is_as(uri: &str, file: &std::path::Path) {
+    ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", uri]).arg(file));
+}
+
+#[test]
+fn a_ci_machine() {
+    const FORKS: usize = 100;
+    let (serve, image) = with_base(&[]);
+    let made = serve.json(&["fork", "golden", "job-%n", "--count", "100", "--nbd", "unix:job-%n.sock"]);
+    let made = made["forks"].as_array().unwrap();
+    assert_eq!(made.len(), FORKS);
+    assert_eq!((&made[7]["name"], &made[7]["base"]), (&json!("job-7"), &json!("golden")));
+    assert_eq!(made[7]["exports"][0]["default"], true);
+    assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), FORKS + 1);
+
+    // Each tenant writes its own, and sees nothing of others.
+    for number in [0, 7, 99] {
+        let job = socket(&serve, &format!("job-{number}.sock"));
+        is_as(&job, &image);
+        qemu_io(&job, &[&format!("write -P {} 1M 2M", number + 1), "discard 3M 1M", "write -P 9 12345k 512"]);
+        qemu_io(&job, &[&format!("read -P {} 1M 2M", number + 1), "read -P 0 3M 1M", "read -P 9 12345k 512"]);
+    }
+    is_as(&socket(&serve, "job-1.sock"), &image);
+    fails(
+        tool("qemu-img")
+            .args(["compare", "-f", "raw", "-F", "raw", &socket(&serve, "job-7.sock")])
+            .arg(&image),
+    );
+
+    // What is its own, as a client sees it and as the statistics have it.
+    let map =
+        run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &socket(&serve, "job-7.sock")]));
+    let own: u64 = map
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|row| row["type"] == 1)
+        .map(|row| row["length"].as_u64().unwrap())
+        .sum();
+    // Two MiB written, one discarded, and a page.
+    assert_eq!(own, 3 * MIB + 4096);
+    assert_eq!(map[0], json!({"offset": 0, "length": MIB, "type": 0}));
+    let stat = serve.json(&["stat", "job-7"]);
+    assert_eq!(stat["over_stat"]["own_bytes"].as_u64(), Some(own));
+    assert_eq!((&stat["base"], &stat["family"]["mem_limit"]), (&json!("golden"), &json!(256 * MIB)));
+    assert_eq!(serve.json(&["get", "golden", "family"])["family"]["layers"].as_u64(), Some(FORKS as u64));
+
+    // Back, and as new.
+    let connected = UnixStream::connect(serve.path("job-7.sock")).map(|mut stream| {
+        connect_nbd(&mut stream, "job-7");
+        stream
+    });
+    assert_eq!(serve.refused(1, &["rewind", "job-7"]), "job-7: a client is connected; --force goes ahead");
+    assert_eq!(serve.text(&["rewind", "job-7", "--force"]), "");
+    drop(connected);
+    is_as(&socket(&serve, "job-7.sock"), &image);
+    assert_eq!(serve.json(&["stat", "job-7"])["over_stat"]["own_bytes"], 0);
+    qemu_io(&socket(&serve, "job-99.sock"), &["read -P 100 1M 2M"]);
+
+    // Thrown away.
+    assert_eq!(
+        serve.refused(1, &["remove", "golden"]),
+        "golden: cannot be removed: job-0, job-1, job-2 and 97 more stand on it"
+    );
+    for number in 0..FORKS {
+        serve.text(&["remove", &format!("job-{number}"), "--force"]);
+        assert!(!serve.path(&format!("job-{number}.sock")).exists());
+    }
+    assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
+    serve.text(&["remove", "golden"]);
+}
+
+#[test]
+fn settings_of_forks() {
+    let (serve, image) = with_base(&["vm=fork,base=golden,size=32M", "off=fork,base=golden,publish=no"]);
+    // Published on the addresses of the command line, as any device there.
+    let vm = uri(&serve, "vm");
+    qemu_io(&vm, &["read -P 0 16M 16M", "write -P 5 31M 1M", "read -P 5 31M 1M"]);
+    assert_eq!(serve.json(&["list", "off"])["devices"][0]["exports"], json!([]));
+
+    serve.text(&["fork", "golden", "small", "mem_limit=1M", "mem_min=512K", "--nbd", "unix:small"]);
+    let get = serve.json(&["get", "small"]);
+    assert_eq!(
+        (&get["mem_limit"], &get["mem_min"], &get["base"]),
+        (&json!(MIB), &json!(MIB / 2), &json!("golden"))
+    );
+    // Its own cap, and nobody else's.
+    fs::write(serve.path("noise"), noise(2, 4 * MIB)).unwrap();
+    let copy = |to: &str| {
+        let mut copy = tool("qemu-img");
+        copy.args(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(serve.path("noise")).arg(to);
+        copy
+    };
+    fails(&mut copy(&socket(&serve, "small")));
+    ok(&mut copy(&uri(&serve, "vm")));
+    let set = serve.text(&["set", "small", "mem_limit=8M", "mem_min=2M"]);
+    assert_eq!(set, "mem_limit=8388608\nmem_min=2097152\n");
+    ok(&mut copy(&socket(&serve, "small")));
+    assert_eq!(
+        serve.refused(1, &["set", "small", "mem_min=9M"]),
+        "small: mem_min=9M: mem_min=9M is above mem_limit=8M"
+    );
+    let left = "small: mem_limit=none mem_min=300M: the family's mem_limit has 256M left for guarantees";
+    assert_eq!(serve.refused(1, &["set", "small", "mem_limit=none", "mem_min=300M"]), left);
+    assert_eq!(serve.json(&["get", "small", "mem_limit"]), json!({"mem_limit": 8 * MIB}));
+    // The family's are set at the base.
+    assert_eq!(serve.text(&["set", "golden", "mem_limit=128M"]), "mem_limit=134217728\n");
+    assert_eq!(serve.json(&["stat", "vm"])["family"]["mem_limit"], 128 * MIB);
+
+    // A reset fork is as its base, too.
+    serve.text(&["reset", "small", "--force"]);
+    is_as(&socket(&serve, "small"), &image);
+    assert_eq!(serve.json(&["get", "small", "io_stat"])["io_stat"]["failed_writes"], 0);
+
+    // Asked for again.
+    let again = ["fork", "golden", "small", "mem_limit=1M", "mem_min=512K", "--nbd", "unix:small"];
+    assert_eq!(serve.refused(1, &again), "small: a device of that name exists");
+    let made = serve.json(&[&again[..], &["--if-absent"]].concat());
+    assert_eq!(made["forks"][0]["created"], false);
+    assert_eq!(made["forks"][0]["exports"].as_array().unwrap().len(), 1);
+    assert_eq!(
+        serve.refused(1, &["fork", "golden", "small", "--if-absent"]),
+        "small: a fork device of that name exists, and was made with other settings"
+    );
+    assert_eq!(serve.json(&["create", "off=fork,base=golden,publish=no", "--if-absent"])["created"], false);
+    assert_eq!(serve.json(&["create", "new=fork,base=golden", "--if-absent"])["created"], true);
+
+    // All or nothing.
+    serve.text(&["create", "many-3=null,size=1M"]);
+    let many = ["fork", "golden", "many", "--count", "5", "--nbd", "unix:many-%n.sock"];
+    assert_eq!(serve.refused(1, &many), "many-3: a device of that name exists");
+    assert_eq!(serve.json(&["list", "many*"])["devices"].as_array().unwrap().len(), 1);
+    assert!(!serve.path("many-0.sock").exists());
+}
+
+#[test]
+fn what_is_no_base_is_told() {
+    let (serve, _) = with_base(&["ram0=ram,disksize=16M", "n=null,size=1M"]);
+    assert_eq!(
+        serve.refused(1, &["fork", "ram0", "f"]),
+        "f: base=ram0: is live; take a snapshot and fork that: freestone snapshot ram0 NAME"
+    );
+    assert_eq!(serve.refused(1, &["fork", "goldne", "f"]), "f: base=goldne: there is no such device (yet)");
+    assert_eq!(serve.refused(1, &["fork", "n", "f"]), "f: base=n: a null device is no base");
+    let unit = "(K, M, G and T are known, 1024-based)";
+    for (args, sentence) in [
+        (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
+        (&["fork", "golden", "f", "siez=20G"], "f: fork: unknown key \"siez\"; size?; the keys are size, mem_limit, mem_min".into()),
+        (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
+        (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
+        (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
+        (&["fork", "golden", "f-%n"], "f-%n: fork: %n is for --count".into()),
+        (&["fork", "golden", "a/b"], "\"a/b\": a device name is 1 to 255 bytes of printable characters without '=', ',', '/' or blanks".into()),
+        (&["publish", "golden", "--nbd", "unix:x", "--ttl", "1"], "golden: publish: ttl=1: only with --template".into()),
+        (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: a name of its own is for --template".into()),
+        (&["snapshot", "ram0,golden", "a"], "a: snapshot: 2 origins and 1 names; one for each is needed".into()),
+        (&["snapshot", "ram0", "a", "cwo=x"], "a: snapshot: unknown key \"cwo\"; cow?; the keys are cow, cow_size, store, chunk_size, readonly, discard_zeroes_cow, discard_passdown_origin, force, merge".into()),
+        (&["merge", "ram0"], "ram0: merge: overwrites the origin with what the snapshot holds; say so with --into-origin".into()),
+    ] {
+        assert_eq!(serve.refused(2, args), sentence, "{args:?}");
+    }
+    for (args, sentence) in [
+        (
+            &["fork", "golden", "f", "size=8M"][..],
+            "f: size=8M: smaller than the base, which has 16M; a fork shows all of it",
+        ),
+        (
+            &["fork", "golden", "f", "mem_min=1G"],
+            "f: mem_min=1G: the family's mem_limit has 256M left for guarantees",
+        ),
+        (&["rewind", "ram0"], "ram0: a ram device has no base; `freestone reset ram0` wipes it"),
+        (&["rewind", "golden"], "golden: a file device is not rewound; only forks are"),
+        (&["snapshot", "golden", "s"], "s: origin=golden: is read-only, so it does not change; fork it"),
+        (&["merge", "ram0", "--into-origin"], "ram0: merge: a ram device is no snapshot of a file"),
+        (
+            &["delta", "show", "ram0"],
+            "ram0: delta show: a ram device holds nothing over a base; forks and snapshots do",
+        ),
+        (
+            &["publish", "ram0", "--template", "--nbd", "unix:x"],
+            "ram0-fork: base=ram0: is live; take a snapshot and fork that: freestone snapshot ram0 NAME",
+        ),
+        (&["create", "golden=fork,base=golden"], "golden: a device of that name exists"),
+    ] {
+        assert_eq!(serve.refused(1, args), sentence, "{args:?}");
+    }
+    assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), 3);
+    assert!(!serve.path("x").exists());
+}
+
+#[test]
+fn a_fork_for_every_connection() {
+    let (serve, image) = with_base(&[]);
+    let said = serve.text(&["fork", "golden", "ci", "--template", "--nbd", "unix:ci"]);
+    let ci = socket(&serve, "ci");
+    assert!(said.starts_with("ci: template of golden, 16M, nbd+unix:///ci?socket="), "{said}");
+    // Each connection has its own; the second sees nothing of the first.
+    qemu_io(&ci, &["write -P 7 0 1M", "read -P 7 0 1M"]);
+    is_as(&ci, &image);
+
+    // While they live they are devices like others.
+    let connect = || {
+        let mut stream = UnixStream::connect(serve.path("ci")).unwrap();
+        assert_eq!(connect_nbd(&mut stream, ""), 16 * MIB);
+        stream
+    };
+    let forks = || serve.json(&["list", "ci@*"])["devices"].as_array().unwrap().clone();
+    let wait_for = |count: usize| {
+        let start = Instant::now();
+        while forks().len() != count {
+            assert!(start.elapsed() < SEEN_MAX, "{:?}", forks());
+            std::thread::sleep(STEP);
+        }
+    };
+    wait_for(0);
+    let (first, second) = (connect(), connect());
+    wait_for(2);
+    let there = forks();
+    assert_eq!((&there[0]["template"], &there[0]["base"]), (&json!("ci"), &json!("golden")));
+    let name = there[0]["name"].as_str().unwrap().to_owned();
+    assert_eq!(serve.json(&["stat", &name])["over_stat"]["own_bytes"], 0);
+    assert_eq!(
+        serve.refused(1, &["remove", &name, "--force"]),
+        format!("{name}: belongs to a connection to the template ci, and goes with it")
+    );
+    assert_eq!(
+        serve.refused(1, &["rewind", &name]),
+        format!("{name}: a client is connected; --force goes ahead")
+    );
+    let users =
+        format!("golden: cannot be removed: ci, {name}, {} stand on it", there[1]["name"].as_str().unwrap());
+    assert_eq!(serve.refused(1, &["remove", "golden", "--force"]), users);
+    drop(first);
+    wait_for(1);
+    // With the template its connections end.
+    assert_eq!(serve.refused(1, &["remove", "ci"]), "ci: a client is connected; --force goes ahead");
+    assert_eq!(serve.json(&["remove", "ci", "--force"])["connections_ended"], 1);
+    wait_for(0);
+    drop(second);
+    assert!(!serve.path("ci").exists());
+    assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
+
+    // The other way to say it, with an end.
+    let uri = serve.json(&["publish", "golden", "--template", "--ttl", "1", "--nbd", "unix:short"]);
+    assert_eq!(uri["name"], "golden-fork");
+    let mut stream = UnixStream::connect(serve.path("short")).unwrap();
+    connect_nbd(&mut stream, "golden-fork");
+    assert_eq!(serve.json(&["list", "golden-fork@*"])["devices"].as_array().unwrap().len(), 1);
+    let start = Instant::now();
+    while serve.json(&["list", "golden-fork@*"])["devices"] != json!([]) {
+        assert!(start.elapsed() < SEEN_MAX);
+        std::thread::sleep(STEP);
+    }
+    assert_eq!(serve.json(&["get", "golden-fork"])["ttl"], 1);
+}
+
+#[test]
+fn a_killed_server_leaves_no_files_of_forks() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), noise(1, MIB)).unwrap();
+    let base = "golden=file,path=golden.img,readonly=yes,mem_limit=1M,backing_dev=spill,backing_size=64M";
+    let args = [base, "ram0=ram,disksize=8M", "--nbd", "unix:nbd", "--control", "control"];
+    let serve = Serve::start_in(dir, &args, false);
+    serve.text(&["fork", "golden", "job", "size=32M", "--nbd", "unix:job"]);
+    serve.text(&["snapshot", "ram0", "s"]);
+    fs::write(serve.path("noise"), noise(2, 8 * MIB)).unwrap();
+    let to = socket(&serve, "job");
+    ok(tool("qemu-img").args(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(serve.path("noise")).arg(to));
+    assert!(serve.json(&["stat", "job"])["backing"]["spilled_pages"].as_u64().unwrap() > 0);
+    serve.signal(Signal::KILL);
+    let (code, dir) = serve.wait();
+    assert_eq!(code, None);
+    let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    left.sort();
+    // Sockets cannot go with a process; everything that holds data does.
+    assert_eq!(left, ["control", "golden.img", "job", "nbd", "noise"]);
+}
+
+/// Creating and exporting the thousandth must not take longer than the first; generous, as other tests run beside.
+#[test]
+fn a_thousand_forks_on_sockets_of_their_own() {
+    const FORKS: usize = 1000;
+    const FACTOR_MAX: u32 = 4;
+    let (serve, _) = with_base(&[]);
+    let control = serve.control();
+    let dir = serve.dir.path().display().to_string();
+    let mut times = Vec::with_capacity(FORKS);
+    for number in 0..FORKS {
+        let start = Instant::now();
+        let request = json!({"jsonrpc": "2.0", "id": number, "method": "fork", "params": {
+            "base": "golden", "name": format!("f{number}"), "nbd": format!("unix:{dir}/{number}")}});
+        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        times.push(start.elapsed());
+        assert!(answer["result"].is_object(), "{answer}");
+    }
+    let median = |times: &[Duration]| {
+        let mut times = times.to_vec();
+        times.sort();
+        times[times.len() / 2]
+    };
+    let (first, last) = (median(&times[..100]), median(&times[FORKS - 100..]));
+    println!("create and export: first 100 {first:?}, last 100 {last:?}, longest {:?}", times.iter().max());
+    assert!(last < first * FACTOR_MAX + Duration::from_millis(1), "{first:?} {last:?}");
+    qemu_io(&socket(&serve, "999"), &["write -P 3 0 64k", "read -P 3 0 64k"]);
+    let start = Instant::now();
+    for number in 0..FORKS {
+        let request =
+            json!({"jsonrpc": "2.0", "id": 1, "method": "rewind", "params": {"name": format!("f{number}")}});
+        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        assert!(answer["result"].is_object(), "{answer}");
+    }
+    println!("1000 rewinds: {:?}", start.elapsed());
+    let start = Instant::now();
+    for number in 0..FORKS {
+        let request =
+            json!({"jsonrpc": "2.0", "id": 1, "method": "remove", "params": {"name": format!("f{number}")}});
+        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        assert!(answer["result"].is_object(), "{answer}");
+    }
+    println!("1000 removals: {:?}", start.elapsed());
+    assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
+}
+
+/// A fork has its base's size to the byte, whatever the base is, and so have its snapshots, their forks, its delta and its save:
+/// the backup header of a GPT lies in the last sector.
+#[test]
+fn a_fork_is_as_large_as_its_base() {
+    const TINY: u64 = 1536;
+    const SIZE: u64 = MIB + 1536;
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tiny.img"), noise(5, TINY)).unwrap();
+    fs::write(dir.path().join("disk.img"), noise(6, SIZE)).unwrap();
+    ok(tool("qemu-img")
+        .args(["convert", "-f", "raw", "-O", "qcow2", "disk.img", "disk.qcow2"])
+        .current_dir(dir.path()));
+    let serve = Serve::start_in(
+        dir,
+        &[
+            "tiny=file,path=tiny.img,readonly=yes,publish=no",
+            "raw=file,path=disk.img,readonly=yes,publish=no",
+            "image=qcow2,path=disk.qcow2,publish=no",
+            "on-tiny=fork,base=tiny",
+            "on-raw=fork,base=raw",
+            "on-image=fork,base=image",
+            "--nbd",
+            "unix:nbd",
+            "--control",
+            "control",
+        ],
+        false,
+    );
+    let size_of = |format: &str, what: &str| {
+        run_json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
+    };
+    // To qemu-img zeroes that only one has are no difference.
+    let same = |one: &str, (format, other): (&str, &str)| {
+        ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", format, one, other]));
+        assert_eq!(size_of("raw", one), size_of(format, other), "{one} {other}");
+    };
+    for (fork, image, base, size) in [
+        ("on-tiny", "tiny.img", "tiny.img", TINY),
+        ("on-raw", "disk.img", "disk.img", SIZE),
+        ("on-image", "disk.img", "disk.qcow2", SIZE),
+    ] {
+        let path = |name: &str| serve.path(name).display().to_string();
+        let nbd = format!("unix:{}", path("nbd"));
+        let disk = uri(&serve, fork);
+        assert_eq!(ok(tool("nbdinfo").args(["--size", &disk])).trim(), size.to_string());
+        let info = run_json(tool("nbdinfo").args(["--json", &disk]));
+        assert_eq!(info["exports"][0]["block_size_minimum"], 512, "{info}");
+        same(&disk, ("raw", &path(image)));
+        // Its snapshots, and their forks.
+        let (kept, second) = (format!("{fork}-kept"), format!("{fork}-second"));
+        serve.text(&["snapshot", fork, &kept]);
+        serve.text(&["fork", &kept, &second, "--nbd", &nbd]);
+        serve.text(&["publish", &kept, "--nbd", &nbd]);
+        same(&uri(&serve, &kept), ("raw", &path(image)));
+        // The last sector is written, the last page is trimmed and written again.
+        let last = size - 512;
+        let page = size / 4096 * 4096;
+        for name in [fork, &second] {
+            qemu_io(
+                &uri(&serve, name),
+                &[
+                    &format!("discard {page} {}", size - page),
+                    &format!("read -P 0 {page} {}", size - page),
+                    &format!("write -P 5 {last} 512"),
+                    &format!("read -P 5 {last} 512"),
+                    &format!("write -z {page} 512"),
+                ],
+            );
+        }
+        same(&uri(&serve, &second), ("raw", &disk));
+        same(&uri(&serve, &kept), ("raw", &path(image)));
+        // An overlay of that size.
+        let overlay = path(&format!("{fork}.qcow2"));
+        serve.text(&["delta", "save", fork, &overlay]);
+        let info = run_json(tool("qemu-img").args(["info", "--output=json", &overlay]));
+        assert_eq!(
+            (&info["virtual-size"], &info["backing-filename"]),
+            (&json!(size), &json!(base)),
+            "{info}"
+        );
+        ok(tool("qemu-img").args(["check", &overlay]));
+        same(&disk, ("qcow2", &overlay));
+        let applied = format!("{fork}-applied");
+        serve.text(&["fork", fork.trim_start_matches("on-"), &applied, "--nbd", &nbd]);
+        serve.text(&["delta", "apply", &applied, &overlay]);
+        same(&uri(&serve, &applied), ("qcow2", &overlay));
+        // Saved and restored.
+        serve.text(&["save", fork, &path("saved")]);
+        serve.text(&["remove", &applied, "--force"]);
+        let again = format!("{fork}-again");
+        serve.text(&["restore", &path("saved"), &again]);
+        serve.text(&["publish", &again, "--nbd", &nbd]);
+        same(&uri(&serve, &again), ("raw", &disk));
+        // Grown, it goes on with zeroes.
+        serve.text(&["set", &second, "disksize=2M"]);
+        let second = uri(&serve, &second);
+        assert_eq!(ok(tool("nbdinfo").args(["--size", &second])).trim(), (2 * MIB).to_string());
+        qemu_io(&second, &[&format!("read -P 5 {last} 512"), &format!("read -P 0 {size} 4k")]);
+    }
+}

@@ -1,0 +1,200 @@
+//! Images are locked as qemu locks them: one who writes, or many who read.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::clients::tools::{MIB, fails, noise, ok, tool, uri};
+use crate::harness::{Serve, refused};
+
+const LONG: Duration = Duration::from_secs(60);
+const STEP: Duration = Duration::from_millis(20);
+
+/// A qemu-io that has a file open.
+struct Holder(Child);
+
+impl Holder {
+    fn new(file: &Path, args: &[&str]) -> Self {
+        let mut child = tool("qemu-io")
+            .args(args)
+            .arg(file)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        // It answers when the file is open.
+        child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
+        let mut said = String::new();
+        let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
+        while !said.contains("MiB") {
+            assert_ne!(lines.read_line(&mut said).unwrap(), 0, "qemu-io ended: {said}");
+        }
+        Self(child)
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // The end of its input ends it; what was killed would leave its child behind.
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+fn io(file: &Path, args: &[&str]) -> std::process::Command {
+    let mut command = tool("qemu-io");
+    command.args(args).arg(file);
+    command
+}
+
+const WRITE: [&str; 4] = ["-f", "raw", "-c", "write -P 1 0 512"];
+const READ: [&str; 5] = ["-r", "-f", "raw", "-c", "read 0 512"];
+
+#[test]
+fn what_is_written_here_is_nobody_elses() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("disk.img"), noise(1, 2 * MIB)).unwrap();
+    let serve = Serve::start_in(dir, &["disk=file,path=disk.img"], true);
+    let image = serve.path("disk.img");
+    for args in [&WRITE[..], &READ] {
+        let said = fails(&mut io(&image, args));
+        assert!(said.contains("lock"), "{said}");
+    }
+    fails(tool("qemu-img").args(["convert", "-f", "raw", "-O", "raw"]).arg(&image).arg(serve.path("copy")));
+    // Who wants to look at it all the same says so.
+    ok(tool("qemu-img").args(["info", "-U", "-f", "raw"]).arg(&image));
+    let other = refused(
+        serve.dir.path(),
+        1,
+        &["serve", "d=file,path=disk.img", "--nbd", "unix:other", "--control", "other.control"],
+    );
+    assert!(other.contains("is in use by another device or process"), "{other}");
+    ok(tool("qemu-io").args(WRITE).arg(uri(&serve, "disk")));
+    serve.text(&["remove", "disk"]);
+    ok(&mut io(&image, &WRITE));
+}
+
+#[test]
+fn what_qemu_writes_is_not_served_and_what_it_reads_only_for_reading() {
+    let serve = Serve::start(&["n=null,size=1M"]);
+    let (raw, qcow2) = (serve.path("disk.img"), serve.path("disk.qcow2"));
+    fs::write(&raw, noise(2, 2 * MIB)).unwrap();
+    ok(tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg("2M"));
+    let devices = ["d=file,path=disk.img", "d=file,path=disk.img,readonly=yes", "d=qcow2,path=disk.qcow2"];
+    let refused = |device: &str| {
+        let said = serve.refused(1, &["create", device]);
+        assert!(said.contains("is in use by another device or process"), "{device}: {said}");
+    };
+    {
+        let _writers = (Holder::new(&raw, &["-f", "raw"]), Holder::new(&qcow2, &["-f", "qcow2"]));
+        for device in devices {
+            refused(device);
+        }
+    }
+    {
+        let _readers = (Holder::new(&raw, &["-r", "-f", "raw"]), Holder::new(&qcow2, &["-r", "-f", "qcow2"]));
+        refused(devices[0]);
+        for device in &devices[1..] {
+            serve.text(&["create", device]);
+            serve.text(&["remove", "d"]);
+        }
+    }
+    for device in devices {
+        serve.text(&["create", device]);
+        serve.text(&["remove", "d"]);
+    }
+}
+
+#[test]
+fn bases_are_shared_by_who_only_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("lower.img"), noise(3, 2 * MIB)).unwrap();
+    let image = |args: &[&str]| ok(tool("qemu-img").args(args).current_dir(dir.path()));
+    image(&["create", "-q", "-f", "qcow2", "-b", "lower.img", "-F", "raw", "middle.qcow2"]);
+    image(&["create", "-q", "-f", "qcow2", "-b", "middle.qcow2", "-F", "qcow2", "top.qcow2"]);
+    let at = |name: &str| dir.path().join(name);
+    let (lower, middle, top) = (at("lower.img"), at("middle.qcow2"), at("top.qcow2"));
+    let bases = [
+        format!("golden=file,path={},readonly=yes", lower.display()),
+        format!("q=qcow2,path={}", top.display()),
+    ];
+    let first = Serve::start(&bases);
+    let second = Serve::start(&bases);
+    for serve in [&first, &second] {
+        serve.text(&["fork", "golden", "f"]);
+        serve.text(&["fork", "q", "g"]);
+    }
+    for (file, format) in [(&lower, "raw"), (&middle, "qcow2"), (&top, "qcow2")] {
+        ok(tool("qemu-img").args(["info", "-f", format]).arg(file));
+        ok(tool("qemu-img").args(["convert", "-f", format, "-O", "raw"]).arg(file).arg(at("copy")));
+        assert_eq!(fs::read(at("copy")).unwrap(), fs::read(&lower).unwrap());
+        let said = fails(&mut io(file, &["-f", format, "-c", "write -P 1 0 512"]));
+        assert!(said.contains("lock"), "{said}");
+    }
+    // A new overlay on it is nobody's business.
+    ok(tool("qemu-img").args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&lower).arg(at("new")));
+    ok(&mut io(&at("new"), &["-f", "qcow2", "-c", "write -P 1 0 512"]));
+    drop(first);
+    fails(&mut io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]));
+    drop(second);
+    // A server that was killed keeps its files for some milliseconds.
+    let start = Instant::now();
+    while !io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]).output().unwrap().status.success() {
+        assert!(start.elapsed() < LONG, "it is still locked");
+        sleep(STEP);
+    }
+}
+
+/// What a base of `serve` is said to be, when it is seen: a look is not waited for for ever.
+fn eventually_changed(serve: &Serve, base: &str, how: Option<&str>) -> serde_json::Value {
+    let start = Instant::now();
+    loop {
+        let said = serve.json(&["stat", base]);
+        if said["changed"]["how"].as_str() == how {
+            return said["changed"].clone();
+        }
+        assert!(start.elapsed() < LONG, "{said}");
+        sleep(STEP);
+    }
+}
+
+#[test]
+fn a_base_that_changes_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), noise(3, 2 * MIB)).unwrap();
+    fs::write(dir.path().join("lower.img"), noise(3, 2 * MIB)).unwrap();
+    ok(tool("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-b", "lower.img", "-F", "raw", "top.qcow2"])
+        .current_dir(dir.path()));
+    let serve = Serve::start_in(
+        dir,
+        &["golden=file,path=golden.img,readonly=yes", "q=qcow2,path=top.qcow2", "f=fork,base=golden"],
+        true,
+    );
+    let (golden, lower) = (serve.path("golden.img"), serve.path("lower.img"));
+    assert!(serve.json(&["stat", "golden"]).get("changed").is_none());
+    assert!(!serve.text(&["list"]).contains("changed"));
+
+    // By somebody who pays no heed to locks; the time may be as coarse as the clock's ticks.
+    sleep(STEP);
+    let file = fs::OpenOptions::new().write(true).open(&golden).unwrap();
+    (&file).write_all(b"new").unwrap();
+    let changed = eventually_changed(&serve, "golden", Some("modified"));
+    assert_eq!(changed["file"], golden.display().to_string());
+    let list = serve.text(&["list"]);
+    let is_shown = |line: &str| line.starts_with("golden ") && line.contains(" file changed ");
+    assert!(list.lines().any(is_shown), "{list}");
+    assert!(serve.text(&["stat", "golden"]).contains("modified"));
+    assert!(serve.json(&["stat", "q"]).get("changed").is_none());
+
+    fs::rename(&lower, serve.path("elsewhere")).unwrap();
+    assert_eq!(eventually_changed(&serve, "q", Some("removed"))["file"], lower.display().to_string());
+    fs::write(&lower, noise(4, 2 * MIB)).unwrap();
+    eventually_changed(&serve, "q", Some("replaced"));
+    fs::rename(serve.path("elsewhere"), &lower).unwrap();
+    eventually_changed(&serve, "q", None);
+}

@@ -1,0 +1,24 @@
+//! Freestone as its users meet it: the built program, and the clients that Debian ships.
+//!
+//! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is needed.
+
+mod cancelling;
+mod copy;
+mod ending;
+mod fio;
+mod forks;
+mod info;
+mod keeping;
+mod limits;
+mod locks;
+mod merging;
+mod mount;
+pub mod mounted;
+mod older;
+mod qemu_img;
+mod qemu_io;
+mod saved;
+mod snapshots;
+pub mod tools;
+pub mod tree;
+mod writeback;

@@ -1,0 +1,47 @@
+//! ext4 on an export, mounted through nbdfuse and a loop device.
+
+use crate::clients::mounted::Mounted;
+use crate::clients::tools::{MIB, ok, root_tool, stat, tool};
+use crate::clients::tree::plant;
+use crate::harness::Serve;
+
+#[test]
+fn a_file_system_is_used() {
+    // Dropped in the reverse order: mounts, nbdfuse, server, files.
+    let dir = tempfile::tempdir().unwrap();
+    let serve = Serve::start(&["ram0=ram,disksize=256M"]);
+    let (tree, archive) = (dir.path().join("tree"), dir.path().join("tree.tar"));
+    plant(&tree, 64 * MIB);
+    ok(tool("tar").arg("-C").arg(&tree).arg("--sparse").arg("-cf").arg(&archive).arg("."));
+
+    let mut mounted = Mounted::new(&serve, "ram0", dir.path());
+    let mnt = mounted.path().to_owned();
+    mounted.make_ext4();
+    mounted.mount();
+    ok(root_tool("tar").arg("-C").arg(&mnt).arg("--sparse").arg("-xf").arg(&archive));
+    ok(root_tool("sync").arg("-f").arg(&mnt));
+    let used = stat(&serve, "ram0", "mm_stat", "orig_data_size");
+    assert!(used > 32 * MIB, "{used}");
+
+    // Off and on again: what comes back comes from the server.
+    mounted.unmount();
+    mounted.check();
+    mounted.mount();
+    // lost+found is the file system's own.
+    let diff = ["-r", "--no-dereference", "--exclude=lost+found"];
+    ok(root_tool("diff").args(diff).arg(&tree).arg(&mnt));
+
+    // What is deleted goes back to the machine.
+    ok(root_tool("rm")
+        .arg("-rf")
+        .arg(mnt.join("0"))
+        .arg(mnt.join("1"))
+        .arg(mnt.join("2"))
+        .arg(mnt.join("3")));
+    ok(root_tool("sync").arg("-f").arg(&mnt));
+    ok(root_tool("fstrim").arg(&mnt));
+    let left = stat(&serve, "ram0", "mm_stat", "orig_data_size");
+    assert!(left < used / 2, "{left} of {used}");
+    mounted.unmount();
+    mounted.check();
+}

@@ -1,0 +1,69 @@
+//! qemu-img: convert in both directions, compare, map.
+
+use serde_json::Value;
+
+use crate::clients::tools::{KIB, MIB, allocated, fails, json, ok, sha256, stat, tool, uri};
+use crate::clients::tree::{check, ext4_image};
+use crate::harness::Serve;
+
+#[test]
+fn convert_and_compare() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = ext4_image(dir.path(), 24 * MIB, 80 * MIB);
+    let (qcow, raw) = (dir.path().join("qcow2"), dir.path().join("raw"));
+    let serve = Serve::start(&["ram0=ram,disksize=80M", "ram1=ram,disksize=80M,comp_algorithm=zstd"]);
+    let (ram0, ram1) = (uri(&serve, "ram0"), uri(&serve, "ram1"));
+
+    ok(tool("qemu-img").args(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(&image).arg(&ram0));
+    assert!(stat(&serve, "ram0", "mm_stat", "orig_data_size") <= allocated(&image));
+    ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw"]).arg(&image).arg(&ram0));
+
+    // Out of order, sixteen requests at a time.
+    let wild = ["convert", "-n", "-W", "-m", "16", "-f", "raw", "-O", "raw"];
+    ok(tool("qemu-img").args(wild).args([&ram0, &ram1]));
+    ok(tool("qemu-img").args(["compare", "-s", "-f", "raw", "-F", "raw", &ram0, &ram1]));
+
+    // Through another format, and back.
+    ok(tool("qemu-img").args(["convert", "-W", "-m", "8", "-f", "raw", "-O", "qcow2", &ram1]).arg(&qcow));
+    ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "qcow2", &ram0]).arg(&qcow));
+    ok(tool("qemu-img").args(["convert", "-f", "qcow2", "-O", "raw"]).arg(&qcow).arg(&raw));
+    assert_eq!(sha256(&raw), sha256(&image));
+    ok(tool("qemu-img").args(["convert", "-f", "raw", "-O", "raw", &ram0]).arg(&raw));
+    assert_eq!(sha256(&raw), sha256(&image));
+    check(&raw);
+
+    // One byte of difference is found, where it is.
+    ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 1 70M 512", &ram1]));
+    ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 2 70M 512", &ram0]));
+    let said = fails(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", &ram0, &ram1]));
+    assert!(said.contains(&format!("offset {}", 70 * MIB)), "{said}");
+}
+
+#[test]
+fn map_agrees_with_what_was_written() {
+    let serve = Serve::start(&["ram0=ram,disksize=64M"]);
+    let uri = uri(&serve, "ram0");
+    let writes = ["-c", "write -P 9 1M 128k", "-c", "write -P 9 32M 4k", "-c", "write -z 1088k 4k"];
+    ok(tool("qemu-io").args(["-f", "raw"]).args(writes).arg(&uri));
+    let map = json(tool("qemu-img").args(["map", "--output=json", "-f", "raw", &uri]));
+    let extents: Vec<(u64, u64, bool, bool)> = map
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e: &Value| {
+            let number = |key: &str| e[key].as_u64().unwrap();
+            let flag = |key: &str| e[key].as_bool().unwrap();
+            (number("start"), number("length"), flag("data"), flag("zero"))
+        })
+        .collect();
+    let expected = [
+        (0, MIB, false, true),
+        (MIB, 64 * KIB, true, false),
+        (1088 * KIB, 4 * KIB, false, true),
+        (1092 * KIB, 60 * KIB, true, false),
+        (1152 * KIB, 32 * MIB - 1152 * KIB, false, true),
+        (32 * MIB, 4 * KIB, true, false),
+        (32 * MIB + 4 * KIB, 32 * MIB - 4 * KIB, false, true),
+    ];
+    assert_eq!(extents, expected);
+}

@@ -1,0 +1,139 @@
+//! Starts clients and reads what they say.
+
+use std::env;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::harness::Serve;
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+
+/// A client that hangs is ended, so that a test which waits for it fails.
+const CLIENT_SECONDS_MAX: u32 = 100;
+
+/// The clients and the Debian packages they are in.
+const PACKAGES: [(&str, &str); 14] = [
+    ("fio", "fio"),
+    ("nbdinfo", "libnbd-bin"),
+    ("nbdcopy", "libnbd-bin"),
+    ("nbdfuse", "nbdfuse"),
+    ("fusermount3", "fuse3"),
+    ("qemu-img", "qemu-utils"),
+    ("qemu-io", "qemu-utils"),
+    ("mke2fs", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    ("mount", "mount"),
+    ("umount", "mount"),
+    ("losetup", "mount"),
+    ("fstrim", "util-linux"),
+    ("tar", "tar"),
+];
+
+/// A client, found in PATH or where Debian puts the tools of the administrator.
+pub fn tool(name: &str) -> Command {
+    let mut command = Command::new("timeout");
+    command.arg("--kill-after=5").arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name)).stdin(Stdio::null());
+    command
+}
+
+/// The same with the rights of root, which mounting takes.
+pub fn root_tool(name: &str) -> Command {
+    if rustix::process::geteuid().is_root() {
+        return tool(name);
+    }
+    let mut command = Command::new("sudo");
+    command.args(["-n", "timeout", "--kill-after=5"]).arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name));
+    command.stdin(Stdio::null());
+    command
+}
+
+pub fn find(name: &str) -> PathBuf {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let mut dirs = env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    let package = PACKAGES.iter().find(|(tool, _)| *tool == name).map_or("coreutils", |(_, package)| package);
+    dirs.find_map(|dir| Some(dir.join(name)).filter(|file| file.is_file()))
+        .unwrap_or_else(|| panic!("{name} is missing: apt-get install --no-install-recommends {package}"))
+}
+
+/// Runs a client that must succeed. Returns what it says on stdout.
+#[track_caller]
+pub fn ok(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{command:?}: {}\n{out}\n{err}", output.status);
+    out.into_owned()
+}
+
+/// Runs lines of qemu-io in one session; patterns that do not match make it fail.
+#[track_caller]
+pub fn qemu_io(uri: &str, lines: &[impl AsRef<str>]) {
+    let mut command = tool("qemu-io");
+    command.args(["-f", "raw"]);
+    // What is read-only has to be opened so.
+    if lines.iter().all(|line| line.as_ref().starts_with("read")) {
+        command.arg("-r");
+    }
+    for line in lines {
+        command.args(["-c", line.as_ref()]);
+    }
+    let said = ok(command.arg(uri));
+    assert!(!said.contains("failed"), "{said}");
+}
+
+/// Runs a client that must fail by itself. Returns all it says.
+#[track_caller]
+pub fn fails(command: &mut Command) -> String {
+    const STATUS_OF_TIMEOUT: i32 = 124;
+    let output = command.output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said).into_owned();
+    let code = output.status.code();
+    assert!(code.is_some_and(|code| (1..STATUS_OF_TIMEOUT).contains(&code)), "{command:?}: {code:?}\n{said}");
+    said
+}
+
+/// Runs a client that must succeed and speaks JSON.
+#[track_caller]
+pub fn json(command: &mut Command) -> Value {
+    let text = ok(command);
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{command:?}: {e}\n{text}"))
+}
+
+/// The URI of an export on the server's Unix socket.
+pub fn uri(serve: &Serve, export: &str) -> String {
+    format!("nbd+unix:///{export}?socket={}", serve.path("nbd").display())
+}
+
+/// A number in the statistics of a device.
+#[track_caller]
+pub fn stat(serve: &Serve, device: &str, section: &str, column: &str) -> u64 {
+    let stat = serve.json(&["stat", device]);
+    stat[section][column].as_u64().unwrap_or_else(|| panic!("no {section}.{column} in {stat}"))
+}
+
+pub fn sha256(file: &Path) -> String {
+    ok(tool("sha256sum").arg("--").arg(file)).split(' ').next().unwrap().to_owned()
+}
+
+/// What a file takes on its disk, in bytes.
+pub fn allocated(file: &Path) -> u64 {
+    const SECTOR_BYTES: u64 = 512;
+    fs::metadata(file).unwrap().blocks() * SECTOR_BYTES
+}
+
+/// Bytes that no codec makes smaller, the same for the same seed.
+pub fn noise(seed: u64, length: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let words = (0..length.div_ceil(8)).flat_map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_le_bytes()
+    });
+    words.take(usize::try_from(length).unwrap()).collect()
+}

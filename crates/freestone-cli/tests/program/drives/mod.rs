@@ -1,0 +1,8 @@
+//! Test drives as their users meet them: the built program, its verbs, and clients on its exports.
+
+mod faults;
+mod null;
+mod power;
+pub mod raw;
+mod refusals;
+mod zones;

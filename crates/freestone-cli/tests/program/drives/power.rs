@@ -1,0 +1,175 @@
+//! Loss of power: what clients see, what is there afterwards, and points of the log.
+
+use serde_json::json;
+
+use crate::clients::tools::{MIB, stat};
+use crate::drives::raw::{FUA, Raw};
+use crate::harness::Serve;
+
+const BLOCKS: u64 = 64;
+
+/// Blocks 0 to 63 durable with ones, then with twos unflushed, and a third of them threes.
+fn dirty(client: &mut Raw) {
+    for n in 0..BLOCKS {
+        assert_eq!(client.write(0, n * 4096, &[1; 4096]), 0);
+    }
+    assert_eq!(client.flush(), 0);
+    for n in 0..BLOCKS {
+        assert_eq!(client.write(0, n * 4096, &[2; 4096]), 0);
+    }
+    for n in (0..BLOCKS).step_by(3) {
+        assert_eq!(client.write(0, n * 4096, &[3; 4096]), 0);
+    }
+    // This one is.
+    assert_eq!(client.write(FUA, BLOCKS * 4096, &[4; 4096]), 0);
+}
+
+/// What each logical block is full of; the last page is one.
+fn blocks(serve: &Serve, name: &str) -> Vec<u8> {
+    let mut client = Raw::connect(serve, name);
+    let block = |n: u64| {
+        let data = client.read(n * 512, 512).unwrap();
+        assert!(data.iter().all(|byte| *byte == data[0]), "block {n} is torn");
+        data[0]
+    };
+    (0..=BLOCKS * 8).map(block).collect()
+}
+
+#[test]
+fn clients_end_and_find_the_rebooted_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = format!("f=file,path={}/disk,size=4M,power_cut=yes", dir.path().display());
+    let devices = [
+        "n=null,size=4M,blocksize=512,memory_backed=1,cache_size=1M",
+        "r=ram,disksize=4M,power_cut=yes",
+        "packed=null,size=4M,blocksize=512,memory_backed=1,comp_algorithm=zstd,power_cut=yes",
+        &file,
+    ];
+    let serve = Serve::start(&devices);
+    let mut results = Vec::new();
+    for name in ["n", "r", "packed", "f"] {
+        let mut client = Raw::connect(&serve, name);
+        dirty(&mut client);
+        assert!(stat(&serve, name, "power", "unflushed_bytes") >= BLOCKS * 4096, "{name}");
+        let cut = serve.json(&["power-cut", name, "--seed", "11"]);
+        assert_eq!((&cut["seed"], &cut["connections_ended"]), (&json!(11), &json!(1)), "{cut}");
+        assert!(client.try_write(0, 0, &[9; 4096]).is_err(), "{name}: the connection is still there");
+        let found = blocks(&serve, name);
+        assert_eq!(found.last(), Some(&4));
+        let lost = found.iter().map(|byte| u64::from(*byte == 1)).sum::<u64>();
+        assert_eq!(
+            (&cut["lost_blocks"], &cut["kept_blocks"]),
+            (&json!(lost), &json!(BLOCKS * 8 - lost)),
+            "{name}"
+        );
+        // Some of each: this seed was not chosen for it.
+        assert!(lost > 0 && lost < BLOCKS * 8, "{name}: {lost}");
+        results.push(found);
+        // What was flushed stays, whatever the seed.
+        let mut client = Raw::connect(&serve, name);
+        assert_eq!((client.write(0, 0, &[5; 4096]), client.flush()), (0, 0));
+        let cut = serve.json(&["power-cut", name]);
+        assert_eq!((&cut["lost_blocks"], &cut["kept_blocks"]), (&json!(0), &json!(0)));
+        assert_eq!(blocks(&serve, name)[0], 5);
+        assert_eq!(stat(&serve, name, "power", "cuts"), 2);
+    }
+    // The same seed, the same loss, on whatever the data lies.
+    assert!(results.iter().all(|found| *found == results[0]));
+}
+
+#[test]
+fn a_cut_waits_for_nobody_and_tells_its_seed() {
+    let serve = Serve::start(&[
+        "r=ram,disksize=4M,power_cut=yes,faults=write hang; flush delay=3600s",
+        "other=ram,disksize=1M",
+    ]);
+    let mut other = Raw::connect(&serve, "other");
+    let mut client = Raw::connect(&serve, "r");
+    client.send_write(0, &[1; 4096]);
+    client.send(0, 3, 0, 0, &[]);
+    while stat(&serve, "r", "faults", "hanging") == 0 {
+        std::thread::yield_now();
+    }
+    let said = serve.text(&["power-cut", "r"]);
+    assert!(said.starts_with("r: a connection ended\nr: power cut, seed "), "{said}");
+    assert!(client.reply().is_err());
+    assert_eq!(other.write(0, 0, &[1; 4096]), 0);
+    serve.text(&["set", "r", "faults=none"]);
+    let mut client = Raw::connect(&serve, "r");
+    assert_eq!((client.write(0, 0, &[2; 4096]), client.flush()), (0, 0));
+}
+
+#[test]
+fn zones_have_pointers_that_fit_what_is_left() {
+    let serve = Serve::start(&["n=null,size=64M,zoned=1,zone_size=4M,memory_backed=1,power_cut=yes"]);
+    let mut client = Raw::connect(&serve, "n");
+    for zone in 0..16 {
+        assert_eq!(client.write(0, zone * 4 * MIB, &vec![1; 65536]), 0);
+    }
+    assert_eq!(client.flush(), 0);
+    for zone in 0..16 {
+        assert_eq!(client.write(0, zone * 4 * MIB + 65536, &vec![2; 65536]), 0);
+    }
+    serve.text(&["power-cut", "n", "--seed", "3"]);
+    let report = serve.json(&["zones", "n"]);
+    let mut client = Raw::connect(&serve, "n");
+    let mut pointers = Vec::new();
+    for zone in report["zones"].as_array().unwrap() {
+        let start = zone["start"].as_u64().unwrap();
+        let pointer = zone["write_pointer"].as_u64().unwrap() - start;
+        assert!((65536..=131_072).contains(&pointer), "{zone}");
+        let data = client.read(start, 131_072).unwrap();
+        let wanted = |at: usize| match at as u64 {
+            at if at >= pointer => 0xff,
+            0..65536 => 1,
+            _ => 2,
+        };
+        assert!(data.iter().enumerate().all(|(at, byte)| *byte == wanted(at)), "{zone}");
+        assert_eq!(client.write(0, start + pointer, &[3; 4096]), 0);
+        pointers.push(pointer);
+    }
+    // They were not all treated alike.
+    assert!(pointers.iter().any(|pointer| *pointer != pointers[0]), "{pointers:?}");
+}
+
+#[test]
+fn points_of_the_log_are_visited() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
+    let serve = Serve::start_in(
+        dir,
+        &[
+            "golden=file,path=golden,readonly=yes",
+            "f=fork,base=golden,power_cut=yes,record=f.log",
+            "n=null,size=1M,memory_backed=1,cache_size=64K,record=n.log",
+            "r=ram,disksize=1M,power_cut=yes,record=r.log",
+        ],
+        true,
+    );
+    for (name, before) in [("f", 0xee), ("n", 0), ("r", 0)] {
+        let mut client = Raw::connect(&serve, name);
+        let first = |serve: &Serve| Raw::connect(serve, name).read(0, 4096).unwrap()[0];
+        for commit in 1..=3_u8 {
+            assert_eq!((client.write(0, 0, &[commit; 4096]), client.flush()), (0, 0));
+            let said = serve.text(&["mark", name, &format!("commit {commit}")]);
+            assert!(said.starts_with(&format!("{name}: \"commit {commit}\" is entry ")), "{said}");
+        }
+        assert_eq!(stat(&serve, name, "power", "log_entries"), 9);
+        for commit in [2, 1, 3] {
+            serve.text(&["power-cut", name, "--at", &format!("commit {commit}")]);
+            assert_eq!(first(&serve), commit, "{name}");
+        }
+        serve.json(&["power-cut", name, "--at", "0"]);
+        assert_eq!(first(&serve), before);
+        // Between the write and the flush of the first commit, the power fails.
+        let cut = serve.json(&["power-cut", name, "--at", "1", "--seed", "5"]);
+        let blocks = cut["kept_blocks"].as_u64().unwrap() + cut["lost_blocks"].as_u64().unwrap();
+        assert_eq!((blocks > 0, &cut["entries"]), (true, &json!(1)), "{cut}");
+        let none = serve.refused(1, &["power-cut", name, "--at", "commit 4"]);
+        assert_eq!(none, format!("{name}: power-cut: at=commit 4: the log has no mark \"commit 4\""));
+        let many = serve.refused(1, &["power-cut", name, "--at", "100"]);
+        assert!(many.starts_with(&format!("{name}: power-cut: at=100: the log has ")), "{many}");
+    }
+    let again = serve.refused(1, &["create", "x=ram,disksize=1M,record=r.log"]);
+    assert!(again.starts_with("x: record: ") && again.contains("exists"), "{again}");
+}

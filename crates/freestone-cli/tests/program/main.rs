@@ -1,0 +1,7 @@
+//! The built program as its users meet it: its command line and sockets, clients that Debian ships, test drives, and what stalls.
+
+mod cli;
+mod clients;
+mod drives;
+mod harness;
+mod stalls;

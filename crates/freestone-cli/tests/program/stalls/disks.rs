@@ -1,0 +1,258 @@
+//! Disks that do not answer, below a file or below a store of copies.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::clients::tools::{root_tool, uri};
+use crate::drives::raw::Raw;
+use crate::harness::Serve;
+use crate::stalls::{ANSWER_MAX, Control, text};
+
+/// A file on a disk that can hang: an export of a server of its own, through nbdfuse.
+struct Disk {
+    // Dropped in this order: with its server it answers errors, and what hangs there ends.
+    server: Serve,
+    fuse: Fuse,
+    _dir: tempfile::TempDir,
+}
+
+struct Fuse {
+    child: Child,
+    dir: PathBuf,
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        let mut unmount = root_tool("fusermount3");
+        // Also where somebody still has the file open.
+        let _ = unmount.args(["-u", "-z"]).arg(&self.dir).stderr(Stdio::null()).status();
+        let start = Instant::now();
+        while matches!(self.child.try_wait(), Ok(None)) && start.elapsed() < Duration::from_secs(20) {
+            sleep(Duration::from_millis(20));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Disk {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let server = Serve::start(&["d=ram,disksize=8M,faults=none"]);
+        let at = dir.path().join("fuse");
+        fs::create_dir(&at).unwrap();
+        let mut fuse = root_tool("nbdfuse");
+        let child = fuse.arg(&at).arg(uri(&server, "d")).stdout(Stdio::null()).spawn().unwrap();
+        let disk = Self { server, fuse: Fuse { child, dir: at }, _dir: dir };
+        let start = Instant::now();
+        while !disk.path().exists() {
+            assert!(start.elapsed() < ANSWER_MAX, "nbdfuse does not serve");
+            sleep(Duration::from_millis(10));
+        }
+        disk
+    }
+
+    fn path(&self) -> PathBuf {
+        self.fuse.dir.join("nbd")
+    }
+
+    fn hang(&self, rules: &str) {
+        self.server.text(&["set", "d", &format!("faults={rules}")]);
+    }
+
+    fn until_hanging(&self) {
+        Control::of(&self.server).until("nothing hangs", "d", |stat| stat["faults"]["hanging"] != 0);
+    }
+
+    fn heal(&self) {
+        self.server.text(&["set", "d", "faults=none"]);
+        self.server.text(&["release", "d"]);
+    }
+}
+
+#[test]
+fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_verb() {
+    let disk = Disk::new();
+    let serve = Serve::start(&[
+        &format!("f=file,path={}", text(&disk.path())),
+        "r=ram,disksize=1M",
+        "p=null,size=1M,memory_backed=1,power_cut=yes",
+    ]);
+    let control = Control::of(&serve);
+    let mut client = Raw::connect(&serve, "f");
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    disk.hang("write hang");
+    let hung = client.send_write(0, &[2; 4096]);
+    disk.until_hanging();
+    let snapshot = |origin: &str, name: &str| {
+        control.ask("snapshot", &json!({ "snapshots": [{ "origin": origin, "name": name }] }))
+    };
+    thread::scope(|scope| {
+        // With one that could be frozen, to which nothing happens.
+        let late = scope.spawn(|| {
+            let each =
+                [("r", "with"), ("f", "s")].map(|(origin, name)| json!({ "origin": origin, "name": name }));
+            control.ask("snapshot", &json!({ "snapshots": each }))
+        });
+        let same = scope.spawn(|| snapshot("f", "s2"));
+        let mut rounds = 0;
+        while !late.is_finished() {
+            control.looks();
+            control.ok("stat", &json!({ "name": "f" }));
+            control.ok("get", &json!({ "name": "f" }));
+            control.ok("create", &json!({ "device": "n=null,size=1M" }));
+            control.ok("remove", &json!({ "name": "n" }));
+            control.ok("power-cut", &json!({ "name": "p" }));
+            rounds += 1;
+        }
+        assert!(rounds > 1, "everything waited for the snapshot");
+        let why =
+            "could not be frozen: writes that are under way did not end within 10 s; nothing was changed";
+        let late = late.join().unwrap().unwrap_err();
+        assert_eq!(late["message"], format!("s: origin=f: {why}"), "{late}");
+        assert_eq!(late["data"]["errno"], "ETIMEDOUT");
+        assert_eq!(same.join().unwrap().unwrap_err()["message"], format!("s2: origin=f: {why}"));
+    });
+    let names: Vec<_> = control.ok("list", &json!({}))["devices"].as_array().unwrap().clone();
+    assert_eq!(names.iter().map(|row| row["name"].as_str().unwrap()).collect::<Vec<_>>(), ["f", "r", "p"]);
+    disk.heal();
+    assert_eq!(client.reply().unwrap(), (hung, 0));
+    // What was held up meanwhile goes on.
+    assert_eq!(client.write(0, 4096, &[3; 4096]), 0);
+    snapshot("f", "s").unwrap();
+    drop(client);
+    control.ok("remove", &json!({ "name": "s" }));
+    control.ok("remove", &json!({ "name": "f" }));
+}
+
+#[test]
+fn a_merge_into_a_file_whose_disk_hangs_holds_up_no_other_verb() {
+    let disk = Disk::new();
+    let dir = tempfile::tempdir().unwrap();
+    let serve = Serve::start(&[&format!("f=file,path={}", text(&disk.path())), "r=ram,disksize=1M"]);
+    let control = Control::of(&serve);
+    let cow = dir.path().join("cow");
+    let store = json!({ "origin": "f", "name": "s", "cow": text(&cow), "cow_size": "16M", "store": "P", "readonly": false });
+    control.ok("snapshot", &json!({ "snapshots": [store] }));
+    let mut client = Raw::connect(&serve, "f");
+    // With its copy, so that nothing but the disk is waited for.
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    disk.hang("write hang");
+    let hung = client.send_write(0, &[2; 4096]);
+    disk.until_hanging();
+    thread::scope(|scope| {
+        let merge = scope.spawn(|| {
+            control
+                .ask("merge", &json!({ "name": "s", "into_origin": true, "force": true, "background": true }))
+        });
+        let mut rounds = 0;
+        while !merge.is_finished() {
+            control.looks();
+            control.ok("create", &json!({ "device": "n=null,size=1M" }));
+            control.ok("remove", &json!({ "name": "n" }));
+            control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": "other" }] }));
+            control.ok("remove", &json!({ "name": "other" }));
+            rounds += 1;
+        }
+        assert!(rounds > 1, "everything waited for the merge");
+        let late = merge.join().unwrap().unwrap_err();
+        assert_eq!(late["data"]["errno"], "ETIMEDOUT", "{late}");
+    });
+    disk.heal();
+    assert_eq!(client.reply().unwrap(), (hung, 0));
+    control.ok("merge", &json!({ "name": "s", "into_origin": true, "force": true }));
+}
+
+#[test]
+fn a_store_of_copies_that_does_not_answer_holds_up_only_its_own_verb() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    fs::write(&image, vec![7; 1 << 20]).unwrap();
+    let serve = Serve::start(&[
+        &format!("f=file,path={}", text(&image)),
+        "h=ram,disksize=8M,publish=no,faults=all hang",
+        "r=ram,disksize=1M",
+    ]);
+    let control = Control::of(&serve);
+    thread::scope(|scope| {
+        let stuck = scope.spawn(|| {
+            let store = json!({ "origin": "f", "name": "s", "cow": "h", "store": "P", "force": true });
+            control.ask("snapshot", &json!({ "snapshots": [store] }))
+        });
+        control.until("the store is made", "h", |stat| stat["faults"]["hanging"] != 0);
+        control.looks();
+        control.ok("create", &json!({ "device": "n=null,size=1M,publish=yes" }));
+        control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": "x" }] }));
+        control.ok("fork", &json!({ "base": "x", "name": "y" }));
+        assert!(!stuck.is_finished());
+        // Each of its requests hangs.
+        while !stuck.is_finished() {
+            control.ok("release", &json!({ "name": "h" }));
+            sleep(Duration::from_millis(1));
+        }
+        stuck.join().unwrap().unwrap();
+    });
+}
+
+/// A server that is told to end while a verb waits for a disk that hangs: `ended` goes on from there, when the other device is
+/// safe.
+fn told_to_end_beside_a_hanging_verb(ended: impl FnOnce(&Disk, Serve)) {
+    let disk = Disk::new();
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let hangs = format!("f=file,path={}", text(&disk.path()));
+    let serve = Serve::start(&[&hangs, &format!("p=file,path={},power_cut=yes", text(&image))]);
+    let mut other = Raw::connect(&serve, "p");
+    assert_eq!(other.write(0, 0, &[3; 4096]), 0);
+    assert_eq!(fs::read(&image).unwrap()[..4096], [0; 4096], "nothing is kept apart");
+    disk.hang("write hang");
+    let mut client = Raw::connect(&serve, "f");
+    client.send_write(0, &[2; 4096]);
+    disk.until_hanging();
+    // It waits for that write, for 10 s.
+    let mut verb = serve.control();
+    let params = json!({ "snapshots": [{ "origin": "f", "name": "s" }] });
+    let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "snapshot", "params": params });
+    verb.write_all(format!("{request}\n").as_bytes()).unwrap();
+    sleep(Duration::from_millis(500));
+    serve.signal(Signal::TERM);
+    let start = Instant::now();
+    while fs::read(&image).unwrap()[..4096] != [3; 4096] {
+        assert!(start.elapsed() < ANSWER_MAX, "a write that was answered is lost");
+        sleep(Duration::from_millis(20));
+    }
+    ended(&disk, serve);
+}
+
+#[test]
+fn an_end_beside_a_hanging_verb_flushes_what_can_be_and_waits_for_the_rest() {
+    told_to_end_beside_a_hanging_verb(|disk, serve| {
+        disk.heal();
+        assert_eq!(serve.wait().0, Some(0));
+    });
+}
+
+#[test]
+fn a_second_signal_does_not_wait_for_a_disk() {
+    told_to_end_beside_a_hanging_verb(|disk, serve| {
+        let control = serve.dir.path().join("control");
+        assert!(control.exists(), "it has ended already");
+        serve.signal(Signal::INT);
+        let told = Instant::now();
+        while control.exists() {
+            assert!(told.elapsed() < Duration::from_secs(20), "the second signal is not heeded");
+            sleep(Duration::from_millis(20));
+        }
+        // The process may not be gone before its write ends, which is with that disk.
+        disk.heal();
+        assert_eq!(serve.wait().0, Some(128 + 2));
+    });
+}

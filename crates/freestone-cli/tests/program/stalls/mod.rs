@@ -1,0 +1,71 @@
+//! What stalls holds up nobody else: clients of exports and of the control socket that do not read or do not speak, disks that
+//! do not answer, verbs that take long.
+
+mod clients;
+mod disks;
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::harness::Serve;
+
+/// What is not answered by then has failed; on a slow machine, too.
+const ANSWER_MAX: Duration = Duration::from_secs(120);
+
+/// The control socket of a server, for threads.
+#[derive(Clone)]
+struct Control(PathBuf);
+
+impl Control {
+    fn of(serve: &Serve) -> Self {
+        Self(serve.path("control"))
+    }
+
+    /// The answer to one request on a connection of its own: the result, or the error object.
+    fn ask(&self, method: &str, params: &Value) -> Result<Value, Value> {
+        let failed =
+            |what: &str, e: &dyn std::fmt::Display| -> ! { panic!("{method} {params}: {what}: {e}") };
+        let stream = UnixStream::connect(&self.0);
+        let mut stream = stream.unwrap_or_else(|e| failed("connect", &e));
+        stream.set_read_timeout(Some(ANSWER_MAX)).unwrap();
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        stream.write_all(format!("{request}\n").as_bytes()).unwrap_or_else(|e| failed("ask", &e));
+        let mut line = String::new();
+        BufReader::new(&stream).read_line(&mut line).unwrap_or_else(|e| failed("read", &e));
+        let mut answer: Value = serde_json::from_str(&line).unwrap_or_else(|e| failed(&line, &e));
+        match answer["result"].take() {
+            Value::Null => Err(answer["error"].take()),
+            result => Ok(result),
+        }
+    }
+
+    #[track_caller]
+    fn ok(&self, method: &str, params: &Value) -> Value {
+        self.ask(method, params).unwrap_or_else(|error| panic!("{method} {params}: {error}"))
+    }
+
+    /// Everything that must always get through.
+    fn looks(&self) {
+        self.ok("list", &json!({}));
+        self.ok("stat", &json!({}));
+    }
+
+    /// Looks at a device until `done` likes what it sees.
+    #[track_caller]
+    fn until(&self, what: &str, device: &str, done: impl Fn(&Value) -> bool) {
+        let start = Instant::now();
+        while !done(&self.ok("stat", &json!({ "name": device }))) {
+            assert!(start.elapsed() < ANSWER_MAX, "{what}");
+            sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}

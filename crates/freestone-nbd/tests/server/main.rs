@@ -1,0 +1,11 @@
+//! The server, over sockets, by a client that writes each byte itself.
+#![allow(missing_docs, reason = "test code")]
+
+mod common;
+mod contexts;
+mod garbage;
+mod handshake;
+mod listening;
+mod templates;
+mod transmission;
+mod waiting;

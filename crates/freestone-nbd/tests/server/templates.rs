@@ -1,0 +1,406 @@
+//! Templates: every connection gets a device of its own, which ends with it, once, however it ends.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use crate::common::client::{
+    ACK, ERR_POLICY, ERR_UNKNOWN, READ, SERVER, WRITE, context_data, export_info, info_data, option, request,
+};
+use crate::common::device::Manner;
+use crate::common::{Client, Fixture, MemDevice, eventually};
+use freestone::device::Device;
+use freestone_nbd::{ExportOptions, Fresh, Limits, MAX_STRING_BYTES, Make, PublishError, TemplateOptions};
+
+const MIB: u64 = 1 << 20;
+const EXPORT_NAME: u32 = 1;
+const LIST: u32 = 3;
+const OPT_INFO: u32 = 6;
+const GO: u32 = 7;
+const MULTI_CONN: u16 = 256;
+const SHORT: Duration = Duration::from_millis(100);
+
+/// Makes devices and keeps the books.
+#[derive(Default)]
+struct Maker {
+    made: AtomicUsize,
+    ended: AtomicUsize,
+    /// The devices are only watched: who holds them is seen.
+    devices: Mutex<Vec<Weak<MemDevice>>>,
+    /// What the next call says instead of making a device.
+    fails: Mutex<Option<String>>,
+    panics: AtomicBool,
+    end_panics: AtomicBool,
+    /// The test, or a thread of the device, holds devices too.
+    shared: AtomicBool,
+    /// Devices are made while it is false.
+    held: Mutex<bool>,
+    released: Condvar,
+}
+
+impl Maker {
+    fn make(self: &Arc<Self>) -> Make {
+        let maker = Arc::clone(self);
+        Arc::new(move || {
+            let mut held = maker.held.lock().unwrap();
+            while *held {
+                held = maker.released.wait(held).unwrap();
+            }
+            drop(held);
+            assert!(!maker.panics.load(SeqCst), "asked to");
+            if let Some(text) = maker.fails.lock().unwrap().take() {
+                return Err(text);
+            }
+            maker.made.fetch_add(1, SeqCst);
+            let device = MemDevice::new(MIB);
+            device.forked.store(true, SeqCst);
+            let weak = Arc::downgrade(&device);
+            maker.devices.lock().unwrap().push(weak.clone());
+            let maker = Arc::clone(&maker);
+            let on_end = Box::new(move || {
+                let held = weak.strong_count() > 0 && !maker.shared.load(SeqCst);
+                assert!(!held, "the server still holds the device");
+                maker.ended.fetch_add(1, SeqCst);
+                assert!(!maker.end_panics.load(SeqCst), "asked to");
+            });
+            Ok(Fresh { device: device as Arc<dyn Device>, on_end })
+        })
+    }
+
+    fn counts(&self) -> (usize, usize) {
+        (self.made.load(SeqCst), self.ended.load(SeqCst))
+    }
+
+    fn device(&self, index: usize) -> Arc<MemDevice> {
+        self.devices.lock().unwrap()[index].upgrade().expect("the device is in use")
+    }
+
+    fn hold(&self, held: bool) {
+        *self.held.lock().unwrap() = held;
+        self.released.notify_all();
+    }
+}
+
+fn serving(ttl: Option<Duration>) -> (Fixture, Arc<Maker>) {
+    let (fixture, maker) = (Fixture::new(), Arc::new(Maker::default()));
+    let export = ExportOptions { default: true, ..ExportOptions::default() };
+    let options = TemplateOptions { export, ttl };
+    fixture.server.publish_template(&fixture.address, "disk", options, maker.make()).unwrap();
+    (fixture, maker)
+}
+
+/// As [`Fixture::enter`], without contexts: nothing is asked before the export is chosen.
+fn enter(fixture: &Fixture) -> Client {
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.structured();
+    let (_, flags) = client.go("disk");
+    assert_eq!(flags & MULTI_CONN, 0);
+    client
+}
+
+#[test]
+fn every_connection_has_its_own() {
+    let (fixture, maker) = serving(None);
+    let infos = fixture.server.exports();
+    assert!(infos.len() == 1 && infos[0].template && infos[0].connections == 0, "{infos:?}");
+    assert_eq!(fixture.server.exports_named("disk"), infos);
+    assert_eq!(maker.counts(), (0, 0));
+    let (mut one, mut two) = (enter(&fixture), enter(&fixture));
+    assert_eq!(fixture.server.connections("disk"), 2);
+    assert_eq!(fixture.server.exports()[0].connections, 2);
+    assert_eq!(one.write(0, 0, &[1; 512]), 0);
+    assert_eq!(two.write(0, 512, &[2; 512]), 0);
+    assert_eq!(one.read(0, 1024).unwrap(), [[1; 512], [0; 512]].concat());
+    assert_eq!(two.read(0, 1024).unwrap(), [[0; 512], [2; 512]].concat());
+    one.disconnect();
+    eventually(|| maker.counts() == (2, 1));
+    assert_eq!(two.read(512, 512).unwrap(), [2; 512]);
+    two.disconnect();
+    eventually(|| maker.counts() == (2, 2));
+    fixture.assert_no_connections();
+    // By the old option, too, and by the name of the default export.
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.send(&option(EXPORT_NAME, b""));
+    let reply = client.bytes(10);
+    assert_eq!(reply[..8], MIB.to_be_bytes());
+    assert_eq!(u16::from_be_bytes(reply[8..].try_into().unwrap()) & MULTI_CONN, 0);
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+    drop(client);
+    eventually(|| maker.counts() == (3, 3));
+}
+
+#[test]
+fn who_only_asks_leaves_nothing_behind() {
+    let (fixture, maker) = serving(None);
+    let mut client = fixture.connect();
+    client.greet(3);
+    assert_eq!(client.option(LIST, &[])[0].kind, SERVER);
+    assert_eq!(maker.counts(), (0, 0));
+    client.structured();
+    for _ in 0..3 {
+        let replies = client.option(OPT_INFO, &info_data("disk", &[3]));
+        let (size, flags) = export_info(&replies);
+        assert_eq!((size, flags & MULTI_CONN), (MIB, 0));
+        assert_eq!(client.option(9, &context_data("disk", &[])).len(), 3);
+    }
+    assert_eq!(maker.counts(), (1, 1));
+    assert_eq!(fixture.server.connections("disk"), 0);
+    assert_eq!(client.set_contexts("disk", &["freestone:changed"]).len(), 1);
+    client.go("disk");
+    assert_eq!(maker.counts(), (2, 1));
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    assert_eq!(client.statuses(0, 0, 8192), Ok(vec![(2, vec![(4096, 1), (4096, 0)])]));
+    client.disconnect();
+    eventually(|| maker.counts() == (2, 2));
+}
+
+#[test]
+fn a_failure_is_told_and_not_the_end() {
+    let (fixture, maker) = serving(None);
+    fixture
+        .server
+        .publish(&fixture.address, "other", MemDevice::new(4096), ExportOptions::default())
+        .unwrap();
+    let mut client = fixture.connect();
+    client.greet(3);
+    for kind in [GO, OPT_INFO] {
+        *maker.fails.lock().unwrap() = Some("the family's limit is reached".to_owned());
+        let replies = client.option(kind, &info_data("disk", &[]));
+        assert_eq!(replies.len(), 1);
+        assert_eq!(replies[0].kind, ERR_POLICY);
+        assert_eq!(replies[0].data, b"the family's limit is reached");
+    }
+    client.structured();
+    *maker.fails.lock().unwrap() = Some("no".to_owned());
+    assert_eq!(client.outcome(9, &context_data("disk", &[])), ERR_POLICY);
+    // A sentence that is longer than the protocol's, cut between two characters.
+    *maker.fails.lock().unwrap() = Some("x".to_owned() + &"ü".repeat(MAX_STRING_BYTES));
+    let replies = client.option(GO, &info_data("disk", &[]));
+    assert_eq!(replies[0].data.len(), MAX_STRING_BYTES - 1);
+    assert_eq!(fixture.server.connections("disk"), 0);
+    assert_eq!(fixture.server.unpublish("nothing", false), Err(PublishError::NotPublished("nothing".into())));
+    assert_eq!(client.outcome(GO, &info_data("other", &[])), ACK);
+    client.disconnect();
+    // The old option has no error reply.
+    *maker.fails.lock().unwrap() = Some("no".to_owned());
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.send(&option(EXPORT_NAME, b"disk"));
+    client.assert_closed();
+    fixture.assert_no_connections();
+    assert_eq!(maker.counts(), (0, 0));
+    assert_eq!(fixture.server.stats().panics, 0);
+    // And again: nothing of it stays.
+    enter(&fixture).disconnect();
+    eventually(|| maker.counts() == (1, 1));
+}
+
+#[test]
+fn killed_in_the_middle_of_requests() {
+    let (fixture, maker) = serving(None);
+    for round in 0..20 {
+        let mut client = enter(&fixture);
+        let threads = round % 2 == 1;
+        maker.shared.store(threads, SeqCst);
+        maker.device(round).set(if threads { Manner::Thread } else { Manner::Inline });
+        // A write whose payload never comes, behind reads whose replies nobody takes.
+        let mut bytes = Vec::new();
+        for cookie in 0..20 {
+            bytes.extend(request(0, READ, cookie, 0, 1 << 20));
+        }
+        bytes.extend(request(0, WRITE, 99, 0, 1 << 20));
+        bytes.extend([7; 1000]);
+        client.send(&bytes);
+        if round % 3 == 0 {
+            client.chunk();
+        }
+        drop(client);
+        eventually(|| maker.counts() == (round + 1, round + 1));
+    }
+    fixture.assert_no_connections();
+    assert_eq!(fixture.server.stats().panics, 0);
+}
+
+#[test]
+fn what_the_device_holds_is_waited_for_or_cut() {
+    let (fixture, maker) = serving(None);
+    maker.shared.store(true, SeqCst);
+    let enter_and_wait = |index: usize| {
+        let mut client = enter(&fixture);
+        let device = maker.device(index);
+        device.set(Manner::Held);
+        client.ask(0, READ, 0, 512);
+        eventually(|| device.held().len() == 1);
+        (client, device)
+    };
+    let (client, device) = enter_and_wait(0);
+    drop(client);
+    std::thread::sleep(SHORT);
+    assert_eq!(maker.counts(), (1, 0));
+    assert_eq!(fixture.server.connections("disk"), 1);
+    device.release(0);
+    eventually(|| maker.counts() == (1, 1));
+    // Not for ever, where the server ends.
+    let (mut client, device) = enter_and_wait(1);
+    fixture.server.shutdown(SHORT);
+    assert_eq!(maker.counts(), (2, 2));
+    client.assert_closed();
+    device.release(0);
+    assert_eq!(maker.counts(), (2, 2));
+}
+
+#[test]
+fn panics_end_the_device_too() {
+    let (fixture, maker) = serving(None);
+    let mut client = enter(&fixture);
+    maker.device(0).panics.store(true, SeqCst);
+    client.send(&request(0, READ, 1, 0, 512));
+    client.assert_closed();
+    eventually(|| maker.counts() == (1, 1) && fixture.server.stats().panics == 1);
+    // In making one.
+    maker.panics.store(true, SeqCst);
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.send(&option(GO, &info_data("disk", &[])));
+    client.assert_closed();
+    eventually(|| fixture.server.stats().panics == 2);
+    maker.panics.store(false, SeqCst);
+    // And in ending it.
+    maker.end_panics.store(true, SeqCst);
+    enter(&fixture).disconnect();
+    eventually(|| fixture.server.stats().panics == 3);
+    assert_eq!(maker.counts(), (2, 2));
+    maker.end_panics.store(false, SeqCst);
+    fixture.assert_no_connections();
+    assert_eq!(fixture.server.connections("disk"), 0);
+    enter(&fixture).disconnect();
+    eventually(|| maker.counts() == (3, 3));
+}
+
+#[test]
+fn unpublished_closed_and_shut_down() {
+    let (fixture, maker) = serving(None);
+    let mut client = enter(&fixture);
+    let busy = PublishError::Busy { name: "disk".to_owned(), connections: 1 };
+    assert_eq!(fixture.server.unpublish("disk", false), Err(busy));
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+    assert_eq!(fixture.server.unpublish("disk", true), Ok(1));
+    // Whoever waited for the connections' ends finds their devices ended.
+    assert_eq!(maker.counts(), (1, 1));
+    client.assert_closed();
+    let options = TemplateOptions::default();
+    fixture.server.publish_template(&fixture.address, "disk", options.clone(), maker.make()).unwrap();
+    let _client = enter(&fixture);
+    fixture.server.close(&fixture.address);
+    assert_eq!(maker.counts(), (2, 2));
+    fixture.server.listen(&fixture.address).unwrap();
+    fixture.server.publish_template(&fixture.address, "disk", options, maker.make()).unwrap();
+    let _clients: Vec<_> = (0..10).map(|_| enter(&fixture)).collect();
+    fixture.server.shutdown(Duration::from_secs(5));
+    assert_eq!(maker.counts(), (12, 12));
+    // Nothing of the server holds the template any more, when the last thread of a connection has returned.
+    eventually(|| Arc::strong_count(&maker) == 1);
+}
+
+#[test]
+fn unpublished_while_a_device_is_made() {
+    let (fixture, maker) = serving(None);
+    maker.hold(true);
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.send(&option(GO, &info_data("disk", &[])));
+    eventually(|| fixture.server.connections("disk") == 1);
+    // The server's locks are free meanwhile.
+    fixture
+        .server
+        .publish(&fixture.address, "other", MemDevice::new(4096), ExportOptions::default())
+        .unwrap();
+    let mut other = fixture.connect();
+    other.greet(3);
+    assert_eq!(other.go("other").0, 4096);
+    assert!(matches!(fixture.server.unpublish("disk", false), Err(PublishError::Busy { .. })));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| fixture.server.unpublish("disk", true));
+        eventually(|| fixture.server.exports().len() == 1);
+        maker.hold(false);
+        assert_eq!(waiting.join().unwrap(), Ok(1));
+    });
+    assert_eq!(maker.counts(), (1, 1));
+    assert_eq!(other.read(0, 512), Ok(vec![0; 512]));
+    let mut late = fixture.connect();
+    late.greet(3);
+    assert_eq!(late.outcome(GO, &info_data("disk", &[])), ERR_UNKNOWN);
+}
+
+#[test]
+fn after_its_time_to_live_a_connection_ends() {
+    let (fixture, maker) = serving(Some(SHORT));
+    let start = Instant::now();
+    let mut idle = enter(&fixture);
+    let mut clients: Vec<_> = (0..5).map(|_| enter(&fixture)).collect();
+    // One that leaves before takes its place in the clock with it.
+    clients.pop().unwrap().disconnect();
+    idle.assert_closed();
+    assert!(start.elapsed() >= SHORT);
+    for client in &mut clients {
+        client.assert_closed();
+    }
+    eventually(|| maker.counts() == (6, 6));
+    fixture.assert_no_connections();
+    assert!(start.elapsed() < freestone_nbd::END_GRACE, "they were cut, not drained");
+    // A busy one ends between two requests; each that was answered was answered well.
+    let mut busy = enter(&fixture);
+    let mut answered = 0;
+    loop {
+        let bytes = request(0, READ, answered, 0, 512);
+        if busy.stream.write_all(&bytes).is_err() {
+            break;
+        }
+        let mut head = [0; 28];
+        if busy.stream.read_exact(&mut head).is_err() {
+            break;
+        }
+        busy.bytes(512);
+        answered += 1;
+    }
+    assert!(answered > 0);
+    eventually(|| maker.counts() == (7, 7));
+}
+
+#[test]
+fn connections_to_a_template_are_bounded() {
+    let fixture = Fixture::with(Limits { max_connections: 3, ..Limits::default() });
+    let maker = Arc::new(Maker::default());
+    let options = TemplateOptions::default();
+    fixture.server.publish_template(&fixture.address, "disk", options, maker.make()).unwrap();
+    let clients: Vec<_> = (0..3).map(|_| enter(&fixture)).collect();
+    fixture.connect().assert_closed();
+    assert_eq!(maker.counts(), (3, 0));
+    drop(clients);
+    eventually(|| maker.counts() == (3, 3));
+}
+
+#[test]
+fn templates_and_devices_share_their_names() {
+    let (fixture, maker) = serving(None);
+    let again =
+        fixture.server.publish_template(&fixture.address, "disk", TemplateOptions::default(), maker.make());
+    assert_eq!(
+        again,
+        Err(PublishError::Duplicate { name: "disk".to_owned(), address: fixture.address.clone() })
+    );
+    let export = ExportOptions { read_only: true, ..ExportOptions::default() };
+    let options = TemplateOptions { export, ttl: Some(Duration::MAX) };
+    fixture.server.publish_template(&fixture.address, "ro", options, maker.make()).unwrap();
+    let mut client = fixture.connect();
+    client.greet(3);
+    assert_eq!(client.go("ro").1 & (2 | MULTI_CONN), 2);
+    // EPERM.
+    assert_eq!(client.write(0, 0, &[1; 512]), 1);
+    client.disconnect();
+    assert_eq!(fixture.server.unpublish("ro", true), Ok(1));
+    eventually(|| maker.counts() == (1, 1));
+}

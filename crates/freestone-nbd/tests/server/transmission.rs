@@ -1,0 +1,516 @@
+//! Commands, one by one, on a device that does everything inline.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::common::client::{
+    BLOCK_STATUS, CACHE, Chunk, DF, DISC, FAST_ZERO, FLUSH, FUA, NO_HOLE, READ, REQ_ONE, TRIM, WRITE,
+    WRITE_ZEROES, request,
+};
+use crate::common::{Fixture, MemDevice, eventually, pattern};
+use freestone::device::{Flags, Op, Request};
+use freestone_nbd::{ExportOptions, MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
+
+const EPERM: u32 = 1;
+const EIO: u32 = 5;
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+const EOVERFLOW: u32 = 75;
+const ENOTSUP: u32 = 95;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn what_is_written_is_read() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        // Up to and across the sizes of the buffers.
+        for (round, len) in [512, 4096, 64 << 10, 256 << 10, (256 << 10) + 4096, (264 << 10) + 512, 3 << 20]
+            .into_iter()
+            .enumerate()
+        {
+            let offset = 512 * (round as u64 + 1);
+            let data = pattern(offset + u64::from(structured), len);
+            assert_eq!(client.write(0, offset, &data), 0);
+            assert!(device.bytes(offset, len) == data, "{len} bytes on the device");
+            assert!(client.read(offset, len as u32).unwrap() == data, "{len} bytes read back");
+        }
+        client.disconnect();
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn large_reads_come_in_pieces_unless_told_otherwise() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    let data = pattern(7, 3 * MIB as usize);
+    device.fill(4096, &data);
+    let mut client = fixture.enter(true);
+    for (flags, pieces) in [(0, 12), (DF, 1)] {
+        client.ask(flags, READ, 4096, 3 << 20);
+        let mut got = Vec::new();
+        let mut count = 0;
+        loop {
+            match client.chunk() {
+                Chunk::Data { data, done, .. } => {
+                    assert!(flags == DF || data.len() <= 256 << 10);
+                    count += 1;
+                    got.extend(data);
+                    if done {
+                        break;
+                    }
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(count, pieces);
+        assert!(got == data);
+    }
+    let reads = device.requests(Op::Read);
+    assert!(reads[..12].iter().all(|read| read.len == 256 * KIB), "{reads:?}");
+}
+
+#[test]
+fn thirty_two_requests_leave_in_few_sends() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let data = pattern(1, MIB as usize);
+    device.fill(0, &data);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        let before = fixture.server.stats();
+        let mut bytes = Vec::new();
+        let mut wanted = HashMap::new();
+        for i in 0..32_u64 {
+            bytes.extend(request(0, READ, 1000 + i, i * 8192, 4096));
+            wanted.insert(1000 + i, (i * 8192, 4096));
+        }
+        client.send(&bytes);
+        for (cookie, result) in client.read_replies(&mut wanted) {
+            let at = (cookie - 1000) as usize * 8192;
+            assert!(result.unwrap() == data[at..at + 4096]);
+        }
+        // Single numbers are shown one after the other.
+        eventually(|| {
+            let now = fixture.server.stats();
+            now.replies == before.replies + 32 && now.receives > before.receives
+        });
+        let after = fixture.server.stats();
+        assert_eq!(after.requests - before.requests, 32);
+        // 896 bytes arrive at once; their replies are 128 KiB, which a socket may take in a few parts.
+        assert_eq!(after.receives - before.receives, 1);
+        assert!(after.sends - before.sends <= 3, "{} sends", after.sends - before.sends);
+        assert_eq!(after.submitted, 0);
+
+        let mut bytes = Vec::new();
+        for i in 0..32_u64 {
+            bytes.extend(request(0, WRITE, i, i * 4096, 4096));
+            bytes.extend(pattern(i, 4096));
+        }
+        let before = fixture.server.stats();
+        client.send(&bytes);
+        for i in 0..32 {
+            assert_eq!(client.chunk(), Chunk::Simple { cookie: i, error: 0 });
+            assert!(device.bytes(i * 4096, 4096) == pattern(i, 4096));
+        }
+        let after = fixture.server.stats();
+        assert!(after.sends - before.sends <= after.receives - before.receives + 1);
+        device.fill(0, &data);
+        client.disconnect();
+    }
+}
+
+#[test]
+fn requests_beyond_the_end() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        for offset in [MIB - 512, MIB, 1 << 40, u64::MAX - 511] {
+            assert_eq!(client.read(offset, 1024), Err(EINVAL));
+            assert_eq!(client.write(0, offset, &[1; 1024]), ENOSPC);
+            assert_eq!(client.run(0, WRITE_ZEROES, offset, 1024), ENOSPC);
+            assert_eq!(client.run(0, TRIM, offset, 1024), EINVAL);
+            assert_eq!(client.run(0, CACHE, offset, 1024), EINVAL);
+            assert_eq!(client.run(0, BLOCK_STATUS, offset, 1024), EINVAL);
+        }
+        assert_eq!(client.write(0, MIB - 512, &[3; 512]), 0);
+        assert_eq!(client.read(MIB - 512, 512), Ok(vec![3; 512]));
+        client.disconnect();
+    }
+    assert!(device.bytes(0, MIB as usize - 512).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn lengths_at_both_ends() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        assert_eq!(client.read(0, 0), Err(EINVAL));
+        assert_eq!(client.write(0, 0, &[]), EINVAL);
+        for command in [TRIM, CACHE, WRITE_ZEROES, BLOCK_STATUS] {
+            assert_eq!(client.run(0, command, 0, 0), EINVAL, "command {command}");
+        }
+        assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+        assert_eq!(client.run(0, FLUSH, 0, 512), EINVAL);
+        assert_eq!(client.run(0, FLUSH, 512, 0), EINVAL);
+        for command in [TRIM, CACHE, WRITE_ZEROES, BLOCK_STATUS] {
+            assert_ne!(client.run(0, command, 0, u32::MAX), 0, "command {command}");
+        }
+        assert_eq!(client.read(0, u32::MAX), Err(EINVAL));
+        // Misaligned.
+        assert_eq!(client.read(1, 512), Err(EINVAL));
+        assert_eq!(client.read(0, 511), Err(EINVAL));
+        assert_eq!(client.write(0, 256, &[1; 512]), EINVAL);
+        // The longest payload there is, which is thrown away in bounded memory.
+        let cookie = client.ask(0, WRITE, 0, u32::MAX);
+        let waste = vec![9; 1 << 20];
+        let mut left = u32::MAX as usize;
+        while structured && left > 0 {
+            let n = left.min(waste.len());
+            client.send(&waste[..n]);
+            left -= n;
+        }
+        if structured {
+            assert_eq!(client.plain_reply(cookie), EINVAL);
+            assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+            client.disconnect();
+        }
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn more_than_the_maximum_payload() {
+    let device = MemDevice::new(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    let max = MAX_PAYLOAD_BYTES as usize;
+    let mut client = fixture.enter(true);
+    assert_eq!(client.read(0, MAX_PAYLOAD_BYTES + 512), Err(EOVERFLOW));
+    assert_eq!(client.write(0, 0, &vec![1; max + 512]), EINVAL);
+    assert!(device.requests(Op::Write).is_empty());
+    let data = pattern(3, max);
+    assert_eq!(client.write(FUA, 512, &data), 0);
+    assert!(client.read(512, MAX_PAYLOAD_BYTES).unwrap() == data);
+    let mut simple = fixture.enter(false);
+    assert!(simple.read(512, MAX_PAYLOAD_BYTES).unwrap() == data);
+    // Without a payload there is no such limit.
+    assert_eq!(client.run(0, WRITE_ZEROES, 0, 64 << 20), 0);
+    assert_eq!(client.run(0, TRIM, 0, 64 << 20), 0);
+    assert_eq!(client.run(0, CACHE, 0, 64 << 20), 0);
+    assert_eq!(client.status(0, 0, 64 << 20), Ok(vec![(64 << 20, 3)]));
+}
+
+#[test]
+fn flags_and_commands_that_do_not_exist() {
+    let fixture = Fixture::serving(&MemDevice::new(MIB));
+    let mut client = fixture.enter(true);
+    for command in [8, 9, 255, u16::MAX] {
+        assert_eq!(client.run(0, command, 0, 512), EINVAL);
+    }
+    let allowed = [
+        (READ, FUA | DF),
+        (FLUSH, FUA),
+        (TRIM, FUA),
+        (CACHE, FUA),
+        (WRITE_ZEROES, FUA | NO_HOLE | FAST_ZERO),
+        (BLOCK_STATUS, FUA | REQ_ONE),
+    ];
+    for (command, allowed) in allowed {
+        for bit in 0..16 {
+            let flags = 1 << bit;
+            let len = if command == FLUSH { 0 } else { 4096 };
+            let error = match command {
+                READ => {
+                    let cookie = client.ask(flags, READ, 0, len);
+                    let mut wanted = HashMap::from([(cookie, (0, len))]);
+                    client.read_replies(&mut wanted)[&cookie].as_ref().err().copied().unwrap_or(0)
+                }
+                BLOCK_STATUS => client.status(flags, 0, len).err().unwrap_or(0),
+                command => client.run(flags, command, 0, len),
+            };
+            assert_eq!(error, if flags & allowed != 0 { 0 } else { EINVAL }, "{command} with flag {flags}");
+        }
+    }
+    // A refused write takes its payload with it.
+    for bit in 1..16 {
+        assert_eq!(client.write(1 << bit, 0, &[1; 4096]), EINVAL);
+    }
+    assert_eq!(client.read(0, 4096), Ok(vec![0; 4096]));
+    // DF is offered with structured replies only.
+    let mut simple = fixture.enter(false);
+    assert_eq!(simple.run(DF, READ, 0, 512), EINVAL);
+    assert_eq!(simple.run(0, BLOCK_STATUS, 0, 512), EINVAL);
+}
+
+#[test]
+fn read_only_exports_refuse_every_change() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let options = ExportOptions { read_only: true, ..ExportOptions::default() };
+    fixture.server.publish(&fixture.address, "ro", device.clone(), options).unwrap();
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.structured();
+    client.go("ro");
+    for len in [4096, 1 << 20] {
+        assert_eq!(client.write(0, 0, &vec![1; len]), EPERM);
+    }
+    assert_eq!(client.run(0, WRITE_ZEROES, 0, 4096), EPERM);
+    assert_eq!(client.run(0, TRIM, 0, 4096), EPERM);
+    assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+    assert!(client.read(0, 4096).is_ok());
+    assert!(device.requests(Op::Write).is_empty());
+    assert!(fixture.server.exports().iter().any(|export| export.name == "ro" && export.read_only));
+}
+
+#[test]
+fn flags_reach_the_device() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    assert_eq!(client.write(FUA, 4096, &[1; 4096]), 0);
+    assert_eq!(client.run(0, WRITE_ZEROES, 0, 4096), 0);
+    assert_eq!(client.run(FUA | NO_HOLE, WRITE_ZEROES, 0, 4096), 0);
+    assert_eq!(client.run(FAST_ZERO, WRITE_ZEROES, 0, 4096), 0);
+    assert_eq!(client.run(FUA, TRIM, 8192, 4096), 0);
+    assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+    assert_eq!(client.run(0, CACHE, 4096, 8192), 0);
+    let with = |op, offset, flags| Request::new(op, offset, 4096).with(flags);
+    let wanted = [
+        with(Op::Write, 0, Flags::empty()),
+        with(Op::Write, 4096, Flags::FUA),
+        with(Op::WriteZeroes, 0, Flags::MAY_FREE),
+        with(Op::WriteZeroes, 0, Flags::FUA),
+        with(Op::WriteZeroes, 0, Flags::MAY_FREE),
+        with(Op::Discard, 8192, Flags::FUA),
+        Request::flush(),
+    ];
+    assert_eq!(*device.log.lock().unwrap(), wanted);
+    assert_eq!(*device.prefetched.lock().unwrap(), [(4096, 8192)]);
+    // FUA in pieces: each piece carries it.
+    assert_eq!(client.write(FUA, 512, &vec![1; 768 << 10]), 0);
+    let writes = device.requests(Op::Write);
+    assert!(writes.len() > 4, "in pieces");
+    assert!(writes[2..].iter().all(|write| write.flags == Flags::FUA));
+    assert_eq!(writes[2..].iter().map(|write| write.len).sum::<u64>(), 768 * KIB);
+    // All but the first begin at a block.
+    assert!(writes[3..].iter().all(|write| write.offset % 4096 == 0));
+}
+
+#[test]
+fn fast_zeroes_only_where_they_are_fast() {
+    let device = MemDevice::with(MIB, |geometry| geometry.fast_zeroes = false);
+    let fixture = Fixture::serving(&device);
+    device.fill(0, &[7; 4096]);
+    let mut client = fixture.enter(true);
+    assert_eq!(client.run(FAST_ZERO, WRITE_ZEROES, 0, 4096), ENOTSUP);
+    assert_eq!(client.run(FAST_ZERO | NO_HOLE, WRITE_ZEROES, 0, 4096), ENOTSUP);
+    assert!(device.log.lock().unwrap().is_empty());
+    assert_eq!(device.bytes(0, 4096), [7; 4096]);
+    assert_eq!(client.run(0, WRITE_ZEROES, 0, 4096), 0);
+    assert_eq!(device.bytes(0, 4096), [0; 4096]);
+}
+
+#[test]
+fn trim_only_where_it_is_offered() {
+    let device = MemDevice::with(MIB, |geometry| geometry.discard_granularity = 0);
+    let fixture = Fixture::serving(&device);
+    assert_eq!(fixture.enter(true).run(0, TRIM, 0, 4096), EINVAL);
+}
+
+#[test]
+fn block_status_tells_data_zeroes_and_holes() {
+    let device = MemDevice::new(4 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    assert_eq!(client.status(0, 0, 4 << 20), Ok(vec![(4 << 20, 3)]));
+    assert_eq!(client.write(0, 8192, &[1; 8192]), 0);
+    assert_eq!(client.run(NO_HOLE, WRITE_ZEROES, 16384, 4096), 0);
+    let whole = vec![(8192, 3), (8192, 0), (4096, 2), ((4 << 20) - 20480, 3)];
+    assert_eq!(client.status(0, 0, 4 << 20), Ok(whole));
+    assert_eq!(client.status(REQ_ONE, 8192, 1 << 20), Ok(vec![(8192, 0)]));
+    assert_eq!(client.status(REQ_ONE, 8192, 4096), Ok(vec![(4096, 0)]));
+    assert_eq!(client.status(0, 8704, 512), Ok(vec![(512, 0)]));
+    assert_eq!(client.status(0, 8192 + 4096, 8192), Ok(vec![(4096, 0), (4096, 2)]));
+    device.bad_byte.store(4096, SeqCst);
+    assert_eq!(client.status(0, 4096, 4096), Err(EIO));
+    device.bad_byte.store(u64::MAX, SeqCst);
+    // Not without a context.
+    let mut other = fixture.connect();
+    other.greet(3);
+    other.structured();
+    other.go("disk");
+    assert_eq!(other.status(0, 0, 4096), Err(EINVAL));
+}
+
+#[test]
+fn block_status_is_bounded() {
+    let pages = 3 * MAX_DESCRIPTORS as u64;
+    let device = MemDevice::new(pages * 4096);
+    for page in (0..pages).step_by(2) {
+        device.fill(page * 4096, &[1; 4096]);
+    }
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    let mut at = 0;
+    let mut rounds = 0;
+    while at < pages * 4096 {
+        let extents = client.status(0, at, (pages * 4096 - at) as u32).unwrap();
+        assert!(extents.len() <= MAX_DESCRIPTORS);
+        for (len, flags) in extents {
+            assert_eq!((len, flags), (4096, if at / 4096 % 2 == 0 { 0 } else { 3 }));
+            at += u64::from(len);
+        }
+        rounds += 1;
+    }
+    assert_eq!(rounds, 3);
+}
+
+#[test]
+fn errors_of_the_device_end_one_request() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        device.bad_byte.store(5000, SeqCst);
+        assert_eq!(client.read(4096, 4096), Err(EIO));
+        assert_eq!(client.read(0, 2 << 20), Err(EIO));
+        assert_eq!(client.write(0, 4096, &[1; 4096]), EIO);
+        assert_eq!(client.run(0, WRITE_ZEROES, 4096, 4096), EIO);
+        // In the middle of a large write: the rest is thrown away, and not written.
+        device.bad_byte.store(600 * KIB, SeqCst);
+        device.log.lock().unwrap().clear();
+        assert_eq!(client.write(0, 0, &vec![8; 3 << 20]), EIO);
+        assert_eq!(device.requests(Op::Write).len(), 3);
+        assert_eq!(client.read(3 << 20, 1 << 20), Ok(vec![0; 1 << 20]));
+        let cookie = client.ask(DF * u16::from(structured), READ, 0, 2 << 20);
+        let mut wanted = HashMap::from([(cookie, (0, 2 << 20))]);
+        assert_eq!(client.read_replies(&mut wanted)[&cookie], Err(EIO));
+        device.bad_byte.store(u64::MAX, SeqCst);
+        assert!(client.read(0, 2 << 20).is_ok());
+        client.disconnect();
+    }
+    let mut client = fixture.enter(true);
+    device.bad_byte.store(0, SeqCst);
+    let cookie = client.ask(0, READ, 0, 512);
+    assert_eq!(client.chunk(), Chunk::Error { cookie, error: EIO, text: "I/O error".to_owned() });
+}
+
+#[test]
+fn requests_that_are_done_in_parts() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    for per_try in [512, 8192, 100 * KIB] {
+        device.per_try.store(per_try, SeqCst);
+        for structured in [false, true] {
+            let mut client = fixture.enter(structured);
+            for len in [4096, 128 << 10, 256 << 10, 1 << 20] {
+                let data = pattern(per_try + len as u64, len);
+                assert_eq!(client.write(0, 4096, &data), 0);
+                assert!(client.read(4096, len as u32).unwrap() == data);
+            }
+            assert_eq!(client.run(0, WRITE_ZEROES, 0, 1 << 20), 0);
+            assert!(client.read(0, 1 << 20).unwrap() == vec![0; 1 << 20]);
+            // Replies that were ready before stay whole.
+            let mut bytes = request(0, FLUSH, 1, 0, 0);
+            bytes.extend(request(0, READ, 2, 4096, 128 << 10));
+            bytes.extend(request(0, FLUSH, 3, 0, 0));
+            client.send(&bytes);
+            assert_eq!(client.chunk(), Chunk::Simple { cookie: 1, error: 0 });
+            let mut wanted = HashMap::from([(2, (4096, 128 << 10))]);
+            assert_eq!(client.read_replies(&mut wanted)[&2], Ok(vec![0; 128 << 10]));
+            assert_eq!(client.chunk(), Chunk::Simple { cookie: 3, error: 0 });
+            client.disconnect();
+        }
+    }
+}
+
+#[test]
+fn zoned_devices_get_each_write_whole() {
+    let device = MemDevice::zoned(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    for len in [4096, 256 << 10, 1 << 20, MAX_PAYLOAD_BYTES as usize] {
+        let data = pattern(len as u64, len);
+        assert_eq!(client.write(0, 4096, &data), 0);
+        assert!(device.bytes(4096, len) == data);
+    }
+    assert_eq!(device.requests(Op::Write).len(), 4);
+    device.bad_byte.store(1 << 20, SeqCst);
+    assert_eq!(client.write(0, 0, &vec![1; 2 << 20]), EIO);
+    assert!(client.read(0, 512).is_ok());
+}
+
+#[test]
+fn garbage_ends_one_connection() {
+    let fixture = Fixture::serving(&MemDevice::new(MIB));
+    let mut bystander = fixture.enter(true);
+    let mut client = fixture.enter(true);
+    // The requests before it are answered.
+    let mut bytes = request(0, FLUSH, 5, 0, 0);
+    bytes.extend([0x42; 100]);
+    client.send(&bytes);
+    assert_eq!(client.chunk(), Chunk::Simple { cookie: 5, error: 0 });
+    client.assert_closed();
+    assert!(bystander.read(0, 512).is_ok());
+    bystander.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn disconnect_answers_what_came_before() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    let mut bytes = request(0, WRITE, 5, 0, 512);
+    bytes.extend([6; 512]);
+    bytes.extend(request(0, DISC, 6, 0, 0));
+    client.send(&bytes);
+    assert_eq!(client.chunk(), Chunk::Simple { cookie: 5, error: 0 });
+    client.assert_closed();
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_panic_of_the_device_ends_one_connection() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut bystander = fixture.enter(true);
+    let mut client = fixture.enter(true);
+    device.panics.store(true, SeqCst);
+    client.ask(0, READ, 0, 512);
+    client.assert_closed();
+    assert!(bystander.read(0, 512).is_ok());
+    eventually(|| fixture.server.stats().panics == 1);
+    bystander.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_device_may_grow_under_its_clients() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    assert_eq!(client.write(0, MIB, &[1; 4096]), ENOSPC);
+    device.grow(2 * MIB);
+    assert_eq!(client.write(0, MIB, &[1; 4096]), 0);
+    assert_eq!(client.read(MIB, 4096), Ok(vec![1; 4096]));
+    let mut newer = fixture.connect();
+    newer.greet(3);
+    assert_eq!(newer.go("disk").0, 2 * MIB);
+}
+
+#[test]
+fn the_text_of_errors_is_for_people() {
+    let fixture = Fixture::serving(&MemDevice::new(MIB));
+    let mut client = fixture.enter(true);
+    let cookie = client.ask(0, 99, 0, 0);
+    assert_eq!(client.chunk(), Chunk::Error { cookie, error: EINVAL, text: "unknown command".to_owned() });
+}

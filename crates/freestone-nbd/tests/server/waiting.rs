@@ -1,0 +1,456 @@
+//! Devices that would block: completions in any order, bounds, and the ends of connections with requests in flight.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
+use crate::common::device::Manner;
+use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
+use freestone::device::Op;
+use freestone_nbd::{Address, ExportOptions, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
+
+const MIB: u64 = 1 << 20;
+const EIO: u32 = 5;
+const ESHUTDOWN: u32 = 108;
+const LONG: Duration = Duration::from_secs(30);
+
+#[test]
+fn everything_works_through_a_thread() {
+    let device = MemDevice::new(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Thread);
+    for structured in [false, true] {
+        let mut client = fixture.enter(structured);
+        for len in [512, 4096, 16 << 10, 20 << 10, 256 << 10, 1 << 20, 32 << 20] {
+            let data = pattern(len as u64, len);
+            assert_eq!(client.write(0, 512, &data), 0);
+            assert!(client.read(512, len as u32).unwrap() == data);
+            if structured {
+                let cookie = client.ask(DF, READ, 512, len as u32);
+                let mut wanted = HashMap::from([(cookie, (512, len as u32))]);
+                assert!(client.read_replies(&mut wanted).remove(&cookie).unwrap().unwrap() == data);
+            }
+        }
+        assert_eq!(client.run(0, WRITE_ZEROES, 0, 1 << 20), 0);
+        assert_eq!(client.run(0, TRIM, 1 << 20, 1 << 20), 0);
+        assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+        assert!(client.read(0, 2 << 20).unwrap() == vec![0; 2 << 20]);
+        client.disconnect();
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn replies_come_as_the_device_finishes() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let data = pattern(1, MIB as usize);
+    device.fill(0, &data);
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    let mut bytes = Vec::new();
+    for i in 0..32 {
+        bytes.extend(request(0, READ, i, i * 4096, 4096));
+    }
+    client.send(&bytes);
+    eventually(|| device.held().len() == 32);
+    // They started in the order in which they came.
+    let offsets: Vec<_> = device.held().iter().map(|request| request.offset / 4096).collect();
+    assert_eq!(offsets, (0..32).collect::<Vec<_>>());
+    device.release_all_backwards();
+    for i in (0..32).rev() {
+        let at = i as usize * 4096;
+        let wanted =
+            Chunk::Data { cookie: i, done: true, offset: i * 4096, data: data[at..at + 4096].to_vec() };
+        assert_eq!(client.chunk(), wanted);
+    }
+}
+
+#[test]
+fn writes_to_zones_start_in_the_order_in_which_they_came() {
+    let device = MemDevice::zoned(16 * MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    // Small ones, ones that fill the receive buffer, ones that are gathered.
+    let lengths = [512, 64 << 10, 1 << 20, 512, 300 << 10, 2 << 20, 4096, 255 << 10, 256 << 10, 512];
+    let mut bytes = Vec::new();
+    let (mut at, mut wanted) = (0, Vec::new());
+    for (cookie, len) in lengths.into_iter().enumerate() {
+        bytes.extend(request(0, WRITE, cookie as u64, at, len));
+        bytes.extend(pattern(u64::from(len), len as usize));
+        wanted.push((at, u64::from(len)));
+        at += u64::from(len);
+    }
+    client.send(&bytes);
+    eventually(|| device.held().len() == lengths.len());
+    let started: Vec<_> = device.held().iter().map(|request| (request.offset, request.len)).collect();
+    // Each as a whole.
+    assert_eq!(started, wanted);
+    device.release_all_backwards();
+}
+
+#[test]
+fn a_restart_cuts_connections_and_holds_new_ones() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut idle = fixture.enter(true);
+    let mut busy = fixture.enter(false);
+    let other = MemDevice::new(MIB);
+    fixture.publish("other", &other);
+    let mut untouched = fixture.connect();
+    untouched.greet(3);
+    untouched.go("other");
+    device.set(Manner::Held);
+    busy.ask(0, READ, 0, 4096);
+    eventually(|| device.held().len() == 1);
+
+    let address = fixture.address.clone();
+    let (ended, late) = fixture.server.restart("disk", || {
+        // What was in flight is not waited for, and not answered.
+        idle.assert_closed();
+        busy.assert_closed();
+        assert_eq!(device.held().len(), 1);
+        let late = std::thread::spawn(move || {
+            let mut late = Client::connect(&address);
+            late.greet(3);
+            // The empty name is the same export.
+            late.go("");
+            late
+        });
+        // Others come in meanwhile.
+        let mut free = fixture.connect();
+        free.greet(3);
+        free.go("other");
+        free.disconnect();
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!late.is_finished());
+        device.drop_all();
+        device.set(Manner::Inline);
+        device.fill(0, &[7; 512]);
+        late
+    });
+    assert_eq!(ended, 2);
+    let mut late = late.join().unwrap();
+    assert_eq!(late.read(0, 512), Ok(vec![7; 512]));
+    assert_eq!(untouched.read(0, 512), Ok(vec![0; 512]));
+    late.disconnect();
+    untouched.disconnect();
+
+    // Nobody is connected, and a panic leaves nothing held.
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        fixture.server.restart("disk", || panic!("on purpose"))
+    }));
+    assert!(outcome.is_err());
+    assert_eq!(fixture.server.restart("disk", || 5), (0, 5));
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_slow_request_holds_up_nobody() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    device.set(Manner::Held);
+    let slow = client.ask(0, READ, 0, 4096);
+    eventually(|| device.held().len() == 1);
+    device.set(Manner::Inline);
+    assert_eq!(client.read(4096, 4096), Ok(vec![0; 4096]));
+    assert_eq!(client.write(0, 8192, &[1; 4096]), 0);
+    assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+    device.release(0);
+    let mut wanted = HashMap::from([(slow, (0, 4096))]);
+    assert_eq!(client.read_replies(&mut wanted)[&slow], Ok(vec![0; 4096]));
+}
+
+#[test]
+fn pieces_of_a_large_read_finish_in_any_order() {
+    let device = MemDevice::new(4 * MIB);
+    let fixture = Fixture::serving(&device);
+    let data = pattern(2, 2 * MIB as usize);
+    device.fill(512, &data);
+    let mut client = fixture.enter(true);
+    for fails in [false, true] {
+        device.set(Manner::Held);
+        let cookie = client.ask(0, READ, 512, 2 << 20);
+        eventually(|| device.held().len() == 8);
+        device.bad_byte.store(if fails { MIB } else { u64::MAX }, SeqCst);
+        device.release(3);
+        device.release_all_backwards();
+        let mut wanted = HashMap::from([(cookie, (512, 2 << 20))]);
+        let got = client.read_replies(&mut wanted).remove(&cookie).unwrap();
+        assert!(got == if fails { Err(EIO) } else { Ok(data.clone()) });
+    }
+}
+
+#[test]
+fn pieces_of_a_large_write_are_answered_once() {
+    let device = MemDevice::new(4 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    let data = pattern(4, 2 * MIB as usize);
+    for fails in [false, true] {
+        device.set(Manner::Held);
+        let cookie = client.cookie();
+        client.send(&request(1, WRITE, cookie, 512, 2 << 20));
+        client.send(&data);
+        eventually(|| device.held().len() == 9);
+        device.bad_byte.store(if fails { MIB } else { u64::MAX }, SeqCst);
+        device.release_all_backwards();
+        assert_eq!(client.plain_reply(cookie), if fails { EIO } else { 0 });
+        if !fails {
+            assert!(device.bytes(512, data.len()) == data);
+        }
+    }
+    assert_eq!(client.run(0, FLUSH, 0, 0x200), 22);
+}
+
+#[test]
+fn requests_in_flight_are_bounded() {
+    let device = MemDevice::new(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Held);
+    // By number, and by bytes; the payloads of writes count as well.
+    for (command, len, count, most) in [
+        (READ, 4096_u32, 400_u64, MAX_IN_FLIGHT),
+        (READ, 256 << 10, 300, MAX_IN_FLIGHT_BYTES / (256 << 10)),
+        (WRITE, 128 << 10, 300, MAX_IN_FLIGHT),
+        (WRITE, 256 << 10, 200, MAX_IN_FLIGHT_BYTES / (256 << 10)),
+        (FLUSH, 0, 300, MAX_IN_FLIGHT),
+    ] {
+        let (mut reader, writer) = split(&fixture.address, command, len, count);
+        eventually(|| device.held().len() == most);
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(device.held().len(), most, "command {command} of {len} bytes");
+        device.set(Manner::Inline);
+        device.release_all_backwards();
+        for _ in 0..count {
+            reader.chunk();
+        }
+        writer.join().unwrap();
+        device.set(Manner::Held);
+        drop(reader);
+    }
+    device.set(Manner::Inline);
+    fixture.assert_sound();
+}
+
+/// A client whose requests are sent by a thread, as the server stops reading at its bounds.
+fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, JoinHandle<()>) {
+    let Address::Unix(path) = address else { panic!("a Unix address") };
+    let stream = std::os::unix::net::UnixStream::connect(path).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    let mut other = stream.try_clone().unwrap();
+    let mut client = Client::over(Box::new(stream));
+    client.greet(3);
+    client.structured();
+    client.go("disk");
+    let thread = std::thread::spawn(move || {
+        let payload = vec![0; if command == WRITE { len as usize } else { 0 }];
+        for i in 0..count {
+            let mut bytes = request(0, command, i, 0, len);
+            bytes.extend(&payload);
+            std::io::Write::write_all(&mut other, &bytes).unwrap();
+        }
+    });
+    (client, thread)
+}
+
+#[test]
+fn completions_that_are_dropped_are_answered() {
+    let device = MemDevice::new(4 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    device.set(Manner::Held);
+    for len in [4096, 1 << 20] {
+        let cookie = client.ask(0, READ, 0, len);
+        eventually(|| device.held().len() == (len as usize).div_ceil(256 << 10));
+        device.drop_all();
+        let mut wanted = HashMap::from([(cookie, (0, len))]);
+        assert_eq!(client.read_replies(&mut wanted)[&cookie], Err(ESHUTDOWN));
+    }
+    let cookie = client.ask(0, FLUSH, 0, 0);
+    eventually(|| device.held().len() == 1);
+    device.drop_all();
+    assert_eq!(client.plain_reply(cookie), ESHUTDOWN);
+}
+
+#[test]
+fn a_flush_follows_the_writes_that_were_answered() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let (mut first, mut second) = (fixture.enter(true), fixture.enter(true));
+    for i in 0..20 {
+        device.set(if i % 2 == 0 { Manner::Thread } else { Manner::Inline });
+        device.log.lock().unwrap().clear();
+        assert_eq!(first.write(0, i * 4096, &[1; 4096]), 0);
+        // On another connection: CAN_MULTI_CONN.
+        assert_eq!(second.run(0, FLUSH, 0, 0), 0);
+        let ops: Vec<_> = device.log.lock().unwrap().iter().map(|request| request.op).collect();
+        assert_eq!(ops, [Op::Write, Op::Flush]);
+    }
+    // A flush is not answered before the device says so.
+    device.set(Manner::Held);
+    let cookie = second.ask(0, FLUSH, 0, 0);
+    eventually(|| device.held().len() == 1);
+    device.set(Manner::Inline);
+    assert!(second.read(0, 512).is_ok());
+    device.release(0);
+    assert_eq!(second.plain_reply(cookie), 0);
+}
+
+#[test]
+fn a_client_that_leaves_does_not_take_its_writes_along() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    for offset in [0, 4096] {
+        let mut bytes = request(0, WRITE, 1, offset, 4096);
+        bytes.extend([5; 4096]);
+        client.send(&bytes);
+    }
+    eventually(|| device.held().len() == 2);
+    drop(client);
+    // Its buffers count as long as the device holds them.
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(fixture.server.stats().connections, 1);
+    device.release_all_backwards();
+    fixture.assert_no_connections();
+    assert_eq!(device.bytes(0, 8192), [5; 8192]);
+    device.set(Manner::Inline);
+    fixture.assert_sound();
+}
+
+#[test]
+fn shutdown_answers_what_is_in_flight() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let Address::Unix(path) = fixture.address.clone() else { panic!("a Unix address") };
+    device.set(Manner::Held);
+    let mut clients: Vec<_> = (0..3).map(|_| fixture.enter(true)).collect();
+    let idle = fixture.enter(true);
+    for client in &mut clients {
+        client.send(&request(0, FLUSH, 7, 0, 0));
+    }
+    eventually(|| device.held().len() == 3);
+    std::thread::scope(|scope| {
+        let done = scope.spawn(|| fixture.server.shutdown(LONG));
+        eventually(|| !path.exists() && fixture.server.stats().connections == 3);
+        assert!(!done.is_finished());
+        device.release_all_backwards();
+    });
+    for mut client in clients {
+        assert_eq!(client.chunk(), Chunk::Simple { cookie: 7, error: 0 });
+        client.assert_closed();
+    }
+    drop(idle);
+    assert_eq!(fixture.server.stats().connections, 0);
+    // Once more changes nothing, and nothing can be started again.
+    fixture.server.shutdown(LONG);
+    assert!(fixture.server.listen(&fixture.address).is_err());
+    assert!(fixture.server.addresses().is_empty());
+}
+
+#[test]
+fn shutdown_answers_what_was_received() {
+    let device = MemDevice::new(MIB);
+    for tcp in [false, true] {
+        for _ in 0..10 {
+            let fixture = Fixture::new();
+            let mut address = fixture.address.clone();
+            if tcp {
+                let any = Address::Tcp { host: "127.0.0.1".to_owned(), port: 0 };
+                address = fixture.server.listen(&any).unwrap();
+            }
+            let device: Arc<MemDevice> = device.clone();
+            fixture.server.publish(&address, "disk", device, ExportOptions::default()).unwrap();
+            let mut client = Client::connect(&address);
+            client.greet(3);
+            client.go("disk");
+            let mut bytes = Vec::new();
+            for i in 0..200 {
+                bytes.extend(request(0, FLUSH, i, 0, 0));
+            }
+            // The last one is not complete: it cannot be answered.
+            bytes.extend(&request(0, FLUSH, 999, 0, 0)[..20]);
+            client.send(&bytes);
+            fixture.server.shutdown(LONG);
+            for i in 0..200 {
+                assert_eq!(client.chunk(), Chunk::Simple { cookie: i, error: 0 });
+            }
+            client.assert_closed();
+        }
+    }
+}
+
+#[test]
+fn a_client_that_does_not_read_holds_up_nobody_but_itself() {
+    let device = MemDevice::new(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut deaf = fixture.enter(true);
+    let mut bytes = Vec::new();
+    for i in 0..4 {
+        bytes.extend(request(0, READ, i, 0, 32 << 20));
+    }
+    deaf.send(&bytes);
+    let mut other = fixture.enter(true);
+    for _ in 0..100 {
+        assert_eq!(other.read(0, 4096), Ok(vec![0; 4096]));
+    }
+    other.disconnect();
+    let start = Instant::now();
+    fixture.server.shutdown(Duration::from_millis(50));
+    assert!(start.elapsed() < LONG);
+    assert_eq!(fixture.server.stats().connections, 0);
+}
+
+#[test]
+fn shutdown_does_not_wait_for_a_dead_device_for_ever() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    client.ask(0, READ, 0, 4096);
+    eventually(|| device.held().len() == 1);
+    fixture.server.shutdown(Duration::from_millis(50));
+    assert_eq!(fixture.server.stats().connections, 0);
+    client.assert_closed();
+    // Too late, and harmless.
+    device.release(0);
+}
+
+#[test]
+fn unpublishing_what_is_in_use() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    fixture.publish("other", &device);
+    let mut other = fixture.connect();
+    other.greet(3);
+    other.go("other");
+    device.set(Manner::Held);
+    let mut client = fixture.enter(true);
+    let cookie = client.ask(0, FLUSH, 0, 0);
+    eventually(|| device.held().len() == 1);
+    let busy = PublishError::Busy { name: "disk".to_owned(), connections: 1 };
+    assert_eq!(fixture.server.unpublish("disk", false), Err(busy));
+    std::thread::scope(|scope| {
+        let done = scope.spawn(|| fixture.server.unpublish("disk", true));
+        eventually(|| fixture.server.exports().len() == 1);
+        device.release(0);
+        assert_eq!(done.join().unwrap(), Ok(1));
+    });
+    assert_eq!(fixture.server.connections("disk"), 0);
+    assert_eq!(client.plain_reply(cookie), 0);
+    client.assert_closed();
+    device.set(Manner::Inline);
+    assert_eq!(other.run(0, FLUSH, 0, 0), 0);
+    let unknown = PublishError::NotPublished("disk".to_owned());
+    assert_eq!(fixture.server.unpublish("disk", true), Err(unknown));
+    // The device is not held any longer than its connections.
+    assert_eq!(fixture.server.unpublish("other", true), Ok(1));
+    eventually(|| Arc::strong_count(&device) == 1);
+}

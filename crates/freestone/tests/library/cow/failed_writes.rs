@@ -1,0 +1,276 @@
+//! Exception stores whose writes fail, or fail although they were done: what was answered well is there after a crash, and after any
+//! later merge. A crash here is the bytes that both disks hold.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use freestone::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+use freestone::null::{self, Memory};
+use freestone::power::{self, Power};
+use freestone_testkit::{Faulty, Model, Rng, What, When};
+
+use crate::cow::support::{CHUNK, bytes, config, read, read_all};
+
+const SIZE: u64 = 64 << 10;
+const COW_SIZE: u64 = 512 << 10;
+const BLOCK: usize = 512;
+const NONE: Flags = Flags::empty();
+const FAILS: What = What::Fail(Error::Media);
+const FAILS_DONE: What = What::FailDone(Error::Media);
+
+fn faulty(size: u64) -> Arc<Faulty> {
+    Arc::new(Faulty::new(size as usize, BLOCK as u32))
+}
+
+fn copy_of(device: &dyn Device) -> Arc<Model> {
+    let model = Model::new(device.geometry().size as usize, BLOCK as u32);
+    model.write_at(0, &read_all(device), NONE).unwrap();
+    Arc::new(model)
+}
+
+fn open(origin: &Origin, cow: Arc<dyn Device>) -> Snapshot {
+    origin.snapshot(cow, &config(StoreKind::Persistent, CHUNK)).unwrap()
+}
+
+/// What the snapshot shows after a crash, and the origin after the merge that follows.
+fn after_a_crash(below: &Faulty, cow: &Faulty) -> Vec<u8> {
+    let below = copy_of(below);
+    let origin = Origin::new(below.clone());
+    let snapshot = open(&origin, copy_of(cow));
+    let shown = read_all(&snapshot);
+    snapshot.merge().unwrap();
+    assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+    assert!(read_all(&*below) == shown, "a merge changed what the snapshot showed");
+    shown
+}
+
+fn is_failed(status: &MergeStatus) -> bool {
+    matches!(status, MergeStatus::Failed(_))
+}
+
+/// Begins a merge, which marks the store, and has it fail before the first step is recorded.
+fn begin(snapshot: &Snapshot, below: &Faulty) {
+    below.fault(Some(Op::Flush), When::Always, FAILS);
+    snapshot.merge().unwrap();
+    assert!(is_failed(&snapshot.wait_merge()));
+    below.heal();
+}
+
+#[test]
+fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
+    for through_snapshot in [false, true] {
+        for for_good in [false, true] {
+            let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
+            let origin = Origin::new(below.clone());
+            let snapshot = open(&origin, cow.clone());
+            snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
+            begin(&snapshot, &below);
+            // From now on the merge writes nothing there but its record.
+            let next = cow.counts().writes;
+            cow.fault(Some(Op::Write), if for_good { When::From(next) } else { When::At(next) }, FAILS_DONE);
+            snapshot.merge().unwrap();
+            let status = snapshot.wait_merge();
+            assert!(is_failed(&status), "{status:?}");
+            let device: &dyn Device = if through_snapshot { &snapshot } else { &origin };
+            let new = bytes(2, CHUNK);
+            if for_good {
+                // As long as nobody knows which of the two is the chunk's place, it is not written.
+                assert_eq!(device.write_at(CHUNK, &new, NONE), Err(Error::Media));
+                assert_eq!(
+                    read(device, CHUNK, CHUNK),
+                    bytes(1, 3 * CHUNK)[CHUNK as usize..][..CHUNK as usize]
+                );
+                // The rest of the origin does not suffer from it.
+                device.write_at(8 * CHUNK, &new, NONE).unwrap();
+                cow.heal();
+            }
+            device.write_at(CHUNK, &new, NONE).unwrap();
+            device.flush().unwrap();
+            let left = after_a_crash(&below, &cow);
+            assert!(
+                left[CHUNK as usize..][..CHUNK as usize] == new,
+                "for good {for_good}: what was flushed is lost"
+            );
+            // And the merge goes on.
+            snapshot.merge().unwrap();
+            assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+            assert!(read(&*below, CHUNK, CHUNK) == new);
+        }
+    }
+}
+
+/// Merges that fail at any step and are begun again, while the origin is written; both disks fail in every way.
+#[test]
+fn merges_that_fail_lose_nothing() {
+    let mut failed = 0;
+    for seed in 0..12 {
+        let mut rng = Rng::new(seed);
+        let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
+        let origin = Origin::new(below.clone());
+        let snapshot = open(&origin, cow.clone());
+        // Of each block, what it may hold.
+        let mut may: Vec<Vec<Vec<u8>>> = vec![vec![vec![0; BLOCK]]; SIZE as usize / BLOCK];
+        let mut write = |device: &dyn Device, rng: &mut Rng, number: u64| {
+            let len = BLOCK << rng.below(5);
+            let at = rng.below((SIZE - len as u64) / BLOCK as u64 + 1) as usize;
+            let data = bytes(number, len as u64);
+            let outcome = device.write_at((at * BLOCK) as u64, &data, NONE);
+            for (values, new) in may[at..].iter_mut().zip(data.chunks(BLOCK)) {
+                if outcome.is_ok() {
+                    values.clear();
+                }
+                values.push(new.to_vec());
+            }
+            may.clone()
+        };
+        for number in 0..20 {
+            write(&snapshot, &mut rng, number);
+        }
+        begin(&snapshot, &below);
+        for round in 0..40 {
+            let op = [Op::Write, Op::Flush][rng.below(2) as usize];
+            let what = [FAILS_DONE, FAILS, What::Tear][rng.below(3) as usize];
+            for (disk, percent) in [(&cow, 70), (&below, 10)] {
+                if rng.chance(percent) {
+                    let next = if op == Op::Write { disk.counts().writes } else { disk.counts().flushes };
+                    let when = if rng.chance(50) { When::At(next) } else { When::Always };
+                    disk.fault(Some(op), when, what);
+                }
+            }
+            snapshot.merge().unwrap();
+            let status = snapshot.wait_merge();
+            failed += u32::from(is_failed(&status));
+            for step in 0..4 {
+                if rng.chance(40) {
+                    below.heal();
+                    cow.heal();
+                }
+                let device: &dyn Device = if rng.chance(50) { &origin } else { &snapshot };
+                let may = write(device, &mut rng, 1000 + round * 10 + step);
+                below.heal();
+                let left = after_a_crash(&below, &cow);
+                for (at, (left, may)) in left.chunks(BLOCK).zip(&may).enumerate() {
+                    let known = may.iter().any(|value| value == left);
+                    assert!(known, "seed {seed}, round {round}, step {step}: block {at} is another one");
+                }
+            }
+            below.heal();
+            cow.heal();
+            if status == MergeStatus::Finished {
+                break;
+            }
+        }
+    }
+    assert!(failed > 12, "{failed} merges failed");
+}
+
+// ---- a record that is read, and not durable ----------------------------------------------------------------------------
+
+/// A disk with a volatile cache. When it is told to, the next write that should be durable gets only there, and the ones after it
+/// nowhere; all of them fail.
+struct Cached {
+    power: Power,
+    next_arrives: AtomicBool,
+    fails: AtomicBool,
+}
+
+impl Cached {
+    fn new() -> Arc<Self> {
+        let memory = Arc::new(Memory::new(null::Config::plain(COW_SIZE, BLOCK as u32)).unwrap());
+        let power = Power::new(memory, power::Config::default()).unwrap();
+        Arc::new(Self { power, next_arrives: AtomicBool::new(false), fails: AtomicBool::new(false) })
+    }
+
+    fn fails(&self, fails: bool) {
+        self.next_arrives.store(fails, Ordering::SeqCst);
+        self.fails.store(fails, Ordering::SeqCst);
+    }
+}
+
+impl Device for Cached {
+    fn geometry(&self) -> Geometry {
+        self.power.geometry()
+    }
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if !request.flags.contains(Flags::FUA) || !self.fails.load(Ordering::SeqCst) {
+            return self.power.try_io(request, buffer);
+        }
+        if self.next_arrives.swap(false, Ordering::SeqCst) {
+            let cached = Request { flags: request.flags - Flags::FUA, ..*request };
+            assert_eq!(self.power.try_io(&cached, buffer), Ok(Tried::Done));
+        }
+        Err(Error::Media)
+    }
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        assert!(!request.flags.contains(Flags::FUA) || !self.fails.load(Ordering::SeqCst));
+        self.power.submit(request, buffer, done);
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.power.extents(offset, len, row)
+    }
+}
+
+/// The program ends after a step of a merge got into a cache; the next one finds it done, and then the power goes.
+#[test]
+fn a_merge_that_a_store_was_found_with_is_durable() {
+    for seed in 0..10 {
+        let (below, cow) = (faulty(SIZE), Cached::new());
+        {
+            let origin = Origin::new(below.clone());
+            let snapshot = open(&origin, cow.clone());
+            snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
+            begin(&snapshot, &below);
+            cow.fails(true);
+            snapshot.merge().unwrap();
+            assert!(is_failed(&snapshot.wait_merge()));
+        }
+        cow.fails(false);
+        {
+            let origin = Origin::new(below.clone());
+            let snapshot = open(&origin, cow.clone());
+            snapshot.merge().unwrap();
+            assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+            origin.write_at(0, &bytes(2, 3 * CHUNK), NONE).unwrap();
+            origin.flush().unwrap();
+        }
+        let _ = cow.power.cut(seed).unwrap();
+        let origin = Origin::new(below.clone());
+        let snapshot = open(&origin, cow.clone());
+        snapshot.merge().unwrap();
+        assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+        assert!(read(&*below, 0, 3 * CHUNK) == bytes(2, 3 * CHUNK), "seed {seed}: what was flushed is lost");
+    }
+}
+
+/// The same with a snapshot that was given up.
+#[test]
+fn a_snapshot_that_was_found_invalid_stays_so() {
+    for seed in 0..10 {
+        let (below, cow) = (faulty(SIZE), Cached::new());
+        {
+            let origin = Origin::new(below.clone());
+            let snapshot = open(&origin, cow.clone());
+
+            // Its copy fails, so the first write that should be durable is that of the header.
+
+            below.fault(Some(Op::Read), When::Always, FAILS);
+            cow.fails(true);
+            origin.write_at(0, &bytes(1, CHUNK), NONE).unwrap();
+            below.heal();
+            assert_eq!(snapshot.status(), Status::Invalid);
+        }
+        cow.fails(false);
+        {
+            let origin = Origin::new(below.clone());
+            let snapshot = open(&origin, cow.clone());
+            assert_eq!(snapshot.status(), Status::Invalid);
+            origin.write_at(CHUNK, &bytes(2, CHUNK), NONE).unwrap();
+        }
+        let _ = cow.power.cut(seed).unwrap();
+        let snapshot = open(&Origin::new(below.clone()), cow.clone());
+        assert_eq!(snapshot.status(), Status::Invalid, "seed {seed}: a lost snapshot is back");
+    }
+}

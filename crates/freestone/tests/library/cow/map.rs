@@ -1,0 +1,548 @@
+//! What snapshots show, when they fail, and what they never do to their origin.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use freestone::cow::{Config, Origin, SetupError, Snapshot, Status, StoreKind};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone::moment;
+use freestone_testkit::{Faulty, Model, Rng, What, When};
+
+use crate::cow::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
+
+const SIZE: u64 = 1 << 20;
+const COW_SIZE: u64 = 4 << 20;
+const NONE: Flags = Flags::empty();
+
+/// An origin with content of its own.
+fn origin(kind: Kind, size: u64) -> (Origin, Vec<u8>) {
+    let device = kind.make(size);
+    device.write_at(0, &bytes(size, size), NONE).unwrap();
+    // A RAM disk is a whole number of pages.
+    let content = read_all(&*device);
+    (Origin::new(device), content)
+}
+
+#[test]
+fn a_snapshot_shows_what_the_origin_held() {
+    for kind in KINDS {
+        for (store, chunk) in
+            [(StoreKind::Persistent, 4096), (StoreKind::Transient, 16384), (StoreKind::Persistent, 1 << 17)]
+        {
+            let (origin, content) = origin(kind, SIZE + 1536);
+            let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
+            assert!(read_all(&snapshot) == content, "{kind:?} at first");
+            // A part of a chunk, several whole ones, across a boundary, the short last one, and zeroes.
+            origin.write_at(512, &bytes(1, 512), NONE).unwrap();
+            origin.write_at(2 * chunk, &bytes(2, 2 * chunk), NONE).unwrap();
+            origin.write_at(5 * chunk - 1024, &bytes(3, 2048), Flags::FUA).unwrap();
+            origin.write_at(SIZE + 512, &bytes(4, 1024), NONE).unwrap();
+            origin.write_zeroes(7 * chunk + 512, 4096, Flags::MAY_FREE).unwrap();
+            origin.discard(0, 2 * chunk).unwrap();
+            assert!(read_all(&snapshot) == content, "{kind:?} after the origin was written");
+            assert_eq!(read(&origin, SIZE + 512, 1024), bytes(4, 1024));
+            assert_eq!(read(&origin, 2 * chunk, 2 * chunk), bytes(2, 2 * chunk));
+            let stats = snapshot.stats();
+            assert!(stats.copied_chunks >= 6 && stats.origin_writes_waited > 0, "{stats:?}");
+            assert_eq!(stats.full_chunk_writes, 0, "the origin's content was to be kept");
+            // The second time nothing is copied.
+            origin.write_at(2 * chunk, &bytes(5, 2 * chunk), NONE).unwrap();
+            assert_eq!(snapshot.stats().copied_chunks, stats.copied_chunks);
+            assert!(read_all(&snapshot) == content, "{kind:?} after the second write");
+        }
+    }
+}
+
+#[test]
+fn writes_to_a_snapshot_stay_there() {
+    for kind in KINDS {
+        let (origin, mut content) = origin(kind, SIZE);
+        let kept = content.clone();
+        let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 8192)).unwrap();
+        for (offset, len) in
+            [(0, 8192), (8192, 512), (3 * 8192 - 512, 1024), (8 * 8192, 8 * 8192), (SIZE - 4096, 4096)]
+        {
+            let data = bytes(offset, len);
+            snapshot.write_at(offset, &data, NONE).unwrap();
+            content[offset as usize..(offset + len) as usize].copy_from_slice(&data);
+        }
+        snapshot.write_zeroes(20 * 8192 + 512, 3 * 8192, NONE).unwrap();
+        content[20 * 8192 + 512..23 * 8192 + 512].fill(0);
+        assert!(read_all(&snapshot) == content, "{kind:?}");
+        assert!(read_all(&origin) == kept, "{kind:?}: the origin was written");
+        assert_eq!(snapshot.stats().full_chunk_writes, 1 + 8 + 2, "{kind:?}: whole chunks are not copied");
+        // Then the origin, in the same chunks.
+        origin.write_at(0, &bytes(77, SIZE), NONE).unwrap();
+        assert!(read_all(&snapshot) == content, "{kind:?} after the origin was written");
+        snapshot.flush().unwrap();
+        // Opened again, it is the same.
+        let cow = Arc::clone(snapshot.cow());
+        drop(snapshot);
+        let again = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
+        assert_eq!(again.chunk_bytes(), 8192, "the header's chunk counts");
+        assert!(read_all(&again) == content, "{kind:?} opened again");
+    }
+}
+
+#[test]
+fn snapshots_of_one_origin_do_not_meet() {
+    for kind in KINDS {
+        let (origin, first) = origin(kind, SIZE);
+        let make = |store, chunk| origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
+        let old = make(StoreKind::Persistent, 4096);
+        origin.write_at(40_960, &bytes(1, 65536), NONE).unwrap();
+        let second = read_all(&origin);
+        let middle = make(StoreKind::Transient, 65536);
+        origin.write_at(81_920, &bytes(2, 131_072), NONE).unwrap();
+        let third = read_all(&origin);
+        let young = make(StoreKind::PersistentOverflow, 16384);
+        assert_eq!(origin.snapshots(), 3);
+        origin.write_at(0, &bytes(3, SIZE), NONE).unwrap();
+        for (snapshot, content) in [(&old, &first), (&middle, &second), (&young, &third)] {
+            assert!(read_all(snapshot) == *content, "{kind:?} {snapshot:?}");
+        }
+        drop(middle);
+        assert_eq!(origin.snapshots(), 2);
+        origin.write_at(0, &bytes(4, SIZE), NONE).unwrap();
+        assert!(read_all(&old) == first && read_all(&young) == third, "{kind:?} after one was removed");
+        old.remove();
+        assert_eq!(old.read_at(0, &mut [0; 512]), Err(Error::Gone));
+        assert_eq!(origin.snapshots(), 1);
+    }
+}
+
+/// A full store: by the origin, and by the snapshot itself.
+#[test]
+fn a_full_store_costs_the_snapshot_and_never_the_origin() {
+    for kind in [Kind::Model, Kind::Deferred, Kind::Ram] {
+        for store in [StoreKind::Persistent, StoreKind::PersistentOverflow, StoreKind::Transient] {
+            // Room for a few chunks only.
+            let small = || kind.make(10 * 4096);
+            let (origin, content) = origin(kind, SIZE);
+            let by_origin = origin.snapshot(small(), &config(store, 4096)).unwrap();
+            let by_itself = origin.snapshot(small(), &config(store, 4096)).unwrap();
+            by_itself.write_at(4096, &bytes(9, 4096), NONE).unwrap();
+            let failed = by_itself.write_at(0, &bytes(8, 16 * 4096), NONE);
+            assert_eq!(failed, Err(Error::NoSpace), "{kind:?} {store}");
+            if store == StoreKind::PersistentOverflow {
+                assert_eq!(by_itself.status(), Status::Overflow);
+                assert_eq!(
+                    by_itself.write_at(4096, &[0; 512], NONE),
+                    Err(Error::NoSpace),
+                    "later ones fail too"
+                );
+                let shown = read(&by_itself, 100 * 4096, 4096);
+                assert_eq!(shown, content[100 * 4096..101 * 4096], "reads stay correct");
+            } else {
+                assert_eq!(by_itself.status(), Status::Invalid);
+                assert_eq!(by_itself.read_at(0, &mut [0; 512]), Err(Error::Media));
+            }
+            assert!(read_all(&origin) == content);
+            assert!(read_all(&by_origin) == content);
+            origin.write_at(0, &bytes(7, 64 * 4096), NONE).unwrap();
+            assert_eq!(read(&origin, 0, 64 * 4096), bytes(7, 64 * 4096), "{kind:?} {store}");
+            for snapshot in [&by_origin, &by_itself] {
+                assert_eq!(snapshot.status().to_string(), "Invalid", "{kind:?} {store}");
+                assert_eq!(snapshot.read_at(0, &mut [0; 512]), Err(Error::Media));
+                assert_eq!(snapshot.write_at(0, &[0; 512], NONE), Err(Error::Media));
+                assert_eq!(snapshot.flush(), Err(Error::Media));
+                assert_eq!(snapshot.changes().unwrap().changes(0, 512, &mut |_| true), Err(Error::Gone));
+            }
+            // On disk it is invalid as well.
+            if store.is_persistent() {
+                let cow = Arc::clone(by_origin.cow());
+                drop(by_origin);
+                let again = origin.snapshot(cow, &config(store, 4096)).unwrap();
+                assert_eq!(again.status(), Status::Invalid);
+            }
+        }
+    }
+}
+
+#[test]
+fn failing_devices_cost_the_snapshot_and_never_the_origin() {
+    for (writes_fail, kind) in
+        [(false, StoreKind::Persistent), (true, StoreKind::Persistent), (true, StoreKind::Transient)]
+    {
+        let device = Arc::new(Faulty::new(SIZE as usize, 512));
+        let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+        let origin = Origin::new(device.clone());
+        let snapshot = origin.snapshot(cow.clone(), &config(kind, 4096)).unwrap();
+        origin.write_at(0, &bytes(1, 8192), NONE).unwrap();
+        assert_eq!(read(&snapshot, 0, 8192), vec![0; 8192]);
+        if writes_fail {
+            cow.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        } else {
+            device.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+        }
+        origin.write_at(4096, &bytes(2, 16384), NONE).unwrap();
+        assert_eq!(snapshot.status(), Status::Invalid);
+        device.heal();
+        cow.heal();
+        assert_eq!(read(&origin, 4096, 16384), bytes(2, 16384));
+        assert_eq!((device.complaints(), cow.complaints()), (vec![], vec![]), "writes of one place met");
+    }
+}
+
+/// A read of the snapshot that is under way while the origin is overwritten shows the old content, and does not hold up the
+/// write.
+#[test]
+fn a_slow_read_sees_old_content_and_holds_up_nobody() {
+    let device = Arc::new(Faulty::new(SIZE as usize, 512));
+    let origin = Origin::new(device.clone());
+    origin.write_at(0, &bytes(1, 32768), NONE).unwrap();
+    let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    let reads = device.counts().reads;
+    device.fault(Some(Op::Read), When::At(reads), What::Hang);
+    let (tx, rx) = mpsc::channel();
+    snapshot.submit(
+        Request::read(0, 32768),
+        IoBuf::zeroed(32768).unwrap(),
+        Completion::new(move |outcome, buffer| tx.send((outcome, buffer.to_vec())).unwrap()),
+    );
+    device.await_held(1);
+    origin.write_at(4096, &bytes(2, 8192), NONE).unwrap();
+    assert!(rx.try_recv().is_err());
+    // The disk gives new content to the read that hung.
+    device.heal();
+    let (outcome, buffer) = rx.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!(outcome, Ok(()));
+    assert!(buffer == bytes(1, 32768), "the read shows what was written after the snapshot");
+    assert!(snapshot.stats().rereads > 0);
+}
+
+/// With one copy in flight, many writers of the origin and of its snapshots get through.
+#[test]
+fn one_copy_at_a_time_is_enough() {
+    for kind in [Kind::Model, Kind::Deferred, Kind::Sometimes] {
+        let (origin, content) = origin(kind, SIZE);
+        let first = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+        let second = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 16384)).unwrap();
+        for snapshot in [&first, &second] {
+            snapshot.set_cow_threshold(1);
+        }
+        let (tx, rx) = mpsc::channel();
+        let start = Instant::now();
+        // All in flight at once, without a thread each.
+        let mut sent = 0;
+        let mut rng = Rng::new(5);
+        for round in 0..300 {
+            let len = 512 << rng.below(6);
+            let offset = rng.below((SIZE - len) / 512) * 512;
+            let devices: [&dyn Device; 3] = [&origin, &first, &second];
+            // The second snapshot is only read, so that its content is known.
+            let device = devices[(round % 2) as usize];
+            let tx = tx.clone();
+            let data = IoBuf::copy_of(&bytes(round, len)).unwrap();
+            device.submit(
+                Request::write(offset, len),
+                data,
+                Completion::new(move |outcome, _| tx.send(outcome).unwrap()),
+            );
+            sent += 1;
+        }
+        for _ in 0..sent {
+            let left = Duration::from_secs(60).saturating_sub(start.elapsed());
+            assert_eq!(rx.recv_timeout(left), Ok(Ok(())), "{kind:?}: a writer is stuck");
+        }
+        assert!(read_all(&second) == content, "{kind:?}");
+    }
+}
+
+/// The bound holds, and can be changed while requests queue.
+#[test]
+fn copies_in_flight_are_bounded() {
+    let device = Arc::new(Faulty::new(SIZE as usize, 512));
+    let origin = Origin::new(device.clone());
+    let snapshot = origin.snapshot(Kind::Ram.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    snapshot.set_cow_threshold(3);
+    device.fault(Some(Op::Read), When::Always, What::Hang);
+    let (tx, rx) = mpsc::channel();
+    for chunk in 0..64 {
+        let tx = tx.clone();
+        let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+        origin.submit(Request::write(chunk * 4096, 512), IoBuf::copy_of(&[1; 512]).unwrap(), done);
+    }
+    device.await_held(3);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(device.counts().held, 3);
+    snapshot.set_cow_threshold(10);
+    device.await_held(10);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(device.counts().held, 10);
+    device.heal();
+    for _ in 0..64 {
+        assert_eq!(rx.recv_timeout(Duration::from_secs(20)), Ok(Ok(())));
+    }
+    assert_eq!(snapshot.stats().copied_chunks, 64);
+}
+
+/// Pending exceptions share the store's commits.
+#[test]
+fn one_large_write_is_one_commit() {
+    let origin = Origin::new(Kind::Deferred.make(SIZE));
+    let snapshot =
+        origin.snapshot(Kind::Deferred.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    origin.write_at(0, &bytes(1, 128 * 4096), NONE).unwrap();
+    let stats = snapshot.stats();
+    assert_eq!((stats.copied_chunks, stats.exceptions), (128, 128));
+    assert!(stats.commits < 16 && stats.largest_commit > 8, "{stats:?}");
+}
+
+#[test]
+fn a_snapshot_begins_at_one_moment() {
+    for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred] {
+        let (one, other) = (Origin::new(kind.make(SIZE)), Origin::new(kind.make(SIZE)));
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let _stop = Stop(&stop);
+            // Each writer counts upwards, in the first device and then in the second, so the second never is ahead.
+            for writer in 0..2 {
+                let (one, other, stop) = (&one, &other, &stop);
+                scope.spawn(move || {
+                    let mut number = 0_u64;
+                    while !stop.load(Ordering::SeqCst) {
+                        number += 1;
+                        let mut data = vec![0; 8192];
+                        data.chunks_mut(8).for_each(|word| word.copy_from_slice(&number.to_le_bytes()));
+                        one.write_at(writer * 65536 + 512, &data, NONE).unwrap();
+                        other.write_at(writer * 65536 + 512, &data, NONE).unwrap();
+                    }
+                });
+            }
+            for _ in 0..30 {
+                let prepare = |origin: &Origin| {
+                    origin
+                        .prepare_snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096))
+                        .unwrap()
+                };
+                let (mut first, mut second) = (prepare(&one), prepare(&other));
+                moment::take(&mut [&mut first, &mut second]).unwrap();
+                let (first, second) = (first.into_snapshot(), second.into_snapshot());
+                std::thread::sleep(Duration::from_millis(2));
+                for writer in 0..2 {
+                    let numbers = |snapshot: &Snapshot| -> Vec<u64> {
+                        let data = read(snapshot, writer * 65536 + 512, 8192);
+                        data.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect()
+                    };
+                    let (first, second) = (numbers(&first), numbers(&second));
+                    // A device that does a part of a request divides it: what it has done of one shows.
+                    let whole = !matches!(kind, Kind::Sometimes);
+                    for numbers in [&first, &second].into_iter().filter(|_| whole) {
+                        assert!(numbers.iter().all(|number| number == &numbers[0]), "{kind:?}: a torn write");
+                    }
+                    let ahead = first[0] - second[0];
+                    assert!(ahead <= 1, "{kind:?}: {} and {} at one moment", first[0], second[0]);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn two_snapshots_of_one_origin_begin_together() {
+    let (origin, content) = origin(Kind::Sometimes, SIZE);
+    let prepare =
+        || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
+    let (mut one, mut two, never) = (prepare(), prepare(), prepare());
+    moment::take(&mut [&mut one, &mut two]).unwrap();
+    drop(never);
+    let (one, two) = (one.into_snapshot(), two.into_snapshot());
+    assert_eq!(origin.snapshots(), 2);
+    origin.write_at(0, &bytes(1, SIZE), NONE).unwrap();
+    assert!(read_all(&one) == content && read_all(&two) == content);
+}
+
+#[test]
+fn discards_follow_the_options() {
+    for (zeroes, passdown) in [(false, false), (true, false), (true, true)] {
+        let (origin, content) = origin(Kind::Model, SIZE);
+        let config = Config {
+            discard_zeroes_cow: zeroes,
+            discard_passdown_origin: passdown,
+            ..config(StoreKind::Persistent, 8192)
+        };
+        let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config).unwrap();
+        assert_eq!(snapshot.geometry().discard_granularity, if zeroes { 8192 } else { 0 });
+        snapshot.write_at(0, &bytes(1, 3 * 8192), NONE).unwrap();
+        // Two chunks with exceptions, one in part, and two without.
+        snapshot.discard(8192, 8192 + 4096).unwrap();
+        snapshot.discard(5 * 8192, 2 * 8192).unwrap();
+        let shown = read(&snapshot, 0, 3 * 8192);
+        if zeroes {
+            assert!(shown[8192..2 * 8192].iter().all(|&b| b == 0));
+            assert_eq!(shown[2 * 8192 + 4096..], bytes(1, 3 * 8192)[2 * 8192 + 4096..]);
+        } else {
+            assert_eq!(shown, bytes(1, 3 * 8192));
+        }
+        assert_eq!(shown[..8192], bytes(1, 3 * 8192)[..8192]);
+        let below = read(&origin, 5 * 8192, 8192);
+        if passdown {
+            assert!(below.iter().all(|&b| b == 0));
+        } else {
+            assert_eq!(below, content[5 * 8192..6 * 8192]);
+            assert_eq!(read(&snapshot, 5 * 8192, 8192), below, "without an exception nothing is done");
+        }
+        // Of the whole device, most of which was never written.
+        snapshot.discard(0, SIZE).unwrap();
+        assert_eq!(snapshot.stats().exceptions, 3, "a discard makes no exception");
+    }
+}
+
+#[test]
+fn what_it_holds_itself_is_told() {
+    let (origin, _) = origin(Kind::Model, SIZE);
+    let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    origin.write_at(4096 + 512, &[1; 512], NONE).unwrap();
+    snapshot.write_at(64 * 4096, &[2; 8192], NONE).unwrap();
+    let mut own = Vec::new();
+    let (mut at, changes) = (0, snapshot.changes().unwrap());
+    while at < SIZE {
+        at += changes
+            .changes(at, SIZE - at, &mut |row| {
+                if row.own {
+                    own.extend((row.offset..row.offset + row.len).step_by(512));
+                }
+                true
+            })
+            .unwrap();
+    }
+    let expected: Vec<u64> = (4096..8192).chain(64 * 4096..66 * 4096).step_by(512).collect();
+    assert_eq!(own, expected);
+    assert_eq!(changes.changes(SIZE, 512, &mut |_| true), Err(Error::OutOfRange));
+    assert!(origin.changes().is_none());
+}
+
+#[test]
+fn an_origin_that_grows_is_preserved_as_far_as_the_snapshot_goes() {
+    let device = Arc::new(Model::new(SIZE as usize + 512, 512));
+    device.write_at(0, &bytes(1, SIZE + 512), NONE).unwrap();
+    let origin = Origin::new(device.clone());
+    let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
+    device.grow(SIZE as usize * 2);
+    assert_eq!((snapshot.geometry().size, origin.geometry().size), (SIZE + 512, 2 * SIZE));
+    origin.write_at(0, &bytes(2, 2 * SIZE), NONE).unwrap();
+    assert!(read_all(&snapshot) == bytes(1, SIZE + 512));
+    assert_eq!(snapshot.stats().copied_chunks, SIZE / 4096 + 1, "what lies beyond is not copied");
+    assert_eq!(snapshot.read_at(SIZE + 512, &mut [0; 512]), Err(Error::OutOfRange));
+}
+
+#[test]
+fn impossible_snapshots_are_refused() {
+    let plain = config(StoreKind::Persistent, 4096);
+    let device = Kind::Model.make(SIZE);
+    let origin = Origin::new(Arc::clone(&device));
+    let refused =
+        |cow: Arc<dyn Device>, config: &Config| origin.snapshot(cow, config).map(|_| ()).unwrap_err();
+    assert!(matches!(refused(device.clone(), &plain), SetupError::SameDevice));
+    let unforced = Config { force: false, ..plain };
+    let error = refused(Kind::Model.make(COW_SIZE), &unforced);
+    assert!(matches!(error, SetupError::Volatile("origin")), "{error}");
+    assert!(error.to_string().contains('N'), "{error}");
+    let passdown = Config { discard_passdown_origin: true, ..plain };
+    assert!(matches!(refused(Kind::Model.make(COW_SIZE), &passdown), SetupError::Passdown));
+    let odd = Origin::new(Kind::Model.make(SIZE + 512));
+    let error = odd.snapshot(Arc::new(Model::new(COW_SIZE as usize, 4096)), &plain).unwrap_err();
+    assert!(matches!(error, SetupError::OddSize { .. }), "{error}");
+    let cow = Kind::Model.make(COW_SIZE);
+    let _snapshot = origin.snapshot(Arc::clone(&cow), &plain).unwrap();
+    assert!(matches!(refused(cow, &plain), SetupError::InUse));
+    let cow = Kind::Model.make(COW_SIZE);
+    let pending = origin.prepare_snapshot(Arc::clone(&cow), &plain).unwrap();
+    assert!(matches!(refused(Arc::clone(&cow), &plain), SetupError::InUse));
+    drop(pending);
+    origin.snapshot(cow, &plain).unwrap();
+    // A transient one of a volatile origin needs no force; nor does a persistent one of a file.
+    let transient = Config { kind: StoreKind::Transient, ..unforced };
+    origin.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+    let file = Origin::new(Kind::File.make(SIZE));
+    file.snapshot(Kind::File.make(COW_SIZE), &unforced).unwrap();
+}
+
+/// Writes that do not end hold up the set that waits for them, for so long, and nobody else; then all is as it was.
+#[test]
+fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() {
+    let disk = Arc::new(Faulty::new(SIZE as usize, 512));
+    let origin = || Origin::new(Kind::Model.make(SIZE));
+    let (hung, well, other) = (Origin::new(disk.clone()), origin(), origin());
+    let transient = config(StoreKind::Transient, 4096);
+    let prepare = |origin: &Origin| origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+    let (answer, answers) = mpsc::channel();
+    let submit = |at| {
+        let answer = answer.clone();
+        let done = Completion::new(move |outcome, _| answer.send(outcome).unwrap());
+        hung.submit(Request::new(Op::Write, at, 4096), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
+    };
+    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    submit(0);
+    disk.await_held(1);
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| {
+            let (mut first, mut second) = (prepare(&well), prepare(&hung));
+            moment::take(&mut [&mut first, &mut second])
+        });
+        // Until the set has frozen the first one, and waits for the second.
+        let write = Request::new(Op::Write, 0, 4096);
+        while well.try_io(&write, Buffer::Write(&[2; 4096])) == Ok(Tried::Done) {
+            std::thread::yield_now();
+        }
+        other.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+        assert!(!late.is_finished(), "the set did not wait");
+        assert_eq!(late.join().unwrap(), Err(moment::Late { at: 1 }));
+    });
+    assert_eq!((well.snapshots(), hung.snapshots()), (0, 0));
+    well.write_at(0, &[3; 4096], NONE).unwrap();
+    // The gate is open: this one arrives as well.
+    submit(4096);
+    disk.await_held(2);
+    disk.heal();
+    assert_eq!((answers.recv().unwrap(), answers.recv().unwrap()), (Ok(()), Ok(())));
+    let snapshot = hung.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
+    hung.write_at(0, &[4; 4096], NONE).unwrap();
+    assert_eq!(read_all(&snapshot)[..8192], [1; 8192]);
+}
+
+/// Nothing keeps the devices when the last handle is gone: not the ring of origin and snapshots, and not a merge that was stopped.
+#[test]
+fn everything_is_given_back() {
+    for kind in [Kind::Model, Kind::Deferred, Kind::File] {
+        for origin_first in [false, true] {
+            let (device, cow) = (kind.make(SIZE), kind.make(COW_SIZE));
+            let origin = Origin::new(Arc::clone(&device));
+            let snapshot = origin.snapshot(Arc::clone(&cow), &config(StoreKind::Persistent, 4096)).unwrap();
+            let pending =
+                origin.prepare_snapshot(kind.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
+            origin.write_at(0, &bytes(1, 65536), NONE).unwrap();
+            drop(pending);
+            if origin_first {
+                drop(origin);
+                drop(snapshot);
+            } else {
+                snapshot.merge().unwrap();
+                snapshot.stop_merge();
+                drop(snapshot);
+                drop(origin);
+            }
+            let start = Instant::now();
+            while Arc::strong_count(&device) + Arc::strong_count(&cow) > 2 {
+                assert!(start.elapsed() < Duration::from_secs(10), "{kind:?}: the devices are still held");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+#[test]
+fn flushes_go_where_the_writes_went() {
+    let (below, cow) =
+        (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
+    let origin = Origin::new(below.clone());
+    let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Transient, 4096)).unwrap();
+    let flushes = || (below.counts().flushes, cow.counts().flushes);
+    let (origins, cows) = flushes();
+    snapshot.flush().unwrap();
+    assert_eq!(flushes(), (origins, cows + 1));
+    origin.flush().unwrap();
+    assert_eq!(flushes(), (origins + 1, cows + 1));
+}

@@ -1,0 +1,75 @@
+//! While a snapshot is merged into an origin without a volatile cache, what is written is as durable as it is there.
+
+use std::sync::{Arc, Mutex};
+
+use freestone::cow::{Config, MergeStatus, Origin, StoreKind};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+use freestone_testkit::{Faulty, Model, What, When};
+
+const SIZE: usize = 128 << 10;
+const NONE: Flags = Flags::empty();
+
+/// A device that has a volatile cache, or none, and keeps what is asked of it.
+struct Seen {
+    inner: Arc<dyn Device>,
+    volatile_cache: bool,
+    asked: Mutex<Vec<Request>>,
+}
+
+impl Seen {
+    fn new(inner: Arc<dyn Device>, volatile_cache: bool) -> Arc<Self> {
+        Arc::new(Self { inner, volatile_cache, asked: Mutex::default() })
+    }
+
+    /// The writes since the last call.
+    fn writes(&self) -> Vec<Request> {
+        let mut asked = std::mem::take(&mut *self.asked.lock().unwrap());
+        asked.retain(|request| request.op == Op::Write);
+        asked
+    }
+}
+
+impl Device for Seen {
+    fn geometry(&self) -> Geometry {
+        Geometry { volatile_cache: self.volatile_cache, ..self.inner.geometry() }
+    }
+
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
+        Ok(Tried::WouldBlock)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.asked.lock().unwrap().push(request);
+        self.inner.submit(request, buffer, done);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.inner.extents(offset, len, row)
+    }
+}
+
+#[test]
+fn what_goes_to_the_cow_device_is_durable_where_the_origin_has_no_cache() {
+    for volatile in [false, true] {
+        let faulty = Arc::new(Faulty::new(SIZE, 512));
+        let below = Seen::new(faulty.clone(), volatile);
+        let cow = Seen::new(Arc::new(Model::new(1 << 20, 512)), true);
+        let origin = Origin::new(below);
+        let config =
+            Config { kind: StoreKind::Persistent, chunk_bytes: Some(4096), force: true, ..Config::default() };
+        let snapshot = origin.snapshot(cow.clone(), &config).unwrap();
+        snapshot.write_at(8192, &[1; 4096], NONE).unwrap();
+        snapshot.flush().unwrap();
+        // It stays half merged: what is written to that chunk goes to the COW device.
+        faulty.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        snapshot.merge().unwrap();
+        assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
+        cow.writes();
+        origin.write_at(8192 + 512, &[2; 1024], NONE).unwrap();
+        let writes = cow.writes();
+        assert_eq!(writes.len(), 1, "{writes:?}");
+        assert_eq!(writes[0].flags.contains(Flags::FUA), !volatile, "{writes:?}");
+    }
+}

@@ -1,0 +1,14 @@
+//! Snapshots of origins: what they show, their exception stores, merges, and what is there after a crash.
+
+mod conformance;
+mod failed_writes;
+mod invalid;
+mod map;
+mod map_random;
+mod merge;
+mod merge_durable;
+mod merge_finished;
+mod merge_marks;
+mod older;
+mod store;
+mod support;

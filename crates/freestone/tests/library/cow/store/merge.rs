@@ -1,0 +1,254 @@
+//! Taking exceptions from the end of the record.
+
+use std::sync::Arc;
+
+use freestone::cow::StoreKind;
+use freestone::cow::store::{Damage, Invalid, MergeError, RUN_ENTRIES_MAX, Run, Store};
+use freestone::device::{Blocking, Device, Error, Flags, Op};
+use freestone_testkit::{Faulty, What, When};
+
+use super::disk::Disk;
+use super::{CHUNK, SOON, commit, open, origin, preserve, preserve_all};
+
+fn disk(chunks: u64) -> Arc<Disk> {
+    Disk::new(vec![0; (chunks * CHUNK) as usize])
+}
+
+fn run(old: u64, new: u64, count: u64) -> Run {
+    Run { old, new, count }
+}
+
+#[test]
+fn runs_step_back_in_both_devices() {
+    let disk = disk(64);
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    assert_eq!(store.last_run(), Ok(None));
+    // New chunks 2 to 10.
+    preserve_all(&store, [40, 41, 42, 50, 52, 51, 7, 8]);
+    drop(store.allocate().unwrap());
+    preserve(&store, 9);
+    let expected = [run(9, 11, 1), run(7, 8, 2), run(51, 7, 1), run(52, 6, 1), run(50, 5, 1), run(40, 2, 3)];
+    for (at, run) in expected.iter().enumerate() {
+        assert_eq!(store.last_run(), Ok(Some(*run)), "run {at}");
+        // Asking changes nothing, and what is durable survives.
+        assert_eq!(store.last_run(), Ok(Some(*run)));
+        disk.start();
+        store.commit_merge(run, run.count).unwrap();
+        let left: u64 = expected[at + 1..].iter().map(|run| run.count).sum();
+        let zero = if left == 0 { " zero" } else { "" };
+        assert_eq!(disk.history(), ["flush", &format!("4096+4096{zero} fua")]);
+        assert_eq!(open(Disk::new(disk.bytes())).1.len() as u64, left);
+    }
+    assert_eq!(store.last_run(), Ok(None));
+    assert_eq!(store.usage().to_string(), "16/512 16");
+    // The whole device is free again.
+    assert_eq!(preserve(&store, 3), 2);
+    drop(store);
+    assert_eq!(open(disk as Arc<dyn Device>).1, [(3, 2)]);
+}
+
+/// As the kernel: while merging, as if places had been handed out in the order of the entries.
+#[test]
+fn usage_goes_down_with_a_merge() {
+    let disk = disk(600);
+    let (store, _) = open(disk as Arc<dyn Device>);
+    preserve_all(&store, 0..300);
+    assert_eq!(store.usage().to_string(), format!("{}/4800 24", (300 + 3) * 8));
+    // Runs end where areas do: there a chunk of the COW device is skipped as well.
+    assert_eq!(store.last_run(), Ok(Some(run(256, 259, 44))));
+    store.commit_merge(&run(256, 259, 44), 4).unwrap();
+    assert_eq!(store.usage().to_string(), format!("{}/4800 24", (296 + 3) * 8));
+    assert_eq!(store.last_run(), Ok(Some(run(256, 259, 40))));
+    store.commit_merge(&run(256, 259, 40), 40).unwrap();
+    assert_eq!(store.usage().metadata, 24);
+    assert_eq!(store.last_run(), Ok(Some(run(0, 2, 256))));
+    store.commit_merge(&run(0, 2, 256), 1).unwrap();
+    assert_eq!(store.usage().to_string(), format!("{}/4800 16", (255 + 2) * 8));
+    // A new exception follows all that were ever handed out.
+    assert_eq!(preserve(&store, 1000), 303);
+    assert_eq!(store.usage().to_string(), format!("{}/4800 24", 304 * 8));
+    // It filled the area again.
+    assert_eq!(store.last_run(), Ok(Some(run(1000, 303, 1))));
+}
+
+#[test]
+fn only_the_last_exceptions_can_be_taken() {
+    let (store, _) = open(disk(64) as Arc<dyn Device>);
+    preserve_all(&store, 0..10);
+    let last = run(0, 2, 10);
+    // Nobody asked.
+    assert_eq!(store.commit_merge(&last, 1), Err(MergeError::NotLast));
+    assert_eq!(store.last_run(), Ok(Some(last)));
+    for (asked, count) in [(last, 0), (last, 11), (run(1, 3, 9), 1)] {
+        assert_eq!(store.commit_merge(&asked, count), Err(MergeError::NotLast));
+    }
+    preserve(&store, 10);
+    assert_eq!(store.commit_merge(&last, 10), Err(MergeError::NotLast));
+    assert_eq!(store.last_run(), Ok(Some(run(0, 2, 11))));
+    store.commit_merge(&run(0, 2, 11), 11).unwrap();
+    assert_eq!(store.commit_merge(&run(0, 2, 11), 1), Err(MergeError::NotLast));
+}
+
+/// A run in an area of many blocks, longer than what is merged at once, cut at every kind of place.
+#[test]
+fn long_runs_are_merged_in_parts() {
+    let chunk = 64 << 10;
+    let disk = Disk::new(vec![0; 2400 * chunk]);
+    let open = |disk: &Arc<Disk>| {
+        let cow = Arc::clone(disk) as Arc<dyn Device>;
+        Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
+    };
+    let (store, _) = open(&disk);
+    // A single one, a run of 2000 from the middle of a block on.
+    preserve_all(&store, (5000..5100).rev());
+    preserve_all(&store, 0..2000);
+    let mut left = 2000;
+    for count in [1, 255, 256, 257, 31, 200, 512, 400] {
+        let found = store.last_run().unwrap().unwrap();
+        let expected = left.min(RUN_ENTRIES_MAX);
+        assert_eq!(found, run(left - expected, 102 + left - expected, expected));
+        store.commit_merge(&found, count.min(found.count)).unwrap();
+        left -= count.min(found.count);
+        let (_, exceptions) = open(&Disk::new(disk.bytes()));
+        let mut expected: Vec<_> = (0..left).map(|at| (at, at + 102)).collect();
+        expected.extend((5000..5100).map(|old| (old, 5101 - old)));
+        assert_eq!(exceptions, expected);
+    }
+}
+
+/// What hides in the open places of a merge: a place that is handed out is not handed out again.
+#[test]
+fn a_place_that_is_pending_survives_the_end_of_a_merge() {
+    let disk = disk(64);
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    preserve_all(&store, 0..3);
+    let place = store.allocate().unwrap();
+    let last = store.last_run().unwrap().unwrap();
+    store.commit_merge(&last, last.count).unwrap();
+    assert_eq!(store.last_run(), Ok(None));
+    let other = store.allocate().unwrap();
+    assert_eq!((place.chunk(), other.chunk()), (5, 6));
+    drop(other);
+    assert_eq!(commit(&store, place, 9).recv_timeout(SOON), Ok(Ok(())));
+    drop(store);
+    assert_eq!(open(disk as Arc<dyn Device>).1, [(9, 5)]);
+}
+
+/// A write that failed leaves it open what is on disk; the same removal can be tried again.
+#[test]
+fn a_merge_that_failed_can_be_tried_again() {
+    for (op, what) in [
+        (Op::Flush, What::Fail(Error::Media)),
+        (Op::Write, What::Fail(Error::Media)),
+        (Op::Write, What::Tear),
+    ] {
+        let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+        let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+        preserve_all(&store, 0..40);
+        let last = store.last_run().unwrap().unwrap();
+        disk.fault(Some(op), When::Always, what);
+        assert_eq!(store.commit_merge(&last, 30), Err(MergeError::Device(Error::Media)));
+        assert!(store.is_valid());
+        disk.heal();
+        assert_eq!(store.last_run(), Ok(Some(last)));
+        store.commit_merge(&last, 35).unwrap();
+        preserve(&store, 99);
+        drop(store);
+        let (_, found) = open(disk as Arc<dyn Device>);
+        assert_eq!(found, (0..5).map(|at| (at, at + 2)).chain([(99, 42)]).collect::<Vec<_>>());
+    }
+}
+
+/// What the longer one may have taken from other blocks is there again.
+#[test]
+fn a_shorter_removal_covers_a_longer_one_that_failed() {
+    for put_back in [What::Fail(Error::Media), What::Tear, What::FailDone(Error::Media)] {
+        let chunk = 64 << 10;
+        let disk = Arc::new(Faulty::new(800 * chunk, 512));
+        let open = || {
+            let cow = Arc::clone(&disk) as Arc<dyn Device>;
+            Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
+        };
+        let (store, _) = open();
+        preserve_all(&store, 0..700);
+        let last = store.last_run().unwrap().unwrap();
+        let next = disk.counts().writes;
+        disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
+        disk.fault(Some(Op::Write), When::From(next + 1), put_back);
+        assert_eq!(store.commit_merge(&last, 690), Err(MergeError::Device(Error::Media)));
+        assert!(store.is_torn());
+        disk.heal();
+        store.commit_merge(&last, 1).unwrap();
+        assert!(!store.is_torn());
+        assert_eq!(store.last_run(), Ok(Some(run(0, 2, 699))));
+        drop(store);
+        assert_eq!(open().1, (0..699).map(|at| (at, at + 2)).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn a_removal_that_failed_is_put_back() {
+    let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    preserve_all(&store, 0..40);
+    let last = store.last_run().unwrap().unwrap();
+    let put_back = || {
+        let (tx, rx) = std::sync::mpsc::channel();
+        store.put_back(move |outcome| tx.send(outcome).unwrap());
+        rx.recv_timeout(SOON).unwrap()
+    };
+    assert_eq!(put_back(), Ok(()));
+    let there = || {
+        let bytes = Disk::new(vec![0; (64 * CHUNK) as usize]);
+        let mut copy = vec![0; (64 * CHUNK) as usize];
+        disk.read_at(0, &mut copy).unwrap();
+        bytes.write_at(0, &copy, Flags::empty()).unwrap();
+        open(bytes as Arc<dyn Device>).1.len()
+    };
+    let next = disk.counts().writes;
+    disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
+    assert!(store.commit_merge(&last, 30).is_err());
+    // At once.
+    assert!(!store.is_torn() && there() == 40);
+    disk.fault(Some(Op::Write), When::At(next + 2), What::FailDone(Error::Media));
+    disk.fault(Some(Op::Write), When::From(next + 3), What::Fail(Error::NoSpace));
+    assert!(store.commit_merge(&last, 30).is_err());
+    assert!(store.is_torn() && there() == 10);
+    assert_eq!(put_back(), Err(Error::NoSpace));
+    disk.heal();
+    assert_eq!(put_back(), Ok(()));
+    assert!(!store.is_torn() && there() == 40);
+    preserve(&store, 99);
+    assert_eq!(there(), 41);
+}
+
+/// An entry behind others that may be gone would not be found again: that is no commit.
+#[test]
+fn nothing_is_added_behind_a_removal_that_failed() {
+    let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    preserve_all(&store, 0..40);
+    let last = store.last_run().unwrap().unwrap();
+    disk.fault(Some(Op::Write), When::Always, What::Tear);
+    assert!(store.commit_merge(&last, 30).is_err());
+    disk.heal();
+    assert_eq!(commit(&store, store.allocate().unwrap(), 99).recv_timeout(SOON), Ok(Err(Invalid)));
+    drop(store);
+    assert!(!open(disk as Arc<dyn Device>).0.is_valid());
+}
+
+#[test]
+fn a_record_that_changed_under_a_merge_is_noticed() {
+    let disk = disk(600);
+    let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
+    preserve_all(&store, 0..256);
+    // The area was left, so it is read again.
+    let mut block = disk.bytes()[CHUNK as usize..][..4096].to_vec();
+    block[4088..].copy_from_slice(&258u64.to_le_bytes());
+    disk.write_at(CHUNK, &block, Flags::empty()).unwrap();
+    let damage = Damage::Metadata { entry: 255, new: 258 };
+    assert_eq!(store.last_run(), Err(MergeError::Damaged(damage)));
+    block[4088..].fill(0);
+    disk.write_at(CHUNK, &block, Flags::empty()).unwrap();
+    assert_eq!(store.last_run(), Err(MergeError::Damaged(Damage::Gap { entry: 255 })));
+}

@@ -1,0 +1,563 @@
+//! Families against a model: disks and forks, chains of snapshots, forks of snapshots, and everything that can be done to
+//! them, in random order. Every device is a map of pages in the model; after each step all of them must show just that.
+//!
+//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` runs each of the tests for so long.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use freestone::codec::Params;
+use freestone::device::{Blocking, Device, Error, Flags};
+use freestone::moment;
+use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Recompress, Secondary, SetupError, Writeback};
+use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, first_difference};
+
+const PAGE: usize = 4096;
+/// Bytes of the base, of which the last page is a short one.
+const BASE_BYTES: usize = 1031 * PAGE + 1536;
+/// Pages of a disk, and the most that one grows to.
+const PAGES: u64 = 1032;
+const PAGES_MAX: u64 = 1100;
+/// The parts of a device that are used: the beginnings of leaves, ends of leaves, the end of the base.
+const HOT: [(u64, u64); 4] = [(0, 10), (507, 10), (1020, 14), (1034, 6)];
+/// Devices and snapshots at one time.
+const DEVICES_MAX: usize = 5;
+const SNAPSHOTS_MAX: usize = 8;
+
+type Page = [u8; PAGE];
+/// What is not there is zeroes.
+type Pages = BTreeMap<u64, Arc<Page>>;
+
+/// A device and what it must show.
+struct Shown {
+    ram: Ram,
+    pages: Pages,
+    size: u64,
+}
+
+struct Live {
+    shown: Shown,
+    /// What it goes back to, and how many pages lie below it.
+    base: Pages,
+    below: u64,
+    /// What it holds itself; not known where a write failed.
+    own: Option<BTreeSet<u64>>,
+    /// Forks of disks are at level 1.
+    level: u32,
+}
+
+struct Snapshot {
+    shown: Shown,
+    level: u32,
+}
+
+struct World {
+    rng: Rng,
+    family: Family,
+    /// Holds nothing: asked for the family's numbers.
+    probe: Ram,
+    live: Vec<Live>,
+    snapshots: Vec<Snapshot>,
+    has_backing: bool,
+    log: Vec<String>,
+}
+
+/// How a family is made.
+#[derive(Debug, Clone, Copy)]
+struct Setup {
+    backing: Option<bool>,
+    mem_limit: u64,
+    /// Where the base is not in memory.
+    deferred: Option<Policy>,
+    forks: bool,
+}
+
+fn read_all(ram: &Ram, size: u64, mut show: impl FnMut(u64, &[u8])) {
+    for (first, pages) in HOT {
+        let end = (first + pages).min(size);
+        if first < end {
+            let mut bytes = vec![0; (end - first) as usize * PAGE];
+            ram.read_at(first * PAGE as u64, &mut bytes).unwrap();
+            for (slot, page) in (first..).zip(bytes.chunks(PAGE)) {
+                show(slot, page);
+            }
+        }
+    }
+}
+
+impl Shown {
+    fn check(&self, who: &str) {
+        read_all(&self.ram, self.size, |slot, page| {
+            let wanted = self.pages.get(&slot).map_or(&[0; PAGE], |page| &**page);
+            if let Some(at) = first_difference(page, wanted) {
+                panic!("{who}: page {slot} is wrong from byte {at} on: {} for {}", page[at], wanted[at]);
+            }
+        });
+    }
+
+    fn patch(&mut self, offset: u64, data: &[u8]) {
+        let mut done = 0;
+        while done < data.len() {
+            let at = offset as usize + done;
+            let (slot, from) = ((at / PAGE) as u64, at % PAGE);
+            let len = (PAGE - from).min(data.len() - done);
+            let mut page = self.pages.get(&slot).map_or([0; PAGE], |page| **page);
+            page[from..from + len].copy_from_slice(&data[done..done + len]);
+            self.pages.insert(slot, Arc::new(page));
+            done += len;
+        }
+    }
+
+    /// A change was refused half-way: pages before that have the new content, those behind the old one.
+    fn settle(&mut self, offset: u64, before: &Self) {
+        let last =
+            HOT.iter().find(|(first, pages)| (*first..first + pages).contains(&(offset / PAGE as u64)));
+        let Some((first, pages)) = last else { return };
+        for slot in *first..(first + pages).min(self.size) {
+            let mut page = [0; PAGE];
+            self.ram.read_at(slot * PAGE as u64, &mut page).unwrap();
+            let is = |pages: &Pages| pages.get(&slot).map_or(page == [0; PAGE], |wanted| **wanted == page);
+            assert!(
+                is(&self.pages) || is(&before.pages),
+                "page {slot} is neither new nor old after a refusal"
+            );
+            self.pages.insert(slot, Arc::new(page));
+        }
+    }
+
+    fn copy(&self) -> Self {
+        Self { ram: self.ram.clone(), pages: self.pages.clone(), size: self.size }
+    }
+}
+
+impl World {
+    fn new(setup: Setup, seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let secondary = Secondary { algorithm: "zstd".parse().unwrap(), params: Params::default() };
+        let config = Config {
+            mem_limit: setup.mem_limit,
+            recomp_algorithms: [Some(secondary), None, None],
+            ..Config::default()
+        };
+        let family = match setup.backing {
+            None => Family::new(config).unwrap(),
+            Some(packed) => {
+                let disk = Faulty::new(16 << 20, 4096).shuffled(seed);
+                Family::with_backing(config, Arc::new(disk), packed).unwrap()
+            }
+        };
+        let probe = family.ram(PAGE as u64).unwrap();
+        let mut world = Self {
+            has_backing: setup.backing.is_some(),
+            probe,
+            live: Vec::new(),
+            snapshots: Vec::new(),
+            log: Vec::new(),
+            family,
+            rng: rng.clone(),
+        };
+        if setup.forks {
+            let mut content = vec![0; BASE_BYTES];
+            let mut base = Pages::new();
+            for (first, pages) in HOT {
+                for slot in first..first + pages {
+                    let at = slot as usize * PAGE;
+                    if at < BASE_BYTES {
+                        let end = (at + PAGE).min(BASE_BYTES);
+                        rng.content(&mut content[at..end]);
+                        let mut page = [0; PAGE];
+                        page[..end - at].copy_from_slice(&content[at..end]);
+                        base.insert(slot, Arc::new(page));
+                    }
+                }
+            }
+            let mut device: Arc<dyn Device> = Arc::new(Model::read_only(content, 512));
+            if let Some(policy) = setup.deferred {
+                device = Arc::new(Deferred::new(device, policy, seed));
+            }
+            for _ in 0..2 {
+                let config = ForkConfig { size: Some(PAGES * PAGE as u64), ..ForkConfig::default() };
+                let ram = world.family.fork(Arc::clone(&device), &config).unwrap();
+                world.add(ram, base.clone(), PAGES, PAGES, 1);
+            }
+        } else {
+            for _ in 0..2 {
+                let ram = world.family.ram(PAGES * PAGE as u64).unwrap();
+                world.add(ram, Pages::new(), PAGES, 0, 0);
+            }
+        }
+        world
+    }
+
+    fn add(&mut self, ram: Ram, base: Pages, size: u64, below: u64, level: u32) {
+        let shown = Shown { ram, pages: base.clone(), size };
+        self.live.push(Live { shown, base, below, own: Some(BTreeSet::new()), level });
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        self.rng.below(bound as u64) as usize
+    }
+
+    /// A range within one hot part, in blocks of 512 bytes; of whole pages half of the time.
+    fn range(&mut self, size: u64) -> (u64, u64) {
+        loop {
+            let at = self.below(HOT.len());
+            let (first, pages) = HOT[at];
+            let end = (first + pages).min(size) * PAGE as u64;
+            let unit = if self.rng.chance(50) { PAGE as u64 } else { 512 };
+            let first = first * PAGE as u64;
+            if first < end {
+                let offset = first + self.rng.below((end - first) / unit) * unit;
+                let len = unit * (1 + self.rng.below(((end - offset) / unit).min(20)));
+                return (offset, len);
+            }
+        }
+    }
+
+    /// What must always be answered, but for what a limit forbids.
+    fn changed(&mut self, at: usize, outcome: Result<(), Error>, offset: u64, before: &Shown) {
+        match outcome {
+            Ok(()) => {}
+            Err(Error::NoSpace) => {
+                self.live[at].shown.settle(offset, before);
+                self.live[at].own = None;
+            }
+            Err(error) => panic!("a change was refused: {error}"),
+        }
+    }
+
+    fn write(&mut self) {
+        let at = self.below(self.live.len());
+        let (offset, len) = self.range(self.live[at].shown.size);
+        let mut data = vec![0; len as usize];
+        for page in data.chunks_mut(PAGE) {
+            self.rng.content(page);
+        }
+        self.log.push(format!("write {at} {offset}+{len}"));
+        let before = self.live[at].shown.copy();
+        let outcome = before.ram.write_at(offset, &data, Flags::empty());
+        let live = &mut self.live[at];
+        live.shown.patch(offset, &data);
+        if let Some(own) = &mut live.own {
+            own.extend(offset / PAGE as u64..(offset + len).div_ceil(PAGE as u64));
+        }
+        self.changed(at, outcome, offset, &before);
+    }
+
+    fn zero(&mut self, exact: bool) {
+        let at = self.below(self.live.len());
+        let (offset, len) = self.range(self.live[at].shown.size);
+        self.log.push(format!("zero {at} {offset}+{len} exact {exact}"));
+        let before = self.live[at].shown.copy();
+        let outcome = if exact {
+            before.ram.write_zeroes(offset, len, Flags::empty())
+        } else {
+            before.ram.discard(offset, len)
+        };
+        let live = &mut self.live[at];
+        let page = PAGE as u64;
+        let (first, last) = (offset.div_ceil(page), (offset + len) / page);
+        if let Some(own) = &mut live.own {
+            for slot in first..last {
+                if slot < live.below {
+                    own.insert(slot);
+                } else {
+                    own.remove(&slot);
+                }
+            }
+            if exact {
+                own.extend(
+                    [offset / page, (offset + len - 1) / page].iter().filter(|&&slot| slot < live.below),
+                );
+            }
+        }
+        if exact {
+            live.shown.patch(offset, &vec![0; len as usize]);
+        } else if first < last {
+            live.shown.patch(first * page, &vec![0; (last - first) as usize * PAGE]);
+        }
+        self.changed(at, outcome, offset, &before);
+    }
+
+    fn snapshot(&mut self) {
+        if self.snapshots.len() + 2 > SNAPSHOTS_MAX {
+            return;
+        }
+        let several = self.rng.chance(30);
+        let origins: Vec<usize> =
+            (0..if several { 2 } else { 1 }).map(|_| self.below(self.live.len())).collect();
+        self.log.push(format!("snapshot {origins:?}"));
+        let mut pending: Vec<_> =
+            origins.iter().map(|&at| self.live[at].shown.ram.prepare_snapshot().unwrap()).collect();
+        let mut all: Vec<&mut dyn moment::Pending> = pending.iter_mut().map(|one| one as _).collect();
+        moment::take(&mut all).unwrap();
+        for (at, pending) in origins.into_iter().zip(pending) {
+            let live = &self.live[at];
+            let shown = Shown { ram: pending.into_snapshot(), ..live.shown.copy() };
+            assert!(shown.ram.is_snapshot());
+            assert_eq!(shown.ram.write_at(0, &[0; 512], Flags::empty()), Err(Error::ReadOnly));
+            self.snapshots.push(Snapshot { shown, level: live.level });
+        }
+    }
+
+    fn fork(&mut self) {
+        if self.snapshots.is_empty() || self.live.len() == DEVICES_MAX {
+            return;
+        }
+        let at = self.below(self.snapshots.len());
+        let Snapshot { shown, level } = &self.snapshots[at];
+        if *level >= 2 {
+            return;
+        }
+        let (below, level) = (shown.size, level + 1);
+        let size = below + self.rng.clone().below(PAGES_MAX - below + 1);
+        self.log.push(format!("fork {at} of {size} pages"));
+        let config = ForkConfig { size: Some(size * PAGE as u64), ..ForkConfig::default() };
+        let (ram, base) = (shown.ram.fork(&config).unwrap(), shown.pages.clone());
+        self.add(ram, base, size, below, level);
+    }
+
+    fn back(&mut self) {
+        let at = self.below(self.live.len());
+        self.log.push(format!("rewind {at}"));
+        let reset = self.rng.chance(30);
+        let live = &mut self.live[at];
+        let outcome = if reset { live.shown.ram.reset() } else { live.shown.ram.rewind() };
+        outcome.unwrap();
+        live.shown.pages = live.base.clone();
+        live.own = Some(BTreeSet::new());
+    }
+
+    fn grow(&mut self) {
+        let at = self.below(self.live.len());
+        let live = &mut self.live[at];
+        if live.shown.size + 8 <= PAGES_MAX {
+            live.shown.size += 8;
+            live.shown.ram.grow(live.shown.size * PAGE as u64).unwrap();
+            self.log.push(format!("grow {at}"));
+        }
+    }
+
+    fn remove(&mut self) {
+        if self.rng.chance(70) && !self.snapshots.is_empty() {
+            let at = self.below(self.snapshots.len());
+            self.log.push(format!("remove snapshot {at}"));
+            self.snapshots.remove(at);
+        } else if self.live.len() > 1 {
+            let at = self.below(self.live.len());
+            self.log.push(format!("remove {at}"));
+            let live = self.live.remove(at);
+            if self.live.iter().all(|other| other.level > 0) && live.level == 0 {
+                // There is always one that everything else can begin with.
+                let ram = self.family.ram(PAGES * PAGE as u64).unwrap();
+                self.add(ram, Pages::new(), PAGES, 0, 0);
+            }
+        }
+    }
+
+    fn background(&mut self) {
+        let at = self.below(self.live.len() + self.snapshots.len());
+        let shown = match at.checked_sub(self.live.len()) {
+            None => &self.live[at].shown,
+            Some(at) => &self.snapshots[at].shown,
+        };
+        let ram = shown.ram.clone();
+        match self.rng.below(4) {
+            0 => {
+                self.log.push("compact".into());
+                ram.compact();
+            }
+            1 => {
+                self.log.push(format!("recompress {at}"));
+                match ram.recompress(&Recompress::default()) {
+                    Ok(_) | Err((_, freestone::ram::RecompressError::NoSpace)) => {}
+                    Err((_, error)) => panic!("recompress: {error}"),
+                }
+            }
+            _ if self.has_backing => {
+                self.log.push(format!("writeback {at}"));
+                ram.idle(Idle::All);
+                if let Err((_, error)) = ram.writeback(&Writeback::Idle) {
+                    panic!("writeback: {error}");
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn limits(&mut self) {
+        let at = self.below(self.live.len());
+        // Enough for the parts that are used, or not.
+        let cap = [0, 64 << 10, 1 << 20][self.below(3)];
+        let limit = self.family.mem_limit();
+        let least = if limit > 0 && self.rng.chance(50) { limit / 16 } else { 0 };
+        self.log.push(format!("limits {at}: {cap} {least}"));
+        match self.live[at].shown.ram.set_own_limits(cap, least) {
+            Ok(()) => assert_eq!(self.live[at].shown.ram.own_limits(), (cap, least)),
+            Err(SetupError::GuaranteeAboveCap { .. }) => assert!(cap > 0 && least > cap),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn step(&mut self) {
+        match self.rng.below(100) {
+            0..40 => self.write(),
+            40..48 => self.zero(false),
+            48..58 => self.zero(true),
+            58..68 => self.snapshot(),
+            68..74 => self.fork(),
+            74..79 => self.back(),
+            79..81 => self.grow(),
+            81..89 => self.remove(),
+            89..98 => self.background(),
+            _ => self.limits(),
+        }
+    }
+
+    fn check(&self) {
+        for (at, live) in self.live.iter().enumerate() {
+            live.shown.check(&format!("device {at}"));
+            let (Some(own), true) = (&live.own, live.shown.ram.is_fork()) else { continue };
+            assert_eq!(&owned(&live.shown.ram, live.shown.size), own, "what device {at} holds itself");
+        }
+        for (at, snapshot) in self.snapshots.iter().enumerate() {
+            snapshot.shown.check(&format!("snapshot {at}"));
+        }
+    }
+
+    /// Everything goes, in any order; what is left is nothing.
+    fn end(mut self) {
+        while !self.live.is_empty() || !self.snapshots.is_empty() {
+            if self.rng.chance(50) && !self.live.is_empty() {
+                let at = self.below(self.live.len());
+                self.live.swap_remove(at);
+            } else if !self.snapshots.is_empty() {
+                let at = self.below(self.snapshots.len());
+                self.snapshots.swap_remove(at);
+            }
+        }
+        let began = Instant::now();
+        loop {
+            let (stat, memory) = (self.family.stat(), self.probe.memory());
+            let backing = self.probe.backing().unwrap_or_default();
+            let left = [
+                stat.mem_used_total,
+                stat.charged,
+                stat.retiring,
+                stat.guaranteed,
+                stat.layers - 1,
+                memory.leaves_bytes,
+                backing.used_bytes,
+                backing.live_bytes,
+                backing.spilled_pages,
+            ];
+            if left == [0; 9] {
+                return;
+            }
+            assert!(
+                began.elapsed() < Duration::from_secs(60),
+                "left behind: {stat:?} {memory:?} {backing:?}"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn owned(ram: &Ram, size: u64) -> BTreeSet<u64> {
+    let changes = Device::changes(ram).unwrap();
+    let mut own = BTreeSet::new();
+    let (mut at, end) = (0, size * PAGE as u64);
+    while at < end {
+        let mut seen = at;
+        at += changes
+            .changes(at, end - at, &mut |change| {
+                assert_eq!(change.offset, seen, "rows follow one another");
+                seen += change.len;
+                if change.own {
+                    own.extend(change.offset / PAGE as u64..(change.offset + change.len) / PAGE as u64);
+                }
+                true
+            })
+            .unwrap();
+        assert_eq!(at, seen);
+    }
+    own
+}
+
+fn seconds() -> u64 {
+    std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
+}
+
+/// Runs seeds until the time is over.
+fn run(name: &str, setup: Setup) {
+    const STEPS: usize = 250;
+    let given = std::env::var("FREESTONE_SEED").ok().and_then(|text| text.parse().ok());
+    let began = Instant::now();
+    for round in 0.. {
+        let seed = given.unwrap_or(0x5eed_0000 + round);
+        let mut world = World::new(setup, seed);
+        let walked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            for _ in 0..STEPS {
+                world.step();
+                world.check();
+            }
+        }));
+        if let Err(panic) = walked {
+            let from = world.log.len().saturating_sub(40);
+            eprintln!("{name}: FREESTONE_SEED={seed}, step {}: {:#?}", world.log.len(), &world.log[from..]);
+            std::panic::resume_unwind(panic);
+        }
+        let log = std::mem::take(&mut world.log);
+        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| world.end()));
+        if let Err(panic) = ended {
+            eprintln!("{name}: FREESTONE_SEED={seed}, in the end, after {} steps", log.len());
+            std::panic::resume_unwind(panic);
+        }
+        if given.is_some() || began.elapsed() > Duration::from_secs(seconds()) {
+            return;
+        }
+    }
+}
+
+const PLAIN: Setup = Setup { backing: None, mem_limit: 0, deferred: None, forks: false };
+
+#[test]
+fn disks() {
+    run("disks", PLAIN);
+}
+
+#[test]
+fn disks_with_a_limit() {
+    run("disks with a limit", Setup { mem_limit: 512 << 10, ..PLAIN });
+}
+
+#[test]
+fn forks() {
+    run("forks", Setup { forks: true, ..PLAIN });
+}
+
+#[test]
+fn forks_of_a_slow_base() {
+    run("slow base", Setup { forks: true, deferred: Some(Policy::Always), ..PLAIN });
+    run("half slow base", Setup { forks: true, deferred: Some(Policy::Sometimes(50)), ..PLAIN });
+}
+
+#[test]
+fn spilling_in_the_packed_layout() {
+    run("packed", Setup { backing: Some(true), ..PLAIN });
+    run("packed forks", Setup { backing: Some(true), forks: true, deferred: Some(Policy::Always), ..PLAIN });
+}
+
+#[test]
+fn spilling_in_the_kernels_layout() {
+    run("plain", Setup { backing: Some(false), ..PLAIN });
+    run("plain forks", Setup { backing: Some(false), forks: true, ..PLAIN });
+}
+
+#[test]
+fn spilling_under_a_limit() {
+    let limited = Setup { mem_limit: 512 << 10, ..PLAIN };
+    run("limited", Setup { backing: Some(true), forks: true, ..limited });
+    run("limited plain", Setup { backing: Some(false), ..limited });
+}

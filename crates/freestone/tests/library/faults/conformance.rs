@@ -1,0 +1,102 @@
+//! Where no rule fires, or only delays do, the device keeps the contract of the one below.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use freestone::device::Device;
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Model, ModelZoned, Policy, ZonedConfig};
+
+use crate::faults::support::{faults, rules};
+
+/// No rule; rules that look at and count everything, and fire at nothing; one that keeps all old content.
+const QUIET: [&str; 3] =
+    ["", "all error=EIO chance=1/18446744073709551615; all hang nth=16777214", "read stale nth=16777214"];
+const DELAYS: &str = "all delay=30us; reset delay=1us at=0+1M; writes delay=100us chance=10%";
+
+fn options(seed: u64) -> Options {
+    Options { seed, window: 1 << 20, rounds: 60, thread_rounds: 100, ..Options::default() }
+}
+
+fn plain(policy: Option<Policy>) -> Arc<dyn Device> {
+    let model = Arc::new(Model::new(2 << 20, 512));
+    match policy {
+        None => model,
+        Some(policy) => Arc::new(Deferred::new(model, policy, 3)),
+    }
+}
+
+fn zoned(conventional: u32, policy: Option<Policy>) -> Arc<dyn Device> {
+    let config = ZonedConfig {
+        zone_size: 256 << 10,
+        zone_capacity: 192 << 10,
+        nr_zones: 6,
+        conventional,
+        max_open: 2,
+        max_active: 3,
+    };
+    let model = Arc::new(ModelZoned::new(config));
+    match policy {
+        None => model,
+        Some(policy) => Arc::new(Deferred::new(model, policy, 3)),
+    }
+}
+
+#[test]
+fn plain_devices() {
+    for text in QUIET.into_iter().chain([DELAYS]) {
+        for policy in [None, Some(Policy::Always), Some(Policy::Sometimes(30))] {
+            let make = || Arc::new(faults(plain(policy), text)) as Arc<dyn Device>;
+            conformance::check(&format!("faults {text:?} over a model, {policy:?}"), &make, options(1));
+        }
+    }
+}
+
+#[test]
+fn zoned_devices() {
+    for text in QUIET.into_iter().chain([DELAYS]) {
+        for policy in [None, Some(Policy::Always), Some(Policy::Sometimes(30))] {
+            let make = || Arc::new(faults(zoned(1, policy), text)) as Arc<dyn Device>;
+            conformance::check_zoned(&format!("faults {text:?} over zones, {policy:?}"), &make, options(2));
+        }
+    }
+}
+
+#[test]
+fn a_device_that_defers_over_faults() {
+    let make = || {
+        let faults = Arc::new(faults(plain(None), DELAYS));
+        Arc::new(Deferred::new(faults, Policy::Sometimes(30), 5)) as Arc<dyn Device>
+    };
+    conformance::check("deferred faults", &make, options(3));
+}
+
+#[test]
+fn read_only_devices() {
+    let make =
+        || Arc::new(faults(Arc::new(Model::read_only(vec![7; 1 << 20], 512)), DELAYS)) as Arc<dyn Device>;
+    conformance::check("faults over a read-only model", &make, options(4));
+}
+
+#[test]
+fn while_it_grows_and_rules_change() {
+    let model = Arc::new(Model::new(1 << 20, 512));
+    let faults = Arc::new(faults(model.clone(), ""));
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for text in QUIET.into_iter().chain([DELAYS]).cycle() {
+                if over.load(Ordering::SeqCst) {
+                    break;
+                }
+                faults.set(rules(text), None);
+            }
+        });
+        let outcome = conformance::grown(&*faults, &options(5), &|| model.grow(2 << 20))
+            .and_then(|()| conformance::content(&*faults, &options(6)))
+            .and_then(|()| conformance::concurrent(&*faults, &options(7)));
+        over.store(true, Ordering::SeqCst);
+        outcome.unwrap();
+    });
+}

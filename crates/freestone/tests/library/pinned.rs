@@ -1,0 +1,351 @@
+//! No device is called and nothing waits while a thread is pinned: what lies below a device may wait for a change of something
+//! else, and that waits for all pins.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone::cow::{Config as CowConfig, Origin, StoreKind};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+use freestone::moment::Pending;
+use freestone::power::{Config as PowerConfig, Power};
+use freestone::ram::{Config, Family, ForkConfig, Ram};
+use freestone_testkit::{Model, Rng};
+
+const NONE: Flags = Flags::empty();
+const MIB: u64 = 1 << 20;
+const PAGE: usize = 4096;
+/// Long enough for any machine, short enough to fail.
+const LONG: Duration = Duration::from_secs(300);
+/// Threads meet for so long at most.
+const WHILE: Duration = Duration::from_secs(10);
+
+fn ram(disksize: u64) -> Ram {
+    Ram::new(Config { disksize, ..Config::default() }).unwrap()
+}
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut data = vec![0; len];
+    Rng::new(seed).fill(&mut data);
+    data
+}
+
+// ---- who calls a device is not pinned ----------------------------------------------------------------------------------------
+
+/// A device below others. Each call of it waits until a snapshot of something else has been taken, by another thread: that waits for
+/// all pins of the process, the caller's own among them.
+struct Below {
+    inner: Model,
+    other: Ram,
+    read_only: bool,
+    calls: AtomicU32,
+    was_pinned: AtomicBool,
+}
+
+impl Below {
+    fn new(size: u64, read_only: bool) -> Arc<Self> {
+        Arc::new(Self {
+            inner: Model::new(size as usize, 512),
+            other: ram(MIB),
+            read_only,
+            calls: AtomicU32::new(0),
+            was_pinned: AtomicBool::new(false),
+        })
+    }
+
+    fn called(&self) {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        if self.was_pinned.load(Ordering::SeqCst) {
+            return;
+        }
+        let (tell, told) = mpsc::channel();
+        let other = self.other.clone();
+        thread::spawn(move || {
+            other.snapshot().unwrap();
+            let _ = tell.send(());
+        });
+        if told.recv_timeout(Duration::from_secs(20)).is_err() {
+            self.was_pinned.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// How often it was called; panics where a caller was pinned.
+    fn calls(&self, what: &str) -> u32 {
+        assert!(!self.was_pinned.load(Ordering::SeqCst), "{what}: the device below was called under a pin");
+        self.calls.swap(0, Ordering::SeqCst)
+    }
+}
+
+impl Device for Below {
+    fn geometry(&self) -> Geometry {
+        Geometry { read_only: self.read_only, ..self.inner.geometry() }
+    }
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.called();
+        self.inner.try_io(request, buffer)
+    }
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.called();
+        self.inner.submit(request, buffer, done);
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.called();
+        self.inner.extents(offset, len, row)
+    }
+}
+
+/// Every kind of request, tried and submitted, to whole pages and parts of them.
+fn exercise(device: &dyn Device, below: &Below, what: &str) {
+    let mut page = [0; 2 * PAGE];
+    let mut calls = 0;
+    for round in 0..2 {
+        for (offset, len) in [(0, PAGE), (3 * 512, 512), (8 * PAGE as u64 + 512, 2 * PAGE)] {
+            let step = |name| format!("{what}, {name} of {len} bytes at {offset}, round {round}");
+            device.read_at(offset, &mut page[..len]).unwrap();
+            calls += below.calls(&step("read"));
+            if !device.geometry().read_only {
+                device.write_at(offset, &noise(offset + round, len), NONE).unwrap();
+                calls += below.calls(&step("write"));
+                device.write_zeroes(offset, len as u64, NONE).unwrap();
+                calls += below.calls(&step("write zeroes"));
+                device.write_at(offset, &noise(offset, len), Flags::FUA).unwrap();
+                calls += below.calls(&step("write with FUA"));
+                let told = submit(device, Request::write(offset, len as u64), &noise(round, len));
+                told.recv_timeout(LONG).unwrap().unwrap();
+                calls += below.calls(&step("submitted write"));
+                device.discard(offset, len as u64).unwrap();
+                calls += below.calls(&step("discard"));
+            }
+        }
+        device.flush().unwrap();
+        device.extents(0, 16 * PAGE as u64, &mut |_| true).unwrap();
+        calls += below.calls(&format!("{what}, flush and extents"));
+    }
+    assert!(calls > 0, "{what}: the device below was never called");
+}
+
+fn cow() -> CowConfig {
+    CowConfig { kind: StoreKind::Transient, chunk_bytes: Some(4096), ..CowConfig::default() }
+}
+
+#[test]
+fn an_origin_calls_its_device_unpinned() {
+    let below = Below::new(MIB, false);
+    let origin = Origin::new(Arc::clone(&below) as _);
+    exercise(&origin, &below, "an origin without snapshots");
+    let snapshot = || origin.snapshot(Arc::new(Model::new(4 * MIB as usize, 512)), &cow()).unwrap();
+    let first = snapshot();
+    exercise(&origin, &below, "an origin with a snapshot");
+    drop(first);
+    exercise(&snapshot(), &below, "a snapshot, whose origin is asked");
+}
+
+#[test]
+fn a_snapshot_calls_its_cow_device_unpinned() {
+    let store = Below::new(4 * MIB, false);
+    let origin = Origin::new(Arc::new(Model::new(MIB as usize, 512)));
+    let snapshot = || origin.snapshot(Arc::clone(&store) as _, &cow()).unwrap();
+    exercise(&snapshot(), &store, "a snapshot");
+    let second = snapshot();
+    exercise(&origin, &store, "the origin of a snapshot");
+    drop(second);
+}
+
+#[test]
+fn a_merging_snapshot_calls_its_devices_unpinned() {
+    let (below, store) = (Below::new(MIB, false), Below::new(4 * MIB, false));
+    let origin = Origin::new(Arc::clone(&below) as _);
+    let config = CowConfig { kind: StoreKind::Persistent, force: true, ..cow() };
+    let snapshot = origin.snapshot(Arc::clone(&store) as _, &config).unwrap();
+    for page in 0..8 {
+        snapshot.write_at(page * PAGE as u64, &noise(page, PAGE), NONE).unwrap();
+    }
+    snapshot.merge().unwrap();
+    for page in 0..8 {
+        origin.write_at(page * PAGE as u64, &noise(page, 512), NONE).unwrap();
+    }
+    snapshot.wait_merge();
+    assert!(below.calls("the origin of a merge") > 0 && store.calls("the store of a merge") > 0);
+}
+
+#[test]
+fn a_power_device_calls_what_is_below_unpinned() {
+    let below = Below::new(MIB, false);
+    // So small that writes have to make room.
+    let power = Power::new(Arc::clone(&below) as _, PowerConfig { capacity: 8192, ..PowerConfig::default() });
+    let power = power.unwrap();
+    exercise(&power, &below, "a power device");
+    power.write_at(0, &noise(1, PAGE), NONE).unwrap();
+    power.keep(0, PAGE as u64).unwrap();
+    below.calls("keep");
+    power.cut(7).unwrap();
+    below.calls("a cut");
+}
+
+#[test]
+fn a_fork_calls_its_base_unpinned() {
+    let base = Below::new(MIB, true);
+    let family = Family::new(Config::default()).unwrap();
+    let fork = family.fork(Arc::clone(&base) as _, &ForkConfig { size: Some(2 * MIB), ..Default::default() });
+    let fork = fork.unwrap();
+    exercise(&fork, &base, "a fork");
+    fork.rewind().unwrap();
+    let snapshot = fork.snapshot().unwrap();
+    exercise(&snapshot, &base, "a snapshot of a fork");
+    let second = snapshot.fork(&ForkConfig::default()).unwrap();
+    exercise(&second, &base, "a fork of a snapshot of a fork");
+    // Across the end of the base.
+    let across = MIB - 512;
+    second.write_at(across, &noise(1, 1024), NONE).unwrap();
+    let mut back = vec![0; 2048];
+    second.read_at(across - 512, &mut back).unwrap();
+    assert!(back[..512] == [0; 512] && back[512..1536] == noise(1, 1024) && back[1536..] == [0; 512]);
+    assert!(base.calls("a write across the end of the base") > 0);
+}
+
+// ---- a change of one device beside requests of another ----------------------------------------------------------------------------
+
+/// Runs `work` on a thread of its own; panics where it does not end.
+fn ends(what: &str, work: impl FnOnce() + Send + 'static) {
+    let (tell, told) = mpsc::channel();
+    thread::spawn(move || {
+        work();
+        let _ = tell.send(());
+    });
+    match told.recv_timeout(LONG) {
+        Ok(()) => {}
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: it hangs"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => panic!("{what}: it failed"),
+    }
+}
+
+#[test]
+fn snapshots_of_a_cow_device_beside_writes_to_what_lies_on_it() {
+    ends("snapshots of a RAM disk that is a COW device", || {
+        let store = ram(16 * MIB);
+        let origin = Origin::new(Arc::new(Model::new(4 * MIB as usize, 512)));
+        let snapshot = origin.snapshot(Arc::new(store.clone()), &cow()).unwrap();
+        // All of them have exceptions: writes go to the COW device at once.
+        snapshot.write_at(0, &noise(1, 4 * MIB as usize), NONE).unwrap();
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for writer in 0..2 {
+                let (snapshot, stop) = (&snapshot, &stop);
+                scope.spawn(move || {
+                    let mut rng = Rng::new(writer);
+                    while !stop.load(Ordering::SeqCst) {
+                        let offset = rng.below(1024) * 4096;
+                        snapshot.write_at(offset, &noise(offset, PAGE), NONE).unwrap();
+                    }
+                });
+            }
+            // A sanitizer on a busy machine takes a minute for all of them.
+            let begun = Instant::now();
+            for _ in (0..3000).take_while(|_| begun.elapsed() < WHILE) {
+                drop(store.snapshot().unwrap());
+            }
+            stop.store(true, Ordering::SeqCst);
+        });
+    });
+}
+
+#[test]
+fn a_power_device_over_a_family_at_its_limit_that_drops_a_snapshot() {
+    ends("a family at its limit under a power device", || {
+        let disk = Ram::new(Config { disksize: 64 * MIB, mem_limit: 4 * MIB, ..Config::default() }).unwrap();
+        let power =
+            Power::new(Arc::new(disk.clone()), PowerConfig { capacity: 64 << 10, ..Default::default() });
+        let power = power.unwrap();
+        for round in 0..20_u64 {
+            // Half of what there is; then the same again, so that the snapshot keeps the first half.
+            let write = |seed: u64| -> Result<()> {
+                for page in 0..480 {
+                    power.write_at(page * PAGE as u64, &noise(seed << 32 | page, PAGE), NONE)?;
+                }
+                power.flush()
+            };
+            write(2 * round).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let snapshot = disk.snapshot().unwrap();
+            write(2 * round + 1).unwrap_or_else(|error| panic!("round {round}, with a snapshot: {error}"));
+            drop(snapshot);
+        }
+    });
+}
+
+// ---- a snapshot that is beginning ----------------------------------------------------------------------------------------------
+
+/// Submits a request; what it was answered, when it was.
+fn submit(device: &dyn Device, request: Request, data: &[u8]) -> mpsc::Receiver<Result<()>> {
+    let (tell, told) = mpsc::channel();
+    let done = Completion::new(move |outcome, _| {
+        // Whoever gave up waiting does not listen.
+        let _ = tell.send(outcome);
+    });
+    device.submit(request, IoBuf::copy_of(data).unwrap(), done);
+    told
+}
+
+#[test]
+fn writes_are_held_and_no_thread_waits_while_a_snapshot_begins() {
+    ends("a write while a snapshot begins", || {
+        let disk = ram(MIB);
+        let old = noise(1, PAGE);
+        disk.write_at(0, &old, NONE).unwrap();
+        let mut pending = disk.prepare_snapshot().unwrap();
+        pending.freeze(Instant::now() + LONG).unwrap();
+        let new = noise(2, PAGE);
+        let write = Request::write(0, PAGE as u64);
+        // On this thread: if it waited, it would wait for itself.
+        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(Tried::WouldBlock));
+        let discard = Request::new(Op::Discard, PAGE as u64, PAGE as u64);
+        assert_eq!(disk.try_io(&discard, Buffer::None), Ok(Tried::WouldBlock));
+        let held = [submit(&disk, write, &new), submit(&disk, discard, &[])];
+        let mut back = vec![0; PAGE];
+        disk.read_at(0, &mut back).unwrap();
+        assert!(back == old, "a read is not held up");
+        for held in &held {
+            assert_eq!(
+                held.try_recv(),
+                Err(mpsc::TryRecvError::Empty),
+                "it was answered while writers are held up"
+            );
+        }
+        pending.attach();
+        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(Tried::WouldBlock));
+        pending.thaw();
+        for held in held {
+            assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
+        }
+        let snapshot = pending.into_snapshot();
+        snapshot.read_at(0, &mut back).unwrap();
+        assert!(back == old, "the snapshot has what was written after it began");
+        disk.read_at(0, &mut back).unwrap();
+        assert!(back == new);
+    });
+}
+
+#[test]
+fn writes_that_are_held_go_on_when_the_device_is_rewound_or_the_snapshot_is_given_up() {
+    ends("a write that is held", || {
+        let disk = ram(MIB);
+        for give_up in [false, true] {
+            let mut pending = disk.prepare_snapshot().unwrap();
+            pending.freeze(Instant::now() + LONG).unwrap();
+            let held = submit(&disk, Request::write(0, PAGE as u64), &noise(3, PAGE));
+            if give_up {
+                drop(pending);
+                assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
+            } else {
+                // It has another chain after that, which nobody has frozen.
+                disk.rewind().unwrap();
+                assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
+                pending.thaw();
+            }
+            assert_eq!(disk.write_at(0, &noise(4, PAGE), NONE), Ok(()));
+        }
+        assert_eq!(disk.read_at(MIB, &mut [0; PAGE]), Err(Error::OutOfRange));
+    });
+}

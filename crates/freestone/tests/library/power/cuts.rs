@@ -1,0 +1,221 @@
+//! Cuts: the same seed gives the same loss; threads that write meanwhile; what else switches the power.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Request, Tried};
+use freestone::power::{Config, Power};
+use freestone_testkit::{Faulty, Model, Rng, What, When};
+
+use crate::power::model::{BLOCK, BLOCKS, Shadow, below, contents, filled, operate};
+
+fn run(kind: usize, capacity: u64, seed: u64, cut: u64) -> Vec<u64> {
+    let device = Power::new(below(kind, 77), Config { capacity, record: None }).unwrap();
+    let mut rng = Rng::new(seed);
+    let mut shadow = Shadow::new();
+    let mut next = 1;
+    for _ in 0..80 {
+        operate(&mut rng, &device, &mut shadow, &mut next);
+    }
+    device.cut(cut).unwrap();
+    contents(&device)
+}
+
+#[test]
+fn the_same_requests_and_seed_leave_the_same() {
+    for (kind, capacity) in [(0, 0), (0, 20 << 10), (2, 0)] {
+        for seed in 0..6 {
+            let first = run(kind, capacity, seed, 1);
+            assert_eq!(run(kind, capacity, seed, 1), first);
+            if capacity == 0 {
+                assert_eq!(run(0, 0, seed, 1), first, "whatever is below");
+            }
+        }
+        let ends: Vec<_> = (0..4).map(|cut| run(kind, capacity, 9, cut)).collect();
+        assert!(ends.windows(2).any(|pair| pair[0] != pair[1]), "every seed does the same");
+    }
+}
+
+#[test]
+fn what_is_kept_survives_every_cut() {
+    for seed in 0..20 {
+        let device = Power::new(below(0, 0), Config::default()).unwrap();
+        device.write_at(0, &filled(1, 100), Flags::empty()).unwrap();
+        device.keep(10 * 512, 20 * 512).unwrap();
+        device.write_at(0, &filled(1001, 15), Flags::empty()).unwrap();
+        let cut = device.cut(seed).unwrap();
+        assert_eq!(cut.kept_blocks + cut.lost_blocks, 85);
+        for (block, content) in contents(&device).into_iter().enumerate().take(30).skip(10) {
+            let block = block as u64;
+            assert!(content == 1 + block || (block < 15 && content == 1001 + block), "{block}: {content}");
+        }
+    }
+    let device = Power::new(below(0, 0), Config::default()).unwrap();
+    assert_eq!(device.keep(1, 512), Err(Error::Misaligned));
+    assert_eq!(device.keep(0, 1 << 40), Err(Error::OutOfRange));
+}
+
+#[test]
+fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
+    const THREADS: usize = 3;
+    const OWN: usize = BLOCKS / THREADS;
+    for seed in 0..40 {
+        let capacity = [0, 4 << 10, 60 << 10][seed as usize % 3];
+        let device = Arc::new(
+            Power::new(below(seed as usize % 2 * 2, seed), Config { capacity, record: None }).unwrap(),
+        );
+        let stop = AtomicBool::new(false);
+        let shared = Arc::new(thread::scope(|scope| {
+            let workers: Vec<_> = (0..THREADS)
+                .map(|thread| {
+                    let (device, stop) = (&device, &stop);
+                    scope.spawn(move || until_stop(device, stop, thread * OWN, OWN, seed))
+                })
+                .collect();
+            thread::sleep(Duration::from_micros(300 + seed * 37 % 1500));
+            stop.store(true, Ordering::SeqCst);
+            device.cut(seed).unwrap();
+            workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect::<Vec<_>>()
+        }));
+        for (block, content) in contents(&*device).into_iter().enumerate().take(OWN * THREADS) {
+            assert!(
+                shared[block].contains(&content),
+                "seed {seed}, block {block}: {content} of {:?}",
+                shared[block]
+            );
+        }
+        // And it lives on.
+        device.write_at(0, &filled(5, 1), Flags::empty()).unwrap();
+        device.flush().unwrap();
+        assert_eq!(contents(&*device)[0], 5);
+    }
+}
+
+/// Writes, with FUA and flushes now and then, until the power is about to go. What each block may hold then. The last
+/// request meets the cut, or comes just before or after it.
+fn until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed: u64) -> Vec<Vec<u64>> {
+    let mut allowed = vec![vec![0]; own];
+    let mut rng = Rng::new(seed * 100 + first as u64);
+    for step in 1.. {
+        let count = 1 + rng.below(20) as usize;
+        let at = rng.below((own - count) as u64) as usize;
+        let value = step * 1000;
+        let fua = if rng.chance(20) { Flags::FUA } else { Flags::empty() };
+        let outcome = if rng.below(8) == 0 {
+            // One that is answered after the cut tells nothing of what was before.
+            device.flush().map(|()| {
+                if !stop.load(Ordering::SeqCst) {
+                    allowed.iter_mut().for_each(keep_newest);
+                }
+            })
+        } else {
+            // Whether it was done is not known where it is not answered.
+            for (number, block) in allowed[at..at + count].iter_mut().enumerate() {
+                block.push(value + number as u64);
+            }
+            let written = device.write_at(((first + at) * BLOCK) as u64, &filled(value, count), fua);
+            written.map(|()| {
+                if !fua.is_empty() {
+                    allowed[at..at + count].iter_mut().for_each(keep_newest);
+                }
+            })
+        };
+        match outcome {
+            Ok(()) | Err(Error::Gone) if stop.load(Ordering::SeqCst) => break,
+            Ok(()) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+    allowed
+}
+
+fn keep_newest(block: &mut Vec<u64>) {
+    block.drain(..block.len() - 1);
+}
+
+#[test]
+fn what_waits_is_answered_gone_and_what_hangs_below_is_waited_for() {
+    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let device = Arc::new(Power::new(disk.clone(), Config { capacity: 4096, record: None }).unwrap());
+    disk.fault(Some(freestone::device::Op::Write), When::Always, What::Hang);
+    device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
+    let (tell, told) = mpsc::channel();
+    let submit = |name: &'static str, request: Request, buffer| {
+        let tell = tell.clone();
+        let done = Completion::new(move |outcome, _| tell.send((name, outcome)).unwrap());
+        device.submit(request, buffer, done);
+    };
+    // No room, and none comes; a flush that has to wait for the same.
+    submit("write", Request::write(8192, 4096), IoBuf::copy_of(&filled(20, 8)).unwrap());
+    submit("flush", Request::flush(), IoBuf::empty());
+    disk.await_held(1);
+    let cut = {
+        let device = Arc::clone(&device);
+        thread::spawn(move || device.cut(3))
+    };
+    let mut answers: Vec<_> = (0..2).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+    answers.sort_by_key(|(name, _)| *name);
+    assert_eq!(answers, [("flush", Err(Error::Gone)), ("write", Err(Error::Gone))]);
+    // What comes while the power is off.
+    assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
+    assert_eq!(device.keep(0, 512), Err(Error::Gone));
+    assert!(!cut.is_finished());
+    disk.heal();
+    cut.join().unwrap().unwrap();
+    let mut data = [0; 8192];
+    device.read_at(8192, &mut data).unwrap();
+    assert_eq!(data, [0; 8192]);
+}
+
+/// Nobody loses power: who comes just then gets the answers of a device that is empty.
+#[test]
+fn what_comes_during_a_reset_waits_for_its_end() {
+    let model = Arc::new(Model::new(1 << 20, 512));
+    let device = Power::new(model.clone(), Config::default()).unwrap();
+    device.write_at(0, &filled(1, 40), Flags::empty()).unwrap();
+    let (tell, told) = mpsc::channel();
+    let submit = |request, buffer| {
+        let tell = tell.clone();
+        let op = request;
+        device.submit(request, buffer, Completion::new(move |outcome, _| tell.send((op, outcome)).unwrap()));
+    };
+    let write = Request::write(4096, 512);
+    device
+        .reset(&|| {
+            assert_eq!(device.try_io(&write, Buffer::Write(&filled(7, 1))), Ok(Tried::WouldBlock));
+            submit(write, IoBuf::copy_of(&filled(7, 1)).unwrap());
+            submit(Request::flush(), IoBuf::empty());
+            assert!(told.try_recv().is_err(), "it did not wait");
+            model.write_zeroes(0, model.geometry().size, Flags::empty())
+        })
+        .unwrap();
+    for request in [write, Request::flush()] {
+        assert_eq!(told.recv_timeout(Duration::from_secs(60)), Ok((request, Ok(()))));
+    }
+    let mut data = vec![1; 40 * 512];
+    device.read_at(0, &mut data).unwrap();
+    let mut wanted = vec![0; 40 * 512];
+    wanted[4096..][..512].copy_from_slice(&filled(7, 1));
+    assert!(data == wanted);
+    // A cut is a loss of power.
+    device.cut(1).unwrap();
+    device.read_at(0, &mut data).unwrap();
+    assert!(data == wanted);
+}
+
+#[test]
+fn a_reset_forgets_everything() {
+    let model = Arc::new(Model::new(BLOCKS * BLOCK, 512));
+    let device = Power::new(model.clone(), Config::default()).unwrap();
+    device.write_at(0, &filled(1, 50), Flags::empty()).unwrap();
+    device.flush().unwrap();
+    device.write_at(0, &filled(100, 70), Flags::empty()).unwrap();
+    device.reset(&|| model.write_zeroes(0, model.geometry().size, Flags::empty())).unwrap();
+    assert_eq!(contents(&device), [0; BLOCKS]);
+    assert_eq!(device.unflushed_bytes(), 0);
+    assert_eq!(device.reset(&|| Err(Error::Media)), Err(Error::Media));
+    device.write_at(0, &filled(1, 5), Flags::empty()).unwrap();
+}

@@ -1,0 +1,189 @@
+//! Running qemu's tools, and reading devices whole.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use freestone::device::{Buffer, Completion, Device, IoBuf, Request, Result, Tried};
+use freestone::qcow2::{Config, Image};
+use freestone_testkit::{Rng, first_difference};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A directory with files for one test.
+pub struct Dir(tempfile::TempDir);
+
+impl Dir {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// One on a disk, and one on tmpfs, where no read is done without waiting: all has to be submitted.
+    pub fn both() -> Vec<Self> {
+        let mut both = vec![Self::new()];
+        let shm = Path::new("/dev/shm");
+        if shm.is_dir() {
+            both.push(Self(tempfile::tempdir_in(shm).unwrap()));
+        } else {
+            assert!(std::env::var_os("CI").is_none_or(|ci| ci != "true"), "CI must have /dev/shm");
+            println!("no /dev/shm: submitted reads are hardly tested here");
+        }
+        both
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn all(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// Runs a tool in the directory; what it says on stdout.
+    pub fn run(&self, tool: &str, args: &[&str]) -> String {
+        let out = Command::new(tool).args(args).current_dir(self.0.path()).output();
+        let out = out.unwrap_or_else(|error| panic!("{tool} (package qemu-utils): {error}"));
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success(), "{tool} {args:?}: {}\n{text}{errors}", out.status);
+        text
+    }
+
+    pub fn img(&self, args: &str) -> String {
+        self.run("qemu-img", &args.split_whitespace().collect::<Vec<_>>())
+    }
+
+    /// An image of 1 MiB, encrypted with LUKS. qemu-img looks first how fast the machine is, and gives up where that took less than a
+    /// tick of the kernel's: on a fast one it often does.
+    pub fn luks(&self, name: &str) {
+        const TRIES: u32 = 100;
+        const TOO_FAST: &str = "Unable to get accurate CPU usage";
+        for _ in 0..TRIES {
+            let mut create = Command::new("qemu-img");
+            create.args(["create", "-f", "qcow2", "--object", "secret,id=s,data=key"]);
+            create.args(["-o", "encrypt.format=luks,encrypt.key-secret=s", name, "1M"]);
+            let out = create.current_dir(self.0.path()).output().expect("qemu-img (package qemu-utils)");
+            if out.status.success() {
+                return;
+            }
+            let errors = String::from_utf8_lossy(&out.stderr);
+            assert!(errors.contains(TOO_FAST), "{create:?}: {}\n{errors}", out.status);
+        }
+        panic!("qemu-img was too fast for itself {TRIES} times");
+    }
+
+    /// Runs commands of qemu-io on an image.
+    pub fn io(&self, name: &str, commands: &[&str]) {
+        let mut args = vec!["-f", "qcow2"];
+        for command in commands {
+            args.extend(["-c", *command]);
+        }
+        args.push(name);
+        let out = self.run("qemu-io", &args);
+        assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
+    }
+
+    /// Takes the files of the directory out of the page cache, as far as their file system has a disk.
+    pub fn chill(&self) {
+        for entry in fs::read_dir(self.0.path()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_file() {
+                let file = fs::File::open(path).unwrap();
+                file.sync_all().unwrap();
+                rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            }
+        }
+    }
+
+    /// The disk of an image, as qemu sees it.
+    pub fn raw(&self, name: &str) -> Vec<u8> {
+        self.img(&format!("convert -O raw {name} {name}.check"));
+        let content = fs::read(self.path(&format!("{name}.check"))).unwrap();
+        fs::remove_file(self.path(&format!("{name}.check"))).unwrap();
+        content
+    }
+
+    pub fn open(&self, name: &str) -> Image {
+        Image::open(&Config::new(self.path(name))).unwrap()
+    }
+}
+
+/// Content of every kind: noise, text, one byte, zeroes; in pieces that fit no cluster.
+pub fn content(size: usize, seed: u64) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let mut content = vec![0; size];
+    let mut at = 0;
+    while at < size {
+        let len = (512 * (1 + rng.below(300)) as usize).min(size - at);
+        let part = &mut content[at..at + len];
+        match rng.below(4) {
+            0 => rng.fill(part),
+            1 => part.iter_mut().enumerate().for_each(|(i, byte)| *byte = b"freestone "[i / 7 % 10]),
+            2 => part.fill(rng.below(256) as u8),
+            _ => {}
+        }
+        at += len;
+    }
+    content
+}
+
+/// One read: what can be done inline, then the rest; or all of it submitted.
+pub fn read(device: &dyn Device, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>> {
+    let mut out = vec![0xee; len as usize];
+    let mut done = 0;
+    while inline && done < len {
+        let request = Request::read(offset + done, len - done);
+        match device.try_io(&request, Buffer::Read(&mut out[done as usize..]))? {
+            Tried::Done => return Ok(out),
+            Tried::Partly(n) => {
+                assert!(n > 0 && n < len - done, "{n} of {}", len - done);
+                done += n;
+            }
+            Tried::WouldBlock => break,
+        }
+    }
+    let rest = submit(device, offset + done, len - done).recv_timeout(PATIENCE).expect("no answer")?;
+    out[done as usize..].copy_from_slice(&rest);
+    Ok(out)
+}
+
+/// Starts a read.
+pub fn submit(device: &dyn Device, offset: u64, len: u64) -> mpsc::Receiver<Result<Vec<u8>>> {
+    let (send, answer) = mpsc::channel();
+    let buffer = IoBuf::zeroed(len as usize).unwrap();
+    let done = Completion::new(move |outcome, buffer| drop(send.send(outcome.map(|()| buffer.to_vec()))));
+    device.submit(Request::read(offset, len), buffer, done);
+    answer
+}
+
+/// Compares a device with what it should hold: whole, in pieces of many sizes, many at a time.
+pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
+    let size = device.geometry().size;
+    assert_eq!(size, expected.len() as u64, "{what}");
+    let check = |offset: u64, found: &[u8], how: &str| {
+        let expected = &expected[offset as usize..offset as usize + found.len()];
+        let wrong = first_difference(found, expected);
+        assert_eq!(wrong.map(|at| at as u64 + offset), None, "{what}, {how} of {} at {offset}", found.len());
+    };
+    // Not inline first: nothing is kept yet.
+    check(0, &read(device, 0, size, false).unwrap(), "submitted read");
+    check(0, &read(device, 0, size, true).unwrap(), "tried read");
+    let mut rng = Rng::new(size);
+    let block = u64::from(device.geometry().logical_block);
+    for _ in 0..8 {
+        let mut reads = Vec::new();
+        for i in 0..32 {
+            let offset = rng.below(size / block) * block;
+            let blocks = 1 + rng.below(((size - offset) / block).min(if i % 8 == 0 { 4096 } else { 16 }));
+            reads.push((offset, submit(device, offset, blocks * block)));
+        }
+        for (offset, answer) in reads {
+            check(offset, &answer.recv_timeout(PATIENCE).expect("no answer").unwrap(), "one of many reads");
+        }
+        let offset = rng.below(size / block) * block;
+        let len = (size - offset).min(8 * block);
+        check(offset, &read(device, offset, len, true).unwrap(), "tried read");
+    }
+}

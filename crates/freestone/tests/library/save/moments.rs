@@ -1,0 +1,98 @@
+//! What is saved is of one moment, while writers go on.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use freestone::device::{Blocking, Device, Flags};
+use freestone::ram::{BackingDev, Config, Ram};
+use freestone_testkit::Rng;
+
+use crate::save::support::*;
+
+const PAGES: u64 = 2000;
+
+/// What a writer writes with its number `n`: always another page, in a different order each time around.
+fn slot(n: u64) -> u64 {
+    let (round, at) = (n / PAGES, n % PAGES);
+    (at * 7 + round * 13) % PAGES
+}
+
+fn numbered(n: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE as usize];
+    match n % 3 {
+        0 => Rng::new(n).fill(&mut page),
+        1 => text(&mut Rng::new(n), &mut page),
+        _ => {}
+    }
+    page[..8].copy_from_slice(&n.to_le_bytes());
+    page
+}
+
+fn number(page: &[u8]) -> u64 {
+    u64::from_le_bytes(page[..8].try_into().unwrap())
+}
+
+/// The number at which the writer was; all pages must be of that moment.
+#[track_caller]
+fn moment_of(device: &dyn Device) -> u64 {
+    let image = image(device);
+    let pages: Vec<&[u8]> = image.chunks(PAGE as usize).take(PAGES as usize).collect();
+    let newest = pages.iter().map(|page| number(page)).max().unwrap();
+    let mut wanted = vec![0; PAGES as usize];
+    for n in newest.saturating_sub(2 * PAGES)..=newest {
+        wanted[slot(n) as usize] = n;
+    }
+    for (page, wanted) in pages.iter().zip(wanted) {
+        assert_eq!(number(page), wanted, "at {newest}");
+        assert!(wanted == 0 || **page == numbered(wanted), "page {wanted}, at {newest}");
+    }
+    newest
+}
+
+#[test]
+fn saves_under_writes_are_of_one_moment() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("both");
+    // One in memory, one that spills all the time, in two families.
+    let first = disk(Config::default(), PAGES * PAGE);
+    let backing =
+        BackingDev { path: dir.path().join("spill"), size: Some(64 * MIB), compressed_writeback: true };
+    let tight = Config { mem_limit: 3 * MIB, backing: Some(backing), ..Config::default() };
+    let second = disk(tight, PAGES * PAGE);
+    let stop = AtomicBool::new(false);
+    let write = |ram: &Ram, n| ram.write_at(slot(n) * PAGE, &numbered(n), Flags::empty()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in 0.. {
+                if stop.load(SeqCst) {
+                    break;
+                }
+                // No moment shows the second ahead of the first, or more than one behind.
+                write(&first, n);
+                write(&second, n);
+            }
+        });
+        scope.spawn(|| {
+            // Reads bring spilled pages back while they are saved.
+            let mut page = vec![0; PAGE as usize];
+            let mut rng = Rng::new(1);
+            while !stop.load(SeqCst) {
+                second.read_at(rng.below(PAGES) * PAGE, &mut page).unwrap();
+            }
+        });
+        let mut last = 0;
+        for _ in 0..12 {
+            save(&[("first", &first), ("second", &second)], &file);
+            let restored = restore(&file, &family(), &[]).unwrap();
+            let (of_first, of_second) = (moment_of(&restored[0].1), moment_of(&restored[1].1));
+            assert!(of_first == of_second || of_first == of_second + 1, "{of_first} {of_second}");
+            assert!(of_first >= last);
+            last = of_first;
+        }
+        assert!(last > 100, "the writer got on");
+        stop.store(true, SeqCst);
+    });
+    assert!(second.backing().unwrap().spilled_pages > 0);
+    eventually("the snapshots are gone", || {
+        first.family().stat().layers == 1 && second.family().stat().layers == 1
+    });
+}

@@ -1,0 +1,218 @@
+//! Spilled pages are saved from where they are, and stay there; memory that is short is no hindrance.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use freestone::device::{Blocking, Device, Error, Flags, Op};
+use freestone::ram::{BackingDev, Config, Family, ForkConfig, Idle, Ram, Writeback};
+use freestone::save::{self, Base, BaseCheck, SaveError};
+use freestone_testkit::{Faulty, Model, Rng, What, When};
+
+use crate::save::support::*;
+
+fn config(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Config {
+    let backing = BackingDev { path: dir.join("spill"), size: Some(2 * pages * PAGE), compressed_writeback };
+    Config { mem_limit, backing: Some(backing), ..Config::default() }
+}
+
+fn spill(ram: &Ram) -> u64 {
+    ram.idle(Idle::All);
+    ram.writeback(&Writeback::Idle).unwrap().pages
+}
+
+#[test]
+fn spilled_pages_are_read_and_stay_there() {
+    for packed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("disk");
+        let old = disk(config(dir.path(), 4096, 0, packed), 16 * MIB);
+        fill(&old, 0..4000, 1);
+        assert!(spill(&old) > 1500);
+        // Some in memory, some not, in any order.
+        fill(&old, (0..4000).step_by(7), 2);
+        let (before, mm) = (old.backing().unwrap().spilled_pages, old.mm_stat());
+        assert!(before > 1500);
+        let saved = save(&[("ram0", &old)], &file);
+        assert_eq!(saved.pages, 4000);
+        assert_eq!(old.backing().unwrap().spilled_pages, before, "packed: {packed}");
+        assert_eq!(old.mm_stat().compr_data_size, mm.compr_data_size);
+        let new = restore_one(&file, &family(), &[]);
+        assert_same(&old, &new);
+        // In the plain layout pages lie uncompressed; they are not so in the file.
+        let plain = disk(Config::default(), 16 * MIB);
+        fill(&plain, 0..4000, 1);
+        fill(&plain, (0..4000).step_by(7), 2);
+        assert_eq!(new.mm_stat().compr_data_size, plain.mm_stat().compr_data_size);
+    }
+}
+
+#[test]
+fn idle_marks_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let old = disk(config(dir.path(), 1024, 0, true), 4 * MIB);
+    fill(&old, 0..1000, 1);
+    let idle = old.idle(Idle::All);
+    save(&[("ram0", &old)], &dir.path().join("disk"));
+    let huge_or_compressed = old.writeback(&Writeback::Idle).unwrap().pages;
+    assert!(huge_or_compressed > 400 && huge_or_compressed <= idle);
+    let left = old.mm_stat().compr_data_size;
+    assert!(left <= 8 * 1000, "all but patterns went: {left}");
+}
+
+#[test]
+fn spilled_pages_of_forks_and_snapshots() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("family");
+    let family_of = Family::new(config(dir.path(), 8192, 0, true)).unwrap();
+    let origin = family_of.ram(8 * MIB).unwrap();
+    fill(&origin, 0..1500, 1);
+    spill(&origin);
+    let golden = origin.snapshot().unwrap();
+    fill(&origin, (0..1500).step_by(2), 2);
+    let fork = golden.fork(&ForkConfig::default()).unwrap();
+    fill(&fork, (0..1500).step_by(3), 3);
+    spill(&fork);
+    spill(&origin);
+    save(&[("origin", &origin), ("fork", &fork)], &file);
+    let restored = restore(&file, &family(), &[]).unwrap();
+    let new = |name: &str| &restored.iter().find(|(other, _)| other == name).unwrap().1;
+    assert_same(&origin, new("origin"));
+    assert_same(&fork, new("fork"));
+}
+
+#[test]
+fn a_disk_larger_than_memory_is_restored() {
+    for packed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, old) = (dir.path().join("disk"), disk(Config::default(), 64 * MIB));
+        fill(&old, 0..12000, 1);
+        save(&[("ram0", &old)], &file);
+        let limit = 6 * MIB;
+        let tight = Family::new(config(dir.path(), 16384, limit, packed)).unwrap();
+        let new = restore_one(&file, &tight, &[]);
+        assert!(tight.stat().mem_used_total <= limit, "{:?}", tight.stat());
+        assert_same(&old, &new);
+        assert_eq!(new.io_stat().failed_writes, 0);
+        // And saved from there.
+        save(&[("ram0", &new)], &file);
+        assert_same(&old, &restore_one(&file, &family(), &[]));
+    }
+    // Without anywhere to go it is refused, and nothing is left.
+    let dir = tempfile::tempdir().unwrap();
+    let (file, old) = (dir.path().join("disk"), disk(Config::default(), 64 * MIB));
+    fill(&old, 0..4000, 1);
+    save(&[("ram0", &old)], &file);
+    let small = Family::new(Config { mem_limit: MIB, ..Config::default() }).unwrap();
+    let error = restore(&file, &small, &[]).err().unwrap();
+    let matches = matches!(error, save::RestoreError::Store { error: Error::NoSpace, .. });
+    assert!(matches, "{error}");
+    eventually("it is gone", || small.stat().layers == 0 && small.stat().mem_used_total == 0);
+}
+
+#[test]
+fn a_chain_is_restored_where_memory_is_short() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("chain");
+    let origin = disk(Config::default(), 32 * MIB);
+    fill(&origin, 0..4000, 1);
+    let first = origin.snapshot().unwrap();
+    fill(&origin, (0..6000).step_by(2), 2);
+    origin.discard(1000 * PAGE, 500 * PAGE).unwrap();
+    let second = origin.snapshot().unwrap();
+    fill(&origin, (0..6000).step_by(3), 3);
+    let fork = first.fork(&ForkConfig::default()).unwrap();
+    fill(&fork, (0..4000).step_by(5), 4);
+    let devices = [("fork", &fork), ("origin", &origin), ("second", &second), ("first", &first)];
+    save(&devices, &file);
+    let tight = Family::new(config(dir.path(), 16384, 4 * MIB, true)).unwrap();
+    let restored = restore(&file, &tight, &[]).unwrap();
+    assert!(tight.stat().mem_used_total <= 4 * MIB);
+    for (name, old) in devices {
+        assert_same(old, &restored.iter().find(|(other, _)| other == name).unwrap().1);
+    }
+}
+
+#[test]
+fn a_backing_device_that_hangs_fails_the_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("disk");
+    let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
+    let config = Config { disksize: 16 * MIB, ..Config::default() };
+    let old = Ram::with_backing(config, Arc::clone(&backing) as Arc<dyn Device>, true).unwrap();
+    fill(&old, 0..2000, 1);
+    spill(&old);
+    old.set_backing_timeout(Duration::from_millis(200));
+    backing.fault(Some(Op::Read), When::Always, What::Hang);
+    let began = Instant::now();
+    let failed = save::save(&[("ram0", &old)], &file, BaseCheck::Sampled, &mut |_, _| {});
+    assert!(matches!(failed, Err(SaveError::Page { .. })), "{failed:?}");
+    assert!(began.elapsed() < Duration::from_secs(20));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    backing.heal();
+    save(&[("ram0", &old)], &file);
+    assert_same(&old, &restore_one(&file, &family(), &[]));
+}
+
+#[test]
+fn a_page_that_cannot_be_read_fails_the_save() {
+    for packed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("disk");
+        let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
+        let config = Config { disksize: 16 * MIB, ..Config::default() };
+        let old = Ram::with_backing(config, Arc::clone(&backing) as Arc<dyn Device>, packed).unwrap();
+        fill(&old, 0..2000, 1);
+        spill(&old);
+        save(&[("ram0", &old)], &file);
+        let good = std::fs::read(&file).unwrap();
+        // One read of many: what it was for is read again, page by page.
+        let next = backing.counts().reads + 1;
+        backing.fault(Some(Op::Read), When::At(next), What::Fail(Error::Media));
+        save(&[("ram0", &old)], &file);
+        assert!(backing.counts().reads > next + 1);
+        assert_same_bytes_follow(&good, &std::fs::read(&file).unwrap());
+        let good = std::fs::read(&file).unwrap();
+        // Damage is seen where objects have checksums.
+        let whats =
+            if packed { &[What::Fail(Error::Media), What::Corrupt][..] } else { &[What::Fail(Error::Media)] };
+        for what in whats {
+            backing.fault(Some(Op::Read), When::Always, *what);
+            let failed = save::save(&[("ram0", &old)], &file, BaseCheck::Sampled, &mut |_, _| {});
+            assert!(matches!(failed, Err(SaveError::Page { .. })), "{failed:?}");
+            assert!(std::fs::read(&file).unwrap() == good, "the old file stays");
+            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside it");
+            backing.heal();
+        }
+        save(&[("ram0", &old)], &file);
+        assert_same(&old, &restore_one(&file, &family(), &[]));
+        assert_eq!(backing.complaints(), [""; 0]);
+    }
+}
+
+/// Two saves of one content differ in their salt and checksums only.
+#[track_caller]
+fn assert_same_bytes_follow(one: &[u8], other: &[u8]) {
+    assert_eq!(one.len(), other.len());
+    assert_eq!(one[..24], other[..24]);
+}
+
+/// The page within which a device ends waits for memory as others do.
+#[test]
+fn a_last_page_that_is_a_part_of_one_finds_no_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    let base = ReadOnly::shared(6, 300);
+    let fork = family().fork(Arc::clone(&base), &ForkConfig::default()).unwrap();
+    let mut noise = vec![0; fork.geometry().size as usize];
+    Rng::new(12).fill(&mut noise);
+    fork.write_at(0, &noise, Flags::empty()).unwrap();
+    save(&[("fork", &fork)], &file);
+    // Whether there is room for just that page is chance.
+    for _ in 0..scaled(20) {
+        let config = Config { mem_limit: 64 * PAGE, ..Config::default() };
+        let small = Family::with_backing(config, Arc::new(Model::new(4 << 20, 4096)), true).unwrap();
+        let again = restore_one(&file, &small, &[Base::Device(Arc::clone(&base))]);
+        assert_same(&again, &fork);
+    }
+}

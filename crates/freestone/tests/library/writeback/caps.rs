@@ -1,0 +1,60 @@
+//! A device that has a cap of its own in a family that spills.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone::device::{Blocking, Error, Op};
+use freestone::ram::{Config, Ram, Writeback};
+use freestone_testkit::{Faulty, Rng, What, When};
+
+use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, noise};
+
+const CAP: u64 = 128 << 10;
+const PAGES: u64 = 256;
+/// Pages that every second write is for.
+const OFTEN: u64 = 24;
+/// It took a quarter of that to be refused.
+const WHILE: Duration = Duration::from_secs(2);
+
+/// Writers change again and again what is being spilled, and pages leave memory by hand as well: a round may find nothing
+/// that it can free, but there is room on the device, and nobody is told otherwise.
+#[test]
+fn a_device_at_its_cap_waits_while_its_pages_leave_by_hand() {
+    for packed in LAYOUTS {
+        let config = Config { disksize: PAGES * PAGE, mem_limit: 16 * MIB, ..Config::default() };
+        let disk = Disk::new(config, Faulty::new(16 * MIB as usize, 4096), packed);
+        disk.backing.fault(Some(Op::Write), When::Always, What::Delay(Duration::from_millis(1)));
+        let ram = &disk.ram;
+        ram.set_own_limits(CAP, 0).unwrap();
+        let ended = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let writers: Vec<_> =
+                (0..4).map(|writer| scope.spawn(move || write_for_a_while(ram, writer))).collect();
+            scope.spawn(|| {
+                while !ended.load(SeqCst) {
+                    // Pages that change meanwhile stay.
+                    let _ = ram.writeback(&Writeback::Huge);
+                }
+            });
+            let refused: Vec<_> = writers.into_iter().map(|writer| writer.join().unwrap()).collect();
+            ended.store(true, SeqCst);
+            assert_eq!(refused, [None; 4], "{:?} {:?}", ram.mm_stat(), ram.backing());
+        });
+    }
+}
+
+/// Returns why a write was refused.
+fn write_for_a_while(ram: &Ram, writer: u64) -> Option<Error> {
+    let mut rng = Rng::new(writer);
+    let began = Instant::now();
+    let mut round = 0;
+    while began.elapsed() < WHILE {
+        round += 1;
+        let page = if rng.below(2) == 0 { rng.below(OFTEN) } else { rng.below(PAGES) };
+        if let Err(error) = ram.write_at(page * PAGE, &noise(page * 1000 + round, 1), NONE) {
+            return Some(error);
+        }
+    }
+    None
+}

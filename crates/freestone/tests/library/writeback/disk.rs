@@ -1,0 +1,179 @@
+//! A RAM disk over a backing that can be told to fail, and plain bytes to compare it with.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone::device::{Blocking, Device, Error, Flags};
+use freestone::ram::{Config, Ram};
+use freestone_testkit::{Faulty, Rng, first_difference};
+
+pub const PAGE: u64 = 4096;
+pub const MIB: u64 = 1 << 20;
+pub const BLOCK: u64 = 512;
+pub const NONE: Flags = Flags::empty();
+/// Longer than anything here takes on a busy machine.
+pub const LONG: Duration = Duration::from_secs(120);
+
+/// The two layouts: `compressed_writeback` on and off.
+pub const LAYOUTS: [bool; 2] = [true, false];
+
+/// A disk and what is below it.
+pub struct Disk {
+    pub ram: Ram,
+    pub backing: Arc<Faulty>,
+}
+
+impl Disk {
+    pub fn new(config: Config, backing: Faulty, packed: bool) -> Self {
+        let backing = Arc::new(backing);
+        let below = Arc::clone(&backing) as Arc<dyn Device>;
+        Self { ram: Ram::with_backing(config, below, packed).unwrap(), backing }
+    }
+
+    /// Without a limit, so that nothing moves by itself.
+    pub fn manual(disksize: u64, backing_blocks: u64, packed: bool) -> Self {
+        let config = Config { disksize, ..Config::default() };
+        Self::new(config, Faulty::new((backing_blocks * PAGE) as usize, PAGE as u32), packed)
+    }
+
+    pub fn write(&self, page: u64, data: &[u8]) {
+        self.ram.write_at(page * PAGE, data, NONE).unwrap();
+    }
+
+    pub fn read(&self, page: u64, pages: u64) -> Result<Vec<u8>, Error> {
+        let mut data = vec![0xAA; (pages * PAGE) as usize];
+        self.ram.read_at(page * PAGE, &mut data).map(|()| data)
+    }
+
+    /// `bd_stat` as the kernel prints it.
+    pub fn bd_stat(&self) -> (u64, u64, u64) {
+        let stat = self.ram.bd_stat();
+        (stat.bd_count, stat.bd_reads, stat.bd_writes)
+    }
+
+    pub fn spilled_pages(&self) -> u64 {
+        self.ram.backing().unwrap().spilled_pages
+    }
+
+    /// Discards everything; then nothing may be left anywhere, and nobody may have misused the backing.
+    #[track_caller]
+    pub fn ends_clean(&self) {
+        self.backing.heal();
+        // What was given up is answered now, and what was being written is put away.
+        eventually("the backing is idle", || {
+            self.backing.counts().in_flight == 0 && self.ram.backing().unwrap().unanswered_writes == 0
+        });
+        self.ram.discard(0, self.ram.geometry().size).unwrap();
+        eventually("nothing is left", || self.leftovers().is_none());
+        assert_eq!(self.leftovers(), None);
+        assert_eq!(self.backing.complaints(), [""; 0]);
+    }
+
+    /// What an empty disk must not have.
+    fn leftovers(&self) -> Option<String> {
+        let (mm, bd, backing) = (self.ram.mm_stat(), self.ram.bd_stat(), self.ram.backing().unwrap());
+        let memory = (mm.orig_data_size, mm.compr_data_size, mm.same_pages, mm.huge_pages);
+        let below = (bd.bd_count, backing.used_bytes, backing.live_bytes, backing.spilled_pages);
+        (memory != (0, 0, 0, 0) || below != (0, 0, 0, 0)).then(|| format!("{mm:?} {bd:?} {backing:?}"))
+    }
+}
+
+/// Waits for what other threads do.
+#[track_caller]
+pub fn eventually(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LONG, "not within {LONG:?}: {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise. No two pages are alike, also within `len`.
+pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    let word = rng.word() | 1;
+    let mut data = vec![0; len];
+    for (piece, number) in data.chunks_mut(512).zip(0..) {
+        match kind % 6 {
+            0 => {}
+            1 => piece.fill(word as u8),
+            2 => piece.chunks_mut(8).for_each(|at| at.copy_from_slice(&word.to_ne_bytes()[..at.len()])),
+            3 => {
+                rng.fill(piece);
+                for byte in piece {
+                    *byte = b"etaoin shrdlu"[usize::from(*byte) % 13];
+                }
+            }
+            4 if number % 8 < 4 => piece.fill(b's'),
+            _ => rng.fill(piece),
+        }
+    }
+    data
+}
+
+/// Pages that no algorithm makes smaller.
+pub fn noise(seed: u64, pages: u64) -> Vec<u8> {
+    content(5, seed, (pages * PAGE) as usize)
+}
+
+/// Plain bytes.
+pub struct Plain(pub Vec<u8>);
+
+impl Plain {
+    pub fn new(size: u64) -> Self {
+        Self(vec![0; size as usize])
+    }
+
+    fn range(offset: u64, len: u64) -> Range<usize> {
+        offset as usize..(offset + len) as usize
+    }
+
+    pub fn write(&mut self, offset: u64, data: &[u8]) {
+        self.0[Self::range(offset, data.len() as u64)].copy_from_slice(data);
+    }
+
+    pub fn zero(&mut self, offset: u64, len: u64) {
+        self.0[Self::range(offset, len)].fill(0);
+    }
+
+    /// A discard frees the whole pages in its range, and leaves the rest.
+    pub fn discard(&mut self, offset: u64, len: u64) {
+        let (start, end) = (offset.next_multiple_of(PAGE), (offset + len) / PAGE * PAGE);
+        if start < end {
+            self.zero(start, end - start);
+        }
+    }
+
+    /// After a failed request that would have made `wanted` of the range, each block has its old content or its new one.
+    /// Learns which.
+    #[track_caller]
+    pub fn after_failure(&mut self, ram: &Ram, offset: u64, wanted: &[u8]) {
+        for (at, new) in (offset..).step_by(BLOCK as usize).zip(wanted.chunks(BLOCK as usize)) {
+            let mut there = vec![0xAA; BLOCK as usize];
+            ram.read_at(at, &mut there).unwrap();
+            let old = &mut self.0[Self::range(at, BLOCK)];
+            assert!(there == *old || there == *new, "byte {at}: neither old nor new");
+            old.copy_from_slice(&there);
+        }
+    }
+
+    /// Every byte of the disk.
+    #[track_caller]
+    pub fn is_on(&self, ram: &Ram) {
+        const STEP: usize = 128 << 10;
+        let mut there = vec![0xAA; STEP];
+        for (offset, wanted) in (0..).step_by(STEP).zip(self.0.chunks(STEP)) {
+            let there = &mut there[..wanted.len()];
+            ram.read_at(offset, there).unwrap();
+            if let Some(wrong) = first_difference(there, wanted) {
+                panic!(
+                    "page {}, byte {}: wrong content",
+                    (offset + wrong as u64) / PAGE,
+                    offset + wrong as u64
+                );
+            }
+        }
+    }
+}

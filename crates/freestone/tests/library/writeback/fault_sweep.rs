@@ -1,0 +1,284 @@
+//! One sequence, and a fault at every operation of the backing in turn: nothing is ever lost.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use freestone::device::{Blocking, Error, Op};
+use freestone::ram::{Config, Idle, Writeback, WritebackError};
+use freestone_testkit::{Faulty, Rng, What, When};
+
+use crate::writeback::disk::{BLOCK, Disk, LAYOUTS, NONE, PAGE, Plain, content};
+
+const PAGES: u64 = 160;
+const SIZE: u64 = PAGES * PAGE;
+/// Operations of the sequence.
+const STEPS: u64 = 90;
+
+fn disk(packed: bool) -> Disk {
+    // Room for little more than the data, so that places are used again soon.
+    let backing = Faulty::new(((PAGES + 40) * PAGE) as usize, 4096);
+    let disk = Disk::new(Config { disksize: SIZE, ..Config::default() }, backing, packed);
+    // Many small writes rather than one: more places for a fault.
+    disk.ram.set_writeback_batch_size(8);
+    disk
+}
+
+/// How often each kind of request failed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Failures {
+    reads: u64,
+    writes: u64,
+    writebacks: u64,
+}
+
+/// The same steps every time. What fails must leave the old content, or the new one where it is asked to change it.
+fn sequence(disk: &Disk, plain: &mut Plain) -> Failures {
+    let mut rng = Rng::new(77);
+    let mut failures = Failures::default();
+    let ram = &disk.ram;
+    for step in 0..STEPS {
+        let page = rng.below(PAGES);
+        let pages = 1 + rng.below((PAGES - page).min(24));
+        let (offset, len) = (page * PAGE, pages * PAGE);
+        // The first steps fill the disk.
+        match if step < 8 { 0 } else { rng.below(10) } {
+            0..=1 => {
+                let data: Vec<u8> = (0..pages)
+                    .flat_map(|n| content(rng.below(6) as u8, step * 1000 + n, PAGE as usize))
+                    .collect();
+                // Whole pages need nothing from the backing.
+                ram.write_at(offset, &data, NONE).unwrap();
+                plain.write(offset, &data);
+            }
+            2 => {
+                // A part of a page does, where it is spilled.
+                let at = offset + BLOCK * rng.below(7);
+                let data = content(5, step, 2 * BLOCK as usize);
+                match ram.write_at(at, &data, NONE) {
+                    Ok(()) => plain.write(at, &data),
+                    Err(error) => {
+                        assert_eq!(error, Error::Media);
+                        failures.writes += 1;
+                    }
+                }
+            }
+            3 => {
+                ram.discard(offset, len.min(4 * PAGE)).unwrap();
+                plain.discard(offset, len.min(4 * PAGE));
+            }
+            4..=5 => {
+                let mut back = vec![0xAA; len as usize];
+                match ram.read_at(offset, &mut back) {
+                    Ok(()) => assert!(
+                        back == plain.0[offset as usize..][..len as usize],
+                        "step {step}, page {page}"
+                    ),
+                    Err(error) => {
+                        assert_eq!(error, Error::Media);
+                        failures.reads += 1;
+                    }
+                }
+            }
+            6 => {
+                ram.compact();
+            }
+            mode => {
+                ram.idle(Idle::All);
+                let what = match mode {
+                    7 => Writeback::Pages(vec![page..=page + pages - 1]),
+                    8 => Writeback::Huge,
+                    _ => Writeback::Idle,
+                };
+                if let Err((_, error)) = ram.writeback(&what) {
+                    assert!(
+                        matches!(error, WritebackError::Device(_) | WritebackError::NoSpace),
+                        "{error:?}"
+                    );
+                    failures.writebacks += 1;
+                }
+            }
+        }
+    }
+    failures
+}
+
+/// How many operations of each kind the sequence causes when nothing fails.
+fn faultless(packed: bool) -> (u64, u64) {
+    let disk = disk(packed);
+    let mut plain = Plain::new(SIZE);
+    assert_eq!(sequence(&disk, &mut plain), Failures::default());
+    let counts = disk.backing.counts();
+    plain.is_on(&disk.ram);
+    disk.ends_clean();
+    assert!(counts.reads > 10 && counts.writes > 20, "{counts:?}: too few for a test");
+    (counts.reads, counts.writes)
+}
+
+#[test]
+fn each_write_fails_or_is_torn() {
+    for packed in LAYOUTS {
+        let (_, writes) = faultless(packed);
+        for n in 0..writes {
+            for what in [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear] {
+                let disk = disk(packed);
+                disk.backing.fault(Some(Op::Write), When::At(n), what);
+                let mut plain = Plain::new(SIZE);
+                let failures = sequence(&disk, &mut plain);
+                // Compaction writes too: it moves what is in sparse blocks.
+                assert!(failures.writebacks <= 1, "write {n}, {what:?}");
+                assert_eq!((failures.reads, failures.writes), (0, 0), "write {n}, {what:?}");
+                assert_eq!(disk.ram.backing().unwrap().failed_writes, 1, "write {n}, {what:?}");
+                plain.is_on(&disk.ram);
+                disk.ends_clean();
+            }
+        }
+    }
+}
+
+#[test]
+fn each_read_fails() {
+    for packed in LAYOUTS {
+        let (reads, _) = faultless(packed);
+        for n in 0..reads {
+            let disk = disk(packed);
+            disk.backing.fault(Some(Op::Read), When::At(n), What::Fail(Error::Media));
+            let mut plain = Plain::new(SIZE);
+            let failures = sequence(&disk, &mut plain);
+            // A read of the device's own accord may fail unseen.
+            assert!(
+                failures.reads + failures.writes <= 1 && failures.writebacks == 0,
+                "read {n}: {failures:?}"
+            );
+            assert_eq!(disk.ram.backing().unwrap().failed_reads, 1, "read {n}");
+            plain.is_on(&disk.ram);
+            disk.ends_clean();
+        }
+    }
+}
+
+/// Only the packed layout has checksums.
+#[test]
+fn each_read_is_corrupt() {
+    let (reads, _) = faultless(true);
+    for n in 0..reads {
+        let disk = disk(true);
+        disk.backing.fault(Some(Op::Read), When::At(n), What::Corrupt);
+        let mut plain = Plain::new(SIZE);
+        sequence(&disk, &mut plain);
+        plain.is_on(&disk.ram);
+        disk.ends_clean();
+    }
+}
+
+#[test]
+fn each_operation_hangs_for_a_while() {
+    for packed in LAYOUTS {
+        let (reads, writes) = faultless(packed);
+        for n in 0..reads + writes {
+            let disk = disk(packed);
+            disk.backing.fault(None, When::At(n), What::Hang);
+            let mut plain = Plain::new(SIZE);
+            let ended = AtomicBool::new(false);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !ended.load(Ordering::SeqCst) {
+                        if disk.backing.counts().held > 0 {
+                            disk.backing.heal();
+                            return;
+                        }
+                        thread::sleep(Duration::from_micros(100));
+                    }
+                });
+                let failures = sequence(&disk, &mut plain);
+                ended.store(true, Ordering::SeqCst);
+                assert_eq!(failures, Failures::default(), "operation {n}");
+            });
+            // How many operations there are depends on their timing: it may not have come to this one yet.
+            disk.backing.heal();
+            plain.is_on(&disk.ram);
+            disk.ends_clean();
+        }
+    }
+}
+
+/// The backing does not answer in time, and does so after all when its answer is no longer wanted.
+#[test]
+fn each_operation_is_given_up() {
+    for packed in LAYOUTS {
+        let (reads, writes) = faultless(packed);
+        // A read ahead that nobody waits for may be given up later.
+        let mut given_up = 0;
+        for (round, n) in (0..reads + writes).step_by(6).enumerate() {
+            let disk = disk(packed);
+            disk.ram.set_backing_timeout(Duration::from_millis(150));
+            disk.backing.fault(None, When::At(n), What::Hang);
+            let mut plain = Plain::new(SIZE);
+            sequence(&disk, &mut plain);
+            let backing = disk.ram.backing().unwrap();
+            given_up += backing.failed_reads + backing.failed_writes;
+            // In a third of the runs it stays silent while all is read.
+            if round % 3 != 0 {
+                disk.backing.heal();
+            }
+            plain.is_on(&disk.ram);
+            disk.ends_clean();
+        }
+        assert!(given_up >= writes / 6, "{given_up}");
+    }
+}
+
+#[test]
+fn a_disk_that_only_fails_loses_nothing() {
+    for packed in LAYOUTS {
+        let disk = disk(packed);
+        disk.backing.fault(None, When::Always, What::Fail(Error::Media));
+        let mut plain = Plain::new(SIZE);
+        let failures = sequence(&disk, &mut plain);
+        assert!(failures.writebacks > 10 && failures.reads + failures.writes == 0, "{failures:?}");
+        assert_eq!(disk.bd_stat(), (0, 0, 0));
+        plain.is_on(&disk.ram);
+        disk.ends_clean();
+    }
+}
+
+/// The file below gets shorter: what lay behind its end is lost, and what lies before it is not.
+#[test]
+fn a_truncated_backing_costs_what_was_cut_off() {
+    for packed in LAYOUTS {
+        let disk = disk(packed);
+        disk.ram.set_writeback_batch_size(1024);
+        let pages = |page: u64| content(5, page, PAGE as usize);
+        for page in 0..PAGES {
+            disk.write(page, &pages(page));
+        }
+        disk.ram.writeback(&Writeback::Huge).unwrap();
+        assert_eq!(disk.spilled_pages(), PAGES);
+        disk.backing.truncate_at(100 * PAGE);
+        let is_lost = |page: u64| match disk.read(page, 1) {
+            Ok(back) => {
+                assert!(back == pages(page), "page {page}");
+                false
+            }
+            Err(error) => {
+                assert_eq!(error, Error::Media);
+                true
+            }
+        };
+        let lost: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
+        // Most of 100 blocks is left: how pages lie there is not said.
+        let count = lost.len() as u64;
+        assert!((PAGES - 100..PAGES - 50).contains(&count), "packed {packed}: {count} pages are lost");
+        // A page was lost by itself, not because it was asked for together with one that is.
+        let again: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
+        assert_eq!(again, lost, "packed {packed}");
+        // A lost page can be written again, in whole.
+        for page in 0..PAGES {
+            disk.write(page, &pages(page + 1000));
+        }
+        for page in 0..PAGES {
+            assert!(disk.read(page, 1).unwrap() == pages(page + 1000));
+        }
+        disk.ends_clean();
+    }
+}

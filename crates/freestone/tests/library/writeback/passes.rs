@@ -1,0 +1,181 @@
+//! Passes end, whatever requests do meanwhile, and leave nothing behind.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone::codec::{Algorithm, Params};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
+};
+use freestone::ram::{Config, Ram, Recompress, Secondary, Writeback, WritebackError};
+use freestone_testkit::{Faulty, What, When};
+
+use crate::writeback::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
+
+/// A load that never ends by itself does after so long.
+const LOAD: Duration = Duration::from_secs(15);
+
+/// A page that lz4 shrinks, and zstd a good deal more: so many of its words are of a small vocabulary, the others noise.
+fn text(seed: u64, words: usize) -> Vec<u8> {
+    let (letters, noise) = (content(3, 7, 512), content(5, seed, PAGE as usize));
+    let byte =
+        |i: usize| if i / 8 < words { letters[usize::from(noise[i / 8]) % 64 * 8 + i % 8] } else { noise[i] };
+    (0..PAGE as usize).map(byte).collect()
+}
+
+/// At the limit pages find no room, and writers make large ones again of those that got smaller: still each page that was
+/// there is tried once.
+#[test]
+fn recompression_at_the_limit_is_one_pass() {
+    let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
+    let config = Config {
+        disksize: 8 * MIB,
+        mem_limit: 2 * MIB,
+        recomp_algorithms: [Some(zstd), None, None],
+        ..Config::default()
+    };
+    let ram = Ram::new(config).unwrap();
+    let data: Vec<_> = (0..500).map(|seed| text(seed, 200 + (seed * 37 % 300) as usize)).collect();
+    let put = |page: u64, n: u64| ram.write_at(page * PAGE, &data[n as usize % 500], NONE).is_ok();
+    let there = (0..2048).take_while(|&page| put(page, page)).count() as u64;
+    // Room to begin with, so that the run gets on.
+    for page in 0..there / 10 {
+        ram.discard(page * 7 % there * PAGE, PAGE).unwrap();
+    }
+    let stop = AtomicBool::new(false);
+    let start = Instant::now();
+    let (done, took) = thread::scope(|scope| {
+        for writer in 0..2 {
+            let (stop, put) = (&stop, &put);
+            scope.spawn(move || {
+                let mut n = writer;
+                while !stop.load(SeqCst) && start.elapsed() < LOAD {
+                    n += 1;
+                    put(n * 7 % there, n * 13);
+                }
+            });
+        }
+        let done = ram.recompress(&Recompress::default());
+        let took = start.elapsed();
+        stop.store(true, SeqCst);
+        (done, took)
+    });
+    let done = done.unwrap_or_else(|(done, _)| done);
+    assert!(took < LOAD, "it went on as long as pages were written: {done:?}");
+    assert!(done.tried <= there, "{done:?} of {there} pages");
+}
+
+/// A device whose user changes what it holds whenever it is asked for something.
+struct Restless {
+    disk: Faulty,
+    change: Mutex<Option<Box<dyn FnMut() + Send>>>,
+}
+
+impl Device for Restless {
+    fn geometry(&self) -> Geometry {
+        self.disk.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried, Error> {
+        self.disk.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        if let Some(change) = &mut *self.change.lock().unwrap() {
+            change();
+        }
+        self.disk.submit(request, buffer, done);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64, Error> {
+        self.disk.extents(offset, len, row)
+    }
+}
+
+/// A device that is full, and in which requests make holes all the time, and pages that are meant as well: what was there is
+/// written once.
+#[test]
+fn writeback_to_a_full_device_ends() {
+    const PAGES: u64 = 1000;
+    let backing = Arc::new(Restless { disk: Faulty::new(300 << 12, 4096), change: Mutex::new(None) });
+    let config = Config { disksize: 8 * MIB, ..Config::default() };
+    let ram = Ram::with_backing(config, Arc::clone(&backing) as _, true).unwrap();
+    for page in 0..PAGES {
+        ram.write_at(page * PAGE, &noise(page, 1), NONE).unwrap();
+    }
+    let (mut at, mut left) = (0, 20_000);
+    let load = ram.clone();
+    *backing.change.lock().unwrap() = Some(Box::new(move || {
+        for _ in 0..40.min(left) {
+            at = (at + 7) % PAGES;
+            left -= 1;
+            load.write_at(at * PAGE, &noise(at, 1), NONE).unwrap();
+        }
+    }));
+    let (written, error) = ram.writeback(&Writeback::Huge).unwrap_err();
+    *backing.change.lock().unwrap() = None;
+    assert_eq!(error, WritebackError::NoSpace);
+    assert!(written.pages <= PAGES, "{written:?}");
+    for page in 0..PAGES {
+        let mut back = vec![0; PAGE as usize];
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == noise(page, 1), "page {page}");
+    }
+}
+
+/// A page that is on its way to another place on the device while it is read, and stays there: it can be moved later.
+#[test]
+fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
+    const PAGES: u64 = 96;
+    let disk =
+        Disk::new(Config { disksize: 8 * MIB, ..Config::default() }, Faulty::new(3000 << 12, 4096), true);
+    let data = |page: u64| content(4, page, PAGE as usize);
+    for page in 0..PAGES {
+        disk.write(page, &data(page));
+    }
+    disk.ram.writeback(&Writeback::Pages(vec![0..=PAGES - 1])).unwrap();
+    let full = disk.ram.bd_stat().bd_count;
+    // Two of three go, everywhere: every block has a hole.
+    let kept = (0..PAGES).step_by(3);
+    for page in (0..PAGES).filter(|page| page % 3 != 0) {
+        disk.ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let sparse = disk.ram.bd_stat().bd_count;
+    assert!(full <= 60 && sparse > full / 2, "{sparse} of {full} blocks");
+
+    // They are being written elsewhere ...
+    disk.backing.fault(Some(Op::Write), When::At(disk.backing.counts().writes), What::Hang);
+    let ram = disk.ram.clone();
+    let compact = thread::spawn(move || ram.compact());
+    disk.backing.await_held(1);
+    // ... while they are read ...
+    disk.backing.fault(Some(Op::Read), When::From(disk.backing.counts().reads), What::Hang);
+    let ram = disk.ram.clone();
+    let reader = thread::spawn(move || {
+        let mut back = vec![0; (PAGES * PAGE) as usize];
+        ram.read_at(0, &mut back)
+    });
+    disk.backing.await_held(2);
+    // ... and have been written ...
+    disk.backing.release(Op::Write);
+    compact.join().unwrap();
+    // ... before the read is answered, which fails: they stay where they were.
+    disk.backing.truncate_at(0);
+    disk.backing.release(Op::Read);
+    eventually("those that are read again by themselves hang, or all have failed", || {
+        disk.backing.release(Op::Read);
+        reader.is_finished()
+    });
+    assert!(reader.join().unwrap().is_err());
+    disk.backing.heal();
+
+    disk.ram.compact();
+    let tight = disk.ram.bd_stat().bd_count;
+    assert!(tight <= full / 3 + 3, "{tight} blocks for a third of what {full} held");
+    for page in kept {
+        assert!(disk.read(page, 1).unwrap() == data(page), "page {page}");
+    }
+    disk.ends_clean();
+}

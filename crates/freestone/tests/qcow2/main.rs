@@ -1,9 +1,0 @@
-//! qcow2 images and deltas, against qemu-img and qemu-io (Debian package qemu-utils). A missing tool is a failure.
-
-mod corrupt;
-mod deltas;
-mod fork;
-mod images;
-mod moments;
-mod refusals;
-mod tools;
