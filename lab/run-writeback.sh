@@ -1,7 +1,7 @@
 #!/bin/bash
-# run-writeback.sh [kernel] - the kernel's zram writeback and Freestone's, side by side, in a stock kernel: what each answers to the
-# same sequences, number by number. With `kernel`, only the kernel's answers are shown. FREESTONE names the program; without it, it
-# is built. See writeback.sh.
+# run-writeback.sh [kernel|first] - the kernel's zram writeback and Freestone's, side by side, in a stock kernel: what each answers
+# to the same sequences, number by number. `kernel`: only the kernel's answers are shown. `first`: only the first sequence, the one of
+# zram's own test. FREESTONE names the program; without it, it is built. See writeback.sh.
 set -eu
 cd "$(dirname "$0")/.."
 disks=$(mktemp -d); trap 'rm -rf "$disks"' EXIT

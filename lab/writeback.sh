@@ -93,6 +93,7 @@ sequences() {
   fill noise 0 2560; idle all; writeback idle; check 0 2560; state
   put writeback_limit 502; idle all; writeback idle
   put writeback_limit 10000; idle all; writeback idle; check 0 2560; state
+  [ "$PART" = first ] && { both end; return; }
 
   sequence idle pages of all kinds, read, overwritten, freed
   new 16M $BIG; fill noise 0 64; fill text 64 64; fill pattern 128 64; fill zeroes 192 16; state
@@ -171,7 +172,9 @@ seq 1000000 1300000 >text
 yes 12 | tr -d '\n' | head -c 1048576 >pattern
 truncate -s 16M zeroes
 
-if [ "${1:-}" = kernel ]; then WHO=kernel; sequences; exit; fi
+PART=
+for word; do case $word in kernel|first) PART=$word;; *) echo "$0: $word: neither kernel nor first" >&2; exit 2;; esac; done
+if [ "$PART" = kernel ]; then WHO=kernel; sequences; exit; fi
 for WHO in kernel freestone; do sequences >$WHO.txt 2>&1; done
 echo "==== the kernel $(uname -r)"; cat kernel.txt; echo
 if diff -U 8 kernel.txt freestone.txt >difference; then

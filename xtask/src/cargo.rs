@@ -1,10 +1,14 @@
 //! Runs cargo and other commands, shows what they print and counts the tests that ran.
 
 use std::ffi::OsString;
+use std::fs::{self, Permissions};
 use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::num::NonZero;
 use std::ops::AddAssign;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
 
 use anyhow::{Context as _, Result};
 
@@ -36,6 +40,43 @@ pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.stdin(Stdio::null());
     command
+}
+
+/// Tests of a program that run at once, for each CPU: most of their time many wait, for a slow disk, a timer or a server.
+const TESTS_PER_CPU: usize = 3;
+
+/// `cargo test`.
+pub fn tests() -> Command {
+    let cpus = thread::available_parallelism().map_or(1, NonZero::get);
+    let mut command = cargo();
+    command.arg("test").env("RUST_TEST_THREADS", (cpus * TESTS_PER_CPU).to_string());
+    command
+}
+
+/// A cargo for a build in which the packages of the workspace, and no others, have these cfgs: cargo asks a script to call the
+/// compiler for them. So what they depend on is built once for all builds. The programs come to a directory of their own, which is
+/// the second result.
+pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
+    let all = target_dir();
+    let name = cfgs.join("+");
+    let dir = all.join(&name);
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    let script = std::path::absolute(dir.join("rustc"))?;
+    let text = format!("#!/bin/sh\nexec \"$@\" --cfg {}\n", cfgs.join(" --cfg "));
+    // Where it is new, cargo asks the compiler anew what it is.
+    if fs::read_to_string(&script).ok().as_ref() != Some(&text) {
+        fs::write(&script, text).with_context(|| format!("cannot write {}", script.display()))?;
+        fs::set_permissions(&script, Permissions::from_mode(0o755))?;
+    }
+    let mut command = cargo();
+    command.env("RUSTC_WORKSPACE_WRAPPER", script).env("CARGO_BUILD_BUILD_DIR", all);
+    command.env("CARGO_TARGET_DIR", &dir);
+    Ok((command, dir))
+}
+
+/// Where this cargo puts what it builds.
+pub fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
 /// Runs a command to its end. Its stdout passes through us line by line, so that tests can be counted.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::cargo::cargo;
+use crate::cargo::{self, cargo};
 
 /// Where sources of fio lie, by the version that fio prints; `build.rs` of the engine looks here.
 const SOURCES: &str = "target/fio";
@@ -28,7 +28,7 @@ pub fn run() -> Result<bool> {
     if !build.status().context("cannot start cargo")?.success() {
         return Ok(false);
     }
-    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from);
+    let target = cargo::target_dir();
     let engine = target.join("release/libfreestone_fio.so");
     let engine = engine.canonicalize().with_context(|| format!("{}: was not built", engine.display()))?;
     let engine = engine.display();

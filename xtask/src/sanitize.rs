@@ -12,9 +12,9 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
-use crate::cargo::{self, Counts, Outcome, cargo};
+use crate::cargo::{self, Counts, Outcome};
 
-/// With an explicit target, the flags do not reach build scripts and macros.
+/// With an explicit target, the flags do not reach build scripts and macros: those are there from the other builds.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Property tests run fewer cases: each costs ten times more.
 const PROPTEST_CASES: &str = "16";
@@ -28,34 +28,57 @@ const SKIPPED: [&str; 2] = [
 
 /// Packages whose tests run.
 const PACKAGES: [&str; 3] = ["freestone", "freestone-nbd", "freestone-testkit"];
-/// Suites that only the sweep of the slow lane runs under `ThreadSanitizer`: long ones in which next to nothing is shared.
-const NO_RACES_TO_FIND: [&str; 8] = [
-    "broken",
-    "broken_zoned",
-    "conformance_null",
-    "cow_map_random",
-    "family_model",
-    "qcow2",
-    "qcow2_full",
-    "zones_model",
+/// Those that only the sweep of the slow lane runs under a sanitizer: test tools share little, and no other package has unchecked
+/// memory.
+const NO_THREADS: [&str; 1] = ["freestone-testkit"];
+const NO_UNSAFE: [&str; 2] = ["freestone-nbd", "freestone-testkit"];
+/// Suites (directories in tests/), and modules of suites, that only the sweep runs under `ThreadSanitizer`: long ones in which next
+/// to nothing is shared. Words of `--skip` are found anywhere in a name: no other module's path may end in one of these.
+const NO_RACES_TO_FIND: [&str; 27] = [
+    "library::cow::conformance",
+    "library::cow::failed_writes",
+    "library::cow::map_random",
+    "library::cow::store::bad_input",
+    "library::cow::store::crash",
+    "library::devices::conformance_file",
+    "library::devices::conformance_layers",
+    "library::devices::conformance_null",
+    "library::devices::conformance_ram",
+    "library::devices::null_memory",
+    "library::family::hunt",
+    "library::family::memory",
+    "library::family::model",
+    "library::faults::conformance",
+    "library::faults::effects",
+    "library::power::conformance",
+    "library::power::database",
+    "library::power::model",
+    "library::power::recording",
+    "library::qcow2",
+    "library::save::bad_files",
+    "library::save::crash",
+    "library::save::forged",
+    "library::save::round_trips",
+    "library::writeback::fault_sweep",
+    "library::zones::conformance",
+    "library::zones::model",
 ];
-/// Suites that only the sweep runs under `AddressSanitizer`: what they run of the code without checked memory, others run, too.
-const NO_MEMORY_TO_BREAK: [&str; 13] = [
-    "broken",
-    "broken_zoned",
-    "conformance_layers",
-    "conformance_null",
-    "cow_map_random",
-    "cow_merge",
-    "cow_store",
-    "faults",
-    "family_model",
-    "power",
-    "qcow2",
-    "zones_conformance",
-    "zones_model",
+/// Those that only the sweep runs under `AddressSanitizer`: what they run of the code without checked memory, others run, too.
+const NO_MEMORY_TO_BREAK: [&str; 10] = [
+    "library::cow",
+    "library::devices::conformance_layers",
+    "library::devices::conformance_null",
+    "library::family::hunt",
+    "library::family::model",
+    "library::faults",
+    "library::power",
+    "library::qcow2",
+    "library::zones::conformance",
+    "library::zones::model",
 ];
 
+/// For cargo: a package's unit tests.
+const LIB: &str = "--lib";
 /// Between the flags of `CARGO_ENCODED_RUSTFLAGS`, which may hold paths with blanks.
 const ENCODED_SEPARATOR: &str = "\u{1f}";
 /// What an instrumented `AtomicU64::fetch_sub` calls; `std_sync.c` wraps it too.
@@ -63,6 +86,8 @@ const FETCH_SUB: &str = "__tsan_atomic64_fetch_sub";
 const RACES: &str = "xtask/tsan/suppressions";
 const LEAKS: &str = "xtask/asan/leaks";
 const STD_SYNC: &str = "xtask/tsan/std_sync.c";
+/// Where `std_sync.c` is compiled to.
+const WRAPPERS_DIR: &str = "target/tsan";
 
 /// The functions of the standard library that `std_sync.c` wraps: its name for each, and the parts of the mangled
 /// name that tell it from all others.
@@ -94,29 +119,64 @@ pub enum Extent {
     Rest,
 }
 
-/// The suites (files or directories in a package's tests/) to run.
-fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<String>> {
-    let left_out: &[&str] = match sanitizer {
-        Sanitizer::Thread => &NO_RACES_TO_FIND,
-        Sanitizer::Address => &NO_MEMORY_TO_BREAK,
+/// A suite, and what of it runs.
+struct Suite {
+    package: &'static str,
+    /// For cargo.
+    targets: Vec<String>,
+    /// For the test program: modules to run or to skip.
+    arguments: Vec<String>,
+}
+
+/// The suites to run.
+fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
+    let (left_out, whole_packages): (&[&str], &[&str]) = match sanitizer {
+        Sanitizer::Thread => (&NO_RACES_TO_FIND, &NO_THREADS),
+        Sanitizer::Address => (&NO_MEMORY_TO_BREAK, &NO_UNSAFE),
     };
-    let mut all = Vec::new();
+    let mut known = Vec::new();
+    let mut suites = Vec::new();
     for package in PACKAGES {
+        let package_is_left_out = whole_packages.contains(&package);
+        if package_is_left_out == (extent == Extent::Rest) {
+            suites.push(Suite { package, targets: vec![LIB.to_owned()], arguments: Vec::new() });
+        }
         let dir = Path::new("crates").join(package).join("tests");
-        let Ok(entries) = fs::read_dir(&dir) else { continue };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            if path.join("main.rs").is_file() || path.extension().is_some_and(|end| end == "rs") {
-                all.push(name);
+        for path in fs::read_dir(&dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
+            if !path.join("main.rs").is_file() && path.extension().is_none_or(|end| end != "rs") {
+                continue;
             }
+            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let whole = package_is_left_out || left_out.contains(&name.as_str());
+            let parts = left_out.iter().filter_map(|left_out| left_out.strip_prefix(&format!("{name}::")));
+            let parts: Vec<&str> = parts.filter(|part| is_module(&path, part)).collect();
+            known.extend(whole.then(|| name.clone()));
+            known.extend(parts.iter().map(|part| format!("{name}::{part}")));
+            let words = parts.iter().map(|part| format!("{part}::"));
+            let arguments: Option<Vec<String>> = match extent {
+                Extent::Gate if whole => None,
+                Extent::Gate => Some(words.flat_map(|part| ["--skip".to_owned(), part]).collect()),
+                Extent::Rest if whole => Some(Vec::new()),
+                Extent::Rest => Some(words.collect()).filter(|words: &Vec<_>| !words.is_empty()),
+            };
+            suites.extend(arguments.map(|arguments| Suite {
+                package,
+                targets: vec!["--test".to_owned(), name],
+                arguments,
+            }));
         }
     }
-    if let Some(gone) = left_out.iter().find(|name| !all.iter().any(|suite| suite == *name)) {
+    if let Some(gone) = left_out.iter().find(|name| !known.iter().any(|known| known == *name)) {
         bail!("{gone}: there is no such suite any more; see xtask/src/sanitize.rs");
     }
-    all.retain(|suite| left_out.contains(&suite.as_str()) == (extent == Extent::Rest));
-    all.sort();
-    Ok(all)
+    suites.sort_by(|a, b| (a.package, &a.targets).cmp(&(b.package, &b.targets)));
+    Ok(suites)
+}
+
+/// Whether a suite has a module, by its path.
+fn is_module(suite: &Path, path: &str) -> bool {
+    let path = suite.join(path.replace("::", "/"));
+    path.join("mod.rs").is_file() || path.with_extension("rs").is_file()
 }
 
 /// Unit, property, conformance and protocol tests of the libraries.
@@ -125,42 +185,59 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         bail!("the sanitizers are set up for {TARGET} only");
     }
     let root = env::current_dir().context("the working directory is gone")?;
-    let (name, dir) = match sanitizer {
-        Sanitizer::Thread => ("thread", "target/tsan"),
-        Sanitizer::Address => ("address", "target/asan"),
+    let name = match sanitizer {
+        Sanitizer::Thread => "thread",
+        Sanitizer::Address => "address",
     };
     let mut flags = vec![format!("-Zsanitizer={name}"), "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned()];
     // System calls go through libc, where the sanitizers see them. Else memory that one thread unmaps and another maps at
     // the same address looks like one that both write to.
     flags.extend(["--cfg", "rustix_use_libc"].map(str::to_owned));
     if sanitizer == Sanitizer::Thread {
-        flags.extend(wrap_std(&root.join(dir))?);
+        flags.extend(wrap_std(&root.join(WRAPPERS_DIR))?);
     }
-    let mut command = cargo();
-    command.args(["test", "--target", TARGET, "--no-fail-fast"]);
-    command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
-    if extent != Extent::Rest {
-        command.arg("--lib");
-    }
-    command.args(suites(sanitizer, extent)?.iter().flat_map(|suite| ["--test", suite]));
-    // What a test prints while it is captured goes through code of the prebuilt library, and so do backtraces.
-    command.args(["--", "--nocapture"]).env("RUST_BACKTRACE", "0");
-    command.args(SKIPPED.iter().flat_map(|test| ["--skip", test]));
-    command.env("CARGO_TARGET_DIR", dir);
-    command.env("RUSTC_BOOTSTRAP", "1");
-    command.env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
-    command.env("PROPTEST_CASES", PROPTEST_CASES);
-    command.env("FREESTONE_MODEL_SECONDS", "2").env("COW_ROUNDS", "1");
+    let suites = suites(sanitizer, extent)?;
     let suppressions = |file| format!("suppressions='{}'", root.join(file).display());
-    command.env("TSAN_OPTIONS", suppressions(RACES));
-    command.env("LSAN_OPTIONS", suppressions(LEAKS) + ":print_suppressions=0");
-    command.env("ASAN_OPTIONS", "detect_stack_use_after_return=1");
-    let outcome = cargo::run(&mut command)?;
-    if outcome.counts == Counts::default() {
-        println!("no test ran");
-        return Ok(Outcome { ok: false, ..outcome });
+    let test = |packages: &[&str], targets: &[String], arguments: &[&str]| -> Result<Outcome> {
+        let mut command = cargo::tests();
+        command.args(["--target", TARGET, "--no-fail-fast"]);
+        command.args(packages.iter().flat_map(|package| ["--package", package]));
+        command.args(targets).args(arguments);
+        command.env("RUSTC_BOOTSTRAP", "1").env("RUST_BACKTRACE", "0");
+        command.env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
+        command.env("PROPTEST_CASES", PROPTEST_CASES);
+        command.env("FREESTONE_MODEL_SECONDS", "2").env("COW_ROUNDS", "1");
+        command.env("TSAN_OPTIONS", suppressions(RACES));
+        command.env("LSAN_OPTIONS", suppressions(LEAKS) + ":print_suppressions=0");
+        command.env("ASAN_OPTIONS", "detect_stack_use_after_return=1");
+        cargo::run(&mut command)
+    };
+    let mut targets: Vec<String> = Vec::new();
+    for suite in &suites {
+        // Cargo takes `--lib` once, for all packages.
+        let is_new = suite.targets[0] != LIB || !targets.iter().any(|target| target == LIB);
+        targets.extend(suite.targets.iter().filter(|_| is_new).cloned());
     }
-    Ok(outcome)
+    let mut packages: Vec<&str> = suites.iter().map(|suite| suite.package).collect();
+    packages.dedup();
+    let mut all = test(&packages, &targets, &["--no-run"])?;
+    if !all.ok {
+        return Ok(all);
+    }
+    for Suite { package, targets, arguments } in &suites {
+        // What a test prints while it is captured goes through code of the prebuilt library, and so do backtraces.
+        let mut words = vec!["--", "--nocapture"];
+        words.extend(SKIPPED.iter().flat_map(|test| ["--skip", test]));
+        words.extend(arguments.iter().map(String::as_str));
+        let outcome = test(&[package], targets, &words)?;
+        if outcome.counts == Counts::default() {
+            println!("no test ran");
+            all.ok = false;
+        }
+        all.ok &= outcome.ok;
+        all.counts += outcome.counts;
+    }
+    Ok(all)
 }
 
 /// Compiles `std_sync.c` for this compiler's standard library. Returns the flags that link it.

@@ -13,8 +13,8 @@ use crate::sanitize::{self, Extent, Sanitizer};
 use crate::tidy;
 use crate::torture;
 
-/// Loom explores every interleaving: only an optimised build is fast enough.
-const MODELS_TARGET_DIR: &str = "target/loom";
+/// Loom explores every interleaving: only these optimised are fast enough.
+const OPTIMISED_FOR_MODELS: [&str; 3] = ["freestone", "generator", "loom"];
 /// Where the experiments leave what means nothing.
 const QUICK_OUT: &str = "target/variants/quick";
 
@@ -35,11 +35,11 @@ pub enum Step {
     Test,
     /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
     Gate,
-    /// The build with the locks and streams of the sources' experiments: no lint complains, and their tests pass
+    /// The build with the locks and streams of the sources' experiments: no lint complains
     Variants,
-    /// In a stock kernel, its own and Freestone: writeback of zram, zones of `null_blk`
+    /// In a stock kernel, its own and Freestone: writeback of zram, as in the test of its source
     Lab,
-    /// Random stacks under random requests, verbs, faults and crashes: forty runs that are always the same, and real threads
+    /// Random stacks under random requests, verbs, faults and crashes: runs that are always the same, and real threads
     Torture,
     /// The loom models of the lock protocols
     Models,
@@ -47,12 +47,14 @@ pub enum Step {
     Tsan,
     /// The tests of the libraries under `AddressSanitizer`, where memory is not checked by the language
     Asan,
-    /// Slow: the sources' experiments run, with the locks and streams that they compare; their speed is not judged
+    /// Slow: the locks and streams that the sources' experiments compare pass their tests, and all experiments run; their speed is
+    /// not judged
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
-    /// Slow: in a stock kernel, snapshots and merges that go from dm-snapshot to Freestone and back
-    LabSnapshots,
+    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots and merges that go from dm-snapshot
+    /// to Freestone and back
+    LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
     /// Slow: the other tests of the libraries under `AddressSanitizer`
@@ -94,27 +96,18 @@ impl Step {
                 command.args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
                 cargo::run(&mut command)
             }
-            Self::Test => cargo::run(cargo().args(["test", "--workspace", "--no-fail-fast"])),
+            Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across crates included.
             Self::Gate => cargo::bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Torture => torture::gate(),
             Self::Mutants => torture::mutants(&[]),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
-            Self::Lab => lab(&["lab/run-writeback.sh", "lab/run-zones.sh"]),
-            Self::LabSnapshots => lab(&["lab/run-snapshots.sh"]),
-            Self::Models => {
-                let mut command = cargo();
-                command.args(["test", "--release", "--package", "freestone", "--lib", "models"]);
-                command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", MODELS_TARGET_DIR);
-                // The code's own assertions are part of what is checked.
-                command.env("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true");
-                // Most of the time goes into the build.
-                command
-                    .env("CARGO_PROFILE_RELEASE_LTO", "off")
-                    .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
-                cargo::run(&mut command)
+            Self::Lab => lab(&[&["lab/run-writeback.sh", "first"]]),
+            Self::LabRest => {
+                lab(&[&["lab/run-writeback.sh"], &["lab/run-zones.sh"], &["lab/run-snapshots.sh"]])
             }
+            Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
             Self::TsanRest => sanitize::run(Sanitizer::Thread, Extent::Rest),
@@ -123,33 +116,38 @@ impl Step {
     }
 }
 
-fn lab(scripts: &[&str]) -> Result<Outcome> {
+fn lab(runs: &[&[&str]]) -> Result<Outcome> {
     let (mut ok, mut counts) = (true, Counts::default());
-    for script in scripts {
-        let passed = cargo::run(Command::new(script).stdin(Stdio::null()))?.ok;
+    for run in runs {
+        let passed = cargo::run(Command::new(run[0]).args(&run[1..]).stdin(Stdio::null()))?.ok;
         counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
         ok &= passed;
     }
     Ok(Outcome { ok, counts })
 }
 
-/// Checks and tests what only this build of the library has.
-fn variants() -> Result<Outcome> {
-    let mut outcome = Outcome { ok: true, counts: Counts::default() };
-    for args in [
-        &["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"][..],
-        // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
-        &["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"],
-    ] {
-        let Outcome { ok, counts } = cargo::run(cargo::with_variants().args(args))?;
-        outcome.ok &= ok;
-        outcome.counts += counts;
+/// The code's own assertions are part of what is checked.
+fn models() -> Result<Outcome> {
+    let (mut command, _) = cargo::with_cfgs(&["loom"])?;
+    command.args(["test", "--package", "freestone", "--lib"]);
+    for package in OPTIMISED_FOR_MODELS {
+        command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level=3"));
     }
-    Ok(outcome)
+    cargo::run(command.arg("models"))
 }
 
-/// Runs all experiments once.
+/// Checks what only this build of the library has. As words for the lints' compiler the cfg reaches this package alone, and nothing
+/// else is checked anew.
+fn variants() -> Result<Outcome> {
+    let args = ["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"];
+    cargo::run(cargo().args(args).args(["--cfg", "freestone_variants"]))
+}
+
+/// Tests what only this build of the library has, and runs all experiments once.
 fn reproduce() -> Result<Outcome> {
+    // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
+    let tests = ["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"];
+    let Outcome { ok, mut counts } = cargo::run(cargo::with_variants().args(tests))?;
     let mut all = vec![
         "run",
         "--package",
@@ -166,7 +164,9 @@ fn reproduce() -> Result<Outcome> {
     } else {
         println!("without --ext4, which mounts a file system and so is root's");
     }
-    cargo::run(cargo::with_variants().args(&all))
+    let ran = cargo::run(cargo::with_variants().args(&all))?.ok;
+    counts += Counts { passed: u64::from(ran), failed: u64::from(!ran) };
+    Ok(Outcome { ok: ok && ran, counts })
 }
 
 /// Prints the steps.
