@@ -4,14 +4,14 @@
 //! one comes back. A spinlock there, a mutex here that spins before it sleeps. Those who sleep are counted, so that one
 //! that gives a stream back makes a system call only for them.
 
-#[path = "../../crates/freestone/src/codec/lend.rs"]
+#[path = "../../crates/freestone-ram/src/codec/lend.rs"]
 mod ours;
 
 use std::ops::{Deref, DerefMut};
 
-use crate::device::Result;
-use crate::sync::{Condvar, Mutex, MutexGuard};
-use crate::variants::{self, Streams};
+use freestone_core::device::Result;
+use freestone_core::sync::{Condvar, Mutex, MutexGuard};
+use freestone_core::variants::{self, Streams};
 
 /// Streams in the longer and in the shorter list.
 const LONG: usize = 8;
@@ -114,7 +114,7 @@ impl<T> List<T> {
                 return Listed { list: self, stream: Some(stream) };
             }
             idle.sleepers += 1;
-            // Not `sync::wait`: whoever needs a stream is pinned, and here, unlike in the product, may sleep for it. Who has
+            // Not `pin::wait`: whoever needs a stream is pinned, and here, unlike in the product, may sleep for it. Who has
             // one gives it back without waiting for pins.
             idle = self.returned.wait(idle).unwrap_or_else(std::sync::PoisonError::into_inner);
             idle.sleepers -= 1;

@@ -97,24 +97,27 @@ pub fn held() -> (Duration, u64) {
 }
 
 /// A slot was held since then.
-pub(crate) fn let_go(since: Instant) {
+pub fn let_go(since: Instant) {
     let (time, count) = HELD.get();
     HELD.set((time + since.elapsed(), count + 1));
 }
 
+/// The lock that slots are taken with now.
 #[inline]
-pub(crate) fn lock() -> Lock {
+pub fn lock() -> Lock {
     // Relaxed: as in `set_lock`.
     Lock::ALL[usize::from(LOCK.load(Ordering::Relaxed))]
 }
 
+/// Where compression streams come from now.
 #[inline]
-pub(crate) fn streams() -> Streams {
+pub fn streams() -> Streams {
     // Relaxed: as in `set_streams`.
     Streams::ALL[usize::from(STREAMS.load(Ordering::Relaxed))]
 }
 
+/// What this thread does.
 #[inline]
-pub(crate) fn intent() -> Intent {
+pub fn intent() -> Intent {
     INTENT.get()
 }

@@ -4,7 +4,7 @@
 //! slots of disks below 4 GiB have one each, of larger ones some share. In the kernel the lock lay in the entry; here it
 //! is another cache line.
 
-#[path = "../../crates/freestone/src/slot/lock.rs"]
+#[path = "../../crates/freestone-core/src/slot/lock.rs"]
 mod ours;
 mod spinlocks;
 

@@ -13,8 +13,12 @@ use crate::sanitize::{self, Extent, Sanitizer};
 use crate::tidy;
 use crate::torture;
 
-/// Loom explores every interleaving: only these optimised are fast enough.
-const OPTIMISED_FOR_MODELS: [&str; 3] = ["freestone", "generator", "loom"];
+/// The crates with models of lock protocols.
+const MODELLED: [&str; 4] = ["freestone-core", "freestone-cow", "freestone-drive", "freestone-ram"];
+/// Loom explores every interleaving: only optimised it is fast enough, as are those.
+const OPTIMISED_FOR_MODELS: [&str; 2] = ["generator", "loom"];
+/// The crates that have other locks and streams with `--cfg freestone_variants`.
+const VARIED: [&str; 2] = ["freestone-core", "freestone-ram"];
 /// Where the experiments leave what means nothing.
 const QUICK_OUT: &str = "target/variants/quick";
 
@@ -129,24 +133,31 @@ fn lab(runs: &[&[&str]]) -> Result<Outcome> {
 /// The code's own assertions are part of what is checked.
 fn models() -> Result<Outcome> {
     let (mut command, _) = cargo::with_cfgs(&["loom"])?;
-    command.args(["test", "--package", "freestone", "--lib"]);
-    for package in OPTIMISED_FOR_MODELS {
+    command.args(["test", "--lib", "--no-fail-fast"]);
+    for package in MODELLED {
+        command.args(["--package", package]);
+    }
+    for package in MODELLED.iter().chain(&OPTIMISED_FOR_MODELS) {
         command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level=3"));
     }
     cargo::run(command.arg("models"))
 }
 
-/// Checks what only this build of the library has. As words for the lints' compiler the cfg reaches this package alone, and nothing
+/// Checks what only this build of the library has. As words for the lints' compiler the cfg reaches these packages alone, and nothing
 /// else is checked anew.
 fn variants() -> Result<Outcome> {
-    let args = ["clippy", "--package", "freestone", "--lib", "--tests", "--", "-D", "warnings"];
+    let mut args = vec!["clippy", "--lib", "--tests"];
+    args.extend(VARIED.iter().flat_map(|package| ["--package", package]));
+    args.extend(["--", "-D", "warnings"]);
     cargo::run(cargo().args(args).args(["--cfg", "freestone_variants"]))
 }
 
 /// Tests what only this build of the library has, and runs all experiments once.
 fn reproduce() -> Result<Outcome> {
     // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
-    let tests = ["test", "--package", "freestone", "--lib", "--", "slot::", "codec::"];
+    let mut tests = vec!["test", "--lib"];
+    tests.extend(VARIED.iter().flat_map(|package| ["--package", package]));
+    tests.extend(["--", "slot::", "codec::"]);
     let Outcome { ok, mut counts } = cargo::run(cargo::with_variants().args(tests))?;
     let mut all = vec![
         "run",

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use freestone::device::Error;
+use freestone_core::device::Error;
 
 /// The closed set of error numbers of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use freestone::device::{Device, Geometry};
+use freestone_core::device::{Device, Geometry};
 
 use crate::address::Address;
 use crate::proto::TransmissionFlags;

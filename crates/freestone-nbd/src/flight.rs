@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use freestone::device::{IoBuf, Result};
+use freestone_core::device::{IoBuf, Result};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::{Action, Failure};

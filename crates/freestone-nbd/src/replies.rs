@@ -4,7 +4,7 @@
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
-use freestone::device::IoBuf;
+use freestone_core::device::IoBuf;
 use rustix::net::{SendAncillaryBuffer, SendFlags, send, sendmsg};
 use zerocopy::{Immutable, IntoBytes};
 

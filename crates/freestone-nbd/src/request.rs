@@ -1,7 +1,7 @@
 //! From a request on the wire to the device and back: the path of every request, and the whole path of those
 //! that are done at once.
 
-use freestone::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
 use zerocopy::FromBytes;
 
 use crate::errno::{Action, Errno, Failure};

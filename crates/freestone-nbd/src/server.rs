@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use freestone::device::Device;
+use freestone_core::device::Device;
 use thiserror::Error;
 
 use crate::address::Address;

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use freestone::device::{Completion, Device, Error, Geometry, IoBuf, Request};
+use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 

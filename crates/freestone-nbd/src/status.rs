@@ -1,7 +1,7 @@
 //! Block status: the metadata contexts, and the extents of a range in each.
 
 use bitflags::bitflags;
-use freestone::device::{Device, Error, ExtentKind, Op, Request};
+use freestone_core::device::{Device, Error, ExtentKind, Op, Request};
 use zerocopy::IntoBytes;
 
 use crate::errno::{Action, Errno, Failure};

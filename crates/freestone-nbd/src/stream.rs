@@ -3,7 +3,7 @@
 //! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or submitted: so
 //! requests start in the order in which they came.
 
-use freestone::device::{Buffer, Flags, IoBuf, Request, Tried};
+use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
 
 use crate::errno::{Action, Failure};
 use crate::replies::MAX_INLINE_BYTES;

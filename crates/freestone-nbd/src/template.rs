@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use freestone::device::{Device, Geometry};
+use freestone_core::device::{Device, Geometry};
 
 use crate::export::ExportOptions;
 
@@ -39,7 +39,7 @@ pub type Make = Arc<dyn Fn() -> Result<Fresh, String> + Send + Sync>;
 pub struct Facts {
     /// Its geometry.
     pub geometry: Geometry,
-    /// Whether it has [`Changes`](freestone::device::Changes).
+    /// Whether it has [`Changes`](freestone_core::device::Changes).
     pub changes: bool,
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::{Client, MemDevice, eventually};
-use freestone::device::Device;
+use freestone_core::device::Device;
 use freestone_nbd::{Address, ExportOptions, Fresh, Limits, Make, Server, TemplateOptions};
 use rustix::process::{Resource, getrlimit, setrlimit};
 

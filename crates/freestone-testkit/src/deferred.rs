@@ -5,8 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use freestone::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
-use freestone::device::{
+use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried,
 };
 

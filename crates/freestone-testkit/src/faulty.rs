@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use freestone::device::{
+use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 
@@ -99,7 +99,7 @@ impl Counts {
 /// What still hangs when the device is dropped is answered [`Error::Gone`].
 ///
 /// ```
-/// use freestone::device::{Blocking, Error, Flags, Op};
+/// use freestone_core::device::{Blocking, Error, Flags, Op};
 /// use freestone_testkit::{Faulty, What, When};
 ///
 /// let disk = Faulty::new(1 << 20, 4096);

@@ -10,7 +10,7 @@ use crate::common::client::{
 };
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, MemDevice, eventually};
-use freestone::device::Device;
+use freestone_core::device::Device;
 use freestone_nbd::{ExportOptions, Fresh, Limits, MAX_STRING_BYTES, Make, PublishError, TemplateOptions};
 
 const MIB: u64 = 1 << 20;

@@ -8,7 +8,7 @@ use crate::common::client::{
     WRITE_ZEROES, request,
 };
 use crate::common::{Fixture, MemDevice, eventually, pattern};
-use freestone::device::{Flags, Op, Request};
+use freestone_core::device::{Flags, Op, Request};
 use freestone_nbd::{ExportOptions, MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
 
 const EPERM: u32 = 1;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
-use freestone::device::Op;
+use freestone_core::device::Op;
 use freestone_nbd::{Address, ExportOptions, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
 
 const MIB: u64 = 1 << 20;

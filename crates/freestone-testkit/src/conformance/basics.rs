@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
-use freestone::device::{self, Completion, Device, Error, Flags, IoBuf, Op, Request};
+use freestone_core::device::{self, Completion, Device, Error, Flags, IoBuf, Op, Request};
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use freestone::device::{Device, Flags, Op, Request};
+use freestone_core::device::{Device, Flags, Op, Request};
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, Violation, ensure};

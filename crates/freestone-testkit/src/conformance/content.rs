@@ -1,6 +1,6 @@
 //! Content against a plain byte vector: random operations, one after the other and in batches.
 
-use freestone::device::{Device, Flags, IoBuf, Op, Request};
+use freestone_core::device::{Device, Flags, IoBuf, Op, Request};
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};
@@ -187,10 +187,10 @@ impl Window {
         let mut data = vec![0; len as usize];
         driver.rng.content(&mut data);
         let request = Request::write(self.base + at, len);
-        let done = match driver.device.try_io(&request, freestone::device::Buffer::Write(&data)) {
-            Ok(freestone::device::Tried::Done) => len,
-            Ok(freestone::device::Tried::Partly(n)) => n.min(len),
-            Ok(freestone::device::Tried::WouldBlock) => 0,
+        let done = match driver.device.try_io(&request, freestone_core::device::Buffer::Write(&data)) {
+            Ok(freestone_core::device::Tried::Done) => len,
+            Ok(freestone_core::device::Tried::Partly(n)) => n.min(len),
+            Ok(freestone_core::device::Tried::WouldBlock) => 0,
             Err(error) => return Err(driver.violation(format!("{request:?} tried failed: {error}"))),
         };
         self.store(at, &data[..done as usize]);

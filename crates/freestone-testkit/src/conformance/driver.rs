@@ -2,7 +2,7 @@
 
 use std::sync::mpsc;
 
-use freestone::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, Tried};
+use freestone_core::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, Tried};
 
 use super::{Checked, Options, Violation, ensure};
 use crate::{Rng, first_difference};

@@ -1,6 +1,6 @@
 //! What a device says of its extents must be in order, complete and true.
 
-use freestone::device::{Device, Error, Extent, ExtentKind, Op, Request};
+use freestone_core::device::{Device, Error, Extent, ExtentKind, Op, Request};
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};

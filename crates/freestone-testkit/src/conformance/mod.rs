@@ -1,4 +1,4 @@
-//! Checks any device against the contract of [`freestone::device`].
+//! Checks any device against the contract of [`freestone_core::device`].
 //!
 //! [`check`] is the entry point: it makes fresh devices and panics with the name, the seed and what was violated. [`run`]
 //! is the same as a `Result`. The finer functions check one part of the contract on a device that the caller made:
@@ -19,7 +19,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use freestone::device::Device;
+use freestone_core::device::Device;
 
 pub use basics::{abandoned, errors, geometry};
 pub use concurrent::concurrent;

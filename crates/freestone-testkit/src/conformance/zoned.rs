@@ -3,8 +3,8 @@
 use std::sync::mpsc;
 use std::thread;
 
-use freestone::device::zoned::{Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned};
-use freestone::device::{self, Device, Error, Flags, IoBuf, Op, Request};
+use freestone_core::device::zoned::{Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned};
+use freestone_core::device::{self, Device, Error, Flags, IoBuf, Op, Request};
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Make, Options, Violation, ensure};

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use freestone::device::{
+use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use freestone_testkit::conformance::{self, Options};
@@ -362,7 +362,7 @@ fn growth_that_loses_data_or_does_not_happen_is_caught() {
     let model = freestone_testkit::Model::new(SIZE as usize, 512);
     let loses = || {
         model.grow(2 * SIZE as usize);
-        freestone::device::Blocking::write_zeroes(&model, SIZE - 512, 512, Flags::default()).unwrap();
+        freestone_core::device::Blocking::write_zeroes(&model, SIZE - 512, 512, Flags::default()).unwrap();
     };
     let violation = conformance::grown(&model, &options(), &loses).unwrap_err();
     assert_eq!(violation.check, "grown");

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use freestone::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, Zoned};
-use freestone::device::{
+use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, Zoned};
+use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use freestone_testkit::conformance::{self, Options};

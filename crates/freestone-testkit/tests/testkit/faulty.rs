@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use freestone::device::{
+use freestone_core::device::{
     Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried,
 };
 use freestone_testkit::conformance::{self, Options};

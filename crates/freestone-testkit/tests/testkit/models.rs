@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use freestone::device::Device;
-use freestone::null::{self, Null};
+use freestone_core::device::Device;
+use freestone_drive::null::{self, Null};
 use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{Deferred, Model, ModelZoned, Policy, Rng, ZonedConfig};
 

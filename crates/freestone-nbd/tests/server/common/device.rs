@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use freestone::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
-use freestone::device::{
+use freestone_core::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
+use freestone_core::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
     Request, Result, Tried,
 };
@@ -291,7 +291,7 @@ impl Zoned for MemDevice {
             capacity: size,
             write_pointer: size,
             kind: ZoneType::Conventional,
-            condition: freestone::device::zoned::ZoneCondition::NotWritePointer,
+            condition: freestone_core::device::zoned::ZoneCondition::NotWritePointer,
         });
         Ok(())
     }
@@ -308,7 +308,13 @@ impl Zoned for MemDevice {
         Err(Error::Unsupported)
     }
 
-    fn submit_append(&self, _: u64, _: IoBuf, _: Flags, done: freestone::device::zoned::AppendCompletion) {
+    fn submit_append(
+        &self,
+        _: u64,
+        _: IoBuf,
+        _: Flags,
+        done: freestone_core::device::zoned::AppendCompletion,
+    ) {
         done(Err(Error::Unsupported));
     }
 }

@@ -8,7 +8,7 @@ pub mod device;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone::device::Device;
+use freestone_core::device::Device;
 use freestone_nbd::{Address, ExportOptions, Limits, Server};
 
 pub use client::Client;

@@ -1,0 +1,67 @@
+//! What all of Freestone stands on.
+//!
+//! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
+//! * [`pin`], [`gate`], [`parking`], [`percpu`], [`near`], [`moment`]: how requests and changes of a whole device get by one another
+//!   without a lock of the whole device.
+//! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
+//! * [`runner`], [`timer`], [`handoff`]: who carries on what a device below has answered.
+//! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
+//!
+//! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may change with them.
+
+#![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
+
+// Offsets and lengths are cast between u64 and usize all over.
+const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
+
+/// Bytes of a page: what one slot of a page table stands for.
+pub const PAGE_BYTES: usize = 4096;
+/// Bits of a location in a slot's word; memory and backing devices end at 2^36 units of 16 bytes, 1 TiB.
+pub const LOCATION_BITS: u32 = 36;
+
+#[cfg(not(loom))]
+pub mod arena;
+pub mod device;
+#[cfg(not(loom))]
+pub mod file_locks;
+#[cfg(not(loom))]
+pub mod gate;
+#[cfg(not(loom))]
+pub mod handoff;
+pub mod held;
+#[cfg(not(loom))]
+pub mod moment;
+pub mod mutants;
+#[cfg(not(loom))]
+pub mod near;
+pub mod parking;
+#[cfg(not(loom))]
+pub mod percpu;
+pub mod pin;
+#[cfg(not(loom))]
+pub mod replace;
+#[cfg(not(loom))]
+pub mod runner;
+pub mod slot;
+pub mod sync;
+#[cfg(not(loom))]
+pub mod timer;
+#[cfg(not(loom))]
+pub mod unique;
+#[cfg(freestone_variants)]
+#[path = "../../../benches/variants/mod.rs"]
+pub mod variants;
+
+#[cfg(loom)]
+pub mod percpu {
+    //! A model has one CPU.
+
+    /// How many there are.
+    pub const fn cpus() -> usize {
+        1
+    }
+    /// The one that this runs on.
+    pub const fn current() -> usize {
+        0
+    }
+}

@@ -1,0 +1,445 @@
+//! Files that are written beside their place until they are complete and durable, and then put there: what stands there is the
+//! old file or the new one at any moment, also after a crash.
+//!
+//! Until then a file has no name, so that nothing is left of it however the process ends. A file cannot take another's name
+//! in one step without one, so where there is an old file it has one for that moment; and where the file system has no nameless
+//! files, from the beginning. Such a name that a crash leaves is told by [`left_behind`].
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use tempfile::TempPath;
+
+use crate::file_locks::{self, Access};
+use crate::sync::{Instant, LazyLock, Mutex, thread};
+
+/// How the names begin that unfinished files have.
+const PREFIXES: [&str; 3] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX];
+/// Of saved devices.
+pub const SAVE_PREFIX: &str = ".freestone-save-";
+/// Of deltas.
+pub const DELTA_PREFIX: &str = ".freestone-delta-";
+/// Of states of zones.
+pub const STATE_PREFIX: &str = ".freestone-zones-";
+/// How all of them end.
+const SUFFIX: &str = ".tmp";
+/// Bytes of a file by which it is known.
+const HEAD_BYTES: u64 = 64;
+/// How often it is tried again when others come and go at a place.
+const TRIES: u32 = 16;
+/// How long somebody else who is just replacing the file is waited for.
+const REPLACED_MAX: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// Which file that lies at its place a new one may replace. None ever that this process, another Freestone or qemu has open, and
+/// nothing that is not a regular file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Replace {
+    /// One of the same kind, or an empty one.
+    #[default]
+    SameKind,
+    /// Any.
+    Any,
+}
+
+/// What [`Place::put`] may do away with.
+#[derive(Debug, Clone, Copy)]
+pub enum MayGo {
+    /// There must be nothing.
+    Nothing,
+    /// Whatever is there.
+    Any,
+    /// An empty file, and one whose first bytes are such.
+    Only {
+        /// Whether they are.
+        are: fn(&[u8]) -> bool,
+        /// What such files are called.
+        kind: &'static str,
+    },
+}
+
+impl Replace {
+    /// What may go, where files of the kind begin with bytes that `are` so.
+    pub fn may_go(self, kind: &'static str, are: fn(&[u8]) -> bool) -> MayGo {
+        match self {
+            Self::SameKind => MayGo::Only { are, kind },
+            Self::Any => MayGo::Any,
+        }
+    }
+}
+
+/// The place of a file that is to be replaced, or made.
+pub struct Place {
+    /// Absolute, and no symbolic link.
+    pub path: PathBuf,
+    /// The directory.
+    pub dir: PathBuf,
+}
+
+/// The old file at a place, locked so that nobody opens it before it is gone.
+struct Old {
+    locked: File,
+}
+
+impl Drop for Old {
+    fn drop(&mut self) {
+        file_locks::unlock(self.locked.as_fd());
+    }
+}
+
+/// What is at a place.
+enum Look {
+    There(Option<Old>),
+    /// Somebody uses it, or is just replacing it.
+    Locked,
+}
+
+impl Place {
+    /// The place `to`, where a regular file is, or nothing.
+    pub fn new(to: &Path) -> io::Result<Self> {
+        let path = match fs::metadata(to) {
+            Ok(found) if found.is_file() => fs::canonicalize(to)?,
+            Ok(_) => return Err(no_file()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                if fs::symlink_metadata(to).is_ok() {
+                    return Err(io::Error::other("there is a symbolic link that leads nowhere"));
+                }
+                let name = to.file_name().ok_or_else(|| io::Error::other("this is no file name"))?;
+                let dir = to.parent().filter(|dir| !dir.as_os_str().is_empty());
+                fs::canonicalize(dir.unwrap_or(Path::new(".")))?.join(name)
+            }
+            Err(error) => return Err(error),
+        };
+        let dir = path.parent().map_or_else(|| PathBuf::from("/"), Path::to_owned);
+        Ok(Self { path, dir })
+    }
+
+    /// Refuses where the file that is there may not go: before the work, as [`put`](Self::put) will after it.
+    pub fn check(&self, may_go: MayGo) -> io::Result<()> {
+        self.old(may_go).map(drop)
+    }
+
+    fn old(&self, may_go: MayGo) -> io::Result<Option<Old>> {
+        let until = Instant::now() + REPLACED_MAX;
+        loop {
+            match self.look(may_go)? {
+                Look::There(old) => return Ok(old),
+                Look::Locked if Instant::now() < until => thread::sleep(LOOK_AGAIN),
+                Look::Locked => {
+                    let why = "it is in use by another process";
+                    return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
+                }
+            }
+        }
+    }
+
+    fn look(&self, may_go: MayGo) -> io::Result<Look> {
+        // Nonblocking: what has come there since may be a pipe.
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let mut file = match File::options().read(true).custom_flags(flags).open(&self.path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Look::There(None)),
+            Err(error) => return Err(error),
+        };
+        let stat = rustix::fs::fstat(&file)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(no_file());
+        }
+        if file_locks::is_held(&stat) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is open in this server"));
+        }
+        // Another error: a file system without locks.
+        if file_locks::lock(file.as_fd(), Access::Write) == Err(Errno::WOULDBLOCK) {
+            return Ok(Look::Locked);
+        }
+        let taken = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+        match may_go {
+            MayGo::Any => {}
+            MayGo::Nothing => return taken("it is there already".to_owned()),
+            MayGo::Only { are, kind } => {
+                let mut head = Vec::new();
+                file.by_ref().take(HEAD_BYTES).read_to_end(&mut head)?;
+                if !head.is_empty() && !are(&head) {
+                    return taken(format!("it is there, and is no {kind}"));
+                }
+            }
+        }
+        Ok(Look::There(Some(Old { locked: file })))
+    }
+
+    /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must have one, begins with `prefix`.
+    pub fn begin(&self, prefix: &'static str) -> io::Result<Unfinished> {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        let (file, name) = match rustix::fs::open(&self.dir, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(fd) if can_be_named(&fd) => (File::from(fd), None),
+            // The file system, or the kernel, has no such files; or they cannot get a name later.
+            Ok(_) | Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+                let mut options = File::options();
+                options.read(true).write(true).create_new(true).mode(0o600);
+                let (file, name) = Name::new(&self.dir, prefix, |path| options.open(path))?;
+                (file, Some(name))
+            }
+            Err(errno) => return Err(errno.into()),
+        };
+        // By that others see that it is not left behind.
+        let _ = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
+        Ok(Unfinished { file, name, prefix })
+    }
+
+    /// Makes it durable, and puts it in the old one's place, unless that may not go.
+    pub fn put(&self, unfinished: Unfinished, may_go: MayGo) -> io::Result<()> {
+        let Unfinished { file, mut name, prefix } = unfinished;
+        file.sync_all()?;
+        for _ in 0..TRIES {
+            let old = self.old(may_go)?;
+            let named = match (name.take(), &old) {
+                (Some(name), _) => name,
+                (None, Some(_)) => Name::new(&self.dir, prefix, |path| link(&file, path))?.1,
+                (None, None) => match link(&file, &self.path) {
+                    Ok(()) => return self.end(file),
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                    Err(error) => return Err(error),
+                },
+            };
+            match named.rename(&self.path, old.is_some()) {
+                Ok(()) => return self.end(file),
+                // Somebody has put a file there meanwhile: it is looked at.
+                Err((error, back)) if error.kind() == io::ErrorKind::AlreadyExists => name = back,
+                Err((error, _)) => return Err(error),
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "others keep putting files there"))
+    }
+
+    /// It is there: whoever wants to may open it.
+    fn end(&self, file: File) -> io::Result<()> {
+        // Closing would do, but a program that is just being started has the file until it runs.
+        file_locks::unlock(file.as_fd());
+        drop(file);
+        self.keep_name()
+    }
+
+    /// Makes it durable that the file has this name.
+    pub fn keep_name(&self) -> io::Result<()> {
+        File::open(&self.dir)?.sync_all()
+    }
+}
+
+fn no_file() -> io::Error {
+    io::Error::other("there is something else than a file")
+}
+
+/// A file that is not in its place.
+pub struct Unfinished {
+    file: File,
+    name: Option<Name>,
+    prefix: &'static str,
+}
+
+impl Unfinished {
+    /// The file, without a name yet or with a temporary one.
+    pub const fn as_file(&self) -> &File {
+        &self.file
+    }
+}
+
+/// Where a file without a name is found, to give it one.
+fn by_descriptor(file: &impl AsRawFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+fn can_be_named(file: &(impl AsRawFd + AsFd)) -> bool {
+    let same = |a: Stat, b: Stat| (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino);
+    // Without /proc there is no way that needs no privilege.
+    rustix::fs::fstat(file).is_ok_and(|a| rustix::fs::stat(by_descriptor(file)).is_ok_and(|b| same(a, b)))
+}
+
+fn link(file: &File, to: &Path) -> io::Result<()> {
+    Ok(rustix::fs::linkat(CWD, by_descriptor(file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+/// The names that unfinished files have in this process.
+#[derive(Default)]
+struct Names {
+    paths: Vec<PathBuf>,
+    /// The process ends: there are to be no more.
+    closed: bool,
+}
+
+/// Held while a name is made or goes. Nothing is taken under it.
+static NAMES: LazyLock<Mutex<Names>> = LazyLock::new(Mutex::default);
+
+/// The name of an unfinished file; the file goes with it.
+struct Name(Option<TempPath>);
+
+impl Name {
+    fn new<R>(dir: &Path, prefix: &str, make: impl FnMut(&Path) -> io::Result<R>) -> io::Result<(R, Self)> {
+        let mut names = NAMES.lock();
+        if names.closed {
+            return Err(io::Error::other("the process is about to end"));
+        }
+        let file = tempfile::Builder::new().prefix(prefix).suffix(SUFFIX).make_in(dir, make)?;
+        let (file, path) = file.into_parts();
+        names.paths.push(path.to_path_buf());
+        Ok((file, Self(Some(path))))
+    }
+
+    /// Makes it `to`. Without `over`, only where nothing is there.
+    fn rename(mut self, to: &Path, over: bool) -> Result<(), (io::Error, Option<Self>)> {
+        let mut names = NAMES.lock();
+        let Some(path) = self.0.take() else { return Ok(()) };
+        let from = path.to_path_buf();
+        let renamed = if over { path.persist(to) } else { path.persist_noclobber(to) };
+        let outcome = renamed.map_err(|failed| (failed.error, Some(Self(Some(failed.path)))));
+        if outcome.is_ok() {
+            names.paths.retain(|path| *path != from);
+        }
+        drop(names);
+        outcome
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        let Some(path) = self.0.take() else { return };
+        let mut names = NAMES.lock();
+        names.paths.retain(|other| **other != *path);
+        // Nothing can be done about a failure; who comes next is told of it.
+        let _ = path.close();
+    }
+}
+
+/// Removes the names of all unfinished files, and lets none come after that: for a process that ends and waits for nobody.
+pub fn abandon() {
+    let mut names = NAMES.lock();
+    names.closed = true;
+    for path in names.paths.drain(..) {
+        // As above.
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// Unfinished files beside `file` that nobody works on: a crash left them. They can be removed.
+pub fn left_behind(file: &Path) -> Vec<PathBuf> {
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // What cannot be looked at is not known to be left behind.
+    let Ok(rows) = fs::read_dir(dir) else { return Vec::new() };
+    let mut left: Vec<PathBuf> = rows
+        .filter_map(Result::ok)
+        .filter(|row| is_unfinished(&row.file_name()) && row.file_type().is_ok_and(|kind| kind.is_file()))
+        .map(|row| row.path())
+        .filter(|path| nobody_has(path))
+        .collect();
+    left.sort();
+    left
+}
+
+fn is_unfinished(name: &OsStr) -> bool {
+    let name = name.as_bytes();
+    name.ends_with(SUFFIX.as_bytes()) && PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
+}
+
+fn nobody_has(path: &Path) -> bool {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let Ok(file) = File::options().read(true).custom_flags(flags).open(path) else { return false };
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    const ANY: MayGo = MayGo::Any;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|row| row.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// As where the file system has no nameless files.
+    fn begin_named(place: &Place) -> Unfinished {
+        let (file, name) = Name::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+        Unfinished { file, name: Some(name), prefix: SAVE_PREFIX }
+    }
+
+    #[test]
+    fn a_new_file_and_one_in_place_of_another_both_ways() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        for named in [false, true] {
+            let _ = fs::remove_file(&path);
+            for content in ["first", "second"] {
+                let place = Place::new(&path).unwrap();
+                let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+                unfinished.as_file().write_all(content.as_bytes()).unwrap();
+                assert_eq!(left_behind(&path), [] as [PathBuf; 0], "somebody works on it");
+                place.put(unfinished, ANY).unwrap();
+                assert_eq!(
+                    (fs::read_to_string(&path).unwrap().as_str(), names(dir.path()).len()),
+                    (content, 1)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn two_that_replace_one_file_wait_for_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        fs::write(&path, "old").unwrap();
+        std::thread::scope(|scope| {
+            for content in ["first", "second"] {
+                let path = &path;
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        let place = Place::new(path).unwrap();
+                        let unfinished = place.begin(SAVE_PREFIX).unwrap();
+                        unfinished.as_file().write_all(content.as_bytes()).unwrap();
+                        place.put(unfinished, ANY).unwrap();
+                    }
+                });
+            }
+        });
+        assert!(["first", "second"].contains(&fs::read_to_string(&path).unwrap().as_str()));
+        assert_eq!(names(dir.path()), ["x"]);
+    }
+
+    #[test]
+    fn what_comes_meanwhile_is_looked_at() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        for named in [false, true] {
+            let place = Place::new(&path).unwrap();
+            let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+            fs::write(&path, "precious").unwrap();
+            let put = place.put(unfinished, Replace::SameKind.may_go("thing", |head| head == b"thing"));
+            assert_eq!(put.unwrap_err().to_string(), "it is there, and is no thing");
+            assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+            assert_eq!(names(dir.path()), ["x"]);
+            fs::remove_file(&path).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_a_crash_left_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        let left = dir.path().join(".freestone-save-abc.tmp");
+        fs::write(&left, "half").unwrap();
+        fs::write(dir.path().join(".freestone-save-abc"), "another's").unwrap();
+        assert_eq!(left_behind(&path), [left]);
+    }
+}

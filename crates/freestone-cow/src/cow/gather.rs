@@ -1,0 +1,95 @@
+//! A request that waits for several things at once.
+
+use std::sync::Arc;
+
+use freestone_core::device::{Error, Result};
+use freestone_core::runner::Runner;
+use freestone_core::sync::Mutex;
+
+/// A request that goes on by itself.
+pub trait Job: Send + 'static {
+    /// Carries it on, as far as that goes without waiting. `so_far` is the first error of what it waited for.
+    fn go(self, so_far: Result<()>);
+
+    /// Where it goes on when the last of what it waits for has arrived.
+    fn runner(&self) -> &Arc<Runner>;
+}
+
+/// One thing that a request waits for. One that is dropped without an answer has ended too.
+pub struct Waiter(Option<Arc<dyn Arrive>>);
+
+trait Arrive: Send + Sync {
+    fn arrived(self: Arc<Self>, outcome: Result<()>);
+}
+
+/// What a request waits for: itself to be done with asking, and all that it asked for.
+///
+/// Lock order: `state` is taken under a slot, and nothing under it.
+pub struct Gather<J> {
+    state: Mutex<State<J>>,
+}
+
+struct State<J> {
+    left: usize,
+    job: Option<J>,
+    error: Option<Error>,
+}
+
+impl<J: Job> Gather<J> {
+    /// Waits for its maker only.
+    pub fn new() -> Arc<Self> {
+        let state = State { left: 1, job: None, error: None };
+        Arc::new(Self { state: Mutex::new(state) })
+    }
+
+    /// One thing more.
+    pub fn waiter(self: &Arc<Self>) -> Waiter {
+        self.state.lock().left += 1;
+        Waiter(Some(Arc::clone(self) as Arc<dyn Arrive>))
+    }
+
+    /// The maker has asked for everything. The job comes back, with the first error, if all of it has arrived; else it goes
+    /// on when the last of it has.
+    pub fn leave(&self, job: J) -> Option<(J, Result<()>)> {
+        let mut state = self.state.lock();
+        state.left -= 1;
+        if state.left == 0 {
+            return Some((job, state.error.map_or(Ok(()), Err)));
+        }
+        state.job = Some(job);
+        None
+    }
+}
+
+impl<J: Job> Arrive for Gather<J> {
+    fn arrived(self: Arc<Self>, outcome: Result<()>) {
+        let mut state = self.state.lock();
+        state.error = state.error.or(outcome.err());
+        state.left -= 1;
+        if state.left == 0
+            && let Some(job) = state.job.take()
+        {
+            let so_far = state.error.map_or(Ok(()), Err);
+            drop(state);
+            let runner = Arc::clone(job.runner());
+            runner.push(move || job.go(so_far));
+        }
+    }
+}
+
+impl Waiter {
+    /// It has arrived. Short, and calls no device.
+    pub fn arrived(mut self, outcome: Result<()>) {
+        if let Some(gather) = self.0.take() {
+            gather.arrived(outcome);
+        }
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        if let Some(gather) = self.0.take() {
+            gather.arrived(Err(Error::Gone));
+        }
+    }
+}

@@ -1,0 +1,501 @@
+//! Merging a snapshot into its origin.
+//!
+//! From its beginning on the snapshot plays the origin's part: users of both see the snapshot's content, from the COW device
+//! where it is not merged yet. Writes where it has no exception go to the origin, which preserves them for other snapshots.
+//!
+//! # Steps
+//! One run of exceptions after the other, newest first, as the store gives them:
+//! 1. Other snapshots of the origin get exceptions for the run.
+//! 2. Its chunks are marked: writes that come to them wait.
+//! 3. Writes to the COW device that are under way there are waited for.
+//! 4. The chunks are copied to the origin.
+//! 5. The origin is flushed.
+//! 6. The store forgets the run, durably.
+//! 7. The chunks have no exception any more. Who waited goes on, with the origin.
+//!
+//! Before the first run the store is marked on disk, and the origin, where it can be ([`Notes`](super::Notes)); when all is in the
+//! origin, that goes. A marked store is opened as what it is: its snapshot plays the origin's part from the first moment on, and
+//! [`Snapshot::merge`] goes on. One that is marked and empty (a crash at the end, or a kernel that finished it) is whole.
+//!
+//! A crash at any step leaves a store that still has the run, or one whose run is wholly in the origin; opened again, it is merged
+//! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
+//! marks away, and fails those who waited; it can be begun again.
+//!
+//! Step 6 may have happened although it failed. Then the store writes the run back. As long as that fails as well the marks stay: it is
+//! not known which of its two places a chunk has after a crash, both hold the same, and neither is written. A write that comes
+//! to such a chunk has the store try again.
+//!
+//! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::gather::{Job, Waiter};
+use super::origin::{self, Merging};
+use super::snapshot::{Mode, Snap, Snapshot};
+use super::store::{self, Run};
+use freestone_core::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
+use freestone_core::moment::{FREEZE_MAX, NotInTime};
+use freestone_core::mutants::{self, Mutant};
+use freestone_core::pin::wait;
+use freestone_core::sync::{Condvar, Mutex, mpsc, thread};
+use freestone_core::unique;
+
+/// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
+const RUN_BYTES_MAX: u64 = 4 << 20;
+/// Bytes that are copied at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// How far a merge is.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum MergeStatus {
+    /// None was begun.
+    #[default]
+    None,
+    /// It is under way.
+    Running,
+    /// It was stopped, or was under way when the store was closed, and can be begun again.
+    Stopped,
+    /// All is in the origin. The snapshot shows the origin from now on.
+    Finished,
+    /// It met an error, and can be begun again.
+    Failed(MergeFailure),
+}
+
+/// Why a merge ended early.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MergeFailure {
+    /// The exception store.
+    #[error("the exception store: {0}")]
+    Store(#[from] store::MergeError),
+    /// The origin or the COW device.
+    #[error("{what} failed: {error}")]
+    Device {
+        /// What was done.
+        what: &'static str,
+        /// The device's answer.
+        error: Error,
+    },
+}
+
+/// Why a merge could not be begun.
+#[derive(Debug, Error)]
+pub enum MergeSetupError {
+    /// A transient snapshot.
+    #[error("a transient snapshot (N) cannot be merged")]
+    Transient,
+    /// The snapshot is lost, or was removed.
+    #[error("the snapshot is invalid or was removed")]
+    Invalid,
+    /// The origin cannot be written.
+    #[error("the origin is read-only")]
+    ReadOnly,
+    /// Another snapshot of this origin is being merged.
+    #[error("another snapshot is being merged into the origin")]
+    Other,
+    /// A snapshot of this origin is about to begin.
+    #[error("a snapshot of the origin is being taken")]
+    Preparing,
+    /// Writes do not end.
+    #[error("{0}")]
+    NotInTime(NotInTime),
+    /// The COW device cannot be marked.
+    #[error("marking the exception store: {0}")]
+    Mark(#[source] store::MergeError),
+    /// A thread could not be started.
+    #[error("a thread for the merge could not be started: {0}")]
+    Thread(#[source] io::Error),
+}
+
+/// The merge of one snapshot.
+#[derive(Default)]
+pub(super) struct Merge {
+    tracking: Mutex<Tracking>,
+    drained: Condvar,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Tracking {
+    /// Writes to the COW device under way, by chunk of the origin.
+    writes: HashMap<u64, usize>,
+    /// Writes that came to a marked chunk.
+    held: Vec<Waiter>,
+    /// A run is being merged, or written back.
+    busy: bool,
+    /// Chunks that stay marked until the store has written them back.
+    torn: Option<Range<u64>>,
+}
+
+#[derive(Default)]
+struct Progress {
+    status: MergeStatus,
+    stop: bool,
+}
+
+impl Snapshot {
+    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way, and
+    /// marks the store. A merge that runs or is finished stays as it is.
+    ///
+    /// # Errors
+    /// [`MergeSetupError`].
+    pub fn merge(&self) -> std::result::Result<(), MergeSetupError> {
+        self.0.snap.begin_merge()
+    }
+
+    /// How far the merge is.
+    pub fn merge_status(&self) -> MergeStatus {
+        self.0.snap.merge.progress.lock().status.clone()
+    }
+
+    /// Waits until the merge ends, one way or the other.
+    pub fn wait_merge(&self) -> MergeStatus {
+        self.0.snap.merge.wait()
+    }
+
+    /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on playing the origin's part, also
+    /// when it is dropped, until the origin is dropped too.
+    pub fn stop_merge(&self) {
+        self.0.snap.stop_merge();
+        self.0.snap.merge.wait();
+    }
+}
+
+// ---- what writes have to do with it ------------------------------------------------------------------------------------------
+
+impl Merge {
+    /// One that was under way before.
+    pub fn stopped() -> Self {
+        let progress = Progress { status: MergeStatus::Stopped, stop: false };
+        Self { progress: Mutex::new(progress), ..Self::default() }
+    }
+
+    /// A write to the COW device begins. The chunk's slot is locked.
+    pub fn track(&self, chunk: u64) {
+        *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
+    }
+
+    /// It has ended.
+    pub fn untrack(&self, chunk: u64) {
+        let mut tracking = self.tracking.lock();
+        if let Some(count) = tracking.writes.get_mut(&chunk) {
+            *count -= 1;
+            if *count == 0 {
+                tracking.writes.remove(&chunk);
+                self.drained.notify_all();
+            }
+        }
+    }
+
+    /// A run begins, when no other is being written back.
+    fn begin_run(&self) {
+        let mut tracking = self.tracking.lock();
+        while tracking.busy {
+            tracking = wait(&self.drained, tracking);
+        }
+        tracking.busy = true;
+    }
+
+    /// A run has ended, or was written back; `torn` of it stays marked.
+    fn end_run(&self, torn: Option<Range<u64>>, outcome: Result<()>) {
+        let mut tracking = self.tracking.lock();
+        tracking.busy = false;
+        tracking.torn = torn;
+        let held = std::mem::take(&mut tracking.held);
+        drop(tracking);
+        self.drained.notify_all();
+        for waiter in held {
+            waiter.arrived(outcome);
+        }
+    }
+
+    pub fn is_finished(&self) -> bool {
+        self.progress.lock().status == MergeStatus::Finished
+    }
+
+    pub fn has_failed(&self) -> bool {
+        matches!(self.progress.lock().status, MergeStatus::Failed(_))
+    }
+
+    fn wait(&self) -> MergeStatus {
+        let mut progress = self.progress.lock();
+        while progress.status == MergeStatus::Running {
+            progress = wait(&self.changed, progress);
+        }
+        progress.status.clone()
+    }
+
+    fn set(&self, status: MergeStatus) {
+        self.progress.lock().status = status;
+        self.changed.notify_all();
+    }
+}
+
+/// A merge that panics has failed: nobody waits for it for ever.
+struct Ended<'a>(&'a Merge);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        // Where it ended by itself, another one may run already.
+        if thread::panicking() && self.0.progress.lock().status == MergeStatus::Running {
+            self.0.set(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
+        }
+    }
+}
+
+// ---- the merge itself --------------------------------------------------------------------------------------------------------
+
+impl Snap {
+    fn begin_merge(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        if !self.store.kind().is_persistent() {
+            return Err(MergeSetupError::Transient);
+        }
+        if self.core.device.geometry().read_only {
+            return Err(MergeSetupError::ReadOnly);
+        }
+        // One beginning at a time, and no new snapshot meanwhile.
+        let mut changing = self.core.changing.lock();
+        if self.readable().is_err() {
+            return Err(MergeSetupError::Invalid);
+        }
+        if !self.is_merging() && changing.merging != Merging::No {
+            return Err(MergeSetupError::Other);
+        }
+        if changing.merging != Merging::Yes && !changing.preparing.is_empty() {
+            return Err(MergeSetupError::Preparing);
+        }
+        {
+            let progress = self.merge.progress.lock();
+            if matches!(progress.status, MergeStatus::Running | MergeStatus::Finished) {
+                return Ok(());
+            }
+        }
+        if !self.is_merging() {
+            self.play_origin()?;
+        }
+        changing.merging = Merging::Yes;
+        *self.merge.progress.lock() = Progress { status: MergeStatus::Running, stop: false };
+        // Again, where the origin is a copy that was made without its note.
+        self.note();
+        let snap = Arc::clone(self);
+        let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
+        started.map(drop).map_err(|error| {
+            self.merge.set(MergeStatus::Stopped);
+            MergeSetupError::Thread(error)
+        })
+    }
+
+    /// From now on no exception is made, and users of the origin see the snapshot.
+    fn play_origin(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        // The origin first: then nothing there asks for exceptions, and those that are pending end.
+        let mut quiet = self.core.gate.close_within(FREEZE_MAX);
+        quiet = self.gate.close_within(if quiet { FREEZE_MAX } else { Duration::ZERO }) && quiet;
+        // First of all: what is written to the origin from now on is found again only by who opens the snapshot.
+        let marked = if quiet { self.mark_store() } else { Err(MergeSetupError::NotInTime(NotInTime)) };
+        if marked.is_ok() {
+            self.switch();
+        }
+        for task in self.gate.open().into_iter().chain(self.core.gate.open()) {
+            self.core.runner.push(task);
+        }
+        marked
+    }
+
+    fn switch(self: &Arc<Self>) {
+        self.set_merging();
+        self.gate.change(|_| Mode::Merging);
+        self.core.gate.change(|view| {
+            view.changed(|view| {
+                let (merging, others) = view.snapshots.drain(..).partition(|snap| snap.is(self));
+                view.snapshots = others;
+                view.merging = merging.into_iter().next();
+            })
+        });
+    }
+
+    // ---- the marks -----------------------------------------------------------------------------------------------------------
+
+    fn mark_store(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
+        if mutants::on(Mutant::MergeUnmarked) {
+            return Ok(());
+        }
+        match self.store.mark_merge(new_id()) {
+            Ok(_) => Ok(()),
+            Err(store::MergeError::Invalid) => {
+                self.invalidate(None);
+                Err(MergeSetupError::Invalid)
+            }
+            Err(error) => Err(MergeSetupError::Mark(error)),
+        }
+    }
+
+    /// Has the origin say what the store says.
+    fn note(&self) {
+        if let (Some(id), Some(notes)) = (self.store.merge_id(), &self.core.notes) {
+            notes.merge_begins(id, self.place.get().map_or("", |place| place));
+        }
+    }
+
+    /// All is in the origin. A mark that stays means the same, where nothing is listed.
+    fn unmark(&self) {
+        if self.store.merge_id().is_none() {
+            return;
+        }
+        if let Some(notes) = &self.core.notes {
+            notes.merge_ended();
+        }
+        if let Err(error) = self.store.unmark_merge() {
+            tracing::warn!("the mark of a merge that is finished could not be taken away: {error}");
+        }
+    }
+
+    /// Stops the merge, if one runs.
+    pub fn stop_merge(&self) {
+        self.merge.progress.lock().stop = true;
+    }
+
+    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is locked.
+    pub fn hold_for_merge(self: &Arc<Self>, waiter: Waiter) {
+        let mut tracking = self.merge.tracking.lock();
+        tracking.held.push(waiter);
+        if std::mem::replace(&mut tracking.busy, true) {
+            return;
+        }
+        drop(tracking);
+        // Nobody is at it: the run failed, and so did writing it back.
+        let snap = Arc::clone(self);
+        self.store.put_back(move |outcome| {
+            let torn = snap.merge.tracking.lock().torn.clone();
+            if outcome.is_ok() {
+                torn.clone().into_iter().flatten().for_each(|chunk| snap.mark(chunk, false));
+            }
+            snap.merge.end_run(torn.filter(|_| outcome.is_err()), outcome);
+        });
+    }
+
+    fn mark(&self, chunk: u64, merging: bool) {
+        if let Some(locked) = self.exceptions.lock_present(chunk) {
+            locked.mark(merging);
+        }
+    }
+
+    fn run_merge(self: Arc<Self>) {
+        let _ended = Ended(&self.merge);
+        let status = loop {
+            if self.merge.progress.lock().stop {
+                break MergeStatus::Stopped;
+            }
+            match self.store.last_run() {
+                Ok(None) => break MergeStatus::Finished,
+                Ok(Some(run)) => {
+                    if let Err(failure) = self.merge_run(&run) {
+                        break MergeStatus::Failed(failure);
+                    }
+                }
+                Err(error) => break MergeStatus::Failed(error.into()),
+            }
+        };
+        match &status {
+            MergeStatus::Finished => {
+                self.unmark();
+                self.core.forget(&self);
+                // Before another merge can begin: from then on this one is told from it by that.
+                let mut changing = self.core.changing.lock();
+                self.merge.set(status);
+                changing.merging = Merging::No;
+                return;
+            }
+            MergeStatus::Failed(failure) => tracing::warn!("a merge stopped: {failure}"),
+            _ => {}
+        }
+        self.merge.set(status);
+    }
+
+    /// Merges the end of a run.
+    fn merge_run(self: &Arc<Self>, run: &Run) -> std::result::Result<(), MergeFailure> {
+        let chunk = self.chunk();
+        let count = run.count.min((RUN_BYTES_MAX / chunk).max(1));
+        let (old, new) = (run.old + run.count - count, run.new + run.count - count);
+        let start = old * chunk;
+        let end = ((old + count) * chunk).min(self.size);
+        let failed = |what| move |error| MergeFailure::Device { what, error };
+        // 1
+        if start < end {
+            to_origin(|done| origin::Write::preserve(Arc::clone(&self.core), start, end - start, done))
+                .map_err(failed("copying to other snapshots"))?;
+        }
+        // 2
+        self.merge.begin_run();
+        (old..old + count).for_each(|chunk| self.mark(chunk, true));
+        // 3
+        self.drain(old, old + count);
+        // 4, 5
+        let copied = self
+            .copy_back(new * chunk, start, end)
+            .and_then(|()| self.core.device.flush().map_err(failed("flushing the origin")));
+        // 6
+        let forgotten = copied.and_then(|()| Ok(self.store.commit_merge(run, count)?));
+        // 7
+        if forgotten.is_err() && self.store.is_torn() {
+            self.merge.end_run(Some(old..old + count), Err(Error::Media));
+            return forgotten;
+        }
+        for chunk in (old..old + count).rev() {
+            match (self.exceptions.lock_present(chunk), &forgotten) {
+                (Some(locked), Ok(())) => locked.forget(),
+                (Some(locked), Err(_)) => locked.mark(false),
+                (None, _) => {}
+            }
+        }
+        self.merge.end_run(None, if forgotten.is_ok() { Ok(()) } else { Err(Error::Media) });
+        forgotten
+    }
+
+    /// Waits for writes to these chunks of the COW device.
+    fn drain(&self, first: u64, end: u64) {
+        let mut tracking = self.merge.tracking.lock();
+        while tracking.writes.keys().any(|chunk| (first..end).contains(chunk)) {
+            tracking = wait(&self.merge.drained, tracking);
+        }
+    }
+
+    fn copy_back(self: &Arc<Self>, from: u64, start: u64, end: u64) -> std::result::Result<(), MergeFailure> {
+        let failed = |what| move |error| MergeFailure::Device { what, error };
+        let mut at = start;
+        while at < end {
+            let len = (end - at).min(PIECE_BYTES);
+            let mut data = IoBuf::zeroed(len as usize).map_err(failed("copying"))?;
+            let cow = self.store.device();
+            cow.read_at(from + (at - start), &mut data).map_err(failed("reading the COW device"))?;
+            to_origin(|done| {
+                let request = Request::new(Op::Write, at, len);
+                origin::Write::past_merge(self, request, data, done)
+            })
+            .map_err(failed("writing the origin"))?;
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// A number for a merge; not 0.
+fn new_id() -> u64 {
+    unique::number().max(1)
+}
+
+/// Runs a write of the origin to its end.
+fn to_origin(write: impl FnOnce(Completion) -> origin::Write) -> Result<()> {
+    let (tx, rx) = mpsc::sync_channel(1);
+    let done = Completion::new(move |outcome, _| {
+        // The receiver waits below; it cannot be gone.
+        let _ = tx.send(outcome);
+    });
+    write(done).go(Ok(()));
+    rx.recv().unwrap_or(Err(Error::Gone))
+}

@@ -1,0 +1,155 @@
+//! How many times something was done at an offset: counts of many keys in a table of fixed size, without a lock.
+//!
+//! A cell holds the upper bits of its key's hash and the count. A key belongs into the first free cell of a window that its hash
+//! chooses; cells are never given back, so a key is found where it was put. Where the window is full the key is not counted:
+//! each time counts as its first, whatever other threads do.
+
+use zerocopy::FromZeros;
+
+use freestone_core::sync::{AtomicU64, Ordering};
+
+/// Cells of a table, 8 bytes each. Memory that no key has reached costs nothing.
+const CELLS: usize = 1 << 20;
+/// Cells that are looked at for one key. Windows are full where the table as a whole is at about nine tenths.
+const WINDOW_CELLS: usize = 64;
+/// Lower bits of a cell, which count.
+const COUNT_BITS: u32 = 24;
+/// The highest count; it stays there.
+pub const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
+
+/// Counts by key.
+pub struct Tally {
+    cells: Box<[AtomicU64]>,
+    uncounted: AtomicU64,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        Self::new(CELLS)
+    }
+}
+
+impl Tally {
+    /// A table of `cells`, a power of two. Without memory for it nothing is counted.
+    fn new(cells: usize) -> Self {
+        // Zeroed by the system, page by page as it is reached.
+        let cells = <[AtomicU64]>::new_box_zeroed_with_elems(cells).unwrap_or_default();
+        Self { cells, uncounted: AtomicU64::new(0) }
+    }
+
+    /// Counts the key that has this hash: 1 for the first time.
+    pub fn count(&self, hash: u64) -> u64 {
+        let tag = hash >> COUNT_BITS;
+        for step in 0..WINDOW_CELLS.min(self.cells.len()) {
+            let cell = &self.cells[(hash as usize).wrapping_add(step) & (self.cells.len() - 1)];
+            // Relaxed: a cell is complete in itself, nothing is published by it.
+            let mut seen = cell.load(Ordering::Relaxed);
+            while seen == 0 || seen >> COUNT_BITS == tag {
+                let count = seen & COUNT_MAX;
+                if count == COUNT_MAX {
+                    return count;
+                }
+                // Relaxed: as above.
+                match cell.compare_exchange_weak(
+                    seen,
+                    (tag << COUNT_BITS) | (count + 1),
+                    // Relaxed: as above; each number is given out once because one word changes atomically.
+                    Ordering::Relaxed,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return count + 1,
+                    Err(other) => seen = other,
+                }
+            }
+        }
+        // Relaxed: a statistic.
+        self.uncounted.fetch_add(1, Ordering::Relaxed);
+        1
+    }
+
+    /// How often a key found no cell.
+    pub fn uncounted(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.uncounted.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::thread;
+
+    use xxhash_rust::xxh3::xxh3_64;
+
+    use super::*;
+
+    fn hash(key: u64) -> u64 {
+        xxh3_64(&key.to_le_bytes())
+    }
+
+    #[test]
+    fn half_full_it_is_exact() {
+        let tally = Tally::default();
+        for time in 1..=3 {
+            for key in 0..CELLS as u64 / 2 {
+                assert_eq!(tally.count(hash(key)), time, "key {key}");
+            }
+        }
+        assert_eq!(tally.uncounted(), 0);
+    }
+
+    #[test]
+    fn full_it_counts_whom_it_knows_and_no_one_else() {
+        let tally = Tally::new(256);
+        for key in 0..10_000 {
+            assert_eq!(tally.count(hash(key)), 1, "key {key}");
+        }
+        let mut known = 0;
+        for key in 0..10_000 {
+            match tally.count(hash(key)) {
+                1 => {}
+                2 => known += 1,
+                other => panic!("key {key} was counted {other} times"),
+            }
+        }
+        assert_eq!(known, 256, "every cell has a key");
+        assert_eq!(tally.uncounted(), 2 * (10_000 - 256));
+    }
+
+    #[test]
+    fn a_count_ends_at_its_highest() {
+        let tally = Tally::new(64);
+        for _ in 0..COUNT_MAX + 2 {
+            tally.count(hash(1));
+        }
+        assert_eq!(tally.count(hash(1)), COUNT_MAX);
+        assert_eq!(tally.count(hash(2)), 1, "the neighbour is not touched");
+    }
+
+    #[test]
+    fn every_number_is_given_out_once() {
+        const THREADS: u64 = 4;
+        const KEYS: u64 = 50;
+        const ROUNDS: u64 = 200;
+        let tally = Tally::new(64);
+        let all: Vec<(u64, u64)> = thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let keys = (0..ROUNDS).flat_map(|_| 0..KEYS);
+                        keys.map(|key| (key, tally.count(hash(key)))).collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut by_key: HashMap<u64, Vec<u64>> = HashMap::new();
+        for (key, count) in all {
+            by_key.entry(key).or_default().push(count);
+        }
+        for (key, mut counts) in by_key {
+            counts.sort_unstable();
+            assert_eq!(counts, (1..=THREADS * ROUNDS).collect::<Vec<_>>(), "key {key}");
+        }
+    }
+}

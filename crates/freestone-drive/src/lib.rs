@@ -1,0 +1,28 @@
+//! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices, [`zone`]s, [`faults`], loss of
+//! [`power`], and a [`door`] that can be shut.
+
+#![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
+
+#[cfg(not(loom))]
+pub mod door;
+#[cfg(not(loom))]
+pub mod faults;
+#[cfg(not(loom))]
+pub mod null;
+#[cfg(not(loom))]
+pub mod power;
+#[cfg(not(loom))]
+pub mod zone;
+
+#[cfg(loom)]
+mod zone {
+    //! What of zones is modelled: their locks, conditions and resources.
+    mod layout;
+    mod lock;
+    mod resources;
+    mod states;
+    mod word;
+
+    #[cfg(test)]
+    mod models;
+}

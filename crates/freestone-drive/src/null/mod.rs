@@ -1,0 +1,225 @@
+//! Test drives, after the kernel's `null_blk`: a device that stores nothing, one in plain memory, and what can be put over them.
+//!
+//! * [`Null`] forgets what is written: the yardstick of every export, and the floor of the contract's own cost.
+//! * [`Memory`] keeps it (`memory_backed=1`), uncompressed, with a lock per page.
+//! * [`BadBlocks`] fails what touches bad sectors; [`Paced`] limits the bandwidth and delays answers.
+//!
+//! Where they differ from the kernel's driver on purpose:
+//! * A read of what was never written is zeroes, also without backing (kernel: the reader's buffer stays as it is). A reader
+//!   that does not look asks for that with [`Flags::UNREAD`].
+//! * Memory is locked by the page (kernel: one lock a device around every copy).
+//! * `mbps` admits a request of any size (kernel: none above 20 ms' worth).
+//! * Write zeroes is offered, and a discard without backing is answered.
+
+mod badblocks;
+mod memory;
+mod pace;
+mod pages;
+
+use thiserror::Error;
+
+pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
+pub use self::memory::{MEMORY_BYTES_MAX, Memory};
+pub use self::pace::{COMPLETION_MAX, MBPS_MAX, PaceConfig, Paced};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    Tried, range_end,
+};
+
+/// Largest size in bytes: what a signed 64-bit file offset can address, which clients use.
+pub const MAX_SIZE_BYTES: u64 = i64::MAX as u64;
+
+/// What a [`Null`] or a [`Memory`] looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// Bytes: 1 block to [`MAX_SIZE_BYTES`] ([`MEMORY_BYTES_MAX`] with memory), a multiple of `logical_block`.
+    pub size: u64,
+    /// Bytes: a power of two from 512 to 4096.
+    pub logical_block: u32,
+    /// Clients are told that the disk turns.
+    pub rotational: bool,
+    /// Only reads are served.
+    pub read_only: bool,
+    /// Discards are offered, down to a block; else they are answered and free nothing.
+    pub discard: bool,
+    /// Largest request that is done at once, in bytes, a multiple of `logical_block`; 0 is no limit.
+    pub max_request: u32,
+}
+
+impl Config {
+    /// A writable device of `size` bytes in blocks of `logical_block` bytes, with discards and without a limit.
+    pub const fn plain(size: u64, logical_block: u32) -> Self {
+        Self { size, logical_block, rotational: false, read_only: false, discard: true, max_request: 0 }
+    }
+
+    /// The geometry of such a device of at most `largest` bytes.
+    fn geometry(&self, largest: u64) -> std::result::Result<Geometry, SetupError> {
+        let &Self { size, logical_block: block, rotational, read_only, discard, max_request } = self;
+        if !block.is_power_of_two() || !(512..=4096).contains(&block) {
+            return Err(SetupError::LogicalBlock(block));
+        }
+        if size == 0 || size > largest || !size.is_multiple_of(u64::from(block)) {
+            return Err(SetupError::Size { size, block, largest });
+        }
+        if !max_request.is_multiple_of(block) {
+            return Err(SetupError::MaxRequest { max_request, block });
+        }
+        Ok(Geometry {
+            size,
+            logical_block: block,
+            physical_block: block,
+            io_min: block,
+            io_opt: block,
+            max_request,
+            discard_granularity: if discard { block } else { 0 },
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            rotational,
+            read_only,
+            zones: None,
+        })
+    }
+}
+
+/// Why a device could not be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum SetupError {
+    /// The block is impossible.
+    #[error("logical_block is {0}; it must be 512, 1024, 2048 or 4096")]
+    LogicalBlock(u32),
+    /// The size is impossible.
+    #[error("size is {size} bytes; it must be a multiple of {block} bytes from {block} to {largest}")]
+    Size {
+        /// What was asked for.
+        size: u64,
+        /// The logical block.
+        block: u32,
+        /// The most there can be.
+        largest: u64,
+    },
+    /// The largest request is not whole blocks.
+    #[error("max_request is {max_request} bytes; it must be a multiple of {block} bytes, or 0 for no limit")]
+    MaxRequest {
+        /// What was asked for.
+        max_request: u32,
+        /// The logical block.
+        block: u32,
+    },
+    /// No memory for tables.
+    #[error("out of memory")]
+    NoMemory,
+}
+
+/// Forgets what is written and answers everything inline.
+pub struct Null {
+    geometry: Geometry,
+}
+
+impl Null {
+    /// Makes the device.
+    ///
+    /// # Errors
+    /// The configuration.
+    pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
+        Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
+    }
+}
+
+impl Device for Null {
+    #[inline]
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    #[inline]
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry)?;
+        let most = u64::from(self.geometry.max_request);
+        let (bytes, tried) = if most != 0 && request.len > most {
+            (most as usize, Tried::Partly(most))
+        } else {
+            (request.len as usize, Tried::Done)
+        };
+        if let Buffer::Read(out) = buffer
+            && !request.flags.contains(Flags::UNREAD)
+        {
+            out.get_mut(..bytes).ok_or(Error::Misaligned)?.fill(0);
+        }
+        Ok(tried)
+    }
+
+    fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
+        let outcome = request.check(&self.geometry);
+        if outcome.is_ok() && request.op == Op::Read && !request.flags.contains(Flags::UNREAD) {
+            buffer.fill(0);
+        }
+        done.complete(outcome, buffer);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        range_end(offset, len, self.geometry.size)?;
+        row(Extent { offset, len, kind: ExtentKind::Hole });
+        Ok(len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_configurations_are_refused() {
+        let make = |size, logical_block| Null::new(Config::plain(size, logical_block)).map(|_| ());
+        for block in [0, 1, 256, 513, 1000, 8192, u32::MAX] {
+            assert_eq!(make(1 << 20, block), Err(SetupError::LogicalBlock(block)));
+        }
+        for (size, block) in [(0, 512), (511, 512), (4096 + 512, 4096), (u64::MAX, 512), (1 << 63, 4096)] {
+            assert_eq!(make(size, block), Err(SetupError::Size { size, block, largest: MAX_SIZE_BYTES }));
+        }
+        for (size, block) in [(512, 512), (4096, 4096), (MAX_SIZE_BYTES & !4095, 4096)] {
+            assert_eq!(make(size, block), Ok(()));
+        }
+        let config = Config { max_request: 512, ..Config::plain(1 << 20, 4096) };
+        let error = SetupError::MaxRequest { max_request: 512, block: 4096 };
+        assert_eq!(Null::new(config).err(), Some(error));
+    }
+
+    #[test]
+    fn the_geometry_is_what_was_asked_for() {
+        let config = Config {
+            rotational: true,
+            read_only: true,
+            discard: false,
+            max_request: 8192,
+            ..Config::plain(1 << 20, 1024)
+        };
+        let null = Null::new(config).unwrap();
+        let geometry = null.geometry();
+        assert!(geometry.rotational && geometry.read_only);
+        assert_eq!((geometry.discard_granularity, geometry.max_request), (0, 8192));
+        assert_eq!(null.try_io(&Request::write(0, 1024), Buffer::Write(&[0; 1024])), Err(Error::ReadOnly));
+    }
+
+    #[test]
+    fn reads_are_zeroes_unless_nobody_looks() {
+        let null = Null::new(Config::plain(1 << 20, 512)).unwrap();
+        let mut out = [7; 512];
+        let unread = Request::read(0, 512).with(Flags::UNREAD);
+        assert_eq!(null.try_io(&unread, Buffer::Read(&mut out)), Ok(Tried::Done));
+        assert_eq!(out, [7; 512]);
+        assert_eq!(null.try_io(&Request::read(0, 512), Buffer::Read(&mut out)), Ok(Tried::Done));
+        assert_eq!(out, [0; 512]);
+    }
+
+    #[test]
+    fn larger_requests_are_done_in_pieces() {
+        let null = Null::new(Config { max_request: 1024, ..Config::plain(1 << 20, 512) }).unwrap();
+        let mut out = [7; 2560];
+        let request = Request::read(0, 2560);
+        assert_eq!(null.try_io(&request, Buffer::Read(&mut out)), Ok(Tried::Partly(1024)));
+        assert!(out[..1024].iter().all(|&b| b == 0) && out[1024..].iter().all(|&b| b == 7));
+        let rest = request.rest(2048);
+        assert_eq!(null.try_io(&rest, Buffer::Read(&mut out[2048..])), Ok(Tried::Done));
+    }
+}

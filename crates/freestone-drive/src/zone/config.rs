@@ -1,0 +1,240 @@
+//! What a zoned device is made of, and what cannot be made.
+
+use std::io;
+
+use thiserror::Error;
+
+use super::file::StateError;
+use super::layout::Layout;
+pub use super::layout::ZONE_SIZE_MAX_BYTES;
+use freestone_core::device::Geometry;
+
+/// The most zones a device may have. Bounds the memory of the table (128 bytes a zone up to 65 536 zones, then 8).
+pub const ZONES_MAX: u64 = 1 << 24;
+
+/// Zones of a device; the parameters of `null_blk` by their own names. Sizes in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// Distance between two zone starts: a power of two from one logical block to the size of the device, at most
+    /// [`ZONE_SIZE_MAX_BYTES`]. A zone at the end of the device may be shorter where every zone can be written to its end.
+    pub zone_size: u64,
+    /// How much of a zone can be written: at most `zone_size`, a multiple of the logical block; 0 is `zone_size`.
+    pub zone_capacity: u64,
+    /// Conventional zones at the start of the device. At least one zone stays sequential: more than that is cut down.
+    pub zone_nr_conv: u32,
+    /// Sequential zones that may be open at once; 0, or as many as there are, is no limit. Never more than
+    /// `zone_max_active`, where that limits.
+    pub zone_max_open: u32,
+    /// Sequential zones that may be open or closed at once; 0, or as many as there are, is no limit.
+    pub zone_max_active: u32,
+    /// The largest append: rounded down to blocks, at most the capacity of a zone; 0 where append is not offered.
+    pub zone_append_max: u64,
+    /// Sequential zones are full when the device is made.
+    pub zone_full: bool,
+    /// The device below stores what is written. Where it does not, as the bare null device, reads are the device's own answer;
+    /// where it does, what lies behind a write pointer reads as bytes of 0xFF.
+    pub stores: bool,
+}
+
+impl Default for Config {
+    /// The kernel's: zones of 256 MiB, all sequential, no limits.
+    fn default() -> Self {
+        Self {
+            zone_size: 256 << 20,
+            zone_capacity: 0,
+            zone_nr_conv: 0,
+            zone_max_open: 0,
+            zone_max_active: 0,
+            zone_append_max: u64::MAX,
+            zone_full: false,
+            stores: true,
+        }
+    }
+}
+
+/// Why zones could not be made.
+#[derive(Debug, Error)]
+pub enum SetupError {
+    /// The size of a zone is impossible.
+    #[error(
+        "zone_size is {zone_size} bytes; it must be a power of two from {block} bytes to the size of the device ({size} bytes), \
+         and at most {ZONE_SIZE_MAX_BYTES}"
+    )]
+    ZoneSize {
+        /// What was asked for.
+        zone_size: u64,
+        /// The logical block.
+        block: u32,
+        /// The size of the device.
+        size: u64,
+    },
+    /// So many zones are impossible.
+    #[error("zone_size {zone_size} gives {zones} zones; at most {ZONES_MAX} are possible")]
+    TooManyZones {
+        /// What was asked for.
+        zone_size: u64,
+        /// How many zones that makes.
+        zones: u64,
+    },
+    /// The capacity of a zone is impossible.
+    #[error(
+        "zone_capacity is {capacity} bytes; it must be a multiple of {block} bytes and at most zone_size ({zone_size} bytes)"
+    )]
+    Capacity {
+        /// What was asked for.
+        capacity: u64,
+        /// The logical block.
+        block: u32,
+        /// The size of a zone.
+        zone_size: u64,
+    },
+    /// The last zone is shorter, and zones cannot be written to their ends.
+    #[error(
+        "the device has {size} bytes, which leaves a last zone of {last} bytes; a shorter last zone is possible only where \
+         zone_capacity is zone_size ({zone_size} bytes)"
+    )]
+    ShortLastZone {
+        /// The size of the device.
+        size: u64,
+        /// The length of the last zone.
+        last: u64,
+        /// The size of a zone.
+        zone_size: u64,
+    },
+    /// The device below has zones itself.
+    #[error("the device has zones already")]
+    Zoned,
+    /// The table does not fit into memory.
+    #[error("there is no memory for {0} zones")]
+    NoMemory(u32),
+    /// The zone state file.
+    #[error("the zone state file: {0}")]
+    State(#[from] StateError),
+    /// A thread could not be started.
+    #[error("a thread could not be started: {0}")]
+    Thread(#[source] io::Error),
+}
+
+impl Layout {
+    /// Checks a configuration for a device.
+    pub fn new(config: &Config, below: &Geometry) -> Result<Self, SetupError> {
+        if below.zones.is_some() {
+            return Err(SetupError::Zoned);
+        }
+        let (size, block) = (below.size, below.logical_block);
+        let (zone_size, whole) = (config.zone_size, u64::from(block));
+        if !zone_size.is_power_of_two() || zone_size < whole || zone_size > size.min(ZONE_SIZE_MAX_BYTES) {
+            return Err(SetupError::ZoneSize { zone_size, block, size });
+        }
+        let zones = size.div_ceil(zone_size);
+        if zones > ZONES_MAX {
+            return Err(SetupError::TooManyZones { zone_size, zones });
+        }
+        let capacity = if config.zone_capacity == 0 { zone_size } else { config.zone_capacity };
+        if capacity > zone_size || !capacity.is_multiple_of(whole) {
+            return Err(SetupError::Capacity { capacity, block, zone_size });
+        }
+        let last = size % zone_size;
+        if last != 0 && capacity != zone_size {
+            return Err(SetupError::ShortLastZone { size, last, zone_size });
+        }
+        let zones = zones as u32;
+        let conventional = config.zone_nr_conv.min(zones - 1);
+        let sequential = zones - conventional;
+        let limit = |limit: u32| if limit >= sequential { 0 } else { limit };
+        let max_active = limit(config.zone_max_active);
+        let max_open = match max_active {
+            0 => limit(config.zone_max_open),
+            // As in the kernel: no limit of its own stays none, and more than may be active is cut down.
+            _ => config.zone_max_open.min(max_active),
+        };
+        let max_append = config.zone_append_max.min(capacity).min(u64::from(u32::MAX)) & !(whole - 1);
+        Ok(Self {
+            size,
+            block,
+            zone_shift: zone_size.trailing_zeros(),
+            capacity,
+            zones,
+            conventional,
+            max_open,
+            max_active,
+            max_append: max_append as u32,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::null;
+
+    fn below(size: u64) -> Geometry {
+        use freestone_core::device::Device;
+        null::Null::new(null_config(size)).unwrap().geometry()
+    }
+
+    fn null_config(size: u64) -> null::Config {
+        null::Config::plain(size, 4096)
+    }
+
+    #[test]
+    fn impossible_zones_are_refused() {
+        let layout = |size: u64, config: Config| Layout::new(&config, &below(size)).map(|_| ());
+        let zones = |zone_size| Config { zone_size, ..Config::default() };
+        for zone_size in [0, 1, 2048, 4097, 12288, 2 << 20, u64::MAX, 1 << 63] {
+            assert!(matches!(layout(1 << 20, zones(zone_size)), Err(SetupError::ZoneSize { .. })));
+        }
+        assert!(layout(1 << 20, zones(1 << 20)).is_ok());
+        assert!(layout(1 << 20, zones(4096)).is_ok());
+        assert!(matches!(layout(1 << 40, zones(4096)), Err(SetupError::TooManyZones { .. })));
+        assert!(matches!(layout(1 << 62, zones(1 << 50)), Err(SetupError::ZoneSize { .. })));
+        for zone_capacity in [4097, 100, (1 << 16) + 4096] {
+            let config = Config { zone_capacity, ..zones(1 << 16) };
+            assert!(matches!(layout(1 << 20, config), Err(SetupError::Capacity { .. })));
+        }
+        let short = (1 << 20) + 4096;
+        assert!(layout(short, zones(1 << 16)).is_ok());
+        assert!(layout(short, Config { zone_capacity: 1 << 16, ..zones(1 << 16) }).is_ok());
+        let config = Config { zone_capacity: 1 << 15, ..zones(1 << 16) };
+        assert!(matches!(layout(short, config), Err(SetupError::ShortLastZone { last: 4096, .. })));
+    }
+
+    #[test]
+    fn limits_are_cut_down_as_in_the_kernel() {
+        // 16 zones. Asked for: conventional, open, active; given: the same.
+        let rows = [
+            ((0, 0, 0), (0, 0, 0)),
+            ((0, 16, 0), (0, 0, 0)),
+            ((0, 15, 0), (0, 15, 0)),
+            ((0, 15, 16), (0, 15, 0)),
+            ((0, 100, 4), (0, 4, 4)),
+            ((0, 0, 4), (0, 0, 4)),
+            ((0, 3, 4), (0, 3, 4)),
+            ((4, 12, 12), (4, 0, 0)),
+            ((4, 12, 11), (4, 11, 11)),
+            ((99, 1, 1), (15, 0, 0)),
+        ];
+        for ((zone_nr_conv, zone_max_open, zone_max_active), expected) in rows {
+            let config = Config {
+                zone_size: 1 << 16,
+                zone_nr_conv,
+                zone_max_open,
+                zone_max_active,
+                ..Config::default()
+            };
+            let layout = Layout::new(&config, &below(1 << 20)).unwrap();
+            assert_eq!((layout.conventional, layout.max_open, layout.max_active), expected, "{config:?}");
+        }
+    }
+
+    #[test]
+    fn appends_are_rounded_and_bounded() {
+        let zone_capacity = 3 << 14;
+        for (asked, given) in [(0, 0), (4095, 0), (4096, 4096), (10000, 8192), (u64::MAX, 3 << 14)] {
+            let config =
+                Config { zone_size: 1 << 16, zone_capacity, zone_append_max: asked, ..Config::default() };
+            let layout = Layout::new(&config, &below(1 << 20)).unwrap();
+            assert_eq!(u64::from(layout.max_append), given);
+        }
+    }
+}

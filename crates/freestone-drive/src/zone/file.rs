@@ -1,0 +1,398 @@
+//! The zone state file: what is durable of each zone.
+//!
+//! | bytes | content |
+//! |---|---|
+//! | 0 .. 4096 | [`Header`]: magic, version, geometry, checksum; written once |
+//! | 4096 + 8192 g | [`Group`] g, first copy: sequence number, checksum, the marks of zones 510 g to 510 g + 509 |
+//! | 8192 + 8192 g | the same, second copy |
+//!
+//! All numbers are little-endian. A change of a zone writes its group with the next sequence number over the older copy, and then syncs
+//! the file; so a write that a crash tears, in whatever way, leaves the newer copy as it was, with all its zones. Of two good copies
+//! the one with the higher number counts. A mark is described at [`Mark`].
+//!
+//! A write that failed may have happened: its groups are suspect until they were written again, at the same place, so that the older
+//! copy stays good. Nor need what is found in the file be durable (the process before may have ended between a write and its sync):
+//! it is written again when the file is opened.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use thiserror::Error;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+
+use super::durable::Mark;
+use super::layout::Layout;
+use freestone_core::device::{self, Blocking, Device, Flags};
+use freestone_core::file_locks::{self, Access, Held};
+use freestone_core::mutants::{self, Mutant};
+use freestone_core::replace::{MayGo, Place, STATE_PREFIX};
+
+const MAGIC: [u8; 16] = *b"freestone zones\n";
+const VERSION: u32 = 1;
+const BLOCK_BYTES: u64 = 4096;
+/// No file of ours gets so far: what does is damaged, and the numbers after it would soon be the lower ones.
+const SEQUENCE_MAX: u64 = 1 << 62;
+/// Zones of a group.
+const GROUP_ZONES: usize = 510;
+
+/// The first block.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Header {
+    magic: [u8; 16],
+    version: U32,
+    logical_block: U32,
+    /// Bytes.
+    size: U64,
+    /// Bytes.
+    zone_size: U64,
+    /// Bytes.
+    zone_capacity: U64,
+    zones: U32,
+    conventional: U32,
+    /// A random number that is part of every group's checksum: groups of another file are none of this one.
+    id: U64,
+    /// XXH3 of all before it.
+    checksum: U64,
+}
+
+/// A block of zones.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Group {
+    sequence: U64,
+    /// XXH3 of sequence and marks, seeded with the file's id and the group's number.
+    checksum: U64,
+    marks: [U64; GROUP_ZONES],
+}
+
+const _: () = assert!(size_of::<Group>() == BLOCK_BYTES as usize);
+const _: () = assert!(size_of::<Header>() <= BLOCK_BYTES as usize);
+
+/// Why the zone state file could not be used.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// The system's.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// The device it is on.
+    #[error("the device it is on: {0}")]
+    Device(#[from] device::Error),
+    /// Something else.
+    #[error("it is no zone state file")]
+    Foreign,
+    /// Made by a later Freestone.
+    #[error("it has version {0}; this Freestone knows version {VERSION}")]
+    Newer(u32),
+    /// Another process has it.
+    #[error("another process uses it")]
+    InUse,
+    /// It belongs to a device with other zones.
+    #[error("it is for a device with {what} {found}; this one has {wanted}")]
+    Geometry {
+        /// Which number differs.
+        what: &'static str,
+        /// In the file.
+        found: u64,
+        /// Of the device.
+        wanted: u64,
+    },
+    /// A part that no crash leaves like this.
+    #[error("it is damaged: {0}")]
+    Damaged(&'static str),
+    /// A zone that no crash leaves like this.
+    #[error("it is damaged: what it says of zone {0} is impossible")]
+    BadMark(u32),
+    /// The device that it is to be kept on is too small, or cannot be written.
+    #[error("it needs a writable device of {needed} bytes; this one has {size}")]
+    TooSmall {
+        /// Bytes it takes.
+        needed: u64,
+        /// Bytes there are.
+        size: u64,
+    },
+}
+
+/// What the state is kept on.
+enum Medium {
+    File(File),
+    Device(Arc<dyn Device>),
+}
+
+impl Medium {
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), StateError> {
+        match self {
+            Self::File(file) => Ok(file.read_exact_at(out, offset)?),
+            Self::Device(device) => Ok(device.read_at(offset, out)?),
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), StateError> {
+        match self {
+            Self::File(file) => Ok(file.write_all_at(data, offset)?),
+            Self::Device(device) => Ok(device.write_at(offset, data, Flags::empty())?),
+        }
+    }
+
+    fn sync(&self) -> Result<(), StateError> {
+        match self {
+            Self::File(file) => Ok(file.sync_data()?),
+            Self::Device(device) => Ok(device.flush()?),
+        }
+    }
+}
+
+/// An open zone state file.
+pub struct StateFile {
+    medium: Medium,
+    id: u64,
+    zones: u32,
+    /// Of each group the number of its newer copy.
+    sequences: Vec<u64>,
+    /// Groups of which a write failed: the copy after that may be in the file, or a part of it.
+    suspect: BTreeSet<u64>,
+    /// Of a file.
+    held: Option<Held>,
+}
+
+impl Drop for StateFile {
+    fn drop(&mut self) {
+        if let Medium::File(file) = &self.medium {
+            // Closing would do, but a program that is just being started has the file until it runs.
+            file_locks::unlock(file.as_fd());
+        }
+    }
+}
+
+impl StateFile {
+    /// Opens the state at `path`, or makes it, with `fresh` of every zone, where nothing is there. Gives every zone's mark.
+    pub fn open(
+        path: &Path,
+        layout: &Layout,
+        fresh: impl Fn(u32) -> Mark,
+    ) -> Result<(Self, Vec<Mark>), StateError> {
+        if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            let place = Place::new(path)?;
+            let unfinished = place.begin(STATE_PREFIX)?;
+            let file = unfinished.as_file().try_clone()?;
+            file.set_len(bytes(layout.zones))?;
+            Self::make(&Medium::File(file), layout, fresh)?;
+            place.put(unfinished, MayGo::Nothing)?;
+        }
+        let file = File::options().read(true).write(true).open(path)?;
+        if !file.metadata()?.is_file() {
+            return Err(StateError::Foreign);
+        }
+        file_locks::lock(file.as_fd(), Access::Write).map_err(|error| match error {
+            rustix::io::Errno::WOULDBLOCK => StateError::InUse,
+            other => StateError::Io(other.into()),
+        })?;
+        let held = Held::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);
+        let len = file.metadata()?.len();
+        // Whoever made it may have ended before its name was durable.
+        Place::new(path)?.keep_name()?;
+        let (mut state, marks) = Self::load(Medium::File(file), len, layout)?;
+        state.held = Some(held);
+        Ok((state, marks))
+    }
+
+    /// Opens the state on `device`, or makes it where the device begins with zeroes.
+    pub fn open_on(
+        device: Arc<dyn Device>,
+        layout: &Layout,
+        fresh: impl Fn(u32) -> Mark,
+    ) -> Result<(Self, Vec<Mark>), StateError> {
+        let geometry = device.geometry();
+        let needed = bytes(layout.zones);
+        if geometry.size < needed || geometry.read_only {
+            return Err(StateError::TooSmall { needed, size: geometry.size });
+        }
+        let medium = Medium::Device(device);
+        let mut first = vec![0; BLOCK_BYTES as usize];
+        medium.read(0, &mut first)?;
+        if first.iter().all(|&byte| byte == 0) {
+            Self::make(&medium, layout, fresh)?;
+        }
+        Self::load(medium, needed, layout)
+    }
+
+    /// Writes a new state: the header last, so that what was not finished has none.
+    fn make(medium: &Medium, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<(), StateError> {
+        let id = freestone_core::unique::number();
+        for group in 0..groups(layout.zones) {
+            for sequence in [0, 1] {
+                let block = block(id, group, sequence, layout.zones, &fresh);
+                medium.write(place(group, sequence), block.as_bytes())?;
+            }
+        }
+        medium.sync()?;
+        let mut header = Header {
+            magic: MAGIC,
+            version: U32::new(VERSION),
+            logical_block: U32::new(layout.block),
+            size: U64::new(layout.size),
+            zone_size: U64::new(layout.zone_size()),
+            zone_capacity: U64::new(layout.capacity),
+            zones: U32::new(layout.zones),
+            conventional: U32::new(layout.conventional),
+            id: U64::new(id),
+            checksum: U64::ZERO,
+        };
+        header.checksum = U64::new(header.sum());
+        let mut first = vec![0; BLOCK_BYTES as usize];
+        first[..size_of::<Header>()].copy_from_slice(header.as_bytes());
+        medium.write(0, &first)?;
+        medium.sync()
+    }
+
+    fn load(medium: Medium, len: u64, layout: &Layout) -> Result<(Self, Vec<Mark>), StateError> {
+        if len < BLOCK_BYTES {
+            return Err(StateError::Foreign);
+        }
+        let mut first = vec![0; BLOCK_BYTES as usize];
+        medium.read(0, &mut first)?;
+        let (header, _) = Header::read_from_prefix(&first).map_err(|_| StateError::Foreign)?;
+        header.check(layout)?;
+        if len < bytes(layout.zones) {
+            return Err(StateError::Damaged("it is too short"));
+        }
+        let id = header.id.get();
+        let mut marks = Vec::with_capacity(layout.zones as usize);
+        let mut sequences = Vec::new();
+        for group in 0..groups(layout.zones) {
+            let newer = Self::load_group(&medium, id, group)?;
+            medium.write(place(group, newer.sequence.get()), newer.as_bytes())?;
+            sequences.push(newer.sequence.get());
+            let left = (layout.zones as usize - marks.len()).min(GROUP_ZONES);
+            marks.extend(newer.marks[..left].iter().map(|mark| Mark(mark.get())));
+        }
+        medium.sync()?;
+        let file = Self { medium, id, zones: layout.zones, sequences, suspect: BTreeSet::new(), held: None };
+        Ok((file, marks))
+    }
+
+    /// The newer of the good copies of a group.
+    fn load_group(medium: &Medium, id: u64, group: u64) -> Result<Box<Group>, StateError> {
+        let mut newest: Option<Box<Group>> = None;
+        for copy in [0, 1] {
+            let mut found =
+                Group::new_box_zeroed().map_err(|_| StateError::Device(device::Error::NoMemory))?;
+            medium.read(place(group, copy), found.as_mut_bytes())?;
+            let sequence = found.sequence.get();
+            // A copy that stands in the other's place was not written by us.
+            let good = found.checksum.get() == found.sum(id, group)
+                && sequence % 2 == copy
+                && sequence < SEQUENCE_MAX;
+            if good && newest.as_ref().is_none_or(|newest| sequence > newest.sequence.get()) {
+                newest = Some(found);
+            }
+        }
+        newest.ok_or(StateError::Damaged("both copies of a group of zones are bad"))
+    }
+
+    /// Whether it is known what is in the file.
+    pub fn is_certain(&self) -> bool {
+        self.suspect.is_empty()
+    }
+
+    /// Makes the marks of these zones, as `mark` has them, durable, and those of all groups that are suspect. After an error the
+    /// file holds, for each of these groups, the marks that were durable before, or these, or some of an earlier failed write.
+    pub fn write(
+        &mut self,
+        zones: impl Iterator<Item = u32>,
+        mark: impl Fn(u32) -> Mark,
+    ) -> Result<(), StateError> {
+        if mutants::on(Mutant::ZonesBelieveFailure) {
+            self.suspect.clear();
+        }
+        self.suspect.extend(zones.map(|zone| u64::from(zone) / GROUP_ZONES as u64));
+        if self.suspect.is_empty() {
+            return Ok(());
+        }
+        for &group in &self.suspect {
+            let sequence = self.sequences[group as usize] + 1;
+            let block = block(self.id, group, sequence, self.zones, &mark);
+            self.medium.write(place(group, sequence), block.as_bytes())?;
+        }
+        self.medium.sync()?;
+        for group in std::mem::take(&mut self.suspect) {
+            self.sequences[group as usize] += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Header {
+    fn sum(&self) -> u64 {
+        let bytes = self.as_bytes();
+        xxh3_64_with_seed(&bytes[..bytes.len() - size_of::<U64>()], 0)
+    }
+
+    fn check(&self, layout: &Layout) -> Result<(), StateError> {
+        if self.magic != MAGIC {
+            return Err(StateError::Foreign);
+        }
+        // A later version may have its checksum elsewhere.
+        if self.version.get() > VERSION {
+            return Err(StateError::Newer(self.version.get()));
+        }
+        if self.version.get() != VERSION || self.checksum.get() != self.sum() {
+            return Err(StateError::Damaged("the checksum of its header is wrong"));
+        }
+        let numbers = [
+            ("size", self.size.get(), layout.size),
+            ("logical_block", u64::from(self.logical_block.get()), u64::from(layout.block)),
+            ("zone_size", self.zone_size.get(), layout.zone_size()),
+            ("zone_capacity", self.zone_capacity.get(), layout.capacity),
+            ("zone_nr_conv", u64::from(self.conventional.get()), u64::from(layout.conventional)),
+        ];
+        match numbers.into_iter().find(|(_, found, wanted)| found != wanted) {
+            Some((what, found, wanted)) => Err(StateError::Geometry { what, found, wanted }),
+            None if self.zones.get() != layout.zones => {
+                Err(StateError::Damaged("its number of zones is wrong"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Group {
+    fn sum(&self, id: u64, group: u64) -> u64 {
+        let seed = id ^ group ^ self.sequence.get().rotate_left(32);
+        xxh3_64_with_seed(self.marks.as_bytes(), seed)
+    }
+}
+
+/// A group as it is written.
+fn block(id: u64, group: u64, sequence: u64, zones: u32, mark: &impl Fn(u32) -> Mark) -> Group {
+    let mut block =
+        Group { sequence: U64::new(sequence), checksum: U64::ZERO, marks: [U64::ZERO; GROUP_ZONES] };
+    let first = group * GROUP_ZONES as u64;
+    for (zone, slot) in (first..u64::from(zones)).zip(&mut block.marks) {
+        *slot = U64::new(mark(zone as u32).0);
+    }
+    block.checksum = U64::new(block.sum(id, group));
+    block
+}
+
+/// Groups of so many zones.
+fn groups(zones: u32) -> u64 {
+    u64::from(zones).div_ceil(GROUP_ZONES as u64)
+}
+
+/// Bytes of a state of so many zones.
+fn bytes(zones: u32) -> u64 {
+    BLOCK_BYTES * (1 + 2 * groups(zones))
+}
+
+/// Where the copy of a group with this sequence number is.
+fn place(group: u64, sequence: u64) -> u64 {
+    BLOCK_BYTES * (1 + 2 * group + sequence % 2)
+}

@@ -1,0 +1,445 @@
+//! Zones over any device: write pointers, conditions, limits, one lock per zone.
+//!
+//! [`Zones`] gives a device the zone model of the kernel's `null_blk`, with its rules, errors and order of checks. A zone's state is
+//! one word with its own lock (`word`, `lock`); reads take none and look again (`read`). The word's lock is never held while a
+//! device takes its time: a write that would have to wait owns its zone instead, and what comes later queues behind it
+//! (`write`, `queue`). Resources are counted only where open or active zones are limited (`states`, `resources`).
+//!
+//! What is durable of the zones is known where the device below has a volatile cache or the zones a state file (`durable`, `file`).
+
+mod config;
+mod counts;
+mod cut;
+mod durable;
+mod extents;
+mod file;
+mod layout;
+mod lock;
+mod ops;
+mod queue;
+mod read;
+mod resources;
+mod states;
+mod word;
+mod write;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+pub use config::{Config, SetupError, ZONE_SIZE_MAX_BYTES, ZONES_MAX};
+pub use counts::ZoneCounts;
+pub use file::StateError;
+
+use crate::null::BadBlocks;
+use crate::power;
+use durable::{Durable, Mark};
+use file::StateFile;
+use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneOp, Zoned};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result, Tried,
+};
+use freestone_core::percpu::Counters;
+use freestone_core::runner::Runner;
+use freestone_core::sync::Mutex;
+use layout::Layout;
+use queue::Queues;
+use states::{Place, Table};
+use word::Word;
+use write::{AppendDone, Done, Write};
+
+/// Where the state of the zones is kept.
+pub enum State<'a> {
+    /// In memory: the zones are as new whenever the device is made.
+    Volatile,
+    /// In this file, which is made where nothing is there. One device uses it at a time.
+    File(&'a Path),
+    /// On this device, which begins with zeroes or holds the state of such zones already. It takes 12 KiB for every 510 zones.
+    Device(Arc<dyn Device>),
+}
+
+/// A zoned device over another one.
+///
+/// Discards are answered and do nothing, as zoned devices do not offer them. Writes of zeroes to a sequential zone are writes at its
+/// write pointer. Reads may cross zones, writes to sequential zones may not. With a state file, zones that were open are closed when
+/// the device is made again, and a write that is durable when it is answered ([`Flags::FUA`]) costs a flush of the whole device.
+///
+/// Dropping it flushes, where there is a state file.
+pub struct Zones {
+    inner: Arc<Inner>,
+}
+
+/// Lock order: `whole`; a zone's own, as described in [`states`]; `unsynced`, or the resources, or a shard of `queues`, or what
+/// `durable` keeps. A zone that somebody owns is waited for with no lock held but `whole`.
+struct Inner {
+    table: Table,
+    backing: Arc<dyn Device>,
+    bad: Option<Arc<BadBlocks>>,
+    /// The backing keeps what is written.
+    stores: bool,
+    read_only: bool,
+    full_at_first: bool,
+    queues: Queues,
+    /// Where something can be lost.
+    durable: Option<Durable>,
+    /// Who waits for [`Inner::sync`].
+    unsynced: Mutex<Vec<Synced>>,
+    /// Held by who changes all zones together.
+    whole: Mutex<()>,
+    /// Begins what waited; never waits itself.
+    runner: Arc<Runner>,
+    /// Flushes; waits for the state file.
+    syncer: Arc<Runner>,
+    ops: OpCounts,
+    zone_ops: Counters<{ counts::COUNTERS }>,
+}
+
+type Synced = Box<dyn FnOnce(Result<()>) + Send>;
+
+impl Zones {
+    /// Makes zones over `backing`. `bad` are its bad blocks, where it has some: with them, what of a failed write was transferred
+    /// advances the write pointer.
+    ///
+    /// # Errors
+    /// [`SetupError`].
+    pub fn new(
+        backing: Arc<dyn Device>,
+        config: Config,
+        state: State<'_>,
+        bad: Option<Arc<BadBlocks>>,
+    ) -> std::result::Result<Self, SetupError> {
+        let geometry = backing.geometry();
+        let layout = Layout::new(&config, &geometry)?;
+        let new = |zone| fresh(&layout, config.zone_full, zone);
+        let mark = |zone| Mark::of(new(zone));
+        let opened = match state {
+            State::Volatile => None,
+            State::File(path) => Some(StateFile::open(path, &layout, mark)?),
+            State::Device(device) => Some(StateFile::open_on(device, &layout, mark)?),
+        };
+        let no_memory = || SetupError::NoMemory(layout.zones);
+        let (table, file) = match opened {
+            None => (Table::new(layout, new), None),
+            Some((file, marks)) => {
+                let words = durable::words(&layout, &marks)?;
+                (Table::new(layout, |zone| words[zone as usize]), Some(file))
+            }
+        };
+        let table = table.ok_or_else(no_memory)?;
+        // A state that a crash left may have one zone from before a flush and another from after it, so there can be more active
+        // zones than may be. They can be written on, and no empty one until enough are full or reset.
+        let active = (0..layout.zones).filter(|&zone| table.look(zone).condition() == ZoneCondition::Closed);
+        let active = active.count() as u32;
+        if layout.max_active != 0 && active > layout.max_active {
+            tracing::warn!("{active} zones are partly written; zone_max_active is {}", layout.max_active);
+        }
+        let durable = (file.is_some() || geometry.volatile_cache).then(|| Durable::new(&table, file));
+        let inner = Inner {
+            table,
+            backing,
+            bad,
+            stores: config.stores,
+            read_only: geometry.read_only,
+            full_at_first: config.zone_full,
+            queues: Queues::default(),
+            durable,
+            unsynced: Mutex::default(),
+            whole: Mutex::default(),
+            runner: Runner::new("zones"),
+            syncer: Runner::new("zones-sync"),
+            ops: OpCounts::default(),
+            zone_ops: Counters::default(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Makes the sequential zone that holds the byte `offset` read-only, with all its data; where it is that already, it is emptied.
+    /// As `zone_readonly` of `null_blk`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] of a conventional zone, [`Error::ReadOnly`] of a read-only device,
+    /// and the device's.
+    pub fn set_read_only(&self, offset: u64) -> Result<()> {
+        self.counted(self.inner.set_condition(offset, ZoneCondition::ReadOnly))
+    }
+
+    /// Takes the sequential zone that holds the byte `offset` offline; where it is that already, it is emptied. As `zone_offline` of
+    /// `null_blk`.
+    ///
+    /// # Errors
+    /// As [`set_read_only`](Self::set_read_only).
+    pub fn set_offline(&self, offset: u64) -> Result<()> {
+        self.counted(self.inner.set_condition(offset, ZoneCondition::Offline))
+    }
+
+    /// How the zones are, and what was done.
+    pub fn counts(&self) -> ZoneCounts {
+        let Inner { table, ops, zone_ops, .. } = &*self.inner;
+        let mut counts = ZoneCounts {
+            ops: ops.snapshot(),
+            opens: zone_ops.get(counts::OPENS),
+            closes: zone_ops.get(counts::CLOSES),
+            finishes: zone_ops.get(counts::FINISHES),
+            resets: zone_ops.get(counts::RESETS),
+            implicit_closes: table.implicit_closes(),
+            ..ZoneCounts::default()
+        };
+        for zone in 0..table.layout.zones {
+            counts.add(table.look(zone).condition());
+        }
+        counts
+    }
+
+    /// Cuts the power of `power`, the device that these zones are over (or that the one below is over). Waits for requests in
+    /// flight; those that wait for a zone are answered [`Error::Gone`]. Afterwards the zones are as after a restart: each write pointer
+    /// is where the last flush covered it, or further on as `seed` decides, and all data below it is there. What was open is closed.
+    ///
+    /// # Errors
+    /// The device's. What had been made to survive until then survives. Where an earlier write of the state file failed and it still
+    /// cannot be written, nothing is cut.
+    pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::Cut> {
+        self.inner.power_cut(power, seed)
+    }
+
+    /// Makes all zones as they were when the device was made new, and all data zeroes.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], and the device's.
+    pub fn wipe(&self) -> Result<()> {
+        self.inner.wipe()
+    }
+
+    fn counted<T>(&self, outcome: Result<T>) -> Result<T> {
+        if outcome.is_err() {
+            self.inner.ops.error();
+        }
+        outcome
+    }
+}
+
+/// A zone of a new device.
+fn fresh(layout: &Layout, full: bool, zone: u32) -> Word {
+    if !layout.is_sequential(zone) {
+        Word::new(ZoneCondition::NotWritePointer, 0)
+    } else if full {
+        Word::new(ZoneCondition::Full, layout.capacity(zone))
+    } else {
+        Word::new(ZoneCondition::Empty, 0)
+    }
+}
+
+impl Inner {
+    /// What every request is checked for first.
+    #[inline]
+    fn check(&self, request: &Request) -> Result<()> {
+        let layout = &self.table.layout;
+        request.check_place(layout.size, layout.block)?;
+        if self.read_only && !matches!(request.op, Op::Read | Op::Flush) {
+            return Err(Error::ReadOnly);
+        }
+        Ok(())
+    }
+
+    /// The sequential zone that a write is for; `None` for the conventional ones.
+    #[inline]
+    fn written_zone(&self, request: &Request) -> Result<Option<u32>> {
+        let layout = &self.table.layout;
+        let first = layout.zone_of(request.offset);
+        let last = layout.zone_of(request.offset + request.len - 1);
+        match layout.is_sequential(last) {
+            false => Ok(None),
+            true if first == last => Ok(Some(last)),
+            true => Err(Error::ZoneBoundary),
+        }
+    }
+
+    /// The sequential zone that an append is for.
+    fn appended_zone(&self, offset: u64, len: u64) -> Result<u32> {
+        let layout = &self.table.layout;
+        if layout.max_append == 0 {
+            return Err(Error::Unsupported);
+        }
+        if len == 0 || !len.is_multiple_of(u64::from(layout.block)) {
+            return Err(Error::Misaligned);
+        }
+        // As the kernel's block layer has it: before the zone is looked at.
+        if len > u64::from(layout.max_append) {
+            return Err(Error::OutOfRange);
+        }
+        self.zone_at(offset)
+    }
+
+    #[inline]
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.check(request)?;
+        match request.op {
+            Op::Read => match buffer {
+                Buffer::Read(out) => self.try_read(request, out),
+                _ => Err(Error::Misaligned),
+            },
+            Op::Write | Op::WriteZeroes => {
+                let Some(zone) = self.written_zone(request)? else {
+                    return self.backing.try_io(request, buffer);
+                };
+                let data = if let Buffer::Write(data) = buffer { data } else { &[] };
+                let wrote = self.try_write(zone, Place::At(request.offset), *request, data)?;
+                Ok(wrote.map_or(Tried::WouldBlock, |_| Tried::Done))
+            }
+            Op::Discard => Ok(Tried::Done),
+            Op::Flush => self.try_flush(request),
+        }
+    }
+
+    fn submit(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
+        let zone = match self.check(&request) {
+            Ok(()) if matches!(request.op, Op::Write | Op::WriteZeroes) => self.written_zone(&request),
+            checked => checked.map(|()| None),
+        };
+        let zone = match zone {
+            Ok(zone) => zone,
+            Err(error) => {
+                self.ops.error();
+                return done.complete(Err(error), buffer);
+            }
+        };
+        match (request.op, zone) {
+            (Op::Read, _) => self.submit_read(request, buffer, done),
+            (Op::Write | Op::WriteZeroes, Some(zone)) => {
+                let place = Place::At(request.offset);
+                self.submit_write(Write { zone, place, request, buffer, done: Done::Io(done) });
+            }
+            (Op::Discard, _) => {
+                self.ops.answered(&request, &Ok(()));
+                done.complete(Ok(()), buffer);
+            }
+            (Op::Flush, _) if self.durable.is_some() => self.submit_flush(request, buffer, done),
+            _ => {
+                let inner = Arc::clone(self);
+                let done = Completion::new(move |outcome, buffer| {
+                    inner.ops.answered(&request, &outcome);
+                    done.complete(outcome, buffer);
+                });
+                self.backing.submit(request, buffer, done);
+            }
+        }
+    }
+
+    fn submit_flush(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
+        if let Err(error) = self.start_threads() {
+            self.ops.error();
+            return done.complete(Err(error), buffer);
+        }
+        let inner = Arc::clone(self);
+        self.sync_later(move |outcome| {
+            inner.ops.answered(&request, &outcome);
+            done.complete(outcome, buffer);
+        });
+    }
+
+    /// Starts the threads that submitted requests may need.
+    fn start_threads(&self) -> Result<()> {
+        let started = self.runner.start().and_then(|()| match &self.durable {
+            Some(_) => self.syncer.start(),
+            None => Ok(()),
+        });
+        started.map_err(|_| Error::NoMemory)
+    }
+}
+
+impl Device for Zones {
+    fn geometry(&self) -> Geometry {
+        let below = self.inner.backing.geometry();
+        Geometry {
+            size: self.inner.table.layout.size,
+            discard_granularity: 0,
+            // Without the state of the zones the data says nothing.
+            volatile_media: below.volatile_media || !self.inner.is_recorded(),
+            volatile_cache: below.volatile_cache || self.inner.is_recorded(),
+            zones: Some(self.inner.table.layout.geometry()),
+            ..below
+        }
+    }
+
+    #[inline]
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        let outcome = self.inner.try_io(request, buffer);
+        self.inner.ops.tried(request, &outcome);
+        outcome
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.inner.submit(request, buffer, done);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.inner.extents(offset, len, row)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.inner.backing.prefetch(offset, len);
+    }
+
+    fn zoned(&self) -> Option<&dyn Zoned> {
+        Some(self)
+    }
+}
+
+impl Zoned for Zones {
+    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
+        self.inner.report(offset, row)
+    }
+
+    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
+        self.counted(self.inner.zone_op(op, offset))
+    }
+
+    fn reset_all(&self) -> Result<()> {
+        self.counted(self.inner.reset_all())
+    }
+
+    fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
+        let len = data.len() as u64;
+        let request = Request::write(offset, len).with(flags);
+        let zone = self.inner.appended_zone(offset, len);
+        let outcome = zone.and_then(|zone| self.inner.try_write(zone, Place::Append, request, data));
+        if outcome != Ok(None) {
+            self.inner.ops.appended(len, &outcome);
+        }
+        outcome
+    }
+
+    fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
+        let len = data.len() as u64;
+        let request = Request::write(offset, len).with(flags);
+        let done = AppendDone::new(done);
+        match self.inner.appended_zone(offset, len) {
+            Ok(zone) => {
+                let done = Done::Append(done);
+                self.inner.submit_write(Write { zone, place: Place::Append, request, buffer: data, done });
+            }
+            Err(error) => {
+                self.inner.ops.error();
+                done.complete(Err(error));
+            }
+        }
+    }
+}
+
+impl Drop for Zones {
+    fn drop(&mut self) {
+        if self.inner.is_recorded()
+            && let Err(error) = self.inner.sync()
+        {
+            tracing::warn!("the last flush of a zoned device failed: {error}");
+        }
+        // What is in flight below still holds `inner`; what waits for it then is answered "gone".
+        self.inner.runner.stop();
+        self.inner.syncer.stop();
+    }
+}
+
+impl fmt::Debug for Zones {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Zones({:?})", self.inner.table.layout)
+    }
+}

@@ -1,0 +1,132 @@
+//! Reads: without a lock. A reader looks at the zone's word, reads, and looks again; if the zone was reset in between, it reads again.
+
+use std::sync::Arc;
+
+use super::word::Word;
+use super::{Inner, ZoneCondition};
+use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Request, Result, Tried};
+
+/// What is read behind a write pointer.
+pub const UNWRITTEN: u8 = 0xFF;
+/// Resets that a try may meet before it is better submitted.
+const RESETS_MAX: u32 = 8;
+
+impl Inner {
+    // ---- on the caller's thread -----------------------------------------------------------------------------------------
+
+    /// Reads what is possible at once, of one zone at a time.
+    #[inline]
+    pub fn try_read(&self, request: &Request, out: &mut [u8]) -> Result<Tried> {
+        let layout = &self.table.layout;
+        let zone = layout.zone_of(request.offset);
+        let end = if layout.is_sequential(zone) {
+            layout.start(zone) + layout.len(zone)
+        } else {
+            self.conventional_end()
+        };
+        let here = end - request.offset;
+        if request.len <= here {
+            return self.try_read_zone(zone, request, out);
+        }
+        let part = Request { len: here, ..*request };
+        Ok(match self.try_read_zone(zone, &part, &mut out[..here as usize])? {
+            Tried::Done => Tried::Partly(here),
+            other => other,
+        })
+    }
+
+    #[inline]
+    fn try_read_zone(&self, zone: u32, request: &Request, out: &mut [u8]) -> Result<Tried> {
+        for _ in 0..RESETS_MAX {
+            let word = self.table.look(zone);
+            let real = self.readable(zone, word, request.offset, request.len)?;
+            // Bad blocks are bad behind the write pointer, too.
+            let asked = if self.bad.is_some() { request.len } else { real };
+            let tried = if asked == 0 {
+                Tried::Done
+            } else {
+                let part = Request { len: asked, ..*request };
+                self.backing.try_io(&part, Buffer::Read(&mut out[..asked as usize]))?
+            };
+            let done = match tried {
+                Tried::Done => request.len,
+                Tried::Partly(bytes) => bytes,
+                Tried::WouldBlock => return Ok(tried),
+            };
+            if self.table.is_still(zone, word) {
+                if real < done && !request.flags.contains(Flags::UNREAD) {
+                    out[real as usize..done as usize].fill(UNWRITTEN);
+                }
+                return Ok(tried);
+            }
+        }
+        Ok(Tried::WouldBlock)
+    }
+
+    /// How many of these bytes of a zone come from the device below. The others lie behind the write pointer.
+    #[inline]
+    fn readable(&self, zone: u32, word: Word, offset: u64, len: u64) -> Result<u64> {
+        match word.condition() {
+            ZoneCondition::Offline => Err(Error::ZoneCondition),
+            ZoneCondition::NotWritePointer | ZoneCondition::ReadOnly => Ok(len),
+            _ if !self.stores => Ok(len),
+            _ => Ok((self.table.layout.start(zone) + word.pointer()).saturating_sub(offset).min(len)),
+        }
+    }
+
+    // ---- submitted ------------------------------------------------------------------------------------------------------
+
+    /// Takes over a read.
+    pub fn submit_read(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
+        if let Err(error) = self.start_threads() {
+            self.ops.error();
+            return done.complete(Err(error), buffer);
+        }
+        self.read(request, buffer, done);
+    }
+
+    fn read(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
+        let first = self.table.layout.zone_of(request.offset);
+        let last = self.table.layout.zone_of(request.offset + request.len - 1);
+        let words: Vec<Word> = (first..=last).map(|zone| self.table.look(zone)).collect();
+        if words.iter().any(|word| word.condition() == ZoneCondition::Offline) {
+            self.ops.error();
+            return done.complete(Err(Error::ZoneCondition), buffer);
+        }
+        let inner = Arc::clone(self);
+        let done = Completion::new(move |outcome, mut buffer| {
+            let still = |(zone, word): (u32, &Word)| inner.table.is_still(zone, *word);
+            if outcome.is_ok() && !(first..).zip(&words).all(still) {
+                let again = Arc::clone(&inner);
+                // Where nobody does it any more, it is answered "gone" by being dropped.
+                inner.runner.push(move || again.read(request, buffer, done));
+                return;
+            }
+            if outcome.is_ok() {
+                inner.blank(&request, first, &words, &mut buffer);
+            }
+            inner.ops.answered(&request, &outcome);
+            done.complete(outcome, buffer);
+        });
+        self.backing.submit(request, buffer, done);
+    }
+
+    /// Covers what was read behind write pointers.
+    fn blank(&self, request: &Request, first: u32, words: &[Word], out: &mut [u8]) {
+        let layout = &self.table.layout;
+        let end = request.offset + request.len;
+        for (zone, &word) in (first..).zip(words) {
+            let from = request.offset.max(layout.start(zone));
+            let to = end.min(layout.start(zone) + layout.len(zone));
+            // Offline zones were refused before.
+            let real = self.readable(zone, word, from, to - from).unwrap_or(0);
+            out[(from + real - request.offset) as usize..(to - request.offset) as usize].fill(UNWRITTEN);
+        }
+    }
+
+    /// The byte behind the conventional zones.
+    #[inline]
+    fn conventional_end(&self) -> u64 {
+        self.table.layout.start(self.table.layout.conventional)
+    }
+}

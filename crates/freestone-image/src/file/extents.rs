@@ -1,0 +1,75 @@
+//! Holes and data, as the file system knows them.
+
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use freestone_core::device::{Error, Extent, ExtentKind, Result, range_end};
+
+use super::backing::{Backing, error};
+
+/// Most rows of one call: each costs a system call.
+const MAX_ROWS: u32 = 256;
+
+impl Backing {
+    /// See [`Device::extents`](freestone_core::device::Device::extents). A block device is all data. Rows begin and end at block
+    /// boundaries; a block that is partly data is data.
+    pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        let end = self.extents_end(offset, len)?;
+        if self.is_block_device {
+            row(Extent { offset, len, kind: ExtentKind::Data });
+            return Ok(len);
+        }
+        // Past the real end there is nothing to describe: reads fail there too.
+        let end = end.min(self.refresh()?);
+        if end <= offset {
+            return Err(Error::Media);
+        }
+        let block = u64::from(self.geometry().logical_block);
+        let mut at = offset;
+        for _ in 0..MAX_ROWS {
+            let (kind, next) = self.extent_at(at, end)?;
+            let next = match kind {
+                ExtentKind::Data => next.next_multiple_of(block),
+                _ => next - next % block,
+            };
+            // A hole that ends within this block makes the block data.
+            let (kind, next) = if next > at {
+                (kind, next.min(end))
+            } else {
+                (ExtentKind::Data, (at - at % block + block).min(end))
+            };
+            let more = row(Extent { offset: at, len: next - at, kind });
+            at = next;
+            if !more || at == end {
+                break;
+            }
+        }
+        Ok(at - offset)
+    }
+
+    fn extents_end(&self, offset: u64, len: u64) -> Result<u64> {
+        if let Ok(end) = range_end(offset, len, self.geometry().size) {
+            return Ok(end);
+        }
+        self.refresh()?;
+        range_end(offset, len, self.geometry().size)
+    }
+
+    /// What lies at `at`, and where it ends (at most `end`).
+    fn extent_at(&self, at: u64, end: u64) -> Result<(ExtentKind, u64)> {
+        match rustix::fs::seek(&self.fd, SeekFrom::Data(at)) {
+            Ok(data) if data > at => Ok((ExtentKind::Hole, data.min(end))),
+            Ok(_) => match rustix::fs::seek(&self.fd, SeekFrom::Hole(at)) {
+                Ok(hole) => Ok((ExtentKind::Data, hole.clamp(at + 1, end.max(at + 1)))),
+                // Truncated between the two calls.
+                Err(Errno::NXIO) => Err(Error::Media),
+                Err(errno) => Err(error(errno)),
+            },
+            // No data up to the end of the file.
+            Err(Errno::NXIO) => Ok((ExtentKind::Hole, end)),
+            // A file system without holes.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((ExtentKind::Data, end)),
+            Err(errno) => Err(error(errno)),
+        }
+    }
+}

@@ -1,0 +1,428 @@
+//! Opening: what is refused, and what the file system or disk says of itself.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{
+    AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags, Timespec, Timestamps,
+    UTIME_OMIT,
+};
+use rustix::io::Errno;
+use thiserror::Error;
+
+use freestone_core::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
+use freestone_core::file_locks::{self, Access, Held};
+use freestone_core::replace::Place;
+use freestone_core::sync::thread;
+
+use super::backing::Backing;
+use super::watch::Watched;
+use super::{Config, Direct};
+
+/// Logical block where nothing asks for a larger one, in bytes.
+const MIN_BLOCK_BYTES: u32 = 512;
+/// Largest logical block of the device contract, in bytes.
+const MAX_BLOCK_BYTES: u32 = 4096;
+/// Preferred block of a file system that is believed, in bytes.
+const MAX_PREFERRED_BYTES: u32 = 1 << 20;
+/// One that is in use is tried for a second.
+const IN_USE_TRIES: u32 = 100;
+const IN_USE_PAUSE: Duration = Duration::from_millis(10);
+/// Request size at which streaming stops getting faster, in bytes.
+const STREAM_BYTES: u32 = 1 << 20;
+
+/// Why a file could not be opened.
+#[derive(Debug, Error)]
+pub enum SetupError {
+    /// A system call failed: missing, no permission, in use by the kernel.
+    #[error("{}: cannot {what}: {source}", path.display())]
+    Call {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A directory, pipe, socket or character device.
+    #[error("{}: is {kind}; a regular file or a block device is needed", path.display())]
+    Kind {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// Nothing in it.
+    #[error("{}: is empty; truncate it to the size that the device should have", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Not a whole number of blocks.
+    #[error(
+        "{}: is {size} bytes long, which is not a multiple of its {block}-byte blocks; truncate it to {} bytes",
+        path.display(), size.next_multiple_of(u64::from(*block))
+    )]
+    Size {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        size: u64,
+        /// The logical block it would have.
+        block: u32,
+    },
+    /// A size that no file can have was asked for.
+    #[error("{}: size is {size}; it must be from 512 to {} bytes", path.display(), i64::MAX)]
+    AskedSize {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for.
+        size: u64,
+    },
+    /// The file exists with another size than asked for.
+    #[error("{}: is {found} bytes long and size is {asked}; leave size out to take the file as it is", path.display())]
+    SizeDiffers {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        found: u64,
+        /// What was asked for.
+        asked: u64,
+    },
+    /// Another process or device has it open.
+    #[error("{}: is in use by another device or process", path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
+    /// `O_DIRECT` was asked for and is not possible.
+    #[error("{}: cannot be opened with direct=on: {reason}", path.display())]
+    Direct {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A block device with blocks that the contract does not allow.
+    #[error("{}: has blocks of {block} bytes; 512 to 4096 are supported", path.display())]
+    Block {
+        /// The device.
+        path: PathBuf,
+        /// Its logical block.
+        block: u32,
+    },
+    /// Neither `io_uring` nor threads could be started.
+    #[error("{}: cannot start its I/O engine: {source}", path.display())]
+    Engine {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+type Setup<T> = Result<T, SetupError>;
+
+/// What becomes of a file that ends within a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tail {
+    /// An error.
+    Refused,
+    /// The device ends with the last whole block.
+    Apart,
+}
+
+/// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may be closed or killed already,
+/// and the kernel about to end what that had asked for, which holds the file.
+pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
+    if let Some(size) = config.size
+        && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
+    {
+        return Err(SetupError::AskedSize { path: config.path.clone(), size });
+    }
+    for _ in 1..IN_USE_TRIES {
+        match open_once(config, tail) {
+            Err(SetupError::InUse { .. }) => thread::sleep(IN_USE_PAUSE),
+            opened => return opened,
+        }
+    }
+    open_once(config, tail)
+}
+
+fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
+    let mut created = false;
+    let opened = Opening::new(config, &mut created).and_then(|opening| opening.finish(tail));
+    if opened.is_err() && created {
+        // Ours, and of no use. If this fails too, the first error says more.
+        let _ = fs::remove_file(&config.path);
+    }
+    opened
+}
+
+struct Opening<'a> {
+    config: &'a Config,
+    fd: OwnedFd,
+    held: Held,
+    stat: Stat,
+    is_block_device: bool,
+    direct: bool,
+}
+
+impl<'a> Opening<'a> {
+    fn new(config: &'a Config, created: &mut bool) -> Setup<Self> {
+        let path = &config.path;
+        let call = |what| move |errno: Errno| failed(path, what, errno);
+        // Looked at before it is opened: opening a pipe would wait, opening a tape would wind it.
+        let found = match rustix::fs::stat(path) {
+            Ok(stat) => Some(kind(path, &stat)?),
+            Err(Errno::NOENT) if config.size.is_some() && !config.read_only => None,
+            Err(errno) => return Err(failed(path, "open", errno)),
+        };
+        let is_block_device = found == Some(FileType::BlockDevice);
+        let direct = match config.direct {
+            Direct::Auto => is_block_device,
+            Direct::On => true,
+            Direct::Off => false,
+        };
+        let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK;
+        flags |= if config.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+        if found.is_none() {
+            flags |= OFlags::CREATE | OFlags::EXCL;
+        } else if is_block_device && !config.read_only {
+            // Without CREATE: fails where the device is mounted or held otherwise.
+            flags |= OFlags::EXCL;
+        }
+        let opened = if found.is_none() && config.nameless {
+            nameless(path)
+        } else {
+            rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+        };
+        let fd = match opened {
+            Ok(fd) => fd,
+            Err(Errno::BUSY) => return Err(SetupError::InUse { path: path.clone() }),
+            Err(errno) => return Err(failed(path, "open", errno)),
+        };
+        let access = if config.read_only { Access::Read } else { Access::Write };
+        file_locks::lock(fd.as_fd(), access).map_err(|errno| match errno {
+            Errno::WOULDBLOCK => SetupError::InUse { path: path.clone() },
+            errno => failed(path, "lock", errno),
+        })?;
+        if let Some(size) = config.size
+            && found.is_none()
+        {
+            *created = !config.nameless;
+            rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
+            if *created {
+                // No flush of the content makes its name durable.
+                let kept = Place::new(path).and_then(|place| place.keep_name());
+                let what = "sync its directory";
+                kept.map_err(|source| SetupError::Call { path: path.clone(), what, source })?;
+            }
+        }
+        // What was opened may not be what was looked at.
+        let stat = rustix::fs::fstat(&fd).map_err(call("examine"))?;
+        let opened = kind(path, &stat)?;
+        if found.is_some_and(|found| found != opened) {
+            return Err(SetupError::InUse { path: path.clone() });
+        }
+        let held = Held::new(&stat);
+        // Until the lock was there, a save may have put another file in its place.
+        if !config.nameless && !rustix::fs::stat(path).is_ok_and(|at| is_same(&at, &stat)) {
+            return Err(SetupError::InUse { path: path.clone() });
+        }
+        // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT comes this late so that its
+        // refusal is not taken for another.
+        let keep = if direct { OFlags::DIRECT } else { OFlags::empty() };
+        rustix::fs::fcntl_setfl(&fd, keep).map_err(|errno| match errno {
+            Errno::INVAL if direct => {
+                let reason = "its file system has no O_DIRECT".to_owned();
+                SetupError::Direct { path: path.clone(), reason }
+            }
+            errno => failed(path, "set the flags of", errno),
+        })?;
+        Ok(Self { config, fd, held, stat, is_block_device, direct })
+    }
+
+    fn finish(self, tail: Tail) -> Setup<Backing> {
+        let path = &self.config.path;
+        let call = |what| move |errno: Errno| failed(path, what, errno);
+        let size = if self.is_block_device {
+            rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(call("measure"))?
+        } else {
+            u64::try_from(self.stat.st_size).unwrap_or(0)
+        };
+        if size == 0 {
+            return Err(SetupError::Empty { path: path.clone() });
+        }
+        if let Some(asked) = self.config.size
+            && asked != size
+        {
+            return Err(SetupError::SizeDiffers { path: path.clone(), found: size, asked });
+        }
+        let logical = self.logical_block()?;
+        let block = u64::from(logical);
+        if !size.is_multiple_of(block) && (tail == Tail::Refused || size < block) {
+            return Err(SetupError::Size { path: path.clone(), size, block: logical });
+        }
+        let size = size - size % block;
+        let physical = if self.is_block_device {
+            rustix::fs::ioctl_blkpbszget(&self.fd).unwrap_or(logical)
+        } else {
+            u32::try_from(self.stat.st_blksize).unwrap_or(logical)
+        };
+        let usable = physical.is_power_of_two() && (logical..=MAX_PREFERRED_BYTES).contains(&physical);
+        let physical = if usable { physical } else { logical };
+        let granularity = if self.config.read_only { 0 } else { self.discard_granularity(size, physical) };
+        let geometry = Geometry {
+            size,
+            logical_block: logical,
+            physical_block: physical,
+            io_min: physical,
+            io_opt: STREAM_BYTES,
+            discard_granularity: granularity,
+            fast_zeroes: granularity > 0,
+            volatile_cache: true,
+            volatile_media: false,
+            rotational: false,
+            max_request: 0,
+            read_only: self.config.read_only,
+            zones: None,
+        };
+        let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
+        backing.held = Some(self.held);
+        backing.found = modified(&self.stat);
+        backing.watched = self.config.read_only.then(|| Watched::new(path, &self.stat));
+        Ok(backing)
+    }
+
+    /// What requests must be aligned to.
+    fn logical_block(&self) -> Setup<u32> {
+        let path = &self.config.path;
+        if self.is_block_device {
+            let block = rustix::fs::ioctl_blksszget(&self.fd)
+                .map_err(|errno| failed(path, "ask for the block of", errno))?;
+            return if block.is_power_of_two() && (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&block) {
+                Ok(block)
+            } else {
+                Err(SetupError::Block { path: path.clone(), block })
+            };
+        }
+        if !self.direct {
+            return Ok(MIN_BLOCK_BYTES);
+        }
+        let refuse = |reason: String| SetupError::Direct { path: path.clone(), reason };
+        let align = rustix::fs::statx(&self.fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+            .ok()
+            .filter(|found| found.stx_mask & StatxFlags::DIOALIGN.bits() != 0)
+            .map(|found| (found.stx_dio_offset_align, found.stx_dio_mem_align));
+        let block = match align {
+            Some((0, _)) => return Err(refuse("its file system has no O_DIRECT for this file".into())),
+            // Going on after a short transfer, memory is aligned like the offset; so one number serves both.
+            Some((offset, memory)) => offset.max(memory).max(MIN_BLOCK_BYTES),
+            None => self.probe().ok_or_else(|| refuse("no read of up to 4096 bytes succeeds".into()))?,
+        };
+        if block.is_power_of_two() && block <= MAX_BLOCK_BYTES {
+            Ok(block)
+        } else {
+            Err(refuse(format!("it needs requests aligned to {block} bytes; up to 4096 are supported")))
+        }
+    }
+
+    /// The smallest aligned read that works, for kernels before 6.1 and file systems that do not say.
+    fn probe(&self) -> Option<u32> {
+        let mut memory = IoBuf::zeroed(IO_ALIGN_BYTES).ok()?;
+        let mut block = MIN_BLOCK_BYTES;
+        while block <= MAX_BLOCK_BYTES {
+            if rustix::io::pread(&self.fd, &mut memory[..block as usize], 0).is_ok() {
+                return Some(block);
+            }
+            block *= 2;
+        }
+        None
+    }
+
+    /// Nothing was modified, whatever the file system made of the question. Only the owner may say so.
+    fn keep_modified(&self) {
+        let at = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
+        let times = Timestamps {
+            last_access: at(0, UTIME_OMIT),
+            last_modification: at(self.stat.st_mtime, self.stat.st_mtime_nsec as _),
+        };
+        let _ = rustix::fs::futimens(&self.fd, &times);
+    }
+
+    /// The smallest range that punching frees; 0 where it is not possible.
+    fn discard_granularity(&self, size: u64, block: u32) -> u32 {
+        if !self.is_block_device {
+            // Behind the end: there is nothing to lose.
+            let behind = size.next_multiple_of(u64::from(MAX_PREFERRED_BYTES));
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let punched = rustix::fs::fallocate(&self.fd, mode, behind, u64::from(block));
+            self.keep_modified();
+            return if punched.is_ok() { block } else { 0 };
+        }
+        // Punching a block device is "write zeroes, unmapping": the queue says whether the disk has it.
+        let (major, minor) = (rustix::fs::major(self.stat.st_rdev), rustix::fs::minor(self.stat.st_rdev));
+        let queue = |name: &str| {
+            let device = format!("/sys/dev/block/{major}:{minor}");
+            let of = |dir: &str| fs::read_to_string(format!("{device}/{dir}/{name}"));
+            // A partition has the queue of its disk.
+            let text = of("queue").or_else(|_| of("../queue")).unwrap_or_default();
+            text.trim().parse::<u64>().unwrap_or(0)
+        };
+        if queue("write_zeroes_max_bytes") == 0 {
+            return 0;
+        }
+        let granularity = u32::try_from(queue("discard_granularity")).unwrap_or(0);
+        if granularity >= block && granularity.is_multiple_of(block) { granularity } else { block }
+    }
+}
+
+/// A new file beside `path` that has no name: it goes with its last user, however that ends.
+fn nameless(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let mode = Mode::RUSR | Mode::WUSR;
+    let dir = match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    match rustix::fs::open(dir, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
+        // The file system, or the kernel, has no such files.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+            let fd = rustix::fs::open(path, flags, mode)?;
+            rustix::fs::unlink(path)?;
+            Ok(fd)
+        }
+        opened => opened,
+    }
+}
+
+fn is_same(a: &Stat, b: &Stat) -> bool {
+    (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+}
+
+/// The type of a file that can be a device; else an error that says what it is.
+/// When a file was modified last, in nanoseconds since 1970, and its size in bytes.
+pub(super) fn modified(stat: &Stat) -> Option<(i128, u64)> {
+    let time = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
+    Some((time, u64::try_from(stat.st_size).ok()?))
+}
+
+fn kind(path: &Path, stat: &Stat) -> Setup<FileType> {
+    let refuse = |kind| Err(SetupError::Kind { path: path.to_owned(), kind });
+    match FileType::from_raw_mode(stat.st_mode) {
+        kind @ (FileType::RegularFile | FileType::BlockDevice) => Ok(kind),
+        FileType::Directory => refuse("a directory"),
+        FileType::CharacterDevice => refuse("a character device"),
+        FileType::Fifo => refuse("a pipe"),
+        FileType::Socket => refuse("a socket"),
+        _ => refuse("no regular file"),
+    }
+}
+
+fn failed(path: &Path, what: &'static str, errno: Errno) -> SetupError {
+    SetupError::Call { path: path.to_owned(), what, source: errno.into() }
+}

@@ -1,0 +1,132 @@
+//! The engine for where `io_uring` is forbidden: a fixed number of threads with plain system calls.
+
+use std::io::{self, IoSlice};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+
+use rustix::io::{Errno, ReadWriteFlags};
+
+use super::backing::Backing;
+use super::job::{Io, Job, Step, ZEROES};
+use super::schedule::Schedule;
+use freestone_core::sync::{
+    Condvar, Mutex, MutexGuard,
+    thread::{self, JoinHandle},
+};
+
+/// System calls under way at once.
+const THREADS: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct Threads {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    backing: Arc<Backing>,
+    /// Held for a few instructions, never over a system call or a completion.
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    schedule: Schedule,
+    stop: bool,
+}
+
+impl Threads {
+    pub fn start(backing: &Arc<Backing>) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            backing: Arc::clone(backing),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let mut engine = Self { shared, threads: Vec::new() };
+        for _ in 0..THREADS {
+            let shared = Arc::clone(&engine.shared);
+            let thread = thread::Builder::new().name("file".into()).spawn(move || shared.work())?;
+            engine.threads.push(thread);
+        }
+        Ok(engine)
+    }
+
+    pub fn submit(&self, job: Job) {
+        self.shared.lock().schedule.arrive(job);
+        self.shared.changed.notify_one();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    fn work(&self) {
+        let mut state = self.lock();
+        loop {
+            if let Some(id) = state.schedule.next_ready() {
+                let job = state.schedule.take(id);
+                drop(state);
+                if let Some(mut job) = job {
+                    let outcome = self.carry_out(&mut job);
+                    self.lock().schedule.finish(id);
+                    // What waited for this one may be more than one job, and the last thread may wait for the end.
+                    self.changed.notify_all();
+                    // A completion that panics ends its request, not the device.
+                    let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
+                }
+                state = self.lock();
+            } else if state.stop && state.schedule.is_empty() {
+                return;
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    fn carry_out(&self, job: &mut Job) -> freestone_core::device::Result<()> {
+        let mut step = job.begin(&self.backing);
+        loop {
+            match step {
+                Step::Done(outcome) => return outcome,
+                Step::Io(io) => {
+                    let answer = self.call(io, job);
+                    step = job.advance(&self.backing, answer);
+                }
+            }
+        }
+    }
+
+    fn call(&self, io: Io, job: &mut Job) -> Result<u64, Errno> {
+        let fd = &self.backing.fd;
+        match io {
+            Io::Read { at, from, len } => {
+                rustix::io::pread(fd, &mut job.buffer()[from..from + len], at).map(|n| n as u64)
+            }
+            Io::Write { at, from, len, dsync } => {
+                let flags = if dsync { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() };
+                let data = [IoSlice::new(&job.buffer()[from..from + len])];
+                rustix::io::pwritev2(fd, &data, at, flags).map(|n| n as u64)
+            }
+            Io::Zeroes { at, len } => rustix::io::pwrite(fd, &ZEROES.0[..len], at).map(|n| n as u64),
+            Io::Allocate { mode, at, len } => rustix::fs::fallocate(fd, mode, at, len).map(|()| 0),
+            Io::Sync => rustix::fs::fdatasync(fd).map(|()| 0),
+        }
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.shared.lock().stop = true;
+        self.shared.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // The last reference may be dropped by a completion, on one of these threads.
+            if thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}

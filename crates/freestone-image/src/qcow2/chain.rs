@@ -1,0 +1,195 @@
+//! An image and what it stands on: opened once, top first.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::error::{Fault, SetupError};
+use super::header::{self, Header};
+use super::job::Job;
+use super::source::Source;
+use super::table::Table;
+use freestone_core::sync::Mutex;
+
+/// Most files of one chain. Each keeps a descriptor, its metadata and a thread.
+pub(super) const MAX_LAYERS: usize = 64;
+
+/// The format of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes of the disk.
+    Raw,
+    /// A qcow2 image.
+    Qcow2,
+}
+
+impl Format {
+    /// As images name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// One image of a chain.
+pub(super) struct Layer {
+    /// Bytes of its disk, whole sectors.
+    pub size: u64,
+    pub source: Source,
+    /// Where the clusters lie, if not in the file itself.
+    pub data: Option<Source>,
+    /// None for a raw file.
+    pub table: Option<Table>,
+}
+
+/// Images, each over the next.
+pub(super) struct Chain {
+    pub layers: Vec<Layer>,
+    /// Compressed clusters (layer, number) that are being unpacked, and the requests that wait for the same one. Held for a
+    /// few instructions; nothing else is locked meanwhile.
+    pub unpacking: Mutex<HashMap<(usize, u64), Vec<Job>>>,
+}
+
+type Setup<T> = Result<T, SetupError>;
+
+impl Chain {
+    /// Opens an image and all that it names. Waits for the disk.
+    pub fn open(path: &Path, standalone: bool) -> Setup<Arc<Self>> {
+        let mut layers = Vec::new();
+        let mut next = Some((path.to_owned(), Some(Format::Qcow2)));
+        while let Some((path, format)) = next.take() {
+            if layers.len() == MAX_LAYERS {
+                return Err(refuse(&path, Fault::TooDeep(MAX_LAYERS)));
+            }
+            let source = Source::open(&path)?;
+            let format = match format {
+                Some(format) => format,
+                None => probe(&source, &path)?,
+            };
+            let layer = match format {
+                // As in qemu, a file is rounded up to whole sectors.
+                Format::Raw => {
+                    Layer { size: source.len().next_multiple_of(512), source, data: None, table: None }
+                }
+                Format::Qcow2 => Layer::qcow2(source, &path, standalone)?,
+            };
+            if let Some(table) = &layer.table {
+                next = backing(&path, &table.header, standalone)?;
+            }
+            layers.push(layer);
+        }
+        Ok(Self::of(layers))
+    }
+
+    /// The image alone, without what it stands on.
+    pub fn open_top(path: &Path) -> Setup<Arc<Self>> {
+        let source = Source::open(path)?;
+        Ok(Self::of(vec![Layer::qcow2(source, path, true)?]))
+    }
+
+    fn of(layers: Vec<Layer>) -> Arc<Self> {
+        Arc::new(Self { layers, unpacking: Mutex::default() })
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.layers.first().map_or(0, |top| top.size)
+    }
+
+    /// Every file, the image itself first.
+    pub fn sources(&self) -> impl Iterator<Item = &Source> {
+        self.layers.iter().flat_map(|layer| [Some(&layer.source), layer.data.as_ref()]).flatten()
+    }
+
+    /// Where they are.
+    pub fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        self.sources().map(Source::path)
+    }
+}
+
+impl Layer {
+    fn qcow2(source: Source, path: &Path, standalone: bool) -> Setup<Self> {
+        let header = read_header(&source, path)?;
+        if header.is_corrupt {
+            tracing::warn!(path = %path.display(), "the image is marked corrupt; it is read as far as possible");
+        }
+        let data = if header.has_data_file {
+            let Some(name) = &header.data_file else {
+                let what = "it needs a data file and does not name one".to_owned();
+                return Err(refuse(path, Fault::Corrupt(what)));
+            };
+            if standalone {
+                return Err(not_alone(path, "data file", name));
+            }
+            Some(Source::open(&beside(path, name))?)
+        } else {
+            None
+        };
+        let size = header.size;
+        let loaded = Table::load(header, &source)
+            .map_err(|error| SetupError::Read { path: path.to_owned(), error })?;
+        let table = loaded.ok_or_else(|| {
+            refuse(path, Fault::Corrupt("its L1 table lies behind the end of the file".to_owned()))
+        })?;
+        Ok(Self { size, source, data, table: Some(table) })
+    }
+
+    /// Where its clusters lie.
+    pub fn clusters(&self) -> &Source {
+        self.data.as_ref().unwrap_or(&self.source)
+    }
+}
+
+fn read_header(source: &Source, path: &Path) -> Setup<Header> {
+    let mut head = head(source, header::V3_BYTES as usize + 8, path)?;
+    let cluster = header::cluster_bytes(&head).map_err(|fault| refuse(path, fault))?;
+    head = self::head(source, cluster as usize, path)?;
+    Header::parse(&head).map_err(|fault| refuse(path, fault))
+}
+
+/// The first bytes of a file, or all of it.
+fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
+    let mut head = vec![0; source.len().min(len as u64) as usize];
+    source.read(0, &mut head).map_err(|error| SetupError::Read { path: path.to_owned(), error })?;
+    Ok(head)
+}
+
+/// The format of a backing file whose image does not say, as qemu finds it. What a guest wrote into a raw file may look
+/// like an image: that is why qemu-img asks for the format.
+fn probe(source: &Source, path: &Path) -> Setup<Format> {
+    let head = head(source, 4, path)?;
+    Ok(if head == header::MAGIC.to_be_bytes() { Format::Qcow2 } else { Format::Raw })
+}
+
+/// Path and format of the next file.
+fn backing(path: &Path, header: &Header, standalone: bool) -> Setup<Option<(PathBuf, Option<Format>)>> {
+    let Some(name) = &header.backing else { return Ok(None) };
+    if standalone {
+        return Err(not_alone(path, "backing file", name));
+    }
+    let format = match header.backing_format.as_deref() {
+        None => None,
+        Some("raw" | "file" | "host_device") => Some(Format::Raw),
+        Some("qcow2") => Some(Format::Qcow2),
+        Some(other) => return Err(refuse(path, Fault::BackingFormat(other.to_owned()))),
+    };
+    Ok(Some((beside(path, name), format)))
+}
+
+/// A name in an image is relative to the directory of the image.
+pub(super) fn beside(image: &Path, name: &Path) -> PathBuf {
+    match image.parent() {
+        Some(dir) => dir.join(name),
+        None => name.to_owned(),
+    }
+}
+
+fn refuse(path: &Path, fault: Fault) -> SetupError {
+    SetupError::Image { path: path.to_owned(), fault }
+}
+
+fn not_alone(path: &Path, what: &'static str, name: &Path) -> SetupError {
+    refuse(path, Fault::NotAlone { what, name: name.to_string_lossy().into_owned() })
+}

@@ -1,0 +1,222 @@
+//! Saving: what the device holds itself, into a new overlay, which then takes the place of an old one.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::mem::offset_of;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use crate::qcow2::chain::{Chain, Format};
+use crate::qcow2::header::{MAGIC, MAX_NAME_BYTES, RawHeader};
+use freestone_core::device::{Blocking as _, Device, ExtentKind, IoBuf};
+use freestone_core::replace::{DELTA_PREFIX, MayGo, Place, Replace};
+
+use super::runs::{Runs, each_extent};
+use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
+use super::{DeltaError, Summary, show};
+
+/// Clusters that are read at once.
+const BATCH_CLUSTERS: u64 = 16;
+
+/// A delta that was saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Saved {
+    /// What the device held itself.
+    pub changes: Summary,
+    /// Clusters of 64 KiB that were saved with their data.
+    pub data_clusters: u64,
+    /// Clusters of 64 KiB that were saved as zeroes.
+    pub zero_clusters: u64,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+}
+
+/// Saves what `device` holds itself as a qcow2 overlay on its base.
+///
+/// The overlay is written beside `to`, without a name where the file system can do that (else under one that begins with
+/// `.freestone-delta-`, which a failure removes), made durable, and put there; so `to` is the old file or the new one at any moment,
+/// also after a crash. An old file is replaced if it is an overlay too, or empty. It belongs to this process's user alone (mode
+/// 0600). The base is named by its file name where both are in one directory, so that they can
+/// be moved together, else by its absolute path. `progress` gets changed bytes done and in all.
+///
+/// # Errors
+/// [`DeltaError`]: all but the ones of [`apply`](super::apply). The old file is kept; only where the very last step failed, to make the
+/// new one's name durable, either may be there after a crash.
+pub fn save(
+    device: &dyn Device,
+    base: &Path,
+    base_format: Format,
+    to: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Saved, DeltaError> {
+    let options = Options { replace: Replace::default(), cancelled: &|| false };
+    save_with(device, base, base_format, to, &options, progress)
+}
+
+/// How a delta is saved.
+pub struct Options<'a> {
+    /// Which old file is replaced.
+    pub replace: Replace,
+    /// Asked between pieces of up to 1 MiB: whether to stop. Once true, it stays true.
+    pub cancelled: &'a dyn Fn() -> bool,
+}
+
+/// As [`save`], with all choices.
+///
+/// # Errors
+/// As [`save`], and [`DeltaError::Cancelled`].
+pub fn save_with(
+    device: &dyn Device,
+    base: &Path,
+    base_format: Format,
+    to: &Path,
+    options: &Options<'_>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Saved, DeltaError> {
+    let go_on = || if (options.cancelled)() { Err(DeltaError::Cancelled) } else { Ok(()) };
+    let size = device.geometry().size;
+    if size > MAX_SIZE_BYTES {
+        return Err(DeltaError::DeviceSize { size, most: MAX_SIZE_BYTES });
+    }
+    let changes = show(device, &mut |_| !(options.cancelled)())?;
+    go_on()?;
+    let place = Place::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
+    let name = name_of(base, base_format, &place)?;
+    let failed = |source| DeltaError::Write { path: place.path.clone(), source };
+    let may_go: MayGo = options.replace.may_go("qcow2 overlay", is_overlay);
+    place.check(may_go).map_err(failed)?;
+    let unfinished = place.begin(DELTA_PREFIX).map_err(failed)?;
+    let saved = {
+        let writer = Writer::new(unfinished.as_file(), size).map_err(failed)?;
+        let path = &place.path;
+        let mut saving = Saving { device, size, writer, data_clusters: 0, zero_clusters: 0, path };
+        saving.run(changes.bytes, &go_on, progress)?;
+        let Saving { writer, data_clusters, zero_clusters, .. } = saving;
+        let file_bytes = writer.finish(name.as_bytes(), base_format).map_err(failed)?;
+        Saved { changes, data_clusters, zero_clusters, file_bytes }
+    };
+    go_on()?;
+    place.put(unfinished, may_go).map_err(failed)?;
+    Ok(saved)
+}
+
+struct Saving<'a> {
+    device: &'a dyn Device,
+    size: u64,
+    writer: Writer<'a>,
+    data_clusters: u64,
+    zero_clusters: u64,
+    path: &'a Path,
+}
+
+impl Saving<'_> {
+    fn run(
+        &mut self,
+        total: u64,
+        go_on: &dyn Fn() -> Result<(), DeltaError>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), DeltaError> {
+        let mut buffer = IoBuf::zeroed((BATCH_CLUSTERS * CLUSTER_BYTES) as usize)
+            .map_err(|error| DeltaError::Read { at: 0, error })?;
+        // The first cluster that has not been saved; two changes may lie in one.
+        let mut next = 0;
+        let mut done = 0;
+        progress(0, total);
+        let mut runs = Runs::of(self.device)?;
+        while let Some(run) = runs.next()? {
+            let end = run.end.div_ceil(CLUSTER_BYTES);
+            next = next.max(run.start / CLUSTER_BYTES);
+            let mut passed = run.start;
+            while next < end {
+                let batch = next..end.min(next + BATCH_CLUSTERS);
+                next = batch.end;
+                go_on()?;
+                self.batch(batch, &mut buffer)?;
+                let now = run.end.min(next * CLUSTER_BYTES);
+                done += now - passed;
+                passed = now;
+                // A device in use may have changed more meanwhile.
+                progress(done.min(total), total);
+            }
+            done += run.end - passed;
+        }
+        progress(total, total);
+        Ok(())
+    }
+
+    fn batch(&mut self, clusters: std::ops::Range<u64>, buffer: &mut [u8]) -> Result<(), DeltaError> {
+        let start = clusters.start * CLUSTER_BYTES;
+        let end = self.size.min(clusters.end * CLUSTER_BYTES);
+        let mut has_data = [false; BATCH_CLUSTERS as usize];
+        each_extent(self.device, start, end, &mut |extent| {
+            if extent.kind == ExtentKind::Data {
+                let first = (extent.offset - start) / CLUSTER_BYTES;
+                let last = (extent.offset - start + extent.len - 1) / CLUSTER_BYTES;
+                has_data[first as usize..=last as usize].fill(true);
+            }
+            true
+        })?;
+        // What lies between the first and the last data is read at once.
+        let data = has_data.iter().position(|&data| data).zip(has_data.iter().rposition(|&data| data));
+        if let Some((first, last)) = data {
+            let from = start + first as u64 * CLUSTER_BYTES;
+            let to = end.min(start + (last as u64 + 1) * CLUSTER_BYTES);
+            let part = &mut buffer[(from - start) as usize..(to - start) as usize];
+            self.device.read_at(from, part).map_err(|error| DeltaError::Read { at: from, error })?;
+        }
+        for (index, cluster) in clusters.enumerate() {
+            let from = index * CLUSTER_BYTES as usize;
+            let to = (from + CLUSTER_BYTES as usize).min((end - start) as usize);
+            let content = &buffer[from..to];
+            let written = if has_data[index] && content.iter().any(|&byte| byte != 0) {
+                self.data_clusters += 1;
+                self.writer.data(cluster, content)
+            } else {
+                self.zero_clusters += 1;
+                self.writer.zero(cluster)
+            };
+            written.map_err(|source| DeltaError::Write { path: self.path.to_owned(), source })?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a file begins as an image that names a backing file.
+fn is_overlay(head: &[u8]) -> bool {
+    let backing_file_offset = offset_of!(RawHeader, backing_file_offset);
+    head.starts_with(&MAGIC.to_be_bytes())
+        && head.get(backing_file_offset..).is_some_and(|rest| rest.len() >= 8 && rest[..8] != [0; 8])
+}
+
+/// How the overlay names its base.
+fn name_of(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaError> {
+    let refuse = |reason: String| DeltaError::Base { path: base.to_owned(), reason };
+    let path = fs::canonicalize(base).map_err(|error| refuse(error.to_string()))?;
+    let below = match format {
+        Format::Raw => vec![path.clone()],
+        Format::Qcow2 => Chain::open(&path, false)?.paths().collect(),
+    };
+    for file in below {
+        if fs::canonicalize(&file).is_ok_and(|file| file == to.path) {
+            return Err(refuse("the delta would take the place of the base".to_owned()));
+        }
+    }
+    let name = match path.file_name() {
+        Some(name) if path.parent() == Some(&to.dir) => {
+            // Not to be taken for the name of a protocol.
+            let colon = name.as_bytes().contains(&b':');
+            if colon { Path::new(".").join(name).into_os_string() } else { name.to_owned() }
+        }
+        _ => path.clone().into_os_string(),
+    };
+    check_name(&name).map_err(refuse)?;
+    Ok(name)
+}
+
+fn check_name(name: &OsStr) -> Result<(), String> {
+    let len = name.len() as u64;
+    if len > MAX_NAME_BYTES {
+        return Err(format!("its name has {len} bytes, an image can name {MAX_NAME_BYTES}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,180 @@
+//! Where the clusters of one image lie: its L1 table, slices of its L2 tables, and what an entry says.
+
+use std::sync::Arc;
+
+use freestone_core::device::{Error, Result};
+
+use super::cache::Cache;
+use super::header::Header;
+use super::source::Source;
+
+/// Entries of one slice of an L2 table, what is read and kept at once (or a whole table where clusters are smaller).
+const SLICE_BYTES: u64 = 4096;
+/// Most bytes of slices that one image keeps: enough for a disk of 128 GiB with clusters of 64 KiB.
+const MAX_SLICES_BYTES: u64 = 16 << 20;
+/// Most bytes of unpacked clusters that one image keeps.
+const MAX_UNPACKED_BYTES: u64 = 16 << 20;
+
+const L1_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+const L2_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// The cluster has one user. Also: with a data file, offset 0 is a place there.
+pub(super) const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+/// Reads as zeroes, with or without a place.
+pub(super) const ZERO: u64 = 1;
+
+/// The metadata of an image.
+pub(super) struct Table {
+    pub header: Header,
+    l1: Box<[u64]>,
+    slice_bytes: u64,
+    slices: Cache<[u64]>,
+    /// Compressed clusters that were read, unpacked.
+    pub unpacked: Cache<[u8]>,
+}
+
+/// What an entry says of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Entry {
+    /// Nothing: the backing file has it.
+    Absent,
+    /// Zeroes, with or without a place for data.
+    Zero { kept: bool },
+    /// Data, at this byte.
+    Data { host: u64 },
+    /// Compressed data: at most so many bytes from here.
+    Compressed { host: u64, len: u64 },
+}
+
+/// A part of an L2 table: its number on the disk, and where it lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SliceAt {
+    pub number: u64,
+    pub host: u64,
+}
+
+impl Table {
+    /// Reads the L1 table. Waits for the disk.
+    pub fn load(header: Header, source: &Source) -> Result<Option<Self>> {
+        let len = header.l1_entries * 8;
+        // Before anything is allocated for it.
+        if header.l1_offset + len > source.len() {
+            return Ok(None);
+        }
+        let mut bytes = vec![0; len as usize];
+        source.read(header.l1_offset, &mut bytes)?;
+        let cluster = header.cluster_bytes();
+        let slice_bytes = SLICE_BYTES.min(cluster);
+        let slices = header.size.div_ceil(slice_bytes / 8 * cluster);
+        let clusters = header.size.div_ceil(cluster);
+        Ok(Some(Self {
+            l1: numbers(&bytes).into(),
+            slices: Cache::new(slices, MAX_SLICES_BYTES / slice_bytes),
+            unpacked: Cache::new(clusters, MAX_UNPACKED_BYTES / cluster),
+            slice_bytes,
+            header,
+        }))
+    }
+
+    /// The slice with the entry of byte `at`; `None` where there is no table, with the first byte that another table is for.
+    pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64)> {
+        let cluster = self.header.cluster_bytes();
+        let covered = self.slice_bytes / 8 * cluster;
+        let (number, per_table) = (at / covered, cluster / self.slice_bytes);
+        let Some(&entry) = self.l1.get((number / per_table) as usize) else { return Err(Error::Media) };
+        let host = entry & L1_OFFSET;
+        if host == 0 {
+            return Ok((None, (number / per_table + 1) * per_table * covered));
+        }
+        if !host.is_multiple_of(cluster) {
+            return Err(Error::Media);
+        }
+        let host = host + number % per_table * self.slice_bytes;
+        Ok((Some(SliceAt { number, host }), (number + 1) * covered))
+    }
+
+    /// First bytes of the L2 tables.
+    pub fn tables(&self) -> impl Iterator<Item = u64> {
+        self.l1.iter().map(|entry| entry & L1_OFFSET).filter(|&host| host != 0)
+    }
+
+    /// Bytes of a slice on disk.
+    pub fn slice_bytes(&self) -> usize {
+        self.slice_bytes as usize
+    }
+
+    pub fn kept(&self, slice: SliceAt) -> Option<Arc<[u64]>> {
+        self.slices.get(slice.number)
+    }
+
+    /// Keeps a slice that was read.
+    pub fn keep(&self, slice: SliceAt, bytes: &[u8]) -> Arc<[u64]> {
+        let slice_of = Arc::from(numbers(bytes));
+        self.slices.put(slice.number, Arc::clone(&slice_of));
+        slice_of
+    }
+
+    /// What lies at byte `at`, and for how many bytes from there the same goes on: at most `most`, within this slice.
+    pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64)> {
+        let cluster = self.header.cluster_bytes();
+        let within = at % cluster;
+        let mut index = (at / cluster % (self.slice_bytes / 8)) as usize;
+        let decode = |index: usize, at: u64| match slice.get(index) {
+            Some(&entry) => self.decode(entry, at),
+            None => Err(Error::Media),
+        };
+        let first = decode(index, at - within)?;
+        let mut len = cluster - within;
+        if !matches!(first, Entry::Compressed { .. }) {
+            while len < most && index + 1 < slice.len() {
+                index += 1;
+                // An error of the next cluster is that cluster's.
+                let Ok(next) = decode(index, at + len) else { break };
+                let expected = match first {
+                    Entry::Data { host } => Entry::Data { host: host + within + len },
+                    other => other,
+                };
+                if next != expected {
+                    break;
+                }
+                len += cluster;
+            }
+        }
+        let first = match first {
+            Entry::Data { host } => Entry::Data { host: host + within },
+            other => other,
+        };
+        Ok((first, len.min(most)))
+    }
+
+    /// What an entry says of the cluster that begins at byte `at` of the disk.
+    fn decode(&self, entry: u64, at: u64) -> Result<Entry> {
+        let header = &self.header;
+        let bits = header.cluster_bits;
+        if entry & COMPRESSED != 0 {
+            if header.has_data_file {
+                return Err(Error::Media);
+            }
+            let shift = 62 - (bits - 8);
+            let host = entry & ((1 << shift) - 1);
+            let sectors = (entry & (COMPRESSED - 1)) >> shift;
+            return Ok(Entry::Compressed { host, len: (sectors + 1) * 512 - host % 512 });
+        }
+        let host = entry & L2_OFFSET;
+        if entry & ZERO != 0 {
+            // Version 2 had none: a reader of then would have taken it for something else.
+            return if header.version < 3 { Err(Error::Media) } else { Ok(Entry::Zero { kept: host != 0 }) };
+        }
+        if host == 0 && !(header.has_data_file && entry & COPIED != 0) {
+            return Ok(Entry::Absent);
+        }
+        if !host.is_multiple_of(header.cluster_bytes()) || (header.has_data_file && host != at) {
+            return Err(Error::Media);
+        }
+        Ok(Entry::Data { host })
+    }
+}
+
+fn numbers(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks().0.iter().map(|&bytes| u64::from_be_bytes(bytes)).collect()
+}

@@ -1,0 +1,134 @@
+//! liblz4's block functions with a state of the caller's, which the crate that builds the library does not declare.
+#![expect(unsafe_code)]
+// UNSAFETY: calls into a C library.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::MaybeUninit;
+
+use freestone_core::PAGE_BYTES;
+
+// Makes the linker take liblz4, which this crate builds.
+use lz4_sys as _;
+
+unsafe extern "C" {
+    fn LZ4_sizeofState() -> c_int;
+    fn LZ4_compress_fast_extState(
+        state: *mut c_void,
+        source: *const c_char,
+        target: *mut c_char,
+        source_size: c_int,
+        target_capacity: c_int,
+        acceleration: c_int,
+    ) -> c_int;
+    fn LZ4_compress_fast_extState_fastReset(
+        state: *mut c_void,
+        source: *const c_char,
+        target: *mut c_char,
+        source_size: c_int,
+        target_capacity: c_int,
+        acceleration: c_int,
+    ) -> c_int;
+    fn LZ4_sizeofStateHC() -> c_int;
+    fn LZ4_compress_HC_extStateHC(
+        state: *mut c_void,
+        source: *const c_char,
+        target: *mut c_char,
+        source_size: c_int,
+        target_capacity: c_int,
+        level: c_int,
+    ) -> c_int;
+    fn LZ4_decompress_safe_partial(
+        source: *const c_char,
+        target: *mut c_char,
+        source_size: c_int,
+        target_size: c_int,
+        target_capacity: c_int,
+    ) -> c_int;
+}
+
+/// Working memory of one compressor.
+pub struct Lz4 {
+    state: Box<[u64]>,
+    acceleration: c_int,
+    /// The state holds the table of a compression that ended well: it need not be cleared.
+    clean: bool,
+}
+
+fn state(bytes: c_int) -> Box<[u64]> {
+    vec![0; usize::try_from(bytes).unwrap_or(0).div_ceil(8)].into()
+}
+
+impl Lz4 {
+    pub fn new(acceleration: i32) -> Self {
+        // SAFETY: returns a constant.
+        Self { state: state(unsafe { LZ4_sizeofState() }), acceleration, clean: false }
+    }
+
+    /// Compresses a page into `out`; `None` where it does not fit.
+    pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
+        let state = self.state.as_mut_ptr().cast();
+        let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
+        let call = if self.clean { LZ4_compress_fast_extState_fastReset } else { LZ4_compress_fast_extState };
+        // SAFETY: the state has the size that the library asked for and its alignment (8); the fast variant is taken
+        // only after a call that succeeded; reads PAGE_BYTES, writes at most out.len() bytes.
+        let bytes =
+            unsafe { call(state, from, to, PAGE_BYTES as c_int, out.len() as c_int, self.acceleration) };
+        self.clean = bytes > 0;
+        (bytes > 0).then_some(bytes as usize)
+    }
+
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.state)
+    }
+}
+
+/// Working memory of one high-compression compressor.
+pub struct Lz4hc {
+    state: Box<[u64]>,
+    level: c_int,
+}
+
+impl Lz4hc {
+    pub fn new(level: i32) -> Self {
+        // SAFETY: returns a constant.
+        Self { state: state(unsafe { LZ4_sizeofStateHC() }), level }
+    }
+
+    /// Compresses a page into `out`; `None` where it does not fit.
+    pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
+        // SAFETY: the state has the size and alignment (8) that the library asks for and is cleared by the call; reads
+        // PAGE_BYTES, writes at most out.len() bytes.
+        let bytes = unsafe {
+            LZ4_compress_HC_extStateHC(
+                self.state.as_mut_ptr().cast(),
+                page.as_ptr().cast(),
+                out.as_mut_ptr().cast(),
+                PAGE_BYTES as c_int,
+                out.len() as c_int,
+                self.level,
+            )
+        };
+        (bytes > 0).then_some(bytes as usize)
+    }
+
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.state)
+    }
+}
+
+/// Decompresses an object of either; false where it is not a whole page. Needs no working memory.
+///
+/// "Partial" with the whole page as its part: the function stops when the page is full instead of insisting on the
+/// block's last bytes, and keeps its fast path near the end of the object. A page of noise and zeroes takes half the time of
+/// `LZ4_decompress_safe`, others the same.
+#[inline]
+pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
+    let size = PAGE_BYTES as c_int;
+    let Ok(len) = c_int::try_from(object.len()) else { return false };
+    // SAFETY: reads `len` bytes, writes at most PAGE_BYTES; the function is made
+    // for input that nobody vouches for.
+    let bytes = unsafe {
+        LZ4_decompress_safe_partial(object.as_ptr().cast(), page.as_mut_ptr().cast(), len, size, size)
+    };
+    bytes == size
+}

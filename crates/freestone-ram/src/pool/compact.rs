@@ -1,0 +1,126 @@
+//! Compaction: objects of sparse spans move into the holes of full ones, while requests go on.
+
+use super::class::{CLASS, CLASSES};
+use super::spans::Owned;
+use super::{BackRef, Place, Pool, Taken, pages_to_hold};
+use freestone_core::slot::SlotGuard;
+use freestone_core::sync::Ordering;
+
+/// How compaction reaches the slot that holds an object.
+pub trait Owners {
+    /// Locks the slot that `owner` names and hands it to `work`. Does nothing where its table is gone.
+    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>));
+}
+
+impl Pool {
+    /// Packs every class into as few pages as possible and returns how many pages went back to the system. Only one
+    /// runs at a time; a second caller gets 0, as in the kernel. Never needs memory of its own.
+    pub fn compact(&self, owners: &dyn Owners) -> u64 {
+        self.compact_classes(0..CLASSES, owners)
+    }
+
+    /// As [`compact`](Self::compact), of one class: a bounded piece of it.
+    pub fn compact_one(&self, class: usize, owners: &dyn Owners) -> u64 {
+        self.compact_classes(class..class + 1, owners)
+    }
+
+    fn compact_classes(&self, classes: std::ops::Range<usize>, owners: &dyn Owners) -> u64 {
+        let Some(_one) = self.compacting.try_lock() else { return 0 };
+        let before = self.pages();
+        for class in classes.rev() {
+            self.compact_class(class, owners);
+        }
+        self.release_empties();
+        before.saturating_sub(self.pages())
+    }
+
+    fn compact_class(&self, class: usize, owners: &dyn Owners) {
+        self.give_up_currents(class);
+        // Owned spans that can neither take nor give any more.
+        let mut settled = Vec::new();
+        let mut target = None;
+        // Requests fill and empty spans meanwhile; one round a span that is there now is enough.
+        // Relaxed: a bound.
+        let rounds = self.population[class].load(Ordering::Relaxed);
+        for _ in 0..rounds {
+            let Some(source) = self.spans.own_emptiest(class) else { break };
+            let room = self.empty_span(&source, class, &mut target, &mut settled, owners);
+            if self.spans.used(&source) == 0 {
+                self.give_up(source, class);
+            } else {
+                settled.push(source);
+            }
+            if !room {
+                break;
+            }
+        }
+        for span in settled.into_iter().chain(target) {
+            self.pack_span(&span, class, owners);
+            self.give_up(span, class);
+        }
+    }
+
+    /// Moves the objects of an owned span into holes of others; false when there are no more holes in memory.
+    fn empty_span(
+        &self,
+        source: &Owned,
+        class: usize,
+        target: &mut Option<Owned>,
+        settled: &mut Vec<Owned>,
+        owners: &dyn Owners,
+    ) -> bool {
+        for object in self.objects_of(source, class) {
+            let (to, hole) = loop {
+                let Some(span) = target.take().or_else(|| self.spans.own_fullest(class)) else {
+                    return false;
+                };
+                if let Some(hole) = self.resident_hole(&span, class, CLASS[class].objects as usize) {
+                    break (&*target.insert(span), hole);
+                }
+                settled.push(span);
+            };
+            self.move_object(class, (source, object), (to, hole), owners);
+        }
+        true
+    }
+
+    /// The objects that are taken at this moment, in order.
+    fn objects_of(&self, span: &Owned, class: usize) -> impl DoubleEndedIterator<Item = usize> {
+        (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
+    }
+
+    /// Moves the last objects of an owned span into its first holes, and returns the pages behind them.
+    fn pack_span(&self, span: &Owned, class: usize, owners: &dyn Owners) {
+        for object in self.objects_of(span, class).rev() {
+            let Some(hole) = self.resident_hole(span, class, object) else { break };
+            self.move_object(class, (span, object), (span, hole), owners);
+        }
+        let last = self.objects_of(span, class).next_back();
+        self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
+    }
+
+    /// Moves one object, if its slot still holds it. An object that no slot holds is about to be published or freed by
+    /// the thread that has it, and stays.
+    fn move_object(
+        &self,
+        class: usize,
+        (source, object): (&Owned, usize),
+        (target, hole): (&Owned, usize),
+        owners: &dyn Owners,
+    ) {
+        let owner = self.backrefs.get(source, object);
+        let from = Place { span: source.number(), object, class }.location();
+        let mut taken = self.take(target, hole, class, owner);
+        let Taken(place) = taken;
+        let mut unused = place.location();
+        owners.with_slot(owner, &mut |guard| {
+            let word = guard.word();
+            if word.object() == Some(from) {
+                self.fill(&mut taken, self.object(&guard));
+                guard.publish(word.moved_to(place.location()));
+                unused = from;
+            }
+        });
+        self.free(unused);
+    }
+}

@@ -1,0 +1,196 @@
+//! What a RAM disk is made of, and why it could not be.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
+use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
+use freestone_core::device;
+use freestone_core::moment::NotInTime;
+use freestone_image::file::{self, File};
+
+/// What a RAM disk is made of.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Config {
+    /// Bytes, rounded up to a page.
+    pub disksize: u64,
+    /// The algorithm that new pages are compressed with.
+    pub comp_algorithm: Algorithm,
+    /// Its parameters.
+    pub algorithm_params: Params,
+    /// Most bytes the pool may hold, rounded up to a page; 0 is no limit.
+    pub mem_limit: u64,
+    /// Secondary algorithms for recompression, at the priorities 1 to 3.
+    pub recomp_algorithms: [Option<Secondary>; 3],
+    /// Recompress by itself what nobody touched for so long, with zstd and a dictionary trained on the disk's own pages. It
+    /// uses priority 3, which must be free.
+    pub auto_recompress: Option<Duration>,
+    /// Where pages go that memory has no room for.
+    pub backing: Option<BackingDev>,
+}
+
+/// A secondary algorithm.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Secondary {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Its parameters.
+    pub params: Params,
+}
+
+/// A file or block device that takes pages out of memory. Its former content is lost; what it holds means nothing to
+/// anybody else.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackingDev {
+    /// A regular file or a block device. It is opened exclusively, with `O_DIRECT` where its file system has that.
+    pub path: PathBuf,
+    /// Bytes. Where no file is there, one of this size is made beside `path`; it never gets a name, so it is gone when the
+    /// disk is, however that ends. A file that is there must have this size.
+    pub size: Option<u64>,
+    /// Objects go out as they are, packed tightly, and pages that are read come back to memory. Without it the layout
+    /// is the kernel's: one uncompressed page a block, which stays there until the page is overwritten.
+    pub compressed_writeback: bool,
+}
+
+impl BackingDev {
+    /// Opens it: past the page cache where its file system can do that, since what is spilled would else be in memory
+    /// still.
+    pub(super) fn open(&self) -> Result<File, file::SetupError> {
+        let mut config = file::Config::new(&self.path);
+        (config.size, config.nameless, config.direct) = (self.size, true, file::Direct::On);
+        match File::open(&config) {
+            Err(file::SetupError::Direct { .. }) => {
+                let path = self.path.display();
+                tracing::warn!("{path}: no O_DIRECT there; spilled pages go through the page cache");
+                config.direct = file::Direct::Off;
+                File::open(&config)
+            }
+            opened => opened,
+        }
+    }
+}
+
+/// What a fork is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ForkConfig {
+    /// Bytes, rounded up to a block of 512; the base's size where nothing is said. What lies beyond the base reads as zeroes.
+    pub size: Option<u64>,
+    /// Most bytes that its own objects may take; 0 is no cap.
+    pub mem_limit: u64,
+    /// Bytes of the family's `mem_limit` that others leave to it.
+    pub mem_min: u64,
+}
+
+/// Why a RAM disk could not be made or changed.
+#[derive(Debug, Error)]
+pub enum SetupError {
+    /// Zero.
+    #[error("disksize must be at least one byte")]
+    Empty,
+    /// Beyond what a table of slots can address.
+    #[error("disksize={0} bytes is beyond the largest disk, 256 TiB")]
+    TooLarge(u64),
+    /// Growth to less than there is.
+    #[error("disksize={wanted} bytes would shrink the disk, which has {present}; it can only grow")]
+    Shrinks {
+        /// What was asked for.
+        wanted: u64,
+        /// What there is.
+        present: u64,
+    },
+    /// A base that can be written.
+    #[error("is live; take a snapshot of it, and fork that")]
+    Live,
+    /// A base with zones.
+    #[error("has zones; a base has none")]
+    ZonedBase,
+    /// What only a live device can be asked for.
+    #[error("is a snapshot, which does not change; fork it")]
+    Snapshot,
+    /// A fork of a snapshot of a fork, and so on.
+    #[error("is the snapshot of a fork of a snapshot, and so on, 64 times over; that is as deep as it goes")]
+    TooDeep,
+    /// A cap that no page may fit under.
+    #[error("mem_limit={0} bytes is below 64 KiB")]
+    CapTooSmall(u64),
+    /// A fork that would not show all of its base.
+    #[error("size={wanted} bytes is less than the base has, {base}")]
+    SmallerThanBase {
+        /// What was asked for.
+        wanted: u64,
+        /// What the base has.
+        base: u64,
+    },
+    /// A guarantee that the device could not use.
+    #[error("mem_min={guarantee} bytes is above mem_limit={cap} bytes")]
+    GuaranteeAboveCap {
+        /// What was to be guaranteed.
+        guarantee: u64,
+        /// The most that the device may have.
+        cap: u64,
+    },
+    /// A guarantee that the family cannot give.
+    #[error("mem_min={wanted} bytes: the family's mem_limit has {left} left for guarantees")]
+    Guarantee {
+        /// What was to be guaranteed.
+        wanted: u64,
+        /// What can be; 0 also where the family has no limit.
+        left: u64,
+    },
+    /// Writes do not end.
+    #[error("{0}")]
+    NotInTime(NotInTime),
+    /// The algorithm's parameters.
+    #[error(transparent)]
+    Params(#[from] ParamsError),
+    /// Both want priority 3.
+    #[error("auto_recompress uses priority 3, where recomp_algorithm has {0}; free one of them")]
+    PriorityTaken(Algorithm),
+    /// The backing device cannot be opened.
+    #[error("backing_dev: {0}")]
+    Backing(#[from] file::SetupError),
+    /// The backing device is not of the kind that can be used.
+    #[error("backing_dev: {0}")]
+    BackingKind(String),
+    /// A thread for background work could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+    /// No memory for tables or streams.
+    #[error("out of memory")]
+    NoMemory,
+}
+
+impl From<device::Error> for SetupError {
+    fn from(_: device::Error) -> Self {
+        Self::NoMemory
+    }
+}
+
+impl From<StreamsError> for SetupError {
+    fn from(error: StreamsError) -> Self {
+        match error {
+            StreamsError::Params(error) => Self::Params(error),
+            StreamsError::Device(_) => Self::NoMemory,
+        }
+    }
+}
+
+/// A disk's size in whole pages, as in zram, if there can be such a disk.
+pub(super) fn round_size(bytes: u64) -> Result<u64, SetupError> {
+    round(bytes, PAGE)
+}
+
+/// A fork's size, which is its base's to the block.
+pub(super) fn round_fork_size(bytes: u64) -> Result<u64, SetupError> {
+    round(bytes, LOGICAL_BLOCK_BYTES.into())
+}
+
+fn round(bytes: u64, unit: u64) -> Result<u64, SetupError> {
+    match bytes.checked_next_multiple_of(unit) {
+        _ if bytes == 0 => Err(SetupError::Empty),
+        Some(rounded) if rounded <= DISKSIZE_BYTES_MAX => Ok(rounded),
+        _ => Err(SetupError::TooLarge(bytes)),
+    }
+}

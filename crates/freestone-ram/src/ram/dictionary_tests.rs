@@ -1,0 +1,191 @@
+//! The automatic mode, step by step.
+
+use super::super::tests::config;
+use super::super::{Config, Recompress, RecompressError, Secondary};
+use super::*;
+use freestone_core::device::{Blocking, Flags};
+
+/// Nothing gets so old by itself while a test runs.
+const AGE: Duration = Duration::from_secs(24 * 3600);
+
+fn disk(pages: u64) -> Ram {
+    Ram::new(Config { auto_recompress: Some(AGE), ..config(pages * PAGE) }).unwrap()
+}
+
+/// Pages that share a vocabulary with each other: 1500 words of 12 bytes, a few of which make a page.
+fn page(seed: u64) -> Page {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut word = 0;
+    std::array::from_fn(|i| {
+        if i % 12 == 0 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            // Some words repeat, for lz4.
+            word = if state >> 62 == 0 { 7 } else { (state >> 33) % 1500 };
+        }
+        ((word * 12 + i as u64 % 12 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93) >> 40) as u8
+    })
+}
+
+fn write(ram: &Ram, slots: std::ops::Range<u64>) {
+    for slot in slots {
+        ram.write_at(slot * PAGE, &page(slot), Flags::empty()).unwrap();
+    }
+}
+
+/// Pages of these slots were touched long ago.
+fn grow_old(ram: &Ram, slots: std::ops::Range<u64>) {
+    for slot in slots {
+        {
+            let layer = ram.0.layer();
+            let guard = layer.table().leaf(slot).unwrap().lock(slot);
+            let old = guard.word().with_age(0);
+            guard.publish(old);
+        }
+    }
+}
+
+fn steps_until(ram: &Ram, mut done: impl FnMut(AutoRecompressed) -> bool) {
+    let began = Instant::now();
+    while !done(ram.auto_recompressed()) {
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", ram.auto_recompressed());
+        ram.0.family.auto_recompress();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn word(ram: &Ram, slot: u64) -> Word {
+    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
+}
+
+#[test]
+fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
+    const PAGES: u64 = 3000;
+    let ram = disk(4096);
+    write(&ram, 0..PAGES);
+    grow_old(&ram, 100..PAGES);
+    {
+        let layer = ram.0.layer();
+        let guard = layer.table().leaf(200).unwrap().lock(200);
+        let marked = guard.word().with_idle(true);
+        guard.publish(marked);
+    }
+    let before = ram.mm_stat();
+    steps_until(&ram, |done| done.dictionary_bytes > 0);
+    let ages: Vec<u8> = (0..PAGES).map(|slot| word(&ram, slot).age()).collect();
+    steps_until(&ram, |done| done.pages == PAGES - 100);
+    // The pool is packed after the round.
+    let mut steps = 0;
+    steps_until(&ram, |_| {
+        steps += 1;
+        steps > 20
+    });
+    let (done, after) = (ram.auto_recompressed(), ram.mm_stat());
+    assert_eq!(after.compr_data_size, before.compr_data_size - done.saved_bytes);
+    assert!(done.saved_bytes > before.compr_data_size / 3, "{done:?} of {before:?}");
+    assert!(before.mem_used_total - after.mem_used_total > done.saved_bytes * 9 / 10, "{before:?} {after:?}");
+    assert!(done.dictionary_bytes <= DICTIONARY_BYTES as u64);
+    assert!(ram.memory().streams_bytes > done.dictionary_bytes);
+    for slot in 0..PAGES {
+        let word = word(&ram, slot);
+        assert_eq!(word.algorithm(), if slot < 100 { 0 } else { 3 }, "slot {slot}");
+        // Neither ages nor the user's marks are changed.
+        assert_eq!((word.age(), word.is_idle(), word.is_picked()), (ages[slot as usize], slot == 200, false));
+        let mut back = [0; PAGE_BYTES];
+        ram.read_at(slot * PAGE, &mut back).unwrap();
+        assert!(back == page(slot), "slot {slot}");
+    }
+    // The dictionary outlives the content; statistics do not.
+    ram.reset().unwrap();
+    ram.0.family.clear_auto_recompressed();
+    assert_eq!(
+        ram.auto_recompressed(),
+        AutoRecompressed { dictionary_bytes: done.dictionary_bytes, ..Default::default() }
+    );
+    write(&ram, 0..50);
+    grow_old(&ram, 0..50);
+    steps_until(&ram, |done| done.pages == 50);
+}
+
+#[test]
+fn too_little_is_not_learned_from() {
+    let ram = disk(4096);
+    write(&ram, 0..500);
+    grow_old(&ram, 0..500);
+    for _ in 0..20 {
+        ram.0.family.auto_recompress();
+    }
+    assert_eq!(ram.auto_recompressed(), AutoRecompressed::default());
+    assert!(ram.0.family.auto.state.lock().training.is_none());
+    assert!(ram.0.family.codecs.get(3).is_none());
+    // Nor from pages that are in use.
+    write(&ram, 0..3000);
+    for _ in 0..20 {
+        ram.0.family.auto_recompress();
+    }
+    assert!(ram.0.family.auto.state.lock().training.is_none());
+}
+
+#[test]
+fn a_step_gives_way_to_other_passes() {
+    let ram = disk(4096);
+    write(&ram, 0..3000);
+    grow_old(&ram, 0..3000);
+    let other = ram.0.family.passes.lock();
+    ram.0.family.auto_recompress();
+    assert_eq!(ram.0.family.auto.state.lock().sample.seen, 0);
+    drop(other);
+    ram.0.family.auto_recompress();
+    assert!(ram.0.family.auto.state.lock().training.is_some());
+}
+
+#[test]
+fn a_dictionary_that_is_of_no_use_is_not_used() {
+    // Nothing in common, and nothing inside that a dictionary could help with.
+    let noise = |seed| -> Page {
+        let bytes = super::super::tests::content(5, seed, PAGE_BYTES);
+        std::array::from_fn(|i| if i % 16 < 8 { 0 } else { bytes[i] })
+    };
+    let pages: Vec<Page> = (0..1024).map(noise).collect();
+    let streams = train(&pages).unwrap();
+    assert!(streams.dictionary().is_none());
+    // Too few to train on.
+    assert!(train(&pages[..3]).unwrap().dictionary().is_none());
+    assert!(train(&[]).unwrap().dictionary().is_none());
+    let pages: Vec<Page> = (0..1024).map(page).collect();
+    assert!(train(&pages).unwrap().dictionary().is_some());
+}
+
+#[test]
+fn samples_are_even() {
+    let mut sample = Sample::default();
+    for slot in 0..100_000 {
+        sample.offer((0, slot), Word::compressed(0, 1000, 0));
+    }
+    assert_eq!((sample.seen, sample.bytes), (100_000, 100_000_000));
+    assert_eq!(sample.pages.len(), SAMPLE_PAGES);
+    for tenth in 0..10 {
+        let of_it = sample.pages.iter().filter(|&&(_, slot)| slot / 10_000 == tenth).count();
+        assert!((150..260).contains(&of_it), "{of_it} of the tenth number {tenth}");
+    }
+}
+
+#[test]
+fn the_trained_algorithm_can_be_asked_for() {
+    let ram = Ram::new(Config {
+        recomp_algorithms: [
+            Some(Secondary { algorithm: Algorithm::Lz4hc, params: Params::default() }),
+            None,
+            None,
+        ],
+        ..disk(4096).config()
+    })
+    .unwrap();
+    write(&ram, 0..3000);
+    let third = Recompress { algo: Some(Algorithm::Zstd), ..Recompress::default() };
+    let (_, error) = ram.recompress(&third).unwrap_err();
+    assert_eq!(error, RecompressError::NoAlgorithm(Algorithm::Zstd));
+    grow_old(&ram, 0..3000);
+    steps_until(&ram, |done| done.dictionary_bytes > 0);
+    let by_itself = ram.auto_recompressed().pages;
+    assert_eq!(ram.recompress(&third).unwrap().shrunk, 3000 - by_itself);
+}

@@ -1,0 +1,448 @@
+//! Pages out of a snapshot in the form in which they are stored, and into a new device in that form: what
+//! [saving](crate::save) needs.
+//!
+//! What is spilled is read from the backing device and stays there. No slot departs for that, so nobody waits: the page
+//! of a snapshot does not change, and the bytes that were read are the page's as long as no block of them began another
+//! life meanwhile (its generation tells).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::chain::Role;
+use super::through::Below;
+use super::{Family, Ram};
+use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
+use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::layout;
+use crate::spill::space::BLOCK_BYTES;
+use crate::spill::store::Store;
+use freestone_core::device::{Device, Error, Result};
+use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
+use freestone_core::sync::mpsc;
+use freestone_core::{PAGE_BYTES, pin};
+
+/// Blocks of one read from the backing device.
+const READ_BLOCKS_MAX: u64 = 64;
+/// Blocks between two objects that are read along.
+const GAP_BLOCKS: u64 = 4;
+/// Before another look at a page that is on its way for somebody else.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// What a device lies over.
+pub(crate) enum Lower {
+    Nothing,
+    Device(Arc<dyn Device>),
+    Snapshot(Ram),
+}
+
+/// The form of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stored {
+    /// One 32-bit pattern; no bytes.
+    Same(u32),
+    /// One 64-bit pattern; 8 bytes.
+    Pattern,
+    /// By the algorithm of this priority.
+    Compressed(u8),
+    Huge,
+    /// Nothing, where an older snapshot holds something; no bytes.
+    Below,
+}
+
+/// A page that was gathered.
+struct Item {
+    page: u64,
+    stored: Stored,
+    at: usize,
+    len: usize,
+}
+
+/// Pages as they are stored.
+#[derive(Default)]
+pub(crate) struct Gathered {
+    items: Vec<Item>,
+    data: Vec<u8>,
+}
+
+impl Gathered {
+    fn clear(&mut self) {
+        self.items.clear();
+        self.data.clear();
+    }
+
+    fn push(&mut self, page: u64, stored: Stored, bytes: &[u8]) {
+        self.items.push(Item { page, stored, at: self.data.len(), len: bytes.len() });
+        self.data.extend_from_slice(bytes);
+    }
+
+    /// The pages, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, Stored, &[u8])> {
+        self.items.iter().map(|item| (item.page, item.stored, &self.data[item.at..item.at + item.len]))
+    }
+}
+
+/// A page that is spilled, as its slot said it.
+struct Spilled {
+    page: u64,
+    word: Word,
+    header_owner: u64,
+    generations: [u32; 2],
+}
+
+enum Found {
+    Below,
+    Copied,
+    InFlight,
+    Spilled(Spilled),
+}
+
+// ---- out -----------------------------------------------------------------------------------------------------------
+
+impl Ram {
+    /// Tells devices apart.
+    pub(crate) fn identity(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+
+    /// What it lies over.
+    pub(crate) fn lower(&self) -> Lower {
+        match &self.0.below {
+            Below::Nothing => Lower::Nothing,
+            Below::Device(base) => Lower::Device(Arc::clone(&base.device)),
+            Below::Snapshot(ram) => Lower::Snapshot(ram.clone()),
+        }
+    }
+
+    /// The chain that this snapshot is one of, and its number there: older ones have smaller numbers.
+    pub(crate) fn place_in_chain(&self) -> Option<(usize, u64)> {
+        pin::pinned(|pin| match &self.0.view.load(pin).role {
+            Role::Snapshot { chain, number } => Some((Arc::as_ptr(chain) as usize, *number)),
+            Role::Live { .. } => None,
+        })
+    }
+
+    /// The layer in which a page lies, by its id; `None`: it lies below.
+    fn holder(&self, page: u64) -> Option<u32> {
+        pin::pinned(|pin| {
+            self.0.view.load(pin).with_page(pin, page, |found| found.map(|(layer, _)| layer.id()))
+        })
+    }
+
+    /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one leaf.
+    pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
+        let end = self.0.slots();
+        let first = page + pin::pinned(|pin| self.0.view.load(pin).run_below(pin, page.min(end), end));
+        (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
+    }
+
+    /// Copies those of these pages that this snapshot or its chain holds, as they are stored; ages and idle marks stay
+    /// as they are. With an older snapshot of the chain given, those that differ `since` then.
+    ///
+    /// # Errors
+    /// A page that the backing device does not give back; which one.
+    pub(crate) fn copy_pages(
+        &self,
+        pages: Range<u64>,
+        since: Option<&Self>,
+        into: &mut Gathered,
+    ) -> std::result::Result<(), (u64, Error)> {
+        into.clear();
+        // What both find in one place is one page. A page that moves to a younger snapshot between the two looks is taken for
+        // another one, which does no harm; what lies in a snapshot before this one never moves to this one or behind it.
+        let is_same = |page| since.is_some_and(|older| older.holder(page) == self.holder(page));
+        let mut ask: Vec<u64> = pages.filter(|&page| !is_same(page)).collect();
+        while !ask.is_empty() {
+            let (mut spilled, mut again) = (Vec::new(), Vec::new());
+            for page in ask {
+                match self.copy_out(page, into) {
+                    Found::Below if since.is_some() => into.push(page, Stored::Below, &[]),
+                    Found::Below | Found::Copied => {}
+                    Found::InFlight => again.push(page),
+                    Found::Spilled(found) => spilled.push(found),
+                }
+            }
+            if !again.is_empty() {
+                // It lands, if need be because it is late.
+                freestone_core::sync::thread::sleep(PAUSE);
+            }
+            if !spilled.is_empty() {
+                self.read_spilled(spilled, into, &mut again)?;
+            }
+            ask = again;
+        }
+        into.items.sort_unstable_by_key(|item| item.page);
+        Ok(())
+    }
+
+    fn copy_out(&self, page: u64, into: &mut Gathered) -> Found {
+        let family = &self.0.family;
+        pin::pinned(|pin| {
+            self.0.view.load(pin).with_page(pin, page, |found| {
+                let Some((layer, guard)) = found else { return Found::Below };
+                let word = guard.word();
+                let stored = match word.kind() {
+                    Kind::Empty | Kind::Base => return Found::Below,
+                    Kind::InFlight => return Found::InFlight,
+                    Kind::Spilled => {
+                        let header_owner = layer.header_owner(page);
+                        let generations =
+                            family.store.as_ref().map_or([0; 2], |store| generations(store, word));
+                        return Found::Spilled(Spilled { page, word, header_owner, generations });
+                    }
+                    Kind::Same => Stored::Same(word.location() as u32),
+                    Kind::Pattern => Stored::Pattern,
+                    Kind::Compressed => Stored::Compressed(word.algorithm() as u8),
+                    Kind::Huge => Stored::Huge,
+                };
+                into.push(page, stored, family.pool.object(&guard));
+                Found::Copied
+            })
+        })
+    }
+
+    /// Reads spilled pages. Those that moved meanwhile are to be looked at `again`.
+    fn read_spilled(
+        &self,
+        mut spilled: Vec<Spilled>,
+        into: &mut Gathered,
+        again: &mut Vec<u64>,
+    ) -> std::result::Result<(), (u64, Error)> {
+        let Some(store) = &self.0.family.store else { return Err((spilled[0].page, Error::Media)) };
+        spilled.sort_unstable_by_key(|found| found.word.location());
+        let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
+        let groups = near_ones_together(store, spilled, gap);
+        let failed = self.read_groups(store, groups, into, again);
+        // One of a group may be to blame.
+        let ones = failed.into_iter().map(|found| vec![found]).collect();
+        match self.read_groups(store, ones, into, again).first() {
+            Some(failed) => Err((failed.page, Error::Media)),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads groups of pages side by side; returns those that could not be read.
+    fn read_groups(
+        &self,
+        store: &Arc<Store>,
+        groups: Vec<Vec<Spilled>>,
+        into: &mut Gathered,
+        again: &mut Vec<u64>,
+    ) -> Vec<Spilled> {
+        let (answer, answers) = mpsc::channel();
+        let mut waiting: Vec<Option<Vec<Spilled>>> = Vec::new();
+        for (number, group) in groups.into_iter().enumerate() {
+            let (first, end) = reach(store, &group);
+            let answer = answer.clone();
+            store.read(first, (end - first) as u32, move |outcome| {
+                // We listen until all have said something.
+                let _ = answer.send((number, outcome.map(<[u8]>::to_vec)));
+            });
+            waiting.push(Some(group));
+        }
+        drop(answer);
+        let mut failed = Vec::new();
+        // Each answers, or is answered for when it is late.
+        while let Ok((number, outcome)) = answers.recv() {
+            let Some(group) = waiting[number].take() else { continue };
+            let Ok(buffer) = outcome else {
+                failed.extend(group);
+                continue;
+            };
+            let (first, _) = reach(store, &group);
+            for found in group {
+                if generations(store, found.word) != found.generations {
+                    again.push(found.page);
+                } else if !self.take_spilled(store, &found, first, &buffer, into) {
+                    store.failed_read();
+                    failed.push(found);
+                }
+            }
+        }
+        failed.extend(waiting.into_iter().flatten().flatten());
+        failed
+    }
+
+    /// Takes one page out of what was read from block `first` on. False: it is damaged.
+    fn take_spilled(
+        &self,
+        store: &Store,
+        found: &Spilled,
+        first: u64,
+        buffer: &[u8],
+        into: &mut Gathered,
+    ) -> bool {
+        let &Spilled { page, word, header_owner, .. } = found;
+        let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
+        if store.is_packed() {
+            let (len, algorithm) = (word.spilled_bytes(), word.algorithm() as u8);
+            let object = layout::object_at(buffer, at, header_owner, len, algorithm);
+            let stored = if len == PAGE_BYTES { Stored::Huge } else { Stored::Compressed(algorithm) };
+            return object.map(|object| into.push(page, stored, object)).is_some();
+        }
+        // There pages lie as they are.
+        let Some(content) = buffer.get(at..at + BLOCK_BYTES).and_then(|page| <&Page>::try_from(page).ok())
+        else {
+            return false;
+        };
+        let mut scratch = Scratch::new();
+        match self.0.family.codecs.primary().compress(content, &mut scratch) {
+            Some(object) => into.push(page, Stored::Compressed(0), object),
+            None => into.push(page, Stored::Huge, content),
+        }
+        true
+    }
+
+    /// The family's algorithm of a priority, and whether the automatic mode made it.
+    pub(crate) fn streams<R>(&self, priority: u8, look: impl FnOnce(&Streams, bool) -> R) -> Option<R> {
+        let family = &self.0.family;
+        let trained = usize::from(priority) == PRIORITIES && family.config.auto_recompress.is_some();
+        family.codecs.get(priority.into()).map(|streams| look(streams, trained))
+    }
+}
+
+/// The blocks from the first to behind the last one in which these pages lie, which are sorted.
+fn reach(store: &Store, group: &[Spilled]) -> (u64, u64) {
+    let mut blocks = group.iter().map(|found| store.blocks_of(found.word));
+    let (first, count) = blocks.next().unwrap_or_default();
+    let end = blocks.map(|(start, count)| start + u64::from(count)).max().unwrap_or_default();
+    (first, end.max(first + u64::from(count)))
+}
+
+fn near_ones_together(store: &Store, sorted: Vec<Spilled>, gap: u64) -> Vec<Vec<Spilled>> {
+    let mut groups: Vec<Vec<Spilled>> = Vec::new();
+    for found in sorted {
+        let (start, count) = store.blocks_of(found.word);
+        match groups.last_mut() {
+            Some(group) => {
+                let (first, end) = reach(store, group.get(..1).unwrap_or_default());
+                let end =
+                    end.max(group.last().map_or(end, |last| reach(store, std::slice::from_ref(last)).1));
+                if start <= end + gap && start + u64::from(count) - first <= READ_BLOCKS_MAX {
+                    group.push(found);
+                } else {
+                    groups.push(vec![found]);
+                }
+            }
+            None => groups.push(vec![found]),
+        }
+    }
+    groups
+}
+
+/// Which lives of its blocks an object lies in.
+fn generations(store: &Store, spilled: Word) -> [u32; 2] {
+    let (first, count) = store.blocks_of(spilled);
+    let last = first + u64::from(count) - 1;
+    [store.map().generation(first), store.map().generation(last)]
+}
+
+// ---- in ------------------------------------------------------------------------------------------------------------
+
+/// A page for a device that nobody uses yet.
+#[derive(Clone, Copy)]
+pub(crate) enum Incoming<'a> {
+    /// As what the device lies over.
+    Below,
+    Same(u32),
+    Pattern([u8; 8]),
+    /// An object that the family's algorithm of this priority can read.
+    Compressed {
+        priority: u8,
+        object: &'a [u8],
+    },
+    Huge(&'a Page),
+    /// To be stored as any page that is written.
+    Page(&'a Page),
+}
+
+impl Ram {
+    /// Puts a page in. What was there goes to the snapshots that need it, as with a write.
+    ///
+    /// # Errors
+    /// No memory for it, below the limit or at all.
+    pub(crate) fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
+        let family = &self.0.family;
+        let layer = self.0.layer();
+        let object = |bytes: &[u8]| family.store_object(&layer, page, bytes);
+        let new = match incoming {
+            Incoming::Below => Word::EMPTY,
+            Incoming::Same(pattern) => Word::same(pattern),
+            Incoming::Pattern(pattern) => Word::pattern(object(&pattern)?),
+            Incoming::Compressed { priority, object: bytes } => {
+                Word::compressed(object(bytes)?, bytes.len() as u32, priority)
+            }
+            Incoming::Huge(content) => Word::huge(object(content)?),
+            Incoming::Page(content) => family.store_page(&layer, page, content)?,
+        };
+        let new = if new == Word::EMPTY { new } else { new.with_age(family.ages.now()) };
+        let put = pin::pinned(|pin| {
+            let view = self.0.view.load(pin);
+            let guard = view.layer.table().leaf_or_new(page)?.lock(page);
+            if guard.word().kind() == Kind::InFlight {
+                return Err(Error::Media);
+            }
+            view.replace(family, page, guard, new)
+        });
+        if put.is_err() {
+            family.release(new);
+        }
+        put
+    }
+
+    /// Whether pages leave memory where it is short, so that a write can wait for room.
+    pub(crate) fn can_spill(&self) -> bool {
+        self.0.family.store.is_some()
+    }
+}
+
+impl Family {
+    /// Whether a device is one of this family.
+    pub(crate) fn has(&self, ram: &Ram) -> bool {
+        Arc::ptr_eq(&self.0, &ram.0.family)
+    }
+
+    /// The algorithm that new pages are compressed with.
+    pub(crate) fn comp_algorithm(&self) -> Algorithm {
+        self.0.codecs.primary().algorithm()
+    }
+
+    /// The priority of which the algorithm reads objects of another one as they are; best the same one.
+    pub(crate) fn reads(&self, algorithm: Algorithm, dictionary: Option<&Dictionary>) -> Option<u8> {
+        let find = |fits: &dyn Fn(Algorithm) -> bool| {
+            (0..=PRIORITIES).find(|&priority| {
+                let streams = self.0.codecs.get(priority);
+                streams.is_some_and(|s| {
+                    fits(s.algorithm()) && dictionary_bytes(s.dictionary()) == dictionary_bytes(dictionary)
+                })
+            })
+        };
+        let is_lz4 = |a| matches!(a, Algorithm::Lz4 | Algorithm::Lz4hc);
+        let same_format = |a: Algorithm| is_lz4(a) && is_lz4(algorithm);
+        find(&|a| a == algorithm).or_else(|| find(&same_format)).map(|priority| priority as u8)
+    }
+
+    /// Gives an automatic mode that has nothing yet, in a family without devices, what another one has learned.
+    pub(crate) fn adopt<E>(
+        &self,
+        learned: impl FnOnce() -> std::result::Result<Arc<Streams>, E>,
+    ) -> std::result::Result<(), E> {
+        // Nobody trains anything before there are pages.
+        let has_none = self.0.config.auto_recompress.is_some() && self.0.codecs.get(PRIORITIES).is_none();
+        if has_none && self.0.layers.all().is_empty() {
+            // It stays with its own where it got any meanwhile.
+            let _ = self.0.codecs.set(PRIORITIES, learned()?);
+        }
+        Ok(())
+    }
+
+    /// The page of an object that the algorithm of this priority can read.
+    pub(crate) fn unpack(&self, priority: u8, object: &[u8], page: &mut Page) -> Result<()> {
+        self.0.codecs.decompress(priority.into(), object, page)
+    }
+}
+
+/// A dictionary is what is in it, wherever it came from.
+fn dictionary_bytes(dictionary: Option<&Dictionary>) -> Option<&[u8]> {
+    dictionary.map(Dictionary::bytes)
+}

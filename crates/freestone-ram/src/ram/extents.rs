@@ -1,0 +1,227 @@
+//! What lies where: extents, and what a fork or snapshot holds itself.
+
+use super::chain::View;
+use super::through::Below;
+use super::{Inner, PAGE, Ram, SetupError, next_multiple};
+use freestone_core::device::{
+    self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
+    range_end,
+};
+use freestone_core::mutants::{self, Mutant};
+use freestone_core::pin::{self, Pin};
+use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
+
+/// Leaves that one call looks at.
+const TRY_LEAVES: u64 = 64;
+
+/// Neighbouring pages of one kind.
+struct Run<K> {
+    from: u64,
+    to: u64,
+    kind: K,
+}
+
+/// Gathers runs.
+struct Runs<K>(Vec<Run<K>>);
+
+impl<K: PartialEq> Runs<K> {
+    fn add(&mut self, from: u64, to: u64, kind: K) {
+        match self.0.last_mut() {
+            Some(last) if last.kind == kind => last.to = to,
+            _ => self.0.push(Run { from, to, kind }),
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum Holds {
+    Itself(ExtentKind),
+    /// What lies below says what is there.
+    Below,
+}
+
+impl Inner {
+    pub(super) fn extents(
+        &self,
+        offset: u64,
+        end: u64,
+        row: &mut dyn FnMut(Extent) -> bool,
+    ) -> device::Result<u64> {
+        // What lies below may be on a disk: it is asked with nothing pinned.
+        let runs = pin::pinned(|pin| {
+            let view = self.view.load(pin);
+            runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_below(pin, slot, end) {
+                0 => {
+                    let kind =
+                        |word: Option<Word>| word.map_or(Holds::Below, |word| Holds::Itself(kind_of(word)));
+                    (1, kind(view.with_page(pin, slot, |found| found.map(|(_, guard)| guard.word()))))
+                }
+                run => (run, Holds::Below),
+            })
+        });
+        let mut given = 0;
+        for run in runs.0 {
+            let (from, to) = ((run.from * PAGE).max(offset), (run.to * PAGE).min(end));
+            let more = match run.kind {
+                Holds::Itself(kind) => {
+                    given = to - offset;
+                    row(Extent { offset: from, len: to - from, kind })
+                }
+                Holds::Below => below_extents(&self.below, from, to, &mut |extent| {
+                    given = extent.offset + extent.len - offset;
+                    row(extent)
+                })?,
+            };
+            if !more {
+                break;
+            }
+        }
+        Ok(given)
+    }
+}
+
+/// Describes `[from, to)` as it is below. False: that is enough.
+fn below_extents(
+    below: &Below,
+    from: u64,
+    to: u64,
+    row: &mut dyn FnMut(Extent) -> bool,
+) -> device::Result<bool> {
+    let (device, size): (&dyn device::Device, u64) = match below {
+        Below::Nothing => return Ok(row(Extent { offset: from, len: to - from, kind: ExtentKind::Hole })),
+        Below::Device(base) => (&*base.device, base.size),
+        Below::Snapshot(ram) => (ram, ram.0.size()),
+    };
+    let there = to.min(size);
+    if from < there {
+        let mut more = true;
+        let told = device.extents(from, there - from, &mut |extent| {
+            more = row(extent);
+            more
+        })?;
+        if !more || told < there - from {
+            return Ok(false);
+        }
+    }
+    let beyond = from.max(there);
+    Ok(beyond == to || row(Extent { offset: beyond, len: to - beyond, kind: ExtentKind::Hole }))
+}
+
+/// The runs from `slot` on, of as many pages as one call looks at; `next` tells of the first of them, and how far that
+/// goes.
+fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u64, K)) -> Runs<K> {
+    let mut runs = Runs(Vec::new());
+    let mut at = slot;
+    let mut looked = 0;
+    while at < end && looked < TRY_LEAVES * LEAF_SLOTS {
+        let (run, kind) = next(at, end);
+        // What is skipped as a whole costs nothing.
+        looked += if run > LEAF_SLOTS { 1 } else { run };
+        runs.add(at, at + run, kind);
+        at += run;
+    }
+    runs
+}
+
+/// What of `[offset, offset + len)` is whose, as `next` tells it of pages.
+fn changes(
+    ram: &Inner,
+    (offset, len): (u64, u64),
+    next: impl Fn(&Pin<'_>, &View, u64, u64) -> (u64, bool),
+    row: &mut dyn FnMut(Change) -> bool,
+) -> device::Result<u64> {
+    let end = range_end(offset, len, ram.size())?;
+    let runs = pin::pinned(|pin| {
+        let view = ram.view.load(pin);
+        runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| next(pin, view, slot, end))
+    });
+    let mut given = 0;
+    for run in runs.0 {
+        let (from, to) = ((run.from * PAGE).max(offset), (run.to * PAGE).min(end));
+        given = to - offset;
+        if !row(Change { offset: from, len: to - from, own: run.kind }) {
+            break;
+        }
+    }
+    Ok(given)
+}
+
+/// Of a fork what it holds over its base now, of a snapshot what its origin overwrote since.
+impl Changes for Ram {
+    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
+        let next = |_: &Pin<'_>, view: &View, slot, end| {
+            let table = view.layer.table();
+            let present = table.next_present(slot, end).unwrap_or(end);
+            match table.leaf(slot) {
+                Some(leaf) if present == slot => {
+                    let stop = next_multiple(slot, LEAF_SLOTS).min(end);
+                    let own = leaf.peek(slot) != Word::EMPTY;
+                    let run = (slot..stop).take_while(|&slot| (leaf.peek(slot) != Word::EMPTY) == own);
+                    (run.count().max(1) as u64, own)
+                }
+                _ => (present.max(slot + 1) - slot, false),
+            }
+        };
+        changes(&self.0, (offset, len), next, row)
+    }
+}
+
+/// A snapshot, to be looked at as a layer over what its origin lies over: what [`Changes`] calls its own is what the origin
+/// held when the snapshot was taken, whatever became of the origin and of other snapshots since.
+pub struct OverBase(Ram);
+
+impl Ram {
+    /// This snapshot with all that it does not read from below its origin as its changes; see [`OverBase`].
+    ///
+    /// # Errors
+    /// This is live: it changes while one looks.
+    pub fn over_base(&self) -> Result<OverBase, SetupError> {
+        if self.is_snapshot() { Ok(OverBase(self.clone())) } else { Err(SetupError::Live) }
+    }
+}
+
+impl Device for OverBase {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        Device::try_io(&self.0, request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.0.submit(request, buffer, done);
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.0.prefetch(offset, len);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
+        Device::extents(&self.0, offset, len, row)
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        Some(self)
+    }
+}
+
+impl Changes for OverBase {
+    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
+        let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_below(pin, slot, end) {
+            // Who of the chain holds a page may change, that one does does not.
+            0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.below.reaches(slot) => (1, false),
+            0 => (1, view.with_page(pin, slot, |found| found.is_some())),
+            run => (run, false),
+        };
+        changes(&self.0.0, (offset, len), next, row)
+    }
+}
+
+fn kind_of(word: Word) -> ExtentKind {
+    match word.kind() {
+        Kind::Empty => ExtentKind::Hole,
+        Kind::Same if word.location() == 0 => ExtentKind::Zero,
+        _ => ExtentKind::Data,
+    }
+}

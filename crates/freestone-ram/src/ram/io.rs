@@ -1,0 +1,340 @@
+//! The request path of a disk, fork or snapshot, and how far one call of it goes.
+
+use super::chain::View;
+use super::pages::{PageResult, Part, Patched, Waits};
+use super::retire::Hope;
+use super::stats::counter;
+use super::through::Below;
+use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece};
+use crate::codec::Page;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{
+    self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
+};
+use freestone_core::handoff::progress;
+use freestone_core::pin;
+use freestone_core::slot::{LEAF_SLOTS, Table, Word};
+
+/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the algorithm says.)
+pub(super) const TRY_READ_PAGES: u64 = 256;
+/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an object.
+const TRY_FREE_LEAVES: u32 = 2;
+
+impl Device for Ram {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        self.0.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.go(Job::new(request, buffer, done));
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.read_ahead(offset, len);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if len > 0 && end <= self.0.size() => self.0.extents(offset, end, row),
+            _ => Err(Error::OutOfRange),
+        }
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        (self.is_snapshot() || self.is_fork()).then_some(self)
+    }
+}
+
+/// What an attempt at a request came to.
+pub(super) enum Attempt {
+    Tried(Tried),
+    /// It changes content, and writers are held up while a snapshot begins.
+    Frozen,
+    /// It found no memory, and a removed device is about to give back its own.
+    Removing,
+}
+
+/// How far a change came under one pin.
+enum Step {
+    Tried(Tried),
+    /// It changes a part of its first page, which lies on a base: that is read with nothing pinned.
+    OverBase,
+}
+
+/// Writers are held up.
+struct Frozen;
+
+impl Inner {
+    pub(super) fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size(),
+            logical_block: LOGICAL_BLOCK_BYTES,
+            physical_block: PAGE_BYTES as u32,
+            io_min: PAGE_BYTES as u32,
+            io_opt: PAGE_BYTES as u32,
+            discard_granularity: PAGE_BYTES as u32,
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            rotational: false,
+            max_request: 0,
+            read_only: self.is_snapshot,
+            zones: None,
+        }
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        self.attempt(request, buffer).map(|attempt| match attempt {
+            Attempt::Tried(tried) => tried,
+            Attempt::Frozen | Attempt::Removing => Tried::WouldBlock,
+        })
+    }
+
+    /// As much of a request as can be done at once.
+    #[expect(clippy::inline_always, reason = "a request in memory is one function")]
+    #[inline(always)]
+    pub(super) fn attempt(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Attempt> {
+        if let Err(error) = request.check_place(self.size(), LOGICAL_BLOCK_BYTES) {
+            self.counters.add(counter::INVALID_IO, 1);
+            return Err(error);
+        }
+        let (offset, end) = (request.offset, request.offset + request.len);
+        match (request.op, buffer) {
+            (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => {
+                let read = match self.below {
+                    Below::Nothing if !self.is_snapshot => {
+                        pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
+                    }
+                    _ => self.read_through(offset, into),
+                };
+                let read = read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1));
+                read.map(Attempt::Tried)
+            }
+            (Op::Flush, _) => Ok(Attempt::Tried(Tried::Done)),
+            (Op::Read, _) => Err(Error::Misaligned),
+            _ if self.is_snapshot => Err(Error::ReadOnly),
+            (Op::Write, Buffer::Write(data)) if data.len() as u64 == request.len => {
+                self.change(request, data, |view| self.write(view, offset, data))
+            }
+            (Op::Write, _) => Err(Error::Misaligned),
+            (Op::Discard, _) => self.change(request, &[], |view| self.free(view, offset, end, false)),
+            (Op::WriteZeroes, _) => self.change(request, &[], |view| self.free(view, offset, end, true)),
+        }
+    }
+
+    /// Does what changes content, when no snapshot is just beginning.
+    #[expect(clippy::inline_always, reason = "a write in memory is one function")]
+    #[inline(always)]
+    fn change(
+        &self,
+        request: &Request,
+        data: &[u8],
+        mut change: impl FnMut(&View) -> device::Result<Step>,
+    ) -> device::Result<Attempt> {
+        let mut ended = 0;
+        loop {
+            let changed = pin::pinned(|pin| {
+                let view = self.view.load(pin);
+                if view.is_frozen() { Err(Frozen) } else { Ok(change(view)) }
+            });
+            let error = match changed {
+                Ok(Ok(Step::Tried(tried))) => return Ok(Attempt::Tried(tried)),
+                Err(Frozen) => return Ok(Attempt::Frozen),
+                Ok(Ok(Step::OverBase)) => match self.change_over(request, data) {
+                    Ok(None) => continue,
+                    Ok(Some(tried)) => return Ok(Attempt::Tried(tried)),
+                    Err(error) => error,
+                },
+                Ok(Err(error)) => error,
+            };
+            match if error == Error::NoSpace { self.hope(&mut ended) } else { Hope::None } {
+                Hope::Again => {}
+                Hope::Later => return Ok(Attempt::Removing),
+                Hope::None => {
+                    self.counters.add(counter::FAILED_WRITES, 1);
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// What a write that found no memory can hope for. `ended`: see [`Removals::hope`](super::retire::Removals::hope).
+    #[cold]
+    pub(super) fn hope(&self, ended: &mut u64) -> Hope {
+        self.family.removals.hope(ended)
+    }
+
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
+    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+        let len = into.len() as u64;
+        let target = len.min(TRY_READ_PAGES * PAGE);
+        let mut done = 0;
+        while done < target {
+            let leaf_end = next_multiple(offset + done, LEAF_SLOTS * PAGE) - offset;
+            let stop = leaf_end.min(target);
+            match table.leaf((offset + done) / PAGE) {
+                None => into[done as usize..stop as usize].fill(0),
+                Some(leaf) => {
+                    while done < stop {
+                        let (slot, from, n) = piece(offset + done, stop - done);
+                        let part = &mut into[done as usize..][..n];
+                        match self.family.read_slot(leaf.lock(slot), from, part) {
+                            Ok(result) => result?,
+                            Err(Waits) => return Ok(progress(done, len)),
+                        }
+                        done += n as u64;
+                    }
+                }
+            }
+            done = stop;
+        }
+        Ok(progress(done, len))
+    }
+
+    fn write(&self, view: &View, offset: u64, data: &[u8]) -> device::Result<Step> {
+        let len = data.len() as u64;
+        let target = len.min(self.family.codecs.primary().pages_per_millisecond() * PAGE);
+        let mut done = 0;
+        while done < target {
+            let (slot, from, n) = piece(offset + done, target - done);
+            let data = &data[done as usize..][..n];
+            let written = match view.layer.table().leaf_or_new(slot) {
+                Ok(leaf) => match <&Page>::try_from(data) {
+                    Ok(page) => self.family.write_page(view, leaf, slot, page),
+                    Err(_) => match self.family.patch_page(view, leaf, slot, from, Part::Data(data)) {
+                        Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
+                        patched => patched.map(|result| result.map(drop)),
+                    },
+                },
+                Err(error) => Ok(Err(error)),
+            };
+            match written {
+                Ok(result) => result?,
+                Err(Waits) => return Ok(Step::Tried(progress(done, len))),
+            }
+            done += n as u64;
+        }
+        Ok(Step::Tried(progress(done, len)))
+    }
+
+    /// Empties the whole pages of a range, the last one of the device among them, also where the device ends within it; over a
+    /// base they become pages of zeroes. The parts of pages at its ends are zeroed where the range must be `exact` (write
+    /// zeroes) and skipped where it is a hint (discard), as in the kernel.
+    fn free(&self, view: &View, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
+        let table = view.layer.table();
+        let len = end - offset;
+        let mut at = offset;
+        let mut leaves = 0;
+        while at < end {
+            let slot = at / PAGE;
+            let page_end = next_multiple(at, PAGE);
+            if !at.is_multiple_of(PAGE) || page_end > end {
+                let stop = page_end.min(end);
+                if at.is_multiple_of(PAGE) && end == self.size() {
+                    match self.family.free_end(view, slot, || end == self.size()) {
+                        Ok(Ok(Some(freed))) => {
+                            self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
+                            at = stop;
+                            continue;
+                        }
+                        // It has grown.
+                        Ok(Ok(None)) => {}
+                        Ok(Err(error)) => return Err(error),
+                        Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
+                    }
+                }
+                if exact {
+                    match self.zero_part(view, at, stop)? {
+                        Ok(Patched::Done) => {}
+                        Ok(Patched::OnBase) => return Ok(over_base(at - offset, len)),
+                        Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
+                    }
+                }
+                at = stop;
+                continue;
+            }
+            let last = end / PAGE;
+            let present = if view.below.reaches(slot) { Some(slot) } else { table.next_present(slot, last) };
+            let Some(present) = present else {
+                at = last * PAGE;
+                continue;
+            };
+            at = present * PAGE;
+            if leaves == TRY_FREE_LEAVES {
+                break;
+            }
+            leaves += 1;
+            let stop = next_multiple(present, LEAF_SLOTS).min(last);
+            for slot in present..stop {
+                let freed = match self.family.free_page(view, slot) {
+                    Ok(Ok(freed)) => freed,
+                    Ok(Err(error)) => return Err(error),
+                    Err(Waits) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
+                };
+                self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
+            }
+            at = stop * PAGE;
+        }
+        Ok(Step::Tried(progress(at - offset, len)))
+    }
+
+    /// Zeroes a part of one page, if it holds anything.
+    fn zero_part(&self, view: &View, from: u64, to: u64) -> device::Result<Result<Patched, Waits>> {
+        let slot = from / PAGE;
+        let leaf = if view.below.reaches(slot) {
+            Some(view.layer.table().leaf_or_new(slot)?)
+        } else {
+            view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)
+        };
+        let Some(leaf) = leaf else { return Ok(Ok(Patched::Done)) };
+        let zeroes = Part::Zeroes((to - from) as usize);
+        match self.family.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
+            Ok(result) => result.map(Ok),
+            Err(waits) => Ok(Err(waits)),
+        }
+    }
+
+    /// Changes a part of a page that lies on a base: the head of a request. `None`: it does not lie there any more, or writers
+    /// are held up.
+    fn change_over(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
+        let (slot, from, len) = piece(request.offset, request.len);
+        let mut page = [0; PAGE_BYTES];
+        if let Some(base) = self.below.base(slot)
+            && base.read(slot * PAGE, &mut page)? < PAGE_BYTES
+        {
+            return Ok(Some(Tried::WouldBlock));
+        }
+        data.get(..len).map_or(Part::Zeroes(len), Part::Data).put(from, &mut page);
+        match self.put_over(slot, &page) {
+            None => Ok(None),
+            Some(Err(Waits)) => Ok(Some(Tried::WouldBlock)),
+            Some(Ok(put)) => put.map(|()| Some(progress(len as u64, request.len))),
+        }
+    }
+
+    /// Puts a page where it lies below the device until now. `None`: it does not any more, or writers are held up.
+    pub(super) fn put_over(&self, slot: u64, page: &Page) -> Option<PageResult> {
+        pin::pinned(|pin| {
+            let view = self.view.load(pin);
+            if view.is_frozen() {
+                return None;
+            }
+            let leaf = match view.layer.table().leaf_or_new(slot) {
+                Ok(leaf) => leaf,
+                Err(error) => return Some(Ok(Err(error))),
+            };
+            let guard = leaf.lock(slot);
+            (guard.word() == Word::EMPTY).then(|| self.family.put_page(view, slot, guard, page))
+        })
+    }
+}
+
+/// A change stopped, after `done` of `len` bytes, at a page that lies on a base.
+fn over_base(done: u64, len: u64) -> Step {
+    if done == 0 { Step::OverBase } else { Step::Tried(progress(done, len)) }
+}

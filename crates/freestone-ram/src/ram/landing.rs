@@ -1,0 +1,303 @@
+//! Requests that cannot be done at once, and pages that come from the backing device for them.
+//!
+//! # The way of a page
+//! * A read, or a write to a part of the page, meets a `Spilled` slot: the slot becomes `InFlight`, whoever needs the page
+//!   meanwhile queues there, and the object is read from the device. No lock is held across that.
+//! * When it has come the slot *lands*. In the packed layout the object goes to the pool, as it is, if memory allows: the
+//!   page has come back, and its place on the device is free. Else the slot becomes `Spilled` as before. Either way those
+//!   that waited get the content.
+//! * A read that fails, is damaged, or is not answered in time lands the slot as it was, and is an I/O error for those
+//!   who waited for the content. Later requests ask the device again.
+//!
+//! A whole page that is overwritten or discarded needs no read: it replaces `Spilled`, and waits only for a flight.
+//!
+//! A page that falls through to a base which would have to wait for a disk is read from there: no slot waits for it, as
+//! the base does not change.
+//!
+//! Pages that one request needs are asked for together, those that lie near each other on the device in one read. A
+//! sequential reader's next pages are asked for along with them.
+
+use std::sync::Arc;
+
+use super::family::Shared;
+use super::fetch::Waiter;
+use super::job::Job;
+use super::layer::Layer;
+use super::stats::counter;
+use super::{Ram, piece};
+use crate::codec::Page;
+use crate::pool::BackRef;
+use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::layout;
+use crate::spill::reads::ReadError;
+use crate::spill::space::BLOCK_BYTES;
+use freestone_core::device::{Error, Result};
+use freestone_core::slot::{Landed, SlotGuard, Word};
+use freestone_core::{PAGE_BYTES, pin};
+
+/// Blocks of one read from the device.
+const READ_BLOCKS_MAX: u64 = 64;
+/// Blocks between two objects that are read along, rather than asked for by two requests.
+const GAP_BLOCKS: u64 = 4;
+
+/// A page that is to be read from the device.
+pub(super) struct Wanted {
+    slot: u64,
+    flight: u64,
+    /// Whose it is by its header on the device.
+    header_owner: u64,
+    /// What its slot held.
+    word: Word,
+}
+
+impl Shared {
+    /// Reads pages that are in flight, near ones together.
+    pub(super) fn read(self: &Arc<Self>, mut wanted: Vec<Wanted>) {
+        let Some(store) = &self.store else { return };
+        wanted.sort_unstable_by_key(|wanted| wanted.word.location());
+        let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
+        while !wanted.is_empty() {
+            let (first, blocks) = store.blocks_of(wanted[0].word);
+            let mut end = first + u64::from(blocks);
+            let near = wanted.iter().skip(1).take_while(|wanted| {
+                let (start, blocks) = store.blocks_of(wanted.word);
+                let to = end.max(start + u64::from(blocks));
+                let joins = start <= end + gap && to - first <= READ_BLOCKS_MAX;
+                end = if joins { to } else { end };
+                joins
+            });
+            let count = 1 + near.count();
+            let rest = wanted.split_off(count);
+            let together = std::mem::replace(&mut wanted, rest);
+            // Weak: a device that never answers keeps no disk in memory.
+            let family = Arc::downgrade(self);
+            store.read(first, (end - first) as u32, move |outcome| {
+                let Some(family) = family.upgrade() else { return };
+                if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
+                    // One of them may be to blame. This is a thread of the device, which must not be asked from here.
+                    return family.keeper.reread(together);
+                }
+                for wanted in together {
+                    family.came(&wanted, first, outcome);
+                }
+            });
+        }
+    }
+
+    /// Reads pages in flight again, each for itself; those that nobody waits for land as they were.
+    pub(super) fn read_one_by_one(self: &Arc<Self>, wanted: Vec<Wanted>) {
+        for wanted in wanted {
+            match self.flights.owner(wanted.flight) {
+                Some(owner) if !self.flights.is_awaited(wanted.flight) => {
+                    self.land(owner, wanted.flight, None, Err(Error::Media));
+                }
+                Some(_) => self.read(vec![wanted]),
+                None => {}
+            }
+        }
+    }
+
+    /// Whether pages that were read stay in memory.
+    pub(super) fn comes_back(&self) -> bool {
+        self.store.as_ref().is_some_and(|store| store.is_packed())
+    }
+
+    pub(super) fn depart(
+        &self,
+        layer: &Layer,
+        slot: u64,
+        guard: SlotGuard<'_>,
+        waiting: Vec<Waiter>,
+    ) -> Wanted {
+        let word = guard.word();
+        Wanted {
+            slot,
+            header_owner: layer.header_owner(slot),
+            flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting),
+            word,
+        }
+    }
+
+    /// What was read from block `first` on has come, or failed.
+    fn came(&self, wanted: &Wanted, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
+        let Some(store) = &self.store else { return };
+        // Else it landed by other hands: its layer is gone.
+        let Some(owner) = self.flights.owner(wanted.flight) else { return };
+        if outcome == Err(ReadError::Late) {
+            store.failed_read();
+        }
+        let object = outcome.map_err(|_| Error::Media).and_then(|buffer| {
+            let at = (wanted.word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
+            if !store.is_packed() {
+                return buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media);
+            }
+            let (bytes, algorithm) = (wanted.word.spilled_bytes(), wanted.word.algorithm() as u8);
+            layout::object_at(buffer, at, wanted.header_owner, bytes, algorithm).ok_or_else(|| {
+                store.failed_read();
+                tracing::warn!("page {} came back damaged from the backing device", wanted.slot);
+                Error::Media
+            })
+        });
+        let Ok(object) = object else {
+            self.land(owner, wanted.flight, None, Err(Error::Media));
+            return;
+        };
+        let place = BackRef::from_bits(owner);
+        // Only who changes this very slot: others read through it.
+        let changes = |waiter: &Waiter| matches!(waiter, Waiter::Retry { ram, job, .. } if job.needs_content() && ram.layer_id() == place.table());
+        if let Some(Waiter::Retry { ram, job, .. }) = self.flights.take_waiter(wanted.flight, changes) {
+            return self.change(&ram, job, owner, wanted, object);
+        }
+        // In the kernel's layout it stays there, as it does in the kernel.
+        let back = if store.is_packed() { self.take_back(owner, object, wanted) } else { None };
+        self.land(owner, wanted.flight, back, Ok(object));
+    }
+
+    /// Changes a part of a page that came from the device for that: what goes to memory is the changed page, so memory
+    /// for one object is enough.
+    fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
+        let mut page = [0; PAGE_BYTES];
+        let unpacked = self.unpack_spilled(wanted.word, object, &mut page);
+        let (_, from, len) = piece(job.request.offset, job.request.len);
+        job.part(len).put(from, &mut page);
+        let stored = unpacked.and_then(|()| self.store_page(&ram.0.layer(), wanted.slot, &page));
+        let landed = match stored {
+            Ok(word) => self.land_changed(ram, owner, wanted.flight, word, unpacked.map(|()| object)),
+            Err(_) => self.land(owner, wanted.flight, None, unpacked.map(|()| object)).then_some(Ok(())),
+        };
+        match (stored, landed) {
+            (Err(Error::NoSpace), _) => ram.wait_for_memory(job),
+            (Err(error), _) | (Ok(_), Some(Err(error))) => ram.fail_write(job, error),
+            // The page landed by other hands meanwhile, or must not be changed at this moment.
+            (Ok(_), None) => self.keeper.resume(ram.clone(), job),
+            (Ok(_), Some(Ok(()))) => ram.done_with_page(job, len),
+        }
+    }
+
+    /// Ends a flight with the changed page, which is stored in memory; what the slot held goes to the snapshot that needs
+    /// it. Those that waited get the former content. `None`: it was not changed; `changed` is freed then.
+    fn land_changed(
+        &self,
+        ram: &Ram,
+        owner: u64,
+        flight: u64,
+        changed: Word,
+        content: Result<&[u8]>,
+    ) -> Option<Result<()>> {
+        let place = BackRef::from_bits(owner);
+        let landed = pin::pinned(|pin| {
+            let view = ram.0.view.load(pin);
+            // A rewind may have put another layer in place; a snapshot may be beginning.
+            let layer = Some(&view.layer).filter(|layer| layer.id() == place.table() && !view.is_frozen())?;
+            let guard = layer.table().leaf(place.slot())?.lock(place.slot());
+            if guard.word() != Word::in_flight(flight) {
+                return None;
+            }
+            let held = self.flights.held(flight)?;
+            let land = || self.flights.land(guard, |_| changed);
+            Some(view.exchange(self, place.slot(), held, changed, land))
+        });
+        match landed {
+            Some(Ok(landed)) => {
+                self.answer(landed, false, content);
+                Some(Ok(()))
+            }
+            failed => {
+                self.release(changed);
+                self.land(owner, flight, None, content);
+                failed.map(|failed| failed.map(drop))
+            }
+        }
+    }
+
+    /// Stores an object that came from the device; `None` where memory is short.
+    fn take_back(&self, owner: u64, object: &[u8], wanted: &Wanted) -> Option<Word> {
+        let owner = BackRef::from_bits(owner);
+        let layer = self.layers.get(owner.table())?;
+        let room = layer.has_room(object.len());
+        let location = room.then(|| self.pool.store(object, owner, self.kept_from(&layer)).ok()).flatten();
+        if location.is_none() {
+            self.keeper.kick();
+        }
+        location.map(|location| wanted.word.back_at(location))
+    }
+
+    /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
+    /// the error. False: it had ended.
+    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
+        let landed = self.at(BackRef::from_bits(owner), |layer, guard| {
+            if guard.word() != Word::in_flight(flight) {
+                return None;
+            }
+            let now = self.ages.now();
+            let landed = self.flights.land(guard, |held| match back {
+                Some(word) => word.with_age(now),
+                None => held.touched(now),
+            });
+            if let Some(back) = back {
+                layer.account_back(self, back);
+            }
+            Some(landed)
+        });
+        let Some(landed) = landed.flatten() else {
+            if let Some(back) = back {
+                self.release(back);
+            }
+            return false;
+        };
+        if back.is_some() {
+            self.release(landed.held);
+        }
+        self.answer(landed, back.is_none(), content);
+        true
+    }
+
+    /// Gives the content of a page that has landed, or the error, to those that waited for it. `still_spilled`: who would
+    /// change a part of it has to wait for memory.
+    fn answer(&self, landed: Landed<Waiter>, still_spilled: bool, content: Result<&[u8]>) {
+        let Landed { held, waiting } = landed;
+        if waiting.is_empty() {
+            return;
+        }
+        let mut page = [0; PAGE_BYTES];
+        let outcome = content.and_then(|object| self.unpack_spilled(held, object, &mut page));
+        for waiter in waiting {
+            match waiter {
+                Waiter::Page(fetch, piece) => {
+                    if outcome.is_err() {
+                        fetch.ram.0.counters.add(counter::FAILED_READS, 1);
+                    }
+                    fetch.deliver(Some(piece), outcome.map(|()| Some(&page)));
+                }
+                Waiter::Retry { ram, job, is_own } => match outcome {
+                    Err(error) if job.needs_content() => job.done.complete(Err(error), job.buffer),
+                    // What lies below stays as it is, whatever became of the device meanwhile.
+                    Ok(()) if job.needs_content() && !is_own => ram.put_over(job, &mut page.clone()),
+                    Ok(()) if job.needs_content() && still_spilled => ram.wait_for_memory(job),
+                    _ => self.keeper.resume(ram, job),
+                },
+            }
+        }
+    }
+
+    fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.spilled_bytes() == PAGE_BYTES {
+            page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
+            return Ok(());
+        }
+        self.codecs.decompress(held.algorithm(), object, page)
+    }
+
+    /// Has reads failed for which the device has taken too long.
+    pub(super) fn hand_over_late_reads(&self) {
+        let Some(store) = &self.store else { return };
+        let late = store.late_reads();
+        if !late.is_empty() {
+            let (reads, ms) = (late.len(), store.timeout_ms());
+            tracing::warn!(
+                "{reads} reads of the backing device fail: it has answered nothing for {ms} ms, or has lost them"
+            );
+            self.keeper.fail(late);
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! The compressed RAM disk: zram's semantics in user space; and forks and snapshots, which are the same table over something.
+//!
+//! A slot table, an object pool, and one compression stream a CPU. Pages that repeat a pattern of up to 64 bits store
+//! only that; pages that do not compress are stored as they are; everything else is compressed. Requests
+//! meet only in a page's own lock; beside it they use what belongs to their CPU (a stream, a current span), and a write
+//! takes a lock of the pool when that grows, shrinks or reaches its limit.
+//!
+//! A [`Ram`] is a disk, a fork (an empty slot reads through to its base), or a snapshot (read-only). Those
+//! that were made from one another are a [`Family`] and share pool, streams, limit and backing device.
+//!
+//! Where it differs from zram on purpose:
+//! * Logical blocks are 512 bytes; a part of a page is patched under the page's lock (zram: 4096, no lock).
+//! * A write that the memory limit refuses is [`Error::NoSpace`](freestone_core::device::Error::NoSpace) (zram: an I/O error).
+//! * [`reset`](Ram::reset) wipes content and statistics and keeps size, algorithm and limit (zram forgets them), and it needs
+//!   no exclusive claim: who reads meanwhile sees the old or the new, empty content.
+//! * The disk can grow while it is used.
+//! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
+//! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
+
+mod candidates;
+mod chain;
+mod config;
+mod dictionary;
+mod export;
+mod extents;
+mod family;
+mod fetch;
+mod idle;
+mod io;
+mod job;
+mod keeper;
+mod landing;
+mod layer;
+#[cfg(test)]
+mod model_tests;
+mod pages;
+mod pass;
+mod reclaim;
+mod recompress;
+mod retire;
+mod rounds;
+mod stats;
+#[cfg(test)]
+mod tests;
+mod through;
+mod writeback;
+
+use std::sync::Arc;
+
+pub use self::chain::PendingSnapshot;
+use self::chain::{Chain, Current, Role, View, carry_on};
+pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
+use self::config::{round_fork_size, round_size};
+pub use self::dictionary::AutoRecompressed;
+pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
+pub use self::extents::OverBase;
+use self::family::Shared;
+pub use self::family::{Family, FamilyStat};
+pub use self::idle::Idle;
+use self::job::Job;
+use self::layer::{Layer, Limits};
+pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
+use self::stats::counter;
+pub use self::stats::{IoStat, Memory, MmStat, OverStat};
+use self::through::Below;
+pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::Device;
+use freestone_core::moment::{self, NotInTime};
+use freestone_core::percpu::Counters;
+use freestone_core::pin::{self, Swap};
+use freestone_core::slot::MAX_SLOTS;
+use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+
+/// Smallest request: a part of a page.
+const LOGICAL_BLOCK_BYTES: u32 = 512;
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Forks of snapshots of forks of snapshots ...: so many.
+const BELOW_DEPTH_MAX: u32 = 64;
+
+/// Largest disk in bytes: 256 TiB.
+pub const DISKSIZE_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
+const _: () = assert!(DISKSIZE_BYTES_MAX == 256 << 40, "SetupError::TooLarge says 256 TiB");
+
+/// A compressed RAM disk, a fork, or a snapshot. Clones are handles to one device.
+#[derive(Clone)]
+pub struct Ram(Arc<Inner>);
+
+/// Lock order: `changing`, then `chain`.
+struct Inner {
+    family: Arc<Shared>,
+    view: Swap<View>,
+    /// Bytes. Over a base it can end within a page, of which the rest is zeroes: so it reads when the device has grown.
+    size: AtomicU64,
+    is_snapshot: bool,
+    counters: Counters<{ counter::COUNT }>,
+    limits: Arc<Limits>,
+    /// As that of every view of it. Here so that it can be read with nothing pinned.
+    below: Below,
+    /// The live device's chain, or that of which the snapshot is one.
+    chain: Current,
+    /// Taken by growth, reset and rewind.
+    changing: Mutex<()>,
+}
+
+// ---- making and changing a device ----------------------------------------------------------------------------------
+
+impl Ram {
+    /// An empty disk, which is a family of its own. Costs almost nothing before it is written.
+    ///
+    /// # Errors
+    /// The size, the parameters, the backing device, or no memory.
+    pub fn new(config: Config) -> Result<Self, SetupError> {
+        let disksize = round_size(config.disksize)?;
+        Family::new(config)?.ram(disksize)
+    }
+
+    /// An empty disk whose pages are spilled to any device; `config.backing` is not looked at.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a device that is read-only, zoned or smaller than a page.
+    pub fn with_backing(
+        config: Config,
+        backing: Arc<dyn Device>,
+        compressed_writeback: bool,
+    ) -> Result<Self, SetupError> {
+        let disksize = round_size(config.disksize)?;
+        Family::with_backing(config, backing, compressed_writeback)?.ram(disksize)
+    }
+
+    /// An empty live device over something.
+    fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Result<Self, SetupError> {
+        retire::pace();
+        let layer = family.layers.make(family, Arc::clone(&limits))?;
+        let chain = Chain::new(layer, below.clone());
+        Ok(Self(Arc::new_cyclic(|this| Inner {
+            family: Arc::clone(family),
+            view: Swap::new(Box::new(chain.first_view(this.clone()))),
+            size: AtomicU64::new(size),
+            is_snapshot: false,
+            counters: Counters::default(),
+            limits,
+            below,
+            chain: Current::new(chain),
+            changing: Mutex::default(),
+        })))
+    }
+
+    /// What it has in common with those that were made from it, or that it was made from.
+    pub fn family(&self) -> Family {
+        Family(Arc::clone(&self.0.family))
+    }
+
+    /// The device's settings as they are now. Those of a fork or snapshot are its family's, but for `disksize`.
+    pub fn config(&self) -> Config {
+        let family = &self.0.family;
+        Config { disksize: self.0.size(), mem_limit: family.mem_limit(), ..family.config.clone() }
+    }
+
+    /// As [`Family::set_mem_limit`].
+    pub fn set_mem_limit(&self, bytes: u64) {
+        self.family().set_mem_limit(bytes);
+    }
+
+    /// Sets `mem_used_max` to the present use.
+    pub fn reset_mem_used_max(&self) {
+        self.0.family.pool.reset_pages_max();
+    }
+
+    /// Grows the disk to `disksize` bytes, rounded up to a page, or a fork to `disksize` bytes, rounded up to a block of 512;
+    /// what is new reads as zeroes, also over a base.
+    ///
+    /// # Errors
+    /// Smaller than now, or too large; a snapshot.
+    pub fn grow(&self, disksize: u64) -> Result<(), SetupError> {
+        let wanted = if self.is_fork() { round_fork_size(disksize)? } else { round_size(disksize)? };
+        let _one = self.0.changing.lock();
+        let present = self.0.size();
+        if self.0.is_snapshot {
+            return Err(SetupError::Snapshot);
+        }
+        if wanted < present {
+            return Err(SetupError::Shrinks { wanted, present });
+        }
+        // Release: pairs with the Acquire in `size`.
+        self.0.size.store(wanted, Ordering::Release);
+        Ok(())
+    }
+
+    /// Wipes content and statistics. Requests in flight finish on the old content. A fork is as its base after that.
+    ///
+    /// # Errors
+    /// A snapshot.
+    pub fn reset(&self) -> Result<(), SetupError> {
+        self.rewind()?;
+        let inner = &*self.0;
+        while inner.family.help_to_free() {}
+        // What others have in it is not for this one to clear.
+        if inner.family.layers.is_alone(inner.layer().id())
+            && let Some(store) = &inner.family.store
+        {
+            store.clear_counts();
+        }
+        inner.family.clear_auto_recompressed();
+        inner.family.keeper.memory_freed();
+        inner.family.pool.release_empties();
+        inner.family.pool.reset_pages_max();
+        // Relaxed: a statistic.
+        inner.family.compacted.store(0, Ordering::Relaxed);
+        for counter in
+            [counter::FAILED_READS, counter::FAILED_WRITES, counter::INVALID_IO, counter::NOTIFY_FREE]
+        {
+            inner.counters.clear(counter);
+        }
+        Ok(())
+    }
+
+    /// Back to what the device was when it was made: a fork to its base, a disk to nothing. Takes no time that depends on
+    /// how much was written; what was, is freed in the background. Requests in flight finish on the old content.
+    /// Snapshots keep what they show.
+    ///
+    /// # Errors
+    /// A snapshot.
+    pub fn rewind(&self) -> Result<(), SetupError> {
+        let inner = &*self.0;
+        if inner.is_snapshot {
+            return Err(SetupError::Snapshot);
+        }
+        let _one = inner.changing.lock();
+        let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
+        let new = Chain::new(layer, inner.below.clone());
+        // Who sees the new content may write before the old one can be freed.
+        inner.family.removal_begins();
+        let (unused, held) = inner.chain.rewind(&inner.family, &new, &self.0);
+        if let Some(layer) = unused {
+            retire::layer(&inner.family, layer);
+        }
+        inner.family.removal_ended();
+        carry_on(held);
+        Ok(())
+    }
+
+    /// Packs the pool, under traffic, and returns how many pages went back to the system. A second caller gets 0. Packed
+    /// objects on a backing device are moved together as well; [`backing`](Self::backing) shows what that frees.
+    pub fn compact(&self) -> u64 {
+        let pages = self.0.family.compact();
+        self.0.family.reclaim_in_turns();
+        pages
+    }
+
+    // ---- snapshots and forks ---------------------------------------------------------------------------------------
+
+    /// Prepares a snapshot, which begins with [`moment::take`], together with others where that is wanted.
+    ///
+    /// # Errors
+    /// This is a snapshot: it does not change. No memory.
+    pub fn prepare_snapshot(&self) -> Result<PendingSnapshot, SetupError> {
+        if self.0.is_snapshot { Err(SetupError::Snapshot) } else { PendingSnapshot::new(self.clone()) }
+    }
+
+    /// A snapshot of this disk or fork: what it holds now.
+    ///
+    /// # Errors
+    /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
+    pub fn snapshot(&self) -> Result<Self, SetupError> {
+        let mut pending = self.prepare_snapshot()?;
+        moment::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        Ok(pending.into_snapshot())
+    }
+
+    /// A fork of this snapshot, in the same family.
+    ///
+    /// # Errors
+    /// This is live; the size; a guarantee that the family cannot give.
+    pub fn fork(&self, config: &ForkConfig) -> Result<Self, SetupError> {
+        if !self.0.is_snapshot {
+            return Err(SetupError::Live);
+        }
+        let below = Below::Snapshot(self.clone());
+        if below.depth() > BELOW_DEPTH_MAX {
+            return Err(SetupError::TooDeep);
+        }
+        self.0.family.fork(below, self.0.size(), config)
+    }
+
+    /// The id of the present layer.
+    fn layer_id(&self) -> u32 {
+        self.0.layer().id()
+    }
+
+    /// Whether this is a snapshot.
+    pub fn is_snapshot(&self) -> bool {
+        self.0.is_snapshot
+    }
+
+    /// Whether this lies over a base.
+    pub fn is_fork(&self) -> bool {
+        !self.0.is_snapshot && !matches!(self.0.below, Below::Nothing)
+    }
+
+    /// How many snapshots of this disk or fork there are.
+    pub fn snapshots(&self) -> usize {
+        if self.0.is_snapshot { 0 } else { self.0.chain.get().snapshots() }
+    }
+
+    /// The cap on this device's own objects in bytes, 0 where there is none, and what is guaranteed to it.
+    pub fn own_limits(&self) -> (u64, u64) {
+        let cap = self.0.limits.cap();
+        (if cap == u64::MAX { 0 } else { cap }, self.0.limits.least())
+    }
+
+    /// Sets the cap on this device's own objects in bytes, 0 for none, and what of the family's memory is guaranteed to
+    /// it. Beyond its cap it spills pages of its own, where the family has a backing device; else writes fail.
+    ///
+    /// # Errors
+    /// A snapshot; a cap below 64 KiB; a guarantee above the cap, or above what the family has left for guarantees.
+    pub fn set_own_limits(&self, mem_limit: u64, mem_min: u64) -> Result<(), SetupError> {
+        if self.0.is_snapshot {
+            return Err(SetupError::Snapshot);
+        }
+        self.0.family.set_device_limits(&self.0.limits, mem_limit, mem_min)?;
+        self.0.layer().reckon(&self.0.family);
+        self.0.family.keeper.kick();
+        Ok(())
+    }
+
+    // ---- statistics ------------------------------------------------------------------------------------------------
+
+    /// The kernel's `mm_stat`.
+    pub fn mm_stat(&self) -> MmStat {
+        self.0.mm_stat()
+    }
+
+    /// The kernel's `io_stat`.
+    pub fn io_stat(&self) -> IoStat {
+        self.0.io_stat()
+    }
+
+    /// What a fork or snapshot holds itself, and what went over to snapshots.
+    pub fn over_stat(&self) -> OverStat {
+        self.0.over_stat()
+    }
+
+    /// What the disk takes beside the pool.
+    pub fn memory(&self) -> Memory {
+        self.0.family.memory()
+    }
+}
+
+impl Inner {
+    fn size(&self) -> u64 {
+        // Acquire: pairs with the Release in `grow`.
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Pages; the device can end within the last one.
+    fn slots(&self) -> u64 {
+        self.size().div_ceil(PAGE)
+    }
+
+    /// The present layer.
+    fn layer(&self) -> Arc<Layer> {
+        pin::pinned(|pin| Arc::clone(&self.view.load(pin).layer))
+    }
+
+    /// The device of a snapshot that has begun.
+    fn snapshot_device(&self, view: View) -> Ram {
+        let Role::Snapshot { chain, .. } = &view.role else { unreachable!("only snapshots are attached") };
+        Ram(Arc::new(Self {
+            family: Arc::clone(&self.family),
+            size: AtomicU64::new(self.size()),
+            is_snapshot: true,
+            counters: Counters::default(),
+            limits: Arc::default(),
+            below: view.below.clone(),
+            chain: Current::new(Arc::clone(chain)),
+            changing: Mutex::default(),
+            view: Swap::new(Box::new(view)),
+        }))
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let (layer, number) = pin::pinned(|pin| {
+            let view = self.view.load(pin);
+            let number = match view.role {
+                Role::Live { .. } => None,
+                Role::Snapshot { number, .. } => Some(number),
+            };
+            (Arc::clone(&view.layer), number)
+        });
+        // What was guaranteed to it can be given to others at once.
+        self.limits.set_least(0);
+        layer.reckon(&self.family);
+        let below = std::mem::replace(&mut self.below, Below::Nothing);
+        retire::device(&self.family, self.chain.get(), number, below);
+    }
+}
+
+/// The first multiple of `unit`, a power of two, above `at`.
+fn next_multiple(at: u64, unit: u64) -> u64 {
+    (at | (unit - 1)) + 1
+}
+
+/// The part of the page at `at` that a range of `len` bytes covers: slot, first byte in the page, bytes.
+#[inline]
+fn piece(at: u64, len: u64) -> (u64, usize, usize) {
+    let from = at % PAGE;
+    (at / PAGE, from as usize, (PAGE - from).min(len) as usize)
+}

@@ -1,0 +1,103 @@
+//! What is being freed while the cleaner is held up, as those see it who need room.
+
+use std::sync::mpsc::TryRecvError;
+
+use super::super::keeper::tests::{disk, limit, put, round, submit};
+use super::super::tests::{config, content};
+use super::super::{PAGE, Writeback, WritebackError};
+use super::*;
+use freestone_core::device::{Blocking, Error};
+
+/// Blocks of the backing device.
+const BLOCKS: u64 = 64;
+
+/// A family whose backing device is full of a disk's pages, and its memory of another one's.
+fn full() -> (Arc<Shared>, Ram, Ram) {
+    let (family, on_device) = disk(BLOCKS);
+    let in_memory = Ram::make(&family, config(256 * PAGE).disksize, Below::Nothing, Arc::default()).unwrap();
+    let page = |slot| content(5, slot, PAGE as usize);
+    (0..BLOCKS).for_each(|slot| put(&on_device, slot, &page(slot)));
+    let (written, error) = on_device.writeback(&Writeback::Pages(vec![0..=BLOCKS - 1])).unwrap_err();
+    assert_eq!(error, WritebackError::NoSpace);
+    // It has nothing in memory.
+    on_device.discard(written.pages * PAGE, (BLOCKS - written.pages) * PAGE).unwrap();
+    assert_eq!(on_device.mm_stat().compr_data_size, 0);
+    family.compact();
+    (0..16).for_each(|slot| put(&in_memory, slot, &page(slot)));
+    limit(&family);
+    (family, on_device, in_memory)
+}
+
+/// Does it on a thread, while the cleaner is held up.
+fn beside(what: impl FnOnce() + Send, meanwhile: impl FnOnce()) {
+    let held = CLEANER.tasks.lock();
+    std::thread::scope(|scope| {
+        let doing = scope.spawn(what);
+        meanwhile();
+        drop(held);
+        doing.join().unwrap();
+    });
+}
+
+fn eventually(is: impl Fn() -> bool) {
+    while !is() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn without_anything_to_free_there_is_no_room() {
+    let (family, _on_device, in_memory) = full();
+    let told = submit(&in_memory, 200);
+    round(&family);
+    assert_eq!(told.try_recv(), Ok(Err(Error::NoSpace)));
+}
+
+/// What is retired while a write waits for memory holds the backing device's blocks: the round frees them.
+#[test]
+fn blocks_of_what_is_retired_are_room() {
+    let (family, on_device, in_memory) = full();
+    let told = submit(&in_memory, 200);
+    beside(
+        || on_device.rewind().unwrap(),
+        || {
+            eventually(|| family.is_freeing());
+            round(&family);
+            assert_eq!(told.try_recv(), Ok(Ok(())));
+        },
+    );
+}
+
+/// A removed device is not retired yet: who finds no room waits for that.
+#[test]
+fn a_removal_that_has_not_begun_is_waited_for() {
+    let (family, on_device, in_memory) = full();
+    let told = beside_removal(&family, on_device, &in_memory);
+    // It goes on a moment after the removal has ended.
+    let mut answer = told.try_recv();
+    while answer == Err(TryRecvError::Empty) {
+        round(&family);
+        answer = told.try_recv();
+    }
+    assert_eq!(answer, Ok(Ok(())));
+}
+
+/// Asks the other disk for room, and has a round end, while the removal has not begun.
+fn beside_removal(
+    family: &Arc<Shared>,
+    removed: Ram,
+    other: &Ram,
+) -> std::sync::mpsc::Receiver<freestone_core::device::Result<()>> {
+    let mut told = None;
+    beside(
+        || drop(removed),
+        || {
+            eventually(|| family.removals.pending.load(Ordering::SeqCst) == 1);
+            let answer = submit(other, 200);
+            round(family);
+            assert!(answer.try_recv().is_err(), "it was refused");
+            told = Some(answer);
+        },
+    );
+    told.unwrap()
+}

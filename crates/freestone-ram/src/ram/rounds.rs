@@ -1,0 +1,329 @@
+//! Rounds of spilling: pages leave memory when that gets short.
+//!
+//! Above the high mark of `mem_limit` the coldest pages of the family are written until the low mark. Requests are not
+//! slowed by that until the limit itself is reached; there a write waits until a batch has left memory, and goes on at the
+//! pace of the backing device. It fails with "no space" only where nothing can be spilled: the device is full, fails, does
+//! not answer, or `writeback_limit` is used up.
+//!
+//! A device with a cap of its own spills pages of its own in the same way. What is guaranteed to a device is not taken
+//! from it for others.
+
+use std::sync::Arc;
+
+use super::Ram;
+use super::family::Shared;
+use super::layer::Layer;
+use super::pass::{Offered, Pass, is_spillable};
+use super::writeback::{RECLAIMED_MIN_BLOCKS, WritebackError};
+use crate::clock::now_ms;
+use crate::pool::Pool;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::Error;
+use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
+use freestone_core::sync::Mutex;
+
+const PAGE: u64 = PAGE_BYTES as u64;
+/// Share of a limit above which pages are spilled, in percent.
+const HIGH_PERCENT: u64 = 95;
+/// Share of a limit at which spilling ends, in percent.
+const LOW_PERCENT: u64 = 90;
+/// Rounds in a row that free nothing, although nothing fails, before requests that wait are refused.
+const EMPTY_ROUNDS_MAX: u32 = 16;
+/// Rounds in a row that failed and freed nothing, after which the device is not asked for every request.
+const FAILURES_MAX: u32 = 3;
+/// Then nothing is tried for so long.
+const RETRY_MS: u64 = 1000;
+/// Least that a round frees while requests wait for memory.
+const ROUND_BYTES_MIN: u64 = 16 * PAGE;
+/// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for it.
+const RECLAIMED_BLOCKS: u64 = 1024;
+
+/// How the rounds for one limit went so far: the family's, or a device's own.
+#[derive(Default)]
+pub(super) struct Rounds {
+    /// How many in a row found nothing to spill.
+    empty: u32,
+    /// How many in a row failed, and when the last one did.
+    failures: u32,
+    failed_ms: u64,
+}
+
+/// What a round came to.
+struct Spilled {
+    /// Bytes of objects that were taken on.
+    taken: u64,
+    /// Pages that left memory.
+    freed: u64,
+    outcome: Result<(), WritebackError>,
+}
+
+/// Bytes above which a device with this cap spills.
+pub(super) fn high_mark(cap: u64) -> u64 {
+    (cap / 100 * HIGH_PERCENT).min(cap.saturating_sub(2 * PAGE))
+}
+
+impl Shared {
+    /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
+    pub(super) fn marks(&self) -> Option<(u64, u64)> {
+        let limit = self.mem_limit() / PAGE;
+        self.store.as_ref().filter(|_| limit > 0).map(|_| {
+            let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
+            ((limit * HIGH_PERCENT / 100).max(low), low)
+        })
+    }
+
+    /// Spills until the low mark, if memory is above the high one or requests wait.
+    pub(super) fn make_room(&self, waiting: bool) {
+        let waiting = self.make_room_under_caps(waiting);
+        let Some((high, low)) = self.marks() else {
+            // The limit was lifted.
+            if waiting {
+                self.keeper.memory_freed();
+            }
+            return;
+        };
+        // What is kept for others is as good as used.
+        let kept = self.kept_pages();
+        let (high, low) = (high.saturating_sub(kept), low.saturating_sub(kept));
+        if self.pool.pages() <= high && !waiting {
+            return;
+        }
+        if self.rounds.lock().pause() {
+            return self.keeper.give_up();
+        }
+        let _one = self.passes.lock();
+        self.renumber_ages();
+        let (pages, charged) = (self.pool.pages(), self.charged());
+        if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.compact() > 0 {
+            self.keeper.memory_freed();
+        }
+        let need = self.pool.pages().saturating_sub(low) * PAGE;
+        let need = if waiting { need.max(ROUND_BYTES_MIN) } else { need };
+        if need == 0 {
+            return;
+        }
+        let spilled = self.spill_and_reclaim(need, None);
+        // Places are scattered: only whole pages can serve other sizes.
+        let compacted = if spilled.taken > 0 { self.compact() } else { 0 };
+        let got_on = spilled.freed > 0 || compacted > 0;
+        let again = self.after(&self.rounds, &spilled, got_on);
+        match (got_on, again) {
+            (true, _) => self.keeper.memory_freed(),
+            (false, true) => {}
+            (false, false) => return self.keeper.give_up(),
+        }
+        if again && (self.pool.pages() > high || !got_on) {
+            self.keeper.kick();
+        }
+    }
+
+    /// Spills pages of devices that are near their own caps. Returns whether requests of other devices wait.
+    fn make_room_under_caps(&self, waiting: bool) -> bool {
+        let full: Vec<_> = self.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
+        if full.is_empty() {
+            return waiting;
+        }
+        let mut next = Vec::new();
+        for layer in full {
+            let (got_on, again) = self.make_room_under_cap(&layer);
+            let is_its = |ram: &Ram| ram.layer_id() == layer.id();
+            match (got_on, again) {
+                (true, _) => self.keeper.memory_freed_for(is_its),
+                (false, true) => {}
+                (false, false) => self.keeper.give_up_for(is_its),
+            }
+            if again && if got_on { is_full(&layer) } else { self.keeper.is_awaited(is_its) } {
+                next.push(layer);
+            }
+        }
+        if !next.is_empty() {
+            self.keeper.kick();
+        }
+        self.keeper.is_awaited(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
+    }
+
+    /// Spills pages of a device that is near its own cap. Returns whether it has room, and whether another round makes sense.
+    fn make_room_under_cap(&self, layer: &Arc<Layer>) -> (bool, bool) {
+        if layer.rounds().lock().pause() {
+            return (false, false);
+        }
+        let _one = self.passes.lock();
+        if !is_full(layer) {
+            // Its pages left memory by hand meanwhile.
+            return (true, false);
+        }
+        let cap = layer.cap();
+        let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
+        let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
+        let got_on = spilled.freed > 0 || !is_full(layer);
+        (got_on, self.after(layer.rounds(), &spilled, got_on))
+    }
+
+    /// Notes what a round came to. Returns whether another one makes sense.
+    fn after(&self, rounds: &Mutex<Rounds>, spilled: &Spilled, got_on: bool) -> bool {
+        let error = spilled.outcome.err();
+        let before = std::mem::replace(&mut *self.hindrance.lock(), error);
+        // Once.
+        if let Some(error) = error.filter(|_| before != error) {
+            tracing::warn!("pages cannot be spilled: {error}");
+        }
+        rounds.lock().after(spilled, got_on, self.is_silent())
+    }
+
+    /// Bytes of the classes of all objects.
+    fn charged(&self) -> u64 {
+        self.layers.all().iter().map(|layer| layer.charged()).sum()
+    }
+
+    fn is_silent(&self) -> bool {
+        self.store.as_ref().is_some_and(|store| store.unanswered() > 0)
+    }
+
+    /// As [`spill`](Self::spill), on a device that may be full of what removed devices left, and of holes.
+    fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
+        let first = self.spill(need, only);
+        if first.outcome != Err(WritebackError::NoSpace)
+            || !self.free_blocks_of_the_removed()
+                && self.reclaim_until(RECLAIMED_BLOCKS) <= RECLAIMED_MIN_BLOCKS
+        {
+            return first;
+        }
+        let again = self.spill(need.saturating_sub(first.taken).max(1), only);
+        Spilled { taken: first.taken + again.taken, freed: first.freed + again.freed, outcome: again.outcome }
+    }
+
+    /// Frees pages that removed devices have on the backing device. Returns whether that made room there.
+    fn free_blocks_of_the_removed(&self) -> bool {
+        let Some(store) = &self.store else { return false };
+        let before = store.free_blocks();
+        while store.free_blocks() < before + RECLAIMED_BLOCKS && self.help_to_free() {}
+        store.free_blocks() > before
+    }
+
+    /// Spills about `need` bytes of objects, the coldest first.
+    fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
+        let nothing = |outcome| Spilled { taken: 0, freed: 0, outcome };
+        let Some(store) = &self.store else { return nothing(Ok(())) };
+        if store.unanswered() > 0 {
+            return nothing(Err(WritebackError::Device(Error::Media)));
+        }
+        // Before all slots are looked at in vain.
+        match store.budget().get() {
+            limit if limit.enabled && limit.left == 0 => return nothing(Err(WritebackError::Limit)),
+            _ if store.free_blocks() == 0 => return nothing(Err(WritebackError::NoSpace)),
+            _ => {}
+        }
+        // What is touched from here on is younger than everything that was there.
+        self.ages.advance(now_ms());
+        let ranks = self.ages.ranks();
+        let rank = |word: Word| ranks[usize::from(word.age())];
+        let layers = self.spillable_layers(only);
+        let mut by_rank = [0_u64; AGES];
+        for (layer, _) in &layers {
+            layer.each_leaf(|start, leaf| {
+                for slot in start..start + LEAF_SLOTS {
+                    let word = leaf.peek(slot);
+                    if is_spillable(word) && !word.is_picked() {
+                        by_rank[usize::from(rank(word))] += Pool::charged_bytes(word.stored_bytes());
+                    }
+                }
+            });
+        }
+        let mut colder = 0;
+        let mut last = 0;
+        while last + 1 < AGES && colder + by_rank[last] < need {
+            colder += by_rank[last];
+            last += 1;
+        }
+        let last = last as u8;
+        // Of the last age only what is still needed.
+        let mut left_of_last = need.saturating_sub(colder);
+        let mut pass = Pass::new(self, store);
+        let mut taken = 0;
+        let mut outcome = Ok(());
+        let cold = |word: Word| is_spillable(word) && rank(word) <= last;
+        for (layer, most) in &layers {
+            let mut of_layer = 0;
+            layer.each_candidate(&[0..=MAX_SLOTS - 1], &cold, |slot, word| {
+                if taken >= need || of_layer >= *most {
+                    return false;
+                }
+                let age = rank(word);
+                if age == last && left_of_last == 0 {
+                    return true;
+                }
+                match pass.offer(layer, slot, |word| rank(word) <= last) {
+                    Ok(Offered::Taken(stored)) => {
+                        let charged = Pool::charged_bytes(stored);
+                        taken += charged;
+                        of_layer += charged;
+                        if age == last {
+                            left_of_last = left_of_last.saturating_sub(charged);
+                        }
+                        true
+                    }
+                    Ok(Offered::Passed) => true,
+                    Err(error) => {
+                        outcome = Err(error);
+                        false
+                    }
+                }
+            });
+            if taken >= need || outcome.is_err() {
+                break;
+            }
+        }
+        let (done, ended) = pass.end();
+        Spilled { taken, freed: done.pages, outcome: outcome.and(ended) }
+    }
+
+    /// The layers that pages may be taken from, and how many bytes of each.
+    fn spillable_layers(&self, only: Option<&Arc<Layer>>) -> Vec<(Arc<Layer>, u64)> {
+        if let Some(only) = only {
+            return vec![(Arc::clone(only), u64::MAX)];
+        }
+        let may_take = |layer: Arc<Layer>| {
+            let most = match layer.least() {
+                0 => u64::MAX,
+                least => layer.charged().saturating_sub(least),
+            };
+            (!layer.is_retired() && most > 0).then_some((layer, most))
+        };
+        self.layers.all().into_iter().filter_map(may_take).collect()
+    }
+}
+
+impl Rounds {
+    /// Whether the device failed so often just now that it is not to be asked for every request.
+    fn pause(&self) -> bool {
+        self.failures >= FAILURES_MAX && now_ms() - self.failed_ms < RETRY_MS
+    }
+
+    /// Counts a round. Returns whether another one makes sense.
+    fn after(&mut self, spilled: &Spilled, got_on: bool, silent: bool) -> bool {
+        let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
+        (self.failures, self.failed_ms) = if failed && !got_on {
+            (if silent { FAILURES_MAX } else { self.failures + 1 }, now_ms())
+        } else {
+            (0, 0)
+        };
+        // One failure may be of one place only; and what was taken on may have been changed meanwhile.
+        let again = match spilled.outcome {
+            Ok(()) => {
+                self.empty = if got_on { 0 } else { self.empty + 1 };
+                self.empty < EMPTY_ROUNDS_MAX
+            }
+            Err(WritebackError::Device(_)) => self.failures < FAILURES_MAX,
+            Err(_) => false,
+        };
+        if !got_on && !again {
+            self.empty = 0;
+        }
+        again
+    }
+}
+
+fn is_full(layer: &Layer) -> bool {
+    let cap = layer.cap();
+    cap != u64::MAX && layer.charged() >= high_mark(cap)
+}

@@ -1,0 +1,483 @@
+//! Each of zram's rules for itself, and compaction, growth and reset under traffic.
+
+use super::*;
+use crate::codec::{Algorithm, Params};
+use freestone_core::device::{Blocking, Error, Flags};
+use freestone_core::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, Tried};
+
+pub(super) const MIB: u64 = 1 << 20;
+
+pub(super) fn config(disksize: u64) -> Config {
+    Config { disksize, ..Config::default() }
+}
+
+pub(super) fn ram(disksize: u64) -> Ram {
+    Ram::new(config(disksize)).unwrap()
+}
+
+/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise.
+pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let word = next();
+    let mut bytes = Vec::with_capacity(len + 8);
+    // By words: for a sanitizer, each access counts.
+    while bytes.len() < len {
+        let eight = match kind % 6 {
+            0 => [0; 8],
+            1 => (u64::from(word as u32) << 32 | u64::from(word as u32)).to_ne_bytes(),
+            2 => word.to_ne_bytes(),
+            3 => next().to_be_bytes().map(|byte| b"etaoin shrdlu"[usize::from(byte) % 13]),
+            4 if bytes.len() % 4096 < 2000 => *b"the same",
+            _ => next().to_ne_bytes(),
+        };
+        bytes.extend_from_slice(&eight);
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+#[test]
+fn every_kind_of_page_comes_back() {
+    for algorithm in Algorithm::ALL {
+        let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(8 * MIB) }).unwrap();
+        for round in 0..3 {
+            for page in 0..2048_u64 {
+                let data = content((page + round) as u8, page * 7 + round, PAGE_BYTES);
+                ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+            }
+            for page in 0..2048_u64 {
+                let mut back = vec![1; PAGE_BYTES];
+                ram.read_at(page * PAGE, &mut back).unwrap();
+                assert!(
+                    back == content((page + round) as u8, page * 7 + round, PAGE_BYTES),
+                    "{algorithm} page {page}"
+                );
+            }
+        }
+        let stat = ram.mm_stat();
+        assert_eq!(stat.orig_data_size, 8 * MIB);
+        // Three of six kinds are patterns.
+        assert!((1020..=1034).contains(&stat.same_pages), "{stat:?}");
+        assert!(stat.huge_pages > 0 && stat.huge_pages_since >= 3 * stat.huge_pages - 20, "{stat:?}");
+        assert!(stat.mem_used_total >= stat.compr_data_size, "{stat:?}");
+        ram.discard(0, 8 * MIB).unwrap();
+        let stat = ram.mm_stat();
+        assert_eq!(
+            (stat.orig_data_size, stat.compr_data_size, stat.same_pages, stat.huge_pages),
+            (0, 0, 0, 0)
+        );
+        assert_eq!(ram.io_stat().notify_free, 2048);
+    }
+}
+
+#[test]
+fn same_filled_pages_take_a_word_or_eight_bytes() {
+    let ram = ram(MIB);
+    let page = |pattern: u64| pattern.to_ne_bytes().repeat(PAGE_BYTES / 8);
+    ram.write_at(0, &page(0), Flags::empty()).unwrap();
+    ram.write_at(PAGE, &page(0xDEADBEEF_DEADBEEF), Flags::empty()).unwrap();
+    assert_eq!(ram.mm_stat().mem_used_total, 0);
+    ram.write_at(2 * PAGE, &page(0x0123_4567_89AB_CDEF), Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.same_pages, stat.compr_data_size, stat.mem_used_total), (3, 8, PAGE));
+    let mut back = vec![0; 3 * PAGE_BYTES];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back == [page(0), page(0xDEADBEEF_DEADBEEF), page(0x0123_4567_89AB_CDEF)].concat());
+}
+
+#[test]
+fn pages_over_the_class_waste_line_are_stored_whole() {
+    let ram = ram(MIB);
+    // Compresses to a little less than a page, yet over the line.
+    let mut data = content(5, 3, PAGE_BYTES);
+    data[..60].fill(0);
+    ram.write_at(0, &data, Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.huge_pages, stat.compr_data_size), (1, PAGE));
+    data[..1000].fill(0);
+    ram.write_at(0, &data, Flags::empty()).unwrap();
+    let stat = ram.mm_stat();
+    assert_eq!((stat.huge_pages, stat.huge_pages_since), (0, 1));
+    assert!(stat.compr_data_size < 3300);
+}
+
+#[test]
+fn the_limit_refuses_a_write_and_nothing_else() {
+    let ram = Ram::new(Config { mem_limit: 64 * PAGE - 5, ..config(4 * MIB) }).unwrap();
+    assert_eq!(ram.mm_stat().mem_limit, 64 * PAGE, "rounded up to a page");
+    let huge = |seed| content(5, seed, PAGE_BYTES);
+    for page in 0..64 {
+        ram.write_at(page * PAGE, &huge(page), Flags::empty()).unwrap();
+    }
+    assert_eq!(ram.mm_stat().mem_used_total, 64 * PAGE, "equal is allowed");
+    // In the middle of a large write: that write fails, what was there stays.
+    let large: Vec<u8> = (100..110).flat_map(huge).collect();
+    assert_eq!(ram.write_at(60 * PAGE, &large, Flags::empty()), Err(Error::NoSpace));
+    assert!(ram.mm_stat().mem_used_max > ram.mm_stat().mem_limit, "raised before the verdict");
+    assert_eq!(ram.io_stat().failed_writes, 1);
+    let mut back = vec![0; PAGE_BYTES];
+    for page in 0..60 {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == huge(page), "page {page}");
+    }
+    for page in 60..64 {
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == huge(page) || back == huge(page + 40), "page {page} is neither old nor new");
+    }
+    // Pages that need no memory can be written, and freeing makes room.
+    ram.write_at(70 * PAGE, &[0x11; PAGE_BYTES], Flags::empty()).unwrap();
+    ram.discard(0, 40 * PAGE).unwrap();
+    ram.write_at(80 * PAGE, &huge(80), Flags::empty()).unwrap();
+    // A limit below the use evicts nothing, and then even a write that fits into a hole is refused.
+    ram.set_mem_limit(PAGE);
+    assert_eq!(ram.write_at(81 * PAGE, &huge(81), Flags::empty()), Err(Error::NoSpace));
+    ram.read_at(80 * PAGE, &mut back).unwrap();
+    assert!(back == huge(80));
+    ram.set_mem_limit(0);
+    ram.write_at(81 * PAGE, &huge(81), Flags::empty()).unwrap();
+    ram.reset_mem_used_max();
+    assert_eq!(ram.mm_stat().mem_used_max, ram.mm_stat().mem_used_total);
+}
+
+#[test]
+fn a_failed_partial_write_leaves_the_page() {
+    let ram = ram(MIB);
+    let old = content(4, 1, PAGE_BYTES);
+    ram.write_at(0, &old, Flags::empty()).unwrap();
+    ram.set_mem_limit(1);
+    let first = ram.mm_stat().mem_used_total;
+    assert!(first >= PAGE);
+    // Fill the one page that the limit allows, then patch with noise.
+    ram.set_mem_limit(first);
+    let mut wanted = old;
+    let mut refused = 0;
+    for block in 0..8_usize {
+        let part = content(5, block as u64 + 9, 512);
+        match ram.write_at(block as u64 * 512, &part, Flags::empty()) {
+            Ok(()) => wanted[block * 512..][..512].copy_from_slice(&part),
+            Err(error) => {
+                assert_eq!(error, Error::NoSpace);
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 0);
+    let mut back = vec![0; PAGE_BYTES];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back == wanted, "a part that was refused was written, or the other way round");
+}
+
+#[test]
+fn reset_wipes_and_the_disk_goes_on() {
+    let ram = ram(64 * MIB);
+    ram.write_at(0, &content(3, 1, 4 << 20), Flags::empty()).unwrap();
+    ram.write_at(40 * MIB, &content(5, 1, 1 << 20), Flags::empty()).unwrap();
+    let _ = ram.try_io(&Request::read(1, 1), Buffer::Read(&mut [0]));
+    assert!(ram.mm_stat().huge_pages_since > 0 && ram.io_stat().invalid_io == 1);
+    let empty = self::ram(64 * MIB);
+    ram.reset().unwrap();
+    assert_eq!((ram.mm_stat(), ram.io_stat()), (empty.mm_stat(), empty.io_stat()));
+    assert_eq!(ram.memory().leaves_bytes, 0);
+    assert_eq!(ram.config().disksize, 64 * MIB);
+    let mut back = vec![1; 4 << 20];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back.iter().all(|&b| b == 0));
+    ram.write_at(4096, &content(3, 2, 8192), Flags::empty()).unwrap();
+    assert_eq!(ram.mm_stat().orig_data_size, 8192);
+}
+
+#[test]
+fn it_grows_online_and_never_shrinks() {
+    let ram = ram(MIB - 5);
+    assert_eq!(ram.geometry().size, MIB, "rounded up to a page");
+    assert_eq!(ram.write_at(MIB, &[1; 512], Flags::empty()), Err(Error::OutOfRange));
+    ram.grow(3 << 40).unwrap();
+    ram.write_at((3 << 40) - 512, &[1; 512], Flags::empty()).unwrap();
+    let mut back = [0; 1024];
+    ram.read_at((3 << 40) - 1024, &mut back).unwrap();
+    assert!(back[..512] == [0; 512] && back[512..] == [1; 512]);
+    assert!(matches!(ram.grow(MIB), Err(SetupError::Shrinks { .. })));
+    assert!(matches!(ram.grow(u64::MAX), Err(SetupError::TooLarge(_))));
+    assert!(matches!(Ram::new(config(0)), Err(SetupError::Empty)));
+    assert!(matches!(Ram::new(config(DISKSIZE_BYTES_MAX + 1)), Err(SetupError::TooLarge(_))));
+}
+
+#[test]
+fn an_empty_giant_costs_nothing_even_after_it_was_read() {
+    let ram = ram(16 << 40);
+    let mut at = 0;
+    let mut rows = 0;
+    while at < 16 << 40 {
+        at += ram
+            .extents(at, (16 << 40) - at, &mut |extent| {
+                assert_eq!(extent.kind, ExtentKind::Hole);
+                rows += 1;
+                true
+            })
+            .unwrap();
+    }
+    assert!(rows < 10_000);
+    let mut buffer = vec![1; 1 << 20];
+    for at in (0..16 << 40).step_by(1 << 34) {
+        ram.read_at(at, &mut buffer).unwrap();
+    }
+    ram.discard(0, 16 << 40).unwrap();
+    ram.write_zeroes(0, 16 << 40, Flags::empty()).unwrap();
+    assert_eq!((ram.memory().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
+}
+
+#[test]
+fn the_end_of_the_largest_disk_can_be_described() {
+    let ram = ram(DISKSIZE_BYTES_MAX);
+    let mut rows = Vec::new();
+    let from = DISKSIZE_BYTES_MAX - (3 << 30);
+    ram.extents(from, 3 << 30, &mut |row| {
+        rows.push(row);
+        true
+    })
+    .unwrap();
+    assert_eq!(rows, [Extent { offset: from, len: 3 << 30, kind: ExtentKind::Hole }]);
+    ram.write_at(DISKSIZE_BYTES_MAX - 512, &[1; 512], Flags::empty()).unwrap();
+    rows.clear();
+    ram.extents(from, 3 << 30, &mut |row| {
+        rows.push(row);
+        true
+    })
+    .unwrap();
+    assert_eq!(
+        rows.last().unwrap(),
+        &Extent { offset: DISKSIZE_BYTES_MAX - PAGE, len: PAGE, kind: ExtentKind::Data }
+    );
+}
+
+#[test]
+fn content_of_the_same_class_takes_the_place_of_the_old() {
+    let ram = ram(MIB);
+    let page = |n: u64| {
+        // Half noise, half zeroes: objects of 2077 bytes or a little less, so of one class.
+        let mut page = content(5, n, PAGE_BYTES);
+        page[2052..].fill(0);
+        page
+    };
+    for slot in 0..256 {
+        ram.write_at(slot * PAGE, &page(slot), Flags::empty()).unwrap();
+    }
+    let location = |slot: u64| ram.0.layer().table().leaf(slot).unwrap().peek(slot).location();
+    let places: Vec<u64> = (0..256).map(location).collect();
+    let before = ram.mm_stat();
+    for slot in 0..256 {
+        ram.write_at(slot * PAGE, &page(slot + 1000), Flags::empty()).unwrap();
+        // Also a part of a page.
+        ram.write_at(slot * PAGE + 512, &content(5, slot, 512), Flags::empty()).unwrap();
+    }
+    assert_eq!((0..256).map(location).collect::<Vec<_>>(), places);
+    assert_eq!(ram.mm_stat().mem_used_total, before.mem_used_total);
+    for slot in 0..256 {
+        let mut wanted = page(slot + 1000);
+        wanted[512..1024].copy_from_slice(&content(5, slot, 512));
+        let mut back = vec![0; PAGE_BYTES];
+        ram.read_at(slot * PAGE, &mut back).unwrap();
+        assert!(back == wanted, "page {slot}");
+    }
+    // Over the limit nothing is taken, as in the kernel, although it would fit.
+    ram.set_mem_limit(PAGE);
+    assert_eq!(ram.write_at(0, &page(5000), Flags::empty()), Err(Error::NoSpace));
+}
+
+#[test]
+fn disks_share_their_streams() {
+    let (a, b) = (ram(MIB), ram(MIB));
+    assert!(std::ptr::eq(a.0.family.codecs.primary(), b.0.family.codecs.primary()));
+    let params = Params::parse("level=2").unwrap();
+    let other = Ram::new(Config { algorithm_params: params, ..config(MIB) }).unwrap();
+    assert!(!std::ptr::eq(a.0.family.codecs.primary(), other.0.family.codecs.primary()));
+}
+
+#[test]
+fn compaction_under_traffic_moves_objects_and_harms_none() {
+    // Nobody else has it: it is taken apart in the end.
+    let family = Shared::new(config(64 * MIB), None).unwrap();
+    let mut ram = Ram::make(&family, 64 * MIB, Below::Nothing, Arc::default()).unwrap();
+    drop(family);
+    let pages = 64 * MIB / PAGE;
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &content((page % 3) as u8 + 3, page, PAGE_BYTES), Flags::empty()).unwrap();
+    }
+    // Every other page of the upper half goes: its spans are half empty.
+    for page in (pages / 2..pages).step_by(2) {
+        ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let before = ram.mm_stat();
+    std::thread::scope(|scope| {
+        let traffic: Vec<_> = (0..2)
+            .map(|thread| {
+                let ram = &ram;
+                scope.spawn(move || {
+                    let mut page_data = vec![0; PAGE_BYTES];
+                    for round in 0..6_u64 {
+                        // The lower half is rewritten, the upper one read.
+                        for page in (0..pages / 2).filter(|p| p % 2 == thread) {
+                            let data = content((page + round) as u8 % 3 + 3, page + round, PAGE_BYTES);
+                            ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+                            ram.read_at(page * PAGE, &mut page_data).unwrap();
+                            assert!(page_data == data);
+                            let other = (pages / 2 + page) | 1;
+                            ram.read_at(other * PAGE, &mut page_data).unwrap();
+                            assert!(
+                                page_data == content((other % 3) as u8 + 3, other, PAGE_BYTES),
+                                "page {other}"
+                            );
+                        }
+                    }
+                })
+            })
+            .collect();
+        while traffic.iter().any(|t| !t.is_finished()) {
+            ram.compact();
+        }
+    });
+    ram.compact();
+    let after = ram.mm_stat();
+    assert!(after.pages_compacted > 0);
+    assert!(after.mem_used_total < before.mem_used_total, "{before:?} {after:?}");
+    // All packed: little more than rounding is left over.
+    assert!(after.mem_used_total as f64 <= after.compr_data_size as f64 * 1.06, "{after:?}");
+    for page in (pages / 2..pages).filter(|p| p % 2 == 1) {
+        let mut back = vec![0; PAGE_BYTES];
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
+    }
+    // The tables are the truth: learn the pool's state again from them, and find the same.
+    assert!(ram.0.chain.get().abandon(&ram.0.family).0.is_some());
+    let layer = ram.0.layer();
+    let words: Vec<_> = (0..pages)
+        .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))
+        .collect();
+    let pool = &mut Arc::get_mut(&mut Arc::get_mut(&mut ram.0).unwrap().family).unwrap().pool;
+    let pages_before = pool.pages();
+    pool.rebuild(words.iter().copied()).unwrap();
+    assert!(pool.pages() <= pages_before);
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &content(4, page, PAGE_BYTES), Flags::empty()).unwrap();
+    }
+    for page in 0..pages {
+        let mut back = vec![0; PAGE_BYTES];
+        ram.read_at(page * PAGE, &mut back).unwrap();
+        assert!(back == content(4, page, PAGE_BYTES), "page {page} after the rebuild");
+    }
+}
+
+#[test]
+fn resets_under_traffic_lose_nothing_but_content() {
+    let ram = ram(8 * MIB);
+    std::thread::scope(|scope| {
+        let traffic: Vec<_> = (0..3_u64)
+            .map(|thread| {
+                let ram = &ram;
+                scope.spawn(move || {
+                    let mut back = vec![0; PAGE_BYTES];
+                    for round in 0..3000_u64 {
+                        let page = thread * 512 + round % 512;
+                        let data = content(round as u8, round, PAGE_BYTES);
+                        ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
+                        ram.read_at(page * PAGE, &mut back).unwrap();
+                        assert!(back == data || back == [0; PAGE_BYTES]);
+                    }
+                })
+            })
+            .collect();
+        while traffic.iter().any(|t| !t.is_finished()) {
+            ram.reset().unwrap();
+            ram.compact();
+        }
+    });
+    ram.reset().unwrap();
+    assert_eq!((ram.mm_stat().orig_data_size, ram.mm_stat().compr_data_size), (0, 0));
+    assert_eq!(
+        (ram.mm_stat().mem_used_total, ram.memory().leaves_bytes, ram.memory().backrefs_bytes),
+        (0, 0, 0)
+    );
+}
+
+#[test]
+fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
+    let ram = Ram::new(Config { mem_limit: MIB, ..config(16 * MIB) }).unwrap();
+    let write = |page: u64, round: u64| {
+        ram.write_at(page * PAGE, &content(5, page << 8 | round, PAGE_BYTES), Flags::empty())
+    };
+    for page in 0..120 {
+        write(page, 0).unwrap();
+    }
+    let snapshot = ram.snapshot().unwrap();
+    for page in 0..120 {
+        write(page, 1).unwrap();
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    let full = {
+        // What is pinned here keeps the cleaner from getting on with the snapshot.
+        let leave = std::sync::Arc::new(std::sync::Barrier::new(2));
+        let (entered, is_pinned) = std::sync::mpsc::channel();
+        let pinned = {
+            let leave = std::sync::Arc::clone(&leave);
+            std::thread::spawn(move || {
+                pin::pinned(|_| {
+                    entered.send(()).unwrap();
+                    leave.wait();
+                });
+            })
+        };
+        is_pinned.recv().unwrap();
+        drop(snapshot);
+        let mut page = 200;
+        let full = loop {
+            let data = content(5, page << 8, PAGE_BYTES);
+            let request = Request::write(page * PAGE, PAGE);
+            match ram.try_io(&request, Buffer::Write(&data)) {
+                Ok(Tried::Done) => page += 1,
+                tried => break (tried, request, data),
+            }
+        };
+        assert_eq!(full.0, Ok(Tried::WouldBlock), "a removed device is about to give memory back");
+        let tell = tell.clone();
+        let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+        ram.submit(full.1, IoBuf::copy_of(&full.2).unwrap(), done);
+        assert!(told.try_recv().is_err(), "it was answered before there is memory");
+        leave.wait();
+        pinned.join().unwrap();
+        full
+    };
+    assert_eq!(told.recv().unwrap(), Ok(()));
+    let mut back = vec![0; PAGE_BYTES];
+    ram.read_at(full.1.offset, &mut back).unwrap();
+    assert!(back == full.2);
+}
+
+/// The page within which a device ends is emptied as a whole only where it ends there still when the slot is locked: else
+/// somebody may have written behind that end meanwhile.
+#[test]
+fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
+    let config = ForkConfig { size: Some(PAGE + 1536), ..ForkConfig::default() };
+    let fork = ram(PAGE).snapshot().unwrap().fork(&config).unwrap();
+    fork.write_at(PAGE, &[1; 1536], Flags::empty()).unwrap();
+    let free_end = |is_end: bool| {
+        let freed = pin::pinned(|pin| {
+            let view = fork.0.view.load(pin);
+            fork.0.family.free_end(view, 1, || is_end)
+        });
+        freed.ok().expect("it need not wait").unwrap()
+    };
+    let first = || {
+        let mut block = [9; 512];
+        fork.read_at(PAGE, &mut block).unwrap();
+        block[0]
+    };
+    assert_eq!((free_end(false), first()), (None, 1));
+    assert_eq!((free_end(true), first()), (Some(true), 0));
+    assert_eq!((free_end(true), first()), (Some(false), 0));
+}

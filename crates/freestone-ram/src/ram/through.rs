@@ -1,0 +1,215 @@
+//! What lies below a layer: nothing, another device, or a snapshot of the same family; and reads that fall through to it.
+
+use std::sync::Arc;
+
+use super::pages::Waits;
+use super::{Inner, PAGE, Ram, piece};
+use crate::codec::Page;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{self, Buffer, Device, Request, Tried};
+use freestone_core::handoff::progress;
+use freestone_core::pin::{self, Pin};
+
+/// See the module. What lies below does not change.
+#[derive(Clone)]
+pub(super) enum Below {
+    /// Zeroes.
+    Nothing,
+    Device(Base),
+    Snapshot(Ram),
+}
+
+/// A read-only device that others are made from.
+#[derive(Clone)]
+pub(super) struct Base {
+    pub device: Arc<dyn Device>,
+    /// Bytes; a multiple of `block`. What lies beyond reads as zeroes.
+    pub size: u64,
+    /// Its logical block.
+    block: u64,
+}
+
+impl Base {
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        let geometry = device.geometry();
+        Self { device, size: geometry.size, block: u64::from(geometry.logical_block) }
+    }
+
+    /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0 where it would have to
+    /// wait. With nothing pinned: it calls the device.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
+        let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
+        if there == 0 {
+            into.fill(0);
+            return Ok(into.len());
+        }
+        if !(offset | there as u64).is_multiple_of(self.block) {
+            return self.read_part(offset, into);
+        }
+        let request = Request::read(offset, there as u64);
+        let done = match self.device.try_io(&request, Buffer::Read(&mut into[..there]))? {
+            Tried::Done => there,
+            Tried::Partly(bytes) => bytes as usize,
+            Tried::WouldBlock => return Ok(0),
+        };
+        if done < there {
+            return Ok(done);
+        }
+        into[there..].fill(0);
+        Ok(into.len())
+    }
+
+    /// As [`read`](Self::read), of less than a block: of the first page only.
+    #[cold]
+    fn read_part(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
+        let mut page = [0; PAGE_BYTES];
+        let start = offset - offset % PAGE;
+        if self.read(start, &mut page)? < PAGE_BYTES {
+            return Ok(0);
+        }
+        let from = (offset - start) as usize;
+        let len = into.len().min(PAGE_BYTES - from);
+        into[..len].copy_from_slice(&page[from..from + len]);
+        Ok(len)
+    }
+}
+
+impl Below {
+    /// Whether anything lies at this page.
+    pub fn reaches(&self, slot: u64) -> bool {
+        slot * PAGE < self.size()
+    }
+
+    /// How many devices lie below one another.
+    pub fn depth(&self) -> u32 {
+        match self {
+            Self::Nothing => 0,
+            Self::Device(_) => 1,
+            Self::Snapshot(ram) => 1 + ram.0.below.depth(),
+        }
+    }
+
+    fn size(&self) -> u64 {
+        match self {
+            Self::Nothing => 0,
+            Self::Device(base) => base.size,
+            Self::Snapshot(ram) => ram.0.size(),
+        }
+    }
+
+    /// The base on which a page lies that nobody above it holds.
+    pub fn base(&self, slot: u64) -> Option<&Base> {
+        match self {
+            _ if !self.reaches(slot) => None,
+            Self::Nothing => None,
+            Self::Device(base) => Some(base),
+            Self::Snapshot(ram) => ram.0.below.base(slot),
+        }
+    }
+
+    /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an end.
+    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+        let len = into.len();
+        let there = self.size().saturating_sub(offset).min(len as u64) as usize;
+        let looked = match self {
+            _ if there == 0 => (0, Look::All),
+            Self::Nothing => (0, Look::All),
+            // What lies beyond its end comes with the rest.
+            Self::Device(base) => return Ok((0, Look::Base(base, len))),
+            Self::Snapshot(ram) => ram.0.look(pin, offset, &mut into[..there])?,
+        };
+        if !matches!(looked.1, Look::All) {
+            return Ok(looked);
+        }
+        into[there..].fill(0);
+        Ok((len, Look::All))
+    }
+
+    /// Reads a page, as far as it is in memory.
+    pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<Look<'_>> {
+        pin::pinned(|pin| self.look(pin, slot * PAGE, page)).map(|(_, look)| look)
+    }
+}
+
+/// Why a look at what is in memory ended.
+pub(super) enum Look<'a> {
+    /// It got all.
+    All,
+    /// The next page has to be waited for.
+    Waits,
+    /// The next so many bytes lie on this base: another device, which is not called under a pin.
+    Base(&'a Base, usize),
+}
+
+impl Inner {
+    /// Reads from `offset` on what is in memory, of a device that lies over something, or of a snapshot; how many bytes that were,
+    /// and why there was an end.
+    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+        let view = self.view.load(pin);
+        let mut done = 0;
+        while done < into.len() {
+            let at = offset + done as u64;
+            let left = (into.len() - done) as u64;
+            let (slot, from, n) = piece(at, left);
+            // What the device holds itself is the common case.
+            if let Some(own) = view.own_page(slot) {
+                match self.family.read_slot(own, from, &mut into[done..][..n]) {
+                    Ok(result) => result?,
+                    Err(Waits) => return Ok((done, Look::Waits)),
+                }
+                done += n;
+                continue;
+            }
+            let run = view.run_below(pin, slot, (at + left).div_ceil(PAGE));
+            let len = if run > 0 {
+                ((slot + run) * PAGE - at).min(left) as usize
+            } else {
+                let part = &mut into[done..][..n];
+                let here = view.with_page(pin, slot, |found| {
+                    found.map(|(_, guard)| self.family.read_slot(guard, from, part))
+                });
+                match here {
+                    Some(Ok(result)) => {
+                        result?;
+                        done += n;
+                        continue;
+                    }
+                    Some(Err(Waits)) => return Ok((done, Look::Waits)),
+                    None => n,
+                }
+            };
+            let (read, look) = self.below.look(pin, at, &mut into[done..][..len])?;
+            done += read;
+            if !matches!(look, Look::All) {
+                return Ok((done, look));
+            }
+        }
+        Ok((done, Look::All))
+    }
+
+    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
+    /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
+    /// does not change.
+    pub(super) fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+        let len = into.len() as u64;
+        let target = len.min(super::io::TRY_READ_PAGES * PAGE) as usize;
+        let mut done = 0;
+        while done < target {
+            let at = offset + done as u64;
+            let (read, look) = pin::pinned(|pin| self.look(pin, at, &mut into[done..target]))?;
+            done += read;
+            match look {
+                Look::All => {}
+                Look::Waits => break,
+                Look::Base(base, bytes) => {
+                    let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
+                    done += read;
+                    if read == 0 {
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(progress(done as u64, len))
+    }
+}

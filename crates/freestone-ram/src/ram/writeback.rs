@@ -1,0 +1,274 @@
+//! Writeback by hand, in the kernel's words: which pages are meant, and in which order they go.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::candidates::Sizes;
+use super::layer::Layer;
+use super::pass::{Offered, Pass, is_spillable};
+use super::{Inner, PAGE, Ram};
+use crate::spill::layout;
+use crate::spill::store::{Numbers, Store};
+use freestone_core::device;
+use freestone_core::slot::{Kind, Word};
+
+/// No more than this is not worth another try on a device that was full.
+pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
+
+/// Which pages are written back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Writeback {
+    /// Marked idle and not touched since.
+    Idle,
+    /// Stored uncompressed.
+    Huge,
+    /// Both.
+    HugeIdle,
+    /// Those on which every algorithm failed.
+    Incompressible,
+    /// Pages by their index, marked or not.
+    Pages(Vec<RangeInclusive<u64>>),
+}
+
+/// What was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Written {
+    /// Pages that left memory.
+    pub pages: u64,
+    /// Blocks of 4 KiB that were written, also for pages that were touched meanwhile.
+    pub blocks: u64,
+}
+
+/// Why a writeback ended early. What was written until then stays written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum WritebackError {
+    /// No backing device: the kernel's ENODEV.
+    #[error("has no backing_dev; it is given when the device is made")]
+    NoBacking,
+    /// A page beyond the end, or a range that ends before it begins: ERANGE.
+    #[error("pages {first}-{last}: out of range; the device has the pages 0-{end}")]
+    Range {
+        /// As asked.
+        first: u64,
+        /// As asked.
+        last: u64,
+        /// The last page there is.
+        end: u64,
+    },
+    /// The budget is used up: EIO, as in the kernel.
+    #[error("writeback_limit is used up")]
+    Limit,
+    /// The backing device has no room: ENOSPC.
+    #[error("backing_dev is full")]
+    NoSpace,
+    /// The backing device failed, or did not answer in time: EIO. Pages that could not be written stay in memory.
+    #[error("backing_dev: {0}")]
+    Device(device::Error),
+}
+
+/// `bd_stat`: the kernel's three columns, in units of 4 KiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BdStat {
+    /// Blocks in use on the backing device. Several packed pages share one.
+    pub bd_count: u64,
+    /// Blocks read from it.
+    pub bd_reads: u64,
+    /// Blocks written to it.
+    pub bd_writes: u64,
+}
+
+/// The numbers of a backing device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BackingStat {
+    /// Bytes that are used of the device, at most 1 TiB.
+    pub size: u64,
+    /// Bytes of blocks in use.
+    pub used_bytes: u64,
+    /// Bytes of the objects in them.
+    pub live_bytes: u64,
+    /// Pages that lie there.
+    pub spilled_pages: u64,
+    /// Requests that failed, and pages that came back damaged.
+    pub failed_reads: u64,
+    /// Requests that failed or were not answered in time.
+    pub failed_writes: u64,
+    /// Writes that were given up and are not answered yet.
+    pub unanswered_writes: u32,
+    /// Whether objects are packed, or lie uncompressed in a block each.
+    pub compressed_writeback: bool,
+}
+
+impl Ram {
+    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one waits for the first.
+    ///
+    /// # Errors
+    /// As [`WritebackError`] says; the first part is what was done all the same.
+    pub fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
+        self.0.writeback(what)
+    }
+
+    /// The kernel's `bd_stat`; zeroes without a backing device.
+    pub fn bd_stat(&self) -> BdStat {
+        let Numbers { used, reads, writes, .. } =
+            self.0.family.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
+        BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
+    }
+
+    /// What is known of the backing device.
+    pub fn backing(&self) -> Option<BackingStat> {
+        let store = self.0.family.store.as_ref()?;
+        let n = store.numbers();
+        Some(BackingStat {
+            size: n.blocks * PAGE,
+            used_bytes: n.used * PAGE,
+            live_bytes: n.live_bytes,
+            spilled_pages: n.pages,
+            failed_reads: n.failed_reads,
+            failed_writes: n.failed_writes,
+            unanswered_writes: n.unanswered,
+            compressed_writeback: store.is_packed(),
+        })
+    }
+
+    /// How many blocks of 4 KiB may still be written while the limit is enabled. Counts down.
+    pub fn writeback_limit(&self) -> u64 {
+        self.0.family.store.as_ref().map_or(0, |store| store.budget().get().left)
+    }
+
+    /// Sets the budget. Without a backing device there is none, and nothing happens.
+    pub fn set_writeback_limit(&self, blocks: u64) {
+        if let Some(store) = &self.0.family.store {
+            store.budget().set(|limit| limit.left = blocks);
+            self.0.family.keeper.kick();
+        }
+    }
+
+    /// Whether the budget counts.
+    pub fn writeback_limit_enable(&self) -> bool {
+        self.0.family.store.as_ref().is_some_and(|store| store.budget().get().enabled)
+    }
+
+    /// Makes the budget count, or not.
+    pub fn set_writeback_limit_enable(&self, enabled: bool) {
+        if let Some(store) = &self.0.family.store {
+            store.budget().set(|limit| limit.enabled = enabled);
+            self.0.family.keeper.kick();
+        }
+    }
+
+    /// Blocks of 4 KiB that are on their way to the backing device at once.
+    pub fn writeback_batch_size(&self) -> u32 {
+        self.0.family.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
+    }
+
+    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests of a quarter of it, of
+    /// at most 1 MiB, are in flight.
+    pub fn set_writeback_batch_size(&self, blocks: u32) {
+        if let Some(store) = &self.0.family.store {
+            store.set_batch_blocks(blocks);
+        }
+    }
+
+    /// Sets how long the backing device may answer nothing at all while something is asked of it: 30 s unless set. After that
+    /// reads fail, and pages that were being written stay in memory. A single request that it has lost while it answers
+    /// others is given up after four times as long.
+    pub fn set_backing_timeout(&self, timeout: Duration) {
+        if let Some(store) = &self.0.family.store {
+            store.set_timeout(timeout);
+        }
+    }
+}
+
+impl Inner {
+    fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
+        let fail = |error| (Written::default(), error);
+        let (family, layer) = (&*self.family, self.layer());
+        let store = family.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
+        let end = self.slots() - 1;
+        let everything = [0..=end];
+        let ranges = match what {
+            Writeback::Pages(ranges) => {
+                for range in ranges {
+                    let (first, last) = (*range.start(), *range.end());
+                    if first > last || last > end {
+                        return Err(fail(WritebackError::Range { first, last, end }));
+                    }
+                }
+                ranges.as_slice()
+            }
+            _ => &everything,
+        };
+        let wanted = |word: Word| match what {
+            Writeback::Idle => word.is_idle(),
+            Writeback::Huge => word.kind() == Kind::Huge,
+            Writeback::HugeIdle => word.kind() == Kind::Huge && word.is_idle(),
+            Writeback::Incompressible => word.is_incompressible(),
+            Writeback::Pages(_) => true,
+        };
+        let _one = family.passes.lock();
+        let mut done = Written::default();
+        let mut reclaimed = false;
+        loop {
+            let mut pass = Pass::new(family, store);
+            let outcome = layer.select(store, ranges, &wanted, &mut pass);
+            let (written, ended) = pass.end();
+            done.pages += written.pages;
+            done.blocks += written.blocks;
+            match outcome.and(ended) {
+                Ok(()) => return Ok(done),
+                // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
+                Err(WritebackError::NoSpace)
+                    if !std::mem::replace(&mut reclaimed, true)
+                        && family.reclaim_until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
+                Err(error) => return Err((done, error)),
+            }
+        }
+    }
+}
+
+impl Layer {
+    /// Offers what is wanted. Where everything will go, in the order of addresses, so that neighbours stay neighbours on
+    /// disk; where a limit or the device's size will end it early, the largest objects first, as in the kernel: they free
+    /// most.
+    fn select(
+        self: &Arc<Self>,
+        store: &Arc<Store>,
+        ranges: &[RangeInclusive<u64>],
+        wanted: &impl Fn(Word) -> bool,
+        pass: &mut Pass<'_>,
+    ) -> Result<(), WritebackError> {
+        let wanted = &|word: Word| is_spillable(word) && wanted(word);
+        let mut sizes = Sizes::default();
+        let mut blocks = 0_u64;
+        let mut units = 0_u64;
+        self.each_candidate(ranges, wanted, |_, word| {
+            sizes.count(word);
+            blocks += 1;
+            units += u64::from(layout::units(word.stored_bytes()));
+            true
+        });
+        if store.is_packed() {
+            // Ends of runs stay empty: at most a page in 1 MiB, much of a run where the device is fragmented.
+            blocks = units * layout::UNIT_BYTES as u64 / PAGE * 9 / 8 + 2 * u64::from(store.batch_blocks());
+        }
+        let budget = store.budget().get();
+        let mut outcome = Ok(());
+        let mut offer = |slot, outcome: &mut Result<(), WritebackError>| match pass.offer(self, slot, wanted)
+        {
+            Ok(Offered::Taken(_) | Offered::Passed) => true,
+            Err(error) => {
+                *outcome = Err(error);
+                false
+            }
+        };
+        if blocks <= store.free_blocks() && (!budget.enabled || blocks <= budget.left) {
+            self.each_candidate(ranges, wanted, |slot, _| offer(slot, &mut outcome));
+            return outcome;
+        }
+        let listed = self.largest_first(&sizes, ranges, wanted, |slot| offer(slot, &mut outcome));
+        outcome.and(listed.map_err(WritebackError::Device))
+    }
+}

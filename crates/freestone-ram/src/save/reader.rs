@@ -1,0 +1,453 @@
+//! Reads the file from its beginning to its end, and believes nothing of it.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+use zerocopy::FromBytes as _;
+
+use super::format::{
+    ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, MAGIC,
+    NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_WHOLE_PAGES,
+    algorithm_of, block_sum, form, kind,
+};
+use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
+use crate::codec::{Algorithm, Scratch};
+use crate::ram::DISKSIZE_BYTES_MAX;
+use freestone_core::PAGE_BYTES;
+
+use crate::codec;
+
+const HEADER_BYTES: usize = size_of::<BlockHeader>();
+const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
+/// Largest bases, nodes and names.
+const CONTENTS_BYTES_MAX: u64 =
+    (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
+
+/// See the module.
+pub struct Reader {
+    file: File,
+    path: PathBuf,
+    pub bases: Vec<BaseIdentity>,
+    pub nodes: Arc<[Node]>,
+    pub end: End,
+    salt: u64,
+    /// Where the next block begins.
+    at: u64,
+    blocks: u64,
+    pages: u64,
+    digest: Xxh3,
+    algorithms: u32,
+    /// The node and page that come next at the earliest.
+    next: (u32, u64),
+    block: Vec<u8>,
+}
+
+/// A device of the file.
+pub struct Node {
+    pub size: u64,
+    pub over: Over,
+    pub snapshot: bool,
+    pub name: Option<String>,
+    pub algorithm: Algorithm,
+    pub level: i32,
+    /// Neither it nor what it comes after lies over anything: it is a disk, and has whole pages.
+    is_disk: bool,
+}
+
+impl Node {
+    /// How messages call it.
+    pub fn label(&self) -> String {
+        self.name.clone().unwrap_or_else(|| "a snapshot below others".to_owned())
+    }
+}
+
+/// The commit record.
+#[derive(Clone, Copy)]
+pub struct End {
+    pub file_bytes: u64,
+    pub pages: u64,
+    blocks: u64,
+    digest: u64,
+}
+
+/// What a block holds.
+pub enum Block<'a> {
+    Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
+    Pages { node: u32, pages: Pages<'a> },
+}
+
+/// Pages of a node, in order, which have been checked.
+pub struct Pages<'a> {
+    records: &'a [PageRecord],
+    data: &'a [u8],
+}
+
+/// One of them.
+pub enum Page<'a> {
+    Same { pattern: u32, pages: u64 },
+    Below { pages: u64 },
+    Pattern([u8; 8]),
+    Compressed { algorithm: u8, object: &'a [u8] },
+    Huge { algorithm: u8, content: &'a codec::Page },
+}
+
+impl Reader {
+    /// Opens a file and looks at its beginning and its end.
+    pub fn open(path: &Path) -> Result<Self, RestoreError> {
+        let failed = |source| RestoreError::Read { path: path.to_owned(), source };
+        // A pipe without a writer would not be opened.
+        if !std::fs::metadata(path).map_err(failed)?.is_file() {
+            return Err(RestoreError::Foreign(path.to_owned()));
+        }
+        let file = File::open(path).map_err(failed)?;
+        let len = file.metadata().map_err(failed)?.len();
+        let mut reader = Self {
+            file,
+            path: path.to_owned(),
+            bases: Vec::new(),
+            nodes: Arc::default(),
+            end: End { file_bytes: len, pages: 0, blocks: 0, digest: 0 },
+            salt: 0,
+            at: 0,
+            blocks: 0,
+            pages: 0,
+            digest: Xxh3::new(),
+            algorithms: 0,
+            next: (0, 0),
+            block: Vec::new(),
+        };
+        let header = reader.header(len)?;
+        reader.end = reader.commit_record(len)?;
+        reader.contents(&header, len)?;
+        Ok(reader)
+    }
+
+    /// Where the next block begins.
+    pub fn at(&self) -> u64 {
+        self.at
+    }
+
+    pub fn damaged(&self, what: &'static str) -> RestoreError {
+        RestoreError::Damaged { path: self.path.clone(), at: self.at, what }
+    }
+
+    fn failed(&self, source: io::Error) -> RestoreError {
+        match source.kind() {
+            // It became shorter since it was opened.
+            io::ErrorKind::UnexpectedEof => RestoreError::Incomplete(self.path.clone()),
+            _ => RestoreError::Read { path: self.path.clone(), source },
+        }
+    }
+
+    // ---- beginning and end -----------------------------------------------------------------------------------------
+
+    fn header(&mut self, len: u64) -> Result<Header, RestoreError> {
+        let mut start = [0; size_of::<Header>()];
+        let there = start.len().min(len as usize);
+        self.file.read_exact(&mut start[..there]).map_err(|error| self.failed(error))?;
+        let Ok(header) = Header::read_from_bytes(&start) else { return Err(self.damaged("no header")) };
+        if header.magic[..there.min(MAGIC.len())] != MAGIC[..there.min(MAGIC.len())] || there == 0 {
+            return Err(RestoreError::Foreign(self.path.clone()));
+        }
+        if there < start.len() {
+            return Err(RestoreError::Incomplete(self.path.clone()));
+        }
+        let version = header.version.get();
+        if version > VERSION {
+            return Err(RestoreError::Newer { path: self.path.clone(), version });
+        }
+        if header.checksum.get() != header.sum() {
+            return Err(self.damaged("the header's checksum is wrong"));
+        }
+        if version == 0 || header.reserved.get() != 0 || header.reserved2.get() != 0 {
+            return Err(self.damaged("the header says what no save writes"));
+        }
+        self.salt = header.salt.get();
+        self.digest = Xxh3::with_seed(self.salt);
+        Ok(header)
+    }
+
+    fn commit_record(&self, len: u64) -> Result<End, RestoreError> {
+        let incomplete = || RestoreError::Incomplete(self.path.clone());
+        let at = len.checked_sub(END_BYTES as u64).ok_or_else(incomplete)?;
+        let mut end = [0; END_BYTES];
+        self.file.read_exact_at(&mut end, at).map_err(|error| self.failed(error))?;
+        let (header, payload) = BlockHeader::read_from_prefix(&end).map_err(|_| incomplete())?;
+        let record = EndRecord::read_from_bytes(payload).map_err(|_| incomplete())?;
+        let sound = header.checksum.get() == block_sum(&end, self.salt)
+            && header.kind.get() == kind::END
+            && header.number.get() == record.blocks.get()
+            && record.file_bytes.get() == len;
+        if !sound {
+            return Err(incomplete());
+        }
+        Ok(End {
+            file_bytes: len,
+            pages: record.pages.get(),
+            blocks: record.blocks.get(),
+            digest: record.digest.get(),
+        })
+    }
+
+    fn contents(&mut self, header: &Header, len: u64) -> Result<(), RestoreError> {
+        self.at = size_of::<Header>() as u64;
+        let bytes = u64::from(header.contents_bytes.get());
+        let (bases, nodes) = (header.bases.get() as usize, header.nodes.get() as usize);
+        if bytes > CONTENTS_BYTES_MAX.min(len - self.at) || bases > DEVICES_MAX || nodes > DEVICES_MAX {
+            return Err(self.damaged("more devices than there can be"));
+        }
+        let mut contents = vec![0; bytes as usize];
+        self.file.read_exact(&mut contents).map_err(|error| self.failed(error))?;
+        if xxh3_64_with_seed(&contents, self.salt) != header.contents_checksum.get() {
+            return Err(self.damaged("the checksum of the list of devices is wrong"));
+        }
+        let Ok((base_records, rest)) = <[BaseRecord]>::ref_from_prefix_with_elems(&contents, bases) else {
+            return Err(self.damaged("the list of devices is too short"));
+        };
+        let Ok((node_records, mut names)) = <[NodeRecord]>::ref_from_prefix_with_elems(rest, nodes) else {
+            return Err(self.damaged("the list of devices is too short"));
+        };
+        for record in base_records {
+            let check = match record.check {
+                1 => BaseCheck::Sampled,
+                2 => BaseCheck::Whole,
+                _ => return Err(self.damaged("a base is known by something unknown")),
+            };
+            let hash = u128::from_le_bytes(record.hash);
+            self.bases.push(BaseIdentity { size: record.size.get(), check, hash });
+        }
+        let (mut depths, mut known, mut followed) = (Vec::new(), HashSet::new(), HashSet::new());
+        let mut nodes = Vec::new();
+        for record in node_records {
+            let (name, rest) = names
+                .split_at_checked(record.name_bytes.get().into())
+                .ok_or_else(|| self.damaged("a name is cut"))?;
+            names = rest;
+            let (node, depth) = self.node(header.version.get(), record, name, (&nodes, &depths))?;
+            if let Over::After(before) = node.over
+                && !followed.insert(before)
+            {
+                return Err(self.damaged("two devices come after one snapshot"));
+            }
+            if node.name.as_ref().is_some_and(|name| !known.insert(name.clone())) {
+                return Err(self.damaged("a name is there twice"));
+            }
+            depths.push(depth);
+            nodes.push(node);
+        }
+        if !names.is_empty() {
+            return Err(self.damaged("names are left over"));
+        }
+        self.nodes = nodes.into();
+        self.at += bytes;
+        Ok(())
+    }
+
+    fn node(
+        &self,
+        version: u32,
+        record: &NodeRecord,
+        name: &[u8],
+        (nodes, depths): (&[Node], &[u32]),
+    ) -> Result<(Node, u32), RestoreError> {
+        let (below, size) = (record.below.get(), record.size.get());
+        let (over, depth) = match record.over {
+            0 => (Over::Nothing, 1),
+            1 if (below as usize) < self.bases.len() => (Over::Base(below), 1),
+            // Only what does not change can lie below.
+            2 if nodes.get(below as usize).is_some_and(|node| node.snapshot) => {
+                (Over::Node(below), depths[below as usize] + 1)
+            }
+            3 if nodes.get(below as usize).is_some_and(|node| node.snapshot && node.size <= size) => {
+                (Over::After(below), depths[below as usize])
+            }
+            _ => return Err(self.damaged("a device lies over something that is not there")),
+        };
+        let is_disk = match over {
+            Over::Nothing => true,
+            Over::After(before) => nodes[before as usize].is_disk,
+            Over::Base(_) | Over::Node(_) => false,
+        };
+        let whole_pages = is_disk || version == VERSION_WHOLE_PAGES;
+        let unit = if whole_pages { PAGE_BYTES as u64 } else { SIZE_UNIT_BYTES };
+        let sound = depth <= DEPTH_MAX
+            && record.snapshot <= 1
+            && (1..=DISKSIZE_BYTES_MAX).contains(&size)
+            && size.is_multiple_of(unit);
+        let algorithm = algorithm_of(record.algorithm);
+        let (true, Some(algorithm)) = (sound, algorithm) else {
+            return Err(self.damaged("a device is said to be what no device is"));
+        };
+        let name = match name {
+            // What is live was saved for its own sake.
+            [] if record.snapshot == 1 => None,
+            [] => return Err(self.damaged("a device has no name")),
+            _ if name.len() > NAME_BYTES_MAX => return Err(self.damaged("a name is too long")),
+            _ => match String::from_utf8(name.to_vec()) {
+                Ok(name) => Some(name),
+                Err(_) => return Err(self.damaged("a name is no text")),
+            },
+        };
+        let (snapshot, level) = (record.snapshot == 1, record.level.get());
+        Ok((Node { size, over, snapshot, name, algorithm, level, is_disk }, depth))
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------------------------------
+
+    /// The next block; `None` after the last one, when all of the file has been seen to be right.
+    pub fn next(&mut self) -> Result<Option<Block<'_>>, RestoreError> {
+        let (header, len) = self.load_block()?;
+        let (kind, node) = (header.kind.get(), header.node.get());
+        if kind == kind::END {
+            let end = self.end;
+            let complete = self.at + len as u64 == end.file_bytes
+                && self.blocks == end.blocks
+                && self.pages == end.pages
+                && self.digest.digest() == end.digest;
+            self.at += len as u64;
+            return if complete {
+                Ok(None)
+            } else {
+                Err(self.damaged("the commit record is of other blocks"))
+            };
+        }
+        let kept = match kind {
+            kind::ALGORITHM
+                if node == self.algorithms && node < ALGORITHMS_MAX as u32 && header.records.get() == 1 =>
+            {
+                self.algorithms += 1;
+                Ok(())
+            }
+            kind::PAGES => self.check_pages(node, header.records.get()),
+            _ => Err(self.damaged("a block is of no kind that there is")),
+        };
+        kept?;
+        self.digest.update(&header.checksum.get().to_le_bytes());
+        self.blocks += 1;
+        self.at += len as u64;
+        let payload = &self.block[HEADER_BYTES..];
+        if kind == kind::PAGES {
+            let records = header.records.get() as usize;
+            return match <[PageRecord]>::ref_from_prefix_with_elems(payload, records) {
+                Ok((records, data)) => Ok(Some(Block::Pages { node, pages: Pages { records, data } })),
+                Err(_) => Err(self.damaged("a block is too short")),
+            };
+        }
+        let Ok((record, dictionary)) = AlgorithmRecord::read_from_prefix(payload) else {
+            return Err(self.damaged("a block is too short"));
+        };
+        let Some(algorithm) = algorithm_of(record.algorithm) else {
+            return Err(self.damaged("an algorithm is not known"));
+        };
+        let (level, trained) = (record.level.get(), record.trained == 1);
+        Ok(Some(Block::Algorithm { algorithm, level, trained, dictionary }))
+    }
+
+    /// Reads a block into `self.block`; returns its header and length.
+    fn load_block(&mut self) -> Result<(BlockHeader, usize), RestoreError> {
+        self.block.resize(HEADER_BYTES, 0);
+        self.file.read_exact(&mut self.block).map_err(|error| self.failed(error))?;
+        let Ok(header) = BlockHeader::read_from_bytes(&self.block) else {
+            return Err(self.damaged("a block is too short"));
+        };
+        let payload = header.payload_bytes.get() as usize;
+        let left = self.end.file_bytes.saturating_sub(self.at + HEADER_BYTES as u64);
+        if header.magic != BLOCK_MAGIC || payload > PAYLOAD_BYTES_MAX || payload as u64 > left {
+            return Err(self.damaged("no block begins there"));
+        }
+        self.block.resize(HEADER_BYTES + payload, 0);
+        self.file.read_exact(&mut self.block[HEADER_BYTES..]).map_err(|error| self.failed(error))?;
+        if header.checksum.get() != block_sum(&self.block, self.salt) {
+            return Err(self.damaged("a block's checksum is wrong"));
+        }
+        if header.number.get() != self.blocks || header.reserved.get() != 0 {
+            return Err(self.damaged("a block is in the wrong place"));
+        }
+        Ok((header, self.block.len()))
+    }
+
+    /// Pages come in order, lie in their device, and have all of their bytes.
+    fn check_pages(&mut self, node: u32, count: u32) -> Result<(), RestoreError> {
+        let payload = &self.block[HEADER_BYTES..];
+        let wrong = |what| Err(self.damaged(what));
+        let Some((size, over)) = self.nodes.get(node as usize).map(|node| (node.size, node.over)) else {
+            return wrong("pages are of a device that is not there");
+        };
+        let Ok((records, data)) = <[PageRecord]>::ref_from_prefix_with_elems(payload, count as usize) else {
+            return wrong("a block is too short");
+        };
+        if node < self.next.0 {
+            return wrong("pages are not in order");
+        }
+        let mut next = if node == self.next.0 { self.next.1 } else { 0 };
+        let (mut bytes, mut pages) = (0_usize, 0);
+        for record in records {
+            let len = usize::from(record.len.get());
+            let fits = match record.form {
+                form::SAME => len > 0,
+                form::BELOW => len > 0 && matches!(over, Over::After(_)),
+                form::PATTERN => len == 8,
+                form::COMPRESSED => (1..=Scratch::BYTES).contains(&len),
+                form::HUGE => len == PAGE_BYTES,
+                _ => false,
+            };
+            let has_algorithm = matches!(record.form, form::COMPRESSED | form::HUGE);
+            if !fits || has_algorithm && u32::from(record.algorithm) >= self.algorithms {
+                return wrong("a page has a form that there is not");
+            }
+            let run = if form::is_run(record.form) { len as u64 } else { 1 };
+            let last = size.div_ceil(PAGE_BYTES as u64);
+            let end = record.page.get().checked_add(run).filter(|&end| end <= last);
+            match end {
+                Some(end) if record.page.get() >= next => next = end,
+                _ => return wrong("a page is out of order, or not in its device"),
+            }
+            pages += run;
+            bytes += if form::is_run(record.form) { 0 } else { len };
+        }
+        if bytes != data.len() {
+            return wrong("a block has other bytes than its pages");
+        }
+        self.next = (node, next);
+        self.pages += pages;
+        Ok(())
+    }
+}
+
+impl<'a> Iterator for Pages<'a> {
+    type Item = (u64, Page<'a>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let (record, rest) = self.records.split_first()?;
+        self.records = rest;
+        let len = record.len.get();
+        let page = record.page.get();
+        match record.form {
+            form::SAME => {
+                return Some((
+                    page,
+                    Page::Same { pattern: u32::from_ne_bytes(record.pattern), pages: len.into() },
+                ));
+            }
+            form::BELOW => return Some((page, Page::Below { pages: len.into() })),
+            _ => {}
+        }
+        // It was checked that all bytes are there.
+        let (bytes, rest) = self.data.split_at_checked(len.into())?;
+        self.data = rest;
+        let algorithm = record.algorithm;
+        Some((
+            page,
+            match record.form {
+                form::PATTERN => Page::Pattern(bytes.try_into().ok()?),
+                form::HUGE => Page::Huge { algorithm, content: bytes.try_into().ok()? },
+                _ => Page::Compressed { algorithm, object: bytes },
+            },
+        ))
+    }
+}

@@ -1,0 +1,336 @@
+//! Restoring: devices are made one after the other, each before those that lie over it, and nobody gets any of them
+//! before the last byte of the file has been seen to be right.
+
+use std::cell::OnceCell;
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::format::Over;
+use super::reader::{Block, Node, Page, Pages, Reader};
+use super::{BaseIdentity, RestoreError};
+use crate::codec::{self, Algorithm, Dictionary, Params, Streams, StreamsError};
+use crate::ram::{Family, ForkConfig, Incoming, Ram};
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{Blocking as _, Device, Error, Flags};
+
+/// What forks in a file are restored over.
+#[derive(Clone)]
+pub enum Base {
+    /// A read-only device.
+    Device(Arc<dyn Device>),
+    /// A snapshot.
+    Snapshot(Ram),
+}
+
+impl Base {
+    fn device(&self) -> &dyn Device {
+        match self {
+            Self::Device(device) => &**device,
+            Self::Snapshot(ram) => ram,
+        }
+    }
+}
+
+/// Restores the devices of a file into a family, and returns them with their names. `bases` are what those lie over that
+/// are forks of something which is not in the file: each is looked for among them, by what the file knows it by.
+/// `progress` is given bytes of the file, done and in all.
+///
+/// Objects that an algorithm of the family can read go in as they are; others are compressed anew. Where memory is
+/// short pages are spilled, in a family that can do that.
+///
+/// # Errors
+/// The file is foreign, newer, not complete or damaged; a base is missing or another one; no room for a page. What
+/// was made is gone again.
+pub fn restore(
+    path: &Path,
+    family: &Family,
+    bases: &[Base],
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<(String, Ram)>, RestoreError> {
+    let mut reader = Reader::open(path)?;
+    let (nodes, all) = (Arc::clone(&reader.nodes), reader.end.file_bytes);
+    let bases = find_bases(&reader, bases)?;
+    let mut loader = Loader::new(family, &nodes, bases);
+    progress(0, all);
+    loop {
+        let taken = match reader.next()? {
+            None => break,
+            Some(Block::Algorithm { algorithm, level, trained, dictionary }) => {
+                loader.algorithm(algorithm, level, trained, dictionary)
+            }
+            Some(Block::Pages { node, pages }) => loader.pages(node as usize, pages),
+        };
+        taken.map_err(|refused| match refused {
+            Refused::Damaged(what) => reader.damaged(what),
+            Refused::Other(error) => error,
+        })?;
+        progress(reader.at(), all);
+    }
+    let restored = loader.finish()?;
+    progress(all, all);
+    Ok(restored)
+}
+
+/// Finds the bases of a file among those that are given.
+fn find_bases(reader: &Reader, given: &[Base]) -> Result<Vec<Base>, RestoreError> {
+    let find = |(number, wanted): (usize, &BaseIdentity)| {
+        let over = |node: &&Node| node.over == Over::Base(number as u32);
+        let device = || reader.nodes.iter().find(over).map(Node::label).unwrap_or_default();
+        let mut last = None;
+        for base in given {
+            // One of another size need not be read.
+            let size = base.device().geometry().size;
+            let identity = if size == wanted.size || last.is_none() {
+                BaseIdentity::of(base.device(), wanted.check).map_err(RestoreError::Base)?
+            } else {
+                continue;
+            };
+            if identity == *wanted {
+                return Ok(base.clone());
+            }
+            last = Some(identity);
+        }
+        Err(match last {
+            Some(given) => RestoreError::BaseDiffers { device: device(), wanted: *wanted, given },
+            None => RestoreError::BaseMissing { device: device(), wanted: *wanted },
+        })
+    };
+    reader.bases.iter().enumerate().map(find).collect()
+}
+
+/// What no device has.
+const BEHIND_THE_END: &str = "a page has something behind the end of its device";
+
+/// Why something of a block was not taken.
+enum Refused {
+    /// The file is to blame.
+    Damaged(&'static str),
+    Other(RestoreError),
+}
+
+impl From<StreamsError> for Refused {
+    fn from(error: StreamsError) -> Self {
+        match error {
+            StreamsError::Params(_) => {
+                Self::Damaged("an algorithm has a level or dictionary that it cannot have")
+            }
+            StreamsError::Device(_) => Self::Other(RestoreError::NoMemory),
+        }
+    }
+}
+
+/// An algorithm of the file.
+struct Known {
+    algorithm: Algorithm,
+    /// The priority in the family of what reads its objects.
+    priority: Option<u8>,
+    dictionary: Option<Dictionary>,
+    /// What reads them where the family cannot, once there was one.
+    streams: OnceCell<Arc<Streams>>,
+}
+
+impl Known {
+    /// The page of an object.
+    fn unpack(&self, family: &Family, object: &[u8], page: &mut codec::Page) -> Result<(), Refused> {
+        let unpacked = match (self.priority, self.streams.get()) {
+            (Some(priority), _) => family.unpack(priority, object, page),
+            (None, Some(streams)) => streams.decompress(object, page),
+            (None, None) => {
+                // No level is needed to read.
+                let params = Params { dictionary: self.dictionary.clone(), ..Params::default() };
+                let streams = Streams::shared(self.algorithm, &params)?;
+                self.streams.get_or_init(|| streams).decompress(object, page)
+            }
+        };
+        unpacked.map_err(|_| Refused::Damaged("a page cannot be decompressed"))
+    }
+}
+
+struct Loader<'a> {
+    family: &'a Family,
+    nodes: &'a [Node],
+    bases: Vec<Base>,
+    /// The devices that are complete, snapshots as snapshots.
+    done: Vec<Ram>,
+    /// The one that comes next, live.
+    filling: Option<Ram>,
+    /// Nodes after which another one comes, and the live devices that become that.
+    followed: HashSet<u32>,
+    tails: HashMap<u32, Ram>,
+    algorithms: Vec<Known>,
+}
+
+impl<'a> Loader<'a> {
+    fn new(family: &'a Family, nodes: &'a [Node], bases: Vec<Base>) -> Self {
+        let after = |node: &Node| if let Over::After(before) = node.over { Some(before) } else { None };
+        Self {
+            family,
+            nodes,
+            bases,
+            done: Vec::new(),
+            filling: None,
+            followed: nodes.iter().filter_map(after).collect(),
+            tails: HashMap::new(),
+            algorithms: Vec::new(),
+        }
+    }
+
+    fn algorithm(
+        &mut self,
+        algorithm: Algorithm,
+        level: i32,
+        trained: bool,
+        dictionary: &[u8],
+    ) -> Result<(), Refused> {
+        let dictionary = match dictionary {
+            [] => None,
+            bytes => Some(Dictionary::trained(bytes).ok_or(Refused::Damaged("a dictionary is too large"))?),
+        };
+        let level = (algorithm != Algorithm::Store).then_some(level);
+        if trained {
+            let params = Params { level, dictionary: dictionary.clone(), algo: None };
+            self.family.adopt(|| Ok::<_, Refused>(Streams::shared(algorithm, &params)?))?;
+        }
+        let priority = self.family.reads(algorithm, dictionary.as_ref());
+        self.algorithms.push(Known { algorithm, priority, dictionary, streams: OnceCell::new() });
+        Ok(())
+    }
+
+    /// The device of a number, when all before it are complete.
+    fn device(&mut self, node: usize) -> Result<Ram, RestoreError> {
+        while self.done.len() < node {
+            let complete = self.complete()?;
+            self.done.push(complete);
+        }
+        if let Some(ram) = &self.filling {
+            return Ok(ram.clone());
+        }
+        let ram = self.make()?;
+        self.filling = Some(ram.clone());
+        Ok(ram)
+    }
+
+    /// An empty device for the node that comes next.
+    fn make(&mut self) -> Result<Ram, RestoreError> {
+        let node = &self.nodes[self.done.len()];
+        let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
+        let made = match node.over {
+            Over::Nothing => self.family.ram(node.size),
+            Over::Node(below) => self.done[below as usize].fork(&config),
+            Over::After(before) => match self.tails.remove(&before) {
+                Some(ram) => ram.grow(node.size).map(|()| ram),
+                None => unreachable!("one node comes after another, which is complete"),
+            },
+            Over::Base(base) => match &self.bases[base as usize] {
+                Base::Snapshot(ram) if self.family.has(ram) && ram.is_snapshot() => ram.fork(&config),
+                Base::Snapshot(ram) => self.family.fork(Arc::new(ram.clone()), &config),
+                Base::Device(device) => self.family.fork(Arc::clone(device), &config),
+            },
+        };
+        made.map_err(|error| RestoreError::Setup { device: node.label(), error })
+    }
+
+    /// Completes the node that comes next.
+    fn complete(&mut self) -> Result<Ram, RestoreError> {
+        let ram = match self.filling.take() {
+            Some(ram) => ram,
+            None => self.make()?,
+        };
+        let node = &self.nodes[self.done.len()];
+        if node.snapshot {
+            let snapshot = ram.snapshot();
+            let number = self.done.len() as u32;
+            if self.followed.contains(&number) {
+                self.tails.insert(number, ram);
+            }
+            return snapshot.map_err(|error| RestoreError::Setup { device: node.label(), error });
+        }
+        Ok(ram)
+    }
+
+    /// All devices that have names.
+    fn finish(mut self) -> Result<Vec<(String, Ram)>, RestoreError> {
+        while self.done.len() < self.nodes.len() {
+            let complete = self.complete()?;
+            self.done.push(complete);
+        }
+        let named = self.nodes.iter().zip(self.done);
+        Ok(named.filter_map(|(node, ram)| Some((node.name.clone()?, ram))).collect())
+    }
+
+    fn pages(&mut self, node: usize, pages: Pages<'_>) -> Result<(), Refused> {
+        let ram = self.device(node).map_err(Refused::Other)?;
+        let failed = |page, error| {
+            Refused::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
+        };
+        let size = self.nodes[node].size;
+        // Of the page within which a device ends the rest is zeroes: it may grow.
+        let bytes_of = |page: u64| (size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
+        let mut content = [0; PAGE_BYTES];
+        for (number, page) in pages {
+            let run = match page {
+                Page::Same { pattern, pages } => Some((Incoming::Same(pattern), pages)),
+                Page::Below { pages } => Some((Incoming::Below, pages)),
+                _ => None,
+            };
+            if let Some((incoming, pages)) = run {
+                let is_zeroes = matches!(incoming, Incoming::Below | Incoming::Same(0));
+                if !is_zeroes && bytes_of(number + pages - 1) < PAGE_BYTES {
+                    return Err(Refused::Damaged(BEHIND_THE_END));
+                }
+                for page in number..number + pages {
+                    ram.put(page, incoming).map_err(|error| failed(page, error))?;
+                }
+                continue;
+            }
+            let incoming = self.unpack(&page, bytes_of(number), &mut content)?;
+            match ram.put(number, incoming) {
+                // As any write it waits until others have left memory.
+                Err(Error::NoSpace) if ram.can_spill() => {
+                    let bytes = bytes_of(number);
+                    ram.write_at(number * PAGE_BYTES as u64, &content[..bytes], Flags::empty())
+                }
+                put => put,
+            }
+            .map_err(|error| failed(number, error))?;
+        }
+        Ok(())
+    }
+
+    /// The content of a page, of which the device has so many bytes, and the form in which it goes in.
+    fn unpack<'p>(
+        &self,
+        page: &Page<'p>,
+        bytes: usize,
+        content: &'p mut codec::Page,
+    ) -> Result<Incoming<'p>, Refused> {
+        let known = |algorithm: u8| &self.algorithms[usize::from(algorithm)];
+        match *page {
+            // They come in runs.
+            Page::Same { .. } | Page::Below { .. } => content.fill(0),
+            Page::Pattern(pattern) => content.as_chunks_mut().0.fill(pattern),
+            Page::Huge { content: raw, .. } => content.copy_from_slice(raw),
+            Page::Compressed { algorithm, object } => {
+                known(algorithm).unpack(self.family, object, content)?;
+            }
+        }
+        if content[bytes..].iter().any(|&byte| byte != 0) {
+            return Err(Refused::Damaged(BEHIND_THE_END));
+        }
+        Ok(match *page {
+            Page::Same { pattern, .. } => Incoming::Same(pattern),
+            Page::Below { .. } => Incoming::Below,
+            Page::Pattern(pattern) => Incoming::Pattern(pattern),
+            Page::Huge { algorithm, content: raw } => {
+                // Another algorithm may do better.
+                let same = known(algorithm).algorithm == self.family.comp_algorithm();
+                if same { Incoming::Huge(raw) } else { Incoming::Page(raw) }
+            }
+            Page::Compressed { algorithm, object } => match known(algorithm).priority {
+                Some(priority) => Incoming::Compressed { priority, object },
+                None => Incoming::Page(content),
+            },
+        })
+    }
+}

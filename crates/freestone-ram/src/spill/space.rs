@@ -1,0 +1,508 @@
+//! Which blocks of the backing are free.
+//!
+//! One bit a block, in groups of 4096 (16 MiB of disk); groups without a free block are skipped by a bit of their own.
+//! Space is taken in contiguous runs, searched for from where the last one ended, so that runs taken one after another
+//! are neighbours and the disk is written from front to back.
+//!
+//! All of it lies under one lock, which is held for a bounded search and never across I/O. Of all
+//! reads only those come here whose page goes back to memory and was the last of its block.
+
+use zerocopy::FromZeros;
+
+use freestone_core::device::{Error, Result};
+use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+
+/// Bytes of a block, the unit in which space on the backing is taken and given back.
+pub const BLOCK_BYTES: usize = 4096;
+/// Blocks of the largest backing that is used: 1 TiB, as far as a slot's location reaches.
+pub const MAX_BLOCKS: u64 = 1 << 28;
+const _: () = assert!(MAX_BLOCKS * BLOCK_BYTES as u64 == 16 << freestone_core::slot::LOCATION_BITS);
+
+const WORD_BLOCKS: u64 = 64;
+const GROUP_WORDS: u64 = 64;
+const GROUP_BLOCKS: u64 = GROUP_WORDS * WORD_BLOCKS;
+/// Groups with room that one search looks through before it is content with the longest run so far.
+const LOOK_GROUPS: u32 = 8;
+
+/// Neighbouring blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Run {
+    /// The first block.
+    pub start: u64,
+    /// How many.
+    pub blocks: u32,
+}
+
+/// See the module.
+pub struct Space {
+    blocks: u64,
+    /// Written under the lock.
+    used: AtomicU64,
+    /// Taken last: nothing is locked under it.
+    map: Mutex<Map>,
+}
+
+/// Zeroed memory that nobody touched costs nothing, so zero stands for "free" everywhere.
+struct Map {
+    /// A set bit is a used block.
+    bits: Box<[u64]>,
+    /// Set bits of each group.
+    set: Box<[u16]>,
+    /// A bit for each group without a clear one. A last group that is cut short never counts as full.
+    full: Box<[u64]>,
+    /// Where the next search begins.
+    cursor: u64,
+}
+
+impl Space {
+    /// A backing of `blocks` free blocks.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
+    pub fn new(blocks: u64) -> Result<Self> {
+        if blocks > MAX_BLOCKS {
+            return Err(Error::OutOfRange);
+        }
+        let groups = blocks.div_ceil(GROUP_BLOCKS);
+        let map = Map {
+            bits: zeroed(blocks.div_ceil(WORD_BLOCKS))?,
+            set: zeroed(groups)?,
+            full: zeroed(groups.div_ceil(64))?,
+            cursor: 0,
+        };
+        Ok(Self { blocks, used: AtomicU64::new(0), map: Mutex::new(map) })
+    }
+
+    /// Takes a run of `want` blocks, or a shorter one (of at least one block) where a bounded search finds none so
+    /// long. `None`: no block is free, or none was wanted.
+    pub fn take(&self, want: u32) -> Option<Run> {
+        let mut map = self.map.lock();
+        let run = map.find(self.blocks, want)?;
+        let end = run.start + u64::from(run.blocks);
+        map.set(run.start, end);
+        map.cursor = if end == self.blocks { 0 } else { end };
+        // Relaxed: a statistic.
+        self.used.fetch_add(u64::from(run.blocks), Ordering::Relaxed);
+        Some(run)
+    }
+
+    /// Gives back blocks that were taken, in whatever pieces.
+    pub fn give(&self, start: u64, blocks: u32) {
+        let end = start + u64::from(blocks);
+        assert!(end <= self.blocks, "blocks {start} to {end} of {} are given back", self.blocks);
+        let mut map = self.map.lock();
+        let cleared = map.clear(start, end);
+        debug_assert_eq!(cleared, u64::from(blocks), "of blocks {start} to {end} some were free before");
+        // Relaxed: a statistic.
+        self.used.fetch_sub(cleared, Ordering::Relaxed);
+    }
+
+    /// Blocks that are taken.
+    pub fn used(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Blocks that may be taken.
+    pub fn free(&self) -> u64 {
+        self.blocks - self.used()
+    }
+
+    /// All blocks.
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+}
+
+impl Map {
+    fn set(&mut self, start: u64, end: u64) {
+        for (word, mask) in words(start, end) {
+            debug_assert!(self.bits[word] & mask == 0, "blocks of word {word} are taken twice");
+            self.bits[word] |= mask;
+            let group = word / GROUP_WORDS as usize;
+            self.set[group] += mask.count_ones() as u16;
+            if u64::from(self.set[group]) == GROUP_BLOCKS {
+                self.full[group / 64] |= 1 << (group % 64);
+            }
+        }
+    }
+
+    /// How many of the blocks had been taken.
+    fn clear(&mut self, start: u64, end: u64) -> u64 {
+        let mut cleared = 0;
+        for (word, mask) in words(start, end) {
+            let count = (self.bits[word] & mask).count_ones();
+            self.bits[word] &= !mask;
+            let group = word / GROUP_WORDS as usize;
+            self.set[group] -= count as u16;
+            if count != 0 {
+                self.full[group / 64] &= !(1 << (group % 64));
+            }
+            cleared += u64::from(count);
+        }
+        cleared
+    }
+
+    /// The first run of `want` free blocks from the cursor on, once around; else the longest that was seen.
+    fn find(&self, blocks: u64, want: u32) -> Option<Run> {
+        let mut search = Search { want: u64::from(want), ..Search::default() };
+        let mut looked = 0;
+        for (mut at, end) in [(self.cursor, blocks), (0, self.cursor)] {
+            search.open = 0;
+            while at < end && !search.is_done() {
+                let group = at / GROUP_BLOCKS;
+                if self.is_full(group) {
+                    at = self.next_with_room(group + 1) * GROUP_BLOCKS;
+                    search.open = 0;
+                    continue;
+                }
+                if looked >= LOOK_GROUPS && search.best.blocks > 0 {
+                    return Some(search.best);
+                }
+                let stop = ((group + 1) * GROUP_BLOCKS).min(end);
+                for (word, mask) in words(at, stop) {
+                    search.look(word as u64 * WORD_BLOCKS, !self.bits[word] & mask);
+                    if search.is_done() {
+                        break;
+                    }
+                }
+                looked += 1;
+                at = stop;
+            }
+        }
+        (search.best.blocks > 0).then_some(search.best)
+    }
+
+    fn is_full(&self, group: u64) -> bool {
+        self.full[(group / 64) as usize] & 1 << (group % 64) != 0
+    }
+
+    /// The first group at or after `from` with a free block, or one beyond the last.
+    fn next_with_room(&self, from: u64) -> u64 {
+        let first = (from / 64) as usize;
+        let mut below = (1 << (from % 64)) - 1;
+        for (word, &full) in self.full.iter().enumerate().skip(first) {
+            let room = !(full | below);
+            if room != 0 {
+                return word as u64 * 64 + u64::from(room.trailing_zeros());
+            }
+            below = 0;
+        }
+        self.full.len() as u64 * 64
+    }
+}
+
+/// A walk over words of free blocks, from low to high.
+#[derive(Default)]
+struct Search {
+    want: u64,
+    best: Run,
+    /// Length of the free run that ends where the walk is.
+    open: u64,
+}
+
+impl Search {
+    fn is_done(&self) -> bool {
+        u64::from(self.best.blocks) == self.want
+    }
+
+    fn consider(&mut self, start: u64, blocks: u64) {
+        if blocks > u64::from(self.best.blocks) {
+            self.best = Run { start, blocks: blocks.min(self.want) as u32 };
+        }
+    }
+
+    /// The word that begins at block `base`; a set bit of `free` is a free block.
+    fn look(&mut self, base: u64, free: u64) {
+        let head = u64::from(free.trailing_ones());
+        self.consider(base - self.open, self.open + head);
+        if head == WORD_BLOCKS {
+            self.open += head;
+            return;
+        }
+        while !self.is_done()
+            && let Some(at) = lowest_run(free, self.best.blocks + 1)
+        {
+            self.consider(base + u64::from(at), u64::from((free >> at).trailing_ones()));
+        }
+        self.open = u64::from(free.leading_ones());
+    }
+}
+
+/// Where the lowest `len` neighbouring ones of a word begin.
+fn lowest_run(word: u64, len: u32) -> Option<u32> {
+    if len > u64::BITS {
+        return None;
+    }
+    // A bit stays set while the `have` bits from it upwards are all set.
+    let (mut starts, mut have) = (word, 1);
+    while have < len {
+        let step = have.min(len - have);
+        starts &= starts >> step;
+        have += step;
+    }
+    (starts != 0).then(|| starts.trailing_zeros())
+}
+
+/// The words that hold the bits from `start` to `end`, and which of their bits these are.
+fn words(start: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
+    let mut at = start;
+    std::iter::from_fn(move || {
+        (at < end).then(|| {
+            let word = at / 64;
+            let stop = ((word + 1) * 64).min(end);
+            let mask = (u64::MAX >> (64 - (stop - at))) << (at % 64);
+            at = stop;
+            (word as usize, mask)
+        })
+    })
+}
+
+/// Zeroes in memory that the allocator need not touch.
+pub fn zeroed<T: FromZeros>(len: u64) -> Result<Box<[T]>> {
+    <[T]>::new_box_zeroed_with_elems(len as usize).map_err(|_| Error::NoMemory)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// With so few groups no search ends before it was all around.
+    const SMALL_BLOCKS: u64 = (LOOK_GROUPS as u64 - 1) * GROUP_BLOCKS;
+
+    /// A space beside the plainest thing that does the same.
+    struct Pair {
+        space: Space,
+        used: Vec<bool>,
+        held: Vec<Run>,
+    }
+
+    impl Pair {
+        fn new(blocks: u64) -> Self {
+            Self { space: Space::new(blocks).unwrap(), used: vec![false; blocks as usize], held: Vec::new() }
+        }
+
+        fn longest_free(&self) -> usize {
+            self.used.split(|&used| used).map(<[bool]>::len).max().unwrap_or(0)
+        }
+
+        fn free(&self) -> usize {
+            self.used.iter().filter(|&&used| !used).count()
+        }
+
+        fn take(&mut self, want: u32) {
+            let longest = self.longest_free() as u32;
+            match self.space.take(want) {
+                None => assert_eq!(longest, 0, "blocks are free"),
+                Some(run) => {
+                    assert!(run.blocks <= want, "{run:?} for {want}");
+                    // The cursor may cut the longest run in two.
+                    assert!(run.blocks >= want.min(longest.div_ceil(2)), "{run:?} for {want} of {longest}");
+                    for used in &mut self.used[run.start as usize..][..run.blocks as usize] {
+                        assert!(!std::mem::replace(used, true), "{run:?} is handed out twice");
+                    }
+                    self.held.push(run);
+                }
+            }
+            self.check();
+        }
+
+        /// Gives back `blocks` of a run that is held, `skip` blocks from its start.
+        fn give(&mut self, index: usize, skip: u32, blocks: u32) {
+            if self.held.is_empty() {
+                return;
+            }
+            let index = index % self.held.len();
+            let run = self.held.swap_remove(index);
+            let skip = skip % run.blocks;
+            let blocks = blocks.clamp(1, run.blocks - skip);
+            let start = run.start + u64::from(skip);
+            self.space.give(start, blocks);
+            self.used[start as usize..][..blocks as usize].fill(false);
+            let end = start + u64::from(blocks);
+            let rest = run.blocks - skip - blocks;
+            let left = [Run { start: run.start, blocks: skip }, Run { start: end, blocks: rest }];
+            self.held.extend(left.into_iter().filter(|run| run.blocks > 0));
+            self.check();
+        }
+
+        fn check(&self) {
+            assert_eq!(self.space.free(), self.free() as u64);
+            assert_eq!(self.space.used() + self.space.free(), self.space.blocks());
+        }
+
+        fn give_all_and_take_all(mut self) {
+            while let Some(run) = self.held.pop() {
+                self.space.give(run.start, run.blocks);
+                self.used[run.start as usize..][..run.blocks as usize].fill(false);
+            }
+            self.check();
+            assert_eq!(self.space.used(), 0, "everything comes back");
+            while self.space.free() > 0 {
+                self.take(u32::MAX);
+            }
+            assert!(
+                self.held.len() <= 2,
+                "the free space is whole again but for the cursor: {:?}",
+                self.held
+            );
+            assert_eq!(self.space.take(1), None);
+        }
+    }
+
+    fn any_blocks() -> impl Strategy<Value = u64> {
+        let edges = [1, 2, 63, 64, 65, 4095, 4096, 4097, 3 * GROUP_BLOCKS, SMALL_BLOCKS];
+        prop_oneof![proptest::sample::select(edges.to_vec()), 1..3 * GROUP_BLOCKS]
+    }
+
+    fn any_want() -> impl Strategy<Value = u32> {
+        prop_oneof![1..4_u32, 1..200_u32, 1..6000_u32]
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_are_handed_out_once(
+            blocks in any_blocks(),
+            // Holes before the first step: one of so many blocks is taken for good.
+            stride in proptest::option::of(1..200_usize),
+            steps in proptest::collection::vec(
+                prop_oneof![
+                    3 => any_want().prop_map(|want| (Some(want), 0, 0, 0)),
+                    2 => (any::<usize>(), any::<u32>(), any_want()).prop_map(|(i, s, b)| (None, i, s, b)),
+                ],
+                1..80,
+            ),
+        ) {
+            let mut pair = Pair::new(blocks);
+            if let Some(stride) = stride {
+                let whole = pair.space.take(u32::MAX).unwrap();
+                prop_assert_eq!(whole, Run { start: 0, blocks: blocks as u32 });
+                for block in 0..blocks {
+                    if (block as usize).is_multiple_of(stride) {
+                        pair.used[block as usize] = true;
+                        pair.held.push(Run { start: block, blocks: 1 });
+                    } else {
+                        pair.space.give(block, 1);
+                    }
+                }
+            }
+            for (want, index, skip, give) in steps {
+                match want {
+                    Some(want) => pair.take(want),
+                    None => pair.give(index, skip, give),
+                }
+            }
+            pair.give_all_and_take_all();
+        }
+
+        #[test]
+        fn the_lowest_run_of_a_word_is_found(word: u64, holes: u64, len in 1..70_u32) {
+            let word = word | holes;
+            let plain = (0..64).find(|&at| {
+                at + len <= 64 && (at..at + len).all(|bit| word & 1 << bit != 0)
+            });
+            prop_assert_eq!(lowest_run(word, len), plain);
+        }
+    }
+
+    /// Takes every block there is; a search ends before it found a run of more than a few groups.
+    fn exhaust(space: &Space) -> u64 {
+        std::iter::from_fn(|| space.take(u32::MAX)).map(|run| u64::from(run.blocks)).sum()
+    }
+
+    #[test]
+    fn successive_runs_are_neighbours() {
+        let space = Space::new(10_000).unwrap();
+        for start in (0..9000).step_by(300) {
+            assert_eq!(space.take(300), Some(Run { start, blocks: 300 }));
+            if start.is_multiple_of(900) {
+                // Room behind the cursor does not turn it back.
+                space.give(start, 300);
+            }
+        }
+        assert_eq!(space.take(2000), Some(Run { start: 9000, blocks: 1000 }), "the longest, at the end");
+        assert_eq!(space.take(300), Some(Run { start: 0, blocks: 300 }), "and once around");
+    }
+
+    #[test]
+    fn a_run_crosses_words_and_groups() {
+        let space = Space::new(3 * GROUP_BLOCKS).unwrap();
+        let whole = space.take(u32::MAX).unwrap();
+        assert_eq!(whole.blocks, 3 * GROUP_BLOCKS as u32);
+        space.give(GROUP_BLOCKS - 100, 1);
+        space.give(GROUP_BLOCKS - 70, 200);
+        assert_eq!(space.take(200), Some(Run { start: GROUP_BLOCKS - 70, blocks: 200 }));
+        assert_eq!(space.take(200), Some(Run { start: GROUP_BLOCKS - 100, blocks: 1 }));
+        assert_eq!(space.take(200), None);
+    }
+
+    #[test]
+    fn a_run_does_not_jump_over_a_full_group() {
+        let space = Space::new(3 * GROUP_BLOCKS).unwrap();
+        assert_eq!(exhaust(&space), 3 * GROUP_BLOCKS);
+        space.give(GROUP_BLOCKS - 50, 50);
+        space.give(2 * GROUP_BLOCKS, 50);
+        assert_eq!(space.take(100), Some(Run { start: GROUP_BLOCKS - 50, blocks: 50 }));
+        assert_eq!(space.take(100), Some(Run { start: 2 * GROUP_BLOCKS, blocks: 50 }));
+    }
+
+    #[test]
+    fn a_search_is_bounded() {
+        let groups = 40;
+        let space = Space::new(groups * GROUP_BLOCKS).unwrap();
+        exhaust(&space);
+        for group in 0..groups {
+            space.give(group * GROUP_BLOCKS + 7, 1);
+        }
+        // The one good place is far away; those near the cursor have a block each.
+        space.give(30 * GROUP_BLOCKS, 7);
+        let mut starts = Vec::new();
+        while let Some(run) = space.take(8) {
+            starts.push(run);
+        }
+        assert_eq!(starts[0], Run { start: 7, blocks: 1 }, "content with what is near");
+        assert!(starts.contains(&Run { start: 30 * GROUP_BLOCKS, blocks: 8 }), "found when it comes near");
+        assert_eq!(
+            starts.iter().map(|run| run.blocks).sum::<u32>(),
+            groups as u32 + 7,
+            "nothing is left over"
+        );
+    }
+
+    #[test]
+    fn a_lone_block_is_found_wherever_it_is() {
+        for blocks in [1, 64, GROUP_BLOCKS, 100 * GROUP_BLOCKS + 1] {
+            let space = Space::new(blocks).unwrap();
+            assert_eq!(exhaust(&space), blocks);
+            assert_eq!((space.take(1), space.free()), (None, 0));
+            for block in [0, blocks / 2, blocks - 1] {
+                space.give(block, 1);
+                assert_eq!(space.take(9), Some(Run { start: block, blocks: 1 }), "of {blocks}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_at_the_edges() {
+        let none = Space::new(0).unwrap();
+        assert_eq!((none.take(1), none.blocks(), none.free()), (None, 0, 0));
+        let most = Space::new(MAX_BLOCKS).unwrap();
+        assert_eq!(most.take(0), None);
+        assert_eq!(exhaust(&most), MAX_BLOCKS);
+        most.give(MAX_BLOCKS - 1, 1);
+        assert_eq!(most.take(2), Some(Run { start: MAX_BLOCKS - 1, blocks: 1 }));
+        assert_eq!(Space::new(MAX_BLOCKS + 1).err(), Some(Error::OutOfRange));
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic = "were free before"]
+    fn giving_twice_is_noticed() {
+        let space = Space::new(100).unwrap();
+        let run = space.take(10).unwrap();
+        space.give(run.start, 5);
+        space.give(run.start + 4, 2);
+    }
+}
