@@ -188,6 +188,11 @@ pub(super) enum Hope {
 }
 
 impl Removals {
+    /// Whether something is removed and not retired yet.
+    pub fn is_pending(&self) -> bool {
+        self.pending.load(Ordering::SeqCst) > 0
+    }
+
     /// `ended` is what this said of the attempt before, at first 0.
     pub fn hope(&self, ended: &mut u64) -> Hope {
         if self.pending.load(Ordering::SeqCst) > 0 {

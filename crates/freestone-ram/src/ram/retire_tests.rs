@@ -82,6 +82,26 @@ fn a_removal_that_has_not_begun_is_waited_for() {
     assert_eq!(answer, Ok(Ok(())));
 }
 
+/// So does writeback by hand.
+#[test]
+fn writeback_waits_for_blocks_of_a_removal_that_has_not_begun() {
+    let (family, on_device, in_memory) = full();
+    let pages = Writeback::Pages(vec![0..=15]);
+    assert_eq!(in_memory.writeback(&pages).unwrap_err().1, WritebackError::NoSpace);
+    std::thread::scope(|scope| {
+        let held = CLEANER.tasks.lock();
+        let removing = scope.spawn(|| drop(on_device));
+        eventually(|| family.removals.is_pending());
+        let writing = scope.spawn(|| in_memory.writeback(&pages));
+        // Long enough for it to be refused.
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!writing.is_finished(), "{:?}", writing.join());
+        drop(held);
+        removing.join().unwrap();
+        assert_eq!(writing.join().unwrap().unwrap().pages, 16);
+    });
+}
+
 /// Asks the other disk for room, and has a round end, while the removal has not begun.
 fn beside_removal(
     family: &Arc<Shared>,

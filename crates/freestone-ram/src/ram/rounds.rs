@@ -9,6 +9,7 @@
 //! from it for others.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::Ram;
 use super::family::Shared;
@@ -17,10 +18,11 @@ use super::pass::{Offered, Pass, is_spillable};
 use super::writeback::{RECLAIMED_MIN_BLOCKS, WritebackError};
 use crate::clock::now_ms;
 use crate::pool::Pool;
+use crate::spill::store::Store;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::Error;
 use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
-use freestone_core::sync::Mutex;
+use freestone_core::sync::{Instant, Mutex, thread};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Share of a limit above which pages are spilled, in percent.
@@ -37,6 +39,8 @@ const RETRY_MS: u64 = 1000;
 const ROUND_BYTES_MIN: u64 = 16 * PAGE;
 /// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for it.
 const RECLAIMED_BLOCKS: u64 = 1024;
+/// How long who waits for removed devices sleeps at a time.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// How the rounds for one limit went so far: the family's, or a device's own.
 #[derive(Default)]
@@ -198,6 +202,25 @@ impl Shared {
         let before = store.free_blocks();
         while store.free_blocks() < before + RECLAIMED_BLOCKS && self.help_to_free() {}
         store.free_blocks() > before
+    }
+
+    /// Frees pages that removed devices have on the backing device, and waits for those of devices that are about to be retired,
+    /// but not beyond `until`. Returns whether there is room.
+    pub(super) fn wait_for_blocks_of_the_removed(&self, store: &Store, until: Instant) -> bool {
+        let is_full = || store.free_blocks() <= RECLAIMED_MIN_BLOCKS;
+        while Instant::now() < until {
+            // Asked before the look at what is retired: what is not pending any more is there.
+            let pending = self.removals.is_pending();
+            while is_full() && self.help_to_free() {}
+            if !is_full() {
+                return true;
+            }
+            if !pending && !self.is_freeing() {
+                return false;
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
+        false
     }
 
     /// Spills about `need` bytes of objects, the coldest first.

@@ -14,9 +14,13 @@ use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
 use freestone_core::device;
 use freestone_core::slot::{Kind, Word};
+use freestone_core::sync::Instant;
 
 /// No more than this is not worth another try on a device that was full.
 pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
+
+/// How long writeback by hand waits at most for blocks of removed devices.
+const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Which pages are written back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,7 +106,8 @@ pub struct BackingStat {
 }
 
 impl Ram {
-    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one waits for the first.
+    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one waits for the first. Where removed
+    /// devices still have the room that it needs, it waits for that, for 10 s at most.
     ///
     /// # Errors
     /// As [`WritebackError`] says; the first part is what was done all the same.
@@ -211,6 +216,7 @@ impl Inner {
         let _one = family.passes.lock();
         let mut done = Written::default();
         let mut reclaimed = false;
+        let until = Instant::now() + REMOVED_TIME_MAX;
         loop {
             let mut pass = Pass::new(family, store);
             let outcome = layer.select(store, ranges, &wanted, &mut pass);
@@ -219,6 +225,7 @@ impl Inner {
             done.blocks += written.blocks;
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
+                Err(WritebackError::NoSpace) if family.wait_for_blocks_of_the_removed(store, until) => {}
                 // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)

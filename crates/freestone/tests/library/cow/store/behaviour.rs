@@ -210,7 +210,9 @@ fn a_disk_that_goes_away_makes_the_snapshot_invalid() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     disk.fault(None, When::Always, What::Fail(Error::Gone));
-    let answers: Vec<_> = (0..5).map(|old| commit(&store, store.allocate().unwrap(), old)).collect();
+    // All places first: with the first answer the store has none to give.
+    let places: Vec<_> = (0..5).map(|_| store.allocate().unwrap()).collect();
+    let answers: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
     for answer in answers {
         assert_eq!(answer.recv_timeout(SOON), Ok(Err(Invalid)));
     }
