@@ -1,7 +1,7 @@
 //! What all of Freestone stands on.
 //!
 //! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
-//! * [`pin`], [`gate`], [`parking`], [`percpu`], [`near`], [`moment`]: how requests and changes of a whole device get by one another
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`near`], [`moment`]: how requests and changes of a whole device get by one another
 //!   without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
 //! * [`runner`], [`timer`], [`handoff`]: who carries on what a device below has answered.
@@ -25,7 +25,7 @@ pub mod device;
 #[cfg(not(loom))]
 pub mod file_locks;
 #[cfg(not(loom))]
-pub mod gate;
+pub mod freeze_gate;
 #[cfg(not(loom))]
 pub mod handoff;
 pub mod held;

@@ -12,7 +12,7 @@
 //! # Rule
 //! A change waits for all pins of the process. So a pinned thread waits for nothing but a slot lock, and calls no device: what
 //! that does, and what it waits for, is its own affair. Under a pin a request takes what it needs (a count at a
-//! [gate](crate::gate), a handle), leaves, and goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before
+//! [gate](crate::freeze_gate), a handle), leaves, and goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before
 //! what blocks, and panics in debug builds. One exception: a fork reads its family's snapshots below it under one pin, through
 //! their tables and not as devices; that waits for slot locks only.
 //!

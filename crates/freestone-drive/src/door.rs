@@ -15,7 +15,7 @@ use freestone_core::device::{
     Buffer, Changes, Completion, Counted, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, Request,
     Result, Tried,
 };
-use freestone_core::gate::{Gate, UnderWay};
+use freestone_core::freeze_gate::{FreezeGate, UnderWay};
 use freestone_core::near::Near;
 
 /// A device that can be shut.
@@ -25,7 +25,7 @@ pub struct Door {
 }
 
 struct State {
-    gate: Gate<()>,
+    gate: FreezeGate<()>,
     counts: OpCounts,
 }
 
@@ -46,7 +46,7 @@ pub struct Shut<'a>(&'a State);
 impl Door {
     /// Open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        let state = Arc::new(State { gate: Gate::new(()), counts: OpCounts::default() });
+        let state = Arc::new(State { gate: FreezeGate::new(()), counts: OpCounts::default() });
         Self { inner, state: Near::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 

@@ -32,7 +32,7 @@ use super::{reads, writes};
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
 };
-use freestone_core::gate::Gate;
+use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::near::Near;
 use freestone_core::runner::Runner;
@@ -60,7 +60,7 @@ pub(super) struct Core(CachePadded<Arc<CoreState>>);
 pub(super) struct CoreState {
     pub device: Arc<dyn Device>,
     pub notes: Option<Box<dyn Notes>>,
-    pub gate: Gate<View>,
+    pub gate: FreezeGate<View>,
     pub runner: Arc<Runner>,
     pub common: OnceLock<Arc<Common>>,
     pub changing: Mutex<Changing>,
@@ -112,7 +112,7 @@ impl Origin {
             age,
             device,
             notes,
-            gate: Gate::new(View::default()),
+            gate: FreezeGate::new(View::default()),
             runner: Runner::new("cow"),
             common: OnceLock::new(),
             changing: Mutex::default(),

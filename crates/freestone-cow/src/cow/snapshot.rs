@@ -35,7 +35,7 @@ use crate::cow::copy::PIECE_BYTES;
 use freestone_core::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
-use freestone_core::gate::Gate;
+use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::near::Near;
 use freestone_core::percpu::Counters;
 use freestone_core::sync::{AtomicU32, Mutex, OnceLock, Ordering};
@@ -105,7 +105,7 @@ pub(super) struct SnapState {
     pub store: Arc<Store>,
     pub exceptions: Exceptions<Waiter>,
     /// Passed by writes to the snapshot, and by what makes exceptions.
-    pub gate: Gate<Mode>,
+    pub gate: FreezeGate<Mode>,
     pub rights: Tokens<Next>,
     pub config: Config,
     pub size: u64,
@@ -356,7 +356,7 @@ impl Snap {
         let state = Arc::new(SnapState {
             core: core.clone(),
             exceptions,
-            gate: Gate::new(if taken_up { Mode::Merging } else { Mode::Normal }),
+            gate: FreezeGate::new(if taken_up { Mode::Merging } else { Mode::Normal }),
             rights: throttle::rights(most),
             config,
             size: origin.size,

@@ -9,7 +9,7 @@ use super::completion;
 use super::record::What;
 use super::worker::Queue;
 use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
-use freestone_core::gate::Gate;
+use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering::SeqCst};
 
 /// A flush on the caller's thread writes at most this much below.
@@ -25,7 +25,7 @@ pub struct Shared {
     pub bell: Arc<Bell>,
     pub queue: Queue,
     /// Closed while the power is off. What runs here on whatever thread is under way at it.
-    pub power: Gate<()>,
+    pub power: FreezeGate<()>,
     /// Requests that the device below has.
     pub in_flight: AtomicU64,
     /// Bytes of unflushed blocks that the device below is writing.
@@ -52,7 +52,7 @@ impl Shared {
             cache,
             bell,
             queue: Queue::default(),
-            power: Gate::new(()),
+            power: FreezeGate::new(()),
             in_flight: AtomicU64::new(0),
             draining: AtomicU64::new(0),
             failures: Mutex::new(Failures { count: 0, last: Error::Media }),

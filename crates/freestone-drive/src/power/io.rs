@@ -11,7 +11,7 @@ use freestone_core::device::{
     Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
     range_end,
 };
-use freestone_core::gate::UnderWay;
+use freestone_core::freeze_gate::UnderWay;
 use freestone_core::sync::Ordering::SeqCst;
 
 /// The most that one try reads or writes, in bytes.

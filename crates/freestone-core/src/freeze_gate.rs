@@ -2,8 +2,8 @@
 //!
 //! # Protocol
 //! * A request *enters*: pinned, it looks at what the gate holds (which snapshots there are) and decides what to do. What it
-//!   then does, unpinned, on its thread or asynchronously, it counts with [`begin`](Gate::begin), still pinned, and
-//!   [`end`](Gate::end). Every call of a device is such a thing.
+//!   then does, unpinned, on its thread or asynchronously, it counts with [`begin`](FreezeGate::begin), still pinned, and
+//!   [`end`](FreezeGate::end). Every call of a device is such a thing.
 //! * A change *closes* the gate: it puts a closed state in place and waits for the pins, so that whoever saw the gate open has
 //!   been counted, and then for the count to fall to zero. Requests that find the gate closed leave a task, which runs when
 //!   it opens.
@@ -23,7 +23,7 @@ use crate::runner::Task;
 use crate::sync::{Condvar, Instant, Mutex};
 
 /// See the module. `T` is what a change changes.
-pub struct Gate<T> {
+pub struct FreezeGate<T> {
     state: Swap<State<T>>,
     under_way: Counters<1>,
     /// How many hold the gate closed.
@@ -34,14 +34,14 @@ pub struct Gate<T> {
 }
 
 /// What is under way on this thread; it is over when this is dropped.
-pub struct UnderWay<'a, T: Send + Sync>(&'a Gate<T>);
+pub struct UnderWay<'a, T: Send + Sync>(&'a FreezeGate<T>);
 
 struct State<T> {
     open: bool,
     value: Arc<T>,
 }
 
-impl<T: Send + Sync> Gate<T> {
+impl<T: Send + Sync> FreezeGate<T> {
     /// An open gate.
     pub fn new(value: T) -> Self {
         Self {
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_closed_gate_holds_up_what_comes_and_waits_for_what_is_under_way() {
-        let gate = Gate::new(1);
+        let gate = FreezeGate::new(1);
         gate.enter(|value| {
             assert_eq!(value, Some(&1));
             gate.begin();
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn nothing_is_under_way_behind_a_closed_gate() {
-        let gate = Arc::new(Gate::new(()));
+        let gate = Arc::new(FreezeGate::new(()));
         let (running, stop) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
             for _ in 0..3 {
