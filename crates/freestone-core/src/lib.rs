@@ -1,7 +1,7 @@
 //! What all of Freestone stands on.
 //!
 //! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
-//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`near`], [`moment`]: how requests and changes of a whole device get by one another
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`moment`]: how requests and changes of a whole device get by one another
 //!   without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
 //! * [`runner`], [`timer`], [`handoff`]: who carries on what a device below has answered.
@@ -32,9 +32,9 @@ pub mod held;
 #[cfg(not(loom))]
 pub mod moment;
 pub mod mutants;
-#[cfg(not(loom))]
-pub mod near;
 pub mod parking;
+#[cfg(not(loom))]
+pub mod per_cpu_arc;
 #[cfg(not(loom))]
 pub mod percpu;
 pub mod pin;

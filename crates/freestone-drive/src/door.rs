@@ -16,12 +16,12 @@ use freestone_core::device::{
     Result, Tried,
 };
 use freestone_core::freeze_gate::{FreezeGate, UnderWay};
-use freestone_core::near::Near;
+use freestone_core::per_cpu_arc::PerCpuArc;
 
 /// A device that can be shut.
 pub struct Door {
     inner: Arc<dyn Device>,
-    state: Near<Shell>,
+    state: PerCpuArc<Shell>,
 }
 
 struct State {
@@ -47,7 +47,7 @@ impl Door {
     /// Open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
         let state = Arc::new(State { gate: FreezeGate::new(()), counts: OpCounts::default() });
-        Self { inner, state: Near::new(|| CachePadded::new(Arc::clone(&state))) }
+        Self { inner, state: PerCpuArc::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 
     /// What came through and how it ended.

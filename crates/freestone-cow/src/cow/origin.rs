@@ -34,7 +34,7 @@ use freestone_core::device::{
 };
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::near::Near;
+use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::runner::Runner;
 use freestone_core::slot::Common;
 use freestone_core::sync::{Mutex, OnceLock};
@@ -51,7 +51,7 @@ const STEP_CHUNKS: u64 = 1024;
 pub struct Origin(pub(super) Arc<Anchor>);
 
 /// What the handles of an origin and of its snapshots share. The last one breaks the ring of origin and snapshots.
-pub(super) struct Anchor(pub Near<Core>);
+pub(super) struct Anchor(pub PerCpuArc<Core>);
 
 /// A CPU's hold on an origin.
 pub(super) struct Core(CachePadded<Arc<CoreState>>);
@@ -91,9 +91,9 @@ pub(super) enum Merging {
 #[derive(Clone, Default)]
 pub(super) struct View {
     /// Largest chunks first.
-    pub snapshots: Vec<Near<Snap>>,
+    pub snapshots: Vec<PerCpuArc<Snap>>,
     /// Plays the origin's part.
-    pub merging: Option<Near<Snap>>,
+    pub merging: Option<PerCpuArc<Snap>>,
     /// Differs from view to view.
     generation: u64,
 }
@@ -117,7 +117,7 @@ impl Origin {
             common: OnceLock::new(),
             changing: Mutex::default(),
         });
-        let near = Near::new(|| Core(CachePadded::new(Arc::clone(&core))));
+        let near = PerCpuArc::new(|| Core(CachePadded::new(Arc::clone(&core))));
         Self(Arc::new(Anchor(near)))
     }
 

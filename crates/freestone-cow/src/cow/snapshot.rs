@@ -36,7 +36,7 @@ use freestone_core::device::{
     Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use freestone_core::freeze_gate::FreezeGate;
-use freestone_core::near::Near;
+use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::percpu::Counters;
 use freestone_core::sync::{AtomicU32, Mutex, OnceLock, Ordering};
 
@@ -101,7 +101,7 @@ pub(super) struct Snap(CachePadded<Arc<SnapState>>);
 
 /// A snapshot, without what users hold of it.
 pub(super) struct SnapState {
-    pub core: Near<Core>,
+    pub core: PerCpuArc<Core>,
     pub store: Arc<Store>,
     pub exceptions: Exceptions<Waiter>,
     /// Passed by writes to the snapshot, and by what makes exceptions.
@@ -131,7 +131,7 @@ pub struct Snapshot(pub(super) Arc<Handle>);
 
 /// What the user's handles share.
 pub(super) struct Handle {
-    pub snap: Near<Snap>,
+    pub snap: PerCpuArc<Snap>,
     /// Below `snap`: the origin's list is cleared after this snapshot has left it.
     anchor: Arc<Anchor>,
 }
@@ -139,7 +139,7 @@ pub(super) struct Handle {
 // ---- what the user sees ------------------------------------------------------------------------------------------------------
 
 impl Snapshot {
-    pub(super) fn new(snap: Near<Snap>, anchor: Arc<Anchor>) -> Self {
+    pub(super) fn new(snap: PerCpuArc<Snap>, anchor: Arc<Anchor>) -> Self {
         Self(Arc::new(Handle { snap, anchor }))
     }
 
@@ -335,12 +335,12 @@ impl Drop for SnapState {
 
 impl Snap {
     pub fn new(
-        core: &Near<Core>,
+        core: &PerCpuArc<Core>,
         store: Arc<Store>,
         exceptions: Exceptions<Waiter>,
         config: Config,
         origin: &Geometry,
-    ) -> Near<Self> {
+    ) -> PerCpuArc<Self> {
         let cow_block = store.device().geometry().logical_block;
         let cow: Arc<dyn Device> = if cow_block > origin.logical_block {
             let runner = Arc::clone(&core.runner);
@@ -370,7 +370,7 @@ impl Snap {
             waiting_for_loss: Mutex::default(),
             store,
         });
-        Near::new(|| Self(CachePadded::new(Arc::clone(&state))))
+        PerCpuArc::new(|| Self(CachePadded::new(Arc::clone(&state))))
     }
 
     /// Logs what its store missed before it was opened.

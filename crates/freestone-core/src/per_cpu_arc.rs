@@ -1,7 +1,7 @@
 //! Shared ownership whose count every CPU keeps for itself.
 //!
 //! Each request owns what it works on, and a count that all requests change moves from CPU to CPU: two workers of one device would
-//! meet there and nowhere else. A [`Near`] holds one `Arc` a CPU, each with a count in a cache line of its own. What they hold is
+//! meet there and nowhere else. A [`PerCpuArc`] holds one `Arc` a CPU, each with a count in a cache line of its own. What they hold is
 //! a thin shell around the thing itself, which lives as long as any of them.
 
 use std::fmt;
@@ -11,9 +11,9 @@ use crate::percpu;
 use crate::sync::Arc;
 
 /// As many `Arc`s as CPUs. Dereferences to that of the CPU on which the thread runs; where a clone of it is dropped does not matter.
-pub struct Near<T>(Arc<[Arc<T>]>);
+pub struct PerCpuArc<T>(Arc<[Arc<T>]>);
 
-impl<T> Near<T> {
+impl<T> PerCpuArc<T> {
     /// What `shell` makes, once for each CPU. `T` has to be as large as a cache line, or the counts share one.
     pub fn new(shell: impl Fn() -> T) -> Self {
         const { assert!(align_of::<T>() >= 64, "counts of two CPUs would share a cache line") };
@@ -21,7 +21,7 @@ impl<T> Near<T> {
     }
 }
 
-impl<T> Deref for Near<T> {
+impl<T> Deref for PerCpuArc<T> {
     type Target = Arc<T>;
     #[inline]
     fn deref(&self) -> &Arc<T> {
@@ -29,15 +29,15 @@ impl<T> Deref for Near<T> {
     }
 }
 
-impl<T> Clone for Near<T> {
+impl<T> Clone for PerCpuArc<T> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<T> fmt::Debug for Near<T> {
+impl<T> fmt::Debug for PerCpuArc<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Near")
+        f.write_str("PerCpuArc")
     }
 }
 
@@ -53,7 +53,7 @@ mod tests {
     fn the_thing_lives_as_long_as_any_hold_on_it() {
         let thing = Arc::new(5);
         let gone: Weak<i32> = Arc::downgrade(&thing);
-        let near = Near::new(|| CachePadded::new(Arc::clone(&thing)));
+        let near = PerCpuArc::new(|| CachePadded::new(Arc::clone(&thing)));
         drop(thing);
         let (second, hold) = (near.clone(), Arc::clone(&near));
         drop(near);
