@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use crate::percpu::Counters;
 use crate::pin::{self, Pin, Swap};
-use crate::runner::Task;
 use crate::sync::{Condvar, Instant, Mutex};
+use crate::work_queue::Task;
 
 /// See the module. `T` is what a change changes.
 pub struct FreezeGate<T> {

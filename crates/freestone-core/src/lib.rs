@@ -4,7 +4,7 @@
 //! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`moment`]: how requests and changes of a whole device get by one another
 //!   without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
-//! * [`runner`], [`timer`], [`handoff`]: who carries on what a device below has answered.
+//! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may change with them.
@@ -40,8 +40,6 @@ pub mod percpu;
 pub mod pin;
 #[cfg(not(loom))]
 pub mod replace;
-#[cfg(not(loom))]
-pub mod runner;
 pub mod slot;
 pub mod sync;
 #[cfg(not(loom))]
@@ -51,6 +49,8 @@ pub mod unique;
 #[cfg(freestone_variants)]
 #[path = "../../../benches/variants/mod.rs"]
 pub mod variants;
+#[cfg(not(loom))]
+pub mod work_queue;
 
 #[cfg(loom)]
 pub mod percpu {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use freestone_core::device::{
     Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
 };
-use freestone_core::runner::Runner;
 use freestone_core::sync::Mutex;
+use freestone_core::work_queue::WorkQueue;
 
 /// See the module.
 pub struct Blocks(Arc<Shared>);
@@ -20,7 +20,7 @@ struct Shared {
     /// In bytes: what requests are multiples of, and the device's own.
     small: u32,
     large: u32,
-    runner: Arc<Runner>,
+    work_queue: Arc<WorkQueue>,
     /// Lock order: innermost. No device is called under it.
     writes: Mutex<Vec<Turn>>,
 }
@@ -45,10 +45,10 @@ struct Job {
 }
 
 impl Blocks {
-    /// `small` is less than the device's logical block. What is read before it is written goes on by the runner.
-    pub fn new(device: Arc<dyn Device>, small: u32, runner: Arc<Runner>) -> Self {
+    /// `small` is less than the device's logical block. What is read before it is written goes on by the work queue.
+    pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
         let large = device.geometry().logical_block;
-        Self(Arc::new(Shared { device, small, large, runner, writes: Mutex::default() }))
+        Self(Arc::new(Shared { device, small, large, work_queue, writes: Mutex::default() }))
     }
 
     fn read(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -135,8 +135,8 @@ impl Shared {
                 None => part.fill(0),
             }
             let write = Request::write(offset - inside, large).with(flags & Flags::FUA);
-            let runner = Arc::clone(&shared.runner);
-            runner.push(move || shared.device.submit(write, block, shared.after(job, len)));
+            let work_queue = Arc::clone(&shared.work_queue);
+            work_queue.push(move || shared.device.submit(write, block, shared.after(job, len)));
         };
         self.device.submit(Request::read(offset - inside, large), block, Completion::new(patch));
     }
@@ -153,8 +153,8 @@ impl Shared {
             if job.request.len == 0 {
                 return shared.ended(job, Ok(()));
             }
-            let runner = Arc::clone(&shared.runner);
-            runner.push(move || shared.step(job));
+            let work_queue = Arc::clone(&shared.work_queue);
+            work_queue.push(move || shared.step(job));
         })
     }
 
@@ -172,7 +172,7 @@ impl Shared {
         drop(writes);
         for job in free {
             let shared = Arc::clone(self);
-            self.runner.push(move || shared.step(job));
+            self.work_queue.push(move || shared.step(job));
         }
         job.done.complete(outcome, job.buffer);
     }

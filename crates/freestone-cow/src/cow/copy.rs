@@ -2,7 +2,7 @@
 //!
 //! Whoever needs an exception takes a permit, then the slot, then a place of the store, and leaves the slot in flight. From there
 //! the copy runs by itself, piece by piece: read from the origin, write to the COW device. What a device answers is carried on
-//! by the origin's runner. When the copy is written its permit is free; the store says when the exception is durable, and then
+//! by the origin's work queue. When the copy is written its permit is free; the store says when the exception is durable, and then
 //! the slot lands and those who waited go on.
 //!
 //! A write that covers a chunk needs no copy: it goes to the COW device itself ("full-chunk optimisation").
@@ -151,8 +151,8 @@ impl Begun {
                         return Err(error);
                     }
                 };
-                let runner = Arc::clone(&snap.core.runner);
-                let done = move |outcome, _| runner.push(move || self.copied(outcome));
+                let work_queue = Arc::clone(&snap.core.work_queue);
+                let done = move |outcome, _| work_queue.push(move || self.copied(outcome));
                 cow.submit(request, buffer, Completion::new(done));
             }
         }
@@ -228,8 +228,8 @@ impl Copying {
     fn submit_to(mut self, device: &Arc<dyn freestone_core::device::Device>, request: Request) {
         let buffer = std::mem::replace(&mut self.buffer, IoBuf::empty());
         let done = Completion::new(move |outcome: Result<()>, buffer| {
-            let runner = Arc::clone(&self.begun.snap().core.runner);
-            runner.push(move || self.came(outcome, buffer));
+            let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
+            work_queue.push(move || self.came(outcome, buffer));
         });
         device.submit(request, buffer, done);
     }
@@ -261,7 +261,7 @@ impl Copying {
             return self.begun.copied(Ok(()));
         }
         // Others have their turn between two pieces.
-        let runner = Arc::clone(&self.begun.snap().core.runner);
-        runner.push(move || self.go());
+        let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
+        work_queue.push(move || self.go());
     }
 }

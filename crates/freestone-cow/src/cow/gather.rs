@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use freestone_core::device::{Error, Result};
-use freestone_core::runner::Runner;
 use freestone_core::sync::Mutex;
+use freestone_core::work_queue::WorkQueue;
 
 /// A request that goes on by itself.
 pub trait Job: Send + 'static {
@@ -12,7 +12,7 @@ pub trait Job: Send + 'static {
     fn go(self, so_far: Result<()>);
 
     /// Where it goes on when the last of what it waits for has arrived.
-    fn runner(&self) -> &Arc<Runner>;
+    fn work_queue(&self) -> &Arc<WorkQueue>;
 }
 
 /// One thing that a request waits for. One that is dropped without an answer has ended too.
@@ -71,8 +71,8 @@ impl<J: Job> Arrive for Gather<J> {
         {
             let so_far = state.error.map_or(Ok(()), Err);
             drop(state);
-            let runner = Arc::clone(job.runner());
-            runner.push(move || job.go(so_far));
+            let work_queue = Arc::clone(job.work_queue());
+            work_queue.push(move || job.go(so_far));
         }
     }
 }

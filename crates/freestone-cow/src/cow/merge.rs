@@ -302,7 +302,7 @@ impl Snap {
             self.switch();
         }
         for task in self.gate.open().into_iter().chain(self.core.gate.open()) {
-            self.core.runner.push(task);
+            self.core.work_queue.push(task);
         }
         marked
     }

@@ -35,9 +35,9 @@ use freestone_core::device::{
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::per_cpu_arc::PerCpuArc;
-use freestone_core::runner::Runner;
 use freestone_core::slot::Common;
 use freestone_core::sync::{Mutex, OnceLock};
+use freestone_core::work_queue::WorkQueue;
 
 /// Exceptions that one round of a write asks for.
 const ROUND_EXCEPTIONS: usize = 256;
@@ -61,7 +61,7 @@ pub(super) struct CoreState {
     pub device: Arc<dyn Device>,
     pub notes: Option<Box<dyn Notes>>,
     pub gate: FreezeGate<View>,
-    pub runner: Arc<Runner>,
+    pub work_queue: Arc<WorkQueue>,
     pub common: OnceLock<Arc<Common>>,
     pub changing: Mutex<Changing>,
     /// What it holds, for stores that are closed and opened.
@@ -113,7 +113,7 @@ impl Origin {
             device,
             notes,
             gate: FreezeGate::new(View::default()),
-            runner: Runner::new("cow"),
+            work_queue: WorkQueue::new("cow"),
             common: OnceLock::new(),
             changing: Mutex::default(),
         });
@@ -306,7 +306,7 @@ impl Drop for Anchor {
 
 impl Drop for CoreState {
     fn drop(&mut self) {
-        self.runner.stop();
+        self.work_queue.stop();
         // All that was begun was answered.
         if let (Some(notes), Some(content)) = (&self.notes, self.age.content()) {
             notes.closed(content);
@@ -395,8 +395,8 @@ impl Write {
 }
 
 impl Job for Write {
-    fn runner(&self) -> &Arc<Runner> {
-        &self.core.runner
+    fn work_queue(&self) -> &Arc<WorkQueue> {
+        &self.core.work_queue
     }
 
     fn go(mut self, _: Result<()>) {
@@ -407,8 +407,8 @@ impl Job for Write {
             let Some(job) = self.round() else { return };
             self = job;
         }
-        let runner = Arc::clone(&self.core.runner);
-        runner.push(move || self.go(Ok(())));
+        let work_queue = Arc::clone(&self.core.work_queue);
+        work_queue.push(move || self.go(Ok(())));
     }
 }
 
@@ -489,8 +489,8 @@ impl Write {
         self.request = self.request.rest(head);
         let then = Completion::new(move |outcome: Result<()>, _| match outcome {
             Ok(()) => {
-                let runner = Arc::clone(&self.core.runner);
-                runner.push(move || self.go(Ok(())));
+                let work_queue = Arc::clone(&self.core.work_queue);
+                work_queue.push(move || self.go(Ok(())));
             }
             Err(error) => self.done.complete(Err(error), self.buffer),
         });
@@ -587,8 +587,8 @@ impl Write {
             // Only requests without data have several steps.
             self.request = self.request.rest(step.len);
             self.safe = 0;
-            let runner = Arc::clone(&core.runner);
-            runner.push(move || self.go(Ok(())));
+            let work_queue = Arc::clone(&core.work_queue);
+            work_queue.push(move || self.go(Ok(())));
         });
         device.submit(step, buffer, done);
         None

@@ -76,7 +76,7 @@ impl Origin {
         if !config.force && before.missed(core) == Missed::Writes {
             return Err(SetupError::Older);
         }
-        core.runner.start().map_err(SetupError::Thread)?;
+        core.work_queue.start().map_err(SetupError::Thread)?;
         let common = if let Some(common) = core.common.get() {
             Arc::clone(common)
         } else {
@@ -301,7 +301,7 @@ impl Pending for PendingSnapshot {
     fn thaw(&mut self) {
         if std::mem::take(&mut self.frozen) {
             for task in self.core().gate.open() {
-                self.core().runner.push(task);
+                self.core().work_queue.push(task);
             }
         }
     }

@@ -131,9 +131,9 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
             Ok(true) => done.complete(Ok(()), buffer),
             Err(error) => done.complete(Err(error), buffer),
             Ok(false) => {
-                let runner = Arc::clone(&snap.core.runner);
+                let work_queue = Arc::clone(&snap.core.work_queue);
                 // In parts: those chunks that the origin still has are read again from there.
-                runner.push(move || submit(&snap, request, buffer, done));
+                work_queue.push(move || submit(&snap, request, buffer, done));
             }
         }
     });
@@ -184,8 +184,8 @@ impl Reading {
                 self.arrived(Ok(()));
             }
             Ok(false) => {
-                let runner = Arc::clone(&self.snap.core.runner);
-                runner.push(move || {
+                let work_queue = Arc::clone(&self.snap.core.work_queue);
+                work_queue.push(move || {
                     self.read(at, len);
                     self.arrived(Ok(()));
                 });

@@ -13,7 +13,7 @@
 //! * An invalid snapshot is marked on disk before the origin is overwritten; where the COW device fails, that is tried for two seconds.
 //!
 //! Lock order: a gate; a slot; below a slot the store's queue, the rights to copy, a gatherer, the lost list or the merge's tracking, one
-//! after the other; the runner's queue last. No lock is held while a device is called, except that a request which is only tried
+//! after the other; the work queue last. No lock is held while a device is called, except that a request which is only tried
 //! is pinned.
 
 use std::fmt;
@@ -343,8 +343,8 @@ impl Snap {
     ) -> PerCpuArc<Self> {
         let cow_block = store.device().geometry().logical_block;
         let cow: Arc<dyn Device> = if cow_block > origin.logical_block {
-            let runner = Arc::clone(&core.runner);
-            Arc::new(Blocks::new(Arc::clone(store.device()), origin.logical_block, runner))
+            let work_queue = Arc::clone(&core.work_queue);
+            Arc::new(Blocks::new(Arc::clone(store.device()), origin.logical_block, work_queue))
         } else {
             Arc::clone(store.device())
         };
@@ -569,8 +569,8 @@ impl Snap {
         let snap = Arc::clone(self);
         let then = Completion::new(move |outcome: Result<()>, buffer| match outcome {
             Ok(()) => {
-                let runner = Arc::clone(&snap.core.runner);
-                runner.push(move || snap.core.device.submit(request, buffer, done));
+                let work_queue = Arc::clone(&snap.core.work_queue);
+                work_queue.push(move || snap.core.device.submit(request, buffer, done));
             }
             Err(error) => done.complete(Err(error), buffer),
         });

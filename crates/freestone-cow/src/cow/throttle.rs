@@ -5,7 +5,7 @@
 //! runs a copy, which ends by itself, or is on its way to begin one, and gives it back if it need not. (The kernel's counter did
 //! deadlock when it was a semaphore that was waited for with a lock held.)
 //!
-//! Lock order: the rights' lock may be taken under a slot; the runner's queue with nothing of this held.
+//! Lock order: the rights' lock may be taken under a slot; the work queue with nothing of this held.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ impl Snap {
         self.rights.take(percpu::current()).then(|| Permit(Arc::clone(self)))
     }
 
-    /// Runs `next` with a permit when there is one, on the runner.
+    /// Runs `next` with a permit when there is one, on the work queue.
     pub fn queue(self: &Arc<Self>, next: impl FnOnce(Permit) + Send + 'static) {
         self.hand_over(self.rights.wait(Box::new(next)));
     }
@@ -46,7 +46,7 @@ impl Snap {
     fn hand_over(self: &Arc<Self>, served: Vec<Next>) {
         for next in served {
             let permit = Permit(Arc::clone(self));
-            self.core.runner.push(move || next(permit));
+            self.core.work_queue.push(move || next(permit));
         }
     }
 }

@@ -20,7 +20,7 @@ use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Reques
 use freestone_core::handoff::{Put, progress, put, try_put};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin;
-use freestone_core::runner::Runner;
+use freestone_core::work_queue::WorkQueue;
 
 /// Chunks of a window.
 const WINDOW_CHUNKS: u64 = 256;
@@ -165,8 +165,8 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
         return job.go(Ok(()));
     }
     // Past every snapshot, this one too, as in the kernel: what is discarded is gone for all of them.
-    let runner = Arc::clone(&snap.core.runner);
-    let then = Completion::new(move |outcome, _| runner.push(move || job.go(outcome)));
+    let work_queue = Arc::clone(&snap.core.work_queue);
+    let then = Completion::new(move |outcome, _| work_queue.push(move || job.go(outcome)));
     snap.core.device.submit(request, buffer, then);
 }
 
@@ -221,8 +221,8 @@ impl Write {
 }
 
 impl Job for Write {
-    fn runner(&self) -> &Arc<Runner> {
-        &self.snap.core.runner
+    fn work_queue(&self) -> &Arc<WorkQueue> {
+        &self.snap.core.work_queue
     }
 
     fn go(mut self, mut so_far: Result<()>) {
@@ -236,8 +236,8 @@ impl Job for Write {
                 return self.complete(Ok(()));
             }
             if self.rounds == ROUNDS_INLINE {
-                let runner = Arc::clone(&self.snap.core.runner);
-                return runner.push(move || self.go(Ok(())));
+                let work_queue = Arc::clone(&self.snap.core.work_queue);
+                return work_queue.push(move || self.go(Ok(())));
             }
             self.rounds += 1;
             let Some((job, outcome)) = self.round() else { return };

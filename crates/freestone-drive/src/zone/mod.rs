@@ -40,8 +40,8 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result, Tried,
 };
 use freestone_core::percpu::Counters;
-use freestone_core::runner::Runner;
 use freestone_core::sync::Mutex;
+use freestone_core::work_queue::WorkQueue;
 use layout::Layout;
 use queue::Queues;
 use states::{Place, Table};
@@ -87,9 +87,9 @@ struct Inner {
     /// Held by who changes all zones together.
     whole: Mutex<()>,
     /// Begins what waited; never waits itself.
-    runner: Arc<Runner>,
+    work_queue: Arc<WorkQueue>,
     /// Flushes; waits for the state file.
-    syncer: Arc<Runner>,
+    syncer: Arc<WorkQueue>,
     ops: OpCounts,
     zone_ops: Counters<{ counts::COUNTERS }>,
 }
@@ -145,8 +145,8 @@ impl Zones {
             durable,
             unsynced: Mutex::default(),
             whole: Mutex::default(),
-            runner: Runner::new("zones"),
-            syncer: Runner::new("zones-sync"),
+            work_queue: WorkQueue::new("zones"),
+            syncer: WorkQueue::new("zones-sync"),
             ops: OpCounts::default(),
             zone_ops: Counters::default(),
         };
@@ -338,7 +338,7 @@ impl Inner {
 
     /// Starts the threads that submitted requests may need.
     fn start_threads(&self) -> Result<()> {
-        let started = self.runner.start().and_then(|()| match &self.durable {
+        let started = self.work_queue.start().and_then(|()| match &self.durable {
             Some(_) => self.syncer.start(),
             None => Ok(()),
         });
@@ -433,7 +433,7 @@ impl Drop for Zones {
             tracing::warn!("the last flush of a zoned device failed: {error}");
         }
         // What is in flight below still holds `inner`; what waits for it then is answered "gone".
-        self.inner.runner.stop();
+        self.inner.work_queue.stop();
         self.inner.syncer.stop();
     }
 }

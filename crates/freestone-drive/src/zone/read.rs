@@ -99,7 +99,7 @@ impl Inner {
             if outcome.is_ok() && !(first..).zip(&words).all(still) {
                 let again = Arc::clone(&inner);
                 // Where nobody does it any more, it is answered "gone" by being dropped.
-                inner.runner.push(move || again.read(request, buffer, done));
+                inner.work_queue.push(move || again.read(request, buffer, done));
                 return;
             }
             if outcome.is_ok() {

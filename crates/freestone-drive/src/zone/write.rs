@@ -214,7 +214,7 @@ impl Inner {
         match next {
             Some(Job::Write(write)) => {
                 let inner = Arc::clone(self);
-                self.runner.push(move || inner.begin(write));
+                self.work_queue.push(move || inner.begin(write));
             }
             Some(Job::Thread(turn)) => turn.give(),
             None => {}

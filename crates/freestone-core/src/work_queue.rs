@@ -17,7 +17,7 @@ pub type Task = Box<dyn FnOnce() + Send>;
 /// The thread's queue. The thread is started when it may be needed; what is pushed before waits for it.
 ///
 /// Lock order: `queue` is innermost. Tasks run, and are dropped, with nothing held.
-pub struct Runner {
+pub struct WorkQueue {
     name: &'static str,
     queue: Mutex<Queue>,
     ready: Condvar,
@@ -31,8 +31,8 @@ struct Queue {
     ended: bool,
 }
 
-impl Runner {
-    /// A runner whose thread will have this name.
+impl WorkQueue {
+    /// A work queue whose thread will have this name.
     pub fn new(name: &'static str) -> Arc<Self> {
         Arc::new(Self { name, queue: Mutex::default(), ready: Condvar::new() })
     }
@@ -44,8 +44,8 @@ impl Runner {
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mut queue = self.queue.lock();
         if !queue.started {
-            let runner = Arc::clone(self);
-            thread::Builder::new().name(self.name.into()).spawn(move || runner.run())?;
+            let work_queue = Arc::clone(self);
+            thread::Builder::new().name(self.name.into()).spawn(move || work_queue.run())?;
             queue.started = true;
         }
         Ok(())
