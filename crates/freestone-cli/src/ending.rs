@@ -36,7 +36,7 @@ pub fn flush(entries: &[Arc<Entry>], end: Instant) -> usize {
     while left.contains(&true) {
         match told.recv_timeout(end.saturating_duration_since(Instant::now())) {
             // A verb has switched it off, and not on again yet.
-            Ok((at, Err(Error::Gone))) if devices[at].0.layers.door.is_some() && Instant::now() < end => {
+            Ok((at, Err(Error::Gone))) if devices[at].0.layers.quiesce.is_some() && Instant::now() < end => {
                 thread::sleep(GONE_PAUSE);
                 begin(at);
             }
@@ -66,10 +66,10 @@ fn flushed(entry: &Entry) -> Option<Arc<dyn Device>> {
     if entry.is_read_only() {
         return None;
     }
-    match (&entry.kind, &entry.layers.door) {
+    match (&entry.kind, &entry.layers.quiesce) {
         // What it has answered is on its COW device. Where that holds anything back it is one of the others.
         (Kind::Cow(_), _) => None,
-        (_, Some(door)) => Some(Arc::clone(door) as _),
+        (_, Some(quiesce)) => Some(Arc::clone(quiesce) as _),
         (_, None) => entry.device().cloned(),
     }
 }

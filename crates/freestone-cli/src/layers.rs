@@ -3,7 +3,7 @@
 //! ```text
 //! faults        answers late or wrong              keys faults, seed
 //! pace          mbps, completion_nsec              null
-//! door          counts, and can be shut            where there is any of the others
+//! quiesce       counts, and can be shut            where there is any of the others
 //! zones         write pointers                     zoned=1
 //! bad blocks                                       null
 //! power         unflushed writes apart, the log    power_cut, cache_size, record
@@ -16,10 +16,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use freestone::device;
-use freestone::door::Door;
 use freestone::faults::Faults;
 use freestone::null::BadBlocks;
 use freestone::power::{self, Point, Power};
+use freestone::quiesce::Quiesce;
 use freestone::zone::Zones;
 
 /// How long a loss of power waits for what is on its way, on a slow disk.
@@ -37,7 +37,7 @@ pub struct Layers {
     /// Zones.
     pub zones: Option<Arc<Zones>>,
     /// Counts, and can be shut.
-    pub door: Option<Arc<Door>>,
+    pub quiesce: Option<Arc<Quiesce>>,
     /// Faults.
     pub faults: Option<Arc<Faults>>,
     /// Zones that are read-only or offline from the beginning on: attribute and place.
@@ -108,8 +108,8 @@ impl Layers {
         if let Some(faults) = &self.faults {
             faults.release();
         }
-        let _shut = match &self.door {
-            Some(door) => Some(door.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
+        let _shut = match &self.quiesce {
+            Some(quiesce) => Some(quiesce.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
             None => None,
         };
         // Gone is what the power switch answers where the device below does not.

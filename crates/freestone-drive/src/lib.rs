@@ -1,16 +1,16 @@
 //! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices, [`zone`]s, [`faults`], loss of
-//! [`power`], and a [`door`] that can be shut.
+//! [`power`], and a layer that can be shut ([`quiesce`]).
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
-#[cfg(not(loom))]
-pub mod door;
 #[cfg(not(loom))]
 pub mod faults;
 #[cfg(not(loom))]
 pub mod null;
 #[cfg(not(loom))]
 pub mod power;
+#[cfg(not(loom))]
+pub mod quiesce;
 #[cfg(not(loom))]
 pub mod zone;
 

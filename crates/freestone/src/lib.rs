@@ -12,6 +12,6 @@ struct Readme;
 pub use freestone_core::variants;
 pub use freestone_core::{PAGE_BYTES, device, moment, mutants, replace};
 pub use freestone_cow::cow;
-pub use freestone_drive::{door, faults, null, power, zone};
+pub use freestone_drive::{faults, null, power, quiesce, zone};
 pub use freestone_image::{file, qcow2};
 pub use freestone_ram::{codec, ram, save};

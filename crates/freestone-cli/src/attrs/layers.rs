@@ -203,7 +203,7 @@ impl Changes {
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
                 // Not for kinds that cannot have any.
-                if layers.door.is_none() && entry.is_read_only() {
+                if layers.quiesce.is_none() && entry.is_read_only() {
                     return Ok(false);
                 }
                 let why =

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use freestone::device::zoned::{ZoneCondition, Zoned as _};
 use freestone::device::{self, Device};
-use freestone::door::Door;
 use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
 use freestone::power::{self, Power, log};
+use freestone::quiesce::Quiesce;
 use freestone::zone::{self, State, Zones};
 
 use super::BuildError;
@@ -64,9 +64,9 @@ fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layer
         layers.zones = Some(Arc::clone(&made));
         top = made;
     }
-    let door = Arc::new(Door::new(top));
-    layers.door = Some(Arc::clone(&door));
-    top = door;
+    let quiesce = Arc::new(Quiesce::new(top));
+    layers.quiesce = Some(Arc::clone(&quiesce));
+    top = quiesce;
     if let Some(null) = null
         && (null.mbps != 0 || !null.completion.is_zero())
     {

@@ -148,8 +148,8 @@ fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemo
 /// What the layers over a device's data count.
 fn layers(entry: &Entry) -> Vec<(&'static str, Value)> {
     let mut sections = Vec::new();
-    if let Some(door) = &entry.layers.door {
-        sections.push(("ops", attrs::ops(&door.counts())));
+    if let Some(quiesce) = &entry.layers.quiesce {
+        sections.push(("ops", attrs::ops(&quiesce.counts())));
     }
     if let Kind::Null(data) = &entry.kind
         && let Some(stat) = attrs::null_stat(data)

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use freestone::codec::{Algorithm, Params};
 use freestone::cow;
 use freestone::device::Device;
-use freestone::door::Door;
 use freestone::null::{self, Memory, PaceConfig, Paced};
 use freestone::power::{self, Power};
+use freestone::quiesce::Quiesce;
 use freestone::ram::{self, Secondary};
 
 use super::{
@@ -205,7 +205,7 @@ impl World {
         let node = &self.nodes[&below];
         let (device, oracle) = (Arc::clone(&node.device), node.oracle);
         let made: std::io::Result<Arc<dyn Device>> = match layer % 3 {
-            0 => Ok(Arc::new(Door::new(device))),
+            0 => Ok(Arc::new(Quiesce::new(device))),
             1 => {
                 let config = PaceConfig { mbps: 0, completion: Duration::from_micros(300) };
                 Paced::new(device, config).map(|paced| Arc::new(paced) as _)

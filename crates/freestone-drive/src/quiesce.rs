@@ -1,4 +1,4 @@
-//! The door of a test drive: counts what comes through, and can be shut until nobody is inside.
+//! Quiescing a test drive: a layer that counts what comes through, and can be shut until nobody is inside.
 //!
 //! It stands under the faults and the pace, which do everything at once and only answer late: so what is delayed or hangs
 //! there is not waited for, and nothing that was begun before a loss of power arrives after it.
@@ -19,7 +19,7 @@ use freestone_core::freeze_gate::{FreezeGate, UnderWay};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
 /// A device that can be shut.
-pub struct Door {
+pub struct Quiesce {
     inner: Arc<dyn Device>,
     state: PerCpuArc<Shell>,
 }
@@ -40,10 +40,10 @@ struct Visit<'a> {
 /// A request inside that is answered later.
 struct Stay(Arc<Shell>);
 
-/// The door is shut until this is dropped.
+/// The device is shut until this is dropped.
 pub struct Shut<'a>(&'a State);
 
-impl Door {
+impl Quiesce {
     /// Open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
         let state = Arc::new(State { gate: FreezeGate::new(()), counts: OpCounts::default() });
@@ -91,7 +91,7 @@ impl Drop for Shut<'_> {
     }
 }
 
-impl Device for Door {
+impl Device for Quiesce {
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
     }
@@ -134,7 +134,7 @@ impl Device for Door {
     }
 }
 
-impl Zoned for Door {
+impl Zoned for Quiesce {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.zones()?.report(offset, row)
     }
@@ -178,7 +178,7 @@ mod tests {
     use std::sync::{Arc, Mutex, PoisonError};
     use std::time::Duration;
 
-    use super::Door;
+    use super::Quiesce;
     use crate::null::{Config, Null};
     use freestone_core::device::{
         Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result,
@@ -206,22 +206,22 @@ mod tests {
     #[test]
     fn it_shuts_when_the_last_one_is_out() {
         let slow = Arc::new(Slow(Null::new(Config::plain(1 << 20, 512)).unwrap(), Mutex::default()));
-        let door = Arc::new(Door::new(Arc::clone(&slow) as Arc<dyn Device>));
+        let quiesce = Arc::new(Quiesce::new(Arc::clone(&slow) as Arc<dyn Device>));
         let writer = {
-            let door = Arc::clone(&door);
-            std::thread::spawn(move || door.write_at(0, &[1; 512], Flags::empty()))
+            let quiesce = Arc::clone(&quiesce);
+            std::thread::spawn(move || quiesce.write_at(0, &[1; 512], Flags::empty()))
         };
         while slow.1.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
-        assert!(door.shut(Duration::from_millis(20)).is_none());
+        assert!(quiesce.shut(Duration::from_millis(20)).is_none());
         // It is open again after that.
-        assert_eq!(door.extents(0, 512, &mut |_| true), Ok(512));
+        assert_eq!(quiesce.extents(0, 512, &mut |_| true), Ok(512));
         let waits = {
-            let door = Arc::clone(&door);
+            let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || {
-                let shut = door.shut(Duration::from_secs(60)).expect("the writer ends");
-                assert_eq!(door.flush(), Err(Error::Gone));
+                let shut = quiesce.shut(Duration::from_secs(60)).expect("the writer ends");
+                assert_eq!(quiesce.flush(), Err(Error::Gone));
                 drop(shut);
             })
         };
@@ -229,11 +229,11 @@ mod tests {
         done.complete(Ok(()), buffer);
         assert_eq!(writer.join().unwrap(), Ok(()));
         waits.join().unwrap();
-        assert_eq!((door.counts().writes, door.counts().written_bytes), (1, 512));
+        assert_eq!((quiesce.counts().writes, quiesce.counts().written_bytes), (1, 512));
         // A completion that is dropped is an answer too.
         let writer = {
-            let door = Arc::clone(&door);
-            std::thread::spawn(move || door.flush())
+            let quiesce = Arc::clone(&quiesce);
+            std::thread::spawn(move || quiesce.flush())
         };
         loop {
             let mut held = slow.1.lock().unwrap();
@@ -244,6 +244,6 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(writer.join().unwrap(), Err(Error::Gone));
-        assert!(door.shut(Duration::ZERO).is_some());
+        assert!(quiesce.shut(Duration::ZERO).is_some());
     }
 }
