@@ -1,7 +1,7 @@
 //! What all of Freestone stands on.
 //!
 //! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
-//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`moment`]: how requests and changes of a whole device get by one another
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how requests and changes of a whole device get by one another
 //!   without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
@@ -21,6 +21,8 @@ pub const LOCATION_BITS: u32 = 36;
 
 #[cfg(not(loom))]
 pub mod arena;
+#[cfg(not(loom))]
+pub mod consistency_group;
 pub mod device;
 #[cfg(not(loom))]
 pub mod file_locks;
@@ -29,8 +31,6 @@ pub mod freeze_gate;
 #[cfg(not(loom))]
 pub mod handoff;
 pub mod held;
-#[cfg(not(loom))]
-pub mod moment;
 pub mod mutants;
 pub mod parking;
 #[cfg(not(loom))]

@@ -10,7 +10,7 @@ struct Readme;
 
 #[cfg(freestone_variants)]
 pub use freestone_core::variants;
-pub use freestone_core::{PAGE_BYTES, device, moment, mutants, replace};
+pub use freestone_core::{PAGE_BYTES, consistency_group, device, mutants, replace};
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quiesce, zone};
 pub use freestone_image::{file, qcow2};

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use freestone::consistency_group::{self, Late, NotInTime, Pending};
 use freestone::cow;
 use freestone::device::Device;
 use freestone::file;
-use freestone::moment::{self, Late, NotInTime, Pending};
 use freestone::ram::{self, DISKSIZE_BYTES_MAX, PendingSnapshot, Ram};
 
 use super::{BuildError, family, find, open};
@@ -32,7 +32,7 @@ pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Bu
             Which::Cow(pending) => pending,
         })
         .collect();
-    if let Err(Late { at }) = moment::take(&mut pending) {
+    if let Err(Late { at }) = consistency_group::take(&mut pending) {
         let Begun { spec, origin, .. } = &begun[at];
         let why = format!("{}: origin={}: {NotInTime}", spec.name, origin.name());
         return Err(BuildError::new(Errno::ETIMEDOUT, why));

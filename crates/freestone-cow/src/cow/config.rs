@@ -7,8 +7,8 @@ use std::str::FromStr;
 use thiserror::Error;
 
 use super::format::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
+use freestone_core::consistency_group::NotInTime;
 use freestone_core::device;
-use freestone_core::moment::NotInTime;
 
 /// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters, in either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -10,8 +10,8 @@ use super::snapshot::{Snap, Snapshot};
 use super::store::{self, Store};
 use super::store_load;
 use super::{Config, Missed, SetupError, StoreKind};
+use freestone_core::consistency_group::{self, NotInTime, Pending};
 use freestone_core::device::{Device, Geometry};
-use freestone_core::moment::{self, NotInTime, Pending};
 use freestone_core::slot::{Common, LOCATION_BITS};
 use freestone_core::sync::Instant;
 
@@ -42,7 +42,7 @@ impl Before {
 }
 
 impl Origin {
-    /// Opens or makes the exception store on `cow`. The snapshot then begins with [`moment::take`]. Blocks.
+    /// Opens or makes the exception store on `cow`. The snapshot then begins with [`consistency_group::take`]. Blocks.
     ///
     /// A store whose merge was under way gives a snapshot that plays the origin's part from the first moment on, and whose merge is
     /// [stopped](super::MergeStatus::Stopped). Until [`Snapshot::merge`] goes on with it, other stores of the origin that were
@@ -108,7 +108,7 @@ impl Origin {
     /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
     pub fn snapshot(&self, cow: Arc<dyn Device>, config: &Config) -> Result<Snapshot, SetupError> {
         let mut pending = self.prepare_snapshot(cow, config)?;
-        moment::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        consistency_group::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
         Ok(pending.into_snapshot())
     }
 }
@@ -249,9 +249,9 @@ impl PendingSnapshot {
     /// The snapshot, once it has begun.
     ///
     /// # Panics
-    /// If it has not: [`moment::take`] comes first.
+    /// If it has not: [`consistency_group::take`] comes first.
     pub fn into_snapshot(self) -> Snapshot {
-        assert!(self.attached, "into_snapshot comes after moment::take");
+        assert!(self.attached, "into_snapshot comes after consistency_group::take");
         self.snapshot.clone()
     }
 

@@ -8,7 +8,7 @@ use super::job::Job;
 use super::layer::{Layer, stored};
 use super::through::Below;
 use super::{Inner, Ram, SetupError};
-use freestone_core::moment::{NotInTime, Pending};
+use freestone_core::consistency_group::{NotInTime, Pending};
 use freestone_core::pin::Swap;
 use freestone_core::slot::chain::{self, Kin};
 use freestone_core::slot::{Table, Word};
@@ -89,11 +89,11 @@ impl PendingSnapshot {
     /// The snapshot, once it has begun.
     ///
     /// # Panics
-    /// If it has not: [`moment::take`](freestone_core::moment::take) comes first.
+    /// If it has not: [`consistency_group::take`](freestone_core::consistency_group::take) comes first.
     pub fn into_snapshot(mut self) -> Ram {
         match self.snapshot.take() {
             Some(snapshot) => snapshot,
-            None => unreachable!("into_snapshot comes after moment::take"),
+            None => unreachable!("into_snapshot comes after consistency_group::take"),
         }
     }
 }

@@ -7,8 +7,8 @@ use thiserror::Error;
 
 use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
+use freestone_core::consistency_group::NotInTime;
 use freestone_core::device;
-use freestone_core::moment::NotInTime;
 use freestone_image::file::{self, File};
 
 /// What a RAM disk is made of.

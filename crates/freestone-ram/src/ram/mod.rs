@@ -65,8 +65,8 @@ pub use self::stats::{IoStat, Memory, MmStat, OverStat};
 use self::through::Below;
 pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
 use freestone_core::PAGE_BYTES;
+use freestone_core::consistency_group::{self, NotInTime};
 use freestone_core::device::Device;
-use freestone_core::moment::{self, NotInTime};
 use freestone_core::percpu::Counters;
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
@@ -251,7 +251,7 @@ impl Ram {
 
     // ---- snapshots and forks ---------------------------------------------------------------------------------------
 
-    /// Prepares a snapshot, which begins with [`moment::take`], together with others where that is wanted.
+    /// Prepares a snapshot, which begins with [`consistency_group::take`], together with others where that is wanted.
     ///
     /// # Errors
     /// This is a snapshot: it does not change. No memory.
@@ -265,7 +265,7 @@ impl Ram {
     /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
     pub fn snapshot(&self) -> Result<Self, SetupError> {
         let mut pending = self.prepare_snapshot()?;
-        moment::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        consistency_group::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
         Ok(pending.into_snapshot())
     }
 

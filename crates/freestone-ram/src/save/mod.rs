@@ -28,7 +28,7 @@ pub use self::restore::{Base, restore};
 use self::writer::Writer;
 use crate::codec::Algorithm;
 use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
-use freestone_core::moment::{self, NotInTime};
+use freestone_core::consistency_group::{self, NotInTime};
 use freestone_core::replace::{MayGo, Place, Replace, SAVE_PREFIX};
 
 /// Longest name of a saved device in bytes.
@@ -182,9 +182,9 @@ fn frozen(devices: &[(&str, &Ram)]) -> Result<Vec<(String, Ram, bool)>, SaveErro
             pending.push((number, ram.prepare_snapshot().map_err(setup(name))?));
         }
     }
-    let mut together: Vec<&mut dyn moment::Pending> =
-        pending.iter_mut().map(|(_, pending)| pending as &mut dyn moment::Pending).collect();
-    moment::take(&mut together).map_err(|late| {
+    let mut together: Vec<&mut dyn consistency_group::Pending> =
+        pending.iter_mut().map(|(_, pending)| pending as &mut dyn consistency_group::Pending).collect();
+    consistency_group::take(&mut together).map_err(|late| {
         let (number, _) = pending[late.at];
         setup(devices[number].0)(SetupError::NotInTime(NotInTime))
     })?;

@@ -4,9 +4,9 @@
 //! them is judged by what they show: where one has a write that began after another was answered, that
 //! other one is in the snapshots, too, on whatever device of the set it was.
 
+use freestone::consistency_group::{self, Pending};
 use freestone::cow::{self, Snapshot};
 use freestone::device::Result as Answer;
-use freestone::moment::{self, Pending};
 use freestone::ram::{Ram, SetupError};
 
 use super::cow::Making;
@@ -133,7 +133,7 @@ fn take(members: &[Member], makings: &[Making], looks: bool) -> Result<Set, Fail
     let mut rams = rams.collect::<Result<Vec<_>, _>>()?;
     let mut all: Vec<&mut dyn Pending> = cows.iter_mut().map(|one| one as _).collect();
     all.extend(rams.iter_mut().map(|one| one as &mut dyn Pending));
-    moment::take(&mut all).map_err(|_| Failed::Late)?;
+    consistency_group::take(&mut all).map_err(|_| Failed::Late)?;
     let rams = rams.into_iter().map(|one| {
         let snapshot = one.into_snapshot();
         let shows = looks.then(|| read_all(&snapshot));

@@ -6,11 +6,11 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone::consistency_group::Pending;
 use freestone::cow::{Config as CowConfig, Origin, StoreKind};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
-use freestone::moment::Pending;
 use freestone::power::{Config as PowerConfig, Power};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_testkit::{Model, Rng};

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use freestone::consistency_group;
 use freestone::cow::{Config, Origin, SetupError, Snapshot, Status, StoreKind};
 use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
-use freestone::moment;
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
 use crate::cow::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
@@ -318,7 +318,7 @@ fn a_snapshot_begins_at_one_moment() {
                         .unwrap()
                 };
                 let (mut first, mut second) = (prepare(&one), prepare(&other));
-                moment::take(&mut [&mut first, &mut second]).unwrap();
+                consistency_group::take(&mut [&mut first, &mut second]).unwrap();
                 let (first, second) = (first.into_snapshot(), second.into_snapshot());
                 std::thread::sleep(Duration::from_millis(2));
                 for writer in 0..2 {
@@ -346,7 +346,7 @@ fn two_snapshots_of_one_origin_begin_together() {
     let prepare =
         || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
     let (mut one, mut two, never) = (prepare(), prepare(), prepare());
-    moment::take(&mut [&mut one, &mut two]).unwrap();
+    consistency_group::take(&mut [&mut one, &mut two]).unwrap();
     drop(never);
     let (one, two) = (one.into_snapshot(), two.into_snapshot());
     assert_eq!(origin.snapshots(), 2);
@@ -480,7 +480,7 @@ fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() 
     std::thread::scope(|scope| {
         let late = scope.spawn(|| {
             let (mut first, mut second) = (prepare(&well), prepare(&hung));
-            moment::take(&mut [&mut first, &mut second])
+            consistency_group::take(&mut [&mut first, &mut second])
         });
         // Until the set has frozen the first one, and waits for the second.
         let write = Request::new(Op::Write, 0, 4096);
@@ -489,7 +489,7 @@ fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() 
         }
         other.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
         assert!(!late.is_finished(), "the set did not wait");
-        assert_eq!(late.join().unwrap(), Err(moment::Late { at: 1 }));
+        assert_eq!(late.join().unwrap(), Err(consistency_group::Late { at: 1 }));
     });
     assert_eq!((well.snapshots(), hung.snapshots()), (0, 0));
     well.write_at(0, &[3; 4096], NONE).unwrap();

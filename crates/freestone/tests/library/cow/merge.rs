@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use freestone::consistency_group;
 use freestone::cow::{MergeFailure, MergeSetupError, MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
-use freestone::moment;
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
 use crate::cow::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
@@ -140,11 +140,11 @@ fn what_cannot_be_merged_is_refused() {
     assert!(matches!(transient.merge(), Err(MergeSetupError::Transient)));
     let make = || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096));
     let mut first = make().unwrap();
-    moment::take(&mut [&mut first]).unwrap();
+    consistency_group::take(&mut [&mut first]).unwrap();
     let snapshot = first.into_snapshot();
     let mut pending = make().unwrap();
     assert!(matches!(snapshot.merge(), Err(MergeSetupError::Preparing)));
-    moment::take(&mut [&mut pending]).unwrap();
+    consistency_group::take(&mut [&mut pending]).unwrap();
     let second = pending.into_snapshot();
     // One that cannot finish: the run is held up by nothing, so stop it before it is through.
     let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));

@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
+use freestone::consistency_group;
 use freestone::cow::{MergeSetupError, MergeStatus, Notes, Origin, SetupError, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone::moment;
 use freestone_testkit::{Faulty, Model, What, When};
 
 use crate::cow::support::{bytes, config, read, read_all};
@@ -226,7 +226,7 @@ fn an_origin_that_is_half_merged_says_so() {
         drop(with_snapshot(below.clone(), cow.clone()));
         let origin = noted();
         let mut pending = origin.prepare_snapshot(cow.clone(), &persistent()).unwrap().at("the store");
-        moment::take(&mut [&mut pending]).unwrap();
+        consistency_group::take(&mut [&mut pending]).unwrap();
         let snapshot = pending.into_snapshot();
         assert!(!origin.is_half_merged() && beside.merge().is_none());
         below.fault(Some(Op::Flush), When::At(1), What::Fail(Error::Media));

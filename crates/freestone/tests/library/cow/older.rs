@@ -122,7 +122,7 @@ fn what_is_refused_is_left_as_it_is() {
     soon(|| says_closed(&*cow));
     let mut pending = origin.prepare_snapshot(cow, &persistent()).unwrap();
     origin.write_at(0, &bytes(3, 4096), NONE).unwrap();
-    freestone::moment::take(&mut [&mut pending]).unwrap();
+    freestone::consistency_group::take(&mut [&mut pending]).unwrap();
     assert_eq!(pending.into_snapshot().missed_writes(), Missed::Writes);
 }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use freestone::consistency_group;
 use freestone::device::{Blocking, Change, Device, Error, Extent, ExtentKind, Flags};
-use freestone::moment;
 use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::{Deferred, Model, Policy, Rng};
 
@@ -422,7 +422,7 @@ fn snapshots_of_several_disks_are_of_one_moment() {
         });
         for _ in 0..200 {
             let (mut first, mut second) = (a.prepare_snapshot().unwrap(), b.prepare_snapshot().unwrap());
-            moment::take(&mut [&mut first, &mut second]).unwrap();
+            consistency_group::take(&mut [&mut first, &mut second]).unwrap();
             let (first, second) = (first.into_snapshot(), second.into_snapshot());
             let (of_a, of_b) = (number(&first), number(&second));
             assert!(of_a == of_b || of_a == of_b + 1, "{of_a} {of_b}");

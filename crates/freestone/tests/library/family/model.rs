@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::codec::Params;
+use freestone::consistency_group;
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone::moment;
 use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Recompress, Secondary, SetupError, Writeback};
 use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, first_difference};
 
@@ -290,8 +290,9 @@ impl World {
         self.log.push(format!("snapshot {origins:?}"));
         let mut pending: Vec<_> =
             origins.iter().map(|&at| self.live[at].shown.ram.prepare_snapshot().unwrap()).collect();
-        let mut all: Vec<&mut dyn moment::Pending> = pending.iter_mut().map(|one| one as _).collect();
-        moment::take(&mut all).unwrap();
+        let mut all: Vec<&mut dyn consistency_group::Pending> =
+            pending.iter_mut().map(|one| one as _).collect();
+        consistency_group::take(&mut all).unwrap();
         for (at, pending) in origins.into_iter().zip(pending) {
             let live = &self.live[at];
             let shown = Shown { ram: pending.into_snapshot(), ..live.shown.copy() };
