@@ -149,7 +149,7 @@ pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64
     family.removal_begins();
     let work = match number {
         None => Work::Abandon(chain, below),
-        Some(number) => Work::Doom(chain, number, below),
+        Some(number) => Work::Delete(chain, number, below),
     };
     CLEANER.add(Task { family: Arc::downgrade(family), work });
 }
@@ -246,7 +246,7 @@ enum Work {
     /// A live device is gone.
     Abandon(Arc<Chain>, Below),
     /// A snapshot's device is gone.
-    Doom(Arc<Chain>, u64, Below),
+    Delete(Arc<Chain>, u64, Below),
     PassOn(PassingOn),
 }
 
@@ -333,10 +333,10 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
             }
             (None, true)
         }
-        Work::Doom(chain, number, below) => {
+        Work::Delete(chain, number, below) => {
             // As above.
             drop(below);
-            if let Some(from) = chain.doom(number) {
+            if let Some(from) = chain.begin_delete(number) {
                 let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
                 (Some(Work::PassOn(passing)), true)
             } else {
@@ -384,7 +384,7 @@ impl PassingOn {
                     (self.next, self.left) = (0, false);
                     return (Some(Work::PassOn(self)), false);
                 }
-                for gone in self.chain.bury(self.number) {
+                for gone in self.chain.unlink(self.number) {
                     layer(family, gone);
                 }
                 if self.stalled {

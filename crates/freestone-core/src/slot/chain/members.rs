@@ -183,7 +183,7 @@ impl<K: Kin> Chain<K> {
     // ---- a snapshot ends -------------------------------------------------------------------------------------------
 
     /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed on](Self::pass_on).
-    pub fn doom(&self, number: u64) -> Option<Arc<K::Layer>> {
+    pub fn begin_delete(&self, number: u64) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let at = state.place(number)?;
         state.snapshots[at].dying = true;
@@ -240,7 +240,7 @@ impl<K: Kin> Chain<K> {
 
     /// A dying snapshot is empty. Returns the layers that nobody needs any more: its own, and the origin's, if it was the
     /// last to need that.
-    pub fn bury(&self, number: u64) -> Vec<Arc<K::Layer>> {
+    pub fn unlink(&self, number: u64) -> Vec<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let Some(at) = state.place(number) else { return Vec::new() };
         let member = state.snapshots.remove(at);

@@ -163,13 +163,13 @@ fn a_page_in_flight_is_passed_on_when_it_has_landed() {
             let layer = Arc::clone(&younger.view.layer);
             move |world| world.family.land(&layer, flight)
         });
-        chain.doom(younger.number);
+        chain.begin_delete(younger.number);
         let left = world.pass_on(&chain, younger.number);
         disk.join().unwrap();
         if left {
             assert!(!world.pass_on(&chain, younger.number));
         }
-        world.bury(&chain, younger.number);
+        world.unlink(&chain, younger.number);
         assert_eq!(world.shows(&older), 1);
         world.holds(&[&world.origin(), &older.view.layer]);
     });

@@ -325,17 +325,17 @@ impl World {
     }
 
     /// The cleaner's last step.
-    fn bury(&self, chain: &Chain<Family>, number: u64) {
-        for layer in chain.bury(number) {
+    fn unlink(&self, chain: &Chain<Family>, number: u64) {
+        for layer in chain.unlink(number) {
             self.family.retire(&layer);
         }
     }
 
     /// All that the cleaner does.
     fn remove(&self, chain: &Chain<Family>, number: u64) {
-        chain.doom(number);
+        chain.begin_delete(number);
         assert!(!self.pass_on(chain, number));
-        self.bury(chain, number);
+        self.unlink(chain, number);
     }
 }
 
