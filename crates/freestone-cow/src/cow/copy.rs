@@ -229,12 +229,12 @@ impl Copying {
         let buffer = std::mem::replace(&mut self.buffer, IoBuf::empty());
         let done = Completion::new(move |outcome: Result<()>, buffer| {
             let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
-            work_queue.push(move || self.came(outcome, buffer));
+            work_queue.push(move || self.complete(outcome, buffer));
         });
         device.submit(request, buffer, done);
     }
 
-    fn came(mut self, outcome: Result<()>, buffer: IoBuf) {
+    fn complete(mut self, outcome: Result<()>, buffer: IoBuf) {
         self.buffer = buffer;
         match outcome {
             Err(error) => self.begun.copied(Err(error)),

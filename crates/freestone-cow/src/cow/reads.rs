@@ -166,14 +166,14 @@ impl Reading {
             let reading = Arc::clone(self);
             let own = run.own;
             let then = Completion::new(move |outcome, data: IoBuf| {
-                reading.came(start, len, own, state, outcome, &data);
+                reading.complete(start, len, own, state, outcome, &data);
             });
             self.snap.device_of(&run).submit(Request::read(run.at, len), buffer, then);
         }
     }
 
     /// A part was read. On a thread of a device.
-    fn came(self: Arc<Self>, at: u64, len: u64, own: bool, state: u32, outcome: Result<()>, data: &[u8]) {
+    fn complete(self: Arc<Self>, at: u64, len: u64, own: bool, state: u32, outcome: Result<()>, data: &[u8]) {
         let holds = outcome.and_then(|()| if own { Ok(true) } else { self.snap.holds(at, len, state) });
         match holds {
             Ok(true) => {

@@ -78,7 +78,7 @@ impl Shared {
                     return family.keeper.reread(together);
                 }
                 for wanted in together {
-                    family.came(&wanted, first, outcome);
+                    family.complete(&wanted, first, outcome);
                 }
             });
         }
@@ -119,7 +119,7 @@ impl Shared {
     }
 
     /// What was read from block `first` on has come, or failed.
-    fn came(&self, wanted: &Wanted, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
+    fn complete(&self, wanted: &Wanted, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
         let Some(store) = &self.store else { return };
         // Else it landed by other hands: its layer is gone.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
