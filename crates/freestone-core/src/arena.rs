@@ -21,7 +21,7 @@ const SEGMENT_BYTES: u64 = 1 << 30;
 const ARENA_BYTES: u64 = 16 << crate::LOCATION_BITS;
 const SEGMENTS: usize = (ARENA_BYTES / SEGMENT_BYTES) as usize;
 
-/// See the module.
+/// Memory that is handed out in segments and addressed by 16-byte units.
 ///
 /// Lock order: `state` is innermost: nothing is taken under it. It is held while a segment is mapped.
 pub struct Arena {

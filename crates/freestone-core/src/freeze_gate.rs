@@ -22,7 +22,7 @@ use crate::pin::{self, Pin, Swap};
 use crate::sync::{Condvar, Instant, Mutex};
 use crate::work_queue::Task;
 
-/// See the module. `T` is what a change changes.
+/// Requests that pass, and a change of the whole that stops them for a moment; `T` is what a change changes.
 pub struct FreezeGate<T> {
     state: Swap<State<T>>,
     under_way: Counters<1>,

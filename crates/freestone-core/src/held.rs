@@ -6,7 +6,7 @@
 
 use crate::sync::Mutex;
 
-/// See the module. Lock order: innermost.
+/// Requests that are held while something is shut. Lock order: innermost.
 pub struct Held<J>(Mutex<State<J>>);
 
 struct State<J> {

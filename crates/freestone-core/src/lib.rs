@@ -1,8 +1,8 @@
 //! What all of Freestone stands on.
 //!
 //! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
-//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how requests and changes of a whole device get by one another
-//!   without a lock of the whole device.
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how requests and changes of a whole
+//!   device get by one another without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.

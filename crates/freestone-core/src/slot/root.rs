@@ -19,7 +19,7 @@ mod real {
     use crate::device::{Error, Result};
     use crate::sync::AtomicU64;
 
-    /// See the module.
+    /// The top of a table: an entry for each directory.
     pub struct Root {
         entries: NonNull<AtomicU64>,
         len: usize,
@@ -92,7 +92,7 @@ mod model {
     use crate::device::Result;
     use crate::sync::AtomicU64;
 
-    /// See the module.
+    /// The top of a table: an entry for each directory.
     pub struct Root(Box<[AtomicU64]>);
 
     impl Root {

@@ -12,7 +12,7 @@ use freestone_core::device::{
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 
-/// See the module.
+/// A COW device as one whose blocks are as small as the origin's.
 pub struct Blocks(Arc<Shared>);
 
 struct Shared {
@@ -45,7 +45,7 @@ struct Job {
 }
 
 impl Blocks {
-    /// `small` is less than the device's logical block. What is read before it is written goes on by the work queue.
+    /// `small` is less than the device's logical block. What is read before it is written goes on from the work queue.
     pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
         let large = device.geometry().logical_block;
         Self(Arc::new(Shared { device, small, large, work_queue, writes: Mutex::default() }))

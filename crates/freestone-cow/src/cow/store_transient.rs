@@ -8,7 +8,7 @@ use super::status::SECTOR_BYTES;
 use super::store::NoPlace;
 use freestone_core::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// See the module. Without a lock: places have no order that anything depends on.
+/// A store without metadata (`store=N`). Without a lock: places have no order that anything depends on.
 pub struct Transient {
     layout: Layout,
     /// The first chunk that was never handed out. What lies beside it is read by every request.

@@ -17,7 +17,7 @@ use crossbeam_utils::CachePadded;
 
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, fence};
 
-/// See the module. `W` is what waits.
+/// Rights to copy, counted by CPU. `W` is what waits for one.
 ///
 /// Lock order: `state` is innermost.
 pub struct Tokens<W> {

@@ -70,7 +70,7 @@ const DATA: usize = 0;
 /// Pages of memory without.
 const KEPT: usize = 1;
 
-/// See the module. Never shrinks but by discards; a reset exchanges it whole.
+/// The pages of a memory-backed device. Never shrinks but by discards; a reset exchanges it whole.
 pub struct Pages {
     table: Table,
     /// For every leaf its unit: its place as a location, marked idle while the leaf waits in `stale`. Places stay.

@@ -51,7 +51,7 @@ pub struct Shape {
     pub flushes: usize,
 }
 
-/// See the module.
+/// A device whose effects come in the order of the requests, and whose answers in any.
 pub struct Memory {
     shape: Shape,
     state: Mutex<State>,

@@ -48,7 +48,7 @@ const AHEAD_SHARE: u32 = 512;
 
 const UNITS_PER_SPAN: u64 = SPAN_BYTES / CLASS_STEP_BYTES as u64;
 
-/// See the module.
+/// The memory in which compressed objects lie, in spans of one size class each.
 pub struct Pool {
     arena: Arena,
     spans: Spans,

@@ -34,7 +34,7 @@ const CAP_BYTES_MIN: u64 = 64 << 10;
 #[derive(Clone)]
 pub struct Family(pub(super) Arc<Shared>);
 
-/// See the module.
+/// What the devices of a family share.
 pub(super) struct Shared {
     pub common: Arc<Common>,
     pub layers: Layers,

@@ -56,7 +56,7 @@ impl Limits {
     }
 }
 
-/// See the module.
+/// One version of a device's content: a table with its accounts.
 pub(super) struct Layer {
     table: Table,
     /// Names on the backing device whose an object is: the id of the chain's origin, for it and all of its snapshots, so that an

@@ -39,7 +39,7 @@ pub(super) enum Offered {
     Passed,
 }
 
-/// See the module.
+/// Takes pages out of memory, or moves them on the backing device, in batches.
 pub(super) struct Pass<'a> {
     family: &'a Shared,
     store: &'a Arc<Store>,

@@ -10,7 +10,7 @@ use freestone_core::device::{self, Buffer, Device, Request, Tried};
 use freestone_core::handoff::progress;
 use freestone_core::pin::{self, Pin};
 
-/// See the module. What lies below does not change.
+/// What an empty slot is read from. It does not change.
 #[derive(Clone)]
 pub(super) enum Below {
     /// Zeroes.

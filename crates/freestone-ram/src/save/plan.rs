@@ -8,7 +8,7 @@ use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, Sav
 use crate::ram::{Lower, Ram};
 use freestone_core::device::Device;
 
-/// See the module.
+/// What is written, each before what lies over it.
 #[derive(Default)]
 pub struct Plan {
     pub nodes: Vec<Node>,

@@ -28,7 +28,7 @@ const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
 const CONTENTS_BYTES_MAX: u64 =
     (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
 
-/// See the module.
+/// A saved file, read from front to back.
 pub struct Reader {
     file: File,
     path: PathBuf,

@@ -22,7 +22,7 @@ use crate::ram::{Ram, Stored};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::Device as _;
 
-/// See the module.
+/// A file that is being written, from front to back.
 pub struct Writer<'a> {
     file: &'a File,
     path: &'a Path,

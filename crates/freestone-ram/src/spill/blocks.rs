@@ -33,7 +33,7 @@ const GENERATION_SHIFT: u32 = 18;
 pub const GENERATIONS: u32 = 1 << (u32::BITS - GENERATION_SHIFT);
 const _: () = assert!(BLOCK_UNITS <= LIVE_MASK as u64);
 
-/// See the module.
+/// Four bytes for each block of the backing device.
 pub struct Blocks(Box<[AtomicU32]>);
 
 impl Blocks {

@@ -22,7 +22,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 /// After so many timeouts a request is lost, although others are answered.
 const LOST_TIMES: u64 = 4;
 
-/// See the module. Times are those of [`now_ms`].
+/// When a device that makes no progress is given up. Times are those of [`now_ms`].
 pub(super) struct Deadline {
     timeout_ms: AtomicU64,
     /// When the device last answered anything.

@@ -59,7 +59,7 @@ struct Given {
     done: Done,
 }
 
-/// See the module.
+/// Reads of the backing device on their way, and those that wait for room.
 #[derive(Default)]
 pub(super) struct Reads {
     state: Mutex<State>,

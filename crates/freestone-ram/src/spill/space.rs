@@ -33,7 +33,7 @@ pub struct Run {
     pub blocks: u32,
 }
 
-/// See the module.
+/// The free blocks of the backing device.
 pub struct Space {
     blocks: u64,
     /// Written under the lock.

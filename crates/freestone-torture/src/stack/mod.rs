@@ -97,7 +97,7 @@ fn finish(finish: impl FnOnce(&mut World) -> Result<(), Wrong> + Send + 'static)
     Box::new(finish)
 }
 
-/// See the module.
+/// The devices of one run, and what they stand on.
 #[derive(Default)]
 pub struct World {
     nodes: BTreeMap<NodeId, Node>,

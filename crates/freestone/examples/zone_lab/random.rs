@@ -300,7 +300,7 @@ impl Writer {
         Ok(())
     }
 
-    /// PerCpuArc the write pointer, so that they are met.
+    /// Near the write pointer, so that they are met.
     fn bad_blocks(&mut self, zone: &Zone) -> Result<()> {
         let near = zone.write_pointer.min(zone.start + zone.len - SECTOR_BYTES) / SECTOR_BYTES;
         let sectors = (self.config.size << 20) / SECTOR_BYTES;
