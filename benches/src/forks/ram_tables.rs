@@ -1,4 +1,4 @@
-//! The two tables inside a family: writes of an origin, whose pages go over to the snapshot, and writes of a fork of a snapshot.
+//! The two tables inside a family: writes of an origin, whose pages move to the snapshot, and writes of a fork of a snapshot.
 
 use std::sync::Arc;
 
@@ -156,7 +156,7 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     let target = Some((2, Target::AtLeast(0.95)));
     rows.extend(tables::ratios("as it is / a family each", &speeds, [0, 1], target));
     let what = match which {
-        Which::Origin => "every page goes over to the snapshot, which is taken anew before each slice",
+        Which::Origin => "every page moves to the snapshot, which is taken anew before each slice",
         Which::Fork => "the fork is rewound before each slice",
     };
     Ok(Report {

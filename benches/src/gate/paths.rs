@@ -89,7 +89,7 @@ impl Hot {
             Self::ForkFirstWrite => "first write of a page that the snapshot has",
             Self::ForkFirstWriteStored => "first write of a page that the snapshot has, without a codec",
             Self::ForkRewrite => "write over a page of its own",
-            // The old page goes over to the snapshot: no codec, so that the chain is what is seen.
+            // The old page moves to the snapshot: no codec, so that the chain is what is seen.
             Self::OriginFirstWriteStored => "first write of a page that a snapshot needs, without a codec",
             Self::SnapshotReadStored => "read of a snapshot's page that its origin has, without a codec",
             Self::ZoneAppend => "append to a zone with memory",

@@ -23,7 +23,7 @@ pub enum Mutant {
     OneVerbAtATime,
     /// What was written to the backing device is taken for the page, though that changed meanwhile.
     SpillsChangedPages,
-    /// The last page of each leaf of an origin does not go over to a snapshot.
+    /// The last page of each leaf of an origin does not move to a snapshot.
     OriginForgetsSnapshot,
     /// Who gives a slot back does not wake who waits for it.
     LostWakeup,

@@ -114,7 +114,7 @@ impl Pool {
         unsafe { std::slice::from_raw_parts(from.as_ptr(), len) }
     }
 
-    /// The object of a locked slot goes over to another slot, which is locked, too.
+    /// The object of a locked slot moves to another slot, which is locked, too.
     pub fn set_owner(&self, location: u64, owner: BackRef) {
         let place = self.place(location);
         // SAFETY: the object is in a locked slot, or was just taken out of one.

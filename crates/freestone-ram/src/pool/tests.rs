@@ -197,7 +197,7 @@ fn a_reached_limit_refuses_nobody_who_fits() {
     assert_eq!(pool.pages(), 100);
 }
 
-/// Threads allocate, check and free at random; objects also go over to other threads to be freed.
+/// Threads allocate, check and free at random; objects also are handed to other threads to be freed.
 #[test]
 fn many_threads_share_the_pool() {
     let pool = Pool::new().unwrap();

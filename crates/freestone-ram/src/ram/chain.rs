@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::family::Shared;
 use super::job::Job;
 use super::layer::{Layer, stored};
-use super::through::Below;
+use super::parent::Parent;
 use super::{Inner, Ram, SetupError};
 use freestone_core::consistency_group::{NotInTime, Pending};
 use freestone_core::pin::Swap;
@@ -21,7 +21,7 @@ pub(super) type View = chain::View<Shared>;
 
 impl Kin for Shared {
     type Layer = Layer;
-    type Below = Below;
+    type Parent = Parent;
     type Device = Inner;
     type Job = (Ram, Job);
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::chain::Role;
-use super::through::Below;
+use super::parent::Parent;
 use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
 use crate::spill::blocks::BLOCK_UNITS;
@@ -47,7 +47,7 @@ pub(crate) enum Stored {
     Compressed(u8),
     Huge,
     /// Nothing, where an older snapshot holds something; no bytes.
-    Below,
+    Parent,
 }
 
 /// A page that was gathered.
@@ -91,7 +91,7 @@ struct Spilled {
 }
 
 enum Found {
-    Below,
+    Parent,
     Copied,
     InFlight,
     Spilled(Spilled),
@@ -107,10 +107,10 @@ impl Ram {
 
     /// What it lies over.
     pub(crate) fn lower(&self) -> Lower {
-        match &self.0.below {
-            Below::Nothing => Lower::Nothing,
-            Below::Device(base) => Lower::Device(Arc::clone(&base.device)),
-            Below::Snapshot(ram) => Lower::Snapshot(ram.clone()),
+        match &self.0.parent {
+            Parent::Nothing => Lower::Nothing,
+            Parent::Device(base) => Lower::Device(Arc::clone(&base.device)),
+            Parent::Snapshot(ram) => Lower::Snapshot(ram.clone()),
         }
     }
 
@@ -132,7 +132,7 @@ impl Ram {
     /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one leaf.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
         let end = self.0.slots();
-        let first = page + pin::pinned(|pin| self.0.view.load(pin).run_below(pin, page.min(end), end));
+        let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page.min(end), end));
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }
 
@@ -156,8 +156,8 @@ impl Ram {
             let (mut spilled, mut again) = (Vec::new(), Vec::new());
             for page in ask {
                 match self.copy_out(page, into) {
-                    Found::Below if since.is_some() => into.push(page, Stored::Below, &[]),
-                    Found::Below | Found::Copied => {}
+                    Found::Parent if since.is_some() => into.push(page, Stored::Parent, &[]),
+                    Found::Parent | Found::Copied => {}
                     Found::InFlight => again.push(page),
                     Found::Spilled(found) => spilled.push(found),
                 }
@@ -179,10 +179,10 @@ impl Ram {
         let family = &self.0.family;
         pin::pinned(|pin| {
             self.0.view.load(pin).with_page(pin, page, |found| {
-                let Some((layer, guard)) = found else { return Found::Below };
+                let Some((layer, guard)) = found else { return Found::Parent };
                 let word = guard.word();
                 let stored = match word.kind() {
-                    Kind::Empty | Kind::Base => return Found::Below,
+                    Kind::Empty | Kind::Base => return Found::Parent,
                     Kind::InFlight => return Found::InFlight,
                     Kind::Spilled => {
                         let header_owner = layer.header_owner(page);
@@ -343,7 +343,7 @@ fn generations(store: &Store, spilled: Word) -> [u32; 2] {
 #[derive(Clone, Copy)]
 pub(crate) enum Incoming<'a> {
     /// As what the device lies over.
-    Below,
+    Parent,
     Same(u32),
     Pattern([u8; 8]),
     /// An object that the family's algorithm of this priority can read.
@@ -366,7 +366,7 @@ impl Ram {
         let layer = self.0.layer();
         let object = |bytes: &[u8]| family.store_object(&layer, page, bytes);
         let new = match incoming {
-            Incoming::Below => Word::EMPTY,
+            Incoming::Parent => Word::EMPTY,
             Incoming::Same(pattern) => Word::same(pattern),
             Incoming::Pattern(pattern) => Word::pattern(object(&pattern)?),
             Incoming::Compressed { priority, object: bytes } => {

@@ -1,7 +1,7 @@
 //! What lies where: extents, and what a fork or snapshot holds itself.
 
 use super::chain::View;
-use super::through::Below;
+use super::parent::Parent;
 use super::{Inner, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
@@ -37,7 +37,7 @@ impl<K: PartialEq> Runs<K> {
 enum Holds {
     Itself(ExtentKind),
     /// What lies below says what is there.
-    Below,
+    Parent,
 }
 
 impl Inner {
@@ -50,13 +50,13 @@ impl Inner {
         // What lies below may be on a disk: it is asked with nothing pinned.
         let runs = pin::pinned(|pin| {
             let view = self.view.load(pin);
-            runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_below(pin, slot, end) {
+            runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_of_parent(pin, slot, end) {
                 0 => {
                     let kind =
-                        |word: Option<Word>| word.map_or(Holds::Below, |word| Holds::Itself(kind_of(word)));
+                        |word: Option<Word>| word.map_or(Holds::Parent, |word| Holds::Itself(kind_of(word)));
                     (1, kind(view.with_page(pin, slot, |found| found.map(|(_, guard)| guard.word()))))
                 }
-                run => (run, Holds::Below),
+                run => (run, Holds::Parent),
             })
         });
         let mut given = 0;
@@ -67,7 +67,7 @@ impl Inner {
                     given = to - offset;
                     row(Extent { offset: from, len: to - from, kind })
                 }
-                Holds::Below => below_extents(&self.below, from, to, &mut |extent| {
+                Holds::Parent => below_extents(&self.parent, from, to, &mut |extent| {
                     given = extent.offset + extent.len - offset;
                     row(extent)
                 })?,
@@ -82,15 +82,15 @@ impl Inner {
 
 /// Describes `[from, to)` as it is below. False: that is enough.
 fn below_extents(
-    below: &Below,
+    parent: &Parent,
     from: u64,
     to: u64,
     row: &mut dyn FnMut(Extent) -> bool,
 ) -> device::Result<bool> {
-    let (device, size): (&dyn device::Device, u64) = match below {
-        Below::Nothing => return Ok(row(Extent { offset: from, len: to - from, kind: ExtentKind::Hole })),
-        Below::Device(base) => (&*base.device, base.size),
-        Below::Snapshot(ram) => (ram, ram.0.size()),
+    let (device, size): (&dyn device::Device, u64) = match parent {
+        Parent::Nothing => return Ok(row(Extent { offset: from, len: to - from, kind: ExtentKind::Hole })),
+        Parent::Device(base) => (&*base.device, base.size),
+        Parent::Snapshot(ram) => (ram, ram.0.size()),
     };
     let there = to.min(size);
     if from < there {
@@ -208,9 +208,9 @@ impl Device for OverBase {
 
 impl Changes for OverBase {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
-        let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_below(pin, slot, end) {
+        let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_of_parent(pin, slot, end) {
             // Who of the chain holds a page may change, that one does does not.
-            0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.below.reaches(slot) => (1, false),
+            0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.parent.reaches(slot) => (1, false),
             0 => (1, view.with_page(pin, slot, |found| found.is_some())),
             run => (run, false),
         };

@@ -13,9 +13,9 @@ use super::config::{Config, ForkConfig, Secondary, SetupError, round_fork_size, 
 use super::fetch::{Readers, Waiter};
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers, Limits, pages_of};
+use super::parent::{Base, Parent};
 use super::retire::{Removals, Retiring};
 use super::rounds::Rounds;
-use super::through::{Base, Below};
 use super::writeback::WritebackError;
 use super::{PAGE, Ram, dictionary};
 use crate::age::Ages;
@@ -136,7 +136,7 @@ impl Family {
     /// # Errors
     /// The size.
     pub fn ram(&self, disksize: u64) -> Result<Ram, SetupError> {
-        Ram::make(&self.0, round_size(disksize)?, Below::Nothing, Arc::default())
+        Ram::make(&self.0, round_size(disksize)?, Parent::Nothing, Arc::default())
     }
 
     /// A fork: a disk whose pages are those of `base` until they are written. `base` must not change as long as it lives.
@@ -153,10 +153,10 @@ impl Family {
         }
         // Reads of the base may have to wait.
         self.0.keeper.start(&self.0).map_err(SetupError::Thread)?;
-        self.0.fork(Below::Device(Base::new(base)), geometry.size, config)
+        self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
-    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
+    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Parent the present use nothing is evicted, but
     /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
         // Two at one time would leave the pool with the one's limit and the keeper with the other's.
@@ -236,7 +236,7 @@ impl Shared {
     /// A disk over something.
     pub fn fork(
         self: &Arc<Self>,
-        below: Below,
+        parent: Parent,
         base_size: u64,
         config: &ForkConfig,
     ) -> Result<Ram, SetupError> {
@@ -246,7 +246,7 @@ impl Shared {
         }
         let limits = Arc::new(Limits::default());
         self.set_device_limits(&limits, config.mem_limit, config.mem_min)?;
-        Ram::make(self, round_fork_size(size)?, below, limits)
+        Ram::make(self, round_fork_size(size)?, parent, limits)
     }
 
     /// Sets a device's cap (0 is none) and what is guaranteed to it.

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use super::chain::View;
+use super::fault_in::Wanted;
 use super::job::Job;
-use super::landing::Wanted;
 use super::layer::Layer;
-use super::through::{Base, Below};
+use super::parent::{Base, Parent};
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::device::{Buffer, Completion, Device, Error, IoBuf, Request, Result, Tried};
@@ -89,12 +89,12 @@ pub(super) enum Place<'a> {
 
 /// Has `then` look at where the page of a slot is.
 pub(super) fn locate<R>(view: &View, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
-    view.with_page(pin, slot, |found| match (found, &view.below) {
+    view.with_page(pin, slot, |found| match (found, &view.parent) {
         (Some((layer, guard)), _) if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) => {
             then(Place::Slot(layer, guard))
         }
-        (None, Below::Device(base)) if view.below.reaches(slot) => then(Place::Base(base)),
-        (None, Below::Snapshot(ram)) if view.below.reaches(slot) => {
+        (None, Parent::Device(base)) if view.parent.reaches(slot) => then(Place::Base(base)),
+        (None, Parent::Snapshot(ram)) if view.parent.reaches(slot) => {
             // Not one function of itself for each level.
             let then: Box<dyn FnOnce(Place<'_>) -> R + '_> = Box::new(then);
             locate(ram.0.view.load(pin), pin, slot, then)
@@ -144,19 +144,19 @@ impl Ram {
         let fetching = Fetching { job: Some(job), bytes: end - first, pending: 1, error: None };
         let fetch = Arc::new(Fetch { ram: self.clone(), state: Mutex::new(fetching) });
         let mut wanted = Vec::new();
-        let mut below = BaseRun::default();
+        let mut parent = BaseRun::default();
         let mut offset = first;
         while offset < end {
             let (slot, from, len) = piece(offset, end - offset);
             let piece = Piece { at: at + (offset - first) as usize, from, len };
             match self.gather(&fetch, slot, piece) {
                 Some(Queued::Wanted(page)) => wanted.push(page),
-                Some(Queued::Base(base)) => below.add(&fetch, &base, slot, piece),
+                Some(Queued::Base(base)) => parent.add(&fetch, &base, slot, piece),
                 Some(Queued::Waits) | None => {}
             }
             offset += len as u64;
         }
-        below.submit(&fetch);
+        parent.submit(&fetch);
         let family = &self.0.family;
         let next = end.div_ceil(PAGE);
         if family.comes_back() && family.readers.is_sequential(first / PAGE, next) {

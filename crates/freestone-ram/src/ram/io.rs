@@ -2,9 +2,9 @@
 
 use super::chain::View;
 use super::pages::{PageResult, Part, Patched, Waits};
+use super::parent::Parent;
 use super::retire::Hope;
 use super::stats::counter;
-use super::through::Below;
 use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
@@ -105,8 +105,8 @@ impl Inner {
         let (offset, end) = (request.offset, request.offset + request.len);
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => {
-                let read = match self.below {
-                    Below::Nothing if !self.is_snapshot => {
+                let read = match self.parent {
+                    Parent::Nothing if !self.is_snapshot => {
                         pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
                     }
                     _ => self.read_through(offset, into),
@@ -259,7 +259,7 @@ impl Inner {
                 continue;
             }
             let last = end / PAGE;
-            let present = if view.below.reaches(slot) { Some(slot) } else { table.next_present(slot, last) };
+            let present = if view.parent.reaches(slot) { Some(slot) } else { table.next_present(slot, last) };
             let Some(present) = present else {
                 at = last * PAGE;
                 continue;
@@ -286,7 +286,7 @@ impl Inner {
     /// Zeroes a part of one page, if it holds anything.
     fn zero_part(&self, view: &View, from: u64, to: u64) -> device::Result<Result<Patched, Waits>> {
         let slot = from / PAGE;
-        let leaf = if view.below.reaches(slot) {
+        let leaf = if view.parent.reaches(slot) {
             Some(view.layer.table().leaf_or_new(slot)?)
         } else {
             view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)
@@ -304,7 +304,7 @@ impl Inner {
     fn change_over(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
         let (slot, from, len) = piece(request.offset, request.len);
         let mut page = [0; PAGE_BYTES];
-        if let Some(base) = self.below.base(slot)
+        if let Some(base) = self.parent.base(slot)
             && base.read(slot * PAGE, &mut page)? < PAGE_BYTES
         {
             return Ok(Some(Tried::WouldBlock));

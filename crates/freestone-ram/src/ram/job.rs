@@ -3,9 +3,9 @@
 use super::fetch::{Place, Queued, Waiter, locate};
 use super::io::Attempt;
 use super::pages::Part;
+use super::parent::Base;
 use super::retire::Hope;
 use super::stats::counter;
-use super::through::Base;
 use super::{PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
@@ -194,11 +194,11 @@ impl Ram {
 
     /// Does a request's change of a part of a page, of which `below` is the content as it lies below the device. Where the
     /// device has the page itself by now, or writers are held up, the request tries again.
-    pub(super) fn put_over(&self, mut job: Job, below: &mut Page) {
+    pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
         let slot = job.slot();
         let (_, from, len) = piece(job.request.offset, job.request.len);
-        job.part(len).put(from, below);
-        let error = match self.0.put_over(slot, below) {
+        job.part(len).put(from, parent);
+        let error = match self.0.put_over(slot, parent) {
             Some(Ok(Ok(()))) => return self.done_with_page(job, len),
             Some(Ok(Err(error))) => error,
             Some(Err(_)) => return self.wait_for_memory(job),

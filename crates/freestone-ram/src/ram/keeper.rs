@@ -9,8 +9,8 @@ use std::sync::{Arc, PoisonError, Weak};
 
 use super::Ram;
 use super::family::Shared;
+use super::fault_in::Wanted;
 use super::job::Job;
-use super::landing::Wanted;
 use crate::clock::{TICK, now_ms};
 use crate::spill::reads::Late;
 use freestone_core::sync::{Condvar, Mutex, MutexGuard, thread};
@@ -37,7 +37,7 @@ struct State {
 }
 
 /// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to wait for it, and a neighbour that
-/// does not is held up less: it kept 0.75 of its speed at 0. Below, what else the machine does would hold up the spilling.
+/// does not is held up less: it kept 0.75 of its speed at 0. Parent, what else the machine does would hold up the spilling.
 const NICE: i32 = 10;
 
 /// Something for the runner.

@@ -5,14 +5,14 @@ use super::super::{PAGE, Writeback, WritebackError};
 use super::*;
 use crate::ram::Config;
 use crate::ram::family::Family;
-use crate::ram::through::Below;
+use crate::ram::parent::Parent;
 use freestone_core::device::{Blocking, Buffer, Completion, Device, Error, IoBuf, Request, Tried};
 
 /// A disk for which no thread works, over a backing device of so many blocks.
 pub(in crate::ram) fn disk(blocks: u64) -> (Arc<Shared>, Ram) {
     let backing: Arc<dyn Device> = Arc::new(ram(blocks * PAGE));
     let shared = Shared::new(Config::default(), Some((backing, true))).unwrap();
-    let ram = Ram::make(&shared, config(256 * PAGE).disksize, Below::Nothing, Arc::default()).unwrap();
+    let ram = Ram::make(&shared, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
     (shared, ram)
 }
 

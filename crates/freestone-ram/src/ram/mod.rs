@@ -24,16 +24,17 @@ mod dictionary;
 mod export;
 mod extents;
 mod family;
+mod fault_in;
 mod fetch;
 mod idle;
 mod io;
 mod job;
 mod keeper;
-mod landing;
 mod layer;
 #[cfg(test)]
 mod model_tests;
 mod pages;
+mod parent;
 mod pass;
 mod reclaim;
 mod recompress;
@@ -42,7 +43,6 @@ mod rounds;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod through;
 mod writeback;
 
 use std::sync::Arc;
@@ -59,10 +59,10 @@ pub use self::family::{Family, FamilyStat};
 pub use self::idle::Idle;
 use self::job::Job;
 use self::layer::{Layer, Limits};
+use self::parent::Parent;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
 use self::stats::counter;
 pub use self::stats::{IoStat, Memory, MmStat, OverStat};
-use self::through::Below;
 pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
 use freestone_core::PAGE_BYTES;
 use freestone_core::consistency_group::{self, NotInTime};
@@ -97,7 +97,7 @@ struct Inner {
     counters: Counters<{ counter::COUNT }>,
     limits: Arc<Limits>,
     /// As that of every view of it. Here so that it can be read with nothing pinned.
-    below: Below,
+    parent: Parent,
     /// The live device's chain, or that of which the snapshot is one.
     chain: Current,
     /// Taken by growth, reset and rewind.
@@ -130,10 +130,15 @@ impl Ram {
     }
 
     /// An empty live device over something.
-    fn make(family: &Arc<Shared>, size: u64, below: Below, limits: Arc<Limits>) -> Result<Self, SetupError> {
+    fn make(
+        family: &Arc<Shared>,
+        size: u64,
+        parent: Parent,
+        limits: Arc<Limits>,
+    ) -> Result<Self, SetupError> {
         retire::pace();
         let layer = family.layers.make(family, Arc::clone(&limits))?;
-        let chain = Chain::new(layer, below.clone());
+        let chain = Chain::new(layer, parent.clone());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             family: Arc::clone(family),
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
@@ -141,7 +146,7 @@ impl Ram {
             is_snapshot: false,
             counters: Counters::default(),
             limits,
-            below,
+            parent,
             chain: Current::new(chain),
             changing: Mutex::default(),
         })))
@@ -229,7 +234,7 @@ impl Ram {
         }
         let _one = inner.changing.lock();
         let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
-        let new = Chain::new(layer, inner.below.clone());
+        let new = Chain::new(layer, inner.parent.clone());
         // Who sees the new content may write before the old one can be freed.
         inner.family.removal_begins();
         let (unused, held) = inner.chain.rewind(&inner.family, &new, &self.0);
@@ -277,11 +282,11 @@ impl Ram {
         if !self.0.is_snapshot {
             return Err(SetupError::Live);
         }
-        let below = Below::Snapshot(self.clone());
-        if below.depth() > BELOW_DEPTH_MAX {
+        let parent = Parent::Snapshot(self.clone());
+        if parent.depth() > BELOW_DEPTH_MAX {
             return Err(SetupError::TooDeep);
         }
-        self.0.family.fork(below, self.0.size(), config)
+        self.0.family.fork(parent, self.0.size(), config)
     }
 
     /// The id of the present layer.
@@ -296,7 +301,7 @@ impl Ram {
 
     /// Whether this lies over a base.
     pub fn is_fork(&self) -> bool {
-        !self.0.is_snapshot && !matches!(self.0.below, Below::Nothing)
+        !self.0.is_snapshot && !matches!(self.0.parent, Parent::Nothing)
     }
 
     /// How many snapshots of this disk or fork there are.
@@ -337,7 +342,7 @@ impl Ram {
         self.0.io_stat()
     }
 
-    /// What a fork or snapshot holds itself, and what went over to snapshots.
+    /// What a fork or snapshot holds itself, and what moved to snapshots.
     pub fn over_stat(&self) -> OverStat {
         self.0.over_stat()
     }
@@ -373,7 +378,7 @@ impl Inner {
             is_snapshot: true,
             counters: Counters::default(),
             limits: Arc::default(),
-            below: view.below.clone(),
+            parent: view.parent.clone(),
             chain: Current::new(Arc::clone(chain)),
             changing: Mutex::default(),
             view: Swap::new(Box::new(view)),
@@ -394,8 +399,8 @@ impl Drop for Inner {
         // What was guaranteed to it can be given to others at once.
         self.limits.set_least(0);
         layer.reckon(&self.family);
-        let below = std::mem::replace(&mut self.below, Below::Nothing);
-        retire::device(&self.family, self.chain.get(), number, below);
+        let parent = std::mem::replace(&mut self.parent, Parent::Nothing);
+        retire::device(&self.family, self.chain.get(), number, parent);
     }
 }
 

@@ -5,8 +5,8 @@ use std::cell::Cell;
 use super::chain::View;
 use super::family::Shared;
 use super::layer::Layer;
+use super::parent::Look;
 use super::pass::is_spillable;
-use super::through::Look;
 use crate::codec::{Page, Scratch};
 use crate::pool::Pool;
 use freestone_core::PAGE_BYTES;
@@ -140,7 +140,7 @@ impl Shared {
         let mut page = [0; PAGE_BYTES];
         let loaded = match guard.word().kind() {
             Kind::InFlight | Kind::Spilled => return Err(Waits),
-            Kind::Empty => match view.below.page(slot, &mut page) {
+            Kind::Empty => match view.parent.page(slot, &mut page) {
                 Ok(Look::All) => Ok(()),
                 Ok(Look::Waits) => return Err(Waits),
                 Ok(Look::Base(..)) => return Ok(Ok(Patched::OnBase)),
@@ -180,7 +180,7 @@ impl Shared {
     #[inline]
     fn to_empty(view: &View, slot: u64) -> Result<Option<(Leaf<'_>, Word)>> {
         let table = view.layer.table();
-        if view.below.reaches(slot) {
+        if view.parent.reaches(slot) {
             return Ok(Some((table.leaf_or_new(slot)?, Word::same(0))));
         }
         Ok(table.leaf(slot).map(|leaf| (leaf, Word::EMPTY)))

@@ -14,7 +14,7 @@ use super::chain::{Chain, carry_on};
 use super::family::Shared;
 use super::job::Job;
 use super::layer::Layer;
-use super::through::Below;
+use super::parent::Parent;
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS, chain};
 use freestone_core::sync::{AtomicU64, Condvar, LazyLock, Mutex, Ordering};
@@ -145,11 +145,11 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
 
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `below` is the device's
 /// own hold on what lies below the chain.
-pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, below: Below) {
+pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
     family.removal_begins();
     let work = match number {
-        None => Work::Abandon(chain, below),
-        Some(number) => Work::Delete(chain, number, below),
+        None => Work::Abandon(chain, parent),
+        Some(number) => Work::Delete(chain, number, parent),
     };
     CLEANER.add(Task { family: Arc::downgrade(family), work });
 }
@@ -244,9 +244,9 @@ enum Work {
     /// Free what is retired.
     Drain,
     /// A live device is gone.
-    Abandon(Arc<Chain>, Below),
+    Abandon(Arc<Chain>, Parent),
     /// A snapshot's device is gone.
-    Delete(Arc<Chain>, u64, Below),
+    Delete(Arc<Chain>, u64, Parent),
     PassOn(PassingOn),
 }
 
@@ -319,9 +319,9 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
     let Some(family) = weak.upgrade() else { return (None, true) };
     let (rest, got_on) = match work {
         Work::Drain => drain(&family),
-        Work::Abandon(chain, below) => {
+        Work::Abandon(chain, parent) => {
             // Never the last hold: the chain has one.
-            drop(below);
+            drop(parent);
             let (unused, held) = chain.abandon(&family);
             carry_on(held);
             if let Some(origin) = unused {
@@ -329,13 +329,13 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
             }
             family.removal_ended();
             if let Some(chain) = Arc::into_inner(chain) {
-                drop_below(chain.into_below());
+                drop_parent(chain.into_parent());
             }
             (None, true)
         }
-        Work::Delete(chain, number, below) => {
+        Work::Delete(chain, number, parent) => {
             // As above.
-            drop(below);
+            drop(parent);
             if let Some(from) = chain.begin_delete(number) {
                 let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
                 (Some(Work::PassOn(passing)), true)
@@ -393,7 +393,7 @@ impl PassingOn {
                     family.removal_ended();
                 }
                 if let Some(chain) = Arc::into_inner(self.chain) {
-                    drop_below(chain.into_below());
+                    drop_parent(chain.into_parent());
                 }
                 return (None, true);
             };
@@ -411,11 +411,11 @@ impl PassingOn {
 }
 
 /// Drops what lay below a device. The end of a device may have to wait for a disk: not on this thread.
-fn drop_below(below: Below) {
-    if let Below::Device(base) = &below
+fn drop_parent(parent: Parent) {
+    if let Parent::Device(base) = &parent
         && Arc::strong_count(&base.device) == 1
     {
-        drop_apart(below);
+        drop_apart(parent);
     }
 }
 

@@ -14,7 +14,7 @@ const BLOCKS: u64 = 64;
 /// A family whose backing device is full of a disk's pages, and its memory of another one's.
 fn full() -> (Arc<Shared>, Ram, Ram) {
     let (family, on_device) = disk(BLOCKS);
-    let in_memory = Ram::make(&family, config(256 * PAGE).disksize, Below::Nothing, Arc::default()).unwrap();
+    let in_memory = Ram::make(&family, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
     let page = |slot| content(5, slot, PAGE as usize);
     (0..BLOCKS).for_each(|slot| put(&on_device, slot, &page(slot)));
     let (written, error) = on_device.writeback(&Writeback::Pages(vec![0..=BLOCKS - 1])).unwrap_err();

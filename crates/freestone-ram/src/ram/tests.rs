@@ -303,7 +303,7 @@ fn disks_share_their_streams() {
 fn compaction_under_traffic_moves_objects_and_harms_none() {
     // Nobody else has it: it is taken apart in the end.
     let family = Shared::new(config(64 * MIB), None).unwrap();
-    let mut ram = Ram::make(&family, 64 * MIB, Below::Nothing, Arc::default()).unwrap();
+    let mut ram = Ram::make(&family, 64 * MIB, Parent::Nothing, Arc::default()).unwrap();
     drop(family);
     let pages = 64 * MIB / PAGE;
     for page in 0..pages {

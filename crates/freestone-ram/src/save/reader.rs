@@ -90,7 +90,7 @@ pub struct Pages<'a> {
 /// One of them.
 pub enum Page<'a> {
     Same { pattern: u32, pages: u64 },
-    Below { pages: u64 },
+    Parent { pages: u64 },
     Pattern([u8; 8]),
     Compressed { algorithm: u8, object: &'a [u8] },
     Huge { algorithm: u8, content: &'a codec::Page },
@@ -434,7 +434,7 @@ impl<'a> Iterator for Pages<'a> {
                     Page::Same { pattern: u32::from_ne_bytes(record.pattern), pages: len.into() },
                 ));
             }
-            form::BELOW => return Some((page, Page::Below { pages: len.into() })),
+            form::BELOW => return Some((page, Page::Parent { pages: len.into() })),
             _ => {}
         }
         // It was checked that all bytes are there.

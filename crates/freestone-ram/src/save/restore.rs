@@ -271,11 +271,11 @@ impl<'a> Loader<'a> {
         for (number, page) in pages {
             let run = match page {
                 Page::Same { pattern, pages } => Some((Incoming::Same(pattern), pages)),
-                Page::Below { pages } => Some((Incoming::Below, pages)),
+                Page::Parent { pages } => Some((Incoming::Parent, pages)),
                 _ => None,
             };
             if let Some((incoming, pages)) = run {
-                let is_zeroes = matches!(incoming, Incoming::Below | Incoming::Same(0));
+                let is_zeroes = matches!(incoming, Incoming::Parent | Incoming::Same(0));
                 if !is_zeroes && bytes_of(number + pages - 1) < PAGE_BYTES {
                     return Err(Refused::Damaged(BEHIND_THE_END));
                 }
@@ -308,7 +308,7 @@ impl<'a> Loader<'a> {
         let known = |algorithm: u8| &self.algorithms[usize::from(algorithm)];
         match *page {
             // They come in runs.
-            Page::Same { .. } | Page::Below { .. } => content.fill(0),
+            Page::Same { .. } | Page::Parent { .. } => content.fill(0),
             Page::Pattern(pattern) => content.as_chunks_mut().0.fill(pattern),
             Page::Huge { content: raw, .. } => content.copy_from_slice(raw),
             Page::Compressed { algorithm, object } => {
@@ -320,7 +320,7 @@ impl<'a> Loader<'a> {
         }
         Ok(match *page {
             Page::Same { pattern, .. } => Incoming::Same(pattern),
-            Page::Below { .. } => Incoming::Below,
+            Page::Parent { .. } => Incoming::Parent,
             Page::Pattern(pattern) => Incoming::Pattern(pattern),
             Page::Huge { algorithm, content: raw } => {
                 // Another algorithm may do better.

@@ -171,7 +171,7 @@ impl<'a> Writer<'a> {
         };
         let run = match stored {
             Stored::Same(pattern) => Some((form::SAME, pattern.to_ne_bytes())),
-            Stored::Below => Some((form::BELOW, [0; 4])),
+            Stored::Parent => Some((form::BELOW, [0; 4])),
             _ => None,
         };
         if let (Some(run), Some(last)) = (run, self.records.last_mut()) {
@@ -185,7 +185,7 @@ impl<'a> Writer<'a> {
             Stored::Same(pattern) => {
                 PageRecord { len: U16::new(1), ..record(form::SAME, 0, pattern.to_ne_bytes()) }
             }
-            Stored::Below => PageRecord { len: U16::new(1), ..record(form::BELOW, 0, [0; 4]) },
+            Stored::Parent => PageRecord { len: U16::new(1), ..record(form::BELOW, 0, [0; 4]) },
             Stored::Pattern => record(form::PATTERN, 0, [0; 4]),
             Stored::Compressed(priority) => {
                 let Some(number) = self.number(node, priority)? else {

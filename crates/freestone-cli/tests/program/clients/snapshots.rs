@@ -54,7 +54,7 @@ fn a_test_database() {
     qemu_io(&data_1, &["read -P 1 0 8M", "read -P 0 8M 8M"]);
     qemu_io(&log_1, &["read -P 2 0 1M", "read -P 0 1M 1M"]);
     refused(&data_1, "write -P 9 0 4k");
-    // What was overwritten went over as it was.
+    // What was overwritten moved as it was.
     let stat = serve.json(&["stat", "data"]);
     assert_eq!(stat["over_stat"]["handed_over"], 5 * MIB / 4096);
     assert_eq!(stat["over_stat"]["snapshots"], 1);

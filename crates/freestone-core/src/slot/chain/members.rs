@@ -16,7 +16,7 @@ use crate::sync::{Arc, Mutex};
 /// request takes it.
 pub struct Chain<K: Kin> {
     list: Swap<List<K>>,
-    below: K::Below,
+    parent: K::Parent,
     state: Mutex<State<K>>,
     /// Writers' requests, shut while they are held up.
     held: Held<K::Job>,
@@ -54,11 +54,11 @@ impl<K: Kin> State<K> {
 
 impl<K: Kin> Chain<K> {
     /// A live device's chain, without snapshots.
-    pub fn new(origin: Arc<K::Layer>, below: K::Below) -> Arc<Self> {
+    pub fn new(origin: Arc<K::Layer>, parent: K::Parent) -> Arc<Self> {
         let list = List { origin: Arc::clone(&origin), snapshots: Vec::new() };
         Arc::new(Self {
             list: Swap::new(Box::new(list)),
-            below,
+            parent,
             state: Mutex::new(State {
                 origin,
                 device: None,
@@ -92,7 +92,7 @@ impl<K: Kin> Chain<K> {
         let snapshots = if state.snapshots.is_empty() { None } else { Some(Arc::new(state.list())) };
         View {
             layer: Arc::clone(&state.origin),
-            below: self.below.clone(),
+            parent: self.parent.clone(),
             role: Role::Live { snapshots, frozen: state.freezes > 0 },
         }
     }
@@ -136,7 +136,7 @@ impl<K: Kin> Chain<K> {
         let device = this.publish(&state);
         drop(state);
         drop(device);
-        View { layer, below: this.below.clone(), role: Role::Snapshot { chain: Arc::clone(this), number } }
+        View { layer, parent: this.parent.clone(), role: Role::Snapshot { chain: Arc::clone(this), number } }
     }
 
     /// Writers go on. Returned is what was held up, for the caller to carry on.
@@ -215,7 +215,7 @@ impl<K: Kin> Chain<K> {
             if leaf.peek(slot) == Word::EMPTY {
                 continue;
             }
-            // What is here came from there, so there is a leaf.
+            // A snapshot's pages come from its origin, so the origin's leaf exists.
             let Some(origin) = K::table(&origin).leaf(slot) else { continue };
             let still = origin.lock(slot);
             let guard = leaf.lock(slot);
@@ -252,8 +252,8 @@ impl<K: Kin> Chain<K> {
     }
 
     /// What lies below, for whoever is the last to have the chain.
-    pub fn into_below(self) -> K::Below {
-        self.below
+    pub fn into_parent(self) -> K::Parent {
+        self.parent
     }
 
     /// How many snapshots live.

@@ -1,9 +1,9 @@
 //! Chains: a live device and its snapshots, and who of them holds a page.
 //!
 //! A snapshot is a layer that begins empty. An empty slot of it means "as the next younger one", and past the youngest
-//! "as the origin". Before the origin's slot changes, what it holds *goes over* to the youngest snapshot, if neither that
+//! "as the origin". Before the origin's slot changes, what it holds *moves* to the youngest snapshot, if neither that
 //! one nor a removed one before it has anything there: one word moves, the object stays where it is. An origin's slot
-//! that is empty goes over as [`Word::BASE`].
+//! that is empty moves as [`Word::BASE`].
 //!
 //! # Protocol
 //! * Words go from a slot of one layer to the same slot of another only under the origin's slot lock. So under it the
@@ -15,7 +15,7 @@
 //! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one that says so, which
 //!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is
 //!   taken, and no thread waits: a write that is tried meanwhile would block, one that is submitted is held.
-//! * A removed snapshot is *dying*: nothing goes over to it any more, what it has goes to the next older one that lives,
+//! * A removed snapshot is *dying*: nothing moves to it any more, what it has goes to the next older one that lives,
 //!   slot by slot, in the background; older ones read through it until then. Where an older one that is dying, too, has
 //!   the page, that is what is read, and the younger one's is freed.
 //!
@@ -42,7 +42,7 @@ pub trait Kin: Sized {
     /// One version of a device's content.
     type Layer;
     /// What lies below the layers of a chain.
-    type Below: Clone;
+    type Parent: Clone;
     /// A device.
     type Device;
     /// A request that is held up.
@@ -72,7 +72,7 @@ pub struct View<K: Kin> {
     /// Its own slots.
     pub layer: Arc<K::Layer>,
     /// What is read where neither it nor the chain has a page.
-    pub below: K::Below,
+    pub parent: K::Parent,
     /// Whether it is written, or part of a chain.
     pub role: Role<K>,
 }
@@ -237,7 +237,7 @@ impl<K: Kin> View<K> {
     }
 
     /// How many of the pages `[slot, end)` certainly lie below, from the first one on.
-    pub fn run_below(&self, pin: &Pin<'_>, slot: u64, end: u64) -> u64 {
+    pub fn run_of_parent(&self, pin: &Pin<'_>, slot: u64, end: u64) -> u64 {
         let table = match &self.role {
             Role::Live { .. } => K::table(&self.layer),
             // What a snapshot has came from its origin.
@@ -262,7 +262,7 @@ impl<K: Kin> View<K> {
         matches!(self.role, Role::Live { frozen: true, .. })
     }
 
-    /// Whether what a locked slot of the origin holds must go over to a snapshot before it changes.
+    /// Whether what a locked slot of the origin holds must move to a snapshot before it changes.
     #[inline]
     pub fn must_preserve(&self, slot: u64) -> bool {
         if slot % 64 == 63 && mutants::on(Mutant::OriginForgetsSnapshot) {
@@ -274,7 +274,7 @@ impl<K: Kin> View<K> {
         }
     }
 
-    /// Has what a locked slot holds go over to the snapshot that needs it. Returns what is left to be freed.
+    /// Has what a locked slot holds move to the snapshot that needs it. Returns what is left to be freed.
     #[inline]
     fn preserve(&self, kin: &K, slot: u64, held: Word) -> Result<Word> {
         match &self.role {

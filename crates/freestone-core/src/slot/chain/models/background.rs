@@ -100,7 +100,7 @@ fn rewrites_in_place_versus_a_snapshot_that_begins() {
     });
 }
 
-/// A pass picks a page that goes over before its write is answered: it stays in memory, and is no longer of any batch.
+/// A pass picks a page that moves before its write is answered: it stays in memory, and is no longer of any batch.
 #[test]
 fn a_page_goes_over_while_the_origin_is_spilled() {
     bounded(3, || {
@@ -132,7 +132,7 @@ fn an_object_that_goes_over_is_spilled_at_once() {
     });
 }
 
-/// Compaction finds the object of a page that goes over in one slot or in the other.
+/// Compaction finds the object of a page that moves in one slot or in the other.
 #[test]
 fn an_object_that_goes_over_is_moved() {
     bounded(3, || {
@@ -175,7 +175,7 @@ fn a_page_in_flight_is_passed_on_when_it_has_landed() {
     });
 }
 
-/// A page of the origin that comes from the backing device to be changed goes over as it was.
+/// A page of the origin that comes from the backing device to be changed moves as it was.
 #[test]
 fn a_page_that_lands_changed_goes_over() {
     bounded(3, || {

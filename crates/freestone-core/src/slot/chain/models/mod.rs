@@ -47,7 +47,7 @@ struct Family {
 
 impl Kin for Family {
     type Layer = Table;
-    type Below = ();
+    type Parent = ();
     type Device = Device;
     type Job = Arc<Job>;
 
@@ -283,7 +283,7 @@ impl World {
     }
 
     fn look(&self, pin: &Pin<'_>, view: &View<Family>) -> u64 {
-        if view.run_below(pin, SLOT, SLOT + 1) > 0 {
+        if view.run_of_parent(pin, SLOT, SLOT + 1) > 0 {
             return NOTHING;
         }
         view.with_page(pin, SLOT, |found| match found {

@@ -24,7 +24,7 @@ fn first_write_versus_read_through() {
     }
 }
 
-/// Two writers of one page: what was there goes over once, and one of the two is freed.
+/// Two writers of one page: what was there moves once, and one of the two is freed.
 #[test]
 fn two_writers_of_a_page_with_a_snapshot() {
     bounded(3, || {
@@ -39,7 +39,7 @@ fn two_writers_of_a_page_with_a_snapshot() {
     });
 }
 
-/// A page is emptied while it is read: it goes over, and nobody takes the empty slot for a page.
+/// A page is emptied while it is read: it moves, and nobody takes the empty slot for a page.
 #[test]
 fn discard_versus_reads() {
     bounded(3, || {

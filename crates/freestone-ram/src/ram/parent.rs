@@ -12,7 +12,7 @@ use freestone_core::pin::{self, Pin};
 
 /// What an empty slot is read from. It does not change.
 #[derive(Clone)]
-pub(super) enum Below {
+pub(super) enum Parent {
     /// Zeroes.
     Nothing,
     Device(Base),
@@ -74,7 +74,7 @@ impl Base {
     }
 }
 
-impl Below {
+impl Parent {
     /// Whether anything lies at this page.
     pub fn reaches(&self, slot: u64) -> bool {
         slot * PAGE < self.size()
@@ -85,7 +85,7 @@ impl Below {
         match self {
             Self::Nothing => 0,
             Self::Device(_) => 1,
-            Self::Snapshot(ram) => 1 + ram.0.below.depth(),
+            Self::Snapshot(ram) => 1 + ram.0.parent.depth(),
         }
     }
 
@@ -103,7 +103,7 @@ impl Below {
             _ if !self.reaches(slot) => None,
             Self::Nothing => None,
             Self::Device(base) => Some(base),
-            Self::Snapshot(ram) => ram.0.below.base(slot),
+            Self::Snapshot(ram) => ram.0.parent.base(slot),
         }
     }
 
@@ -160,7 +160,7 @@ impl Inner {
                 done += n;
                 continue;
             }
-            let run = view.run_below(pin, slot, (at + left).div_ceil(PAGE));
+            let run = view.run_of_parent(pin, slot, (at + left).div_ceil(PAGE));
             let len = if run > 0 {
                 ((slot + run) * PAGE - at).min(left) as usize
             } else {
@@ -178,7 +178,7 @@ impl Inner {
                     None => n,
                 }
             };
-            let (read, look) = self.below.look(pin, at, &mut into[done..][..len])?;
+            let (read, look) = self.parent.look(pin, at, &mut into[done..][..len])?;
             done += read;
             if !matches!(look, Look::All) {
                 return Ok((done, look));
