@@ -9,8 +9,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::experiment::{Table, TableRow};
-use super::model::Modelled;
+use super::experiment::{Modelled, Table, TableRow};
 use crate::measure::Summary;
 use crate::report::is_steady;
 
@@ -269,7 +268,7 @@ fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
 #[cfg(test)]
 mod tests {
     use super::super::experiment::Better;
-    use super::super::model::Beyond;
+    use super::super::experiment::Beyond;
     use super::*;
 
     fn drawn(table: &Table, model: &[Modelled]) -> String {

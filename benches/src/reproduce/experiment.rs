@@ -5,7 +5,6 @@
 
 use serde::Serialize;
 
-use super::model::Modelled;
 use crate::measure::Summary;
 use crate::report::is_steady;
 
@@ -153,6 +152,47 @@ pub fn turns(columns: usize, round: u32) -> Vec<usize> {
         order.reverse();
     }
     order
+}
+
+/// One load beyond this machine's cores.
+#[derive(Debug, Clone, Serialize)]
+pub struct Modelled {
+    /// The table and the row's name.
+    pub table: String,
+    pub what: String,
+    pub unit: &'static str,
+    /// The measured numbers that go in, by name.
+    pub inputs: Vec<(&'static str, f64)>,
+    /// The part of one thread's time that it keeps others from the old lock.
+    pub held_share: f64,
+    pub checks: Vec<Check>,
+    pub beyond: Vec<Beyond>,
+}
+
+/// A prediction beside its measurement.
+#[derive(Debug, Clone, Serialize)]
+pub struct Check {
+    pub threads: usize,
+    pub column: &'static str,
+    pub predicted: f64,
+    pub measured: f64,
+    /// Of the measurement; nothing where its spread is too wide to compare with.
+    pub error: Option<f64>,
+    /// The error is above `model::ERROR_MAX`.
+    pub off: bool,
+}
+
+/// Modelled, not measured.
+#[derive(Debug, Clone, Serialize)]
+pub struct Beyond {
+    pub threads: usize,
+    /// The old lock as it is measured here.
+    pub old: f64,
+    /// The old lock where whoever waits gets it in turn and nobody sleeps, as in the kernel.
+    pub in_turn: f64,
+    pub ours: f64,
+    /// Over the better one of the old ones.
+    pub ratio: f64,
 }
 
 #[cfg(test)]

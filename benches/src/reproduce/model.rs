@@ -6,10 +6,8 @@
 //! modelled, no memory bandwidth either, so its figure is an upper bound. What the model says of 1 and 2 threads is set beside what was
 //! measured in the same run; no number of it was chosen to fit there.
 
-use serde::Serialize;
-
 use super::costs::Machine;
-use super::experiment::Table;
+use super::experiment::{Beyond, Check, Modelled, Table};
 use super::shared::{self, Mix, Visit};
 use super::simulate::{self, Costs, Discipline, Work};
 use crate::report::is_steady;
@@ -72,47 +70,6 @@ pub struct Mixed {
 pub struct HalfReads {
     pub read: f64,
     pub writes: Inputs,
-}
-
-/// One load beyond this machine's cores.
-#[derive(Debug, Clone, Serialize)]
-pub struct Modelled {
-    /// The table and the row's name.
-    pub table: String,
-    pub what: String,
-    pub unit: &'static str,
-    /// The measured numbers that go in, by name.
-    pub inputs: Vec<(&'static str, f64)>,
-    /// The part of one thread's time that it keeps others from the old lock.
-    pub held_share: f64,
-    pub checks: Vec<Check>,
-    pub beyond: Vec<Beyond>,
-}
-
-/// A prediction beside its measurement.
-#[derive(Debug, Clone, Serialize)]
-pub struct Check {
-    pub threads: usize,
-    pub column: &'static str,
-    pub predicted: f64,
-    pub measured: f64,
-    /// Of the measurement; nothing where its spread is too wide to compare with.
-    pub error: Option<f64>,
-    /// The error is above [`ERROR_MAX`].
-    pub off: bool,
-}
-
-/// Modelled, not measured.
-#[derive(Debug, Clone, Serialize)]
-pub struct Beyond {
-    pub threads: usize,
-    /// The old lock as it is measured here.
-    pub old: f64,
-    /// The old lock where whoever waits gets it in turn and nobody sleeps, as in the kernel.
-    pub in_turn: f64,
-    pub ours: f64,
-    /// Over the better one of the old ones.
-    pub ratio: f64,
 }
 
 /// How many times as long everything takes where the other CPUs work as well. `apart` is what two threads that share nothing do, of what

@@ -2,8 +2,7 @@
 
 use comfy_table::{CellAlignment, Table as Printed, presets};
 
-use super::experiment::{Experiment, Table};
-use super::model::Modelled;
+use super::experiment::{Experiment, Modelled, Table};
 use crate::report::is_steady;
 
 /// Shows it, the words last.

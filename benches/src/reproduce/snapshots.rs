@@ -8,8 +8,8 @@ use freestone::cow::StoreKind;
 use freestone::device::IoBuf;
 
 use super::costs::{self, Machine};
-use super::experiment::{Better, Experiment, Table};
-use super::model::{Inputs, Modelled, predict};
+use super::experiment::{Better, Experiment, Modelled, Table};
+use super::model::{Inputs, predict};
 use super::published::{Figures, snapshots as figures};
 use super::simulate::Discipline;
 use super::slices;

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::experiment::{Experiment, Table, TableRow};
-use super::model::{Check, ERROR_MAX, Modelled};
+use super::experiment::{Check, Experiment, Modelled, Table, TableRow};
+use super::model::ERROR_MAX;
 
 /// Rows whose published ratio is above this are looked at.
 const PUBLISHED_MIN: f64 = 1.1;

@@ -8,8 +8,8 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Flags, Request};
 
 use super::costs::{self, Machine};
-use super::experiment::{Better, Experiment, Table, turns};
-use super::model::{Inputs, Modelled, predict};
+use super::experiment::{Better, Experiment, Modelled, Table, turns};
+use super::model::{Inputs, predict};
 use super::published::zones as published;
 use super::simulate::Discipline;
 use super::slices;

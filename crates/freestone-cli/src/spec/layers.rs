@@ -82,7 +82,7 @@ impl LayerSpec {
             power_cut: keys.take("power_cut", parse_bool)?.unwrap_or(false),
             record: keys.take("record", parse_path)?,
         };
-        let cached = matches!(keys.take("cache_size", super::null::parse_cache), Ok(Some(Some(_))));
+        let cached = matches!(keys.take("cache_size", parse_cache), Ok(Some(Some(_))));
         if cached && !layers.power_cut && keys.typed("power_cut").is_some() {
             return Err(keys.refuse("power_cut", "cache_size is a cache that a loss of power loses"));
         }
@@ -163,6 +163,13 @@ fn parse_capacity(text: &str) -> Result<u64, String> {
 
 fn parse_count(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| "must be a whole number: a count of zones".into())
+}
+
+pub(super) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
+    if text == "0" {
+        return Ok(None);
+    }
+    crate::size::parse(text).map(Some).map_err(|e| format!("{e}; 0 is no cache"))
 }
 
 /// A count of sectors. Not a size.

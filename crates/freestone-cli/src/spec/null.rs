@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use freestone::null::{COMPLETION_MAX, MBPS_MAX};
 
-use super::layers::{FAULT_KEYS, SECTOR_BYTES, ZONE_KEYS, parse_sectors};
+use super::layers::{FAULT_KEYS, SECTOR_BYTES, ZONE_KEYS, parse_cache, parse_sectors};
 use super::{FamilySpec, Keys, joined, parse_blocksize, parse_bool, parse_length};
 use crate::entries::SpecError;
 
@@ -220,13 +220,6 @@ fn backing(keys: &Keys, kept: bool) -> Result<NullBacking, SpecError> {
         None if kept => Ok(NullBacking::Memory),
         None => Ok(NullBacking::Nothing),
     }
-}
-
-pub(super) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
-    if text == "0" {
-        return Ok(None);
-    }
-    crate::size::parse(text).map(Some).map_err(|e| format!("{e}; 0 is no cache"))
 }
 
 fn parse_mbps(text: &str) -> Result<u32, String> {

@@ -1,7 +1,5 @@
 //! What a device says of itself.
 
-use super::zoned::ZoneGeometry;
-
 /// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two calls, the
 /// rest stays as it is for the life of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +33,21 @@ pub struct Geometry {
     pub read_only: bool,
     /// The zone model, for a device with [`Device::zoned`](super::Device::zoned).
     pub zones: Option<ZoneGeometry>,
+}
+
+/// The zone model of a device; all sizes in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ZoneGeometry {
+    /// Distance between two zone starts.
+    pub zone_size: u64,
+    /// Number of zones; the last one may be shorter.
+    pub nr_zones: u32,
+    /// Sequential zones that may be open at once; 0 is no limit.
+    pub max_open: u32,
+    /// Sequential zones that may be open or closed at once; 0 is no limit.
+    pub max_active: u32,
+    /// Largest zone append; 0 where append is not offered.
+    pub max_append: u32,
 }
 
 /// A run of bytes of one kind, as reported by [`Device::extents`](super::Device::extents).

@@ -1,21 +1,7 @@
 //! Zone operations: a second trait that a device may offer.
 
+pub use super::geometry::ZoneGeometry;
 use super::{Device, Flags, IoBuf, Result};
-
-/// The zone model of a device; all sizes in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ZoneGeometry {
-    /// Distance between two zone starts.
-    pub zone_size: u64,
-    /// Number of zones; the last one may be shorter.
-    pub nr_zones: u32,
-    /// Sequential zones that may be open at once; 0 is no limit.
-    pub max_open: u32,
-    /// Sequential zones that may be open or closed at once; 0 is no limit.
-    pub max_active: u32,
-    /// Largest zone append; 0 where append is not offered.
-    pub max_append: u32,
-}
 
 /// Type of a zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

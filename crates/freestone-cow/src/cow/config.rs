@@ -6,9 +6,13 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-use super::format::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
 use freestone_core::consistency_group::NotInTime;
 use freestone_core::device;
+
+/// Smallest chunk in bytes.
+pub const CHUNK_BYTES_MIN: u64 = 4 << 10;
+/// Largest chunk in bytes: the largest power of two of sectors whose bytes fit a signed 32-bit number.
+pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
 
 /// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters, in either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -23,15 +23,11 @@
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::config::{Damage, SetupError};
+use super::config::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Damage, SetupError};
 use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
 use freestone_core::device::Geometry;
 
-/// Smallest chunk in bytes.
-pub const CHUNK_BYTES_MIN: u64 = 4 << 10;
-/// Largest chunk in bytes: the largest power of two of sectors whose bytes fit a signed 32-bit number.
-pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
 /// Chunk of a new store where none is asked for, in bytes: the kernel's 32 sectors.
 pub const CHUNK_BYTES_DEFAULT: u64 = 16 << 10;
 

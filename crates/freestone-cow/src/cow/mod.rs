@@ -28,8 +28,8 @@ mod tokens;
 mod writes;
 
 pub use age::Missed;
-pub use config::{Config, SetupError, StoreKind};
-pub use format::{CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN};
+pub use config::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Config, SetupError, StoreKind};
+pub use format::CHUNK_BYTES_DEFAULT;
 pub use merge::{MergeFailure, MergeSetupError, MergeStatus};
 pub use notes::{Left, Notes, Stamp};
 pub use origin::Origin;

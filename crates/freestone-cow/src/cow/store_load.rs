@@ -4,10 +4,10 @@
 //! was read is in a cache. So what was written last, the end of the list and the header, is written again
 //! and flushed before anybody relies on it.
 
-use super::config::{Damage, SetupError};
+use super::config::{CHUNK_BYTES_MIN, Damage, SetupError};
 use super::format::{
-    self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN, ENTRY_BYTES, Entry, FIRST_COPY,
-    Found, Layout, Mark, SECTOR_ENTRIES,
+    self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, ENTRY_BYTES, Entry, FIRST_COPY, Found, Layout,
+    Mark, SECTOR_ENTRIES,
 };
 use super::store::Exceptions;
 use super::store_area::{Block, End, RUN_ENTRIES_MAX};

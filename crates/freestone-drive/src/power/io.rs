@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::drain::Shared;
 use super::log::APART_MAX_BLOCKS;
+use super::queue::{Job, Settle};
 use super::shard::Kind;
-use super::worker::{Job, Settle};
 use freestone_core::device::{
     Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
     range_end,

@@ -22,6 +22,7 @@ mod completion;
 mod drain;
 mod io;
 pub mod log;
+mod queue;
 mod record;
 mod shard;
 mod switch;

@@ -2,71 +2,18 @@
 //! but the bell, so a slow request below holds up only what needs it.
 
 use std::mem;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::completion;
 use super::drain::Shared;
 use super::io::Admitted;
+use super::queue::{Job, Settle};
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request};
-use freestone_core::sync::{AtomicU64, Mutex, Ordering::SeqCst};
+use freestone_core::sync::Ordering::SeqCst;
 
 /// Unflushed bytes that are written below at a time.
 const WINDOW_BYTES: u64 = 8 << 20;
-
-/// What waits for the worker.
-#[derive(Default)]
-pub struct Queue {
-    state: Mutex<State>,
-    /// Jobs that are not answered.
-    pending: AtomicU64,
-    /// Of those, writes that wait for room. New ones do not pass them.
-    waiting: AtomicU64,
-}
-
-#[derive(Default)]
-struct State {
-    jobs: Vec<Job>,
-    stop: bool,
-}
-
-pub enum Job {
-    /// A write to the cache, `at` bytes of which are there.
-    Write {
-        request: Request,
-        buffer: IoBuf,
-        at: u64,
-        failures: u64,
-        done: Completion,
-    },
-    Through {
-        request: Request,
-        buffer: IoBuf,
-        done: Completion,
-    },
-    Settle(Settle),
-}
-
-/// What was unflushed at `bound`, of `within` or all, has to be below; then a flush, where that is wanted.
-pub struct Settle {
-    pub bound: u64,
-    pub within: Option<Range<u64>>,
-    pub flush: bool,
-    pub slot: Option<u64>,
-    pub failures: u64,
-    pub done: Completion,
-}
-
-impl Queue {
-    pub fn has_waiting_writes(&self) -> bool {
-        self.waiting.load(SeqCst) > 0
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.pending.load(SeqCst) == 0
-    }
-}
 
 impl Shared {
     /// Hands a job to the worker. Called with the power on, under a pin.

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::durable::{Mark, Noted};
+use super::durable::Noted;
+use super::mark::Mark;
 use super::word::Word;
 use super::{Inner, ZoneCondition};
 use crate::power;

@@ -27,8 +27,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::durable::Mark;
 use super::layout::Layout;
+use super::mark::Mark;
 use freestone_core::device::{self, Blocking, Device, Flags};
 use freestone_core::file_locks::{self, Access, Held};
 use freestone_core::mutants::{self, Mutant};

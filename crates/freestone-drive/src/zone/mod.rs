@@ -15,6 +15,7 @@ mod extents;
 mod file;
 mod layout;
 mod lock;
+mod mark;
 mod ops;
 mod queue;
 mod read;
@@ -33,7 +34,7 @@ pub use file::StateError;
 
 use crate::null::BadBlocks;
 use crate::power;
-use durable::{Durable, Mark};
+use durable::Durable;
 use file::StateFile;
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone_core::device::{
@@ -43,10 +44,10 @@ use freestone_core::percpu::Counters;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 use layout::Layout;
-use queue::Queues;
+use mark::Mark;
+use queue::{AppendDone, Done, Queues, Write};
 use states::{Place, Table};
 use word::Word;
-use write::{AppendDone, Done, Write};
 
 /// Where the state of the zones is kept.
 pub enum State<'a> {

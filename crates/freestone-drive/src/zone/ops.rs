@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::counts::{CLOSES, FINISHES, OPENS, RESETS};
-use super::durable::Mark;
 use super::lock::Guard;
+use super::mark::Mark;
 use super::queue::{Job, Turn};
 use super::states::{Change, Step};
 use super::{Inner, ZoneCondition};

@@ -3,12 +3,57 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::write::Write;
+use super::states::Place;
+use freestone_core::device::zoned::AppendCompletion;
+use freestone_core::device::{Completion, Error, IoBuf, Request, Result};
 use freestone_core::pin::wait;
 use freestone_core::sync::{Condvar, Mutex};
 
 /// Parts of the table of queues, so that zones seldom meet.
 const SHARDS: usize = 64;
+
+/// A submitted write, write of zeroes or append to one sequential zone.
+pub struct Write {
+    pub zone: u32,
+    pub place: Place,
+    /// Where it goes and what it is; of an append the offset is not known yet.
+    pub request: Request,
+    pub buffer: IoBuf,
+    pub done: Done,
+}
+
+/// Who is told of it.
+pub enum Done {
+    /// A write.
+    Io(Completion),
+    /// An append.
+    Append(AppendDone),
+}
+
+/// An append's completion. One that is dropped answers [`Error::Gone`].
+pub struct AppendDone(Option<AppendCompletion>);
+
+impl AppendDone {
+    /// Will call this.
+    pub fn new(done: AppendCompletion) -> Self {
+        Self(Some(done))
+    }
+
+    /// Answers the append.
+    pub fn complete(mut self, outcome: Result<u64>) {
+        if let Some(done) = self.0.take() {
+            done(outcome);
+        }
+    }
+}
+
+impl Drop for AppendDone {
+    fn drop(&mut self) {
+        if let Some(done) = self.0.take() {
+            done(Err(Error::Gone));
+        }
+    }
+}
 
 /// What waits for a zone.
 pub enum Job {

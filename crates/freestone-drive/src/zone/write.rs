@@ -4,55 +4,11 @@ use std::sync::Arc;
 
 use super::Inner;
 use super::lock::Guard;
-use super::queue::Job;
+use super::queue::{Done, Job, Write};
 use super::states::{Change, Place, Step};
 use super::word::Word;
-use freestone_core::device::zoned::AppendCompletion;
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::handoff::{Put, try_put};
-
-/// A submitted write, write of zeroes or append to one sequential zone.
-pub struct Write {
-    pub zone: u32,
-    pub place: Place,
-    /// Where it goes and what it is; of an append the offset is not known yet.
-    pub request: Request,
-    pub buffer: IoBuf,
-    pub done: Done,
-}
-
-/// Who is told of it.
-pub enum Done {
-    /// A write.
-    Io(Completion),
-    /// An append.
-    Append(AppendDone),
-}
-
-/// An append's completion. One that is dropped answers [`Error::Gone`].
-pub struct AppendDone(Option<AppendCompletion>);
-
-impl AppendDone {
-    /// Will call this.
-    pub fn new(done: AppendCompletion) -> Self {
-        Self(Some(done))
-    }
-
-    /// Answers the append.
-    pub fn complete(mut self, outcome: Result<u64>) {
-        if let Some(done) = self.0.take() {
-            done(outcome);
-        }
-    }
-}
-
-impl Drop for AppendDone {
-    fn drop(&mut self) {
-        if let Some(done) = self.0.take() {
-            done(Err(Error::Gone));
-        }
-    }
-}
 
 /// A write that the device below has.
 struct Begun {

@@ -4,8 +4,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::params::ParamsError;
-
 /// Largest dictionary that is read or trained.
 pub const DICTIONARY_BYTES_MAX: u64 = 1 << 20;
 /// Smallest dictionary that is trained: the library makes none that is smaller.
@@ -20,15 +18,9 @@ pub struct Dictionary {
 }
 
 impl Dictionary {
-    /// Reads a dictionary of any kind that zstd takes: trained, or just typical content.
-    pub(super) fn read(path: &Path) -> Result<Self, ParamsError> {
-        let failed = |error| ParamsError::Dictionary { path: path.into(), error };
-        let bytes = std::fs::metadata(path).map_err(failed)?.len();
-        if !(1..=DICTIONARY_BYTES_MAX).contains(&bytes) {
-            return Err(ParamsError::DictionarySize { path: path.into(), bytes });
-        }
-        let bytes = std::fs::read(path).map_err(failed)?;
-        Ok(Self { path: Some(path.into()), bytes: bytes.into() })
+    /// The content of a file: a dictionary of any kind that zstd takes, trained, or just typical content.
+    pub(super) fn of_file(path: &Path, bytes: Vec<u8>) -> Self {
+        Self { path: Some(path.into()), bytes: bytes.into() }
     }
 
     /// Trains a dictionary of at most `max_bytes` (never more than [`DICTIONARY_BYTES_MAX`]) on samples that lie one

@@ -1,7 +1,7 @@
 //! Algorithm names and their parameters, in the kernel's words.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use thiserror::Error;
@@ -110,7 +110,7 @@ impl Params {
     /// What was not understood.
     pub fn parse(text: &str) -> Result<Self, ParamsError> {
         let Words { level, dict, algo } = Words::parse(text)?;
-        let dictionary = dict.as_deref().map(Dictionary::read).transpose()?;
+        let dictionary = dict.as_deref().map(read_dictionary).transpose()?;
         Ok(Self { level, dictionary, algo })
     }
 
@@ -184,6 +184,15 @@ fn fits(
         (Some((min, _, max)), Some(level)) if (min..=max).contains(&level) => Ok(level),
         (Some((min, _, max)), Some(level)) => Err(ParamsError::LevelRange { algorithm, level, min, max }),
     }
+}
+
+fn read_dictionary(path: &Path) -> Result<Dictionary, ParamsError> {
+    let failed = |error| ParamsError::Dictionary { path: path.into(), error };
+    let bytes = std::fs::metadata(path).map_err(failed)?.len();
+    if !(1..=DICTIONARY_BYTES_MAX).contains(&bytes) {
+        return Err(ParamsError::DictionarySize { path: path.into(), bytes });
+    }
+    Ok(Dictionary::of_file(path, std::fs::read(path).map_err(failed)?))
 }
 
 /// The words that [`Params::parse`] takes; for a dictionary that was trained here, which has no path, what it is.

@@ -2,7 +2,6 @@
 //!
 //! A thread that was not started within [`run`] is left alone: for it everything behaves as `std`'s does.
 
-mod once;
 mod schedule;
 pub mod sync;
 pub mod thread;

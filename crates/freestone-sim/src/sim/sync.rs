@@ -5,11 +5,12 @@ use std::ops::{Deref, DerefMut};
 pub use std::sync::{Arc, Barrier, LockResult, PoisonError, TryLockError, TryLockResult, Weak};
 use std::time::Duration;
 
-pub use super::once::{LazyLock, OnceLock};
 use super::schedule;
+pub use once::{LazyLock, OnceLock};
 
 pub mod atomic;
 pub mod mpsc;
+mod once;
 
 /// The number by which those are found who wait for this.
 pub(super) fn key_of<T: ?Sized>(thing: &T) -> usize {

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use super::sync::{Mutex, PoisonError};
+use super::{Mutex, PoisonError};
 
 /// As `std::sync::OnceLock`.
 pub struct OnceLock<T> {
