@@ -1,5 +1,6 @@
 //! The rules of the project that a machine can check and clippy does not.
 
+mod circles;
 mod links;
 mod manifests;
 mod source;
@@ -50,6 +51,9 @@ pub fn run() -> Result<bool> {
         let Ok(text) = String::from_utf8(bytes) else { continue };
         texts += 1;
         problems.extend(check(&path, &text));
+        if is_root(&path) {
+            problems.extend(circles::of(&path)?);
+        }
     }
     problems.extend(manifests::locked()?);
     let figures = docs::problems()?;
@@ -59,6 +63,12 @@ pub fn run() -> Result<bool> {
     }
     println!("{texts} files, {} problems", problems.len());
     Ok(problems.is_empty())
+}
+
+/// Whether a crate's modules begin here.
+fn is_root(path: &Path) -> bool {
+    path.parent().is_some_and(|dir| dir.ends_with("src"))
+        && (path.ends_with("lib.rs") || path.ends_with("main.rs"))
 }
 
 fn check(path: &Path, text: &str) -> Vec<Problem> {
