@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use super::layer::Layer;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{LEAF_SLOTS, LOCATION_BITS, MAX_SLOTS, Word};
+use freestone_core::slot::{Kind, LEAF_SLOTS, LOCATION_BITS, MAX_SLOTS, Word};
 
 /// Sizes are sorted into buckets of so many bytes, as in the kernel.
 const BUCKET_BYTES: usize = 64;
@@ -35,6 +35,11 @@ impl Sizes {
 
 fn bucket(word: Word) -> usize {
     word.stored_bytes() / BUCKET_BYTES
+}
+
+/// Whether a page can go to the device: it has an object that is worth it.
+pub(super) fn is_spillable(word: Word) -> bool {
+    matches!(word.kind(), Kind::Compressed | Kind::Huge)
 }
 
 impl Layer {

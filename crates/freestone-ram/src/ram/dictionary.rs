@@ -8,21 +8,21 @@
 //! All of it happens in [steps](Shared::auto_recompress) of bounded work. The idle marks of pages, which are the user's, are
 //! neither used nor changed; as always, a page that does not get smaller with the highest priority is marked
 //! incompressible, so that it is not tried again and again.
-//!
-//! Lock order: `passes`, then `state`; under them as requests do.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::family::Shared;
+use super::auto::{Cursor, State};
 use super::layer::Layer;
-use super::recompress::{Attempt, Room, Target};
+use super::recompress::Target;
+use super::room::{Attempt, Room};
+use super::shared::Shared;
 use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
 use crate::pool::class::{CLASSES, class_of};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{AGES, Kind, MAX_SLOTS, Word};
-use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering, thread::JoinHandle};
+use freestone_core::sync::{Instant, Ordering};
 
 use crate::clock;
 
@@ -32,8 +32,6 @@ const STEP: Duration = Duration::from_millis(100);
 const STEP_LEAVES: u32 = 1024;
 /// Bytes of old objects without which no dictionary is trained.
 const LEAST_BYTES: u64 = 4 << 20;
-/// Pages of a sample: 8 MiB, and half a second of CPU for the training.
-const SAMPLE_PAGES: usize = 2048;
 /// Of so many pages of a sample one is kept to see what the dictionary is worth.
 const HELD_OUT: usize = 8;
 /// On real data 64 KiB pack 0.7 % worse, and 256 KiB, which take 2.3 MiB more memory, 0.1 % better.
@@ -53,61 +51,6 @@ pub struct AutoRecompressed {
     pub saved_bytes: u64,
     /// The dictionary's size; 0 as long as there is none, or where one is of no use on this disk's pages.
     pub dictionary_bytes: u64,
-}
-
-/// The state of the automatic mode.
-#[derive(Default)]
-pub(super) struct Auto {
-    state: Mutex<State>,
-    pages: AtomicU64,
-    saved_bytes: AtomicU64,
-}
-
-#[derive(Default)]
-struct State {
-    cursor: Cursor,
-    sample: Sample,
-    training: Option<JoinHandle<Option<Streams>>>,
-    retry_ms: u64,
-    room: Room,
-    /// The class to be packed next; 0 is none.
-    compacting: usize,
-}
-
-/// Where to go on: the layer, by its id, and the slot.
-#[derive(Default)]
-struct Cursor {
-    layer: u32,
-    slot: u64,
-}
-
-/// A sample of the pages that were shown, each as likely as any other, however many come.
-#[derive(Default)]
-struct Sample {
-    /// Pages, by layer and slot.
-    pages: Vec<(u32, u64)>,
-    seen: u64,
-    bytes: u64,
-    random: u64,
-}
-
-impl Sample {
-    fn offer(&mut self, page: (u32, u64), word: Word) {
-        self.seen += 1;
-        self.bytes += word.stored_bytes() as u64;
-        if self.pages.len() < SAMPLE_PAGES {
-            self.pages.push(page);
-            return;
-        }
-        // A splitmix generator: enough for a fair sample.
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-        let at = (mixed ^ mixed >> 31) % self.seen;
-        if let Some(place) = self.pages.get_mut(at as usize) {
-            *place = page;
-        }
-    }
 }
 
 impl Ram {
@@ -227,7 +170,7 @@ impl Shared {
                 damaged += 1;
                 return damaged < 16;
             };
-            if attempt == Attempt::NoRoom && room.make(self) {
+            if attempt == Attempt::NoRoom && room.is_worth_compacting() && self.compact() > 0 {
                 attempt = self.recompress_slot(layer, slot, &target, &wants).unwrap_or(Attempt::NoRoom);
             }
             if let Attempt::Shrunk { from, to } = attempt {

@@ -1,5 +1,6 @@
 //! The automatic mode, step by step.
 
+use super::super::auto::{SAMPLE_PAGES, Sample};
 use super::super::tests::config;
 use super::super::{Config, Recompress, RecompressError, Secondary};
 use super::*;

@@ -3,69 +3,22 @@
 //!
 //! Every device is charged for its own objects, can be given a cap of its own, and a guarantee: memory of the family that
 //! the others leave to it.
-//!
-//! Lock order: `limits` or `passes`, then a slot; under a slot a compression stream or the pool's locks, one after the
-//! other. Requests take neither of the first two.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-use super::config::{Config, ForkConfig, Secondary, SetupError, round_fork_size, round_size};
-use super::fetch::{Readers, Waiter};
-use super::keeper::Keeper;
-use super::layer::{Layer, Layers, Limits, pages_of};
+use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
+use super::layer::pages_of;
+use super::limits::Limits;
 use super::parent::{Base, Parent};
-use super::retire::{Removals, Retiring};
-use super::rounds::Rounds;
-use super::writeback::WritebackError;
-use super::{PAGE, Ram, dictionary};
-use crate::age::Ages;
+use super::shared::Shared;
+use super::{PAGE, Ram, threads};
 use crate::clock::{self, Ticks};
-use crate::codec::{Codecs, PRIORITIES, Streams};
-use crate::pool::{self, BackRef, Pool};
-use crate::spill::store::Store;
 use freestone_core::device::Device;
-use freestone_core::slot::{Common, Flights, SlotGuard};
-use freestone_core::sync::{AtomicU64, Mutex, Ordering};
-
-/// Least cap of a device.
-const CAP_BYTES_MIN: u64 = 64 << 10;
+use freestone_core::sync::Ordering;
 
 /// What its devices have in common. Clones are handles to one family.
 #[derive(Clone)]
 pub struct Family(pub(super) Arc<Shared>);
-
-/// What the devices of a family share.
-pub(super) struct Shared {
-    pub common: Arc<Common>,
-    pub layers: Layers,
-    pub retiring: Retiring,
-    pub flights: Flights<Waiter>,
-    pub pool: Pool,
-    pub codecs: Codecs,
-    pub ages: Ages,
-    /// The backing device.
-    pub store: Option<Arc<Store>>,
-    pub keeper: Arc<Keeper>,
-    pub readers: Readers,
-    pub auto: dictionary::Auto,
-    /// Pages that compaction has returned to the system.
-    pub compacted: AtomicU64,
-    /// As it was made; `mem_limit` may have changed.
-    pub config: Config,
-    mem_limit: AtomicU64,
-    /// Bytes that are kept for devices which have less than what is guaranteed to them.
-    kept: AtomicU64,
-    /// Held by whoever takes pages out of memory or recompresses them, for the whole of that.
-    pub passes: Mutex<()>,
-    /// The block at which the next step of reclaiming holes begins.
-    pub reclaim_cursor: Mutex<u64>,
-    pub removals: Removals,
-    pub rounds: Mutex<Rounds>,
-    /// What keeps pages from being spilled, as it was logged last.
-    pub hindrance: Mutex<Option<WritebackError>>,
-    /// Taken to change limits; what is guaranteed to whom.
-    limits: Mutex<Vec<Weak<Limits>>>,
-}
 
 /// A family's numbers, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -116,7 +69,7 @@ impl Family {
         let mem_limit = config.mem_limit;
         let shared = Shared::new(config, backing)?;
         if shared.store.is_some() || shared.config.auto_recompress.is_some() {
-            shared.keeper.start(&shared).map_err(SetupError::Thread)?;
+            threads::start(&shared).map_err(SetupError::Thread)?;
             let keeper = Arc::clone(&shared.keeper);
             shared.pool.on_alarm(Box::new(move || keeper.kick()));
         }
@@ -152,7 +105,7 @@ impl Family {
             return Err(SetupError::ZonedBase);
         }
         // Reads of the base may have to wait.
-        self.0.keeper.start(&self.0).map_err(SetupError::Thread)?;
+        threads::start(&self.0).map_err(SetupError::Thread)?;
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
@@ -189,50 +142,6 @@ impl Family {
 }
 
 impl Shared {
-    /// A family of which nobody knows yet: no thread works for it.
-    pub fn new(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Arc<Self>, SetupError> {
-        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
-        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
-            if let Some(Secondary { algorithm, params }) = secondary {
-                if priority == PRIORITIES && config.auto_recompress.is_some() {
-                    return Err(SetupError::PriorityTaken(*algorithm));
-                }
-                codecs
-                    .set(priority, Streams::shared(*algorithm, params)?)
-                    .map_err(|_| SetupError::NoMemory)?;
-            }
-        }
-        let store = match backing {
-            None => None,
-            Some((device, packed)) => {
-                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
-            }
-        };
-        Ok(Arc::new(Self {
-            common: Arc::new(Common::new()?),
-            layers: Layers::default(),
-            retiring: Retiring::default(),
-            flights: Flights::default(),
-            pool: Pool::new()?,
-            codecs,
-            ages: Ages::default(),
-            store,
-            keeper: Arc::default(),
-            readers: Readers::default(),
-            auto: dictionary::Auto::default(),
-            compacted: AtomicU64::new(0),
-            config,
-            mem_limit: AtomicU64::new(0),
-            kept: AtomicU64::new(0),
-            passes: Mutex::default(),
-            reclaim_cursor: Mutex::default(),
-            removals: Removals::default(),
-            rounds: Mutex::default(),
-            hindrance: Mutex::default(),
-            limits: Mutex::default(),
-        }))
-    }
-
     /// A disk over something.
     pub fn fork(
         self: &Arc<Self>,
@@ -248,70 +157,6 @@ impl Shared {
         self.set_device_limits(&limits, config.mem_limit, config.mem_min)?;
         Ram::make(self, round_fork_size(size)?, parent, limits)
     }
-
-    /// Sets a device's cap (0 is none) and what is guaranteed to it.
-    ///
-    /// # Errors
-    /// A guarantee above the cap, or above what the family's limit leaves beside other guarantees.
-    pub fn set_device_limits(&self, limits: &Arc<Limits>, cap: u64, least: u64) -> Result<(), SetupError> {
-        if (1..CAP_BYTES_MIN).contains(&cap) {
-            return Err(SetupError::CapTooSmall(cap));
-        }
-        if cap > 0 && least > cap {
-            return Err(SetupError::GuaranteeAboveCap { guarantee: least, cap });
-        }
-        let mut all = self.limits.lock();
-        // Most devices have no guarantee, and are not looked at.
-        if least > 0 || limits.least() > 0 {
-            all.retain(|known| {
-                known.strong_count() > 0 && !std::ptr::eq(known.as_ptr(), Arc::as_ptr(limits))
-            });
-            let others: u64 = all.iter().filter_map(Weak::upgrade).map(|other| other.least()).sum();
-            let total = self.mem_limit();
-            if least > 0 && (total == 0 || others.saturating_add(least) > total) {
-                if limits.least() > 0 {
-                    all.push(Arc::downgrade(limits));
-                }
-                return Err(SetupError::Guarantee { wanted: least, left: total.saturating_sub(others) });
-            }
-            all.push(Arc::downgrade(limits));
-        }
-        limits.set_cap(if cap == 0 { u64::MAX } else { cap });
-        limits.set_least(least);
-        Ok(())
-    }
-
-    fn guaranteed(&self) -> u64 {
-        self.limits.lock().iter().filter_map(Weak::upgrade).map(|limits| limits.least()).sum()
-    }
-
-    pub fn mem_limit(&self) -> u64 {
-        // Relaxed: shown only.
-        self.mem_limit.load(Ordering::Relaxed)
-    }
-
-    /// Counts what is kept for a layer; wraps where that gets less.
-    pub fn add_kept(&self, bytes: u64) {
-        // Relaxed: a hint to those who look for memory.
-        self.kept.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Pages that are kept for devices which have less than what is guaranteed to them.
-    pub fn kept_pages(&self) -> u64 {
-        // Relaxed: a hint. Objects do not fill pages.
-        pages_of(self.kept.load(Ordering::Relaxed).saturating_mul(9) / 8)
-    }
-
-    /// Pages that this layer must leave to others.
-    #[inline]
-    pub fn kept_from(&self, layer: &Layer) -> u64 {
-        // Relaxed: a hint.
-        match self.kept.load(Ordering::Relaxed) {
-            0 => 0,
-            // Objects do not fill pages.
-            kept => pages_of(kept.saturating_sub(layer.kept()).saturating_mul(9) / 8),
-        }
-    }
 }
 
 impl Ticks for Shared {
@@ -320,26 +165,5 @@ impl Ticks for Shared {
         // What others freed meanwhile; what is late is answered by the runner, as this thread is everybody's.
         self.keeper.memory_freed();
         self.hand_over_late_reads();
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.keeper.stop();
-    }
-}
-
-impl pool::Owners for Shared {
-    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
-        let _ = self.at(owner, |_, guard| work(guard));
-    }
-}
-
-impl Shared {
-    /// Locks the slot that `owner` names, if its layer is still there.
-    pub fn at<R>(&self, owner: BackRef, work: impl FnOnce(&Arc<Layer>, SlotGuard<'_>) -> R) -> Option<R> {
-        let layer = self.layers.get(owner.table())?;
-        let leaf = layer.table().leaf(owner.slot())?;
-        Some(work(&layer, leaf.lock(owner.slot())))
     }
 }

@@ -19,11 +19,11 @@
 
 use std::sync::Arc;
 
-use super::family::Shared;
-use super::fetch::Waiter;
 use super::job::Job;
 use super::layer::Layer;
+use super::shared::Shared;
 use super::stats::counter;
+use super::waiter::{Waiter, Wanted};
 use super::{Ram, piece};
 use crate::codec::Page;
 use crate::pool::BackRef;
@@ -39,16 +39,6 @@ use freestone_core::{PAGE_BYTES, pin};
 const READ_BLOCKS_MAX: u64 = 64;
 /// Blocks between two objects that are read along, rather than asked for by two requests.
 const GAP_BLOCKS: u64 = 4;
-
-/// A page that is to be read from the device.
-pub(super) struct Wanted {
-    slot: u64,
-    flight: u64,
-    /// Whose it is by its header on the device.
-    header_owner: u64,
-    /// What its slot held.
-    word: Word,
-}
 
 impl Shared {
     /// Reads pages that are in flight, near ones together.
@@ -215,7 +205,8 @@ impl Shared {
         let owner = BackRef::from_bits(owner);
         let layer = self.layers.get(owner.table())?;
         let room = layer.has_room(object.len());
-        let location = room.then(|| self.pool.store(object, owner, self.kept_from(&layer)).ok()).flatten();
+        let location =
+            room.then(|| self.pool.store(object, owner, self.layers.kept_from(&layer)).ok()).flatten();
         if location.is_none() {
             self.keeper.kick();
         }
@@ -235,7 +226,7 @@ impl Shared {
                 None => held.touched(now),
             });
             if let Some(back) = back {
-                layer.account_back(self, back);
+                layer.account_back(&self.layers, back);
             }
             Some(landed)
         });

@@ -7,75 +7,21 @@
 use std::sync::Arc;
 
 use super::chain::View;
-use super::fault_in::Wanted;
 use super::job::Job;
 use super::layer::Layer;
 use super::parent::{Base, Parent};
+use super::waiter::{Fetch, Fetching, Piece, Waiter, Wanted};
 use super::{Inner, PAGE, Ram, piece};
-use crate::codec::Page;
-use freestone_core::device::{Buffer, Completion, Device, Error, IoBuf, Request, Result, Tried};
+use freestone_core::device::{Buffer, Completion, IoBuf, Request, Result, Tried};
 use freestone_core::pin::Pin;
 use freestone_core::slot::{Kind, SlotGuard};
-use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+use freestone_core::sync::Mutex;
 use freestone_core::{PAGE_BYTES, pin};
 
 /// Pages that a read asks for at once.
 const FETCH_PAGES: u64 = 256;
 /// Pages that are read ahead of a sequential reader.
 const AHEAD_PAGES: u64 = 64;
-/// Sequential readers that are known at once.
-const READERS: usize = 8;
-
-/// Who waits for a slot in flight.
-pub(super) enum Waiter {
-    /// A read that wants the page's content.
-    Page(Arc<Fetch>, Piece),
-    /// Another request, which will try again; for a page of the device's own, or for one that lies below it.
-    Retry { ram: Ram, job: Job, is_own: bool },
-}
-
-/// A part of a page, and where it goes in a request's buffer.
-#[derive(Clone, Copy)]
-pub(super) struct Piece {
-    at: usize,
-    from: usize,
-    len: usize,
-}
-
-/// A read that waits for pages.
-pub(super) struct Fetch {
-    pub ram: Ram,
-    state: Mutex<Fetching>,
-}
-
-/// Lock order: `state` is taken before a slot while pages are gathered, and with no slot held when they arrive.
-struct Fetching {
-    job: Option<Job>,
-    /// Bytes that are done when nothing is pending any more.
-    bytes: u64,
-    pending: usize,
-    error: Option<Error>,
-}
-
-/// Where sequential readers are expected next.
-#[derive(Default)]
-pub(super) struct Readers {
-    next: [AtomicU64; READERS],
-    turn: AtomicU64,
-}
-
-impl Readers {
-    /// Whether a read of `[first, end)` goes on where another ended.
-    fn is_sequential(&self, first: u64, end: u64) -> bool {
-        // Relaxed: a guess. 0 is nobody.
-        let known = self.next.iter().find(|next| first != 0 && next.load(Ordering::Relaxed) == first);
-        // Relaxed: whose place is taken does not matter.
-        let turn = || self.turn.fetch_add(1, Ordering::Relaxed) as usize % READERS;
-        // Relaxed: as above.
-        known.unwrap_or_else(|| &self.next[turn()]).store(end, Ordering::Relaxed);
-        known.is_some()
-    }
-}
 
 /// Where the page of a slot is for a request that could not get it at once.
 pub(super) enum Place<'a> {
@@ -173,7 +119,7 @@ impl Ram {
             let Fetching { job: Some(job), error, .. } = &mut *fetching else { return None };
             let into = job.buffer.get_mut(piece.at..piece.at + piece.len)?;
             let request = Request::read(slot * PAGE + piece.from as u64, piece.len as u64);
-            let waits = match self.try_io(&request, Buffer::Read(into)) {
+            let waits = match self.0.try_io(&request, Buffer::Read(into)) {
                 // A base may give a part of it.
                 Ok(tried) => tried != Tried::Done,
                 Err(failed) => {
@@ -261,36 +207,6 @@ impl BaseRun {
                 base.device.submit(Request::read(first * PAGE, len), buffer, done);
             }
             Err(error) => deliver(Err(error), &[]),
-        }
-    }
-}
-
-impl Fetch {
-    /// One pending page has come, or failed; the last one carries the request on.
-    pub(super) fn deliver(&self, piece: Option<Piece>, outcome: Result<Option<&Page>>) {
-        let mut fetching = self.state.lock();
-        match (outcome, piece, &mut fetching.job) {
-            (Ok(Some(page)), Some(Piece { at, from, len }), Some(job)) => {
-                job.buffer[at..at + len].copy_from_slice(&page[from..from + len]);
-            }
-            (Err(error), ..) => fetching.error = fetching.error.or(Some(error)),
-            _ => {}
-        }
-        fetching.pending -= 1;
-        if fetching.pending > 0 {
-            return;
-        }
-        let (Some(mut job), bytes, error) = (fetching.job.take(), fetching.bytes, fetching.error) else {
-            return;
-        };
-        drop(fetching);
-        match error {
-            Some(error) => job.done.complete(Err(error), job.buffer),
-            None if bytes == job.request.len => job.done.complete(Ok(()), job.buffer),
-            None => {
-                job.advance(bytes);
-                self.ram.0.family.keeper.resume(self.ram.clone(), job);
-            }
         }
     }
 }

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::Ram;
-use super::family::Shared;
+use super::candidates::is_spillable;
 use super::layer::Layer;
-use super::pass::is_spillable;
+use super::shared::Shared;
 use crate::clock::{self, now_ms};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{LEAF_SLOTS, Word};

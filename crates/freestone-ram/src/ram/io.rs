@@ -1,53 +1,23 @@
 //! The request path of a disk, fork or snapshot, and how far one call of it goes.
 
 use super::chain::View;
-use super::pages::{PageResult, Part, Patched, Waits};
-use super::parent::Parent;
-use super::retire::Hope;
+use super::job::Part;
+use super::pages::{PageResult, Patched};
+use super::parent::{Look, Parent, Waits};
+use super::removals::Hope;
 use super::stats::counter;
-use super::{Inner, Job, LOGICAL_BLOCK_BYTES, PAGE, Ram, next_multiple, piece};
+use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, next_multiple, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
-use freestone_core::device::{
-    self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
-};
+use freestone_core::device::{self, Buffer, Error, Geometry, Op, Request, Tried};
 use freestone_core::handoff::progress;
 use freestone_core::pin;
 use freestone_core::slot::{LEAF_SLOTS, Table, Word};
 
 /// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the algorithm says.)
-pub(super) const TRY_READ_PAGES: u64 = 256;
+const TRY_READ_PAGES: u64 = 256;
 /// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an object.
 const TRY_FREE_LEAVES: u32 = 2;
-
-impl Device for Ram {
-    fn geometry(&self) -> Geometry {
-        self.0.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
-        self.0.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.go(Job::new(request, buffer, done));
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.read_ahead(offset, len);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
-        match offset.checked_add(len) {
-            Some(end) if len > 0 && end <= self.0.size() => self.0.extents(offset, end, row),
-            _ => Err(Error::OutOfRange),
-        }
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        (self.is_snapshot() || self.is_fork()).then_some(self)
-    }
-}
 
 /// What an attempt at a request came to.
 pub(super) enum Attempt {
@@ -87,7 +57,7 @@ impl Inner {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+    pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
         self.attempt(request, buffer).map(|attempt| match attempt {
             Attempt::Tried(tried) => tried,
             Attempt::Frozen | Attempt::Removing => Tried::WouldBlock,
@@ -162,7 +132,7 @@ impl Inner {
         }
     }
 
-    /// What a write that found no memory can hope for. `ended`: see [`Removals::hope`](super::retire::Removals::hope).
+    /// What a write that found no memory can hope for. `ended`: see [`Removals::hope`](super::removals::Removals::hope).
     #[cold]
     pub(super) fn hope(&self, ended: &mut u64) -> Hope {
         self.family.removals.hope(ended)
@@ -194,6 +164,32 @@ impl Inner {
             done = stop;
         }
         Ok(progress(done, len))
+    }
+
+    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
+    /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
+    /// does not change.
+    fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+        let len = into.len() as u64;
+        let target = len.min(TRY_READ_PAGES * PAGE) as usize;
+        let mut done = 0;
+        while done < target {
+            let at = offset + done as u64;
+            let (read, look) = pin::pinned(|pin| self.look(pin, at, &mut into[done..target]))?;
+            done += read;
+            match look {
+                Look::All => {}
+                Look::Waits => break,
+                Look::Base(base, bytes) => {
+                    let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
+                    done += read;
+                    if read == 0 {
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(progress(done as u64, len))
     }
 
     fn write(&self, view: &View, offset: u64, data: &[u8]) -> device::Result<Step> {

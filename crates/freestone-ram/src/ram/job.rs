@@ -1,16 +1,9 @@
-//! Requests that were submitted: how they are carried on, and what they wait for when they change content.
+//! A submitted request, and how far it came.
 
-use super::fetch::{Place, Queued, Waiter, locate};
-use super::io::Attempt;
-use super::pages::Part;
-use super::parent::Base;
-use super::retire::Hope;
-use super::stats::counter;
-use super::{PAGE, Ram, piece};
+use super::{PAGE, piece};
 use crate::codec::Page;
-use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
-use freestone_core::slot::{Kind, Word};
-use freestone_core::{PAGE_BYTES, pin};
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{Completion, IoBuf, Op, Request};
 
 /// A submitted request, and how far it came.
 pub(super) struct Job {
@@ -18,9 +11,9 @@ pub(super) struct Job {
     pub at: usize,
     pub buffer: IoBuf,
     pub done: Completion,
-    last_try: bool,
-    /// What was last said of [removals](super::retire::Removals::hope).
-    ended: u64,
+    pub last_try: bool,
+    /// What was last said of [removals](super::removals::Removals::hope).
+    pub ended: u64,
 }
 
 impl Job {
@@ -59,173 +52,19 @@ impl Job {
     }
 }
 
-impl Ram {
-    /// Begins a request. Where it does not have to wait, the runner carries on with it; a family without one never waits.
-    pub(super) fn go(&self, mut job: Job) {
-        while let Some(rest) = self.slice(job) {
-            if self.0.family.keeper.is_running() {
-                return self.0.family.keeper.resume(self.clone(), rest);
-            }
-            job = rest;
+/// What is written into a part of a page.
+#[derive(Clone, Copy)]
+pub(super) enum Part<'a> {
+    Data(&'a [u8]),
+    Zeroes(usize),
+}
+
+impl Part<'_> {
+    /// Puts it into the page, at `from`.
+    pub fn put(&self, from: usize, page: &mut Page) {
+        match self {
+            Self::Data(data) => page[from..from + data.len()].copy_from_slice(data),
+            Self::Zeroes(len) => page[from..from + len].fill(0),
         }
-    }
-
-    /// Carries on with a request for a bounded time. What is returned can go on at once.
-    pub(super) fn slice(&self, mut job: Job) -> Option<Job> {
-        let buffer = match job.request.op {
-            Op::Read => job.buffer.get_mut(job.at..).map_or(Buffer::None, Buffer::Read),
-            Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
-            _ => Buffer::None,
-        };
-        match self.0.attempt(&job.request, buffer) {
-            Ok(Attempt::Tried(Tried::Done)) => job.done.complete(Ok(()), job.buffer),
-            Ok(Attempt::Tried(Tried::Partly(bytes))) => {
-                job.advance(bytes);
-                return Some(job);
-            }
-            Ok(Attempt::Frozen) => return self.wait_for_thaw(job),
-            Ok(Attempt::Removing) => return self.wait_for_removal(job),
-            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Read => self.fetch(job),
-            Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
-                return self.wait_for_page(job);
-            }
-            // A discard needs no memory: its page has landed meanwhile.
-            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => return Some(job),
-            Ok(Attempt::Tried(Tried::WouldBlock)) => self.wait_for_memory(job),
-            Err(error) => job.done.complete(Err(error), job.buffer),
-        }
-        None
-    }
-
-    /// Has a request wait for something after which the runner carries on with it.
-    fn wait_on_runner(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
-        match self.0.family.keeper.start(&self.0.family) {
-            Ok(()) => wait(job),
-            Err(error) => {
-                tracing::error!(%error, "no thread for requests that wait");
-                self.fail_write(job, Error::NoMemory);
-                None
-            }
-        }
-    }
-
-    /// A request that changes content goes on when no snapshot is just beginning.
-    fn wait_for_thaw(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
-    }
-
-    /// A request that found no memory goes on when a removed device has given back its own.
-    fn wait_for_removal(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.family.removals.wait(self, job))
-    }
-
-    /// Whether it is its page that a request could not go on without; else it is memory.
-    fn waits_for_page(&self, job: &Job) -> bool {
-        let slot = job.slot();
-        pin::pinned(|pin| {
-            let view = self.0.view.load(pin);
-            let own = view.layer.table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot));
-            match own.kind() {
-                Kind::InFlight => true,
-                Kind::Spilled => job.needs_content(),
-                Kind::Empty if job.needs_content() => {
-                    locate(view, pin, slot, |place| !matches!(place, Place::Here))
-                }
-                _ => false,
-            }
-        })
-    }
-
-    pub(super) fn wait_for_memory(&self, mut job: Job) {
-        let family = &self.0.family;
-        if !job.last_try {
-            return family.keeper.wait_for_memory(self.clone(), job);
-        }
-        // What a removed device has, in memory and on the backing device, is no room for one that is at its own cap.
-        let has_room = self.0.layer().has_room(PAGE_BYTES);
-        let hope = if has_room { self.0.hope(&mut job.ended) } else { Hope::None };
-        let job = Job { last_try: false, ..job };
-        let job = match hope {
-            Hope::Later => self.wait_for_removal(job),
-            Hope::Again => Some(job),
-            // Of what is being freed something is on its way from the backing device.
-            Hope::None if has_room && family.is_freeing() => {
-                return family.keeper.wait_for_tick(self.clone(), job);
-            }
-            Hope::None => return self.fail_write(job, Error::NoSpace),
-        };
-        if let Some(job) = job {
-            family.keeper.resume(self.clone(), job);
-        }
-    }
-
-    /// Queues a request on the page at which it stands; has the page read if it needs the content. Returned: it need not
-    /// wait any more.
-    fn wait_for_page(&self, job: Job) -> Option<Job> {
-        let slot = job.slot();
-        let mut job = Some(job);
-        let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
-        match self.0.queue(slot, waiter) {
-            Some(Queued::Wanted(wanted)) => self.0.family.read(vec![wanted]),
-            Some(Queued::Base(base)) => self.change_over(&base, slot, job.take()?),
-            Some(Queued::Waits) | None => {}
-        }
-        job
-    }
-
-    /// Has a page read from the base, and then changed as the request says.
-    fn change_over(&self, base: &Base, slot: u64, job: Job) {
-        let len = (base.size - slot * PAGE).min(PAGE);
-        let buffer = match IoBuf::zeroed(len as usize) {
-            Ok(buffer) => buffer,
-            Err(error) => return job.done.complete(Err(error), job.buffer),
-        };
-        let ram = self.clone();
-        let done = Completion::new(move |outcome: Result<()>, buffer: IoBuf| {
-            if let Err(error) = outcome {
-                return job.done.complete(Err(error), job.buffer);
-            }
-            let mut page = [0; PAGE_BYTES];
-            page[..buffer.len()].copy_from_slice(&buffer);
-            ram.put_over(job, &mut page);
-        });
-        base.device.submit(Request::read(slot * PAGE, len), buffer, done);
-    }
-
-    /// Does a request's change of a part of a page, of which `below` is the content as it lies below the device. Where the
-    /// device has the page itself by now, or writers are held up, the request tries again.
-    pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
-        let slot = job.slot();
-        let (_, from, len) = piece(job.request.offset, job.request.len);
-        job.part(len).put(from, parent);
-        let error = match self.0.put_over(slot, parent) {
-            Some(Ok(Ok(()))) => return self.done_with_page(job, len),
-            Some(Ok(Err(error))) => error,
-            Some(Err(_)) => return self.wait_for_memory(job),
-            None => return self.0.family.keeper.resume(self.clone(), job),
-        };
-        let hope = if error == Error::NoSpace { self.0.hope(&mut job.ended) } else { Hope::None };
-        let job = match hope {
-            Hope::None => return self.fail_write(job, error),
-            Hope::Again => Some(job),
-            Hope::Later => self.wait_for_removal(job),
-        };
-        if let Some(job) = job {
-            self.0.family.keeper.resume(self.clone(), job);
-        }
-    }
-
-    pub(super) fn fail_write(&self, job: Job, error: Error) {
-        self.0.counters.add(counter::FAILED_WRITES, 1);
-        job.done.complete(Err(error), job.buffer);
-    }
-
-    /// A request has changed `len` bytes of the page at which it stood.
-    pub(super) fn done_with_page(&self, mut job: Job, len: usize) {
-        if job.request.len == len as u64 {
-            return job.done.complete(Ok(()), job.buffer);
-        }
-        job.advance(len as u64);
-        self.0.family.keeper.resume(self.clone(), job);
     }
 }

@@ -1,19 +1,14 @@
-//! The threads of a family that has to wait for a device: the *keeper* does the background's work (see
-//! [`rounds`](super::rounds)) and waits for the backing device; the *runner* carries on requests that waited, in slices,
-//! so that none holds up the others, and does what must not be done on a thread of a device. Both hold the family by a
-//! weak reference while they have nothing to do.
+//! What the [threads](super::threads) of a family are told, and who waits for what they do.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::PoisonError;
 
 use super::Ram;
-use super::family::Shared;
-use super::fault_in::Wanted;
 use super::job::Job;
+use super::waiter::Wanted;
 use crate::clock::{TICK, now_ms};
 use crate::spill::reads::Late;
-use freestone_core::sync::{Condvar, Mutex, MutexGuard, thread};
+use freestone_core::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the two threads are told. The family owns it, they share it.
 ///
@@ -36,12 +31,8 @@ struct State {
     running: bool,
 }
 
-/// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to wait for it, and a neighbour that
-/// does not is held up less: it kept 0.75 of its speed at 0. Parent, what else the machine does would hold up the spilling.
-const NICE: i32 = 10;
-
 /// Something for the runner.
-enum Task {
+pub(super) enum Task {
     /// A request goes on.
     Resume(Ram, Job),
     /// Pages that could not be read together are read one by one.
@@ -57,19 +48,21 @@ impl Keeper {
         self.state.lock()
     }
 
-    /// Starts the threads, unless they run.
-    pub fn start(self: &Arc<Self>, shared: &Arc<Shared>) -> std::io::Result<()> {
+    /// Has the threads started, unless they run.
+    pub fn start(
+        &self,
+        runner: impl FnOnce() -> std::io::Result<()>,
+        keeper: impl FnOnce() -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
         let mut state = self.lock();
         if state.running {
             return Ok(());
         }
-        let (runner, family) = (Arc::clone(self), Arc::downgrade(shared));
-        thread::Builder::new().name("runner".into()).spawn(move || runner.run(&family))?;
-        let (keeper, family) = (Arc::clone(self), Arc::downgrade(shared));
-        let started = thread::Builder::new().name("keeper".into()).spawn(move || keeper.keep(&family));
+        runner()?;
+        let started = keeper();
         // A runner alone can do what requests need.
         state.running = true;
-        started.map(drop)
+        started
     }
 
     /// Whether there is somebody to carry on with requests.
@@ -175,72 +168,31 @@ impl Keeper {
         state.kick || !state.waiting.is_empty()
     }
 
-    fn run(&self, family: &Weak<Shared>) {
+    /// Waits for what the runner has to do next. `None`: it is to end.
+    pub fn next_task(&self) -> Option<Task> {
         let mut state = self.lock();
         loop {
-            match state.ready.pop_front() {
-                Some(task) => {
-                    drop(state);
-                    // A completion that panics ends its request, not the disk.
-                    let _ = catch_unwind(AssertUnwindSafe(|| self.carry_out(task, family)));
-                    state = self.lock();
-                }
-                None if state.stop => return,
-                None => state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner),
+            if let Some(task) = state.ready.pop_front() {
+                return Some(task);
             }
+            if state.stop {
+                return None;
+            }
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn carry_out(&self, task: Task, family: &Weak<Shared>) {
-        match task {
-            Task::Resume(ram, job) => {
-                if let Some(job) = ram.slice(job) {
-                    self.resume(ram, job);
-                }
-            }
-            Task::Reread(wanted) => {
-                if let Some(family) = family.upgrade() {
-                    family.read_one_by_one(wanted);
-                }
-            }
-            Task::StartReads => {
-                if let Some(store) = family.upgrade().and_then(|family| family.store.clone()) {
-                    store.start_reads();
-                }
-            }
-            Task::Fail(late) => late.into_iter().for_each(Late::give_up),
+    /// Waits until there may be something for the keeper, for a tick after `last_tick` at most. Returns whether requests wait for
+    /// memory; `None`: it is to end.
+    pub fn next_round(&self, last_tick: u64) -> Option<bool> {
+        let mut state = self.lock();
+        while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {
+            state = self.kicked.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
-
-    fn keep(&self, family: &Weak<Shared>) {
-        // No thread but ours is meant: without a process the call is for the calling thread.
-        if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-            tracing::debug!("the thread that spills keeps its priority: {error}");
+        if state.stop {
+            return None;
         }
-        let mut last_tick = now_ms();
-        loop {
-            let waiting = {
-                let mut state = self.lock();
-                while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {
-                    state = self.kicked.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner).0;
-                }
-                if state.stop {
-                    return;
-                }
-                state.kick = false;
-                !state.waiting.is_empty()
-            };
-            let Some(family) = family.upgrade() else { return };
-            family.make_room(waiting);
-            if now_ms() - last_tick >= TICK.as_millis() as u64 {
-                last_tick = now_ms();
-                family.reclaim_if_worth_it();
-                family.auto_recompress();
-            }
-        }
+        state.kick = false;
+        Some(!state.waiting.is_empty())
     }
 }
-
-#[cfg(test)]
-#[path = "keeper_tests.rs"]
-pub(super) mod tests;

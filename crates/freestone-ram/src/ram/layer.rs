@@ -6,55 +6,19 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-use super::family::Shared;
-use super::rounds::Rounds;
+use super::keeper::Keeper;
+use super::limits::{Limits, high_mark};
+use super::outcome::Rounds;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device;
 use freestone_core::percpu::Counters;
-use freestone_core::slot::{Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
+use freestone_core::slot::{Common, Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 
 /// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun by, for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
-
-/// What of a family's memory a device may take, and what is kept for it; in bytes of charged objects. It goes with the
-/// device from layer to layer.
-pub(super) struct Limits {
-    /// Most; `u64::MAX` is no cap.
-    cap: AtomicU64,
-    /// What others leave to it while it has less.
-    least: AtomicU64,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { cap: AtomicU64::new(u64::MAX), least: AtomicU64::new(0) }
-    }
-}
-
-impl Limits {
-    pub fn cap(&self) -> u64 {
-        // Relaxed: a limit that changes at this moment counts from the next write on.
-        self.cap.load(Ordering::Relaxed)
-    }
-
-    pub fn set_cap(&self, bytes: u64) {
-        // Relaxed: as above.
-        self.cap.store(bytes, Ordering::Relaxed);
-    }
-
-    pub fn least(&self) -> u64 {
-        // Relaxed: as above.
-        self.least.load(Ordering::Relaxed)
-    }
-
-    pub fn set_least(&self, bytes: u64) {
-        // Relaxed: as above.
-        self.least.store(bytes, Ordering::Relaxed);
-    }
-}
 
 /// One version of a device's content: a table with its accounts.
 pub(super) struct Layer {
@@ -147,19 +111,19 @@ impl Layer {
     }
 
     /// It is no device's layer any more, but snapshots read it.
-    pub fn set_loose(&self, family: &Shared) {
-        self.set_state(family, LOOSE);
+    pub fn set_loose(&self, layers: &Layers) {
+        self.set_state(layers, LOOSE);
     }
 
     /// Nobody uses it any more.
-    pub fn retire(&self, family: &Shared) {
-        self.set_state(family, RETIRED);
+    pub fn retire(&self, layers: &Layers) {
+        self.set_state(layers, RETIRED);
     }
 
-    fn set_state(&self, family: &Shared, state: u32) {
+    fn set_state(&self, layers: &Layers, state: u32) {
         // Relaxed: see `limits` and `is_retired`.
         self.state.store(state, Ordering::Relaxed);
-        self.reckon(family);
+        self.reckon(layers);
     }
 
     pub fn get(&self, counter: usize) -> u64 {
@@ -200,7 +164,7 @@ impl Layer {
 
     /// Counts that a slot went from `old` to `new`.
     #[inline]
-    pub fn account(&self, family: &Shared, old: Word, new: Word) {
+    pub fn account(&self, layers: &Layers, old: Word, new: Word) {
         let delta = |f: fn(Word) -> bool| i64::from(f(new)) - i64::from(f(old));
         let add = |counter, delta| {
             if delta != 0 {
@@ -212,52 +176,52 @@ impl Layer {
         add(stored::SAME_PAGES, delta(|w| matches!(w.kind(), Kind::Same | Kind::Pattern)));
         add(stored::HUGE_PAGES, delta(|w| w.kind() == Kind::Huge));
         add(stored::HUGE_PAGES_SINCE, i64::from(new.kind() == Kind::Huge));
-        self.charge(family, charge_of(new) - charge_of(old));
+        self.charge(layers, charge_of(new) - charge_of(old));
     }
 
     /// Counts that a page left memory; it is still stored.
-    pub fn account_spilled(&self, family: &Shared, word: Word) {
+    pub fn account_spilled(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, -(word.stored_bytes() as i64));
         self.counters.add(stored::HUGE_PAGES, -i64::from(word.kind() == Kind::Huge));
-        self.charge(family, -charge_of(word));
+        self.charge(layers, -charge_of(word));
     }
 
     /// Counts that a spilled page is in memory again; it was counted as stored all the time.
-    pub fn account_back(&self, family: &Shared, word: Word) {
+    pub fn account_back(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, word.stored_bytes() as i64);
         self.counters.add(stored::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
         self.counters.add(stored::HUGE_PAGES, i64::from(word.kind() == Kind::Huge));
-        self.charge(family, charge_of(word));
+        self.charge(layers, charge_of(word));
     }
 
     #[inline]
-    fn charge(&self, family: &Shared, delta: i64) {
+    fn charge(&self, layers: &Layers, delta: i64) {
         if delta != 0
             && let Some(sum) = self.counters.add_and_take(stored::CHARGED_BYTES, delta, CHARGE_FOLD_BYTES)
         {
-            self.fold(family, sum);
+            self.fold(layers, sum);
         }
     }
 
     #[cold]
-    fn fold(&self, family: &Shared, sum: i64) {
+    fn fold(&self, layers: &Layers, sum: i64) {
         // Relaxed: a statistic, that limits look at.
         self.charged.fetch_add(sum as u64, Ordering::Relaxed);
         if self.least() > 0 {
-            self.reckon(family);
+            self.reckon(layers);
         }
-        if self.cap() != u64::MAX && self.charged() >= super::rounds::high_mark(self.cap()) {
-            family.keeper.kick();
+        if self.cap() != u64::MAX && self.charged() >= high_mark(self.cap()) {
+            layers.keeper.kick();
         }
     }
 
     /// Sees to it that the family keeps what is left of the guarantee.
-    pub fn reckon(&self, family: &Shared) {
+    pub fn reckon(&self, layers: &Layers) {
         self.kept.settle(
             // Relaxed: a change that is not seen here is seen by who made it; see `Kept`.
             || (self.least(), self.charged.load(Ordering::Relaxed)),
             |(least, _)| least.saturating_sub(self.charged()),
-            |more| family.add_kept(more),
+            |more| layers.add_kept(more),
         );
     }
 
@@ -314,9 +278,14 @@ fn charge_of(word: Word) -> i64 {
     }
 }
 
-/// The layers of a family by their tables' ids. Lock order: taken for a look or a change, nothing under it.
-#[derive(Default)]
-pub(super) struct Layers(RwLock<Map>);
+/// The layers of a family, and what is kept for them.
+pub(super) struct Layers {
+    /// By their tables' ids. Lock order: taken for a look or a change, nothing under it.
+    map: RwLock<Map>,
+    /// Bytes that are kept for devices which have less than what is guaranteed to them.
+    kept: AtomicU64,
+    keeper: Arc<Keeper>,
+}
 
 #[derive(Default)]
 struct Map {
@@ -327,9 +296,14 @@ struct Map {
 }
 
 impl Layers {
+    /// None yet. `keeper` is told where one is near its cap.
+    pub fn new(keeper: Arc<Keeper>) -> Self {
+        Self { map: RwLock::default(), kept: AtomicU64::new(0), keeper }
+    }
+
     /// An empty layer.
-    pub fn make(&self, family: &Shared, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
-        let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
+    pub fn make(&self, common: &Arc<Common>, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         // Numbers begin again after 2^28; those in use are passed over.
         while map.by_id.contains_key(&map.next) {
             map.next = (map.next + 1) % MAX_TABLE_ID;
@@ -337,7 +311,7 @@ impl Layers {
         let id = map.next;
         map.next = (id + 1) % MAX_TABLE_ID;
         let layer = Arc::new(Layer {
-            table: Table::new(id, Arc::clone(&family.common))?,
+            table: Table::new(id, Arc::clone(common))?,
             chain: AtomicU32::new(id),
             counters: Counters::default(),
             charged: AtomicU64::new(0),
@@ -348,7 +322,7 @@ impl Layers {
         });
         map.by_id.insert(id, Arc::clone(&layer));
         drop(map);
-        layer.reckon(family);
+        layer.reckon(self);
         Ok(layer)
     }
 
@@ -356,42 +330,65 @@ impl Layers {
     pub fn join(&self, layer: &Arc<Layer>, chain: u32) {
         // Relaxed: see `Layer::chain`.
         layer.chain.store(chain, Ordering::Relaxed);
-        let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         map.snapshots.entry(chain).or_default().push(Arc::clone(layer));
     }
 
     /// The layer with this id, while it is not freed.
     pub fn get(&self, id: u32) -> Option<Arc<Layer>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).by_id.get(&id).cloned()
+        self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.get(&id).cloned()
     }
 
     /// All layers, in the order of their ids.
     pub fn all(&self) -> Vec<Arc<Layer>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
+        self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
     }
 
     /// The layers of a chain: its origin, and its snapshots.
     pub fn of_chain(&self, chain: u32) -> Vec<Arc<Layer>> {
-        let map = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         let snapshots = map.snapshots.get(&chain).into_iter().flatten();
         map.by_id.get(&chain).into_iter().chain(snapshots).cloned().collect()
     }
 
     /// The first layer with this id or a higher one.
     pub fn at_or_after(&self, id: u32) -> Option<Arc<Layer>> {
-        let map = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.range(id..).next().map(|(_, layer)| Arc::clone(layer))
     }
 
     /// Whether no other layer is in use.
     pub fn is_alone(&self, id: u32) -> bool {
-        let map = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.values().all(|other| other.id() == id || other.is_retired())
+    }
+
+    /// Counts what is kept for a layer; wraps where that gets less.
+    fn add_kept(&self, bytes: u64) {
+        // Relaxed: a hint to those who look for memory.
+        self.kept.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Pages that are kept for devices which have less than what is guaranteed to them.
+    pub fn kept_pages(&self) -> u64 {
+        // Relaxed: a hint. Objects do not fill pages.
+        pages_of(self.kept.load(Ordering::Relaxed).saturating_mul(9) / 8)
+    }
+
+    /// Pages that this layer must leave to others.
+    #[inline]
+    pub fn kept_from(&self, layer: &Layer) -> u64 {
+        // Relaxed: a hint.
+        match self.kept.load(Ordering::Relaxed) {
+            0 => 0,
+            // Objects do not fill pages.
+            kept => pages_of(kept.saturating_sub(layer.kept()).saturating_mul(9) / 8),
+        }
     }
 
     /// Forgets a layer that is empty.
     pub fn remove(&self, id: u32) {
-        let mut map = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         let Some(layer) = map.by_id.remove(&id) else { return };
         if let Some(of_chain) = map.snapshots.get_mut(&layer.chain()) {
             of_chain.retain(|other| other.id() != id);

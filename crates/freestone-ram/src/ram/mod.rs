@@ -17,6 +17,7 @@
 //! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 
+mod auto;
 mod candidates;
 mod chain;
 mod config;
@@ -31,39 +32,49 @@ mod io;
 mod job;
 mod keeper;
 mod layer;
+mod limits;
 #[cfg(test)]
 mod model_tests;
+mod outcome;
 mod pages;
 mod parent;
 mod pass;
 mod reclaim;
 mod recompress;
+mod removals;
 mod retire;
+mod room;
 mod rounds;
+mod shared;
+mod snapshot;
 mod stats;
+mod submit;
 #[cfg(test)]
 mod tests;
+mod threads;
+mod waiter;
 mod writeback;
 
 use std::sync::Arc;
 
-pub use self::chain::PendingSnapshot;
 use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
 pub use self::dictionary::AutoRecompressed;
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 pub use self::extents::OverBase;
-use self::family::Shared;
 pub use self::family::{Family, FamilyStat};
 pub use self::idle::Idle;
-use self::job::Job;
-use self::layer::{Layer, Limits};
+use self::layer::Layer;
+use self::limits::Limits;
+pub use self::outcome::{WritebackError, Written};
 use self::parent::Parent;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
+use self::shared::Shared;
+pub use self::snapshot::PendingSnapshot;
 use self::stats::counter;
 pub use self::stats::{IoStat, Memory, MmStat, OverStat};
-pub use self::writeback::{BackingStat, BdStat, Writeback, WritebackError, Written};
+pub use self::writeback::{BackingStat, BdStat, Writeback};
 use freestone_core::PAGE_BYTES;
 use freestone_core::consistency_group::{self, NotInTime};
 use freestone_core::device::Device;
@@ -137,7 +148,7 @@ impl Ram {
         limits: Arc<Limits>,
     ) -> Result<Self, SetupError> {
         retire::pace();
-        let layer = family.layers.make(family, Arc::clone(&limits))?;
+        let layer = family.layers.make(&family.common, Arc::clone(&limits))?;
         let chain = Chain::new(layer, parent.clone());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             family: Arc::clone(family),
@@ -233,7 +244,7 @@ impl Ram {
             return Err(SetupError::Snapshot);
         }
         let _one = inner.changing.lock();
-        let layer = inner.family.layers.make(&inner.family, Arc::clone(&inner.limits))?;
+        let layer = inner.family.layers.make(&inner.family.common, Arc::clone(&inner.limits))?;
         let new = Chain::new(layer, inner.parent.clone());
         // Who sees the new content may write before the old one can be freed.
         inner.family.removal_begins();
@@ -325,7 +336,7 @@ impl Ram {
             return Err(SetupError::Snapshot);
         }
         self.0.family.set_device_limits(&self.0.limits, mem_limit, mem_min)?;
-        self.0.layer().reckon(&self.0.family);
+        self.0.layer().reckon(&self.0.family.layers);
         self.0.family.keeper.kick();
         Ok(())
     }
@@ -398,7 +409,7 @@ impl Drop for Inner {
         });
         // What was guaranteed to it can be given to others at once.
         self.limits.set_least(0);
-        layer.reckon(&self.family);
+        layer.reckon(&self.family.layers);
         let parent = std::mem::replace(&mut self.parent, Parent::Nothing);
         retire::device(&self.family, self.chain.get(), number, parent);
     }

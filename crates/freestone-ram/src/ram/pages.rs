@@ -2,20 +2,17 @@
 
 use std::cell::Cell;
 
+use super::candidates::is_spillable;
 use super::chain::View;
-use super::family::Shared;
+use super::job::Part;
 use super::layer::Layer;
-use super::parent::Look;
-use super::pass::is_spillable;
+use super::parent::{Look, Waits};
+use super::shared::Shared;
 use crate::codec::{Page, Scratch};
 use crate::pool::Pool;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
-
-/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
-/// to wait for a disk, or it needs memory that can be had only by spilling.
-pub(super) struct Waits;
 
 thread_local! {
     /// Size of the last object that this thread wrote: a guess at the next one's.
@@ -260,7 +257,7 @@ impl Shared {
         if !layer.has_room(object.len()) {
             return Err(Error::NoSpace);
         }
-        match self.pool.store(object, layer.owner(slot), self.kept_from(layer)) {
+        match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
             Err(Error::NoSpace) => self.store_after_freeing(layer, slot, object),
             stored => stored,
         }
@@ -271,7 +268,7 @@ impl Shared {
     fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
         loop {
             let freed = self.help_to_free();
-            match self.pool.store(object, layer.owner(slot), self.kept_from(layer)) {
+            match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
                 Err(Error::NoSpace) if freed => {}
                 stored => return stored,
             }
@@ -298,7 +295,7 @@ impl Shared {
         let new = packed.word(old.location()).with_age(self.ages.now());
         self.pool.overwrite(&mut guard, packed.bytes());
         guard.publish(new);
-        layer.account(self, old, new);
+        layer.account(&self.layers, old, new);
     }
 
     /// Puts another word into a locked slot of the device; what it held goes to the snapshot that needs it, or is freed. On
@@ -322,23 +319,6 @@ impl Shared {
     fn release_spilled(&self, word: Word) {
         if let Some(store) = &self.store {
             store.release(word.location(), word.spilled_bytes());
-        }
-    }
-}
-
-/// What is written into a part of a page.
-#[derive(Clone, Copy)]
-pub(super) enum Part<'a> {
-    Data(&'a [u8]),
-    Zeroes(usize),
-}
-
-impl Part<'_> {
-    /// Puts it into the page, at `from`.
-    pub fn put(&self, from: usize, page: &mut Page) {
-        match self {
-            Self::Data(data) => page[from..from + data.len()].copy_from_slice(data),
-            Self::Zeroes(len) => page[from..from + len].fill(0),
         }
     }
 }

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use super::pages::Waits;
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{self, Buffer, Device, Request, Tried};
-use freestone_core::handoff::progress;
 use freestone_core::pin::{self, Pin};
+
+/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
+/// to wait for a disk, or it needs memory that can be had only by spilling.
+pub(super) struct Waits;
 
 /// What an empty slot is read from. It does not change.
 #[derive(Clone)]
@@ -144,7 +146,12 @@ pub(super) enum Look<'a> {
 impl Inner {
     /// Reads from `offset` on what is in memory, of a device that lies over something, or of a snapshot; how many bytes that were,
     /// and why there was an end.
-    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+    pub(super) fn look<'a>(
+        &'a self,
+        pin: &Pin<'_>,
+        offset: u64,
+        into: &mut [u8],
+    ) -> device::Result<(usize, Look<'a>)> {
         let view = self.view.load(pin);
         let mut done = 0;
         while done < into.len() {
@@ -185,31 +192,5 @@ impl Inner {
             }
         }
         Ok((done, Look::All))
-    }
-
-    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
-    /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
-    /// does not change.
-    pub(super) fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
-        let len = into.len() as u64;
-        let target = len.min(super::io::TRY_READ_PAGES * PAGE) as usize;
-        let mut done = 0;
-        while done < target {
-            let at = offset + done as u64;
-            let (read, look) = pin::pinned(|pin| self.look(pin, at, &mut into[done..target]))?;
-            done += read;
-            match look {
-                Look::All => {}
-                Look::Waits => break,
-                Look::Base(base, bytes) => {
-                    let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
-                    done += read;
-                    if read == 0 {
-                        break;
-                    }
-                }
-            }
-        }
-        Ok(progress(done as u64, len))
     }
 }

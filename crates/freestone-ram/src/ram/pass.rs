@@ -14,9 +14,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::family::Shared;
+use super::candidates::is_spillable;
 use super::layer::Layer;
-use super::writeback::{WritebackError, Written};
+use super::outcome::{WritebackError, Written};
+use super::shared::Shared;
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout::Packer;
@@ -427,7 +428,7 @@ impl<'a> Pass<'a> {
         }
         guard.publish(old.spilled_to(entry.unit, !self.store.is_packed()));
         self.family.release(old);
-        layer.account_spilled(self.family, old);
+        layer.account_spilled(&self.family.layers, old);
         left.pages += 1;
         left.from_memory += u64::from(is_spillable(old));
         left.stored += u64::from(entry.stored);
@@ -477,9 +478,4 @@ impl Drop for Pass<'_> {
             self.reap();
         }
     }
-}
-
-/// Whether a page can go to the device: it has an object that is worth it.
-pub(super) fn is_spillable(word: Word) -> bool {
-    matches!(word.kind(), Kind::Compressed | Kind::Huge)
 }

@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::family::Shared;
+use super::outcome::WritebackError;
 use super::pass::{Found, Offered, Pass};
-use super::writeback::WritebackError;
+use super::shared::Shared;
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;

@@ -21,11 +21,11 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::candidates::Sizes;
-use super::family::Shared;
+use super::Ram;
+use super::candidates::{Sizes, is_spillable};
 use super::layer::Layer;
-use super::pass::is_spillable;
-use super::{PAGE, Ram};
+use super::room::{Attempt, Room};
+use super::shared::Shared;
 use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
 use crate::pool::class::class_of;
 use freestone_core::PAGE_BYTES;
@@ -36,17 +36,10 @@ use freestone_core::sync::{Arc, MutexGuard, Ordering};
 /// So often a run looks whether requests wait for memory, and so long it stands aside for them.
 const GIVE_WAY_PAGES: u64 = 64;
 const GIVE_WAY: Duration = Duration::from_millis(1);
-/// Pages in a row that find no room below the memory limit before those that found none are tried again.
-const REFUSALS_MAX: u32 = 4096;
 /// Pages without room that are remembered for that, at most: 512 KiB of them.
 const REFUSED_MAX: usize = 1 << 16;
 /// They are tried again as long as this share of them found room the last time.
 const AGAIN_SHARE: u64 = 64;
-/// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
-/// on: what one page frees may be room for the next two.
-const COMPACT_AFTER_BYTES: u64 = 1 << 20;
-/// By itself the pool is packed when also this share of it was freed.
-const COMPACT_SHARE: u64 = 64;
 /// The tag of slots that recompression has picked. `passes` keeps writeback and its tags out.
 const TAG: u8 = 0;
 
@@ -248,24 +241,6 @@ impl Target<'_> {
     }
 }
 
-/// What came of one page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Attempt {
-    /// Not wanted any more, or touched meanwhile.
-    Left,
-    /// The object had `from` bytes and has `to`.
-    Shrunk {
-        from: usize,
-        to: usize,
-    },
-    Failed,
-    FailedForGood,
-    /// The limit leaves no room for the smaller object.
-    NoRoom,
-    /// The disk was reset.
-    Reset,
-}
-
 // ---- a run over all pages, largest first ---------------------------------------------------------------------------
 
 struct Run<'a> {
@@ -385,7 +360,7 @@ impl Run<'_> {
 
     fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {
         let mut attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
-        if attempt == Attempt::NoRoom && self.room.make(self.family) {
+        if attempt == Attempt::NoRoom && self.room.is_worth_compacting() && self.family.compact() > 0 {
             attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
         }
         self.done.count(attempt);
@@ -405,55 +380,6 @@ impl Recompressed {
             Attempt::FailedForGood => self.incompressible += 1,
             Attempt::Left | Attempt::Failed | Attempt::NoRoom | Attempt::Reset => {}
         }
-    }
-}
-
-/// Room for smaller objects in a pool that is at its limit.
-#[derive(Default)]
-pub(super) struct Room {
-    /// So much must have been freed before the pool is compacted again.
-    compact_after: u64,
-    /// Bytes of old objects since the last compaction, and how much of that is not used by new ones.
-    freed_since: u64,
-    saved_since: u64,
-    refused_in_a_row: u32,
-}
-
-impl Room {
-    /// Turns places that were freed into pages, where that is worth trying.
-    pub fn make(&mut self, family: &Shared) -> bool {
-        if self.freed_since < self.compact_after {
-            return false;
-        }
-        self.compact_after = (self.compact_after * 2).clamp(PAGE, COMPACT_AFTER_BYTES);
-        (self.freed_since, self.saved_since) = (0, 0);
-        family.compact() > 0
-    }
-
-    pub fn count(&mut self, attempt: Attempt) {
-        match attempt {
-            Attempt::NoRoom => self.refused_in_a_row += 1,
-            Attempt::Shrunk { from, to } => {
-                self.refused_in_a_row = 0;
-                self.freed_since += from as u64;
-                self.saved_since += (from - to) as u64;
-            }
-            Attempt::Left | Attempt::Failed | Attempt::FailedForGood | Attempt::Reset => {}
-        }
-    }
-
-    pub fn is_hopeless(&self) -> bool {
-        self.refused_in_a_row >= REFUSALS_MAX
-    }
-
-    /// Another try: later there may be room.
-    pub fn hope(&mut self) {
-        (self.refused_in_a_row, self.compact_after) = (0, 0);
-    }
-
-    /// Whether packing a pool of so many bytes gains enough by what was freed since it was last done.
-    pub fn is_compaction_due(&self, pool_bytes: u64) -> bool {
-        self.saved_since >= COMPACT_AFTER_BYTES.max(pool_bytes / COMPACT_SHARE)
     }
 }
 
@@ -507,7 +433,7 @@ impl Shared {
                 // Its object may have been moved meanwhile, so it is this word's that goes.
                 if new.object() != now.object() {
                     self.release(now);
-                    layer.account(self, now, new);
+                    layer.account(&self.layers, now, new);
                 }
             }
             unchanged
@@ -531,7 +457,7 @@ impl Shared {
             let marked = finish(&fails) && target.is_last;
             return Ok(if marked { Attempt::FailedForGood } else { Attempt::Failed });
         };
-        let location = match self.pool.store(new, layer.owner(slot), self.kept_from(layer)) {
+        let location = match self.pool.store(new, layer.owner(slot), self.layers.kept_from(layer)) {
             Ok(location) => location,
             Err(error) => {
                 // It may be tried again.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::tests::{MIB, config, content};
-use super::super::{Config, Secondary};
+use super::super::{Config, PAGE, Secondary};
 use super::*;
 use crate::codec::{Page, Params};
 use freestone_core::device::{Blocking, Flags};

@@ -9,15 +9,13 @@ use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
-use super::Ram;
 use super::chain::{Chain, carry_on};
-use super::family::Shared;
-use super::job::Job;
 use super::layer::Layer;
 use super::parent::Parent;
-use freestone_core::mutants::{self, Mutant};
+use super::removals::Step;
+use super::shared::Shared;
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS, chain};
-use freestone_core::sync::{AtomicU64, Condvar, LazyLock, Mutex, Ordering};
+use freestone_core::sync::{Condvar, LazyLock, Mutex};
 
 /// Leaves of one thing that are freed before others have their turn.
 const TURN_LEAVES: u32 = 64;
@@ -29,94 +27,23 @@ const TASKS_MAX: usize = 512;
 /// How often that looks again, at most: 0.1 s.
 const PACE_TRIES: u32 = 500;
 
-/// Layers of a family that are being freed, by as many threads as come to help. Lock order: taken for a look at what to
-/// do next; slots are not locked under it.
-#[derive(Default)]
-pub(super) struct Retiring(Mutex<VecDeque<Draining>>);
-
-struct Draining {
-    layer: Arc<Layer>,
-    next: u64,
-    /// Threads at work on leaves of it.
-    busy: u32,
-    /// Leaves in which something was on its way from the backing device.
-    again: Vec<u64>,
-}
-
-/// What a step of freeing came to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
-    /// A leaf was freed.
-    Freed,
-    /// Others free what is left, or it is on its way from the backing device.
-    Later,
-    /// Nothing is left.
-    Nothing,
-}
-
-impl Retiring {
-    /// Whether somebody is freeing a leaf.
-    fn is_busy(&self) -> bool {
-        self.0.lock().iter().any(|draining| draining.busy > 0)
-    }
-
-    /// Bytes that are still to be freed.
-    pub fn bytes(&self) -> u64 {
-        self.0.lock().iter().map(|draining| draining.layer.charged()).sum()
-    }
-}
-
 impl Shared {
     /// Frees a leaf of what is to be freed.
     fn free_some(&self) -> Step {
-        let (layer, start) = {
-            let mut queue = self.retiring.0.lock();
-            let mut found = None;
-            for draining in queue.iter_mut() {
-                let next = draining.layer.table().next_present(draining.next, MAX_SLOTS);
-                let start = match next {
-                    Some(next) => {
-                        draining.next = (next | (LEAF_SLOTS - 1)) + 1;
-                        next & !(LEAF_SLOTS - 1)
-                    }
-                    None => match draining.again.pop() {
-                        Some(start) => start,
-                        None => continue,
-                    },
-                };
-                draining.busy += 1;
-                found = Some((Arc::clone(&draining.layer), start));
-                break;
-            }
-            match found {
-                Some(found) => found,
-                None if queue.is_empty() => return Step::Nothing,
-                None => return Step::Later,
-            }
+        let (layer, start) = match self.retiring.take_leaf() {
+            Ok(taken) => taken,
+            Err(step) => return step,
         };
         let (freed, left) = chain::free_leaf(self, &layer, start);
-        let mut queue = self.retiring.0.lock();
-        if let Some(at) = queue.iter().position(|draining| Arc::ptr_eq(&draining.layer, &layer)) {
-            let draining = &mut queue[at];
-            draining.busy -= 1;
-            if left {
-                draining.again.push(start);
-            }
-            let is_done = draining.busy == 0
-                && draining.again.is_empty()
-                && layer.table().next_present(draining.next, MAX_SLOTS).is_none();
-            if is_done {
-                queue.remove(at);
-                drop(queue);
-                self.layers.remove(layer.id());
-            }
+        if self.retiring.done_with_leaf(&layer, start, left) {
+            self.layers.remove(layer.id());
         }
         if freed || !left { Step::Freed } else { Step::Later }
     }
 
     /// Whether anything is still to be freed.
     pub(super) fn is_freeing(&self) -> bool {
-        !self.retiring.0.lock().is_empty()
+        !self.retiring.is_empty()
     }
 
     /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
@@ -135,11 +62,11 @@ impl Shared {
 
 /// Has a layer freed that no request can reach any more.
 pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
-    layer.retire(family);
+    layer.retire(&family.layers);
     if layer.table().next_present(0, MAX_SLOTS).is_none() {
         return family.layers.remove(layer.id());
     }
-    family.retiring.0.lock().push_back(Draining { layer, next: 0, busy: 0, again: Vec::new() });
+    family.retiring.add(layer);
     CLEANER.add(Task { family: Arc::downgrade(family), work: Work::Drain });
 }
 
@@ -164,71 +91,15 @@ pub(super) fn pace() {
     }
 }
 
-/// Removed devices whose pages cannot be freed before the cleaner has done something else, and rewinds that have not yet
-/// retired what was there, as writes without memory see them. One that is no longer `pending` is already among those that
-/// `ended`, and its pages among what is retired.
-///
-/// Lock order: `waiting` is innermost.
-#[derive(Default)]
-pub(super) struct Removals {
-    pending: AtomicU64,
-    ended: AtomicU64,
-    /// Requests that try again when one has ended. Each gets on by itself, so none waits for ever.
-    waiting: Mutex<Vec<(Ram, Job)>>,
-}
-
-/// What a write that found no memory can hope for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Hope {
-    None,
-    /// A removed device gave its memory back meanwhile.
-    Again,
-    /// One is about to.
-    Later,
-}
-
-impl Removals {
-    /// Whether something is removed and not retired yet.
-    pub fn is_pending(&self) -> bool {
-        self.pending.load(Ordering::SeqCst) > 0
-    }
-
-    /// `ended` is what this said of the attempt before, at first 0.
-    pub fn hope(&self, ended: &mut u64) -> Hope {
-        if self.pending.load(Ordering::SeqCst) > 0 {
-            if mutants::on(Mutant::FalseNoSpace) {
-                return Hope::None;
-            }
-            return Hope::Later;
-        }
-        let before = std::mem::replace(ended, self.ended.load(Ordering::SeqCst));
-        if *ended == before { Hope::None } else { Hope::Again }
-    }
-
-    /// The request goes on when a removal has ended. Returned: none is pending any more.
-    pub fn wait(&self, ram: &Ram, job: Job) -> Option<Job> {
-        let mut waiting = self.waiting.lock();
-        // Who ends one looks at the list after that.
-        if self.pending.load(Ordering::SeqCst) == 0 {
-            return Some(job);
-        }
-        waiting.push((ram.clone(), job));
-        None
-    }
-}
-
 impl Shared {
     /// From now on writes that find no memory wait until [`removal_ended`](Self::removal_ended).
     pub(super) fn removal_begins(&self) {
-        self.removals.pending.fetch_add(1, Ordering::SeqCst);
+        self.removals.begin();
     }
 
     /// What was removed is retired, or of no use to anybody who waits for memory.
     pub(super) fn removal_ended(&self) {
-        self.removals.ended.fetch_add(1, Ordering::SeqCst);
-        self.removals.pending.fetch_sub(1, Ordering::SeqCst);
-        let waiting = std::mem::take(&mut *self.removals.waiting.lock());
-        for (ram, job) in waiting {
+        for (ram, job) in self.removals.end() {
             self.keeper.resume(ram, job);
         }
     }
@@ -388,7 +259,7 @@ impl PassingOn {
                     layer(family, gone);
                 }
                 if self.stalled {
-                    family.removals.ended.fetch_add(1, Ordering::SeqCst);
+                    family.removals.got_on();
                 } else {
                     family.removal_ended();
                 }

@@ -2,9 +2,9 @@
 
 use std::sync::mpsc::TryRecvError;
 
-use super::super::keeper::tests::{disk, limit, put, round, submit};
 use super::super::tests::{config, content};
-use super::super::{PAGE, Writeback, WritebackError};
+use super::super::threads::tests::{disk, limit, put, round, submit};
+use super::super::{PAGE, Ram, Writeback, WritebackError};
 use super::*;
 use freestone_core::device::{Blocking, Error};
 
@@ -112,7 +112,7 @@ fn beside_removal(
     beside(
         || drop(removed),
         || {
-            eventually(|| family.removals.pending.load(Ordering::SeqCst) == 1);
+            eventually(|| family.removals.is_pending());
             let answer = submit(other, 200);
             round(family);
             assert!(answer.try_recv().is_err(), "it was refused");

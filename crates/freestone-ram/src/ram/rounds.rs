@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Ram;
-use super::family::Shared;
+use super::candidates::is_spillable;
 use super::layer::Layer;
-use super::pass::{Offered, Pass, is_spillable};
-use super::writeback::{RECLAIMED_MIN_BLOCKS, WritebackError};
+use super::limits::{HIGH_PERCENT, LOW_PERCENT, high_mark};
+use super::outcome::{Rounds, Spilled, WritebackError};
+use super::pass::{Offered, Pass};
+use super::shared::Shared;
 use crate::clock::now_ms;
 use crate::pool::Pool;
 use crate::spill::store::Store;
@@ -25,46 +27,14 @@ use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
 use freestone_core::sync::{Instant, Mutex, thread};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Share of a limit above which pages are spilled, in percent.
-const HIGH_PERCENT: u64 = 95;
-/// Share of a limit at which spilling ends, in percent.
-const LOW_PERCENT: u64 = 90;
-/// Rounds in a row that free nothing, although nothing fails, before requests that wait are refused.
-const EMPTY_ROUNDS_MAX: u32 = 16;
-/// Rounds in a row that failed and freed nothing, after which the device is not asked for every request.
-const FAILURES_MAX: u32 = 3;
-/// Then nothing is tried for so long.
-const RETRY_MS: u64 = 1000;
 /// Least that a round frees while requests wait for memory.
 const ROUND_BYTES_MIN: u64 = 16 * PAGE;
 /// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for it.
 const RECLAIMED_BLOCKS: u64 = 1024;
+/// No more than this is not worth another try on a device that was full.
+pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
 /// How long who waits for removed devices sleeps at a time.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
-
-/// How the rounds for one limit went so far: the family's, or a device's own.
-#[derive(Default)]
-pub(super) struct Rounds {
-    /// How many in a row found nothing to spill.
-    empty: u32,
-    /// How many in a row failed, and when the last one did.
-    failures: u32,
-    failed_ms: u64,
-}
-
-/// What a round came to.
-struct Spilled {
-    /// Bytes of objects that were taken on.
-    taken: u64,
-    /// Pages that left memory.
-    freed: u64,
-    outcome: Result<(), WritebackError>,
-}
-
-/// Bytes above which a device with this cap spills.
-pub(super) fn high_mark(cap: u64) -> u64 {
-    (cap / 100 * HIGH_PERCENT).min(cap.saturating_sub(2 * PAGE))
-}
 
 impl Shared {
     /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
@@ -87,7 +57,7 @@ impl Shared {
             return;
         };
         // What is kept for others is as good as used.
-        let kept = self.kept_pages();
+        let kept = self.layers.kept_pages();
         let (high, low) = (high.saturating_sub(kept), low.saturating_sub(kept));
         if self.pool.pages() <= high && !waiting {
             return;
@@ -313,36 +283,6 @@ impl Shared {
             (!layer.is_retired() && most > 0).then_some((layer, most))
         };
         self.layers.all().into_iter().filter_map(may_take).collect()
-    }
-}
-
-impl Rounds {
-    /// Whether the device failed so often just now that it is not to be asked for every request.
-    fn pause(&self) -> bool {
-        self.failures >= FAILURES_MAX && now_ms() - self.failed_ms < RETRY_MS
-    }
-
-    /// Counts a round. Returns whether another one makes sense.
-    fn after(&mut self, spilled: &Spilled, got_on: bool, silent: bool) -> bool {
-        let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
-        (self.failures, self.failed_ms) = if failed && !got_on {
-            (if silent { FAILURES_MAX } else { self.failures + 1 }, now_ms())
-        } else {
-            (0, 0)
-        };
-        // One failure may be of one place only; and what was taken on may have been changed meanwhile.
-        let again = match spilled.outcome {
-            Ok(()) => {
-                self.empty = if got_on { 0 } else { self.empty + 1 };
-                self.empty < EMPTY_ROUNDS_MAX
-            }
-            Err(WritebackError::Device(_)) => self.failures < FAILURES_MAX,
-            Err(_) => false,
-        };
-        if !got_on && !again {
-            self.empty = 0;
-        }
-        again
     }
 }
 

@@ -1,8 +1,8 @@
 //! The RAM disk's numbers, with the kernel's columns and meaning.
 
 use super::Inner;
-use super::family::Shared;
 use super::layer::stored;
+use super::shared::Shared;
 use freestone_core::PAGE_BYTES;
 use freestone_core::sync::Ordering;
 

@@ -4,20 +4,16 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use thiserror::Error;
-
-use super::candidates::Sizes;
+use super::candidates::{Sizes, is_spillable};
 use super::layer::Layer;
-use super::pass::{Offered, Pass, is_spillable};
+use super::outcome::{WritebackError, Written};
+use super::pass::{Offered, Pass};
+use super::rounds::RECLAIMED_MIN_BLOCKS;
 use super::{Inner, PAGE, Ram};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
-use freestone_core::device;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
-
-/// No more than this is not worth another try on a device that was full.
-pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
 
 /// How long writeback by hand waits at most for blocks of removed devices.
 const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);
@@ -35,42 +31,6 @@ pub enum Writeback {
     Incompressible,
     /// Pages by their index, marked or not.
     Pages(Vec<RangeInclusive<u64>>),
-}
-
-/// What was written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Written {
-    /// Pages that left memory.
-    pub pages: u64,
-    /// Blocks of 4 KiB that were written, also for pages that were touched meanwhile.
-    pub blocks: u64,
-}
-
-/// Why a writeback ended early. What was written until then stays written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-pub enum WritebackError {
-    /// No backing device: the kernel's ENODEV.
-    #[error("has no backing_dev; it is given when the device is made")]
-    NoBacking,
-    /// A page beyond the end, or a range that ends before it begins: ERANGE.
-    #[error("pages {first}-{last}: out of range; the device has the pages 0-{end}")]
-    Range {
-        /// As asked.
-        first: u64,
-        /// As asked.
-        last: u64,
-        /// The last page there is.
-        end: u64,
-    },
-    /// The budget is used up: EIO, as in the kernel.
-    #[error("writeback_limit is used up")]
-    Limit,
-    /// The backing device has no room: ENOSPC.
-    #[error("backing_dev is full")]
-    NoSpace,
-    /// The backing device failed, or did not answer in time: EIO. Pages that could not be written stay in memory.
-    #[error("backing_dev: {0}")]
-    Device(device::Error),
 }
 
 /// `bd_stat`: the kernel's three columns, in units of 4 KiB.

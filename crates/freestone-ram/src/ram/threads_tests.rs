@@ -1,7 +1,7 @@
 //! Rounds without the threads: what becomes of requests that wait for memory, step by step.
 
 use super::super::tests::{config, content, ram};
-use super::super::{PAGE, Writeback, WritebackError};
+use super::super::{PAGE, Ram, Writeback, WritebackError};
 use super::*;
 use crate::ram::Config;
 use crate::ram::family::Family;
@@ -38,11 +38,11 @@ pub(in crate::ram) fn submit(ram: &Ram, slot: u64) -> std::sync::mpsc::Receiver<
 /// One round, and what it hands to the runner.
 pub(in crate::ram) fn round(family: &Arc<Shared>) {
     let keeper = &family.keeper;
-    let waiting = !keeper.lock().waiting.is_empty();
+    let waiting = keeper.is_awaited(|_| true);
     family.make_room(waiting);
     // It ends where nothing is left to do.
     keeper.stop();
-    keeper.run(&Arc::downgrade(family));
+    run(keeper, &Arc::downgrade(family));
 }
 
 #[test]

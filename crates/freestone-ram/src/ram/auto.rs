@@ -1,0 +1,66 @@
+//! How far recompression that runs by itself has come; see [`dictionary`](super::dictionary).
+
+use super::room::Room;
+use crate::codec::Streams;
+use freestone_core::slot::Word;
+use freestone_core::sync::{AtomicU64, Mutex, thread::JoinHandle};
+
+/// Pages of a sample: 8 MiB, and half a second of CPU for the training.
+pub(super) const SAMPLE_PAGES: usize = 2048;
+
+/// The state of the automatic mode.
+///
+/// Lock order: `passes`, then `state`; under them as requests do.
+#[derive(Default)]
+pub(super) struct Auto {
+    pub state: Mutex<State>,
+    pub pages: AtomicU64,
+    pub saved_bytes: AtomicU64,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub cursor: Cursor,
+    pub sample: Sample,
+    pub training: Option<JoinHandle<Option<Streams>>>,
+    pub retry_ms: u64,
+    pub room: Room,
+    /// The class to be packed next; 0 is none.
+    pub compacting: usize,
+}
+
+/// Where to go on: the layer, by its id, and the slot.
+#[derive(Default)]
+pub(super) struct Cursor {
+    pub layer: u32,
+    pub slot: u64,
+}
+
+/// A sample of the pages that were shown, each as likely as any other, however many come.
+#[derive(Default)]
+pub(super) struct Sample {
+    /// Pages, by layer and slot.
+    pub pages: Vec<(u32, u64)>,
+    pub seen: u64,
+    pub bytes: u64,
+    random: u64,
+}
+
+impl Sample {
+    pub fn offer(&mut self, page: (u32, u64), word: Word) {
+        self.seen += 1;
+        self.bytes += word.stored_bytes() as u64;
+        if self.pages.len() < SAMPLE_PAGES {
+            self.pages.push(page);
+            return;
+        }
+        // A splitmix generator: enough for a fair sample.
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        let at = (mixed ^ mixed >> 31) % self.seen;
+        if let Some(place) = self.pages.get_mut(at as usize) {
+            *place = page;
+        }
+    }
+}

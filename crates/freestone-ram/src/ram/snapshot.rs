@@ -1,0 +1,69 @@
+//! Snapshots that are about to begin.
+
+use std::sync::Arc;
+
+use super::chain::{Chain, carry_on};
+use super::layer::Layer;
+use super::{Ram, SetupError, retire};
+use freestone_core::consistency_group::{NotInTime, Pending};
+use freestone_core::sync::Instant;
+
+/// A snapshot that is ready to begin.
+pub struct PendingSnapshot {
+    origin: Ram,
+    layer: Arc<Layer>,
+    chain: Option<Arc<Chain>>,
+    snapshot: Option<Ram>,
+}
+
+impl PendingSnapshot {
+    pub(super) fn new(origin: Ram) -> Result<Self, SetupError> {
+        let layer = origin.0.family.layers.make(&origin.0.family.common, Arc::default())?;
+        Ok(Self { origin, layer, chain: None, snapshot: None })
+    }
+
+    /// The snapshot, once it has begun.
+    ///
+    /// # Panics
+    /// If it has not: [`consistency_group::take`](freestone_core::consistency_group::take) comes first.
+    pub fn into_snapshot(mut self) -> Ram {
+        match self.snapshot.take() {
+            Some(snapshot) => snapshot,
+            None => unreachable!("into_snapshot comes after consistency_group::take"),
+        }
+    }
+}
+
+impl Pending for PendingSnapshot {
+    /// Waits for pins alone, under which nothing waits.
+    fn freeze(&mut self, _: Instant) -> Result<(), NotInTime> {
+        self.chain = Some(self.origin.0.chain.freeze());
+        Ok(())
+    }
+
+    fn attach(&mut self) {
+        if let Some(chain) = self.chain.as_ref().filter(|_| self.snapshot.is_none()) {
+            self.origin.0.family.layers.join(&self.layer, chain.origin().id());
+            let view = Chain::attach(chain, Arc::clone(&self.layer));
+            self.snapshot = Some(self.origin.0.snapshot_device(view));
+        }
+    }
+
+    fn thaw(&mut self) {
+        if let Some(chain) = self.chain.take() {
+            carry_on(chain.thaw());
+        }
+    }
+}
+
+impl Drop for PendingSnapshot {
+    fn drop(&mut self) {
+        if let Some(chain) = self.chain.take() {
+            carry_on(chain.thaw());
+        }
+        // One that has not begun.
+        if !self.layer.is_in_chain() {
+            retire::layer(&self.origin.0.family, Arc::clone(&self.layer));
+        }
+    }
+}
