@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
 
 use freestone_core::device::{Device, Geometry};
 
@@ -21,6 +22,16 @@ pub struct ExportOptions {
     pub without_fua: bool,
     /// A text for people, at most 4096 bytes; may be empty.
     pub description: String,
+}
+
+/// How a template is published.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TemplateOptions {
+    /// As for a device.
+    pub export: ExportOptions,
+    /// A connection that is older, counted from when its device was made, ends: what it has sent is answered, and what
+    /// takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`: it may stay.
+    pub ttl: Option<Duration>,
 }
 
 /// What [`Server::exports`](crate::Server::exports) tells of an export.

@@ -10,6 +10,7 @@ use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+use crate::contexts::Contexts;
 use crate::export::Export;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
@@ -21,7 +22,6 @@ use crate::proto::{
 use crate::replies::Replies;
 use crate::session::Negotiated;
 use crate::shared::Shared;
-use crate::status::Contexts;
 use crate::tables::EnterError;
 use crate::template::{Facts, OnEnd};
 

@@ -11,12 +11,16 @@
 
 mod acceptor;
 mod address;
+mod arrivals;
 mod connection;
+mod contexts;
 mod errno;
 mod export;
 mod flight;
 mod handshake;
 mod input;
+mod large;
+mod limits;
 mod link;
 mod listen;
 mod proto;
@@ -32,15 +36,17 @@ mod tables;
 mod template;
 
 pub use address::{Address, AddressError};
-pub use export::{ExportInfo, ExportOptions};
+pub use export::{ExportInfo, ExportOptions, TemplateOptions};
 pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
 pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
 pub use input::RECEIVE_BUFFER_BYTES;
+pub use limits::{END_GRACE, Limits};
 pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
 pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
 pub use replies::REPLY_BUFFER_BYTES;
-pub use server::{END_GRACE, Limits, PublishError, Server};
+pub use server::Server;
 pub use session::CONNECTION_MEMORY_BYTES;
 pub use stats::Stats;
 pub use status::MAX_DESCRIPTORS;
-pub use template::{Fresh, Make, TemplateOptions};
+pub use tables::PublishError;
+pub use template::{Fresh, Make};

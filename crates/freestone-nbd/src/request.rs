@@ -11,22 +11,10 @@ use crate::proto::{
 };
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step, data_chunk, no_memory, simple};
-use crate::stream::{Gather, Skip, Stream, Whole, Write};
+use crate::stream::{Gather, Incoming, Skip, Stream, Whole, Write, advance};
 
 /// Length of a request's header in bytes.
 pub const HEADER_BYTES: usize = size_of::<RequestHeader>();
-
-/// A request as it came, in the machine's byte order.
-#[derive(Debug, Clone, Copy)]
-pub struct Incoming {
-    flags: u16,
-    /// Chosen by the client.
-    pub cookie: u64,
-    /// First byte.
-    pub offset: u64,
-    /// Length in bytes.
-    pub len: u32,
-}
 
 impl Session<'_> {
     /// Takes the next request from the input.
@@ -384,11 +372,4 @@ impl Session<'_> {
         }
         Ok(Step::Done)
     }
-}
-
-/// What is left of a request of which the device did `n` bytes. A device that claims nothing, or the whole, breaks
-/// its contract; its caller's connection ends there.
-pub(crate) fn advance(request: Request, n: u64) -> Request {
-    assert!(n > 0 && n < request.len, "Tried::Partly is at least one block and less than the whole");
-    request.rest(n)
 }

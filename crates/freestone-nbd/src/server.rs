@@ -7,88 +7,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use freestone_core::device::Device;
-use thiserror::Error;
 
 use crate::address::Address;
-use crate::export::{Export, ExportInfo, ExportOptions, Source};
+use crate::arrivals;
+use crate::export::{Export, ExportInfo, ExportOptions, Source, TemplateOptions};
+use crate::limits::{END_GRACE, Limits};
 use crate::listen::{self, ListenError};
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::Shared;
 use crate::stats::Stats;
-use crate::tables::Listener;
-use crate::template::{Make, Template, TemplateOptions};
-
-/// How long [`Server::close`], a forced [`Server::unpublish`] and dropping a server wait for requests in flight.
-pub const END_GRACE: Duration = Duration::from_secs(5);
-
-/// What clients may use up.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits {
-    /// Connections at once, over all addresses. One more is closed as soon as it is accepted. Each may hold
-    /// [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES) and one thread.
-    pub max_connections: usize,
-    /// A handshake in which the client is silent for so long is ended.
-    pub handshake_silence: Duration,
-    /// A handshake that takes longer is ended.
-    pub handshake_total: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_connections: 1024,
-            handshake_silence: Duration::from_secs(10),
-            handshake_total: Duration::from_secs(60),
-        }
-    }
-}
-
-/// Why something cannot be published or unpublished.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum PublishError {
-    /// The server does not listen there.
-    #[error("the server does not listen at {0}")]
-    NotListening(Address),
-    /// An export without a name.
-    #[error("an export needs a name")]
-    NameEmpty,
-    /// The name is longer than the protocol's strings.
-    #[error("the export name has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
-    NameTooLong(usize),
-    /// A NUL byte, which the protocol does not allow.
-    #[error("the export name {0:?} contains a NUL byte")]
-    NameInvalid(String),
-    /// The description is longer than the protocol's strings.
-    #[error("the description has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
-    DescriptionTooLong(usize),
-    /// The name is taken.
-    #[error("`{name}` is already published at {address}")]
-    Duplicate {
-        /// The name.
-        name: String,
-        /// The address.
-        address: Address,
-    },
-    /// Another export answers to the empty name.
-    #[error("`{name}` is already the default export at {address}")]
-    DefaultTaken {
-        /// The other export.
-        name: String,
-        /// The address.
-        address: Address,
-    },
-    /// No such export.
-    #[error("`{0}` is not published")]
-    NotPublished(String),
-    /// Clients use the export.
-    #[error("`{name}` is in use by {connections} connection(s)")]
-    Busy {
-        /// The export.
-        name: String,
-        /// How many connections use it, at all addresses.
-        connections: usize,
-    },
-}
+use crate::tables::{Listener, PublishError};
+use crate::template::{Make, Template};
 
 /// An NBD server: any number of addresses, each with exports of its own. A client sees what is published at the
 /// address to which it connected, and nothing else. Dropping it is [`shutdown`](Self::shutdown) with [`END_GRACE`].
@@ -131,7 +60,7 @@ impl Server {
         {
             let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
             if thread.is_none() {
-                *thread = Some(self.shared.start().map_err(other)?);
+                *thread = Some(arrivals::start(&self.shared).map_err(other)?);
             }
         }
         let mut tables = self.shared.lock();
@@ -302,7 +231,7 @@ impl Server {
     /// `address`. For checks of very many connections, which have no time for a thread each.
     #[doc(hidden)]
     pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
-        self.shared.serve_here(&address.absolute(), socket);
+        arrivals::serve_here(&self.shared, &address.absolute(), socket);
     }
 
     /// What the server has done so far.

@@ -9,6 +9,7 @@ use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 
+use crate::contexts::Contexts;
 use crate::errno::{Action, Failure};
 use crate::export::Export;
 use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
@@ -17,7 +18,6 @@ use crate::link::Link;
 use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
 use crate::stats::Tally;
-use crate::status::Contexts;
 use crate::stream::Stream;
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart, in bytes.

@@ -2,15 +2,13 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::acceptor::{Acceptor, Next};
 use crate::address::Address;
-use crate::connection;
 use crate::export::Export;
+use crate::limits::Limits;
 use crate::link::Link;
-use crate::server::Limits;
 use crate::tables::{Due, EnterError, Tables};
 
 /// How long a connection that was cut may take to notice; only a device call that hangs takes longer.
@@ -58,47 +56,20 @@ impl Shared {
         self.acceptor.get()
     }
 
-    /// Starts the accepting thread, which runs until the server shuts down. Called once, under `binding`.
+    /// Makes the acceptor, unless it is there. Called under `binding`.
     ///
     /// # Errors
-    /// No file descriptors or no thread are left.
-    pub fn start(self: &Arc<Self>) -> std::io::Result<JoinHandle<()>> {
+    /// No file descriptors are left.
+    pub fn make_acceptor(&self) -> std::io::Result<()> {
         if self.acceptor.get().is_none() {
             let acceptor = Acceptor::new()?;
             self.acceptor.get_or_init(|| acceptor);
         }
-        let shared = Arc::clone(self);
-        thread::Builder::new().name("nbd-accept".to_owned()).spawn(move || {
-            let Some(acceptor) = shared.acceptor.get() else { return };
-            acceptor.run(
-                || shared.expire(),
-                |listener, socket, peer| shared.connect(listener, socket, peer),
-                |listener, errno| {
-                    tracing::warn!(listener, error = %errno, "a connection could not be accepted");
-                    shared.lock().refused += 1;
-                },
-            );
-        })
-    }
-
-    /// A client has connected.
-    fn connect(self: &Arc<Self>, listener: u64, socket: OwnedFd, peer: String) {
-        let Some(link) = self.admit(listener, socket, peer) else { return };
-        let spawned = {
-            let (shared, link) = (Arc::clone(self), Arc::clone(&link));
-            thread::Builder::new()
-                .name(format!("nbd-{}", link.id))
-                .spawn(move || connection::run(&shared, &link))
-        };
-        if let Err(error) = spawned {
-            tracing::warn!(address = %link.address, %error, "no thread for a connection");
-            self.leave(&link, false);
-            self.lock().refused += 1;
-        }
+        Ok(())
     }
 
     /// A place for a connection, if there is one.
-    fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
+    pub fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
         let mut tables = self.lock();
         tables.accepted += 1;
         if tables.connections.len() >= self.limits.max_connections {
@@ -120,15 +91,6 @@ impl Shared {
                 tracing::warn!(%error, "no resources for a connection");
                 None
             }
-        }
-    }
-
-    /// Serves a connection on this thread, from its first byte to its last.
-    pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
-        let listener = self.lock().listener_id(address);
-        let link = listener.and_then(|listener| self.admit(listener, socket, "here".to_owned()));
-        if let Some(link) = link {
-            connection::run(self, &link);
         }
     }
 }
@@ -201,7 +163,7 @@ impl Shared {
 /// Ends.
 impl Shared {
     /// Ends the connections whose time is up, and says when to look again.
-    fn expire(&self) -> Next {
+    pub fn expire(&self) -> Next {
         let (expired, until) = {
             let mut tables = self.lock();
             if tables.shutting_down {

@@ -1,64 +1,23 @@
-//! Block status: the metadata contexts, and the extents of a range in each.
+//! Block status: the extents of a range in each metadata context.
 
-use bitflags::bitflags;
 use freestone_core::device::{Device, Error, ExtentKind, Op, Request};
 use zerocopy::IntoBytes;
 
+use crate::contexts::{self, Contexts};
 use crate::errno::{Action, Errno, Failure};
-use crate::proto::{
-    BASE_ALLOCATION, BASE_ALLOCATION_ID, ChangedFlags, Chunk, CommandFlags, Descriptor, FREESTONE_CHANGED,
-    FREESTONE_CHANGED_ID, StateFlags, StatusChunk, chunk,
-};
+use crate::proto::{ChangedFlags, Chunk, CommandFlags, Descriptor, StateFlags, StatusChunk, chunk};
 use crate::replies::MAX_INLINE_BYTES;
-use crate::request::Incoming;
 use crate::session::{Lost, Session, Step};
+use crate::stream::Incoming;
 
 /// Most descriptors of one context in one block status reply; the client asks again from where they end.
 pub const MAX_DESCRIPTORS: usize = 8192;
 
-bitflags! {
-    /// A set of metadata contexts.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Contexts: u8 {
-        /// [`BASE_ALLOCATION`]: what are holes and zeroes.
-        const ALLOCATION = 1;
-        /// [`FREESTONE_CHANGED`]: what the device holds itself.
-        const CHANGED = 2;
-    }
-}
-
-/// Each context with its name and its identifier on the wire, in the order in which they are told and answered.
-const ALL: [(Contexts, &str, u32); 2] = [
-    (Contexts::ALLOCATION, BASE_ALLOCATION, BASE_ALLOCATION_ID),
-    (Contexts::CHANGED, FREESTONE_CHANGED, FREESTONE_CHANGED_ID),
-];
-
 const _: () = {
     // A block status fits into the space that a piece of a read has.
     let context = size_of::<StatusChunk>() + MAX_DESCRIPTORS * size_of::<Descriptor>();
-    assert!(ALL.len() * context <= MAX_INLINE_BYTES);
+    assert!(contexts::ALL.len() * context <= MAX_INLINE_BYTES);
 };
-
-impl Contexts {
-    /// What is offered for a device that holds changes over another, or that does not.
-    pub fn offered(changes: bool) -> Self {
-        if changes { Self::all() } else { Self::ALLOCATION }
-    }
-
-    /// What a query of a client asks for. A namespace with its colon alone asks for all of it where contexts are
-    /// listed, and for nothing where they are set.
-    pub fn asked(query: &str, list: bool) -> Self {
-        let hit = |name: &str| {
-            name == query || (list && query.ends_with(':') && name.split_inclusive(':').next() == Some(query))
-        };
-        ALL.iter().filter(|(_, name, _)| hit(name)).map(|(context, ..)| *context).collect()
-    }
-
-    /// Name and identifier of each context of the set.
-    pub fn named(self) -> impl Iterator<Item = (&'static str, u32)> {
-        ALL.iter().filter(move |(context, ..)| self.contains(*context)).map(|(_, name, id)| (*name, *id))
-    }
-}
 
 impl Session<'_> {
     /// Answers with one chunk for each context.
@@ -76,11 +35,11 @@ impl Session<'_> {
         }
         let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
         let room = most * size_of::<Descriptor>();
-        self.replies.reserve(self.link.socket(), ALL.len() * (size_of::<StatusChunk>() + room))?;
+        self.replies.reserve(self.link.socket(), contexts::ALL.len() * (size_of::<StatusChunk>() + room))?;
         // The descriptors first, each context's behind the place of its header: an error may still come.
-        let mut counts = [0; ALL.len()];
+        let mut counts = [0; contexts::ALL.len()];
         let mut at = self.replies.position();
-        for ((context, ..), count) in ALL.iter().zip(&mut counts) {
+        for ((context, ..), count) in contexts::ALL.iter().zip(&mut counts) {
             if !self.contexts.contains(*context) {
                 continue;
             }
@@ -96,7 +55,7 @@ impl Session<'_> {
         }
         let mut left = self.contexts.named().count();
         // `describe` gives at least one descriptor, so what has none was not negotiated.
-        for ((.., id), count) in ALL.iter().zip(counts).filter(|(_, count)| *count > 0) {
+        for ((.., id), count) in contexts::ALL.iter().zip(counts).filter(|(_, count)| *count > 0) {
             left -= 1;
             let bytes = count * size_of::<Descriptor>();
             let len = size_of::<u32>() + bytes;
@@ -199,19 +158,6 @@ impl Runs<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn queries() {
-        assert_eq!(Contexts::asked("base:allocation", false), Contexts::ALLOCATION);
-        assert_eq!(Contexts::asked("freestone:changed", true), Contexts::CHANGED);
-        assert_eq!(Contexts::asked("base:", true), Contexts::ALLOCATION);
-        assert_eq!(Contexts::asked("freestone:", true), Contexts::CHANGED);
-        for (query, list) in
-            [("base:", false), ("freestone:", false), ("", true), (":", true), ("base", true)]
-        {
-            assert_eq!(Contexts::asked(query, list), Contexts::empty(), "{query}");
-        }
-    }
 
     #[test]
     fn rows_that_break_the_contract_end_the_answer() {

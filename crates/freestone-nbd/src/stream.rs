@@ -1,17 +1,21 @@
-//! Requests that take more than one turn: large ones, and those of which a device does a part at a time.
-//!
-//! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or submitted: so
-//! requests start in the order in which they came.
+//! A request as it came, and what is left of one that takes more than one turn.
 
-use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
+use freestone_core::device::{IoBuf, Request};
 
 use crate::errno::{Action, Failure};
-use crate::replies::MAX_INLINE_BYTES;
-use crate::request::advance;
-use crate::session::{Lost, Session, Step};
 
-/// Pieces of a large write end at multiples of this many bytes: no block of a device is larger.
-const PIECE_ALIGN_BYTES: u64 = 4096;
+/// A request as it came, in the machine's byte order.
+#[derive(Debug, Clone, Copy)]
+pub struct Incoming {
+    /// As they came, known ones and others.
+    pub flags: u16,
+    /// Chosen by the client.
+    pub cookie: u64,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u32,
+}
 
 /// The request at hand.
 #[derive(Debug)]
@@ -100,229 +104,9 @@ pub struct Skip {
     pub failure: Failure,
 }
 
-impl Session<'_> {
-    /// Goes on with the request at hand, at most by one piece.
-    pub(crate) fn go_on(&mut self, stream: Stream) -> Result<Step, Lost> {
-        match stream {
-            Stream::Read { slot, request } => self.go_on_reading(slot, request),
-            Stream::Whole(whole) => self.go_on_whole(whole),
-            Stream::Write(write) => self.go_on_writing(write),
-            Stream::Gather(gather) => self.go_on_gathering(gather),
-            Stream::Skip(skip) => self.go_on_skipping(skip),
-            Stream::Plain { cookie, request, action } => self.go_on_plain(cookie, request, action),
-        }
-    }
-
-    /// Not to its end: here it stays.
-    fn keep(&mut self, stream: Stream, step: Step) -> Step {
-        self.stream = Some(stream);
-        step
-    }
-
-    fn go_on_reading(&mut self, slot: usize, request: Request) -> Result<Step, Lost> {
-        let operation = self.operations.get(slot);
-        if operation.failure.is_some() {
-            operation.open = false;
-            self.finish(slot)?;
-            return Ok(Step::Done);
-        }
-        let cookie = operation.cookie;
-        let len = request.len.min(MAX_INLINE_BYTES as u64);
-        let last = len == request.len;
-        let step = self.read_piece(cookie, Request::read(request.offset, len), Some((slot, last)))?;
-        match step {
-            Step::Done if last => Ok(Step::Done),
-            Step::Done => Ok(self.keep(Stream::Read { slot, request: request.rest(len) }, Step::Turn)),
-            step => Ok(self.keep(Stream::Read { slot, request }, step)),
-        }
-    }
-
-    fn go_on_whole(&mut self, mut whole: Whole) -> Result<Step, Lost> {
-        let rest = whole.request.rest(whole.filled as u64);
-        match self.device.try_io(&rest, Buffer::Read(&mut whole.buffer[whole.filled..])) {
-            Ok(Tried::Done) => {
-                self.operations.charged -= whole.buffer.len();
-                self.reply_data(whole.cookie, whole.request.offset, whole.buffer, true)?;
-                Ok(Step::Done)
-            }
-            Ok(Tried::Partly(n)) => {
-                whole.filled += (rest.len - advance(rest, n).len) as usize;
-                Ok(self.keep(Stream::Whole(whole), Step::Turn))
-            }
-            Ok(Tried::WouldBlock) => {
-                let slot = self.operations.open(whole.cookie, Action::Plain, true);
-                self.operations.get(slot).open = false;
-                // All of it again: the data must lie in one buffer. Its place was admitted when it was charged; the
-                // count of parts may pass its bound by this one.
-                self.submit(slot, whole.request, whole.buffer, true);
-                Ok(Step::Done)
-            }
-            Err(error) => {
-                self.operations.charged -= whole.buffer.len();
-                self.reply_failure(whole.cookie, &Failure::of(error, Action::Plain))?;
-                Ok(Step::Done)
-            }
-        }
-    }
-
-    fn go_on_writing(&mut self, Write { slot, rest }: Write) -> Result<Step, Lost> {
-        let data = self.input.data();
-        if self.operations.get(slot).failure.is_some() {
-            // Nothing more is started; the rest of the payload only has to go.
-            let n = data.len().min(rest.len as usize);
-            self.input.consume(n);
-            let rest = rest.rest(n as u64);
-            if rest.len > 0 {
-                return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Input(1)));
-            }
-            self.operations.get(slot).open = false;
-            self.finish(slot)?;
-            return Ok(Step::Done);
-        }
-        let len = piece(&rest);
-        let n = len as usize;
-        if data.len() < n {
-            return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Input(n)));
-        }
-        let request = Request { len, ..rest };
-        let mut done = len;
-        match self.device.try_io(&request, Buffer::Write(&data[..n])) {
-            Ok(Tried::Done) => {}
-            Ok(Tried::Partly(n)) => done = len - advance(request, n).len,
-            Ok(Tried::WouldBlock) => {
-                if !self.admits(n) {
-                    return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Stalled));
-                }
-                match IoBuf::copy_of(&data[..n]) {
-                    Ok(buffer) => self.submit(slot, request, buffer, false),
-                    Err(error) => {
-                        self.fail_part(slot, error)?;
-                    }
-                }
-            }
-            Err(error) => {
-                self.fail_part(slot, error)?;
-            }
-        }
-        self.input.consume(done as usize);
-        let rest = rest.rest(done);
-        if rest.len > 0 {
-            return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Turn));
-        }
-        self.operations.get(slot).open = false;
-        self.finish(slot)?;
-        Ok(Step::Done)
-    }
-
-    fn go_on_gathering(&mut self, mut gather: Gather) -> Result<Step, Lost> {
-        let data = self.input.data();
-        let n = data.len().min(gather.space().len());
-        gather.space()[..n].copy_from_slice(&data[..n]);
-        gather.fill(n);
-        self.input.consume(n);
-        if !gather.space().is_empty() {
-            return Ok(self.keep(Stream::Gather(gather), Step::Input(1)));
-        }
-        let len = gather.buffer.len();
-        let at = len - gather.rest.len as usize;
-        let result = match self.device.try_io(&gather.rest, Buffer::Write(&gather.buffer[at..])) {
-            Ok(Tried::Done) => Ok(()),
-            Ok(Tried::Partly(n)) => {
-                gather.rest = advance(gather.rest, n);
-                return Ok(self.keep(Stream::Gather(gather), Step::Turn));
-            }
-            Ok(Tried::WouldBlock) => {
-                let buffer = if at == 0 {
-                    Ok(gather.buffer)
-                } else {
-                    self.operations.charged -= at;
-                    IoBuf::copy_of(&gather.buffer[at..])
-                };
-                match buffer {
-                    Ok(buffer) => {
-                        let slot = self.operations.open(gather.cookie, Action::Store, false);
-                        self.operations.get(slot).open = false;
-                        self.submit(slot, gather.rest, buffer, true);
-                        return Ok(Step::Done);
-                    }
-                    Err(error) => {
-                        self.operations.charged += at;
-                        Err(error)
-                    }
-                }
-            }
-            Err(error) => Err(error),
-        };
-        self.operations.charged -= len;
-        match result {
-            Ok(()) => self.reply_done(gather.cookie)?,
-            Err(error) => self.reply_failure(gather.cookie, &Failure::of(error, Action::Store))?,
-        }
-        Ok(Step::Done)
-    }
-
-    fn go_on_skipping(&mut self, mut skip: Skip) -> Result<Step, Lost> {
-        let n = self.input.data().len().min(skip.left as usize);
-        self.input.consume(n);
-        skip.left -= n as u32;
-        if skip.left > 0 {
-            return Ok(self.keep(Stream::Skip(skip), Step::Input(1)));
-        }
-        self.reply_failure(skip.cookie, &skip.failure)?;
-        Ok(Step::Done)
-    }
-
-    fn go_on_plain(&mut self, cookie: u64, request: Request, action: Action) -> Result<Step, Lost> {
-        match self.device.try_io(&request, Buffer::None) {
-            Ok(Tried::Done) => self.reply_done(cookie)?,
-            Ok(Tried::Partly(n)) => {
-                let request = advance(request, n);
-                return Ok(self.keep(Stream::Plain { cookie, request, action }, Step::Turn));
-            }
-            Ok(Tried::WouldBlock) => {
-                if !self.admits(0) {
-                    return Ok(self.keep(Stream::Plain { cookie, request, action }, Step::Stalled));
-                }
-                let slot = self.operations.open(cookie, action, false);
-                self.operations.get(slot).open = false;
-                self.submit(slot, request, IoBuf::empty(), false);
-            }
-            Err(error) => self.reply_failure(cookie, &Failure::of(error, action))?,
-        }
-        Ok(Step::Done)
-    }
-}
-
-/// Length of the next piece of a large write. With [`Flags::FUA`] each piece is durable before it is answered, and so
-/// is the whole.
-fn piece(rest: &Request) -> u64 {
-    debug_assert!(rest.flags.is_empty() || rest.flags == Flags::FUA, "a write has no other flags");
-    if rest.len <= MAX_INLINE_BYTES as u64 {
-        return rest.len;
-    }
-    // No overflow: the request, which is longer, lies inside the device.
-    let end = (rest.offset + MAX_INLINE_BYTES as u64) & !(PIECE_ALIGN_BYTES - 1);
-    end - rest.offset
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pieces_end_at_blocks() {
-        let all = |mut rest: Request| {
-            let mut ends = Vec::new();
-            while rest.len > 0 {
-                let len = piece(&rest);
-                assert!(len > 0 && len <= MAX_INLINE_BYTES as u64);
-                rest = rest.rest(len);
-                ends.push(rest.offset);
-            }
-            ends
-        };
-        assert_eq!(all(Request::write(512, 600 << 10)), [256 << 10, 512 << 10, (600 << 10) + 512]);
-        assert_eq!(all(Request::write(0, 512 << 10)), [256 << 10, 512 << 10]);
-        assert_eq!(all(Request::write(u64::MAX - 8191, 4096)), [u64::MAX - 4095]);
-    }
+/// What is left of a request of which the device did `n` bytes. A device that claims nothing, or the whole, breaks
+/// its contract; its caller's connection ends there.
+pub(crate) fn advance(request: Request, n: u64) -> Request {
+    assert!(n > 0 && n < request.len, "Tried::Partly is at least one block and less than the whole");
+    request.rest(n)
 }

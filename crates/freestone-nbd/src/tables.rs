@@ -6,12 +6,62 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use thiserror::Error;
+
 use crate::address::Address;
 use crate::export::{Export, ExportInfo};
+use crate::limits::END_GRACE;
 use crate::link::Link;
 use crate::listen::SocketFile;
-use crate::server::{END_GRACE, PublishError};
+use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
+
+/// Why something cannot be published or unpublished.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum PublishError {
+    /// The server does not listen there.
+    #[error("the server does not listen at {0}")]
+    NotListening(Address),
+    /// An export without a name.
+    #[error("an export needs a name")]
+    NameEmpty,
+    /// The name is longer than the protocol's strings.
+    #[error("the export name has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
+    NameTooLong(usize),
+    /// A NUL byte, which the protocol does not allow.
+    #[error("the export name {0:?} contains a NUL byte")]
+    NameInvalid(String),
+    /// The description is longer than the protocol's strings.
+    #[error("the description has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
+    DescriptionTooLong(usize),
+    /// The name is taken.
+    #[error("`{name}` is already published at {address}")]
+    Duplicate {
+        /// The name.
+        name: String,
+        /// The address.
+        address: Address,
+    },
+    /// Another export answers to the empty name.
+    #[error("`{name}` is already the default export at {address}")]
+    DefaultTaken {
+        /// The other export.
+        name: String,
+        /// The address.
+        address: Address,
+    },
+    /// No such export.
+    #[error("`{0}` is not published")]
+    NotPublished(String),
+    /// Clients use the export.
+    #[error("`{name}` is in use by {connections} connection(s)")]
+    Busy {
+        /// The export.
+        name: String,
+        /// How many connections use it, at all addresses.
+        connections: usize,
+    },
+}
 
 /// The tables; guarded by their server's lock.
 #[derive(Debug, Default)]

@@ -7,18 +7,6 @@ use std::time::Duration;
 
 use freestone_core::device::{Device, Geometry};
 
-use crate::export::ExportOptions;
-
-/// How a template is published.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TemplateOptions {
-    /// As for a device.
-    pub export: ExportOptions,
-    /// A connection that is older, counted from when its device was made, ends: what it has sent is answered, and what
-    /// takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`: it may stay.
-    pub ttl: Option<Duration>,
-}
-
 /// A device that was made for one connection.
 pub struct Fresh {
     /// The device. The server holds it until the connection has ended.

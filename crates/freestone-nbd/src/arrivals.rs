@@ -1,0 +1,53 @@
+//! How connections come: the accepting thread, and a thread for each connection.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use crate::address::Address;
+use crate::connection;
+use crate::shared::Shared;
+
+/// Starts the accepting thread, which runs until the server shuts down. Called once, under `binding`.
+///
+/// # Errors
+/// No file descriptors or no thread are left.
+pub fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
+    shared.make_acceptor()?;
+    let shared = Arc::clone(shared);
+    thread::Builder::new().name("nbd-accept".to_owned()).spawn(move || {
+        let Some(acceptor) = shared.acceptor() else { return };
+        acceptor.run(
+            || shared.expire(),
+            |listener, socket, peer| connect(&shared, listener, socket, peer),
+            |listener, errno| {
+                tracing::warn!(listener, error = %errno, "a connection could not be accepted");
+                shared.lock().refused += 1;
+            },
+        );
+    })
+}
+
+/// A client has connected.
+fn connect(shared: &Arc<Shared>, listener: u64, socket: OwnedFd, peer: String) {
+    let Some(link) = shared.admit(listener, socket, peer) else { return };
+    let spawned = {
+        let (shared, link) = (Arc::clone(shared), Arc::clone(&link));
+        thread::Builder::new().name(format!("nbd-{}", link.id)).spawn(move || connection::run(&shared, &link))
+    };
+    if let Err(error) = spawned {
+        tracing::warn!(address = %link.address, %error, "no thread for a connection");
+        shared.leave(&link, false);
+        shared.lock().refused += 1;
+    }
+}
+
+/// Serves a connection on this thread, from its first byte to its last.
+pub fn serve_here(shared: &Shared, address: &Address, socket: OwnedFd) {
+    let listener = shared.lock().listener_id(address);
+    let link = listener.and_then(|listener| shared.admit(listener, socket, "here".to_owned()));
+    if let Some(link) = link {
+        connection::run(shared, &link);
+    }
+}
