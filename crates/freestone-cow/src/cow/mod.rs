@@ -19,6 +19,7 @@ mod reads;
 mod snapshot;
 mod status;
 pub mod store;
+mod store_answers;
 mod store_area;
 mod store_load;
 mod store_queue;

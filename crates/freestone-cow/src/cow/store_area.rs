@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::config::Damage;
 use super::format::{BLOCK_BYTES, BLOCK_ENTRIES, ENTRY_BYTES, Entry, Layout};
-use super::store::{MergeError, Run};
+use super::store_answers::{MergeError, Run};
 use freestone_core::device::{Blocking, Device, Error, Flags, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
 

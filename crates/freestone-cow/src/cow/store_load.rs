@@ -9,7 +9,7 @@ use super::format::{
     self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, ENTRY_BYTES, Entry, FIRST_COPY, Found, Layout,
     Mark, SECTOR_ENTRIES,
 };
-use super::store::Exceptions;
+use super::store_answers::Exceptions;
 use super::store_area::{Block, End, RUN_ENTRIES_MAX};
 use freestone_core::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 

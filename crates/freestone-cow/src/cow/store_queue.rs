@@ -9,7 +9,7 @@ use super::Usage;
 use super::format::{self, Entry, Layout, Mark};
 use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
-use super::store::{Invalid, MergeError, NoPlace, Run, Stats};
+use super::store_answers::{Invalid, MergeError, NoPlace, Run, Stats};
 use super::store_area::{Area, Block};
 use freestone_core::device::{self, Blocking, Device, Flags};
 use freestone_core::sync::{Condvar, Instant, Mutex};

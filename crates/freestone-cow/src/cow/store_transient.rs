@@ -5,7 +5,7 @@ use crossbeam_utils::CachePadded;
 use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
-use super::store::NoPlace;
+use super::store_answers::NoPlace;
 use freestone_core::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// A store without metadata (`store=N`). Without a lock: places have no order that anything depends on.

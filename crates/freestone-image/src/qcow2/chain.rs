@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::error::{Fault, SetupError};
 use super::header::{self, Header};
-use super::job::Job;
 use super::source::Source;
 use super::table::Table;
 use freestone_core::sync::Mutex;
+use freestone_core::work_queue::Task;
 
 /// Most files of one chain. Each keeps a descriptor, its metadata and a thread.
 pub(super) const MAX_LAYERS: usize = 64;
@@ -47,9 +47,9 @@ pub(super) struct Layer {
 /// Images, each over the next.
 pub(super) struct Chain {
     pub layers: Vec<Layer>,
-    /// Compressed clusters (layer, number) that are being unpacked, and the requests that wait for the same one. Held for a
+    /// Compressed clusters (layer, number) that are being unpacked, and how the requests go on that wait for the same one. Held for a
     /// few instructions; nothing else is locked meanwhile.
-    pub unpacking: Mutex<HashMap<(usize, u64), Vec<Job>>>,
+    pub unpacking: Mutex<HashMap<(usize, u64), Vec<Task>>>,
 }
 
 type Setup<T> = Result<T, SetupError>;

@@ -133,7 +133,7 @@ impl Claim {
         {
             let mut unpacking = chain.unpacking.lock();
             if let Some(waiting) = unpacking.get_mut(&cluster) {
-                waiting.push(job);
+                waiting.push(Box::new(move || job.run()));
                 return None;
             }
             unpacking.insert(cluster, Vec::new());
@@ -145,8 +145,8 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         let waiting = self.chain.unpacking.lock().remove(&self.cluster);
-        for job in waiting.unwrap_or_default() {
-            pool::run(move || job.run());
+        for go_on in waiting.unwrap_or_default() {
+            pool::run(go_on);
         }
     }
 }
