@@ -1,10 +1,10 @@
 //! The command line.
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{ArgAction, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
 use crate::verbs::{
-    Common, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish, recompress,
+    Call, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish, recompress,
     release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, writeback, zones,
 };
 
@@ -293,15 +293,4 @@ pub enum Command {
     /// Take a device off all NBD addresses
     #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),
-}
-
-/// A verb with what all verbs take.
-#[derive(Debug, Args)]
-pub struct Call<A: Args> {
-    /// Its parameters.
-    #[command(flatten)]
-    pub args: A,
-    /// `--json`, `--control`.
-    #[command(flatten)]
-    pub common: Common,
 }

@@ -7,14 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone::cow::MergeStatus;
 use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
-use serde_json::Value;
 use tracing::warn;
 
 use crate::advice;
 use crate::build::{self, BuildError, build};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::{Errno, Fault};
-use crate::control::server::Handler;
 use crate::ending::Leaving;
 use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
@@ -23,7 +21,6 @@ use crate::notes;
 use crate::registry::{Refused, Registry};
 use crate::spec::{CowPlace, KindSpec, Spec};
 use crate::template;
-use crate::verbs;
 
 /// The state behind the control socket.
 ///
@@ -511,11 +508,5 @@ pub fn fault(error: BuildError) -> Fault {
 fn warn_of_exposure(address: &Address) {
     if let Some(warning) = advice::of_exposure(address) {
         warn!("{warning}");
-    }
-}
-
-impl Handler for Service {
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Value, Fault> {
-        verbs::dispatch(self, method, params)
     }
 }

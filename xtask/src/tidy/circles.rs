@@ -19,8 +19,7 @@ use super::Problem;
 const ALIASES_MAX: usize = 16;
 
 /// Circles that are still to be broken, by their first file, and of how many modules at most. A new one is no reason to add a line.
-const KNOWN: [(&str, usize); 2] =
-    [("crates/freestone-cli/src/attrs/mod.rs", 30), ("crates/freestone-cow/src/cow/copy.rs", 7)];
+const KNOWN: [(&str, usize); 1] = [("crates/freestone-cow/src/cow/copy.rs", 7)];
 
 /// The circles among the modules below `root`, the `lib.rs` or `main.rs` of a crate.
 pub fn of(root: &Path) -> Result<Vec<Problem>> {

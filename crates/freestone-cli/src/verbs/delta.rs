@@ -14,8 +14,7 @@ use freestone::replace::Replace;
 use serde::{Deserialize, Serialize};
 
 use super::foreground::Foreground;
-use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
-use crate::cli::Call;
+use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;

@@ -43,6 +43,7 @@ use serde_json::{Map, Value, json};
 
 use crate::control::client::Client;
 use crate::control::protocol::{Errno, Fault};
+use crate::control::server::Handler;
 use crate::entry::Entry;
 use crate::error::Stdout;
 use crate::service::Service;
@@ -184,11 +185,13 @@ fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Value, Fault
     serde_json::to_value(reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
 }
 
-/// Runs the verb of that name.
-pub fn dispatch(service: &Service, method: &str, params: Option<Value>) -> Result<Value, Fault> {
-    match VERBS.iter().find(|(name, _)| *name == method) {
-        Some((_, run)) => run(service, params),
-        None => Err(Fault::no_method(method, &VERBS.map(|(name, _)| name))),
+impl Handler for Service {
+    /// Runs the verb of that name.
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Value, Fault> {
+        match VERBS.iter().find(|(name, _)| *name == method) {
+            Some((_, run)) => run(self, params),
+            None => Err(Fault::no_method(method, &VERBS.map(|(name, _)| name))),
+        }
     }
 }
 
@@ -204,6 +207,17 @@ pub struct Common {
     /// The control socket of the server.
     #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
     control: Option<PathBuf>,
+}
+
+/// A verb with what all verbs take.
+#[derive(Debug, Args)]
+pub struct Call<A: Args> {
+    /// Its parameters.
+    #[command(flatten)]
+    pub args: A,
+    /// `--json`, `--control`.
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// How often a client that waits looks how far it is.
