@@ -109,7 +109,7 @@ impl Family {
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
-    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Parent the present use nothing is evicted, but
+    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
     /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
         // Two at one time would leave the pool with the one's limit and the keeper with the other's.

@@ -29,7 +29,7 @@ const PIECE_BLOCKS: usize = 1024;
 const GIVE_WAY: Duration = Duration::from_millis(1);
 /// Blocks that one step of the background looks through.
 const STEP_BLOCKS: u64 = 1 << 16;
-/// Parent so many holes nothing is done by itself.
+/// Below so many holes nothing is done by itself.
 const HOLES_MIN_BLOCKS: u64 = 256;
 
 impl Shared {

@@ -48,7 +48,7 @@ const TAG: u8 = 0;
 pub struct Recompress {
     /// Pages of this kind only; `None` is all of them.
     pub kind: Option<RecompressKind>,
-    /// Objects of at least so many bytes only; the result must be smaller. 0 is no threshold. Parent
+    /// Objects of at least so many bytes only; the result must be smaller. 0 is no threshold. Below
     /// [`Scratch::BYTES`].
     pub threshold: u32,
     /// Most pages to try, whether that succeeds or not.

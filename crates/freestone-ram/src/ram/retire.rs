@@ -70,7 +70,7 @@ pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
     CLEANER.add(Task { family: Arc::downgrade(family), work: Work::Drain });
 }
 
-/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `below` is the device's
+/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `parent` is the device's
 /// own hold on what lies below the chain.
 pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
     family.removal_begins();

@@ -6,7 +6,7 @@ use super::super::tests::{config, content};
 use super::super::threads::tests::{disk, limit, put, round, submit};
 use super::super::{PAGE, Ram, Writeback, WritebackError};
 use super::*;
-use freestone_core::device::{Blocking, Error};
+use freestone_core::device::{Blocking, Completion, Device, Error, IoBuf, Request};
 
 /// Blocks of the backing device.
 const BLOCKS: u64 = 64;
@@ -100,6 +100,26 @@ fn writeback_waits_for_blocks_of_a_removal_that_has_not_begun() {
         removing.join().unwrap();
         assert_eq!(writing.join().unwrap().unwrap().pages, 16);
     });
+}
+
+/// Who has an answer may remove the device at once, and what it leaves must be known then to come back soon: so nothing else may
+/// hold the device any more.
+#[test]
+fn a_request_that_waited_is_answered_when_only_its_user_holds_the_device() {
+    let (family, on_device, in_memory) = full();
+    let (tell, told) = std::sync::mpsc::channel();
+    let holds = Arc::downgrade(&in_memory.0);
+    let done = Completion::new(move |outcome, _| tell.send((outcome, holds.strong_count())).unwrap());
+    let page = IoBuf::copy_of(&content(5, 200, PAGE as usize)).unwrap();
+    in_memory.submit(Request::write(200 * PAGE, PAGE), page, done);
+    assert_eq!(told.try_recv(), Err(TryRecvError::Empty), "it waits");
+    drop(on_device);
+    let mut answer = told.try_recv();
+    while answer == Err(TryRecvError::Empty) {
+        round(&family);
+        answer = told.try_recv();
+    }
+    assert_eq!(answer, Ok((Ok(()), 1)));
 }
 
 /// Asks the other disk for room, and has a round end, while the removal has not begun.

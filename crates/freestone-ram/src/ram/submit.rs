@@ -45,42 +45,77 @@ impl Device for Ram {
     }
 }
 
+/// What carrying on with a request came to.
+pub(super) enum Sliced {
+    /// It can go on at once.
+    Again(Job),
+    /// It waits, or was answered.
+    Gone,
+    /// It is to be answered so.
+    Ended(Job, Result<()>),
+}
+
+impl Sliced {
+    fn again_or_gone(job: Option<Job>) -> Self {
+        job.map_or(Self::Gone, Self::Again)
+    }
+}
+
 impl Ram {
     /// Begins a request. Where it does not have to wait, the runner carries on with it; a family without one never waits.
     pub(super) fn go(&self, mut job: Job) {
-        while let Some(rest) = self.slice(job) {
-            if self.0.family.keeper.is_running() {
-                return self.0.family.keeper.resume(self.clone(), rest);
-            }
-            job = rest;
+        loop {
+            job = match self.slice(job) {
+                Sliced::Again(job) if self.0.family.keeper.is_running() => {
+                    return self.0.family.keeper.resume(self.clone(), job);
+                }
+                Sliced::Again(job) => job,
+                Sliced::Gone => return,
+                Sliced::Ended(job, outcome) => return job.done.complete(outcome, job.buffer),
+            };
         }
     }
 
-    /// Carries on with a request for a bounded time. What is returned can go on at once.
-    pub(super) fn slice(&self, mut job: Job) -> Option<Job> {
+    /// As [`slice`](Self::slice), on the runner. A request is answered when this hold on its device is gone: who has the answer may
+    /// remove the device, and what it leaves is then known to be about to come back.
+    pub(super) fn carry_on(self, job: Job) {
+        match self.slice(job) {
+            Sliced::Again(job) => self.0.family.keeper.resume(self.clone(), job),
+            Sliced::Gone => {}
+            Sliced::Ended(job, outcome) => {
+                drop(self);
+                job.done.complete(outcome, job.buffer);
+            }
+        }
+    }
+
+    /// Carries on with a request for a bounded time.
+    fn slice(&self, mut job: Job) -> Sliced {
         let buffer = match job.request.op {
             Op::Read => job.buffer.get_mut(job.at..).map_or(Buffer::None, Buffer::Read),
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
         match self.0.attempt(&job.request, buffer) {
-            Ok(Attempt::Tried(Tried::Done)) => job.done.complete(Ok(()), job.buffer),
+            Ok(Attempt::Tried(Tried::Done)) => return Sliced::Ended(job, Ok(())),
             Ok(Attempt::Tried(Tried::Partly(bytes))) => {
                 job.advance(bytes);
-                return Some(job);
+                return Sliced::Again(job);
             }
-            Ok(Attempt::Frozen) => return self.wait_for_thaw(job),
-            Ok(Attempt::Removing) => return self.wait_for_removal(job),
+            Ok(Attempt::Frozen) => return Sliced::again_or_gone(self.wait_for_thaw(job)),
+            Ok(Attempt::Removing) => return Sliced::again_or_gone(self.wait_for_removal(job)),
             Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Read => self.fetch(job),
             Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
-                return self.wait_for_page(job);
+                return Sliced::again_or_gone(self.wait_for_page(job));
             }
             // A discard needs no memory: its page has landed meanwhile.
-            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => return Some(job),
+            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => {
+                return Sliced::Again(job);
+            }
             Ok(Attempt::Tried(Tried::WouldBlock)) => self.wait_for_memory(job),
-            Err(error) => job.done.complete(Err(error), job.buffer),
+            Err(error) => return Sliced::Ended(job, Err(error)),
         }
-        None
+        Sliced::Gone
     }
 
     /// Has a request wait for something after which the runner carries on with it.
@@ -178,7 +213,7 @@ impl Ram {
         base.device.submit(Request::read(slot * PAGE, len), buffer, done);
     }
 
-    /// Does a request's change of a part of a page, of which `below` is the content as it lies below the device. Where the
+    /// Does a request's change of a part of a page, of which `parent` is the content below the device. Where the
     /// device has the page itself by now, or writers are held up, the request tries again.
     pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
         let slot = job.slot();

@@ -13,7 +13,7 @@ use crate::spill::reads::Late;
 use freestone_core::sync::thread;
 
 /// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to wait for it, and a neighbour that
-/// does not is held up less: it kept 0.75 of its speed at 0. Parent, what else the machine does would hold up the spilling.
+/// does not is held up less: it kept 0.75 of its speed at 0. Below, what else the machine does would hold up the spilling.
 const NICE: i32 = 10;
 
 /// Starts the threads, unless they run.
@@ -28,17 +28,13 @@ pub(super) fn start(family: &Arc<Shared>) -> std::io::Result<()> {
 fn run(keeper: &Keeper, family: &Weak<Shared>) {
     while let Some(task) = keeper.next_task() {
         // A completion that panics ends its request, not the disk.
-        let _ = catch_unwind(AssertUnwindSafe(|| carry_out(keeper, task, family)));
+        let _ = catch_unwind(AssertUnwindSafe(|| carry_out(task, family)));
     }
 }
 
-fn carry_out(keeper: &Keeper, task: Task, family: &Weak<Shared>) {
+fn carry_out(task: Task, family: &Weak<Shared>) {
     match task {
-        Task::Resume(ram, job) => {
-            if let Some(job) = ram.slice(job) {
-                keeper.resume(ram, job);
-            }
-        }
+        Task::Resume(ram, job) => ram.carry_on(job),
         Task::Reread(wanted) => {
             if let Some(family) = family.upgrade() {
                 family.read_one_by_one(wanted);
