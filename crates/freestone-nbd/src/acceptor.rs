@@ -100,12 +100,12 @@ impl Acceptor {
                 let left = until.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
             });
-            // An interrupted wait is a short one.
+            // A signal may end the wait early: `next` is asked again.
             let _ = epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref());
             for event in events.drain(..) {
                 let listener = event.data.u64();
                 if listener == WAKE {
-                    // Not readable is what is wanted.
+                    // It fails with EAGAIN where it is unreadable already.
                     let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
                     continue;
                 }

@@ -18,7 +18,7 @@ const LINGER: Duration = Duration::from_millis(250);
 
 /// Serves one client. A device that panics ends this connection and no other.
 pub fn run(shared: &Shared, link: &Link) {
-    // Out here, so that it outlives whatever holds the device, also where that unwinds.
+    // Declared outside `serve`: it is called when everything that holds the device was dropped, also by a panic.
     let mut on_end = OnEnd::default();
     let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
@@ -26,7 +26,7 @@ pub fn run(shared: &Shared, link: &Link) {
     }
     // The client sees the end before the server counts it; the socket itself may outlive this thread for a moment.
     let _ = shutdown(link.socket(), Shutdown::Both);
-    // And who waits for the connection's end finds that of its device, too.
+    // Before `leave`: whoever waits for the connection's end finds its device ended, too.
     panicked |= on_end.run();
     shared.leave(link, panicked);
 }

@@ -54,7 +54,7 @@ impl Queue {
         let first = queue.is_empty();
         queue.push(finished);
         drop(queue);
-        // Whoever found the queue not empty follows somebody who wakes the thread.
+        // Only the push into the empty queue wakes the thread, which takes what was pushed since with it.
         if first {
             self.wake();
         }
@@ -73,7 +73,7 @@ impl Queue {
 
     /// Makes [`wake_fd`](Self::wake_fd) unreadable again; to be called before [`take`](Self::take).
     pub fn rearm(&self) {
-        // Not readable is what is wanted.
+        // It fails with EAGAIN where it is unreadable already.
         let _ = rustix::io::read(self.wake.as_fd(), &mut [0_u8; 8]);
     }
 
@@ -97,7 +97,7 @@ impl Queue {
 /// A request that was not answered at once.
 #[derive(Debug)]
 pub struct Operation {
-    /// The request's.
+    /// The request's cookie.
     pub cookie: u64,
     /// How its errors are mapped.
     pub action: Action,

@@ -113,12 +113,12 @@ impl<'a> Handshake<'a> {
 
     /// Negotiates until the client has chosen an export; hands over the buffers with what is in them.
     pub fn run(mut self) -> Result<(Negotiated, Input, Replies), End> {
-        // A client that does not read is as silent as one that does not write.
+        // A client that reads no replies is given as long as one that sends nothing.
         let socket = self.link.socket();
         set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
         let chosen = self.negotiate();
         if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
-            // What came before in the same bytes is answered; the client may be gone.
+            // Replies to the options before it are still sent. The client may be gone, which is no matter here.
             let _ = self.replies.send(socket);
         }
         let (export, device) = chosen?;
@@ -294,7 +294,7 @@ impl<'a> Handshake<'a> {
             preferred: preferred.into(),
             maximum: maximum.into(),
         };
-        // Told unasked too: requests outside these bounds are refused.
+        // Sent also to clients that did not ask for it: what is not a multiple of the minimum is refused.
         self.answer(kind, reply::INFO, &[sizes.as_bytes()])?;
         if wanted.contains(&info::NAME) {
             self.answer(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
@@ -306,7 +306,7 @@ impl<'a> Handshake<'a> {
         Ok(Ok(chosen))
     }
 
-    /// An export that is not chosen.
+    /// Looks up an export for a client that asks about it without choosing it.
     fn look(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
         let export = self.shared.find(&self.link.address, name)?;
         let facts = export.facts().map_err(|text| EnterError::Failed(sentence(text)))?;
@@ -316,7 +316,7 @@ impl<'a> Handshake<'a> {
     fn meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, End> {
         let list = kind == option::LIST_META_CONTEXT;
         if !list {
-            // Replaced by what this option selects, also where it fails.
+            // Each SET_META_CONTEXT replaces the selection, also one that fails.
             self.selected = None;
         }
         if !self.structured {
@@ -354,7 +354,7 @@ impl<'a> Handshake<'a> {
 /// Sending and receiving.
 impl Handshake<'_> {
     fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
-        // A client that reads just fast enough for each send is bounded, too.
+        // The send timeout alone would not end a handshake with a client that reads slowly.
         if self.deadline <= Instant::now() {
             return Err(End::TimedOut);
         }

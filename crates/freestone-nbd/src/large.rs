@@ -26,7 +26,7 @@ impl Session<'_> {
         }
     }
 
-    /// Not to its end: here it stays.
+    /// Keeps a request that has not come to its end for the next turn.
     fn keep(&mut self, stream: Stream, step: Step) -> Step {
         self.stream = Some(stream);
         step
@@ -65,8 +65,8 @@ impl Session<'_> {
             Ok(Tried::WouldBlock) => {
                 let slot = self.operations.open(whole.cookie, Action::Plain, true);
                 self.operations.get(slot).open = false;
-                // All of it again: the data must lie in one buffer. Its place was admitted when it was charged; the
-                // count of parts may pass its bound by this one.
+                // The whole range is read again, as the data must lie in one buffer. The buffer was admitted when it was
+                // charged; the number of parts in flight may exceed MAX_IN_FLIGHT by this one.
                 self.submit(slot, whole.request, whole.buffer, true);
                 Ok(Step::Done)
             }
@@ -81,7 +81,7 @@ impl Session<'_> {
     fn go_on_writing(&mut self, Write { slot, rest }: Write) -> Result<Step, Lost> {
         let data = self.input.data();
         if self.operations.get(slot).failure.is_some() {
-            // Nothing more is started; the rest of the payload only has to go.
+            // A part has failed: no further part is started, and the rest of the payload is thrown away.
             let n = data.len().min(rest.len as usize);
             self.input.consume(n);
             let rest = rest.rest(n as u64);

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// How long [`Server::close`](crate::Server::close), a forced [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in flight.
+/// How long [`Server::close`](crate::Server::close), a forced [`Server::unpublish`](crate::Server::unpublish) and dropping
+/// a server wait for requests in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
 
 /// What clients may use up.

@@ -293,7 +293,7 @@ pub struct SimpleReply {
     pub magic: U32,
     /// 0 or an [`Errno`](crate::errno::Errno).
     pub error: U32,
-    /// The request's.
+    /// The request's cookie.
     pub cookie: U64,
 }
 
@@ -307,7 +307,7 @@ pub struct Chunk {
     pub flags: U16,
     /// One of [`chunk`].
     pub kind: U16,
-    /// The request's.
+    /// The request's cookie.
     pub cookie: U64,
     /// Length of the payload in bytes.
     pub len: U32,

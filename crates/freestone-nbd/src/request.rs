@@ -56,7 +56,7 @@ impl Session<'_> {
         }
     }
 
-    /// The header is consumed: the request will be answered.
+    /// Consumes the header and counts the request, which is answered from here on.
     pub(crate) fn accept(&mut self) {
         self.input.consume(HEADER_BYTES);
         self.tally.requests += 1;
@@ -132,7 +132,8 @@ impl Session<'_> {
             self.stream = Some(Stream::Read { slot, request });
             return Ok(Step::Done);
         }
-        // One reply, one piece: it is built apart, so that an error can still be told and others go on.
+        // The reply must be one piece. It is read into a buffer of its own, so that an error can still be answered and other
+        // replies are not held up.
         if !self.admits(len) {
             return Ok(Step::Stalled);
         }
@@ -190,7 +191,7 @@ impl Session<'_> {
                 }
                 Ok(Tried::Partly(n)) => {
                     rest = advance(rest, n);
-                    // The others that are ready do not wait for the rest.
+                    // Replies that are ready are sent and do not wait for the rest.
                     self.replies.send_around(self.link.socket(), head + len)?;
                 }
                 Ok(Tried::WouldBlock) => {
@@ -203,7 +204,7 @@ impl Session<'_> {
                     };
                     self.operations.get(slot).open = part.is_some_and(|(_, last)| !last);
                     return match IoBuf::zeroed(len) {
-                        // The whole piece again: its data must lie in one buffer.
+                        // The whole piece is read again, as its data must lie in one buffer.
                         Ok(buffer) => {
                             self.submit(slot, request, buffer, false);
                             Ok(Step::Done)
@@ -296,7 +297,7 @@ impl Session<'_> {
                         if left == len {
                             return Ok(Step::Stalled);
                         }
-                        // What is done stays done: go on from there when there is room.
+                        // What the device has written stays; the rest follows when less is in flight.
                         self.accept();
                         self.input.consume(len - left);
                         let slot = self.operations.open(cookie, Action::Store, false);
@@ -346,7 +347,7 @@ impl Session<'_> {
             Op::Discard if self.geometry.discard_granularity == 0 => {
                 return self.refuse(incoming, Errno::Inval, "the device offers no discard");
             }
-            // That zeroes are fast is known only of those that may become a hole.
+            // `fast_zeroes` speaks only of zeroes that may become a hole.
             Op::WriteZeroes
                 if action == Action::StoreFast
                     && (!self.geometry.fast_zeroes || flags.contains(CommandFlags::NO_HOLE)) =>
@@ -362,7 +363,7 @@ impl Session<'_> {
 
     fn cache(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         self.accept();
-        // Checked as a read is.
+        // The range is checked as for a read.
         match self.vet(incoming, Op::Read, CommandFlags::empty(), Action::Plain) {
             Ok((request, _)) => {
                 self.device.prefetch(request.offset, request.len);

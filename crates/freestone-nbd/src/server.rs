@@ -26,7 +26,8 @@ use crate::template::{Make, Template};
 /// except from a device's completion and from a template's functions.
 pub struct Server {
     shared: Arc<Shared>,
-    /// Accepts at all addresses; from the first one on. Locked under `binding` only, or by the end of the server.
+    /// The accepting thread, from the first address on. Locked under `binding` to start it, or with no other lock held to
+    /// take it out before it is joined; no other lock is taken under it.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 

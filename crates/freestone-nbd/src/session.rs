@@ -27,9 +27,9 @@ pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES + REPLY_BUFFER_B
 pub struct Negotiated {
     /// The export.
     pub export: Arc<Export>,
-    /// Its device; of a template this connection's own.
+    /// Its device; where the export is a template, the one that was made for this connection.
     pub device: Arc<dyn Device>,
-    /// Structured replies.
+    /// Whether replies are structured.
     pub structured: bool,
     /// What block status tells of; none where the replies are not structured.
     pub contexts: Contexts,
@@ -48,13 +48,14 @@ impl From<rustix::io::Errno> for Lost {
 /// How far a request, or the work at hand, came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// To its end; go on with the next request.
+    /// Nothing holds it up: the loop goes on at once, with the request at hand or else with the next one.
     Done,
-    /// A piece further; others have their turn first.
+    /// One piece is done, or many replies are ready: replies are sent, and what the device finished is taken, before
+    /// the next piece.
     Turn,
-    /// So many unconsumed bytes are needed to go on.
+    /// It goes on when so many bytes have been received and not consumed.
     Input(usize),
-    /// The bounds of what may be in flight are reached.
+    /// It goes on when less is in flight.
     Stalled,
     /// The client wants no more, or broke the protocol.
     End,
@@ -68,7 +69,7 @@ pub struct Session<'a> {
     pub(crate) read_only: bool,
     pub(crate) structured: bool,
     pub(crate) contexts: Contexts,
-    /// The size may be old, see [`Session::vet`].
+    /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it refuses a request.
     pub(crate) geometry: Geometry,
     pub(crate) input: Input,
     pub(crate) replies: Replies,
@@ -162,7 +163,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Receives once, or takes note that there will be nothing.
+    /// Receives once; sets `ended` where nothing more will come.
     fn receive(&mut self, need: usize) -> Result<(), Lost> {
         if self.drain.is_none() && self.link.is_draining() {
             self.drain = Some(rustix::io::ioctl_fionread(self.link.socket()).unwrap_or(0));
@@ -222,7 +223,7 @@ impl<'a> Session<'a> {
         }
         let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
         let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), PollFlags::IN)];
-        // An interrupted wait is a short one: every caller looks again.
+        // A signal may end the wait early: every caller checks again what it waits for.
         let _ = poll(&mut fds[..if input { 2 } else { 1 }], None);
         if !fds[0].revents().is_empty() {
             queue.rearm();

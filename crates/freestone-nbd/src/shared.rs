@@ -1,4 +1,4 @@
-//! What the threads of a server share: its tables under one lock, and the way connections come and end.
+//! What the threads of a server share: its tables under one lock, how connections are admitted and how they are ended.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,13 +18,14 @@ const HELD_LOOK: Duration = Duration::from_millis(100);
 
 /// What connections need of their server.
 ///
-/// Lock order: 1. `binding`, held while a socket is made, and while the accepting thread is started or ended; 2. `tables`,
-/// held for lookups and changes, never across a call of a device or of a template, a wait, or I/O; 3. the acceptor's.
+/// Lock order: 1. `binding`, held while a socket is made and while the accepting thread is started; 2. `tables`, held for
+/// lookups and changes, never across a call of a device or of a template, a wait, or I/O; 3. the acceptor's. The lock of the
+/// accepting thread's handle is declared in [`Server`](crate::Server).
 #[derive(Debug)]
 pub struct Shared {
     /// What clients may use up.
     pub limits: Limits,
-    /// See the lock order.
+    /// Lets one call at a time start to listen.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
     /// A connection has ended, or an export is not held any more.
@@ -34,7 +35,7 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Nothing yet.
+    /// For a server without addresses.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -95,7 +96,7 @@ impl Shared {
     }
 }
 
-/// What connections ask.
+/// What the thread of a connection asks for.
 impl Shared {
     /// The export of this name at an address.
     pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
@@ -160,7 +161,7 @@ impl Shared {
     }
 }
 
-/// Ends.
+/// Ending connections.
 impl Shared {
     /// Ends the connections whose time is up, and says when to look again.
     pub fn expire(&self) -> Next {

@@ -118,7 +118,7 @@ impl Runs<'_> {
     fn push(&mut self, offset: u64, len: u64, flags: u32) -> bool {
         let len = len.min(self.end - self.at);
         if offset != self.at || len == 0 {
-            // Not what the contract promises: what was told so far is what is known.
+            // A gap or an empty row breaks the device's contract: only the rows before it are answered.
             return false;
         }
         self.at += len;

@@ -37,7 +37,7 @@ pub enum Stream {
     Skip(Skip),
     /// A request without payload.
     Plain {
-        /// The request's.
+        /// The request's cookie.
         cookie: u64,
         /// What is not yet done.
         request: Request,
@@ -46,10 +46,10 @@ pub enum Stream {
     },
 }
 
-/// See [`Stream::Whole`].
+/// A large read into one buffer.
 #[derive(Debug)]
 pub struct Whole {
-    /// The request's.
+    /// The request's cookie.
     pub cookie: u64,
     /// The whole request.
     pub request: Request,
@@ -59,7 +59,7 @@ pub struct Whole {
     pub filled: usize,
 }
 
-/// See [`Stream::Write`].
+/// A large write in pieces.
 #[derive(Debug)]
 pub struct Write {
     /// Its operation.
@@ -68,10 +68,10 @@ pub struct Write {
     pub rest: Request,
 }
 
-/// See [`Stream::Gather`].
+/// A large write that is received as a whole before the device gets it.
 #[derive(Debug)]
 pub struct Gather {
-    /// The request's.
+    /// The request's cookie.
     pub cookie: u64,
     /// What is not yet written: all of it, until the payload is complete.
     pub rest: Request,
@@ -93,10 +93,10 @@ impl Gather {
     }
 }
 
-/// See [`Stream::Skip`].
+/// A payload that is thrown away.
 #[derive(Debug)]
 pub struct Skip {
-    /// The request's.
+    /// The request's cookie.
     pub cookie: u64,
     /// Bytes of the payload that are still to come.
     pub left: u32,

@@ -77,7 +77,7 @@ pub struct Tables {
     held: HashMap<String, usize>,
     /// By moment and connection: the ends of templates' devices.
     deadlines: BTreeMap<(Instant, u64), Due>,
-    /// The next identifier, of whatever.
+    /// The identifier that was given out last: listeners, exports and connections share one sequence.
     next_id: u64,
     /// Nothing more is accepted, listened on or published.
     pub shutting_down: bool,
@@ -160,7 +160,7 @@ impl Tables {
         self.listeners.get(self.by_address.get(address)?)
     }
 
-    /// Its identifier.
+    /// The identifier of the listener at an address.
     pub fn listener_id(&self, address: &Address) -> Option<u64> {
         self.by_address.get(address).copied()
     }

@@ -41,7 +41,7 @@ impl Facts {
 /// What an export of a template holds. `facts` is locked to read or replace the value only.
 pub struct Template {
     make: Make,
-    /// See [`TemplateOptions::ttl`].
+    /// See [`TemplateOptions::ttl`](crate::TemplateOptions::ttl).
     pub ttl: Option<Duration>,
     /// Of the device that was made last: what is told of the next one to who only asks.
     facts: Mutex<Option<Facts>>,
