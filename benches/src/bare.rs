@@ -4,6 +4,8 @@ use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Page, Params, Scratch, Streams};
 
+use crate::data::whole_pages;
+
 /// Every page of a data set as the codec makes it, one behind the other.
 #[derive(Clone)]
 pub struct Store {
@@ -172,17 +174,6 @@ impl Store {
         }
         Ok(())
     }
-}
-
-/// The pages of a buffer.
-pub fn whole_pages(pages: &[u8]) -> impl ExactSizeIterator<Item = &Page> {
-    pages.as_chunks().0.iter()
-}
-
-/// One page of a buffer.
-#[inline]
-pub fn page_at(pages: &[u8], number: u32) -> &Page {
-    &pages.as_chunks().0[number as usize]
 }
 
 /// The 64-bit pattern that a page repeats, if it does.

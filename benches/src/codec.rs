@@ -8,7 +8,8 @@ use freestone::codec::{Page, Scratch};
 use freestone::device::{Blocking, Flags};
 use freestone::ram::Ram;
 
-use crate::bare::{Codec, Ours, Plain, Store, page_at};
+use crate::bare::{Codec, Ours, Plain, Store};
+use crate::data::page_at;
 use crate::machine;
 use crate::measure::{Summary, Times, alternate};
 use crate::options::{Options, Set};

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use freestone::PAGE_BYTES;
+use freestone::codec::Page;
 use freestone::device::IoBuf;
 
 use crate::options::{Options, Set};
@@ -109,9 +110,20 @@ pub fn fio_page(number: u64, page: &mut [u8]) {
     let (noise, rest) = page.split_at_mut(PAGE_BYTES * 40 / 100);
     let mut random = Random::new(number);
     for word in noise.chunks_mut(8) {
-        word.copy_from_slice(&random.next().to_le_bytes()[..word.len()]);
+        word.copy_from_slice(&random.next_u64().to_le_bytes()[..word.len()]);
     }
     rest.fill(0);
+}
+
+/// The pages of a buffer.
+pub fn whole_pages(pages: &[u8]) -> impl ExactSizeIterator<Item = &Page> {
+    pages.as_chunks().0.iter()
+}
+
+/// One page of a buffer.
+#[inline]
+pub fn page_at(pages: &[u8], number: u32) -> &Page {
+    &pages.as_chunks().0[number as usize]
 }
 
 /// The cached file of the `real` data set; made where it is absent.
@@ -175,7 +187,7 @@ impl Random {
     }
 
     /// 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -187,7 +199,7 @@ impl Random {
     pub fn permutation(&mut self, count: u64) -> Vec<u32> {
         let mut all: Vec<u32> = (0..count as u32).collect();
         for end in (1..all.len()).rev() {
-            all.swap(end, (self.next() % (end as u64 + 1)) as usize);
+            all.swap(end, (self.next_u64() % (end as u64 + 1)) as usize);
         }
         all
     }
@@ -205,13 +217,14 @@ pub struct Order {
 impl Order {
     /// Of the numbers `first..first + count`.
     pub fn new(seed: u64, first: u32, count: u32) -> Self {
-        Self { seed: Random::new(seed).next(), first, count }
+        Self { seed: Random::new(seed).next_u64(), first, count }
     }
 
     /// The choices `from..from + count`.
     pub fn choices(self, from: u64, count: u64) -> impl Iterator<Item = u32> {
         (from..from + count).map(move |at| {
-            let random = Random(self.seed.wrapping_add(at.wrapping_mul(0x9E37_79B9_7F4A_7C15))).next() >> 32;
+            let random =
+                Random(self.seed.wrapping_add(at.wrapping_mul(0x9E37_79B9_7F4A_7C15))).next_u64() >> 32;
             self.first + ((random * u64::from(self.count)) >> 32) as u32
         })
     }

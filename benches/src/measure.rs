@@ -5,6 +5,11 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
+/// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not given.
+const SPREAD_MAX: f64 = 0.25;
+/// Fewer measurements have no spread that means anything.
+const STEADY_COUNT_MIN: usize = 3;
+
 /// How often and how long.
 #[derive(Debug, Clone, Copy)]
 pub struct Slices {
@@ -29,11 +34,17 @@ pub struct Times {
 /// What many numbers come to.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Summary {
+    /// The one in the middle, or between the two that are.
     pub median: f64,
+    /// A quarter is below.
     pub quartile1: f64,
+    /// A quarter is above.
     pub quartile3: f64,
+    /// The least.
     pub min: f64,
+    /// The most.
     pub max: f64,
+    /// How many there are.
     pub count: usize,
 }
 
@@ -65,6 +76,12 @@ impl Summary {
     /// Of the quotients of numbers that were measured side by side.
     pub fn ratio(of: &[f64], to: &[f64]) -> Self {
         Self::of(of.iter().zip(to).map(|(of, to)| of / to))
+    }
+
+    /// Whether the numbers are close enough together for their median to be given.
+    pub fn is_steady(&self) -> bool {
+        let Self { median, quartile1, quartile3, count, .. } = *self;
+        count >= STEADY_COUNT_MIN && quartile3 - quartile1 <= SPREAD_MAX * median.abs()
     }
 }
 

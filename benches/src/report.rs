@@ -11,12 +11,8 @@ use crate::bare;
 use crate::machine::Machine;
 use crate::measure::Summary;
 
-/// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not given.
-const SPREAD_MAX: f64 = 0.25;
 /// One measurement alone is level with a peer's within so much.
 const ONE_ROOM: f64 = 0.02;
-/// Fewer measurements have no spread that means anything.
-const STEADY_COUNT_MIN: usize = 3;
 
 /// One run of the program.
 #[derive(Serialize)]
@@ -104,12 +100,6 @@ pub enum Target {
     Within(f64, f64),
 }
 
-/// Whether the numbers are close enough together for their median to be given.
-pub fn is_steady(value: &Summary) -> bool {
-    let Summary { median, quartile1, quartile3, count, .. } = *value;
-    count >= STEADY_COUNT_MIN && quartile3 - quartile1 <= SPREAD_MAX * median.abs()
-}
-
 impl Target {
     fn met(self, value: f64) -> bool {
         match self {
@@ -166,7 +156,7 @@ impl Row {
     /// The same row, without a median and without a judgement where the numbers are too far apart to give one. Comes last.
     #[must_use]
     pub fn steady(mut self) -> Self {
-        if !is_steady(&self.value) {
+        if !self.value.is_steady() {
             (self.refused, self.target, self.met, self.verdict) = (true, None, None, None);
             self.value.median = f64::NAN;
         }

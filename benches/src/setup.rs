@@ -9,12 +9,12 @@ use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::ram::{Config, ForkConfig, Ram};
 
-use crate::bare::{self, Census, Ours, Plain, Store, page_at, whole_pages};
-use crate::data::{Data, Order, Random};
+use crate::bare::{self, Census, Ours, Plain, Store};
+use crate::data::{Data, Order, Random, page_at, whole_pages};
 use crate::options::{Options, Set};
 
 /// Everything a comparison needs, warm and checked.
-pub struct Setup {
+pub(crate) struct Setup {
     pub data: Data,
     pub pages: IoBuf,
     pub ram: Ram,

@@ -31,7 +31,7 @@ impl Zipf {
         let zeta: f64 = (1..=count.min(SUMMED_RANKS)).map(|rank| (rank as f64).powf(-theta)).sum();
         let second = (-theta * LN_2).exp();
         let eta = (1.0 - (2.0 / count as f64).powf(1.0 - theta)) / (1.0 - (1.0 + second) / zeta);
-        Self { offset: random.next() >> 32, random, count, alpha: 1.0 / (1.0 - theta), second, zeta, eta }
+        Self { offset: random.next_u64() >> 32, random, count, alpha: 1.0 / (1.0 - theta), second, zeta, eta }
     }
 
     /// The next number.
@@ -43,7 +43,7 @@ impl Zipf {
     /// The next rank, 0 is the most likely.
     fn rank(&mut self) -> u64 {
         // 53 bits, below 1.
-        let uniform = (self.random.next() >> 11) as f64 / (1_u64 << 53) as f64;
+        let uniform = (self.random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
         let share = uniform * self.zeta;
         if share < 1.0 {
             0
@@ -169,7 +169,7 @@ mod tests {
         let mut list: Vec<u32> = Vec::new();
         let mut hits = 0;
         for _ in 0..20_000 {
-            let page = (random.next() % 40) as u32;
+            let page = (random.next_u64() % 40) as u32;
             let expected = page == 0 || list.contains(&page);
             assert_eq!(lru.access(page), expected);
             hits += u32::from(expected);

@@ -79,6 +79,27 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
+/// The manifest of the sources' experiments, which are a workspace of their own.
+pub const RESEARCH: &str = "research/Cargo.toml";
+
+/// A cargo that does this with the sources' experiments. What it builds lies with everything else.
+pub fn research(verb: &str) -> Command {
+    let mut command = cargo();
+    command.args([verb, "--manifest-path", RESEARCH]).env("CARGO_TARGET_DIR", target_dir());
+    command
+}
+
+/// Runs commands one after the other, all of them even if one fails.
+pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> {
+    let mut sum = Outcome { ok: true, counts: Counts::default() };
+    for mut command in commands {
+        let Outcome { ok, counts } = run(&mut command)?;
+        sum.ok &= ok;
+        sum.counts += counts;
+    }
+    Ok(sum)
+}
+
 /// Runs a command to its end. Its stdout passes through us line by line, so that tests can be counted.
 pub fn run(command: &mut Command) -> Result<Outcome> {
     println!("$ {}", line(command));
@@ -104,7 +125,7 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
 /// would be made anew.
 const VARIANTS_TARGET_DIR: &str = "target/variants";
 
-/// A cargo for a build in which the library's locks and streams can be chosen: see `benches/variants`.
+/// A cargo for a build in which the library's locks and streams can be chosen: see `research/variants`.
 pub fn with_variants() -> Command {
     let mut command = cargo();
     command.env("RUSTFLAGS", "--cfg freestone_variants").env("CARGO_TARGET_DIR", VARIANTS_TARGET_DIR);
@@ -113,9 +134,13 @@ pub fn with_variants() -> Command {
 
 /// Runs a benchmark, built for release.
 pub fn bench(args: &[OsString]) -> Result<bool> {
-    let variants = args.first().is_some_and(|name| name == "reproduce");
-    let mut command = if variants { with_variants() } else { cargo() };
-    command.args(["run", "--release", "--package", "freestone-benches", "--"]).args(args);
+    let is_research = args.first().is_some_and(|name| name == "reproduce");
+    let (mut command, what) = if is_research {
+        (with_variants(), ["--manifest-path", RESEARCH])
+    } else {
+        (cargo(), ["--package", "freestone-benches"])
+    };
+    command.args(["run", "--release"]).args(what).arg("--").args(args);
     Ok(command.status().context("cannot start cargo")?.success())
 }
 

@@ -39,7 +39,7 @@ pub enum Step {
     Test,
     /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
     Gate,
-    /// The build with the locks and streams of the sources' experiments: no lint complains
+    /// The sources' experiments, and the build with their locks and streams: no lint complains
     Variants,
     /// In a stock kernel, its own and Freestone: writeback of zram, as in the test of its source
     Lab,
@@ -90,15 +90,20 @@ impl Step {
                 // The fio engine is built against it.
                 fio::source().map(|()| Outcome { ok: true, counts: Counts::default() })
             }
-            Self::Fmt => cargo::run(cargo().args(["fmt", "--all", "--check"])),
+            Self::Fmt => cargo::run_each([
+                with(cargo(), &["fmt", "--all", "--check"]),
+                with(cargo::research("fmt"), &["--check"]),
+            ]),
             Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Clippy => {
                 cargo::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
             }
             Self::Doc => {
-                let mut command = cargo();
-                command.args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
-                cargo::run(&mut command)
+                let mut all = [with(cargo(), &["doc", "--workspace"]), cargo::research("doc")];
+                for command in &mut all {
+                    command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings");
+                }
+                cargo::run_each(all)
             }
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across crates included.
@@ -143,33 +148,36 @@ fn models() -> Result<Outcome> {
     cargo::run(command.arg("models"))
 }
 
-/// Checks what only this build of the library has. As words for the lints' compiler the cfg reaches these packages alone, and nothing
-/// else is checked anew.
+/// Checks the experiments, and what only their build of the library has. As words for the lints' compiler the cfg reaches these packages
+/// alone, and nothing else is checked anew.
 fn variants() -> Result<Outcome> {
     let mut args = vec!["clippy", "--lib", "--tests"];
     args.extend(VARIED.iter().flat_map(|package| ["--package", package]));
-    args.extend(["--", "-D", "warnings"]);
-    cargo::run(cargo().args(args).args(["--cfg", "freestone_variants"]))
+    args.extend(["--", "-D", "warnings", "--cfg", "freestone_variants"]);
+    cargo::run_each([
+        with(cargo(), &args),
+        with(cargo::research("clippy"), &["--all-targets", "--", "-D", "warnings"]),
+    ])
 }
 
-/// Tests what only this build of the library has, and runs all experiments once.
+fn with(mut command: Command, args: &[&str]) -> Command {
+    command.args(args);
+    command
+}
+
+/// Tests what only this build of the library has and the experiments, and runs all of these once.
 fn reproduce() -> Result<Outcome> {
     // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
     let mut tests = vec!["test", "--lib"];
     tests.extend(VARIED.iter().flat_map(|package| ["--package", package]));
     tests.extend(["--", "slot::", "codec::"]);
-    let Outcome { ok, mut counts } = cargo::run(cargo::with_variants().args(tests))?;
-    let mut all = vec![
-        "run",
-        "--package",
-        "freestone-benches",
-        "--",
-        "reproduce",
-        "all",
-        "--quick",
-        "--out",
-        QUICK_OUT,
-    ];
+    let research = ["--manifest-path", cargo::RESEARCH];
+    let Outcome { ok, mut counts } = cargo::run_each([
+        with(cargo::with_variants(), &tests),
+        with(cargo::with_variants(), &[&["test", "--no-fail-fast"][..], &research].concat()),
+    ])?;
+    let mut all =
+        [&["run"][..], &research, &["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]].concat();
     if rustix::process::geteuid().is_root() {
         all.push("--ext4");
     } else {

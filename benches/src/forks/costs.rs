@@ -14,8 +14,8 @@ use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
 
 use super::{Bench, Image, family, wait_until_freed};
-use crate::bare::{page_at, whole_pages};
 use crate::data::{Data, Order, Random};
+use crate::data::{page_at, whole_pages};
 use crate::machine;
 use crate::measure::{Summary, alternate, thread_clock};
 use crate::options::Set;

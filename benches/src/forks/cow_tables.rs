@@ -21,7 +21,9 @@ pub const CHUNK_BYTES: u64 = 4096;
 /// Which device the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
+    /// What the snapshot was made of.
     Origin,
+    /// The snapshot.
     Snapshot,
 }
 

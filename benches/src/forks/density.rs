@@ -14,8 +14,7 @@ use hdrhistogram::Histogram;
 
 use super::tables::histogram;
 use super::{Bench, Image};
-use crate::bare::page_at;
-use crate::data::{Data, Random};
+use crate::data::{Data, Random, page_at};
 use crate::machine;
 use crate::measure::{Summary, thread_clock};
 use crate::options::Set;
@@ -181,7 +180,7 @@ impl Crowd {
         while !self.wait() {
             for _ in 0..BATCH {
                 let (fork, page) = first.next().unwrap_or_else(|| {
-                    let pick = random.next();
+                    let pick = random.next_u64();
                     (mine[(pick >> 32) as usize % mine.len()], (pick & 0xFFFF_FFFF) % self.pages)
                 });
                 let begun = Instant::now();
@@ -197,7 +196,7 @@ impl Crowd {
     /// Some content.
     fn any(&self, random: &mut Random) -> &[u8] {
         let pages = self.content.len() / PAGE_BYTES;
-        page_at(&self.content, (random.next() % pages as u64) as u32)
+        page_at(&self.content, (random.next_u64() % pages as u64) as u32)
     }
 
     /// What was noted since the last time.
@@ -294,7 +293,7 @@ fn slice(crowd: &Crowd, quiet: &Ram, pages: u64, length: Duration, random: &mut 
     let (begun, cpu) = (Instant::now(), thread_clock());
     while begun.elapsed() < length {
         for number in 0..BATCH {
-            let at = random.next() % pages * PAGE_BYTES as u64;
+            let at = random.next_u64() % pages * PAGE_BYTES as u64;
             if number % 2 == 0 {
                 quiet.read_at(at, &mut into)?;
             } else {

@@ -138,6 +138,7 @@ pub struct Locked {
 }
 
 impl Locked {
+    /// Puts a device behind locks of its own.
     pub fn new(device: Arc<dyn Device>, kind: Kind) -> Self {
         Self { device, locks: Locks::new(), kind }
     }

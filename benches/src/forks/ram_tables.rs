@@ -10,8 +10,8 @@ use freestone::ram::{Family, ForkConfig, Ram};
 use super::locks::{Kind, Locked};
 use super::tables::{self, Beside, Variant};
 use super::{Bench, family, wait_until_freed};
-use crate::bare::whole_pages;
 use crate::data::Data;
+use crate::data::whole_pages;
 use crate::options::Set;
 use crate::report::{Report, Target};
 

@@ -8,8 +8,8 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, Flags};
 use hdrhistogram::Histogram;
 
-use crate::bare::page_at;
 use crate::data::Random;
+use crate::data::page_at;
 use crate::machine;
 use crate::measure::Summary;
 use crate::report::{Row, Target, Unit};
@@ -37,6 +37,7 @@ pub trait Variant {
 /// See [`Variant::beside`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Beside {
+    /// The write is all it does.
     Nothing,
     /// Compresses the page and drops the object; what is written then is a page of one pattern.
     Codec,
@@ -48,6 +49,7 @@ pub struct Speed {
     pub per_second: f64,
     /// Of one write, in microseconds.
     pub mean: f64,
+    /// What 99 of 100 writes do not exceed, in microseconds.
     pub p99: f64,
 }
 

@@ -37,9 +37,11 @@ pub enum Layout {
 
 /// A spill of a whole disk.
 pub struct Spilled {
+    /// Pages that were spilled.
     pub pages: u64,
     /// Bytes written by the disk's own count.
     pub bytes: u64,
+    /// What it took.
     pub spent: Spent,
 }
 
@@ -79,6 +81,7 @@ impl BackingFile {
         Ok(metadata.blocks() * 512 >= self.bytes)
     }
 
+    /// Where the file lies.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -71,6 +71,7 @@ pub enum Load {
 /// What the zones lie over.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
+    /// Of one zone.
     pub zone_bytes: u64,
     /// Data is kept.
     pub memory: bool,
@@ -258,7 +259,7 @@ impl<'a> Worker<'a> {
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..BATCH {
                 // Without backing nothing is copied, as in the kernel; with it the flag changes nothing.
-                let request = Request::read(random.next() % pages * PAGE, PAGE).with(Flags::UNREAD);
+                let request = Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD);
                 let held = self.locked();
                 let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));
                 drop(held);

@@ -47,7 +47,7 @@ pub mod timer;
 #[cfg(not(loom))]
 pub mod unique;
 #[cfg(freestone_variants)]
-#[path = "../../../benches/variants/mod.rs"]
+#[path = "../../../research/variants/mod.rs"]
 pub mod variants;
 #[cfg(not(loom))]
 pub mod work_queue;

@@ -9,7 +9,7 @@ use super::report::Table as Markdown;
 use super::run;
 use super::run::{Better, Experiment, Modelled, Summary, Table};
 
-/// The same rule as in `benches/src/report.rs`: quartiles further apart give no ratio, nor do fewer measurements.
+/// The same rule as in `benches/src/measure.rs`: quartiles further apart give no ratio, nor do fewer measurements.
 const SPREAD_MAX: f64 = 0.25;
 const STEADY_COUNT_MIN: usize = 3;
 

@@ -1,12 +1,15 @@
 //! Rules for manifests and for the lock file.
 
+use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use toml::{Table, Value};
 
 use super::Problem;
-use crate::cargo::cargo;
+use crate::cargo::{RESEARCH, cargo};
+
+const ROOT: &str = "Cargo.toml";
 
 /// How the name ends that Cargo gives the public registry, wherever it is fetched from.
 const REGISTRY: &str = concat!("/rust-lang/crates", ".io-index");
@@ -46,23 +49,46 @@ pub fn sources(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// `Cargo.lock` says what the manifests ask for.
+/// Each `Cargo.lock` says what its manifests ask for.
 pub fn locked() -> Result<Vec<Problem>> {
-    let mut command = cargo();
-    let output = command.args(["metadata", "--locked", "--format-version", "1"]).output();
-    let output = output.context("cannot start cargo")?;
-    if output.status.success() {
-        return Ok(Vec::new());
+    let mut problems = Vec::new();
+    for manifest in [ROOT, RESEARCH] {
+        let mut command = cargo();
+        command.args(["metadata", "--locked", "--format-version", "1", "--manifest-path", manifest]);
+        let output = command.output().context("cannot start cargo")?;
+        if !output.status.success() {
+            let lock = Path::new(manifest).with_extension("lock");
+            problems.push(Problem::new(&lock, 0, String::from_utf8_lossy(&output.stderr).trim()));
+        }
     }
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    Ok(vec![Problem::new(Path::new("Cargo.lock"), 0, stderr.trim())])
+    Ok(problems)
+}
+
+/// What the experiments' workspace cannot take from the root is the same there.
+pub fn research() -> Result<Vec<Problem>> {
+    let read = |path| fs::read_to_string(path).with_context(|| format!("cannot read {path}"));
+    Ok(differences(Path::new(RESEARCH), &read(RESEARCH)?.parse()?, &read(ROOT)?.parse()?))
+}
+
+fn differences(path: &Path, own: &Table, root: &Table) -> Vec<Problem> {
+    let value = |table: &Table, [first, then]: [&str; 2]| table.get(first).and_then(|t| t.get(then)).cloned();
+    let mut problems = Vec::new();
+    for key in [["workspace", "lints"], ["profile", "release"]] {
+        if value(own, key) != value(root, key) {
+            problems.push(Problem::new(path, 0, format!("{} is not that of the root", key.join("."))));
+        }
+    }
+    if value(own, ["lints", "workspace"]) != Some(Value::Boolean(true)) {
+        problems.push(Problem::new(path, 0, "lints.workspace = true is missing"));
+    }
+    problems
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use super::{package, sources};
+    use super::{differences, package, sources};
 
     #[test]
     fn manifests_inherit() {
@@ -72,6 +98,16 @@ mod tests {
         assert_eq!(package(path, "[package]\nname = \"a\"\nlicense = \"MIT\"\n").len(), 2);
         assert_eq!(package(path, "[workspace]\n"), []);
         assert_eq!(package(path, "[").len(), 1);
+    }
+
+    #[test]
+    fn another_workspace_has_the_lints_and_the_release_build_of_the_root() {
+        let root = "[workspace.lints]\na = 1\n[profile.release]\nlto = true\n";
+        let found =
+            |own: &str| differences(Path::new("r"), &own.parse().unwrap(), &root.parse().unwrap()).len();
+        assert_eq!(found(&format!("{root}[profile.dev]\n[lints]\nworkspace = true\n")), 0);
+        assert_eq!(found(&format!("{root}[profile.release.package.x]\n[lints]\nworkspace = true\n")), 1);
+        assert_eq!(found("[workspace]\n"), 3);
     }
 
     #[test]

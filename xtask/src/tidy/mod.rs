@@ -56,6 +56,7 @@ pub fn run() -> Result<bool> {
         }
     }
     problems.extend(manifests::locked()?);
+    problems.extend(manifests::research()?);
     let figures = docs::problems()?;
     problems.extend(figures.into_iter().map(|(path, line, what)| Problem { path, line, what }));
     for problem in &problems {

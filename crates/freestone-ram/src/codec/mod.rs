@@ -8,7 +8,7 @@
 
 mod codecs;
 mod dictionary;
-#[cfg_attr(freestone_variants, path = "../../../../benches/variants/lend.rs")]
+#[cfg_attr(freestone_variants, path = "../../../../research/variants/lend.rs")]
 mod lend;
 mod lz4;
 mod params;

@@ -6,10 +6,10 @@ use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use freestone_benches::machine;
+use freestone_benches::measure::Summary;
 
-use super::simulate::Costs;
-use crate::machine;
-use crate::measure::Summary;
+use crate::simulate::Costs;
 
 /// Measurements of each; the least counts: what else runs on the machine only adds.
 const ROUNDS: usize = 9;

@@ -3,10 +3,8 @@
 //! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only ratios are compared with the
 //! source: its machine is another one. A ratio is of two numbers of one round ([`turns`]), never of two medians.
 
+use freestone_benches::measure::Summary;
 use serde::Serialize;
-
-use crate::measure::Summary;
-use crate::report::is_steady;
 
 /// Which numbers of a table are the good ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -139,7 +137,7 @@ impl Table {
 impl TableRow {
     /// Our ratio of a column over the old one where the rounds agree well enough to give one.
     pub fn steady_ratio(&self, column: usize) -> Option<f64> {
-        self.ratios[column].filter(is_steady).map(|ratio| ratio.median)
+        self.ratios[column].filter(Summary::is_steady).map(|ratio| ratio.median)
     }
 }
 

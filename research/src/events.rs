@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::data::Random;
+use freestone_benches::data::Random;
 
 /// Visits to the lock that a simulation counts, of all threads, after as many for warming up.
 pub const VISITS: u64 = 40_000;
@@ -19,7 +19,7 @@ pub fn picos(nanos: f64) -> Picos {
 
 /// How long work outside of the lock takes this time.
 pub fn around(nanos: f64, random: &mut Random) -> Picos {
-    let part = (random.next() >> 11) as f64 / (1_u64 << 53) as f64;
+    let part = (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
     picos(nanos * (1.0 - JITTER + 2.0 * JITTER * part))
 }
 

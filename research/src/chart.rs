@@ -5,13 +5,12 @@
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
+use freestone_benches::measure::Summary;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::experiment::{Modelled, Table, TableRow};
-use crate::measure::Summary;
-use crate::report::is_steady;
+use crate::experiment::{Modelled, Table, TableRow};
 
 /// More loads do not fit into one picture of lines.
 const LOADS_MAX: usize = 2;
@@ -98,7 +97,7 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
         let mut measured = |column: usize, color: RGBColor| {
             let steady: Vec<(f64, Summary)> = rows
                 .iter()
-                .filter_map(|row| Some((place(row.threads), row.ratios[column].filter(is_steady)?)))
+                .filter_map(|row| Some((place(row.threads), row.ratios[column].filter(Summary::is_steady)?)))
                 .collect();
             all.push(Line {
                 name: named(&format!("here, {}", table.columns[column])),
@@ -203,7 +202,7 @@ enum Bar {
 /// Bars for each row: the source's ratio, that of its choice as measured here, and ours.
 fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
     let measured = |row: &TableRow, column: usize| match row.ratios[column] {
-        Some(ratio) if is_steady(&ratio) => Bar::Ratio(ratio.median),
+        Some(ratio) if ratio.is_steady() => Bar::Ratio(ratio.median),
         Some(_) => Bar::Refused,
         None => Bar::Absent,
     };
@@ -243,7 +242,7 @@ fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
     let bottom = (height - FOOT) as i32;
     for (number, row) in rows.iter().enumerate() {
         let top = (HEAD + step * number as u32) as i32;
-        let name = format!("{}, {}", row.what, super::words::counted(row.threads, "thread"));
+        let name = format!("{}, {}", row.what, crate::words::counted(row.threads, "thread"));
         let middle = top + (legends.len() as u32 * BAR / 2) as i32;
         area.draw(&Text::new(name, (LEFT - 10, middle), font(13, right)))?;
         for (number, (bar, (color, _))) in of(row).into_iter().zip(&legends).enumerate() {
@@ -267,9 +266,9 @@ fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
 
 #[cfg(test)]
 mod tests {
-    use super::super::experiment::Better;
-    use super::super::experiment::Beyond;
     use super::*;
+    use crate::experiment::Better;
+    use crate::experiment::Beyond;
 
     fn drawn(table: &Table, model: &[Modelled]) -> String {
         let dir = tempfile::tempdir().unwrap();

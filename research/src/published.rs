@@ -10,7 +10,7 @@ pub struct Figures<const COLUMNS: usize> {
 }
 
 impl<const COLUMNS: usize> Figures<COLUMNS> {
-    /// For [`super::experiment::Table::add`].
+    /// For [`crate::experiment::Table::add`].
     pub fn published(&self) -> Vec<Option<f64>> {
         self.by_column.into_iter().map(Some).collect()
     }

@@ -2,7 +2,7 @@
 
 // The same names where no engine looks at them: `need` keeps the experiments from running then.
 #[cfg(not(freestone_variants))]
-#[path = "../../variants/mod.rs"]
+#[path = "../variants/mod.rs"]
 #[expect(dead_code, reason = "the engine's side of it")]
 mod switches;
 

@@ -11,15 +11,15 @@ use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::IoBuf;
 use freestone::ram::Ram;
+use freestone_benches::data::Data;
+use freestone_benches::machine;
+use freestone_benches::options::{Options, Set};
+use freestone_benches::setup::new_ram;
 
-use super::disk::Disk;
-use super::ext4::Ext4;
-use super::patterns::{Pattern, Step};
-use super::variants::{self, Intent, Lock};
-use crate::data::Data;
-use crate::machine;
-use crate::options::{Options, Set};
-use crate::setup::new_ram;
+use crate::disk::Disk;
+use crate::ext4::Ext4;
+use crate::patterns::{Pattern, Step};
+use crate::variants::{self, Intent, Lock};
 
 /// Content that is written, again and again.
 const CONTENT_BYTES: u64 = 64 << 20;
@@ -294,7 +294,7 @@ mod tests {
     fn content() -> Content {
         let mut pages = IoBuf::zeroed(64 * PAGE_BYTES).unwrap();
         for (number, page) in (0_u64..).zip(pages.chunks_mut(PAGE_BYTES)) {
-            crate::data::fio_page(number, page);
+            freestone_benches::data::fio_page(number, page);
         }
         Content { pages, description: "a test's".into() }
     }

@@ -6,18 +6,18 @@ use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::cow::StoreKind;
 use freestone::device::IoBuf;
+use freestone_benches::forks::cow_tables::{CHUNK_BYTES, Devices, Which};
+use freestone_benches::forks::locks::{Kind, Profile};
+use freestone_benches::forks::tables::{self, Beside, Speed, Variant, WORKERS};
+use freestone_benches::measure::Summary;
+use freestone_benches::options::Options;
 
-use super::costs::{self, Machine};
-use super::experiment::{Better, Experiment, Modelled, Table};
-use super::model::{Inputs, predict};
-use super::published::{Figures, snapshots as figures};
-use super::simulate::Discipline;
-use super::slices;
-use crate::forks::cow_tables::{CHUNK_BYTES, Devices, Which};
-use crate::forks::locks::{Kind, Profile};
-use crate::forks::tables::{self, Beside, Speed, Variant, WORKERS};
-use crate::measure::Summary;
-use crate::options::Options;
+use crate::costs::{self, Machine};
+use crate::experiment::{Better, Experiment, Modelled, Table};
+use crate::model::{Inputs, predict};
+use crate::published::{Figures, snapshots as figures};
+use crate::simulate::Discipline;
+use crate::slices;
 
 /// Size of the origin where `--size` does not say.
 const BYTES: u64 = 512 << 20;
@@ -62,11 +62,11 @@ pub fn run(options: &Options) -> Result<Experiment> {
         }
         tables.insert(tables.len() - 1, throughput);
     }
-    let cpus = crate::machine::allowed_cpus()?.len();
+    let cpus = freestone_benches::machine::allowed_cpus()?.len();
     let mut words = vec![format!(
         "With more than {cpus} workers on {} those of one CPU take turns: a worker that is preempted while it holds the one lock holds up all others, and \
          mean latency is time on the queue of the CPU, not time at the lock. Compare 4 and 8 workers with the modelled rows.",
-        super::words::counted(cpus, "CPU")
+        crate::words::counted(cpus, "CPU")
     )];
     if machine.is_none() {
         words.push("With one CPU nothing is modelled: a cache line has nowhere to go.".into());

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::experiment::{Check, Experiment, Modelled, Table, TableRow};
-use super::model::ERROR_MAX;
+use crate::experiment::{Check, Experiment, Modelled, Table, TableRow};
+use crate::model::ERROR_MAX;
 
 /// Rows whose published ratio is above this are looked at.
 const PUBLISHED_MIN: f64 = 1.1;
@@ -189,8 +189,8 @@ pub fn counted(count: usize, what: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::experiment::Better;
     use super::*;
+    use crate::experiment::Better;
 
     fn table(ours: &[f64]) -> Table {
         let mut table = Table::new("t", "k/s", Better::More, &["one lock", "ours"]);

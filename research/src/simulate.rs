@@ -5,8 +5,9 @@
 
 use std::collections::VecDeque;
 
-use super::events::{Events, Picos, VISITS, around, picos};
-use crate::data::Random;
+use freestone_benches::data::Random;
+
+use crate::events::{Events, Picos, VISITS, around, picos};
 
 /// Who gets the lock next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,14 +4,14 @@ use std::path::Path;
 
 use anyhow::Result;
 use freestone::PAGE_BYTES;
+use freestone_benches::data::Data;
+use freestone_benches::measure::Summary;
+use freestone_benches::options::{Options, Set};
+use freestone_benches::writeback::backing::{self, BackingFile, Layout, Spilled};
 
-use super::experiment::{Better, Experiment, Table, turns};
-use super::published::writeback as published;
-use super::slices;
-use crate::data::Data;
-use crate::measure::Summary;
-use crate::options::{Options, Set};
-use crate::writeback::backing::{self, BackingFile, Layout, Spilled};
+use crate::experiment::{Better, Experiment, Table, turns};
+use crate::published::writeback as published;
+use crate::slices;
 
 /// Data where `--size` does not say.
 const BYTES: u64 = 1 << 30;

@@ -1,16 +1,15 @@
 //! More cores than this machine has: a model whose numbers were all measured with one thread, or with threads that share nothing.
 //!
-//! The old lock is a server that one thread at a time visits ([`super::simulate`]). It is modelled twice: as it is measured here, and
+//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). It is modelled twice: as it is measured here, and
 //! handed over in turn as the kernel's spinlocks are; what is gained is counted from the better one. Where reads and writes meet at a
-//! read-write lock, that is what is simulated ([`super::shared`]). The fine lock has no server: its threads share nothing that is
+//! read-write lock, that is what is simulated ([`crate::shared`]). The fine lock has no server: its threads share nothing that is
 //! modelled, no memory bandwidth either, so its figure is an upper bound. What the model says of 1 and 2 threads is set beside what was
 //! measured in the same run; no number of it was chosen to fit there.
 
-use super::costs::Machine;
-use super::experiment::{Beyond, Check, Modelled, Table};
-use super::shared::{self, Mix, Visit};
-use super::simulate::{self, Costs, Discipline, Work};
-use crate::report::is_steady;
+use crate::costs::Machine;
+use crate::experiment::{Beyond, Check, Modelled, Table};
+use crate::shared::{self, Mix, Visit};
+use crate::simulate::{self, Costs, Discipline, Work};
 
 /// Numbers of threads, each on a core of its own, that are modelled.
 pub const BEYOND: [usize; 4] = [4, 8, 16, 48];
@@ -230,7 +229,7 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
                 continue;
             };
             let predicted = speed * unit;
-            let error = is_steady(&measured).then_some(predicted / measured.median - 1.0);
+            let error = measured.is_steady().then_some(predicted / measured.median - 1.0);
             checks.push(Check {
                 threads,
                 column: table.columns[column],
@@ -260,8 +259,8 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
 
 #[cfg(test)]
 mod tests {
-    use super::super::experiment::Better;
     use super::*;
+    use crate::experiment::Better;
 
     const INPUTS: Inputs = Inputs {
         fine: 380.0,

@@ -4,8 +4,9 @@
 //!
 //! Time is in nanoseconds. Nothing here is fitted: all numbers come in from outside.
 
-use super::events::{Events, Picos, VISITS, around, picos};
-use crate::data::Random;
+use freestone_benches::data::Random;
+
+use crate::events::{Events, Picos, VISITS, around, picos};
 
 /// One page, in nanoseconds.
 #[derive(Debug, Clone, Copy)]
@@ -147,7 +148,7 @@ impl Simulation {
         let of = &mut self.threads[thread];
         if let Mix::ByPages(pages) = self.mix {
             if of.left == 0 {
-                of.reads = self.random.next() >> 63 == 0;
+                of.reads = self.random.next_u64() >> 63 == 0;
                 of.left = pages;
             }
             of.left -= 1;

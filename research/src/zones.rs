@@ -6,17 +6,17 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::device::{Flags, Request};
+use freestone_benches::data::Random;
+use freestone_benches::measure::Summary;
+use freestone_benches::options::Options;
+use freestone_benches::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
 
-use super::costs::{self, Machine};
-use super::experiment::{Better, Experiment, Modelled, Table, turns};
-use super::model::{Inputs, predict};
-use super::published::zones as published;
-use super::simulate::Discipline;
-use super::slices;
-use crate::data::Random;
-use crate::measure::Summary;
-use crate::options::Options;
-use crate::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
+use crate::costs::{self, Machine};
+use crate::experiment::{Better, Experiment, Modelled, Table, turns};
+use crate::model::{Inputs, predict};
+use crate::published::zones as published;
+use crate::simulate::Discipline;
+use crate::slices;
 
 const ROUNDS: u32 = 11;
 const SLICE_MS: u32 = 120;
@@ -61,7 +61,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
             tables.push(table);
         }
     }
-    let cpus = crate::machine::allowed_cpus()?.len();
+    let cpus = freestone_benches::machine::allowed_cpus()?.len();
     Ok(Experiment {
         number: 5,
         title: "Zone locks",
@@ -83,7 +83,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
         words: vec![format!(
             "The published gain is of 96 jobs on 48 cores, and {} can double a speed at most, unless the old lock itself loses by it. Writes \
              gained nothing there: zonemode=zbd and the block layer give a zone one write at a time; here neither is in the way.",
-            super::words::counted(cpus, "CPU")
+            crate::words::counted(cpus, "CPU")
         )],
         model,
     })
@@ -147,7 +147,7 @@ fn idle(shape: Shape, load: Load) -> f64 {
         let begun = Instant::now();
         for at in 0..IDLE_OPS {
             black_box(match load {
-                Load::Reads => Request::read(random.next() % pages * PAGE, PAGE).with(Flags::UNREAD),
+                Load::Reads => Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD),
                 Load::Writes => Request::write(at % pages * PAGE, PAGE),
             });
         }

@@ -30,20 +30,38 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+use freestone_benches::machine::{self, Machine};
+use freestone_benches::measure::Slices;
+use freestone_benches::options::Options;
 use serde::Serialize;
 
 use self::experiment::Experiment;
-use crate::machine::{self, Machine};
-use crate::measure::Slices;
-use crate::options::Options;
 
 /// Rounds below which no spread means anything.
 const ROUNDS_MIN: u32 = 3;
 const QUICK_SLICE_MS: u32 = 10;
 
+/// The sources' experiments.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    bench: Bench,
+    #[command(flatten)]
+    options: Options,
+}
+
+// As if it were one of the benchmarks, which it is for `cargo xtask bench` and in what is written.
+#[derive(Subcommand)]
+enum Bench {
+    /// The sources' five experiments: their published figures beside ours, with JSON, charts and words.
+    Reproduce(Args),
+}
+
 /// What it can be told.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+struct Args {
     /// Which experiments: 1 locks, 2 streams, 3 writeback, 4 snapshots, 5 zones, or all.
     #[arg(default_value = "all", value_name = "1..5|all")]
     which: Vec<Which>,
@@ -93,9 +111,14 @@ struct Document<'a> {
 }
 
 /// Runs the experiments one after the other; each is printed and written as soon as it is there.
-pub fn run(args: &Args, options: &Options) -> Result<()> {
+fn main() -> Result<()> {
+    let Cli { bench: Bench::Reproduce(args), options } = Cli::parse();
+    options.check()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("{}", args.out.display()))?;
     let machine = Machine::here();
+    let command = std::env::args().collect::<Vec<_>>().join(" ");
+    println!("{machine}");
+    println!("command: {command}\n");
     let cpus = machine::allowed_cpus()?.len();
     for number in 1..=5 {
         if !args.which.contains(&Which::All) && !args.which.contains(&Which::One(number)) {
@@ -103,11 +126,11 @@ pub fn run(args: &Args, options: &Options) -> Result<()> {
         }
         let begun = Instant::now();
         let experiment = match number {
-            1 => locks::run(args.ext4, options)?,
-            2 => streams::run(args.ext4, options)?,
-            3 => writeback::run(args.dir.as_deref(), options)?,
-            4 => snapshots::run(options)?,
-            _ => zones::run(options)?,
+            1 => locks::run(args.ext4, &options)?,
+            2 => streams::run(args.ext4, &options)?,
+            3 => writeback::run(args.dir.as_deref(), &options)?,
+            4 => snapshots::run(&options)?,
+            _ => zones::run(&options)?,
         };
         let words = words::of(&experiment, cpus);
         print::print(&experiment, &words);

@@ -1,6 +1,6 @@
 //! In which order a thread reads and writes the records of its area: the tests of iozone and the jobs of fio.
 
-use crate::data::Random;
+use freestone_benches::data::Random;
 
 /// iozone's stride, in records.
 const STRIDE: u64 = 17;
@@ -76,7 +76,7 @@ impl Iterator for Steps {
             Pattern::Read | Pattern::ReverseRead | Pattern::StrideRead | Pattern::RandomRead => false,
             Pattern::InitialWrite | Pattern::Write | Pattern::BufferedWrite | Pattern::RandomWrite => true,
             Pattern::ReadersAndWriters => self.thread % 2 == 1,
-            Pattern::SequentialMix | Pattern::RandomMix => self.random.next() >> 63 == 1,
+            Pattern::SequentialMix | Pattern::RandomMix => self.random.next_u64() >> 63 == 1,
         };
         let counter = if is_write { &mut self.writes } else { &mut self.reads };
         let at = *counter;
@@ -95,7 +95,7 @@ impl Iterator for Steps {
                 (at % turn * STRIDE + at / turn % STRIDE) % records
             }
             Pattern::RandomRead | Pattern::RandomWrite | Pattern::ReadersAndWriters | Pattern::RandomMix => {
-                self.random.next() % records
+                self.random.next_u64() % records
             }
         };
         Some(Step { record, is_write })

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Tried};
 use freestone::ram::Ram;
+use freestone_benches::export::export;
+use freestone_benches::tool;
 use freestone_nbd::Server;
 
-use super::variants::{self, Intent};
-use crate::export::export;
-use crate::tool;
+use crate::variants::{self, Intent};
 
 /// nbdfuse mounts within, and ends within.
 const READY_MAX: Duration = Duration::from_secs(20);
@@ -187,9 +187,9 @@ impl Drop for Ext4 {
 mod tests {
     use freestone::PAGE_BYTES;
 
-    use super::super::disk::Disk as _;
     use super::*;
-    use crate::setup::new_ram;
+    use crate::disk::Disk as _;
+    use freestone_benches::setup::new_ram;
 
     #[test]
     fn files_are_on_the_disk_and_everything_goes_when_it_is_dropped() {

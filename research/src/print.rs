@@ -2,8 +2,7 @@
 
 use comfy_table::{CellAlignment, Table as Printed, presets};
 
-use super::experiment::{Experiment, Modelled, Table};
-use crate::report::is_steady;
+use crate::experiment::{Experiment, Modelled, Table};
 
 /// Shows it, the words last.
 pub fn print(experiment: &Experiment, words: &[String]) {
@@ -64,7 +63,7 @@ fn figures(table: &Table) -> Printed {
                 let Some(figure) = row.measured[column] else { return String::new() };
                 let ratio = row.ratios[column].filter(|_| column != table.old);
                 let ratio = ratio.map(|ratio| {
-                    if is_steady(&ratio) {
+                    if ratio.is_steady() {
                         format!(" x{:.2} ({:.2}-{:.2})", ratio.median, ratio.quartile1, ratio.quartile3)
                     } else {
                         " x: too wide a spread".into()
