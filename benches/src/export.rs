@@ -10,8 +10,13 @@ use freestone_nbd::{Address, ExportOptions, Limits, Server};
 /// Serves a device as the default export, until the server is dropped.
 pub fn export(device: Arc<dyn Device>, socket: &Path) -> Result<Server> {
     let server = Server::new(Limits::default());
-    let address = server.listen(&Address::Unix(socket.to_owned()))?;
-    let options = ExportOptions { default: true, ..ExportOptions::default() };
-    server.publish(&address, "device", device, options)?;
+    publish(&server, &Address::Unix(socket.to_owned()), device)?;
     Ok(server)
+}
+
+/// Shows a device at an address of its own.
+pub fn publish(server: &Server, address: &Address, device: Arc<dyn Device>) -> Result<()> {
+    let address = server.listen(address)?;
+    let options = ExportOptions { default: true, ..ExportOptions::default() };
+    Ok(server.publish(&address, "device", device, options)?)
 }

@@ -88,7 +88,7 @@ impl Summary {
 impl Times {
     /// Median nanoseconds an operation on the wall clock.
     pub fn median(&self) -> f64 {
-        Summary::of(self.wall.iter().copied()).median
+        median(&self.wall)
     }
 
     fn push(&mut self, ops: u64, side: Side<'_>, from: u64) {
@@ -104,6 +104,11 @@ impl Times {
 pub fn thread_clock() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Of at least one number.
+pub fn median(of: &[f64]) -> f64 {
+    Summary::of(of.iter().copied()).median
 }
 
 /// Runs the sides in turn, in each round the same operations, every other round in the opposite order. The sides have

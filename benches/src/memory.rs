@@ -12,7 +12,7 @@ use crate::data::{Data, Random};
 use crate::machine;
 use crate::measure::Summary;
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Target, Unit};
+use crate::report::{Report, Row, Target, Unit, mib};
 use crate::setup::new_ram;
 use crate::zram_device::ZramDevice;
 
@@ -90,10 +90,6 @@ impl Moment {
             .part("own MiB", mib(self.counted() + self.rest));
         vec![judge(overhead, Target::AtMost(target)), judge(pss, Target::Within(0.95, 1.05))]
     }
-}
-
-fn mib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 20)
 }
 
 fn one(set: Set, options: &Options) -> Result<Report> {

@@ -112,6 +112,11 @@ impl Options {
         }
     }
 
+    /// How often to repeat what takes long.
+    pub fn rounds(&self, usual: u32, quick: u32) -> u32 {
+        self.pairs.unwrap_or(if self.quick { quick } else { usual })
+    }
+
     /// Where the JSON of the benchmark `name` goes.
     pub fn json_file(&self, name: &str) -> PathBuf {
         self.json.clone().unwrap_or_else(|| PathBuf::from(format!("benches/out/{name}.json")))

@@ -10,7 +10,7 @@ use crate::bare::Ours;
 use crate::codec::{bare_reads, bare_writes, engine_reads, engine_writes};
 use crate::data::Order;
 use crate::machine;
-use crate::measure::{Summary, thread_clock};
+use crate::measure::{Summary, median, thread_clock};
 use crate::options::{Options, Set};
 use crate::report::{Report, Row, Target, Unit};
 use crate::setup::Setup;
@@ -102,7 +102,6 @@ fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
         let [engine, bare] = &both.each_ref().map(|speeds| walls(speeds));
         let [engine_cpu, bare_cpu] =
             both.each_ref().map(|speeds| speeds.iter().map(|s| s.cpu).collect::<Vec<f64>>());
-        let median = |speeds: &[f64]| Summary::of(speeds.iter().copied()).median;
         let target = |row: Row| if threads == 2 { row.target(Target::AtLeast(0.95)) } else { row };
         rows.push(target(
             Row::new(

@@ -21,6 +21,13 @@ pub fn run(command: &mut Command, package: &str) -> Result<String> {
     Ok(told.into_owned())
 }
 
+/// The first line of what a program says of its version.
+pub fn version(mut program: Command) -> String {
+    let output = program.arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
+    let told = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    told.lines().next().unwrap_or("not installed").to_owned()
+}
+
 /// The same command, but the kernel ends it with us, also where nothing of ours runs any more; the process keeps its number.
 pub fn ends_with_us(command: &Command) -> Command {
     let mut wrapped = Command::new("setpriv");

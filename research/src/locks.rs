@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone_benches::machine;
-use freestone_benches::measure::{Slices, Summary};
+use freestone_benches::measure::{Slices, Summary, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
 
@@ -289,7 +289,7 @@ impl<D: Disk> Bench<'_, D> {
         apart: &[f64],
         machine: &Machine,
     ) -> Result<Box<dyn model::Speeds>> {
-        let apart = Summary::of(apart.iter().copied()).median;
+        let apart = median(apart);
         let pages = (self.record / PAGE_BYTES as u64) as u32;
         match pattern {
             Pattern::ReadersAndWriters => {

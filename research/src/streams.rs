@@ -8,7 +8,7 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, Scratch, Streams as Codec};
 use freestone_benches::data::whole_pages;
 use freestone_benches::machine;
-use freestone_benches::measure::{Slices, Summary};
+use freestone_benches::measure::{Slices, Summary, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
 
@@ -203,7 +203,7 @@ fn model(
             // No more than that of the CPU's own stream.
             lock: 0.0,
             discipline: Discipline::Parking,
-            apart: Summary::of(speeds[0].iter().copied()).median / alone,
+            apart: median(&speeds[0]) / alone,
             at_most: Some(LISTED * 1e9 / compress),
         })
     };

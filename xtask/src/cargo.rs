@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 /// How many tests passed and failed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -142,6 +142,15 @@ pub fn bench(args: &[OsString]) -> Result<bool> {
     };
     command.args(["run", "--release"]).args(what).arg("--").args(args);
     Ok(command.status().context("cannot start cargo")?.success())
+}
+
+/// What a command prints, without the line's end. It has to succeed.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("cannot start {}", line(command)))?;
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{}: {}: {}", line(command), output.status, complaint.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 /// The command as one would type it.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::cargo::{self, cargo};
+use crate::cargo::{self, cargo, output};
 
 /// Where sources of fio lie, by the version that fio prints; `build.rs` of the engine looks here.
 const SOURCES: &str = "target/fio";
@@ -164,15 +164,6 @@ fn generated_version(source: &Path) -> Result<String> {
     let text = fs::read_to_string(source.join("FIO-VERSION-GEN")).context("it has no FIO-VERSION-GEN")?;
     let version = text.lines().find_map(|line| line.strip_prefix("DEF_VER="));
     Ok(version.context("its FIO-VERSION-GEN names no version")?.trim().to_owned())
-}
-
-/// What a command prints, without the line's end.
-fn output(command: &mut Command) -> Result<String> {
-    let output = command.stdin(Stdio::null()).stderr(Stdio::null()).output().context("cannot be started")?;
-    if !output.status.success() {
-        bail!("ended with {}", output.status);
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 #[cfg(test)]

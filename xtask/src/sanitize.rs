@@ -12,7 +12,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
-use crate::cargo::{self, Counts, Outcome};
+use crate::cargo::{self, Counts, Outcome, output};
 
 /// With an explicit target, the flags do not reach build scripts and macros: those are there from the other builds.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -280,7 +280,7 @@ fn wrap_std(dir: &Path) -> Result<Vec<String>> {
 fn std_library() -> Result<PathBuf> {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let dir = output(Command::new(rustc).args(["--print", "target-libdir", "--target", TARGET]))?;
-    let dir = Path::new(dir.trim());
+    let dir = Path::new(&dir);
     let entries = fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
     let is_std = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -288,12 +288,4 @@ fn std_library() -> Result<PathBuf> {
     };
     let found = entries.flatten().map(|entry| entry.path()).find(is_std);
     found.with_context(|| format!("no libstd-*.so in {}", dir.display()))
-}
-
-fn output(command: &mut Command) -> Result<String> {
-    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
-    if !output.status.success() {
-        bail!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result};
 use clap::ValueEnum as _;
 use serde::{Deserialize, Serialize};
 
+use crate::cargo::output;
 use crate::steps::{self, Step};
 
 /// The last run, in the repository.
@@ -28,8 +29,8 @@ struct Record {
 pub fn run() -> Result<bool> {
     let sum = steps::run(Step::value_variants());
     let record = Record {
-        commit: output("git", &["rev-parse", "--short=12", "HEAD"])?,
-        date: output("date", &["-u", "+%Y-%m-%d %H:%M"])?,
+        commit: output(Command::new("git").args(["rev-parse", "--short=12", "HEAD"]))?,
+        date: output(Command::new("date").args(["-u", "+%Y-%m-%d %H:%M"]))?,
         passed: sum.counts.passed,
         failed: sum.counts.failed,
         minutes: sum.took.as_secs().div_ceil(60),
@@ -54,17 +55,10 @@ fn last() -> Result<String> {
     };
     let Record { commit, date, passed, failed, minutes } =
         serde_json::from_str(&text).with_context(|| RECORD.to_owned())?;
-    let since = output("git", &["rev-list", "--count", &format!("{commit}..HEAD")]);
+    let since = output(Command::new("git").args(["rev-list", "--count", &format!("{commit}..HEAD")]));
     let since = since.unwrap_or_else(|_| "an unknown number of".to_owned());
     Ok(format!(
         "the slow lane (cargo xtask test --all) last ran {date} UTC at {commit}, {since} commits ago: \
          {passed} passed, {failed} failed, {minutes} minutes"
     ))
-}
-
-fn output(program: &str, args: &[&str]) -> Result<String> {
-    let output =
-        Command::new(program).args(args).output().with_context(|| format!("cannot run {program}"))?;
-    anyhow::ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr).trim());
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

@@ -8,14 +8,14 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use super::Args;
-use super::peers::{self, Peers};
+use super::peers::Peers;
 use super::place::Place;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::measure::Summary;
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Unit};
+use crate::report::{Report, Row, Unit, mib};
 use crate::served::Memory;
 use crate::tool;
 
@@ -242,7 +242,7 @@ impl Bench<'_> {
     }
 
     fn rounds(&self) -> u32 {
-        self.options.pairs.unwrap_or(if self.options.quick { QUICK_ROUNDS } else { ROUNDS })
+        self.options.rounds(ROUNDS, QUICK_ROUNDS)
     }
 
     fn slice(&self) -> Duration {
@@ -253,8 +253,8 @@ impl Bench<'_> {
     fn notes(&self, group: Group, directions: &[Direction], members: &[Member]) -> Vec<String> {
         let mut notes = vec![format!(
             "Versions: {}; {}; {}; {}. The peers: {}.",
-            peers::version(Command::new(self.freestone)),
-            peers::version(Command::new("fio")),
+            tool::version(Command::new(self.freestone)),
+            tool::version(Command::new("fio")),
             self.peers.version("nbdkit"),
             self.peers.version("qemu-nbd"),
             self.peers.origin()
@@ -407,7 +407,6 @@ fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> 
         member.and_then(|member| member.memory)
     };
     let part = |bytes: u64| bytes as f64 / stored as f64;
-    let mib = |bytes: u64| bytes as f64 / MIB as f64;
     let mut rows = Vec::new();
     for &side in group.sides() {
         let name = format!("memory a stored byte: {}", side.name());

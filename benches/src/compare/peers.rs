@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::Args;
+use crate::tool;
 
 /// Unpacks them; `sh` reads it from here, so it needs no place.
 const UNPACK: &str = include_str!("../../peers/debian13.sh");
@@ -95,7 +96,7 @@ impl Peers {
 
     /// The first line of what a program says of its version.
     pub fn version(&self, name: &str) -> String {
-        let told = self.shown(&version(self.program(name)));
+        let told = self.shown(&tool::version(self.program(name)));
         // One that was started by a path may say so.
         told.strip_prefix("PEERS/usr/bin/").map_or(told.clone(), str::to_owned)
     }
@@ -107,13 +108,6 @@ fn relative(text: &str) -> String {
         Ok(dir) => text.replace(&format!("{}/", dir.display()), ""),
         Err(_) => text.to_owned(),
     }
-}
-
-/// The first line of what a program says of its version.
-pub fn version(mut program: Command) -> String {
-    let output = program.arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
-    let told = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    told.lines().next().unwrap_or("not installed").to_owned()
 }
 
 impl Tree {

@@ -14,10 +14,9 @@ use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
 
 use super::{Bench, Image, family, wait_until_freed};
-use crate::data::{Data, Order, Random};
-use crate::data::{page_at, whole_pages};
+use crate::data::{Data, Order, Random, page_at, whole_pages};
 use crate::machine;
-use crate::measure::{Summary, alternate, thread_clock};
+use crate::measure::{Summary, alternate, median, thread_clock};
 use crate::options::Set;
 use crate::report::{Report, Row, Target, Unit};
 
@@ -126,7 +125,7 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
     let sides = [empty()?, Disk::Full(filled(&family()?, pages)?), of_snapshot()?, of_file()?];
     let mut times = sides.each_ref().map(|_| Vec::new());
     // The first one pays for memory that later ones use again.
-    for round in 0..=u64::from(bench.rounds(ROUNDS)) {
+    for round in 0..=u64::from(bench.options.rounds(ROUNDS, 2)) {
         let mut order = [0, 1, 2, 3];
         order.rotate_left(round as usize % 4);
         for side in order {
@@ -136,14 +135,13 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
             }
         }
     }
-    let median = |side: usize| Summary::of(times[side].iter().copied()).median;
     let mut rows = Vec::new();
     for (side, fork) in [(2, "fork of a snapshot"), (3, "fork of a file")] {
         for (disk, of) in [(0, "an ordinary first write"), (1, "rewriting")] {
             let ratio = Summary::ratio(&times[side], &times[disk]);
             let row = Row::new(format!("first write, {fork} / {of}"), Unit::Ratio, ratio)
-                .part("fork ns", median(side))
-                .part("disk ns", median(disk));
+                .part("fork ns", median(&times[side]))
+                .part("disk ns", median(&times[disk]));
             // A first write of either takes memory of the pool, which rewriting has.
             let row = if disk == 0 { row.target(Target::AtMost(1.3)) } else { row };
             rows.push(row.steady());
@@ -241,7 +239,6 @@ fn reads(bench: &Bench, of: &str, base: &dyn Device, forks: [Ram; 2], count: u64
     }
     let [below, empty, leaves] = &times[..] else { unreachable!("three sides") };
     let more = |fork: &[f64]| Summary::of(fork.iter().zip(&below.cpu).map(|(fork, below)| fork - below));
-    let median = |times: &[f64]| Summary::of(times.iter().copied()).median;
     Ok([("", empty), (", leaf", leaves)]
         .into_iter()
         .map(|(leaf, times)| {

@@ -111,7 +111,7 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         variant("one lock", false, Some(Kind::One)),
         variant("locks by bucket", false, Some(Kind::Buckets)),
     ];
-    let speeds = tables::run(bench.rounds(tables::ROUNDS), &mut variants, &pages)?;
+    let speeds = tables::run(bench.options.rounds(tables::ROUNDS, 2), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);
     rows.extend(tables::ratios("a lock a chunk / one lock", &speeds, [0, 2], None));
     rows.extend(tables::ratios("a lock a chunk / locks by bucket", &speeds, [0, 3], None));

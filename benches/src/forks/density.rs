@@ -16,9 +16,9 @@ use super::tables::histogram;
 use super::{Bench, Image};
 use crate::data::{Data, Random, page_at};
 use crate::machine;
-use crate::measure::{Summary, thread_clock};
+use crate::measure::{Summary, median, thread_clock};
 use crate::options::Set;
-use crate::report::{Report, Row, Target, Unit};
+use crate::report::{Report, Row, Target, Unit, mib};
 
 /// The numbers, and those of a smoke run.
 const BUSY: u32 = 64;
@@ -258,7 +258,7 @@ fn measure(bench: &Bench, crowd: &Crowd, quiet: &Ram, quiet_bytes: u64) -> Resul
         noisy: Speeds::default(),
     };
     let length = if bench.options.quick { SLICE_QUICK } else { SLICE };
-    for round in 0..bench.rounds(ROUNDS) {
+    for round in 0..bench.options.rounds(ROUNDS, 2) {
         let mut order = [false, true];
         if round % 2 == 1 {
             order.reverse();
@@ -329,7 +329,6 @@ impl Measured {
         }
         let noise = Summary::of(self.noise_per_second.iter().map(|speed| speed / 1e3));
         rows.push(Row::new("rewrites of the busy ones", Unit::Kiops, noise));
-        let median = |speeds: &[f64]| Summary::of(speeds.iter().copied()).median / 1e3;
         let Self { alone, noisy, .. } = self;
         rows.push(
             Row::new(
@@ -338,8 +337,8 @@ impl Measured {
                 Summary::ratio(&noisy.wall, &alone.wall),
             )
             .target(Target::AtLeast(0.9))
-            .part("k/s", median(&noisy.wall))
-            .part("alone", median(&alone.wall))
+            .part("k/s", median(&noisy.wall) / 1e3)
+            .part("alone", median(&alone.wall) / 1e3)
             .steady(),
         );
         rows.push(
@@ -350,7 +349,6 @@ impl Measured {
             )
             .steady(),
         );
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let (stat, over) = (family.stat(), quiet.over_stat());
         rows.push(
             Row::new("the family's pool at the end", Unit::Mib, Summary::one(mib(stat.mem_used_total)))

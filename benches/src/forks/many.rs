@@ -10,14 +10,15 @@ use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, ExtentKind, Flags};
 use freestone::ram::{Family, ForkConfig, Ram};
-use freestone_nbd::{Address, ExportOptions, Limits, Server};
+use freestone_nbd::{Address, Limits, Server};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{Bench, Image, family, wait_until_freed};
 use crate::data::fio_page;
+use crate::export::publish;
 use crate::machine::pss_bytes;
-use crate::measure::Summary;
-use crate::report::{Report, Row, Target, Unit};
+use crate::measure::{Summary, median};
+use crate::report::{Report, Row, Target, Unit, mib};
 
 /// The numbers, and those of a smoke run.
 const FORKS: u32 = 1000;
@@ -66,8 +67,8 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     fio_page(1, &mut page[..]);
     let herd = Herd { base: Arc::new(image.device()?), base_bytes, count, page };
     let mut rows = herd.memory()?;
-    rows.extend(herd.creations(bench.rounds(ROUNDS))?);
-    rows.extend(herd.rewinds(bench.rounds(ROUNDS))?);
+    rows.extend(herd.creations(bench.options.rounds(ROUNDS, 2))?);
+    rows.extend(herd.rewinds(bench.options.rounds(ROUNDS, 2))?);
     rows.extend(herd.cycles(cycles)?);
     Ok(Report {
         name: "forks: a thousand of one base",
@@ -168,7 +169,7 @@ impl Herd {
             Row::new(
                 "memory more after one was read to the byte",
                 Unit::Mib,
-                Summary::one(read_whole.saturating_sub(read) as f64 / f64::from(1 << 20)),
+                Summary::one(mib(read_whole.saturating_sub(read))),
             )
             .target(Target::AtMost(FORK_KIB / 1024.0 + PSS_SLACK_MIB))
             .part("s", whole.as_secs_f64()),
@@ -211,11 +212,10 @@ impl Herd {
             for _ in 0..rounds {
                 let micros = self.create_all(exported)?;
                 let edge = EDGE.min(micros.len() / 2);
-                first.push(Summary::of(micros[..edge].iter().copied()).median);
-                last.push(Summary::of(micros[micros.len() - edge..].iter().copied()).median);
+                first.push(median(&micros[..edge]));
+                last.push(median(&micros[micros.len() - edge..]));
             }
             let what = if exported { "making and exporting a fork" } else { "making a fork" };
-            let median = |times: &[f64]| Summary::of(times.iter().copied()).median;
             rows.push(
                 Row::new(format!("{what}, the last / the first"), Unit::Ratio, Summary::ratio(&last, &first))
                     .target(Target::AtMost(1.5))
@@ -242,7 +242,7 @@ impl Herd {
             let begun = Instant::now();
             let fork = self.fork(&family)?;
             if exported {
-                export(&server, &address, &fork)?;
+                publish(&server, &address, Arc::new(fork.clone()))?;
             }
             micros.push(begun.elapsed().as_secs_f64() * 1e6);
             forks.push(fork);
@@ -277,12 +277,11 @@ impl Herd {
             let own: u64 = forks.iter().map(|fork| fork.over_stat().own_bytes).sum();
             ensure!(own == 0, "{own} bytes are left after the rewinds");
         }
-        let median = |times: Vec<f64>| Summary::of(times).median;
         Ok(vec![
             Row::new(format!("{} rewinds", self.count), Unit::Millis, Summary::of(millis))
                 .target(Target::AtMost(1000.0))
-                .part("slowest us", median(slowest))
-                .part("until all is freed, s", median(freed)),
+                .part("slowest us", median(&slowest))
+                .part("until all is freed, s", median(&freed)),
         ])
     }
 
@@ -298,7 +297,7 @@ impl Herd {
                 let fork = self.fork(&family)?;
                 let exported = number.is_multiple_of(EXPORTED_PART);
                 if exported {
-                    export(&server, &address, &fork)?;
+                    publish(&server, &address, Arc::new(fork.clone()))?;
                 }
                 self.write(&fork, CYCLE_PAGES)?;
                 if exported {
@@ -311,25 +310,22 @@ impl Herd {
         // The first ones get what all later ones use again.
         run((cycles / 10).max(1))?;
         let (pss, files) = (pss_bytes()?, descriptors()?);
-        let mib = |now: u64| (now as f64 - pss as f64) / f64::from(1 << 20);
         let begun = Instant::now();
         let mut growth = Vec::new();
         for quarter in 0..QUARTERS {
             run(cycles * (quarter + 1) / QUARTERS - cycles * quarter / QUARTERS)?;
-            growth.push(mib(pss_bytes()?));
+            growth.push(mib(pss_bytes()?) - mib(pss));
         }
         let took = begun.elapsed().as_secs_f64();
         let last = growth.last().copied().context("no cycles")?;
         let mut memory =
             Row::new(format!("memory more after {cycles} cycles"), Unit::Mib, Summary::one(last))
                 .target(Target::AtMost(PSS_SLACK_MIB))
-                .part("before", pss as f64 / f64::from(1 << 20))
+                .part("before", mib(pss))
                 .part("us a cycle", took * 1e6 / cycles as f64);
         // Of which the family holds, in tables and in the pool.
         let left = self.fork(&family)?.memory().leaves_bytes;
-        memory = memory
-            .part("tables", left as f64 / f64::from(1 << 20))
-            .part("pool", family.stat().mem_used_total as f64 / f64::from(1 << 20));
+        memory = memory.part("tables", mib(left)).part("pool", mib(family.stat().mem_used_total));
         for (quarter, growth) in (1..QUARTERS).zip(growth) {
             memory = memory.part(format!("after {quarter}/{QUARTERS}"), growth);
         }
@@ -344,11 +340,4 @@ impl Herd {
             .part("before", files as f64),
         ])
     }
-}
-
-/// Shows a fork at an address of its own.
-fn export(server: &Server, address: &Address, fork: &Ram) -> Result<()> {
-    let address = server.listen(address)?;
-    let options = ExportOptions { default: true, ..ExportOptions::default() };
-    Ok(server.publish(&address, "fork", Arc::new(fork.clone()), options)?)
 }

@@ -113,11 +113,6 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 }
 
 impl Bench<'_> {
-    /// How often to repeat what takes long.
-    fn rounds(&self, usual: u32) -> u32 {
-        self.options.pairs.unwrap_or(if self.options.quick { 2 } else { usual })
-    }
-
     /// A number of the command line, or the usual one.
     fn count(&self, given: Option<u32>, usual: u32, quick: u32) -> u64 {
         u64::from(given.unwrap_or(if self.options.quick { quick } else { usual }))

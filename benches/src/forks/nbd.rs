@@ -1,9 +1,8 @@
 //! A fork over NBD beside a qcow2 overlay behind qemu-nbd and nbdkit's cow filter, on one raw base, and beside our null export. fio is
 //! the client of all.
 
-use std::fmt::Write as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -53,7 +52,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let mut rows = Vec::new();
     for connections in CONNECTIONS {
         let mut runs = SIDES.map(|_| Vec::new());
-        for round in 0..bench.rounds(ROUNDS) {
+        for round in 0..bench.options.rounds(ROUNDS, 2) {
             let mut order = SIDES;
             order.rotate_left(round as usize % SIDES.len());
             for side in order {
@@ -70,7 +69,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         data_bytes: data.bytes(),
         algorithm: "lz4",
         notes: vec![
-            versions(),
+            format!("Versions:{}", ["fio", "qemu-nbd", "nbdkit"].map(version).concat()),
             format!(
                 "Random 4 KiB writes over a Unix socket, {} a slice (fio, nbd engine, {DEPTH} in flight on each connection, {} % compressible buffers). \
                  Every slice has a new server with a new overlay: most writes are first ones. A server's CPU time is that of its process (user \
@@ -160,15 +159,6 @@ fn command(side: Side, base: &Path, socket: &Path, dir: &Path) -> Result<Command
     })
 }
 
-/// The first line of what each program says of its version.
-fn versions() -> String {
-    let mut text = String::from("Versions:");
-    for program in ["fio", "qemu-nbd", "nbdkit"] {
-        let output = Command::new(program).arg("--version").stdin(Stdio::null()).output();
-        let told = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-        let line = told.as_deref().ok().and_then(|told| told.lines().next()).unwrap_or("not installed");
-        // Writing to a String cannot fail.
-        let _ = write!(text, " {program}: {line};");
-    }
-    text
+fn version(program: &str) -> String {
+    format!(" {program}: {};", tool::version(Command::new(program)))
 }

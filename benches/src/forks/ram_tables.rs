@@ -149,7 +149,7 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         together("table and codec, one lock", Beside::Codec, Some(Kind::One))?,
         together("table and codec, locks by bucket", Beside::Codec, Some(Kind::Buckets))?,
     ];
-    let speeds = tables::run(bench.rounds(tables::ROUNDS), &mut variants, &pages)?;
+    let speeds = tables::run(bench.options.rounds(tables::ROUNDS, 2), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);
     rows.extend(tables::ratios("a lock a page / one lock", &speeds, [2, 3], None));
     rows.extend(tables::ratios("a lock a page / locks by bucket", &speeds, [2, 4], None));

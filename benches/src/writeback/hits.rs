@@ -13,7 +13,7 @@ use super::{Bench, Part};
 use crate::bare::same_filled;
 use crate::data::Data;
 use crate::measure::Summary;
-use crate::report::{Row, Target, Unit};
+use crate::report::{Row, Target, Unit, mib};
 use crate::zipf::{Lru, Zipf};
 
 const THETA: f64 = 1.1;
@@ -43,7 +43,6 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let after = ram.bd_stat();
     let percent = |share: f64| Summary::one(100.0 * share);
     let accesses = (bench.data.pages * COUNTED) as f64;
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let rows = vec![
         Row::new("zipf: exact LRU less ours, percentage points", Unit::Points, percent(exact - ours))
             .target(Target::AtMost(5.0)),

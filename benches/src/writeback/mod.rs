@@ -110,10 +110,3 @@ fn one(set: Set, args: &Args, options: &Options) -> Result<Report> {
     report.print();
     Ok(report)
 }
-
-impl Bench<'_> {
-    /// How often to repeat what takes long.
-    fn rounds(&self, usual: u32) -> u32 {
-        self.options.pairs.unwrap_or(if self.options.quick { 2 } else { usual })
-    }
-}

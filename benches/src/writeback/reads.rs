@@ -12,7 +12,7 @@ use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
 use crate::bare::same_filled;
 use crate::data::{Data, Random};
-use crate::measure::Summary;
+use crate::measure::{Summary, median};
 use crate::process::{Spent, Watch};
 use crate::report::{Row, Target, Unit};
 
@@ -54,7 +54,7 @@ fn layout(bench: &Bench, layout: Layout, name: &str) -> Result<Vec<Row>> {
     backing::spill(&ram)?;
     let used_bytes = ram.bd_stat().bd_count * PAGE_BYTES as u64;
     let order = spilled_pages(&bench.data)?;
-    let rounds = bench.rounds(ROUNDS) as usize;
+    let rounds = bench.options.rounds(ROUNDS, 2) as usize;
     let checked = CHECKED_READS.min(order.len() / 4);
     let count = ((order.len() - checked) / rounds).min(ROUND_READS);
     ensure!(count > 0, "the data has too few pages for {rounds} rounds of reads");
@@ -78,7 +78,6 @@ fn layout(bench: &Bench, layout: Layout, name: &str) -> Result<Vec<Row>> {
 fn rows(name: &str, ours: &[Round], fio: &[Speed], blocks: u64) -> Vec<Row> {
     let speed: Vec<f64> = ours.iter().map(|r| r.reads as f64 / r.spent.wall.as_secs_f64()).collect();
     let theirs: Vec<f64> = fio.iter().map(|speed| speed.operations_per_second).collect();
-    let median = |of: &[f64]| Summary::of(of.iter().copied()).median;
     let reads: usize = ours.iter().map(|round| round.reads).sum();
     let micros = Summary::of(ours.iter().map(|r| r.spent.cpu.total().as_secs_f64() * 1e6 / r.reads as f64));
     let busiest: Vec<f64> = ours.iter().map(|round| round.spent.busiest).collect();

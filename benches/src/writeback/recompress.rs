@@ -12,7 +12,7 @@ use super::{Bench, Part, backing};
 use crate::data::Data;
 use crate::measure::Summary;
 use crate::process::{Cpu, Watch};
-use crate::report::{Row, Unit};
+use crate::report::{Row, Unit, mib};
 
 /// The automatic side takes what was not touched for so long.
 const IDLE: Duration = Duration::from_secs(1);
@@ -47,7 +47,6 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     sides.push(automatic(bench, sides[0].stored)?);
     let mut rows = Vec::new();
     for side in &sides {
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let ratio = Summary::one(side.stored as f64 / sides[0].stored as f64);
         let mut row = Row::new(format!("recompress: bytes, {}", side.what), Unit::Ratio, ratio)
             .part("MiB", mib(side.stored))

@@ -10,7 +10,7 @@ use super::{Bench, Part};
 use crate::bare::{Census, Ours, Store};
 use crate::codec::bare_reads;
 use crate::measure::{Summary, thread_clock};
-use crate::report::{Row, Target, Unit};
+use crate::report::{Row, Target, Unit, mib};
 
 const ROUNDS: u32 = 5;
 /// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by page.
@@ -57,7 +57,7 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let mut rounds = Rounds::default();
     // Bytes that ours writes, the same in every round but for the packing.
     let mut bytes = 0;
-    for round in 0..bench.rounds(ROUNDS) {
+    for round in 0..bench.options.rounds(ROUNDS, 2) {
         let mut order = SIDES;
         if round % 2 == 1 {
             order.reverse();
@@ -176,8 +176,8 @@ fn whole(what: &str, bench: &Bench, spilled: &[Spilled]) -> Row {
         .part("MB/s", median(spilled, Spilled::mb_per_second))
         .part("CPU user s", median(spilled, |spilled| spilled.spent.cpu.user.as_secs_f64()))
         .part("system s", median(spilled, |spilled| spilled.spent.cpu.system.as_secs_f64()))
-        .part("written MiB", first.bytes as f64 / f64::from(1 << 20))
-        .part("by the kernel's count", first.spent.disk_bytes as f64 / f64::from(1 << 20))
+        .part("written MiB", mib(first.bytes))
+        .part("by the kernel's count", mib(first.spent.disk_bytes))
         .part("written / page", first.bytes as f64 / (first.pages * PAGE_BYTES as u64) as f64)
 }
 

@@ -8,7 +8,7 @@ use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, Tried};
 use freestone::null::{Config, Memory};
 
 use crate::data::Random;
-use crate::measure::{Summary, alternate};
+use crate::measure::{Summary, alternate, median};
 use crate::options::Options;
 use crate::report::{Report, Row, Target, Unit};
 
@@ -101,14 +101,13 @@ fn one_size(
     ensure!(failed + failed_writes == 0, "{failed} reads and {failed_writes} writes failed");
     let kib = request >> 10;
     let row = |what: &str, times: &[crate::measure::Times]| {
-        let nanos = |times: &[f64]| Summary::of(times.iter().copied()).median;
         let row = Row::new(
             format!("{kib} KiB {what} / memcpy"),
             Unit::Ratio,
             Summary::ratio(&times[0].cpu, &times[1].cpu),
         )
-        .part("us", nanos(&times[0].cpu) / 1e3)
-        .part("memcpy", nanos(&times[1].cpu) / 1e3)
+        .part("us", median(&times[0].cpu) / 1e3)
+        .part("memcpy", median(&times[1].cpu) / 1e3)
         .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
         match target {
             Some(target) => row.target(target).steady(),

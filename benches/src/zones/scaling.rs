@@ -17,7 +17,7 @@ use freestone::zone::{self, State, Zones};
 
 use crate::data::Random;
 use crate::machine;
-use crate::measure::Summary;
+use crate::measure::{Summary, median};
 use crate::options::Options;
 use crate::report::{Report, Row, Target, Unit};
 
@@ -145,15 +145,14 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     };
     let mut rows = Vec::new();
     for (threads, speeds) in THREADS.into_iter().zip(&speeds) {
-        let median = |side: usize| Summary::of(speeds[side].iter().copied()).median / 1e3;
         let kiops = Summary::of(speeds[OURS].iter().map(|speed| speed / 1e3));
         let what = format!("{what}: {threads} {}", if threads == 1 { "thread" } else { "threads" });
         rows.push(Row::new(&what, Unit::Kiops, kiops));
         let ratio = |to: usize| {
             let both = format!("{what}, {} / {}", sides[OURS].name, sides[to].name);
             Row::new(both, Unit::Ratio, Summary::ratio(&speeds[OURS], &speeds[to]))
-                .part("k/s", median(OURS))
-                .part(sides[to].name, median(to))
+                .part("k/s", median(&speeds[OURS]) / 1e3)
+                .part(sides[to].name, median(&speeds[to]) / 1e3)
         };
         rows.push(ratio(ONE_LOCK).steady());
         if threads == THREADS_APART {

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use crate::{names, part, program, reported, row};
+
 /// `compare` with short slices, on servers that are built already where the whole workspace is under test.
 fn compare(dir: &Path, pairs: &str) -> Command {
-    let program = Path::new(env!("CARGO_BIN_EXE_freestone-benches"));
-    let mut command = Command::new(program);
+    let mut command = program();
     command.args([
         "compare",
         "--quick",
@@ -24,9 +25,8 @@ fn compare(dir: &Path, pairs: &str) -> Command {
         "--set",
         "fio",
     ]);
-    command.args(["--zram", "zram999", "--json"]).arg(dir.join("compare.json"));
-    command.arg("--data-dir").arg(dir.join("data"));
-    let freestone = program.with_file_name("freestone");
+    command.args(["--zram", "zram999", "--data-dir"]).arg(dir.join("data"));
+    let freestone = Path::new(command.get_program()).with_file_name("freestone");
     if freestone.exists() {
         command.arg("--freestone").arg(freestone);
     }
@@ -35,19 +35,16 @@ fn compare(dir: &Path, pairs: &str) -> Command {
 
 /// What a run of `compare` reported; it leaves nothing behind.
 fn compared(command: &mut Command, dir: &Path) -> Vec<Value> {
-    let out = command.output().unwrap();
-    let told = [out.stdout, out.stderr].map(|told| String::from_utf8_lossy(&told).into_owned());
-    assert!(out.status.success(), "{}\n{}", told[0], told[1]);
-    let value: Value = serde_json::from_slice(&std::fs::read(dir.join("compare.json")).unwrap()).unwrap();
+    let reports = reported(command, &dir.join("compare.json"));
     let left: Vec<_> = std::fs::read_dir(dir.join("data")).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
-    for report in value["reports"].as_array().unwrap() {
+    for report in &reports {
         for row in report["rows"].as_array().unwrap() {
             assert_eq!(row["median"].is_null(), row["refused"].as_bool().unwrap(), "{row}");
             assert!(!(row["refused"] == true && row["verdict"].is_string()), "{row}");
         }
     }
-    value["reports"].as_array().unwrap().clone()
+    reports
 }
 
 fn notes(report: &Value) -> String {
@@ -60,25 +57,13 @@ fn notes(report: &Value) -> String {
         .join("\n")
 }
 
-fn row<'v>(report: &'v Value, what: &str) -> &'v Value {
-    let rows = report["rows"].as_array().unwrap();
-    rows.iter().find(|row| row["what"] == what).unwrap_or_else(|| panic!("no row {what} in {report}"))
-}
-
-fn part(row: &Value, name: &str) -> f64 {
-    let parts = row["parts"].as_array().unwrap();
-    let part = parts.iter().find(|part| part[0] == name).unwrap_or_else(|| panic!("no {name} in {row}"));
-    part[1].as_f64().unwrap()
-}
-
 #[test]
 fn compare_measures_every_side() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let reports =
         compared(compare(dir.path(), "1").args(["--peers", "installed", "--require-peers"]), dir.path());
-    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
     assert_eq!(
-        names,
+        names(&reports),
         [
             "zram",
             "compare: disks in memory over NBD",

@@ -1,27 +1,17 @@
 //! The benchmarks run and write JSON that makes sense. Speed is not judged here.
 
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
+
+use crate::{document, names, part, program, reported, row};
 
 // The kernel device is named so that it is not there: a test leaves the machine as it was.
 fn run(bench: &str, dir: &Path) -> Value {
     let json = dir.join(format!("{bench}.json"));
-    let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
-        .args([bench, "--quick", "--size", "32M", "--zram", "zram999", "--set", "fio,real", "--json"])
-        .arg(&json)
-        .arg("--data-dir")
-        .arg(dir.join("data"))
-        .output()
-        .unwrap();
-    assert!(
-        out.status.success(),
-        "{}\n{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
-    let value: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let mut command = program();
+    command.args([bench, "--quick", "--size", "32M", "--zram", "zram999", "--set", "fio,real", "--json"]);
+    let value = document(command.arg(&json).arg("--data-dir").arg(dir.join("data")), &json);
     assert_eq!(value["reports"].as_array().unwrap().len(), 2, "one report a data set");
     for report in value["reports"].as_array().unwrap() {
         assert_eq!(report["name"], bench);
@@ -36,11 +26,6 @@ fn run(bench: &str, dir: &Path) -> Value {
         }
     }
     value
-}
-
-fn row<'v>(report: &'v Value, what: &str) -> &'v Value {
-    let rows = report["rows"].as_array().unwrap();
-    rows.iter().find(|row| row["what"] == what).unwrap_or_else(|| panic!("no row {what} in {report}"))
 }
 
 #[test]
@@ -84,12 +69,6 @@ fn memory_counts_what_is_there() {
         let returned = row(report, "returned by discarding all")["median"].as_f64().unwrap();
         assert!((0.5..=1.0).contains(&returned), "{returned}");
     }
-}
-
-fn part(row: &Value, name: &str) -> f64 {
-    let parts = row["parts"].as_array().unwrap();
-    let part = parts.iter().find(|part| part[0] == name).unwrap_or_else(|| panic!("no {name} in {row}"));
-    part[1].as_f64().unwrap()
 }
 
 #[test]
@@ -149,29 +128,13 @@ fn writeback_runs_every_part() {
 fn forks_runs_every_part() {
     // Not in /tmp, whose file system may know no direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let json = dir.path().join("forks.json");
     let data = dir.path().join("data");
     let small = ["--quick", "--size", "4M", "--pairs", "3", "--set", "fio", "--dirty", "4M", "--base", "32M"];
-    let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
-        .arg("forks")
-        .args(small)
-        .args(["--busy", "8", "--forks", "20", "--cycles", "100", "--json"])
-        .arg(&json)
-        .arg("--data-dir")
-        .arg(&data)
-        .output()
-        .unwrap();
-    assert!(
-        out.status.success(),
-        "{}\n{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
-    let value: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
-    let reports = value["reports"].as_array().unwrap();
-    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
+    let mut command = program();
+    command.arg("forks").args(small).args(["--busy", "8", "--forks", "20", "--cycles", "100", "--data-dir"]);
+    let reports = reported(command.arg(&data), &dir.path().join("forks.json"));
     assert_eq!(
-        names,
+        names(&reports),
         [
             "forks: a RAM disk with a live snapshot, first writes",
             "forks: a fork of a RAM snapshot, first writes",
@@ -183,7 +146,7 @@ fn forks_runs_every_part() {
             "forks: a thousand of one base",
         ]
     );
-    for report in reports {
+    for report in &reports {
         for row in report["rows"].as_array().unwrap() {
             // A ratio that is not sure has no median and is not judged.
             assert_eq!(row["median"].is_null(), row["refused"].as_bool().unwrap(), "{row}");
@@ -215,23 +178,11 @@ fn forks_runs_every_part() {
 #[test]
 fn zones_runs_every_part() {
     let dir = tempfile::tempdir().unwrap();
-    let json = dir.path().join("zones.json");
-    let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
-        .args(["zones", "--quick", "--size", "16M", "--pairs", "3", "--slice-ms", "5", "--json"])
-        .arg(&json)
-        .output()
-        .unwrap();
-    assert!(
-        out.status.success(),
-        "{}\n{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
-    let value: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
-    let reports = value["reports"].as_array().unwrap();
-    let names: Vec<_> = reports.iter().map(|report| report["name"].as_str().unwrap()).collect();
+    let mut command = program();
+    command.args(["zones", "--quick", "--size", "16M", "--pairs", "3", "--slice-ms", "5"]);
+    let reports = reported(&mut command, &dir.path().join("zones.json"));
     assert_eq!(
-        names,
+        names(&reports),
         [
             "zones: the floor",
             "zones: memory backing",
@@ -260,7 +211,6 @@ fn zones_runs_every_part() {
 
 #[test]
 fn the_loop_for_callgrind_runs_without_it() {
-    let program = || Command::new(env!("CARGO_BIN_EXE_freestone-benches"));
     for request in ["read", "write"] {
         for content in ["compressible", "same"] {
             for disk in [None, Some("--backed"), Some("--fork")] {
@@ -279,7 +229,7 @@ fn the_gate_fails_on_a_rise_and_on_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let baseline = dir.path().join("baseline.json");
     let gate = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_freestone-benches"));
+        let mut command = program();
         command.args(["gate", "--path", "null-write,nbd-read", "--baseline"]).arg(&baseline);
         let out = command.arg("--json").arg(dir.path().join("gate.json")).output().unwrap();
         (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
@@ -305,7 +255,7 @@ fn what_is_not_installed_is_named() {
     for (bench, tool) in
         [(&["writeback", "--quick", "--set", "fio"][..], "fio"), (&["instructions"], "valgrind")]
     {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_freestone-benches"));
+        let mut command = program();
         let out = command.args(bench).arg("--data-dir").arg(dir.path()).env("PATH", "").output().unwrap();
         let told = String::from_utf8_lossy(&out.stderr);
         assert!(!out.status.success() && told.contains(tool), "{told}");
@@ -329,14 +279,11 @@ fn bad_options_are_refused() {
         &["compare", "--group", "disk"],
         &["compare", "--part", "server", "--freestone", "no/such/program", "--peers", "installed"],
     ] {
-        let out = Command::new(env!("CARGO_BIN_EXE_freestone-benches")).args(bad).output().unwrap();
+        let out = program().args(bad).output().unwrap();
         assert!(!out.status.success(), "{bad:?} was taken");
         assert!(!out.stderr.is_empty());
     }
-    let absent = Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
-        .args(["zram", "--quick", "--zram", "zram999", "--set", "fio"])
-        .output()
-        .unwrap();
+    let absent = program().args(["zram", "--quick", "--zram", "zram999", "--set", "fio"]).output().unwrap();
     assert!(!absent.status.success());
     assert!(String::from_utf8_lossy(&absent.stderr).contains("zram999"));
 }
