@@ -13,19 +13,13 @@ use super::chain::Role;
 use super::parent::Parent;
 use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
-use crate::spill::blocks::BLOCK_UNITS;
-use crate::spill::layout;
-use crate::spill::space::BLOCK_BYTES;
+use crate::spill::objects::{Near, Spilled};
 use crate::spill::store::Store;
 use freestone_core::device::{Device, Error, Result};
+use freestone_core::pin;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::sync::mpsc;
-use freestone_core::{PAGE_BYTES, pin};
 
-/// Blocks of one read from the backing device.
-const READ_BLOCKS_MAX: u64 = 64;
-/// Blocks between two objects that are read along.
-const GAP_BLOCKS: u64 = 4;
 /// Before another look at a page that is on its way for somebody else.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -82,19 +76,23 @@ impl Gathered {
     }
 }
 
-/// A page that is spilled, as its slot said it.
-struct Spilled {
-    page: u64,
-    word: Word,
-    header_owner: u64,
+/// A page that is spilled, and which lives its blocks had when its slot said so.
+struct OnDevice {
+    spilled: Spilled,
     generations: [u32; 2],
+}
+
+impl AsRef<Spilled> for OnDevice {
+    fn as_ref(&self) -> &Spilled {
+        &self.spilled
+    }
 }
 
 enum Found {
     Parent,
     Copied,
     InFlight,
-    Spilled(Spilled),
+    Spilled(OnDevice),
 }
 
 // ---- out -----------------------------------------------------------------------------------------------------------
@@ -185,10 +183,10 @@ impl Ram {
                     Kind::Empty | Kind::Base => return Found::Parent,
                     Kind::InFlight => return Found::InFlight,
                     Kind::Spilled => {
-                        let header_owner = layer.header_owner(page);
+                        let spilled = Spilled { slot: page, word, header_owner: layer.header_owner(page) };
                         let generations =
                             family.store.as_ref().map_or([0; 2], |store| generations(store, word));
-                        return Found::Spilled(Spilled { page, word, header_owner, generations });
+                        return Found::Spilled(OnDevice { spilled, generations });
                     }
                     Kind::Same => Stored::Same(word.location() as u32),
                     Kind::Pattern => Stored::Pattern,
@@ -204,19 +202,17 @@ impl Ram {
     /// Reads spilled pages. Those that moved meanwhile are to be looked at `again`.
     fn read_spilled(
         &self,
-        mut spilled: Vec<Spilled>,
+        spilled: Vec<OnDevice>,
         into: &mut Gathered,
         again: &mut Vec<u64>,
     ) -> std::result::Result<(), (u64, Error)> {
-        let Some(store) = &self.0.family.store else { return Err((spilled[0].page, Error::Media)) };
-        spilled.sort_unstable_by_key(|found| found.word.location());
-        let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
-        let groups = near_ones_together(store, spilled, gap);
+        let Some(store) = &self.0.family.store else { return Err((spilled[0].spilled.slot, Error::Media)) };
+        let groups = store.near_ones_together(spilled);
         let failed = self.read_groups(store, groups, into, again);
         // One of a group may be to blame.
-        let ones = failed.into_iter().map(|found| vec![found]).collect();
+        let ones = failed.into_iter().flat_map(|found| store.near_ones_together(vec![found])).collect();
         match self.read_groups(store, ones, into, again).first() {
-            Some(failed) => Err((failed.page, Error::Media)),
+            Some(failed) => Err((failed.spilled.slot, Error::Media)),
             None => Ok(()),
         }
     }
@@ -225,16 +221,15 @@ impl Ram {
     fn read_groups(
         &self,
         store: &Arc<Store>,
-        groups: Vec<Vec<Spilled>>,
+        groups: Vec<Near<OnDevice>>,
         into: &mut Gathered,
         again: &mut Vec<u64>,
-    ) -> Vec<Spilled> {
+    ) -> Vec<OnDevice> {
         let (answer, answers) = mpsc::channel();
-        let mut waiting: Vec<Option<Vec<Spilled>>> = Vec::new();
+        let mut waiting = Vec::new();
         for (number, group) in groups.into_iter().enumerate() {
-            let (first, end) = reach(store, &group);
             let answer = answer.clone();
-            store.read(first, (end - first) as u32, move |outcome| {
+            store.read(group.first, group.blocks, move |outcome| {
                 // We listen until all have said something.
                 let _ = answer.send((number, outcome.map(<[u8]>::to_vec)));
             });
@@ -244,53 +239,38 @@ impl Ram {
         let mut failed = Vec::new();
         // Each answers, or is answered for when it is late.
         while let Ok((number, outcome)) = answers.recv() {
-            let Some(group) = waiting[number].take() else { continue };
+            let Some(Near { first, of, .. }) = waiting[number].take() else { continue };
             let Ok(buffer) = outcome else {
-                failed.extend(group);
+                failed.extend(of);
                 continue;
             };
-            let (first, _) = reach(store, &group);
-            for found in group {
-                if generations(store, found.word) != found.generations {
-                    again.push(found.page);
-                } else if !self.take_spilled(store, &found, first, &buffer, into) {
-                    store.failed_read();
+            for found in of {
+                if generations(store, found.spilled.word) != found.generations {
+                    again.push(found.spilled.slot);
+                } else if let Some(object) = store.object(&found.spilled, first, &buffer) {
+                    self.take_spilled(store, &found.spilled, object, into);
+                } else {
                     failed.push(found);
                 }
             }
         }
-        failed.extend(waiting.into_iter().flatten().flatten());
+        failed.extend(waiting.into_iter().flatten().flat_map(|group| group.of));
         failed
     }
 
-    /// Takes one page out of what was read from block `first` on. False: it is damaged.
-    fn take_spilled(
-        &self,
-        store: &Store,
-        found: &Spilled,
-        first: u64,
-        buffer: &[u8],
-        into: &mut Gathered,
-    ) -> bool {
-        let &Spilled { page, word, header_owner, .. } = found;
-        let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
-        if store.is_packed() {
-            let (len, algorithm) = (word.spilled_bytes(), word.algorithm() as u8);
-            let object = layout::object_at(buffer, at, header_owner, len, algorithm);
-            let stored = if len == PAGE_BYTES { Stored::Huge } else { Stored::Compressed(algorithm) };
-            return object.map(|object| into.push(page, stored, object)).is_some();
-        }
-        // There pages lie as they are.
-        let Some(content) = buffer.get(at..at + BLOCK_BYTES).and_then(|page| <&Page>::try_from(page).ok())
-        else {
-            return false;
-        };
+    /// Takes one page that was read.
+    fn take_spilled(&self, store: &Store, spilled: &Spilled, object: &[u8], into: &mut Gathered) {
+        let &Spilled { slot, word, .. } = spilled;
         let mut scratch = Scratch::new();
-        match self.0.family.codecs.primary().compress(content, &mut scratch) {
-            Some(object) => into.push(page, Stored::Compressed(0), object),
-            None => into.push(page, Stored::Huge, content),
+        match <&Page>::try_from(object) {
+            Err(_) => into.push(slot, Stored::Compressed(word.algorithm() as u8), object),
+            Ok(_) if store.is_packed() => into.push(slot, Stored::Huge, object),
+            // In the other layout pages lie as they are.
+            Ok(content) => match self.0.family.codecs.primary().compress(content, &mut scratch) {
+                Some(object) => into.push(slot, Stored::Compressed(0), object),
+                None => into.push(slot, Stored::Huge, content),
+            },
         }
-        true
     }
 
     /// The family's algorithm of a priority, and whether the automatic mode made it.
@@ -299,35 +279,6 @@ impl Ram {
         let trained = usize::from(priority) == PRIORITIES && family.config.auto_recompress.is_some();
         family.codecs.get(priority.into()).map(|streams| look(streams, trained))
     }
-}
-
-/// The blocks from the first to behind the last one in which these pages lie, which are sorted.
-fn reach(store: &Store, group: &[Spilled]) -> (u64, u64) {
-    let mut blocks = group.iter().map(|found| store.blocks_of(found.word));
-    let (first, count) = blocks.next().unwrap_or_default();
-    let end = blocks.map(|(start, count)| start + u64::from(count)).max().unwrap_or_default();
-    (first, end.max(first + u64::from(count)))
-}
-
-fn near_ones_together(store: &Store, sorted: Vec<Spilled>, gap: u64) -> Vec<Vec<Spilled>> {
-    let mut groups: Vec<Vec<Spilled>> = Vec::new();
-    for found in sorted {
-        let (start, count) = store.blocks_of(found.word);
-        match groups.last_mut() {
-            Some(group) => {
-                let (first, end) = reach(store, group.get(..1).unwrap_or_default());
-                let end =
-                    end.max(group.last().map_or(end, |last| reach(store, std::slice::from_ref(last)).1));
-                if start <= end + gap && start + u64::from(count) - first <= READ_BLOCKS_MAX {
-                    group.push(found);
-                } else {
-                    groups.push(vec![found]);
-                }
-            }
-            None => groups.push(vec![found]),
-        }
-    }
-    groups
 }
 
 /// Which lives of its blocks an object lies in.

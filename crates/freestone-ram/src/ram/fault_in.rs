@@ -27,41 +27,20 @@ use super::waiter::{Waiter, Wanted};
 use super::{Ram, piece};
 use crate::codec::Page;
 use crate::pool::BackRef;
-use crate::spill::blocks::BLOCK_UNITS;
-use crate::spill::layout;
+use crate::spill::objects::{Near, Spilled};
 use crate::spill::reads::ReadError;
-use crate::spill::space::BLOCK_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Landed, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 
-/// Blocks of one read from the device.
-const READ_BLOCKS_MAX: u64 = 64;
-/// Blocks between two objects that are read along, rather than asked for by two requests.
-const GAP_BLOCKS: u64 = 4;
-
 impl Shared {
     /// Reads pages that are in flight, near ones together.
-    pub(super) fn read(self: &Arc<Self>, mut wanted: Vec<Wanted>) {
+    pub(super) fn read(self: &Arc<Self>, wanted: Vec<Wanted>) {
         let Some(store) = &self.store else { return };
-        wanted.sort_unstable_by_key(|wanted| wanted.word.location());
-        let gap = if store.is_packed() { GAP_BLOCKS } else { 0 };
-        while !wanted.is_empty() {
-            let (first, blocks) = store.blocks_of(wanted[0].word);
-            let mut end = first + u64::from(blocks);
-            let near = wanted.iter().skip(1).take_while(|wanted| {
-                let (start, blocks) = store.blocks_of(wanted.word);
-                let to = end.max(start + u64::from(blocks));
-                let joins = start <= end + gap && to - first <= READ_BLOCKS_MAX;
-                end = if joins { to } else { end };
-                joins
-            });
-            let count = 1 + near.count();
-            let rest = wanted.split_off(count);
-            let together = std::mem::replace(&mut wanted, rest);
+        for Near { first, blocks, of: together } in store.near_ones_together(wanted) {
             // Weak: a device that never answers keeps no disk in memory.
             let family = Arc::downgrade(self);
-            store.read(first, (end - first) as u32, move |outcome| {
+            store.read(first, blocks, move |outcome| {
                 let Some(family) = family.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
                     // One of them may be to blame. This is a thread of the device, which must not be asked from here.
@@ -99,13 +78,8 @@ impl Shared {
         guard: SlotGuard<'_>,
         waiting: Vec<Waiter>,
     ) -> Wanted {
-        let word = guard.word();
-        Wanted {
-            slot,
-            header_owner: layer.header_owner(slot),
-            flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting),
-            word,
-        }
+        let spilled = Spilled { slot, word: guard.word(), header_owner: layer.header_owner(slot) };
+        Wanted { flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting), spilled }
     }
 
     /// What was read from block `first` on has come, or failed.
@@ -116,19 +90,8 @@ impl Shared {
         if outcome == Err(ReadError::Late) {
             store.failed_read();
         }
-        let object = outcome.map_err(|_| Error::Media).and_then(|buffer| {
-            let at = (wanted.word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
-            if !store.is_packed() {
-                return buffer.get(at..at + BLOCK_BYTES).ok_or(Error::Media);
-            }
-            let (bytes, algorithm) = (wanted.word.spilled_bytes(), wanted.word.algorithm() as u8);
-            layout::object_at(buffer, at, wanted.header_owner, bytes, algorithm).ok_or_else(|| {
-                store.failed_read();
-                tracing::warn!("page {} came back damaged from the backing device", wanted.slot);
-                Error::Media
-            })
-        });
-        let Ok(object) = object else {
+        let object = outcome.ok().and_then(|buffer| store.object(&wanted.spilled, first, buffer));
+        let Some(object) = object else {
             self.land(owner, wanted.flight, None, Err(Error::Media));
             return;
         };
@@ -147,10 +110,10 @@ impl Shared {
     /// for one object is enough.
     fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
-        let unpacked = self.unpack_spilled(wanted.word, object, &mut page);
+        let unpacked = self.unpack_spilled(wanted.spilled.word, object, &mut page);
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, &mut page);
-        let stored = unpacked.and_then(|()| self.store_page(&ram.0.layer(), wanted.slot, &page));
+        let stored = unpacked.and_then(|()| self.store_page(&ram.0.layer(), wanted.spilled.slot, &page));
         let landed = match stored {
             Ok(word) => self.land_changed(ram, owner, wanted.flight, word, unpacked.map(|()| object)),
             Err(_) => self.land(owner, wanted.flight, None, unpacked.map(|()| object)).then_some(Ok(())),
@@ -210,7 +173,7 @@ impl Shared {
         if location.is_none() {
             self.keeper.kick();
         }
-        location.map(|location| wanted.word.back_at(location))
+        location.map(|location| wanted.spilled.word.back_at(location))
     }
 
     /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
@@ -258,7 +221,7 @@ impl Shared {
                     if outcome.is_err() {
                         fetch.ram.0.counters.add(counter::FAILED_READS, 1);
                     }
-                    fetch.deliver(Some(piece), outcome.map(|()| Some(&page)));
+                    fetch.deliver(Some(piece), outcome.map(|()| &page[..]));
                 }
                 Waiter::Retry { ram, job, is_own } => match outcome {
                     Err(error) if job.needs_content() => job.done.complete(Err(error), job.buffer),

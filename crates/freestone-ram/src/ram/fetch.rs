@@ -4,15 +4,16 @@
 //! Pages that one request needs are asked for together, those that lie near each other in one read. A sequential reader's
 //! next pages are asked for along with them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::chain::View;
 use super::job::Job;
 use super::layer::Layer;
-use super::parent::{Base, Parent};
+use super::parent::{Base, Look, Parent};
 use super::waiter::{Fetch, Fetching, Piece, Waiter, Wanted};
 use super::{Inner, PAGE, Ram, piece};
-use freestone_core::device::{Buffer, Completion, IoBuf, Request, Result, Tried};
+use freestone_core::device::{Completion, Error, IoBuf, Request, Result};
 use freestone_core::pin::Pin;
 use freestone_core::slot::{Kind, SlotGuard};
 use freestone_core::sync::Mutex;
@@ -81,62 +82,83 @@ impl Inner {
 }
 
 impl Ram {
-    /// Reads the next pages of a request, from memory or from a device. The request goes on when all are there.
-    pub(super) fn fetch(&self, job: Job) {
+    /// Reads the next pages of a request, from memory or from a device; at the first of them `look` found that it has to wait. The
+    /// request goes on when all are there.
+    pub(super) fn fetch<'a>(&'a self, job: Job, look: Look<'a>) {
         let first = job.request.offset;
         let end = (first / PAGE + FETCH_PAGES) * PAGE;
         let end = end.min(first + job.request.len);
-        let at = job.at;
         let fetching = Fetching { job: Some(job), bytes: end - first, pending: 1, error: None };
         let fetch = Arc::new(Fetch { ram: self.clone(), state: Mutex::new(fetching) });
-        let mut wanted = Vec::new();
-        let mut parent = BaseRun::default();
-        let mut offset = first;
-        while offset < end {
-            let (slot, from, len) = piece(offset, end - offset);
-            let piece = Piece { at: at + (offset - first) as usize, from, len };
-            match self.gather(&fetch, slot, piece) {
-                Some(Queued::Wanted(page)) => wanted.push(page),
-                Some(Queued::Base(base)) => parent.add(&fetch, &base, slot, piece),
-                Some(Queued::Waits) | None => {}
-            }
-            offset += len as u64;
+        let (mut wanted, on_base) = self.gather(&fetch, first..end, look);
+        for read in on_base {
+            read.submit(&fetch);
         }
-        parent.submit(&fetch);
         let family = &self.0.family;
         let next = end.div_ceil(PAGE);
         if family.comes_back() && family.readers.is_sequential(first / PAGE, next) {
             wanted.extend(self.ahead(next, AHEAD_PAGES));
         }
         family.read(wanted);
-        fetch.deliver(None, Ok(None));
+        fetch.deliver(None, Ok(&[]));
     }
 
-    /// Gets one page for a read: now, or by queueing on it. What comes from a base is counted as pending.
-    fn gather(&self, fetch: &Arc<Fetch>, slot: u64, piece: Piece) -> Option<Queued> {
-        loop {
-            let mut fetching = fetch.state.lock();
-            let Fetching { job: Some(job), error, .. } = &mut *fetching else { return None };
-            let into = job.buffer.get_mut(piece.at..piece.at + piece.len)?;
-            let request = Request::read(slot * PAGE + piece.from as u64, piece.len as u64);
-            let waits = match self.0.try_io(&request, Buffer::Read(into)) {
-                // A base may give a part of it.
-                Ok(tried) => tried != Tried::Done,
-                Err(failed) => {
-                    *error = error.or(Some(failed));
-                    false
+    /// Gets a range for a read: what is in memory now, other pages by queueing on them. What comes from elsewhere is counted as
+    /// pending; what of it the caller has to read is returned.
+    fn gather<'a>(
+        &'a self,
+        fetch: &Arc<Fetch>,
+        range: Range<u64>,
+        mut look: Look<'a>,
+    ) -> (Vec<Wanted>, Vec<BaseRead>) {
+        let (mut wanted, mut on_base) = (Vec::new(), Vec::new());
+        // Held over all of it: what was queued on first may come before the last is looked at.
+        let mut fetching = fetch.state.lock();
+        let Fetching { job: Some(job), pending, error, .. } = &mut *fetching else {
+            return (wanted, on_base);
+        };
+        let start = job.at;
+        let mut offset = range.start;
+        while offset < range.end {
+            let at = start + (offset - range.start) as usize;
+            let left = range.end - offset;
+            let (slot, from, len) = piece(offset, left);
+            match std::mem::replace(&mut look, Look::All) {
+                Look::All => {
+                    let read = job.buffer.get_mut(at..at + left as usize).ok_or(Error::Misaligned);
+                    match read.and_then(|into| self.0.read_some(offset, into)) {
+                        Ok((read, stopped)) => {
+                            offset += read as u64;
+                            look = stopped;
+                        }
+                        Err(failed) => {
+                            *error = error.or(Some(failed));
+                            break;
+                        }
+                    }
                 }
-            };
-            if !waits {
-                return None;
-            }
-            fetching.pending += 1;
-            drop(fetching);
-            match self.0.queue(slot, |_| Some(Waiter::Page(Arc::clone(fetch), piece))) {
-                None => fetch.state.lock().pending -= 1, // It has come meanwhile.
-                queued => return queued,
+                Look::Base(base, bytes) => {
+                    let len = bytes.min(left as usize);
+                    on_base.push(BaseRead::new(base, slot, Piece { at, from, len }));
+                    *pending += 1;
+                    offset += len as u64;
+                }
+                Look::Waits => {
+                    let piece = Piece { at, from, len };
+                    match self.0.queue(slot, |_| Some(Waiter::Page(Arc::clone(fetch), piece))) {
+                        // It has come meanwhile.
+                        None => continue,
+                        Some(Queued::Waits) => {}
+                        Some(Queued::Wanted(page)) => wanted.push(page),
+                        Some(Queued::Base(base)) => on_base.push(BaseRead::new(&base, slot, piece)),
+                    }
+                    *pending += 1;
+                    offset += len as u64;
+                }
             }
         }
+        drop(fetching);
+        (wanted, on_base)
     }
 
     /// The pages from `first` on that are spilled, put in flight with nobody waiting; none where memory is short.
@@ -167,46 +189,38 @@ impl Ram {
     }
 }
 
-/// Neighbouring pages of a read that come from the base.
-#[derive(Default)]
-struct BaseRun {
-    base: Option<Base>,
-    first: u64,
-    pieces: Vec<Piece>,
+/// Neighbouring pages of a read that come from a base.
+struct BaseRead {
+    base: Base,
+    /// Whole pages, as far as the base goes: where they begin, and how many bytes they have.
+    start: u64,
+    len: u64,
+    piece: Piece,
 }
 
-impl BaseRun {
-    fn add(&mut self, fetch: &Arc<Fetch>, base: &Base, slot: u64, piece: Piece) {
-        let joins = self.base.as_ref().is_some_and(|known| {
-            Arc::ptr_eq(&known.device, &base.device) && self.first + self.pieces.len() as u64 == slot
-        });
-        if !joins {
-            self.submit(fetch);
-            (self.base, self.first) = (Some(base.clone()), slot);
-        }
-        self.pieces.push(piece);
+impl BaseRead {
+    fn new(base: &Base, slot: u64, piece: Piece) -> Self {
+        let start = slot * PAGE;
+        let pages = (piece.from + piece.len).div_ceil(PAGE_BYTES) as u64;
+        let len = (pages * PAGE).min(base.size.saturating_sub(start));
+        Self { base: base.clone(), start, len, piece }
     }
 
-    fn submit(&mut self, fetch: &Arc<Fetch>) {
-        let Some(base) = self.base.take() else { return };
-        let (first, pieces) = (self.first, std::mem::take(&mut self.pieces));
-        let len = (pieces.len() as u64 * PAGE).min(base.size - first * PAGE);
-        let fetch = Arc::clone(fetch);
-        let deliver = move |outcome: Result<()>, buffer: &[u8]| {
-            let mut pages = buffer.chunks(PAGE_BYTES);
-            for piece in pieces {
-                let mut page = [0; PAGE_BYTES];
-                let read = pages.next().unwrap_or_default();
-                page[..read.len()].copy_from_slice(read);
-                fetch.deliver(Some(piece), outcome.map(|()| Some(&page)));
-            }
-        };
+    fn submit(self, fetch: &Arc<Fetch>) {
+        let Self { base, start, len, piece } = self;
         match IoBuf::zeroed(len as usize) {
             Ok(buffer) => {
-                let done = Completion::new(move |outcome, buffer: IoBuf| deliver(outcome, &buffer));
-                base.device.submit(Request::read(first * PAGE, len), buffer, done);
+                let fetch = Arc::clone(fetch);
+                let done = Completion::new(move |outcome: Result<()>, buffer: IoBuf| {
+                    fetch.deliver(Some(piece), outcome.map(|()| &buffer[..]));
+                });
+                base.device.submit(Request::read(start, len), buffer, done);
             }
-            Err(error) => deliver(Err(error), &[]),
+            Err(error) => fetch.deliver(Some(piece), Err(error)),
         }
     }
 }
+
+#[cfg(test)]
+#[path = "fetch_tests.rs"]
+mod tests;

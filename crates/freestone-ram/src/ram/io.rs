@@ -64,14 +64,18 @@ impl Inner {
         })
     }
 
+    /// Whether a request lies on the device.
+    #[inline]
+    pub(super) fn check(&self, request: &Request) -> device::Result<()> {
+        let checked = request.check_place(self.size(), LOGICAL_BLOCK_BYTES);
+        checked.inspect_err(|_| self.counters.add(counter::INVALID_IO, 1))
+    }
+
     /// As much of a request as can be done at once.
     #[expect(clippy::inline_always, reason = "a request in memory is one function")]
     #[inline(always)]
     pub(super) fn attempt(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Attempt> {
-        if let Err(error) = request.check_place(self.size(), LOGICAL_BLOCK_BYTES) {
-            self.counters.add(counter::INVALID_IO, 1);
-            return Err(error);
-        }
+        self.check(request)?;
         let (offset, end) = (request.offset, request.offset + request.len);
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => {
@@ -79,7 +83,10 @@ impl Inner {
                     Parent::Nothing if !self.is_snapshot => {
                         pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
                     }
-                    _ => self.read_through(offset, into),
+                    _ => {
+                        let len = request.len;
+                        self.read_through(offset, into).map(|(done, _)| progress(done as u64, len))
+                    }
                 };
                 let read = read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1));
                 read.map(Attempt::Tried)
@@ -168,10 +175,9 @@ impl Inner {
 
     /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
     /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
-    /// does not change.
-    fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
-        let len = into.len() as u64;
-        let target = len.min(TRY_READ_PAGES * PAGE) as usize;
+    /// does not change. Returns how many bytes that were, and what has to be waited for then.
+    fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
+        let target = into.len().min((TRY_READ_PAGES * PAGE) as usize);
         let mut done = 0;
         while done < target {
             let at = offset + done as u64;
@@ -179,17 +185,34 @@ impl Inner {
             done += read;
             match look {
                 Look::All => {}
-                Look::Waits => break,
+                Look::Waits => return Ok((done, look)),
                 Look::Base(base, bytes) => {
                     let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
                     done += read;
                     if read == 0 {
-                        break;
+                        return Ok((done, look));
                     }
                 }
             }
         }
-        Ok(progress(done as u64, len))
+        Ok((done, Look::All))
+    }
+
+    /// Reads as much as can be read at once. Returns how many bytes that were, and what has to be waited for then.
+    pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
+        let len = into.len();
+        let read = if self.is_snapshot || !matches!(self.parent, Parent::Nothing) {
+            self.read_through(offset, into)
+        } else {
+            pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {
+                match tried {
+                    Tried::Done => (len, Look::All),
+                    Tried::Partly(bytes) => (bytes as usize, Look::All),
+                    Tried::WouldBlock => (0, Look::Waits),
+                }
+            })
+        };
+        read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1))
     }
 
     fn write(&self, view: &View, offset: u64, data: &[u8]) -> device::Result<Step> {

@@ -4,7 +4,7 @@
 use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
 use super::job::Job;
-use super::parent::Base;
+use super::parent::{Base, Look};
 use super::removals::Hope;
 use super::stats::counter;
 use super::waiter::Waiter;
@@ -91,8 +91,10 @@ impl Ram {
 
     /// Carries on with a request for a bounded time.
     fn slice(&self, mut job: Job) -> Sliced {
+        if job.request.op == Op::Read {
+            return self.read(job);
+        }
         let buffer = match job.request.op {
-            Op::Read => job.buffer.get_mut(job.at..).map_or(Buffer::None, Buffer::Read),
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
@@ -104,7 +106,6 @@ impl Ram {
             }
             Ok(Attempt::Frozen) => return Sliced::again_or_gone(self.wait_for_thaw(job)),
             Ok(Attempt::Removing) => return Sliced::again_or_gone(self.wait_for_removal(job)),
-            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Read => self.fetch(job),
             Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
                 return Sliced::again_or_gone(self.wait_for_page(job));
             }
@@ -116,6 +117,29 @@ impl Ram {
             Err(error) => return Sliced::Ended(job, Err(error)),
         }
         Sliced::Gone
+    }
+
+    /// Carries on with a read for a bounded time. Each page is looked up once: what is not in memory is asked for at that.
+    fn read(&self, mut job: Job) -> Sliced {
+        let (offset, len) = (job.request.offset, job.request.len);
+        let into = job.buffer.get_mut(job.at..).filter(|into| into.len() as u64 == len);
+        let read = match (self.0.check(&job.request), into) {
+            (Ok(()), Some(into)) => self.0.read_some(offset, into),
+            (Ok(()), None) => Err(Error::Misaligned),
+            (Err(error), _) => Err(error),
+        };
+        match read {
+            Ok((done, _)) if done as u64 == len => Sliced::Ended(job, Ok(())),
+            Ok((done, look)) => {
+                job.advance(done as u64);
+                if matches!(look, Look::All) {
+                    return Sliced::Again(job);
+                }
+                self.fetch(job, look);
+                Sliced::Gone
+            }
+            Err(error) => Sliced::Ended(job, Err(error)),
+        }
     }
 
     /// Has a request wait for something after which the runner carries on with it.

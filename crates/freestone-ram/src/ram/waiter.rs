@@ -2,9 +2,8 @@
 
 use super::Ram;
 use super::job::Job;
-use crate::codec::Page;
+use crate::spill::objects::Spilled;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::Word;
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 
 /// Sequential readers that are known at once.
@@ -12,12 +11,15 @@ const READERS: usize = 8;
 
 /// A page that is to be read from the device.
 pub(super) struct Wanted {
-    pub slot: u64,
     pub flight: u64,
-    /// Whose it is by its header on the device.
-    pub header_owner: u64,
-    /// What its slot held.
-    pub word: Word,
+    /// As its slot had it.
+    pub spilled: Spilled,
+}
+
+impl AsRef<Spilled> for Wanted {
+    fn as_ref(&self) -> &Spilled {
+        &self.spilled
+    }
 }
 
 /// Who waits for a slot in flight.
@@ -28,7 +30,7 @@ pub(super) enum Waiter {
     Retry { ram: Ram, job: Job, is_own: bool },
 }
 
-/// A part of a page, and where it goes in a request's buffer.
+/// A part of what is read, and where it goes in a request's buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
     pub at: usize,
@@ -52,12 +54,15 @@ pub(super) struct Fetching {
 }
 
 impl Fetch {
-    /// One pending page has come, or failed; the last one carries the request on.
-    pub fn deliver(&self, piece: Option<Piece>, outcome: Result<Option<&Page>>) {
+    /// Something that is pending has come, or failed; the last one carries the request on. What lies beyond the content is zeroes.
+    pub fn deliver(&self, piece: Option<Piece>, outcome: Result<&[u8]>) {
         let mut fetching = self.state.lock();
         match (outcome, piece, &mut fetching.job) {
-            (Ok(Some(page)), Some(Piece { at, from, len }), Some(job)) => {
-                job.buffer[at..at + len].copy_from_slice(&page[from..from + len]);
+            (Ok(content), Some(Piece { at, from, len }), Some(job)) => {
+                let content = content.get(from..).unwrap_or_default();
+                let (into, beyond) = job.buffer[at..at + len].split_at_mut(len.min(content.len()));
+                into.copy_from_slice(&content[..into.len()]);
+                beyond.fill(0);
             }
             (Err(error), ..) => fetching.error = fetching.error.or(Some(error)),
             _ => {}

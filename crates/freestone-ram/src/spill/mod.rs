@@ -3,6 +3,7 @@
 pub mod blocks;
 mod deadline;
 pub mod layout;
+pub mod objects;
 pub mod reads;
 pub mod space;
 pub mod store;
