@@ -4,19 +4,19 @@ use std::sync::Arc;
 
 use super::job::Job;
 use super::layer::{Layer, stored};
+use super::pages::Pages;
 use super::parent::Parent;
-use super::shared::Shared;
 use super::{Inner, Ram};
 use freestone_core::pin::Swap;
 use freestone_core::slot::chain::{self, Kin};
 use freestone_core::slot::{Table, Word};
 
-pub(super) type Chain = chain::Chain<Shared>;
-pub(super) type Current = chain::Current<Shared>;
-pub(super) type Role = chain::Role<Shared>;
-pub(super) type View = chain::View<Shared>;
+pub(super) type Chain = chain::Chain<Pages>;
+pub(super) type Current = chain::Current<Pages>;
+pub(super) type Role = chain::Role<Pages>;
+pub(super) type View = chain::View<Pages>;
 
-impl Kin for Shared {
+impl Kin for Pages {
     type Layer = Layer;
     type Parent = Parent;
     type Device = Inner;
@@ -65,6 +65,6 @@ impl Kin for Shared {
 /// What was held up goes on, on the families' own threads: who thaws has others to thaw.
 pub(super) fn carry_on(held: Vec<(Ram, Job)>) {
     for (ram, job) in held {
-        Arc::clone(&ram.0.family.keeper).resume(ram, job);
+        Arc::clone(&ram.0.pages.keeper).resume(ram, job);
     }
 }

@@ -174,7 +174,7 @@ impl Ram {
     }
 
     fn copy_out(&self, page: u64, into: &mut Gathered) -> Found {
-        let family = &self.0.family;
+        let pages = &self.0.pages;
         pin::pinned(|pin| {
             self.0.view.load(pin).with_page(pin, page, |found| {
                 let Some((layer, guard)) = found else { return Found::Parent };
@@ -185,7 +185,7 @@ impl Ram {
                     Kind::Spilled => {
                         let spilled = Spilled { slot: page, word, header_owner: layer.header_owner(page) };
                         let generations =
-                            family.store.as_ref().map_or([0; 2], |store| generations(store, word));
+                            pages.store.as_ref().map_or([0; 2], |store| generations(store, word));
                         return Found::Spilled(OnDevice { spilled, generations });
                     }
                     Kind::Same => Stored::Same(word.location() as u32),
@@ -193,7 +193,7 @@ impl Ram {
                     Kind::Compressed => Stored::Compressed(word.algorithm() as u8),
                     Kind::Huge => Stored::Huge,
                 };
-                into.push(page, stored, family.pool.object(&guard));
+                into.push(page, stored, pages.pool.object(&guard));
                 Found::Copied
             })
         })
@@ -206,7 +206,7 @@ impl Ram {
         into: &mut Gathered,
         again: &mut Vec<u64>,
     ) -> std::result::Result<(), (u64, Error)> {
-        let Some(store) = &self.0.family.store else { return Err((spilled[0].spilled.slot, Error::Media)) };
+        let Some(store) = &self.0.pages.store else { return Err((spilled[0].spilled.slot, Error::Media)) };
         let groups = store.near_ones_together(spilled);
         let failed = self.read_groups(store, groups, into, again);
         // One of a group may be to blame.
@@ -266,7 +266,7 @@ impl Ram {
             Err(_) => into.push(slot, Stored::Compressed(word.algorithm() as u8), object),
             Ok(_) if store.is_packed() => into.push(slot, Stored::Huge, object),
             // In the other layout pages lie as they are.
-            Ok(content) => match self.0.family.codecs.primary().compress(content, &mut scratch) {
+            Ok(content) => match self.0.pages.codecs.primary().compress(content, &mut scratch) {
                 Some(object) => into.push(slot, Stored::Compressed(0), object),
                 None => into.push(slot, Stored::Huge, content),
             },
@@ -275,9 +275,8 @@ impl Ram {
 
     /// The family's algorithm of a priority, and whether the automatic mode made it.
     pub(crate) fn streams<R>(&self, priority: u8, look: impl FnOnce(&Streams, bool) -> R) -> Option<R> {
-        let family = &self.0.family;
-        let trained = usize::from(priority) == PRIORITIES && family.config.auto_recompress.is_some();
-        family.codecs.get(priority.into()).map(|streams| look(streams, trained))
+        let trained = usize::from(priority) == PRIORITIES && self.0.family.auto.is_on();
+        self.0.pages.codecs.get(priority.into()).map(|streams| look(streams, trained))
     }
 }
 
@@ -313,9 +312,9 @@ impl Ram {
     /// # Errors
     /// No memory for it, below the limit or at all.
     pub(crate) fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
-        let family = &self.0.family;
+        let pages = &self.0.pages;
         let layer = self.0.layer();
-        let object = |bytes: &[u8]| family.store_object(&layer, page, bytes);
+        let object = |bytes: &[u8]| pages.store_object(&layer, page, bytes);
         let new = match incoming {
             Incoming::Parent => Word::EMPTY,
             Incoming::Same(pattern) => Word::same(pattern),
@@ -324,26 +323,26 @@ impl Ram {
                 Word::compressed(object(bytes)?, bytes.len() as u32, priority)
             }
             Incoming::Huge(content) => Word::huge(object(content)?),
-            Incoming::Page(content) => family.store_page(&layer, page, content)?,
+            Incoming::Page(content) => pages.store_page(&layer, page, content)?,
         };
-        let new = if new == Word::EMPTY { new } else { new.with_age(family.ages.now()) };
+        let new = if new == Word::EMPTY { new } else { new.with_age(pages.ages.now()) };
         let put = pin::pinned(|pin| {
             let view = self.0.view.load(pin);
             let guard = view.layer.table().leaf_or_new(page)?.lock(page);
             if guard.word().kind() == Kind::InFlight {
                 return Err(Error::Media);
             }
-            view.replace(family, page, guard, new)
+            view.replace(pages, page, guard, new)
         });
         if put.is_err() {
-            family.release(new);
+            pages.release(new);
         }
         put
     }
 
     /// Whether pages leave memory where it is short, so that a write can wait for room.
     pub(crate) fn can_spill(&self) -> bool {
-        self.0.family.store.is_some()
+        self.0.pages.store.is_some()
     }
 }
 
@@ -355,14 +354,14 @@ impl Family {
 
     /// The algorithm that new pages are compressed with.
     pub(crate) fn comp_algorithm(&self) -> Algorithm {
-        self.0.codecs.primary().algorithm()
+        self.0.pages.codecs.primary().algorithm()
     }
 
     /// The priority of which the algorithm reads objects of another one as they are; best the same one.
     pub(crate) fn reads(&self, algorithm: Algorithm, dictionary: Option<&Dictionary>) -> Option<u8> {
         let find = |fits: &dyn Fn(Algorithm) -> bool| {
             (0..=PRIORITIES).find(|&priority| {
-                let streams = self.0.codecs.get(priority);
+                let streams = self.0.pages.codecs.get(priority);
                 streams.is_some_and(|s| {
                     fits(s.algorithm()) && dictionary_bytes(s.dictionary()) == dictionary_bytes(dictionary)
                 })
@@ -379,17 +378,17 @@ impl Family {
         learned: impl FnOnce() -> std::result::Result<Arc<Streams>, E>,
     ) -> std::result::Result<(), E> {
         // Nobody trains anything before there are pages.
-        let has_none = self.0.config.auto_recompress.is_some() && self.0.codecs.get(PRIORITIES).is_none();
-        if has_none && self.0.layers.all().is_empty() {
+        let has_none = self.0.auto.is_on() && self.0.pages.codecs.get(PRIORITIES).is_none();
+        if has_none && self.0.pages.layers.all().is_empty() {
             // It stays with its own where it got any meanwhile.
-            let _ = self.0.codecs.set(PRIORITIES, learned()?);
+            let _ = self.0.pages.codecs.set(PRIORITIES, learned()?);
         }
         Ok(())
     }
 
     /// The page of an object that the algorithm of this priority can read.
     pub(crate) fn unpack(&self, priority: u8, object: &[u8], page: &mut Page) -> Result<()> {
-        self.0.codecs.decompress(priority.into(), object, page)
+        self.0.pages.codecs.decompress(priority.into(), object, page)
     }
 }
 

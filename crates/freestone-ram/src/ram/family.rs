@@ -7,10 +7,11 @@
 use std::sync::Arc;
 
 use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
+use super::idle::tick_ages;
 use super::layer::pages_of;
 use super::limits::Limits;
 use super::parent::{Base, Parent};
-use super::shared::Shared;
+use super::parts::FamilyParts;
 use super::{PAGE, Ram, threads};
 use crate::clock::{self, Ticks};
 use freestone_core::device::Device;
@@ -18,7 +19,7 @@ use freestone_core::sync::Ordering;
 
 /// What its devices have in common. Clones are handles to one family.
 #[derive(Clone)]
-pub struct Family(pub(super) Arc<Shared>);
+pub struct Family(pub(super) Arc<FamilyParts>);
 
 /// A family's numbers, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,19 +68,20 @@ impl Family {
 
     fn with(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Self, SetupError> {
         let mem_limit = config.mem_limit;
-        let shared = Shared::new(config, backing)?;
-        if shared.store.is_some() || shared.config.auto_recompress.is_some() {
-            threads::start(&shared).map_err(SetupError::Thread)?;
-            let keeper = Arc::clone(&shared.keeper);
-            shared.pool.on_alarm(Box::new(move || keeper.kick()));
+        let parts = FamilyParts::new(config, backing)?;
+        threads::prepare(&parts);
+        if parts.pages.store.is_some() || parts.config.auto_recompress.is_some() {
+            parts.pages.keeper.start().map_err(SetupError::Thread)?;
+            let keeper = Arc::clone(&parts.pages.keeper);
+            parts.pages.pool.on_alarm(Box::new(move || keeper.kick()));
         }
-        if let Some(store) = &shared.store {
-            let keeper = Arc::clone(&shared.keeper);
+        if let Some(store) = &parts.pages.store {
+            let keeper = Arc::clone(&parts.pages.keeper);
             store.on_room(move || keeper.start_reads());
         }
-        let ticks: Arc<dyn Ticks> = Arc::clone(&shared) as _;
+        let ticks: Arc<dyn Ticks> = Arc::clone(&parts) as _;
         clock::listen(Arc::downgrade(&ticks)).map_err(SetupError::Thread)?;
-        let family = Self(shared);
+        let family = Self(parts);
         family.set_mem_limit(mem_limit);
         Ok(family)
     }
@@ -105,7 +107,7 @@ impl Family {
             return Err(SetupError::ZonedBase);
         }
         // Reads of the base may have to wait.
-        threads::start(&self.0).map_err(SetupError::Thread)?;
+        self.0.pages.keeper.start().map_err(SetupError::Thread)?;
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
@@ -113,35 +115,35 @@ impl Family {
     /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
         // Two at one time would leave the pool with the one's limit and the keeper with the other's.
-        let _one = self.0.limits.lock();
+        let _one = self.0.guarantees.hold();
         let pages = pages_of(bytes);
         // Relaxed: shown only; the pool has its own copy.
-        self.0.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
-        self.0.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
-        self.0.pool.set_alarm_pages(self.0.marks().map_or(u64::MAX, |(high, _)| high));
-        self.0.keeper.kick();
+        self.0.pages.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
+        self.0.pages.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
+        self.0.pages.pool.set_alarm_pages(self.0.pages.marks().map_or(u64::MAX, |(high, _)| high));
+        self.0.pages.keeper.kick();
     }
 
     /// The bound of the pool in bytes; 0 is none.
     pub fn mem_limit(&self) -> u64 {
-        self.0.mem_limit()
+        self.0.pages.mem_limit()
     }
 
     /// The family's numbers.
     pub fn stat(&self) -> FamilyStat {
-        let layers = self.0.layers.all();
+        let layers = self.0.pages.layers.all();
         FamilyStat {
-            mem_used_total: self.0.pool.pages() * PAGE,
-            mem_limit: self.0.mem_limit(),
+            mem_used_total: self.0.pages.pool.pages() * PAGE,
+            mem_limit: self.0.pages.mem_limit(),
             charged: layers.iter().filter(|layer| !layer.is_retired()).map(|layer| layer.charged()).sum(),
-            retiring: self.0.retiring.bytes(),
-            guaranteed: self.0.guaranteed(),
+            retiring: self.0.pages.retiring.bytes(),
+            guaranteed: self.0.guarantees.sum(),
             layers: layers.len() as u64,
         }
     }
 }
 
-impl Shared {
+impl FamilyParts {
     /// A disk over something.
     pub fn fork(
         self: &Arc<Self>,
@@ -159,11 +161,11 @@ impl Shared {
     }
 }
 
-impl Ticks for Shared {
+impl Ticks for FamilyParts {
     fn tick(&self) {
-        self.tick_ages();
+        tick_ages(&self.pages);
         // What others freed meanwhile; what is late is answered by the runner, as this thread is everybody's.
-        self.keeper.memory_freed();
-        self.hand_over_late_reads();
+        self.pages.keeper.memory_freed();
+        self.fault_in.hand_over_late_reads();
     }
 }

@@ -21,33 +21,44 @@ use std::sync::Arc;
 
 use super::job::Job;
 use super::layer::Layer;
-use super::shared::Shared;
+use super::pages::Pages;
 use super::stats::counter;
-use super::waiter::{Waiter, Wanted};
+use super::waiter::{Readers, Waiter, Wanted};
 use super::{Ram, piece};
-use crate::codec::Page;
 use crate::pool::BackRef;
 use crate::spill::objects::{Near, Spilled};
 use crate::spill::reads::ReadError;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{Landed, SlotGuard, Word};
+use freestone_core::slot::{Flights, Landed, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 
-impl Shared {
+/// The pages of a family that are on their way from the backing device.
+pub(super) struct FaultIn {
+    pages: Arc<Pages>,
+    pub flights: Flights<Waiter>,
+    pub readers: Readers,
+}
+
+impl FaultIn {
+    /// Nothing is on its way.
+    pub fn new(pages: Arc<Pages>) -> Self {
+        Self { pages, flights: Flights::default(), readers: Readers::default() }
+    }
+
     /// Reads pages that are in flight, near ones together.
     pub(super) fn read(self: &Arc<Self>, wanted: Vec<Wanted>) {
-        let Some(store) = &self.store else { return };
+        let Some(store) = &self.pages.store else { return };
         for Near { first, blocks, of: together } in store.near_ones_together(wanted) {
-            // Weak: a device that never answers keeps no disk in memory.
-            let family = Arc::downgrade(self);
+            // Weak: a device that never answers keeps no family in memory.
+            let fault_in = Arc::downgrade(self);
             store.read(first, blocks, move |outcome| {
-                let Some(family) = family.upgrade() else { return };
+                let Some(fault_in) = fault_in.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
                     // One of them may be to blame. This is a thread of the device, which must not be asked from here.
-                    return family.keeper.reread(together);
+                    return fault_in.pages.keeper.reread(together);
                 }
                 for wanted in together {
-                    family.complete(&wanted, first, outcome);
+                    fault_in.complete(&wanted, first, outcome);
                 }
             });
         }
@@ -68,7 +79,7 @@ impl Shared {
 
     /// Whether pages that were read stay in memory.
     pub(super) fn comes_back(&self) -> bool {
-        self.store.as_ref().is_some_and(|store| store.is_packed())
+        self.pages.store.as_ref().is_some_and(|store| store.is_packed())
     }
 
     pub(super) fn depart(
@@ -84,7 +95,7 @@ impl Shared {
 
     /// What was read from block `first` on has come, or failed.
     fn complete(&self, wanted: &Wanted, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
-        let Some(store) = &self.store else { return };
+        let Some(store) = &self.pages.store else { return };
         // Else it landed by other hands: its layer is gone.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
         if outcome == Err(ReadError::Late) {
@@ -110,10 +121,11 @@ impl Shared {
     /// for one object is enough.
     fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
-        let unpacked = self.unpack_spilled(wanted.spilled.word, object, &mut page);
+        let unpacked = self.pages.unpack_spilled(wanted.spilled.word, object, &mut page);
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, &mut page);
-        let stored = unpacked.and_then(|()| self.store_page(&ram.0.layer(), wanted.spilled.slot, &page));
+        let stored =
+            unpacked.and_then(|()| self.pages.store_page(&ram.0.layer(), wanted.spilled.slot, &page));
         let landed = match stored {
             Ok(word) => self.land_changed(ram, owner, wanted.flight, word, unpacked.map(|()| object)),
             Err(_) => self.land(owner, wanted.flight, None, unpacked.map(|()| object)).then_some(Ok(())),
@@ -122,7 +134,7 @@ impl Shared {
             (Err(Error::NoSpace), _) => ram.wait_for_memory(job),
             (Err(error), _) | (Ok(_), Some(Err(error))) => ram.fail_write(job, error),
             // The page landed by other hands meanwhile, or must not be changed at this moment.
-            (Ok(_), None) => self.keeper.resume(ram.clone(), job),
+            (Ok(_), None) => self.pages.keeper.resume(ram.clone(), job),
             (Ok(_), Some(Ok(()))) => ram.done_with_page(job, len),
         }
     }
@@ -148,7 +160,7 @@ impl Shared {
             }
             let held = self.flights.held(flight)?;
             let land = || self.flights.land(guard, |_| changed);
-            Some(view.exchange(self, place.slot(), held, changed, land))
+            Some(view.exchange(&*self.pages, place.slot(), held, changed, land))
         });
         match landed {
             Some(Ok(landed)) => {
@@ -156,7 +168,7 @@ impl Shared {
                 Some(Ok(()))
             }
             failed => {
-                self.release(changed);
+                self.pages.release(changed);
                 self.land(owner, flight, None, content);
                 failed.map(|failed| failed.map(drop))
             }
@@ -166,12 +178,13 @@ impl Shared {
     /// Stores an object that came from the device; `None` where memory is short.
     fn take_back(&self, owner: u64, object: &[u8], wanted: &Wanted) -> Option<Word> {
         let owner = BackRef::from_bits(owner);
-        let layer = self.layers.get(owner.table())?;
+        let layer = self.pages.layers.get(owner.table())?;
         let room = layer.has_room(object.len());
-        let location =
-            room.then(|| self.pool.store(object, owner, self.layers.kept_from(&layer)).ok()).flatten();
+        let location = room
+            .then(|| self.pages.pool.store(object, owner, self.pages.layers.kept_from(&layer)).ok())
+            .flatten();
         if location.is_none() {
-            self.keeper.kick();
+            self.pages.keeper.kick();
         }
         location.map(|location| wanted.spilled.word.back_at(location))
     }
@@ -179,28 +192,28 @@ impl Shared {
     /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
     /// the error. False: it had ended.
     fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
-        let landed = self.at(BackRef::from_bits(owner), |layer, guard| {
+        let landed = self.pages.at(BackRef::from_bits(owner), |layer, guard| {
             if guard.word() != Word::in_flight(flight) {
                 return None;
             }
-            let now = self.ages.now();
+            let now = self.pages.ages.now();
             let landed = self.flights.land(guard, |held| match back {
                 Some(word) => word.with_age(now),
                 None => held.touched(now),
             });
             if let Some(back) = back {
-                layer.account_back(&self.layers, back);
+                layer.account_back(&self.pages.layers, back);
             }
             Some(landed)
         });
         let Some(landed) = landed.flatten() else {
             if let Some(back) = back {
-                self.release(back);
+                self.pages.release(back);
             }
             return false;
         };
         if back.is_some() {
-            self.release(landed.held);
+            self.pages.release(landed.held);
         }
         self.answer(landed, back.is_none(), content);
         true
@@ -214,7 +227,7 @@ impl Shared {
             return;
         }
         let mut page = [0; PAGE_BYTES];
-        let outcome = content.and_then(|object| self.unpack_spilled(held, object, &mut page));
+        let outcome = content.and_then(|object| self.pages.unpack_spilled(held, object, &mut page));
         for waiter in waiting {
             match waiter {
                 Waiter::Page(fetch, piece) => {
@@ -228,30 +241,22 @@ impl Shared {
                     // What lies below stays as it is, whatever became of the device meanwhile.
                     Ok(()) if job.needs_content() && !is_own => ram.put_over(job, &mut page.clone()),
                     Ok(()) if job.needs_content() && still_spilled => ram.wait_for_memory(job),
-                    _ => self.keeper.resume(ram, job),
+                    _ => self.pages.keeper.resume(ram, job),
                 },
             }
         }
     }
 
-    fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
-        if held.spilled_bytes() == PAGE_BYTES {
-            page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
-            return Ok(());
-        }
-        self.codecs.decompress(held.algorithm(), object, page)
-    }
-
     /// Has reads failed for which the device has taken too long.
     pub(super) fn hand_over_late_reads(&self) {
-        let Some(store) = &self.store else { return };
+        let Some(store) = &self.pages.store else { return };
         let late = store.late_reads();
         if !late.is_empty() {
             let (reads, ms) = (late.len(), store.timeout_ms());
             tracing::warn!(
                 "{reads} reads of the backing device fail: it has answered nothing for {ms} ms, or has lost them"
             );
-            self.keeper.fail(late);
+            self.pages.keeper.fail(late);
         }
     }
 }

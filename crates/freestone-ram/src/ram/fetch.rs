@@ -71,10 +71,15 @@ impl Inner {
                 Place::Base(base) => Some(Queued::Base(base.clone())),
                 Place::Slot(layer, guard) => Some(match guard.word().kind() {
                     Kind::InFlight => {
-                        self.family.flights.wait(&guard, waiter(is_own(layer))?);
+                        self.family.fault_in.flights.wait(&guard, waiter(is_own(layer))?);
                         Queued::Waits
                     }
-                    _ => Queued::Wanted(self.family.depart(layer, slot, guard, vec![waiter(is_own(layer))?])),
+                    _ => Queued::Wanted(self.family.fault_in.depart(
+                        layer,
+                        slot,
+                        guard,
+                        vec![waiter(is_own(layer))?],
+                    )),
                 }),
             })
         })
@@ -94,12 +99,12 @@ impl Ram {
         for read in on_base {
             read.submit(&fetch);
         }
-        let family = &self.0.family;
+        let fault_in = &self.0.family.fault_in;
         let next = end.div_ceil(PAGE);
-        if family.comes_back() && family.readers.is_sequential(first / PAGE, next) {
+        if fault_in.comes_back() && fault_in.readers.is_sequential(first / PAGE, next) {
             wanted.extend(self.ahead(next, AHEAD_PAGES));
         }
-        family.read(wanted);
+        fault_in.read(wanted);
         fetch.deliver(None, Ok(&[]));
     }
 
@@ -162,18 +167,18 @@ impl Ram {
     }
 
     /// The pages from `first` on that are spilled, put in flight with nobody waiting; none where memory is short.
-    fn ahead(&self, first: u64, pages: u64) -> Vec<Wanted> {
-        let family = &self.0.family;
+    fn ahead(&self, first: u64, count: u64) -> Vec<Wanted> {
+        let (pages, fault_in) = (&self.0.pages, &self.0.family.fault_in);
         // Not what would push out others at once.
-        let room = family.marks().map_or(u64::MAX, |(high, _)| high.saturating_sub(family.pool.pages()));
-        let end = (first + pages.min(room)).min(self.0.slots());
+        let room = pages.marks().map_or(u64::MAX, |(high, _)| high.saturating_sub(pages.pool.pages()));
+        let end = (first + count.min(room)).min(self.0.slots());
         let wanted = |slot| {
             pin::pinned(|pin| {
                 let layer = &self.0.view.load(pin).layer;
                 let leaf = layer.table().leaf(slot).filter(|leaf| leaf.peek(slot).kind() == Kind::Spilled)?;
                 let guard = leaf.lock(slot);
                 let spilled = guard.word().kind() == Kind::Spilled;
-                spilled.then(|| family.depart(layer, slot, guard, Vec::new()))
+                spilled.then(|| fault_in.depart(layer, slot, guard, Vec::new()))
             })
         };
         (first..end).filter_map(wanted).collect()
@@ -181,10 +186,10 @@ impl Ram {
 
     /// Has pages in memory that will be read soon.
     pub(super) fn read_ahead(&self, offset: u64, len: u64) {
-        if self.0.family.comes_back() && len > 0 {
+        if self.0.family.fault_in.comes_back() && len > 0 {
             let first = offset / PAGE;
             let pages = (offset.saturating_add(len).div_ceil(PAGE) - first).min(FETCH_PAGES);
-            self.0.family.read(self.ahead(first, pages));
+            self.0.family.fault_in.read(self.ahead(first, pages));
         }
     }
 }

@@ -2,10 +2,12 @@
 
 use super::chain::View;
 use super::job::Part;
-use super::pages::{PageResult, Patched};
-use super::parent::{Look, Parent, Waits};
+
+use super::parent::{Look, Parent};
+use super::read::{PageResult, Waits};
 use super::removals::Hope;
 use super::stats::counter;
+use super::write::Patched;
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, next_multiple, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
@@ -142,7 +144,7 @@ impl Inner {
     /// What a write that found no memory can hope for. `ended`: see [`Removals::hope`](super::removals::Removals::hope).
     #[cold]
     pub(super) fn hope(&self, ended: &mut u64) -> Hope {
-        self.family.removals.hope(ended)
+        self.pages.removals.hope(ended)
     }
 
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
@@ -160,7 +162,7 @@ impl Inner {
                     while done < stop {
                         let (slot, from, n) = piece(offset + done, stop - done);
                         let part = &mut into[done as usize..][..n];
-                        match self.family.read_slot(leaf.lock(slot), from, part) {
+                        match self.pages.read_slot(leaf.lock(slot), from, part) {
                             Ok(result) => result?,
                             Err(Waits) => return Ok(progress(done, len)),
                         }
@@ -217,15 +219,15 @@ impl Inner {
 
     fn write(&self, view: &View, offset: u64, data: &[u8]) -> device::Result<Step> {
         let len = data.len() as u64;
-        let target = len.min(self.family.codecs.primary().pages_per_millisecond() * PAGE);
+        let target = len.min(self.pages.codecs.primary().pages_per_millisecond() * PAGE);
         let mut done = 0;
         while done < target {
             let (slot, from, n) = piece(offset + done, target - done);
             let data = &data[done as usize..][..n];
             let written = match view.layer.table().leaf_or_new(slot) {
                 Ok(leaf) => match <&Page>::try_from(data) {
-                    Ok(page) => self.family.write_page(view, leaf, slot, page),
-                    Err(_) => match self.family.patch_page(view, leaf, slot, from, Part::Data(data)) {
+                    Ok(page) => self.pages.write_page(view, leaf, slot, page),
+                    Err(_) => match self.pages.patch_page(view, leaf, slot, from, Part::Data(data)) {
                         Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
                         patched => patched.map(|result| result.map(drop)),
                     },
@@ -255,7 +257,7 @@ impl Inner {
             if !at.is_multiple_of(PAGE) || page_end > end {
                 let stop = page_end.min(end);
                 if at.is_multiple_of(PAGE) && end == self.size() {
-                    match self.family.free_end(view, slot, || end == self.size()) {
+                    match self.pages.free_end(view, slot, || end == self.size()) {
                         Ok(Ok(Some(freed))) => {
                             self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
                             at = stop;
@@ -290,7 +292,7 @@ impl Inner {
             leaves += 1;
             let stop = next_multiple(present, LEAF_SLOTS).min(last);
             for slot in present..stop {
-                let freed = match self.family.free_page(view, slot) {
+                let freed = match self.pages.free_page(view, slot) {
                     Ok(Ok(freed)) => freed,
                     Ok(Err(error)) => return Err(error),
                     Err(Waits) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
@@ -312,7 +314,7 @@ impl Inner {
         };
         let Some(leaf) = leaf else { return Ok(Ok(Patched::Done)) };
         let zeroes = Part::Zeroes((to - from) as usize);
-        match self.family.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
+        match self.pages.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
             Ok(result) => result.map(Ok),
             Err(waits) => Ok(Err(waits)),
         }
@@ -348,7 +350,7 @@ impl Inner {
                 Err(error) => return Some(Ok(Err(error))),
             };
             let guard = leaf.lock(slot);
-            (guard.word() == Word::EMPTY).then(|| self.family.put_page(view, slot, guard, page))
+            (guard.word() == Word::EMPTY).then(|| self.pages.put_page(view, slot, guard, page))
         })
     }
 }

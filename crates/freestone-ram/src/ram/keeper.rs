@@ -8,7 +8,7 @@ use super::job::Job;
 use super::waiter::Wanted;
 use crate::clock::{TICK, now_ms};
 use crate::spill::reads::Late;
-use freestone_core::sync::{Condvar, Mutex, MutexGuard};
+use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 
 /// What the two threads are told. The family owns it, they share it.
 ///
@@ -18,6 +18,13 @@ pub(super) struct Keeper {
     state: Mutex<State>,
     kicked: Condvar,
     ready: Condvar,
+    starter: OnceLock<Starter>,
+}
+
+/// Starts the runner, and then the keeper.
+pub(super) struct Starter {
+    pub runner: Box<dyn Fn() -> std::io::Result<()> + Send + Sync>,
+    pub keeper: Box<dyn Fn() -> std::io::Result<()> + Send + Sync>,
 }
 
 #[derive(Default)]
@@ -48,21 +55,21 @@ impl Keeper {
         self.state.lock()
     }
 
-    /// Has the threads started, unless they run.
-    pub fn start(
-        &self,
-        runner: impl FnOnce() -> std::io::Result<()>,
-        keeper: impl FnOnce() -> std::io::Result<()>,
-    ) -> std::io::Result<()> {
+    /// Says how the threads are started; once.
+    pub fn set_starter(&self, starter: Starter) {
+        let set = self.starter.set(starter);
+        debug_assert!(set.is_ok(), "the threads of a family are the same ones all the time");
+    }
+
+    /// Starts the threads, unless they run, or [nobody said](Self::set_starter) how.
+    pub fn start(&self) -> std::io::Result<()> {
         let mut state = self.lock();
-        if state.running {
-            return Ok(());
-        }
-        runner()?;
-        let started = keeper();
+        let Some(starter) = self.starter.get().filter(|_| !state.running) else { return Ok(()) };
+        (starter.runner)()?;
+        let keeper = (starter.keeper)();
         // A runner alone can do what requests need.
         state.running = true;
-        started
+        keeper
     }
 
     /// Whether there is somebody to carry on with requests.

@@ -17,16 +17,17 @@
 //! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 
-mod auto;
+mod auto_recompress;
 mod candidates;
 mod chain;
 mod config;
-mod dictionary;
+mod evict;
 mod export;
 mod extents;
 mod family;
 mod fault_in;
 mod fetch;
+mod freeing;
 mod idle;
 mod io;
 mod job;
@@ -38,29 +39,32 @@ mod model_tests;
 mod outcome;
 mod pages;
 mod parent;
+mod parts;
 mod pass;
+mod read;
 mod reclaim;
 mod recompress;
 mod removals;
 mod retire;
 mod room;
-mod rounds;
-mod shared;
+mod sample;
 mod snapshot;
 mod stats;
 mod submit;
 #[cfg(test)]
 mod tests;
 mod threads;
+mod wait;
 mod waiter;
+mod write;
 mod writeback;
 
 use std::sync::Arc;
 
+pub use self::auto_recompress::AutoRecompressed;
 use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
-pub use self::dictionary::AutoRecompressed;
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 pub use self::extents::OverBase;
 pub use self::family::{Family, FamilyStat};
@@ -68,9 +72,10 @@ pub use self::idle::Idle;
 use self::layer::Layer;
 use self::limits::Limits;
 pub use self::outcome::{WritebackError, Written};
+use self::pages::Pages;
 use self::parent::Parent;
+use self::parts::FamilyParts;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
-use self::shared::Shared;
 pub use self::snapshot::PendingSnapshot;
 use self::stats::counter;
 pub use self::stats::{IoStat, Memory, MmStat, OverStat};
@@ -100,7 +105,9 @@ pub struct Ram(Arc<Inner>);
 
 /// Lock order: `changing`, then `chain`.
 struct Inner {
-    family: Arc<Shared>,
+    /// As the family has it: one step less on the way to a page.
+    pages: Arc<Pages>,
+    family: Arc<FamilyParts>,
     view: Swap<View>,
     /// Bytes. Over a base it can end within a page, of which the rest is zeroes: so it reads when the device has grown.
     size: AtomicU64,
@@ -142,15 +149,16 @@ impl Ram {
 
     /// An empty live device over something.
     fn make(
-        family: &Arc<Shared>,
+        family: &Arc<FamilyParts>,
         size: u64,
         parent: Parent,
         limits: Arc<Limits>,
     ) -> Result<Self, SetupError> {
         retire::pace();
-        let layer = family.layers.make(&family.common, Arc::clone(&limits))?;
+        let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
         let chain = Chain::new(layer, parent.clone());
         Ok(Self(Arc::new_cyclic(|this| Inner {
+            pages: Arc::clone(&family.pages),
             family: Arc::clone(family),
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
             size: AtomicU64::new(size),
@@ -171,7 +179,7 @@ impl Ram {
     /// The device's settings as they are now. Those of a fork or snapshot are its family's, but for `disksize`.
     pub fn config(&self) -> Config {
         let family = &self.0.family;
-        Config { disksize: self.0.size(), mem_limit: family.mem_limit(), ..family.config.clone() }
+        Config { disksize: self.0.size(), mem_limit: self.0.pages.mem_limit(), ..family.config.clone() }
     }
 
     /// As [`Family::set_mem_limit`].
@@ -181,7 +189,7 @@ impl Ram {
 
     /// Sets `mem_used_max` to the present use.
     pub fn reset_mem_used_max(&self) {
-        self.0.family.pool.reset_pages_max();
+        self.0.pages.pool.reset_pages_max();
     }
 
     /// Grows the disk to `disksize` bytes, rounded up to a page, or a fork to `disksize` bytes, rounded up to a block of 512;
@@ -211,19 +219,19 @@ impl Ram {
     pub fn reset(&self) -> Result<(), SetupError> {
         self.rewind()?;
         let inner = &*self.0;
-        while inner.family.help_to_free() {}
+        while inner.pages.help_to_free() {}
         // What others have in it is not for this one to clear.
-        if inner.family.layers.is_alone(inner.layer().id())
-            && let Some(store) = &inner.family.store
+        if inner.pages.layers.is_alone(inner.layer().id())
+            && let Some(store) = &inner.pages.store
         {
             store.clear_counts();
         }
-        inner.family.clear_auto_recompressed();
-        inner.family.keeper.memory_freed();
-        inner.family.pool.release_empties();
-        inner.family.pool.reset_pages_max();
+        inner.family.auto.clear();
+        inner.pages.keeper.memory_freed();
+        inner.pages.pool.release_empties();
+        inner.pages.pool.reset_pages_max();
         // Relaxed: a statistic.
-        inner.family.compacted.store(0, Ordering::Relaxed);
+        inner.pages.compacted.store(0, Ordering::Relaxed);
         for counter in
             [counter::FAILED_READS, counter::FAILED_WRITES, counter::INVALID_IO, counter::NOTIFY_FREE]
         {
@@ -244,15 +252,15 @@ impl Ram {
             return Err(SetupError::Snapshot);
         }
         let _one = inner.changing.lock();
-        let layer = inner.family.layers.make(&inner.family.common, Arc::clone(&inner.limits))?;
+        let layer = inner.pages.layers.make(&inner.pages.common, Arc::clone(&inner.limits))?;
         let new = Chain::new(layer, inner.parent.clone());
         // Who sees the new content may write before the old one can be freed.
-        inner.family.removal_begins();
-        let (unused, held) = inner.chain.rewind(&inner.family, &new, &self.0);
+        inner.pages.removal_begins();
+        let (unused, held) = inner.chain.rewind(&inner.pages, &new, &self.0);
         if let Some(layer) = unused {
-            retire::layer(&inner.family, layer);
+            retire::layer(&inner.pages, layer);
         }
-        inner.family.removal_ended();
+        inner.pages.removal_ended();
         carry_on(held);
         Ok(())
     }
@@ -260,8 +268,8 @@ impl Ram {
     /// Packs the pool, under traffic, and returns how many pages went back to the system. A second caller gets 0. Packed
     /// objects on a backing device are moved together as well; [`backing`](Self::backing) shows what that frees.
     pub fn compact(&self) -> u64 {
-        let pages = self.0.family.compact();
-        self.0.family.reclaim_in_turns();
+        let pages = self.0.pages.compact();
+        self.0.family.evict.reclaim.in_turns();
         pages
     }
 
@@ -336,8 +344,8 @@ impl Ram {
             return Err(SetupError::Snapshot);
         }
         self.0.family.set_device_limits(&self.0.limits, mem_limit, mem_min)?;
-        self.0.layer().reckon(&self.0.family.layers);
-        self.0.family.keeper.kick();
+        self.0.layer().reckon(&self.0.pages.layers);
+        self.0.pages.keeper.kick();
         Ok(())
     }
 
@@ -360,7 +368,7 @@ impl Ram {
 
     /// What the disk takes beside the pool.
     pub fn memory(&self) -> Memory {
-        self.0.family.memory()
+        stats::memory(&self.0.pages)
     }
 }
 
@@ -384,6 +392,7 @@ impl Inner {
     fn snapshot_device(&self, view: View) -> Ram {
         let Role::Snapshot { chain, .. } = &view.role else { unreachable!("only snapshots are attached") };
         Ram(Arc::new(Self {
+            pages: Arc::clone(&self.pages),
             family: Arc::clone(&self.family),
             size: AtomicU64::new(self.size()),
             is_snapshot: true,
@@ -409,9 +418,9 @@ impl Drop for Inner {
         });
         // What was guaranteed to it can be given to others at once.
         self.limits.set_least(0);
-        layer.reckon(&self.family.layers);
+        layer.reckon(&self.pages.layers);
         let parent = std::mem::replace(&mut self.parent, Parent::Nothing);
-        retire::device(&self.family, self.chain.get(), number, parent);
+        retire::device(&self.pages, self.chain.get(), number, parent);
     }
 }
 

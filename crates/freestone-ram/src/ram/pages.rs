@@ -1,313 +1,105 @@
-//! One page at a time: how a slot's content is read, replaced and freed.
+//! The pages of a family: where they are stored, in memory and on the backing device, and who is told when room gets short.
 
-use std::cell::Cell;
+use std::sync::Arc;
 
-use super::candidates::is_spillable;
-use super::chain::View;
-use super::job::Part;
-use super::layer::Layer;
-use super::parent::{Look, Waits};
-use super::shared::Shared;
-use crate::codec::{Page, Scratch};
-use crate::pool::Pool;
-use freestone_core::PAGE_BYTES;
-use freestone_core::device::{Error, Result};
-use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
+use super::PAGE;
+use super::config::{Config, Secondary, SetupError};
+use super::keeper::Keeper;
+use super::layer::{Layer, Layers};
+use super::limits::{HIGH_PERCENT, LOW_PERCENT};
+use super::removals::{Removals, Retiring};
+use crate::age::Ages;
+use crate::codec::{Codecs, PRIORITIES, Streams};
+use crate::pool::{self, BackRef, Pool};
+use crate::spill::store::Store;
+use freestone_core::device::Device;
+use freestone_core::slot::{Common, Kind, SlotGuard, Word};
+use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
-thread_local! {
-    /// Size of the last object that this thread wrote: a guess at the next one's.
-    static LAST_OBJECT_BYTES: Cell<usize> = const { Cell::new(0) };
+/// The pages of a family: what its devices share of memory and of the backing device.
+///
+/// Lock order: `passes`, then a slot; under a slot a compression stream or the pool's locks, one after the other. Requests do not
+/// take the first.
+pub(super) struct Pages {
+    pub common: Arc<Common>,
+    pub layers: Layers,
+    pub pool: Pool,
+    pub codecs: Codecs,
+    pub ages: Ages,
+    /// The backing device.
+    pub store: Option<Arc<Store>>,
+    pub keeper: Arc<Keeper>,
+    pub retiring: Retiring,
+    pub removals: Removals,
+    /// Pages that compaction has returned to the system.
+    pub compacted: AtomicU64,
+    /// Bytes; 0 is no limit.
+    pub mem_limit: AtomicU64,
+    /// Held by whoever takes pages out of memory or recompresses them, for the whole of that.
+    pub passes: Mutex<()>,
 }
 
-/// What changing a part of a page came to.
-pub(super) enum Patched {
-    Done,
-    /// Nothing: the page lies on a base, which is not read under a lock.
-    OnBase,
-}
-
-/// What an operation on one page comes to.
-pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, Waits>;
-
-impl Shared {
-    // ---- read ------------------------------------------------------------------------------------------------------
-
-    /// Reads `into.len()` bytes from `from` of the page of a locked slot.
-    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
-    #[inline(always)]
-    pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
-        let word = guard.word();
-        if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(Waits);
+impl Pages {
+    /// None yet.
+    pub fn new(config: &Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Arc<Self>, SetupError> {
+        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
+        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
+            if let Some(Secondary { algorithm, params }) = secondary {
+                if priority == PRIORITIES && config.auto_recompress.is_some() {
+                    return Err(SetupError::PriorityTaken(*algorithm));
+                }
+                codecs
+                    .set(priority, Streams::shared(*algorithm, params)?)
+                    .map_err(|_| SetupError::NoMemory)?;
+            }
         }
-        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
-            self.load(&guard, page)
-        } else {
-            let mut page = [0; PAGE_BYTES];
-            self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        let store = match backing {
+            None => None,
+            Some((device, packed)) => {
+                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
+            }
         };
-        // Others never leave memory: their age is nobody's concern.
-        if is_spillable(word) {
-            guard.publish(word.touched(self.ages.now()));
-        }
-        Ok(result)
+        let keeper = Arc::<Keeper>::default();
+        Ok(Arc::new(Self {
+            common: Arc::new(Common::new()?),
+            layers: Layers::new(Arc::clone(&keeper)),
+            pool: Pool::new()?,
+            codecs,
+            ages: Ages::default(),
+            store,
+            keeper,
+            retiring: Retiring::default(),
+            removals: Removals::default(),
+            compacted: AtomicU64::new(0),
+            mem_limit: AtomicU64::new(0),
+            passes: Mutex::default(),
+        }))
     }
 
-    /// The content of a locked slot, which is not in flight.
-    #[inline]
-    fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
-        let word = guard.word();
-        match word.kind() {
-            Kind::Empty => page.fill(0),
-            Kind::Same => fill(page, u64::from(word.location() as u32) * 0x1_0000_0001),
-            Kind::Pattern => {
-                fill(page, u64::from_ne_bytes(self.pool.object(guard).try_into().map_err(|_| Error::Media)?));
-            }
-            Kind::Compressed => {
-                self.pool.prefetch_for_read(word);
-                return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
-            }
-            Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
-            Kind::InFlight | Kind::Spilled | Kind::Base => return Err(Error::Media),
-        }
-        Ok(())
+    /// Locks the slot that `owner` names, if its layer is still there.
+    pub fn at<R>(&self, owner: BackRef, work: impl FnOnce(&Arc<Layer>, SlotGuard<'_>) -> R) -> Option<R> {
+        let layer = self.layers.get(owner.table())?;
+        let leaf = layer.table().leaf(owner.slot())?;
+        Some(work(&layer, leaf.lock(owner.slot())))
     }
 
-    /// The page of which a compressed or huge slot's object has been copied.
-    pub(super) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
-        match word.kind() {
-            Kind::Huge if object.len() == page.len() => {
-                page.copy_from_slice(object);
-                Ok(())
-            }
-            Kind::Compressed => {
-                let page = page.try_into().map_err(|_| Error::Media)?;
-                self.codecs.decompress(word.algorithm(), object, page)
-            }
-            _ => Err(Error::Media),
-        }
+    pub fn mem_limit(&self) -> u64 {
+        // Relaxed: shown only.
+        self.mem_limit.load(Ordering::Relaxed)
     }
 
-    // ---- write -----------------------------------------------------------------------------------------------------
-
-    /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves the old data.
-    #[inline]
-    pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
-        let seen = leaf.peek(slot);
-        if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
-            // Then this one is likely to fit, too: its place may come nearer while we compress.
-            self.pool.prefetch_for_write(seen);
-        }
-        let mut scratch = Scratch::new();
-        let packed = self.pack(page, &mut scratch);
-        LAST_OBJECT_BYTES.set(packed.bytes().len());
-        if self.fits(&packed, seen) {
-            let guard = leaf.lock(slot);
-            if guard.word().kind() == Kind::InFlight {
-                return Err(Waits);
-            }
-            if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
-                self.overwrite(&view.layer, guard, &packed);
-                return Ok(Ok(()));
-            }
-        }
-        let new = match self.store(&view.layer, slot, &packed) {
-            Ok(new) => new,
-            Err(error) => return self.refused(error),
-        };
-        let guard = leaf.lock(slot);
-        if guard.word().kind() == Kind::InFlight {
-            drop(guard);
-            self.release(new);
-            return Err(Waits);
-        }
-        Ok(self.replace(view, slot, guard, new))
-    }
-
-    /// Replaces a part of a page, under the slot's lock from the read to the write.
-    pub(super) fn patch_page(
-        &self,
-        view: &View,
-        leaf: Leaf<'_>,
-        slot: u64,
-        from: usize,
-        part: Part<'_>,
-    ) -> PageResult<Patched> {
-        let guard = leaf.lock(slot);
-        let mut page = [0; PAGE_BYTES];
-        let loaded = match guard.word().kind() {
-            Kind::InFlight | Kind::Spilled => return Err(Waits),
-            Kind::Empty => match view.parent.page(slot, &mut page) {
-                Ok(Look::All) => Ok(()),
-                Ok(Look::Waits) => return Err(Waits),
-                Ok(Look::Base(..)) => return Ok(Ok(Patched::OnBase)),
-                Err(error) => Err(error),
-            },
-            _ => self.load(&guard, &mut page),
-        };
-        if let Err(error) = loaded {
-            return Ok(Err(error));
-        }
-        part.put(from, &mut page);
-        self.put_page(view, slot, guard, &page).map(|put| put.map(|()| Patched::Done))
-    }
-
-    /// Puts a whole page into a locked slot.
-    pub(super) fn put_page(&self, view: &View, slot: u64, guard: SlotGuard<'_>, page: &Page) -> PageResult {
-        let mut scratch = Scratch::new();
-        let packed = self.pack(page, &mut scratch);
-        if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
-            self.overwrite(&view.layer, guard, &packed);
-            return Ok(Ok(()));
-        }
-        match self.store(&view.layer, slot, &packed) {
-            Ok(new) => Ok(self.replace(view, slot, guard, new)),
-            Err(error) => self.refused(error),
-        }
-    }
-
-    /// What becomes of a write that could not be stored.
-    #[cold]
-    fn refused(&self, error: Error) -> PageResult {
-        if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
-    }
-
-    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then: where something lies below,
-    /// that is covered with zeroes.
-    #[inline]
-    fn to_empty(view: &View, slot: u64) -> Result<Option<(Leaf<'_>, Word)>> {
-        let table = view.layer.table();
-        if view.parent.reaches(slot) {
-            return Ok(Some((table.leaf_or_new(slot)?, Word::same(0))));
-        }
-        Ok(table.leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
-    }
-
-    /// Empties a slot. Returns whether there was anything.
-    pub(super) fn free_page(&self, view: &View, slot: u64) -> PageResult<bool> {
-        let (leaf, new) = match Self::to_empty(view, slot) {
-            Ok(Some(found)) => found,
-            Ok(None) => return Ok(Ok(false)),
-            Err(error) => return Ok(Err(error)),
-        };
-        let is_free = |word: Word| word == Word::EMPTY && new == Word::EMPTY;
-        if is_free(leaf.peek(slot)) {
-            // A write that is going on is not ordered against this request: the slot may as well be empty after it.
-            return Ok(Ok(false));
-        }
-        let guard = leaf.lock(slot);
-        if guard.word().kind() == Kind::InFlight {
-            return Err(Waits);
-        }
-        if is_free(guard.word()) {
-            return Ok(Ok(false));
-        }
-        Ok(self.replace(view, slot, guard, new).map(|()| true))
-    }
-
-    /// Empties the slot of the page within which the device ends, if it `is_end` still when nobody writes to it. `None`: it is
-    /// not, so behind what is to be emptied there may be something. Else as [`free_page`](Self::free_page).
-    #[cold]
-    pub(super) fn free_end(
-        &self,
-        view: &View,
-        slot: u64,
-        is_end: impl Fn() -> bool,
-    ) -> PageResult<Option<bool>> {
-        let (leaf, new) = match Self::to_empty(view, slot) {
-            Ok(Some(found)) => found,
-            Ok(None) => return Ok(Ok(Some(false))),
-            Err(error) => return Ok(Err(error)),
-        };
-        let guard = leaf.lock(slot);
-        // Who writes behind the old end has seen the new size before it locked the slot.
-        if !is_end() {
-            return Ok(Ok(None));
-        }
-        match guard.word() {
-            word if word == new => Ok(Ok(Some(false))),
-            word if word.kind() == Kind::InFlight => Err(Waits),
-            _ => Ok(self.replace(view, slot, guard, new).map(|()| Some(true))),
-        }
-    }
-
-    /// Finds the form in which a page is stored.
-    #[inline]
-    fn pack<'p>(&self, page: &'p Page, scratch: &'p mut Scratch) -> Packed<'p> {
-        match same_filled(page) {
-            Some(pattern) if pattern as u32 == (pattern >> 32) as u32 => Packed::Same(pattern as u32),
-            Some(_) => Packed::Pattern(&page[..8]),
-            None => {
-                self.codecs.primary().compress(page, scratch).map_or(Packed::Huge(page), Packed::Compressed)
-            }
-        }
-    }
-
-    /// Stores a page's content for a slot and returns the word that says so.
-    #[inline]
-    fn store(&self, layer: &Layer, slot: u64, packed: &Packed<'_>) -> Result<Word> {
-        let bytes = packed.bytes();
-        let location = if bytes.is_empty() { 0 } else { self.store_object(layer, slot, bytes)? };
-        Ok(packed.word(location).with_age(self.ages.now()))
-    }
-
-    /// Stores an object for a slot and returns its location.
-    #[inline]
-    pub(super) fn store_object(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
-        if !layer.has_room(object.len()) {
-            return Err(Error::NoSpace);
-        }
-        match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
-            Err(Error::NoSpace) => self.store_after_freeing(layer, slot, object),
-            stored => stored,
-        }
-    }
-
-    /// As long as something is being freed in the background there may be room.
-    #[cold]
-    fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
-        loop {
-            let freed = self.help_to_free();
-            match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
-                Err(Error::NoSpace) if freed => {}
-                stored => return stored,
-            }
-        }
-    }
-
-    /// Packs a page and stores it for a slot.
-    pub(super) fn store_page(&self, layer: &Layer, slot: u64, page: &Page) -> Result<Word> {
-        let mut scratch = Scratch::new();
-        self.store(layer, slot, &self.pack(page, &mut scratch))
-    }
-
-    /// Whether the new content can go where the old object lies. Over its limit the pool takes nothing, as in the kernel.
-    #[inline]
-    fn fits(&self, packed: &Packed<'_>, old: Word) -> bool {
-        Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.is_over_limit()
-    }
-
-    /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old or the new: they need the
-    /// slot's lock.
-    #[inline]
-    fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
-        let old = guard.word();
-        let new = packed.word(old.location()).with_age(self.ages.now());
-        self.pool.overwrite(&mut guard, packed.bytes());
-        guard.publish(new);
-        layer.account(&self.layers, old, new);
-    }
-
-    /// Puts another word into a locked slot of the device; what it held goes to the snapshot that needs it, or is freed. On
-    /// failure `new` is freed.
-    #[inline]
-    fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
-        view.replace(self, slot, guard, new).inspect_err(|_| self.release(new))
+    /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
+    pub fn marks(&self) -> Option<(u64, u64)> {
+        let limit = self.mem_limit() / PAGE;
+        self.store.as_ref().filter(|_| limit > 0).map(|_| {
+            let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
+            ((limit * HIGH_PERCENT / 100).max(low), low)
+        })
     }
 
     /// Frees the object of a word that no slot holds, in memory or on the backing device.
     #[inline]
-    pub(super) fn release(&self, word: Word) {
+    pub fn release(&self, word: Word) {
         if let Some(location) = word.object() {
             self.pool.free(location);
         } else if word.kind() == Kind::Spilled {
@@ -321,50 +113,25 @@ impl Shared {
             store.release(word.location(), word.spilled_bytes());
         }
     }
-}
 
-/// A page in the form in which it is stored.
-enum Packed<'a> {
-    /// One 32-bit pattern.
-    Same(u32),
-    /// One 64-bit pattern: its 8 bytes.
-    Pattern(&'a [u8]),
-    Compressed(&'a [u8]),
-    Huge(&'a Page),
-}
-
-impl Packed<'_> {
-    /// What goes to the pool; nothing for a pattern of 32 bits.
-    #[inline]
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Same(_) => &[],
-            Self::Pattern(bytes) | Self::Compressed(bytes) => bytes,
-            Self::Huge(page) => *page,
-        }
+    /// Packs the pool and returns how many pages went back to the system.
+    pub fn compact(&self) -> u64 {
+        let pages = self.pool.compact(self);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
+        pages
     }
 
-    /// The slot's word, with the bytes at `location`.
-    #[inline]
-    fn word(&self, location: u64) -> Word {
-        match self {
-            Self::Same(pattern) => Word::same(*pattern),
-            Self::Pattern(_) => Word::pattern(location),
-            Self::Compressed(object) => Word::compressed(location, object.len() as u32, 0),
-            Self::Huge(_) => Word::huge(location),
-        }
+    /// Packs one class of the pool.
+    pub fn compact_class(&self, class: usize) {
+        let pages = self.pool.compact_one(class, self);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
     }
 }
 
-/// The 64-bit pattern that the page repeats, if it does.
-#[inline]
-fn same_filled(page: &Page) -> Option<u64> {
-    // Each word equals the next one. Nearly every other page differs in its first line. (The kernel looks at the last
-    // word first; here that is a cache miss more than it saves.)
-    let same = page[..PAGE_BYTES - 8] == page[8..];
-    same.then(|| page[..8].try_into().ok().map(u64::from_ne_bytes)).flatten()
-}
-
-fn fill(page: &mut Page, pattern: u64) {
-    page.as_chunks_mut().0.fill(pattern.to_ne_bytes());
+impl pool::Owners for Pages {
+    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
+        let _ = self.at(owner, |_, guard| work(guard));
+    }
 }

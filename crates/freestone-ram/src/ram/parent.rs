@@ -2,15 +2,12 @@
 
 use std::sync::Arc;
 
+use super::read::Waits;
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{self, Buffer, Device, Request, Tried};
 use freestone_core::pin::{self, Pin};
-
-/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
-/// to wait for a disk, or it needs memory that can be had only by spilling.
-pub(super) struct Waits;
 
 /// What an empty slot is read from. It does not change.
 #[derive(Clone)]
@@ -160,7 +157,7 @@ impl Inner {
             let (slot, from, n) = piece(at, left);
             // What the device holds itself is the common case.
             if let Some(own) = view.own_page(slot) {
-                match self.family.read_slot(own, from, &mut into[done..][..n]) {
+                match self.pages.read_slot(own, from, &mut into[done..][..n]) {
                     Ok(result) => result?,
                     Err(Waits) => return Ok((done, Look::Waits)),
                 }
@@ -173,7 +170,7 @@ impl Inner {
             } else {
                 let part = &mut into[done..][..n];
                 let here = view.with_page(pin, slot, |found| {
-                    found.map(|(_, guard)| self.family.read_slot(guard, from, part))
+                    found.map(|(_, guard)| self.pages.read_slot(guard, from, part))
                 });
                 match here {
                     Some(Ok(result)) => {

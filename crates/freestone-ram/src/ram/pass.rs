@@ -9,7 +9,7 @@
 //! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot any more. So the mark
 //!   of an earlier batch is never taken for that of a later one, and stale bytes never become a page.
 //!
-//! Passes run one after the other ([`Shared::passes`]).
+//! Passes run one after the other ([`Pages::passes`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use super::candidates::is_spillable;
 use super::layer::Layer;
 use super::outcome::{WritebackError, Written};
-use super::shared::Shared;
+use super::pages::Pages;
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout::Packer;
@@ -42,7 +42,7 @@ pub(super) enum Offered {
 
 /// Takes pages out of memory, or moves them on the backing device, in batches.
 pub(super) struct Pass<'a> {
-    family: &'a Shared,
+    pages: &'a Pages,
     store: &'a Arc<Store>,
     /// Those that entries name.
     layers: Vec<Arc<Layer>>,
@@ -122,13 +122,13 @@ struct Entry {
 }
 
 impl<'a> Pass<'a> {
-    /// Begins; the caller holds [`Shared::passes`].
-    pub fn new(family: &'a Shared, store: &'a Arc<Store>) -> Self {
+    /// Begins; the caller holds [`Pages::passes`].
+    pub fn new(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
         let batch = store.batch_blocks();
         let least = if store.is_packed() { PACKED_RUN_BLOCKS_MIN } else { 1 };
         let write_blocks = (batch / WRITES_MAX as u32).clamp(least, WRITE_BLOCKS_MAX);
         Self {
-            family,
+            pages,
             store,
             layers: Vec::new(),
             write_blocks,
@@ -145,8 +145,8 @@ impl<'a> Pass<'a> {
     }
 
     /// Begins to move what is spilled; the blocks that are kept for that can be used.
-    pub fn to_move(family: &'a Shared, store: &'a Arc<Store>) -> Self {
-        let mut pass = Self::new(family, store);
+    pub fn to_move(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
+        let mut pass = Self::new(pages, store);
         pass.reserve = 0;
         pass
     }
@@ -230,7 +230,7 @@ impl<'a> Pass<'a> {
             // Outside of the slot's lock: it takes a while.
             let at = (*blocks as usize - 1) * BLOCK_BYTES;
             let page = &mut buffer[at..at + BLOCK_BYTES];
-            if self.family.unpack(word, &object[..word.stored_bytes()], page).is_err() {
+            if self.pages.unpack(word, &object[..word.stored_bytes()], page).is_err() {
                 // Damaged in memory: it stays there, where its readers learn of it.
                 page.fill(0);
                 self.give_back(batch.tag, entry);
@@ -261,7 +261,7 @@ impl<'a> Pass<'a> {
         if !fits(word) {
             return Err(Not::Wanted);
         }
-        let bytes = self.family.pool.object(&guard);
+        let bytes = self.pages.pool.object(&guard);
         let (unit, stored) = match &mut batch.content {
             Content::Packed(packer) => {
                 let owner = layer.header_owner(slot);
@@ -394,7 +394,7 @@ impl<'a> Pass<'a> {
                 self.spare.push(buffer);
                 // Who is told so in vain tries again, waits again, and has the next round begin: without an end.
                 if left.from_memory > 0 {
-                    self.family.keeper.memory_freed();
+                    self.pages.keeper.memory_freed();
                 }
             }
             store::Written::Failed(error) => {
@@ -427,8 +427,8 @@ impl<'a> Pass<'a> {
             return self.store.abandon(entry.unit, entry.stored as usize);
         }
         guard.publish(old.spilled_to(entry.unit, !self.store.is_packed()));
-        self.family.release(old);
-        layer.account_spilled(&self.family.layers, old);
+        self.pages.release(old);
+        layer.account_spilled(&self.pages.layers, old);
         left.pages += 1;
         left.from_memory += u64::from(is_spillable(old));
         left.stored += u64::from(entry.stored);

@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::outcome::WritebackError;
+use super::pages::Pages;
 use super::pass::{Found, Offered, Pass};
-use super::shared::Shared;
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::reads::ReadError;
 use crate::spill::store::Store;
 use freestone_core::device::Error;
-use freestone_core::sync::mpsc;
+use freestone_core::sync::{Mutex, mpsc};
 
 /// A block is sparse with at most so many units of 16 bytes in use.
 const SPARSE_UNITS: u32 = 160;
@@ -32,22 +32,34 @@ const STEP_BLOCKS: u64 = 1 << 16;
 /// Below so many holes nothing is done by itself.
 const HOLES_MIN_BLOCKS: u64 = 256;
 
-impl Shared {
+/// Moves what a family has on its backing device.
+pub(super) struct Reclaim {
+    pages: Arc<Pages>,
+    /// The block at which the next step begins.
+    cursor: Mutex<u64>,
+}
+
+impl Reclaim {
+    /// It begins at the first block.
+    pub fn new(pages: Arc<Pages>) -> Self {
+        Self { pages, cursor: Mutex::default() }
+    }
+
     /// Moves objects together, a part of the device at a time, where room gets short and holes are many.
-    pub(super) fn reclaim_if_worth_it(&self) {
-        let Some(store) = self.store.as_ref().filter(|store| store.unanswered() == 0) else { return };
+    pub fn if_worth_it(&self) {
+        let Some(store) = self.pages.store.as_ref().filter(|store| store.unanswered() == 0) else { return };
         let (free, holes) = (store.free_blocks(), store.hole_blocks());
         let blocks = store.blocks();
         if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
             return;
         }
-        let Some(_one) = self.passes.try_lock() else { return };
-        let mut cursor = self.reclaim_cursor.lock();
+        let Some(_one) = self.pages.passes.try_lock() else { return };
+        let mut cursor = self.cursor.lock();
         if *cursor >= blocks {
             *cursor = 0;
         }
         let end = (*cursor + STEP_BLOCKS).min(blocks);
-        if let Err(error) = self.reclaim(store, *cursor, end) {
+        if let Err(error) = self.range(store, *cursor, end) {
             tracing::debug!("holes are not reclaimed: {error}");
         }
         *cursor = end;
@@ -55,12 +67,12 @@ impl Shared {
 
     /// Moves objects together until `enough` blocks are free that were not, or on the whole device. The caller holds `passes`.
     /// Returns how many blocks that freed.
-    pub(super) fn reclaim_until(&self, enough: u64) -> u64 {
+    pub fn until(&self, enough: u64) -> u64 {
         let Some(store) = self.store_with_holes() else { return 0 };
         let before = store.numbers().used;
         let freed = || before.saturating_sub(store.numbers().used);
         for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
-            if !self.reclaim_piece(store, from) || freed() >= enough {
+            if !self.piece(store, from) || freed() >= enough {
                 break;
             }
         }
@@ -69,16 +81,16 @@ impl Shared {
 
     /// Moves objects together on the whole device, unless another pass is under way. Between two pieces who waits for memory
     /// has its turn.
-    pub(super) fn reclaim_in_turns(&self) {
+    pub fn in_turns(&self) {
         let Some(store) = self.store_with_holes() else { return };
-        let Some(mut turn) = self.passes.try_lock() else { return };
+        let Some(mut turn) = self.pages.passes.try_lock() else { return };
         for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
-            if self.keeper.is_wanted() {
+            if self.pages.keeper.is_wanted() {
                 drop(turn);
                 freestone_core::sync::thread::sleep(GIVE_WAY);
-                turn = self.passes.lock();
+                turn = self.pages.passes.lock();
             }
-            if !self.reclaim_piece(store, from) {
+            if !self.piece(store, from) {
                 break;
             }
         }
@@ -86,18 +98,18 @@ impl Shared {
     }
 
     fn store_with_holes(&self) -> Option<&Arc<Store>> {
-        self.store.as_ref().filter(|store| store.is_packed() && store.hole_blocks() > 0)
+        self.pages.store.as_ref().filter(|store| store.is_packed() && store.hole_blocks() > 0)
     }
 
     /// Empties the sparse blocks of a piece. False: the device fails.
-    fn reclaim_piece(&self, store: &Arc<Store>, from: u64) -> bool {
+    fn piece(&self, store: &Arc<Store>, from: u64) -> bool {
         let end = (from + PIECE_BLOCKS as u64).min(store.blocks());
-        let done = self.reclaim(store, from, end);
+        let done = self.range(store, from, end);
         done.inspect_err(|error| tracing::debug!("holes are not reclaimed: {error}")).is_ok()
     }
 
     /// Empties the sparse ones of the blocks `[from, end)`.
-    fn reclaim(&self, store: &Arc<Store>, from: u64, end: u64) -> Result<(), WritebackError> {
+    fn range(&self, store: &Arc<Store>, from: u64, end: u64) -> Result<(), WritebackError> {
         let is_sparse = |block: &u64| (1..=SPARSE_UNITS).contains(&store.map().live(*block));
         let mut from = from;
         while let Some(first) = (from..end).find(is_sparse) {
@@ -107,7 +119,7 @@ impl Shared {
             let last = if stop == store.blocks() { stop } else { stop - 1 };
             let sparse: Vec<u64> = (first..last.min(end)).filter(is_sparse).collect();
             // A pass a window: nothing of its own is on its way while the next one is read.
-            let mut pass = Pass::to_move(self, store);
+            let mut pass = Pass::to_move(&self.pages, store);
             let moved = self.empty_window(store, start, stop, &sparse, &mut pass);
             let (_, ended) = pass.end();
             match moved.and(ended) {
@@ -162,7 +174,7 @@ impl Shared {
     /// Moves an object that whichever layer of its chain holds.
     fn move_object(&self, object: &Found<'_>, pass: &mut Pass<'_>) -> Result<(), WritebackError> {
         let owner = BackRef::from_bits(object.owner);
-        for layer in self.layers.of_chain(owner.table()) {
+        for layer in self.pages.layers.of_chain(owner.table()) {
             if pass.relocate(&layer, object)? != Offered::Passed {
                 break;
             }

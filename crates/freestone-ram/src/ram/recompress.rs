@@ -24,14 +24,14 @@ use thiserror::Error;
 use super::Ram;
 use super::candidates::{Sizes, is_spillable};
 use super::layer::Layer;
+use super::pages::Pages;
 use super::room::{Attempt, Room};
-use super::shared::Shared;
 use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
 use crate::pool::class::class_of;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device;
 use freestone_core::slot::{Kind, Word};
-use freestone_core::sync::{Arc, MutexGuard, Ordering};
+use freestone_core::sync::{Arc, MutexGuard};
 
 /// So often a run looks whether requests wait for memory, and so long it stands aside for them.
 const GIVE_WAY_PAGES: u64 = 64;
@@ -190,20 +190,20 @@ impl Ram {
     /// # Errors
     /// What was asked for does not fit the disk; or the run broke off.
     pub fn recompress(&self, what: &Recompress) -> Result<Recompressed, (Recompressed, RecompressError)> {
-        let (family, layer) = (&*self.0.family, self.0.layer());
-        let target = what.target(&family.codecs);
+        let (family, pages, layer) = (&*self.0.family, &*self.0.pages, self.0.layer());
+        let target = what.target(&pages.codecs);
         let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
-        let turn = family.passes.lock();
+        let turn = pages.passes.lock();
         let target = Target {
             priority,
             streams,
-            is_last: priority == family.highest_priority(),
+            is_last: priority == highest_priority(&pages.codecs, family.auto.is_on()),
             threshold: what.threshold as usize,
             clears_idle: true,
         };
         let wants = |word: Word| target.may_shrink(word) && what.wants(word);
         let mut run = Run {
-            family,
+            pages,
             layer,
             last_slot: self.0.slots() - 1,
             target: &target,
@@ -244,7 +244,7 @@ impl Target<'_> {
 // ---- a run over all pages, largest first ---------------------------------------------------------------------------
 
 struct Run<'a> {
-    family: &'a Shared,
+    pages: &'a Pages,
     /// The run ends where a reset puts another one in its place.
     layer: Arc<Layer>,
     last_slot: u64,
@@ -256,7 +256,7 @@ struct Run<'a> {
     refused: Vec<u64>,
     /// Some of them never found any.
     gave_up: bool,
-    /// [`Shared::passes`].
+    /// [`Pages::passes`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
 }
@@ -265,11 +265,11 @@ impl Run<'_> {
     /// Stands aside now and then where requests wait for memory: spilling has its turn.
     fn give_way(&mut self) {
         self.visited += 1;
-        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.family.keeper.is_wanted() {
+        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.pages.keeper.is_wanted() {
             self.turn = None;
-            self.family.keeper.memory_freed();
+            self.pages.keeper.memory_freed();
             freestone_core::sync::thread::sleep(GIVE_WAY);
-            self.turn = Some(self.family.passes.lock());
+            self.turn = Some(self.pages.passes.lock());
         }
     }
 
@@ -359,9 +359,9 @@ impl Run<'_> {
     }
 
     fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {
-        let mut attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
-        if attempt == Attempt::NoRoom && self.room.is_worth_compacting() && self.family.compact() > 0 {
-            attempt = self.family.recompress_slot(&self.layer, slot, self.target, wants)?;
+        let mut attempt = self.target.recompress(self.pages, &self.layer, slot, wants)?;
+        if attempt == Attempt::NoRoom && self.room.is_worth_compacting() && self.pages.compact() > 0 {
+            attempt = self.target.recompress(self.pages, &self.layer, slot, wants)?;
         }
         self.done.count(attempt);
         self.room.count(attempt);
@@ -385,25 +385,25 @@ impl Recompressed {
 
 // ---- one page ------------------------------------------------------------------------------------------------------
 
-impl Shared {
-    /// The highest priority that this family has or, for the automatic mode's, will have.
-    pub(super) fn highest_priority(&self) -> u8 {
-        match self.codecs.secondary().next_back() {
-            _ if self.config.auto_recompress.is_some() => PRIORITIES as u8,
-            Some((priority, _)) => priority as u8,
-            None => 0,
-        }
+/// The highest priority that a family has or, for the automatic mode's, will have.
+fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
+    match codecs.secondary().next_back() {
+        _ if is_auto => PRIORITIES as u8,
+        Some((priority, _)) => priority as u8,
+        None => 0,
     }
+}
 
+impl Target<'_> {
     /// Compresses the page of a slot again, if it still is as `wants` says. Needs `passes`.
     ///
     /// The slot is not locked for long: its object is copied and the slot is marked as picked; the mark goes
     /// when anybody writes or frees the page, and then what was made of the copy is dropped.
-    pub(super) fn recompress_slot(
+    pub fn recompress(
         &self,
+        pages: &Pages,
         layer: &Layer,
         slot: u64,
-        target: &Target<'_>,
         wants: &impl Fn(Word) -> bool,
     ) -> device::Result<Attempt> {
         if layer.is_retired() {
@@ -417,8 +417,8 @@ impl Shared {
             return Ok(Attempt::Left);
         }
         let object = &mut copy[..found.stored_bytes()];
-        object.copy_from_slice(self.pool.object(&guard));
-        let old = found.with_idle(found.is_idle() && !target.clears_idle);
+        object.copy_from_slice(pages.pool.object(&guard));
+        let old = found.with_idle(found.is_idle() && !self.clears_idle);
         guard.publish(old.picked(TAG));
         // Publishes what the page is now, unless it was changed; true if so.
         let finish = |new: &dyn Fn(Word) -> Word| {
@@ -432,8 +432,8 @@ impl Shared {
                 guard.publish(new);
                 // Its object may have been moved meanwhile, so it is this word's that goes.
                 if new.object() != now.object() {
-                    self.release(now);
-                    layer.account(&self.layers, now, new);
+                    pages.release(now);
+                    layer.account(&pages.layers, now, new);
                 }
             }
             unchanged
@@ -441,23 +441,23 @@ impl Shared {
         let mut page = [0; PAGE_BYTES];
         let page = if old.kind() == Kind::Huge {
             &copy
-        } else if let Err(error) = self.codecs.decompress(old.algorithm(), object, &mut page) {
+        } else if let Err(error) = pages.codecs.decompress(old.algorithm(), object, &mut page) {
             finish(&|word| word);
             return Err(error);
         } else {
             &page
         };
         let mut scratch = Scratch::new();
-        let smaller = target.streams.compress(page, &mut scratch).filter(|new| {
+        let smaller = self.streams.compress(page, &mut scratch).filter(|new| {
             class_of(new.len()) < class_of(old.stored_bytes())
-                && (target.threshold == 0 || new.len() < target.threshold)
+                && (self.threshold == 0 || new.len() < self.threshold)
         });
         let Some(new) = smaller else {
-            let fails = |word: Word| if target.is_last { word.with_incompressible() } else { word };
-            let marked = finish(&fails) && target.is_last;
+            let fails = |word: Word| if self.is_last { word.with_incompressible() } else { word };
+            let marked = finish(&fails) && self.is_last;
             return Ok(if marked { Attempt::FailedForGood } else { Attempt::Failed });
         };
-        let location = match self.pool.store(new, layer.owner(slot), self.layers.kept_from(layer)) {
+        let location = match pages.pool.store(new, layer.owner(slot), pages.layers.kept_from(layer)) {
             Ok(location) => location,
             Err(error) => {
                 // It may be tried again.
@@ -466,31 +466,16 @@ impl Shared {
             }
         };
         let stored = |word: Word| {
-            Word::compressed(location, new.len() as u32, target.priority)
+            Word::compressed(location, new.len() as u32, self.priority)
                 .with_age(word.age())
                 .with_idle(word.is_idle())
         };
         if finish(&stored) {
             Ok(Attempt::Shrunk { from: old.stored_bytes(), to: new.len() })
         } else {
-            self.pool.free(location);
+            pages.pool.free(location);
             Ok(Attempt::Failed)
         }
-    }
-
-    /// Packs the pool and returns how many pages went back to the system.
-    pub(super) fn compact(&self) -> u64 {
-        let pages = self.pool.compact(self);
-        // Relaxed: a statistic.
-        self.compacted.fetch_add(pages, Ordering::Relaxed);
-        pages
-    }
-
-    /// Packs one class of the pool.
-    pub(super) fn compact_class(&self, class: usize) {
-        let pages = self.pool.compact_one(class, self);
-        // Relaxed: a statistic.
-        self.compacted.fetch_add(pages, Ordering::Relaxed);
     }
 }
 

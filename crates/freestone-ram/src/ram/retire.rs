@@ -3,7 +3,7 @@
 //! One thread does that for the whole process. It is charged to nobody, and never the cause of "no space": a write that
 //! finds no memory frees some of it itself, and tries again.
 //!
-//! A family that is gone altogether is not freed piece by piece: its memory goes as a whole.
+//! A pages that is gone altogether is not freed piece by piece: its memory goes as a whole.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, Weak};
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use super::chain::{Chain, carry_on};
 use super::layer::Layer;
+use super::pages::Pages;
 use super::parent::Parent;
 use super::removals::Step;
-use super::shared::Shared;
-use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS, chain};
+use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{Condvar, LazyLock, Mutex};
 
 /// Leaves of one thing that are freed before others have their turn.
@@ -27,58 +27,25 @@ const TASKS_MAX: usize = 512;
 /// How often that looks again, at most: 0.1 s.
 const PACE_TRIES: u32 = 500;
 
-impl Shared {
-    /// Frees a leaf of what is to be freed.
-    fn free_some(&self) -> Step {
-        let (layer, start) = match self.retiring.take_leaf() {
-            Ok(taken) => taken,
-            Err(step) => return step,
-        };
-        let (freed, left) = chain::free_leaf(self, &layer, start);
-        if self.retiring.done_with_leaf(&layer, start, left) {
-            self.layers.remove(layer.id());
-        }
-        if freed || !left { Step::Freed } else { Step::Later }
-    }
-
-    /// Whether anything is still to be freed.
-    pub(super) fn is_freeing(&self) -> bool {
-        !self.retiring.is_empty()
-    }
-
-    /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
-    /// the backing device.
-    pub(super) fn help_to_free(&self) -> bool {
-        match self.free_some() {
-            Step::Freed => true,
-            Step::Later if self.retiring.is_busy() => {
-                freestone_core::sync::thread::yield_now();
-                true
-            }
-            Step::Later | Step::Nothing => false,
-        }
-    }
-}
-
 /// Has a layer freed that no request can reach any more.
-pub(super) fn layer(family: &Arc<Shared>, layer: Arc<Layer>) {
-    layer.retire(&family.layers);
+pub(super) fn layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
+    layer.retire(&pages.layers);
     if layer.table().next_present(0, MAX_SLOTS).is_none() {
-        return family.layers.remove(layer.id());
+        return pages.layers.remove(layer.id());
     }
-    family.retiring.add(layer);
-    CLEANER.add(Task { family: Arc::downgrade(family), work: Work::Drain });
+    pages.retiring.add(layer);
+    CLEANER.add(Task { pages: Arc::downgrade(pages), work: Work::Drain });
 }
 
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `parent` is the device's
 /// own hold on what lies below the chain.
-pub(super) fn device(family: &Arc<Shared>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
-    family.removal_begins();
+pub(super) fn device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
+    pages.removal_begins();
     let work = match number {
         None => Work::Abandon(chain, parent),
         Some(number) => Work::Delete(chain, number, parent),
     };
-    CLEANER.add(Task { family: Arc::downgrade(family), work });
+    CLEANER.add(Task { pages: Arc::downgrade(pages), work });
 }
 
 /// Makes who makes devices wait where more were removed than are freed; not for long.
@@ -91,23 +58,9 @@ pub(super) fn pace() {
     }
 }
 
-impl Shared {
-    /// From now on writes that find no memory wait until [`removal_ended`](Self::removal_ended).
-    pub(super) fn removal_begins(&self) {
-        self.removals.begin();
-    }
-
-    /// What was removed is retired, or of no use to anybody who waits for memory.
-    pub(super) fn removal_ended(&self) {
-        for (ram, job) in self.removals.end() {
-            self.keeper.resume(ram, job);
-        }
-    }
-}
-
-/// Something for the cleaner. The family is held weakly: one that nobody uses any more goes as a whole.
+/// Something for the cleaner. The pages is held weakly: one that nobody uses any more goes as a whole.
 struct Task {
-    family: Weak<Shared>,
+    pages: Weak<Pages>,
     work: Work,
 }
 
@@ -186,19 +139,19 @@ impl Cleaner {
 }
 
 /// Carries on with a task. Returns what is left of it, and whether it got on.
-fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
-    let Some(family) = weak.upgrade() else { return (None, true) };
+fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
+    let Some(pages) = weak.upgrade() else { return (None, true) };
     let (rest, got_on) = match work {
-        Work::Drain => drain(&family),
+        Work::Drain => drain(&pages),
         Work::Abandon(chain, parent) => {
             // Never the last hold: the chain has one.
             drop(parent);
-            let (unused, held) = chain.abandon(&family);
+            let (unused, held) = chain.abandon(&pages);
             carry_on(held);
             if let Some(origin) = unused {
-                layer(&family, origin);
+                layer(&pages, origin);
             }
-            family.removal_ended();
+            pages.removal_ended();
             if let Some(chain) = Arc::into_inner(chain) {
                 drop_parent(chain.into_parent());
             }
@@ -211,28 +164,28 @@ fn step(Task { family: weak, work }: Task) -> (Option<Task>, bool) {
                 let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
                 (Some(Work::PassOn(passing)), true)
             } else {
-                family.removal_ended();
+                pages.removal_ended();
                 (None, true)
             }
         }
-        Work::PassOn(passing) => passing.step(&family),
+        Work::PassOn(passing) => passing.step(&pages),
     };
-    // The last handle may be this one, and the family's backing device may take its time to end.
-    if let Some(last) = Arc::into_inner(family) {
+    // The last handle may be this one, and the pages's backing device may take its time to end.
+    if let Some(last) = Arc::into_inner(pages) {
         drop_apart(last);
         return (None, true);
     }
-    (rest.map(|work| Task { family: weak, work }), got_on)
+    (rest.map(|work| Task { pages: weak, work }), got_on)
 }
 
-fn drain(family: &Shared) -> (Option<Work>, bool) {
+fn drain(pages: &Pages) -> (Option<Work>, bool) {
     for _ in 0..TURN_LEAVES {
-        match family.free_some() {
+        match pages.free_some() {
             Step::Freed => {}
             Step::Later => return (Some(Work::Drain), false),
             Step::Nothing => {
-                family.pool.release_empties();
-                family.keeper.memory_freed();
+                pages.pool.release_empties();
+                pages.keeper.memory_freed();
                 return (None, true);
             }
         }
@@ -241,27 +194,27 @@ fn drain(family: &Shared) -> (Option<Work>, bool) {
 }
 
 impl PassingOn {
-    fn stall(&mut self, family: &Shared) {
+    fn stall(&mut self, pages: &Pages) {
         if !std::mem::replace(&mut self.stalled, true) {
-            family.removal_ended();
+            pages.removal_ended();
         }
     }
 
-    fn step(mut self, family: &Arc<Shared>) -> (Option<Work>, bool) {
+    fn step(mut self, pages: &Arc<Pages>) -> (Option<Work>, bool) {
         for _ in 0..TURN_LEAVES {
             let Some(present) = self.from.table().next_present(self.next, MAX_SLOTS) else {
                 if self.left {
-                    self.stall(family);
+                    self.stall(pages);
                     (self.next, self.left) = (0, false);
                     return (Some(Work::PassOn(self)), false);
                 }
                 for gone in self.chain.unlink(self.number) {
-                    layer(family, gone);
+                    layer(pages, gone);
                 }
                 if self.stalled {
-                    family.removals.got_on();
+                    pages.removals.got_on();
                 } else {
-                    family.removal_ended();
+                    pages.removal_ended();
                 }
                 if let Some(chain) = Arc::into_inner(self.chain) {
                     drop_parent(chain.into_parent());
@@ -269,9 +222,9 @@ impl PassingOn {
                 return (None, true);
             };
             let start = present & !(LEAF_SLOTS - 1);
-            let Ok(left) = self.chain.pass_on(family, self.number, start, start + LEAF_SLOTS) else {
+            let Ok(left) = self.chain.pass_on(pages, self.number, start, start + LEAF_SLOTS) else {
                 // No memory for a leaf: later there may be.
-                self.stall(family);
+                self.stall(pages);
                 return (Some(Work::PassOn(self)), false);
             };
             self.left |= left;

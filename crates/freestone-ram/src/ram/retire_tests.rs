@@ -2,6 +2,7 @@
 
 use std::sync::mpsc::TryRecvError;
 
+use super::super::parts::FamilyParts;
 use super::super::tests::{config, content};
 use super::super::threads::tests::{disk, limit, put, round, submit};
 use super::super::{PAGE, Ram, Writeback, WritebackError};
@@ -12,7 +13,7 @@ use freestone_core::device::{Blocking, Completion, Device, Error, IoBuf, Request
 const BLOCKS: u64 = 64;
 
 /// A family whose backing device is full of a disk's pages, and its memory of another one's.
-fn full() -> (Arc<Shared>, Ram, Ram) {
+fn full() -> (Arc<FamilyParts>, Ram, Ram) {
     let (family, on_device) = disk(BLOCKS);
     let in_memory = Ram::make(&family, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
     let page = |slot| content(5, slot, PAGE as usize);
@@ -22,7 +23,7 @@ fn full() -> (Arc<Shared>, Ram, Ram) {
     // It has nothing in memory.
     on_device.discard(written.pages * PAGE, (BLOCKS - written.pages) * PAGE).unwrap();
     assert_eq!(on_device.mm_stat().compr_data_size, 0);
-    family.compact();
+    family.pages.compact();
     (0..16).for_each(|slot| put(&in_memory, slot, &page(slot)));
     limit(&family);
     (family, on_device, in_memory)
@@ -61,7 +62,7 @@ fn blocks_of_what_is_retired_are_room() {
     beside(
         || on_device.rewind().unwrap(),
         || {
-            eventually(|| family.is_freeing());
+            eventually(|| family.pages.is_freeing());
             round(&family);
             assert_eq!(told.try_recv(), Ok(Ok(())));
         },
@@ -91,7 +92,7 @@ fn writeback_waits_for_blocks_of_a_removal_that_has_not_begun() {
     std::thread::scope(|scope| {
         let held = CLEANER.tasks.lock();
         let removing = scope.spawn(|| drop(on_device));
-        eventually(|| family.removals.is_pending());
+        eventually(|| family.pages.removals.is_pending());
         let writing = scope.spawn(|| in_memory.writeback(&pages));
         // Long enough for it to be refused.
         std::thread::sleep(Duration::from_millis(50));
@@ -124,7 +125,7 @@ fn a_request_that_waited_is_answered_when_only_its_user_holds_the_device() {
 
 /// Asks the other disk for room, and has a round end, while the removal has not begun.
 fn beside_removal(
-    family: &Arc<Shared>,
+    family: &Arc<FamilyParts>,
     removed: Ram,
     other: &Ram,
 ) -> std::sync::mpsc::Receiver<freestone_core::device::Result<()>> {
@@ -132,7 +133,7 @@ fn beside_removal(
     beside(
         || drop(removed),
         || {
-            eventually(|| family.removals.is_pending());
+            eventually(|| family.pages.removals.is_pending());
             let answer = submit(other, 200);
             round(family);
             assert!(answer.try_recv().is_err(), "it was refused");

@@ -18,7 +18,7 @@ pub struct PendingSnapshot {
 
 impl PendingSnapshot {
     pub(super) fn new(origin: Ram) -> Result<Self, SetupError> {
-        let layer = origin.0.family.layers.make(&origin.0.family.common, Arc::default())?;
+        let layer = origin.0.pages.layers.make(&origin.0.pages.common, Arc::default())?;
         Ok(Self { origin, layer, chain: None, snapshot: None })
     }
 
@@ -43,7 +43,7 @@ impl Pending for PendingSnapshot {
 
     fn attach(&mut self) {
         if let Some(chain) = self.chain.as_ref().filter(|_| self.snapshot.is_none()) {
-            self.origin.0.family.layers.join(&self.layer, chain.origin().id());
+            self.origin.0.pages.layers.join(&self.layer, chain.origin().id());
             let view = Chain::attach(chain, Arc::clone(&self.layer));
             self.snapshot = Some(self.origin.0.snapshot_device(view));
         }
@@ -63,7 +63,7 @@ impl Drop for PendingSnapshot {
         }
         // One that has not begun.
         if !self.layer.is_in_chain() {
-            retire::layer(&self.origin.0.family, Arc::clone(&self.layer));
+            retire::layer(&self.origin.0.pages, Arc::clone(&self.layer));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::Inner;
 use super::layer::stored;
-use super::shared::Shared;
+use super::pages::Pages;
 use freestone_core::PAGE_BYTES;
 use freestone_core::sync::Ordering;
 
@@ -85,19 +85,19 @@ pub(super) mod counter {
 
 impl Inner {
     pub(super) fn mm_stat(&self) -> MmStat {
-        let (layer, family) = (self.layer(), &self.family);
+        let (layer, pages) = (self.layer(), &self.pages);
         // A device that is alone has all of the pool; several are charged each for its own.
-        let alone = family.layers.is_alone(layer.id());
+        let alone = pages.layers.is_alone(layer.id());
         let (cap, charged) = (self.limits.cap(), layer.charged());
         MmStat {
             orig_data_size: layer.get(stored::PAGES) * PAGE_BYTES as u64,
             compr_data_size: layer.get(stored::COMPRESSED_BYTES),
-            mem_used_total: if alone { family.pool.pages() * PAGE_BYTES as u64 } else { charged },
-            mem_limit: if cap == u64::MAX { family.mem_limit() } else { cap },
-            mem_used_max: if alone { family.pool.pages_max() * PAGE_BYTES as u64 } else { charged },
+            mem_used_total: if alone { pages.pool.pages() * PAGE_BYTES as u64 } else { charged },
+            mem_limit: if cap == u64::MAX { pages.mem_limit() } else { cap },
+            mem_used_max: if alone { pages.pool.pages_max() * PAGE_BYTES as u64 } else { charged },
             same_pages: layer.get(stored::SAME_PAGES),
             // Relaxed: a statistic.
-            pages_compacted: family.compacted.load(Ordering::Relaxed),
+            pages_compacted: pages.compacted.load(Ordering::Relaxed),
             huge_pages: layer.get(stored::HUGE_PAGES),
             huge_pages_since: layer.get(stored::HUGE_PAGES_SINCE),
         }
@@ -126,15 +126,14 @@ impl Inner {
     }
 }
 
-impl Shared {
-    pub(super) fn memory(&self) -> Memory {
-        let stored: u64 = self.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
-        Memory {
-            leaves_bytes: self.common.nodes.bytes(),
-            backrefs_bytes: self.pool.backrefs_bytes(),
-            pool_slack_bytes: (self.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
-            metadata_bytes: self.pool.metadata_bytes(),
-            streams_bytes: self.codecs.bytes(),
-        }
+/// What a family takes beside the pool.
+pub(super) fn memory(pages: &Pages) -> Memory {
+    let stored: u64 = pages.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
+    Memory {
+        leaves_bytes: pages.common.nodes.bytes(),
+        backrefs_bytes: pages.pool.backrefs_bytes(),
+        pool_slack_bytes: (pages.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
+        metadata_bytes: pages.pool.metadata_bytes(),
+        streams_bytes: pages.codecs.bytes(),
     }
 }

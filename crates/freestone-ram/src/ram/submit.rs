@@ -5,11 +5,8 @@ use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
 use super::job::Job;
 use super::parent::{Base, Look};
-use super::removals::Hope;
-use super::stats::counter;
 use super::waiter::Waiter;
-use super::{PAGE, Ram, piece, threads};
-use crate::codec::Page;
+use super::{PAGE, Ram};
 use freestone_core::device::{
     self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
@@ -66,8 +63,8 @@ impl Ram {
     pub(super) fn go(&self, mut job: Job) {
         loop {
             job = match self.slice(job) {
-                Sliced::Again(job) if self.0.family.keeper.is_running() => {
-                    return self.0.family.keeper.resume(self.clone(), job);
+                Sliced::Again(job) if self.0.pages.keeper.is_running() => {
+                    return self.0.pages.keeper.resume(self.clone(), job);
                 }
                 Sliced::Again(job) => job,
                 Sliced::Gone => return,
@@ -80,7 +77,7 @@ impl Ram {
     /// remove the device, and what it leaves is then known to be about to come back.
     pub(super) fn carry_on(self, job: Job) {
         match self.slice(job) {
-            Sliced::Again(job) => self.0.family.keeper.resume(self.clone(), job),
+            Sliced::Again(job) => self.0.pages.keeper.resume(self.clone(), job),
             Sliced::Gone => {}
             Sliced::Ended(job, outcome) => {
                 drop(self);
@@ -142,28 +139,6 @@ impl Ram {
         }
     }
 
-    /// Has a request wait for something after which the runner carries on with it.
-    fn wait_on_runner(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
-        match threads::start(&self.0.family) {
-            Ok(()) => wait(job),
-            Err(error) => {
-                tracing::error!(%error, "no thread for requests that wait");
-                self.fail_write(job, Error::NoMemory);
-                None
-            }
-        }
-    }
-
-    /// A request that changes content goes on when no snapshot is just beginning.
-    fn wait_for_thaw(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
-    }
-
-    /// A request that found no memory goes on when a removed device has given back its own.
-    fn wait_for_removal(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.family.removals.wait(self, job))
-    }
-
     /// Whether it is its page that a request could not go on without; else it is memory.
     fn waits_for_page(&self, job: &Job) -> bool {
         let slot = job.slot();
@@ -181,29 +156,6 @@ impl Ram {
         })
     }
 
-    pub(super) fn wait_for_memory(&self, mut job: Job) {
-        let family = &self.0.family;
-        if !job.last_try {
-            return family.keeper.wait_for_memory(self.clone(), job);
-        }
-        // What a removed device has, in memory and on the backing device, is no room for one that is at its own cap.
-        let has_room = self.0.layer().has_room(PAGE_BYTES);
-        let hope = if has_room { self.0.hope(&mut job.ended) } else { Hope::None };
-        let job = Job { last_try: false, ..job };
-        let job = match hope {
-            Hope::Later => self.wait_for_removal(job),
-            Hope::Again => Some(job),
-            // Of what is being freed something is on its way from the backing device.
-            Hope::None if has_room && family.is_freeing() => {
-                return family.keeper.wait_for_tick(self.clone(), job);
-            }
-            Hope::None => return self.fail_write(job, Error::NoSpace),
-        };
-        if let Some(job) = job {
-            family.keeper.resume(self.clone(), job);
-        }
-    }
-
     /// Queues a request on the page at which it stands; has the page read if it needs the content. Returned: it need not
     /// wait any more.
     fn wait_for_page(&self, job: Job) -> Option<Job> {
@@ -211,7 +163,7 @@ impl Ram {
         let mut job = Some(job);
         let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
         match self.0.queue(slot, waiter) {
-            Some(Queued::Wanted(wanted)) => self.0.family.read(vec![wanted]),
+            Some(Queued::Wanted(wanted)) => self.0.family.fault_in.read(vec![wanted]),
             Some(Queued::Base(base)) => self.change_over(&base, slot, job.take()?),
             Some(Queued::Waits) | None => {}
         }
@@ -235,42 +187,5 @@ impl Ram {
             ram.put_over(job, &mut page);
         });
         base.device.submit(Request::read(slot * PAGE, len), buffer, done);
-    }
-
-    /// Does a request's change of a part of a page, of which `parent` is the content below the device. Where the
-    /// device has the page itself by now, or writers are held up, the request tries again.
-    pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
-        let slot = job.slot();
-        let (_, from, len) = piece(job.request.offset, job.request.len);
-        job.part(len).put(from, parent);
-        let error = match self.0.put_over(slot, parent) {
-            Some(Ok(Ok(()))) => return self.done_with_page(job, len),
-            Some(Ok(Err(error))) => error,
-            Some(Err(_)) => return self.wait_for_memory(job),
-            None => return self.0.family.keeper.resume(self.clone(), job),
-        };
-        let hope = if error == Error::NoSpace { self.0.hope(&mut job.ended) } else { Hope::None };
-        let job = match hope {
-            Hope::None => return self.fail_write(job, error),
-            Hope::Again => Some(job),
-            Hope::Later => self.wait_for_removal(job),
-        };
-        if let Some(job) = job {
-            self.0.family.keeper.resume(self.clone(), job);
-        }
-    }
-
-    pub(super) fn fail_write(&self, job: Job, error: Error) {
-        self.0.counters.add(counter::FAILED_WRITES, 1);
-        job.done.complete(Err(error), job.buffer);
-    }
-
-    /// A request has changed `len` bytes of the page at which it stood.
-    pub(super) fn done_with_page(&self, mut job: Job, len: usize) {
-        if job.request.len == len as u64 {
-            return job.done.complete(Ok(()), job.buffer);
-        }
-        job.advance(len as u64);
-        self.0.family.keeper.resume(self.clone(), job);
     }
 }

@@ -293,16 +293,16 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
 #[test]
 fn disks_share_their_streams() {
     let (a, b) = (ram(MIB), ram(MIB));
-    assert!(std::ptr::eq(a.0.family.codecs.primary(), b.0.family.codecs.primary()));
+    assert!(std::ptr::eq(a.0.pages.codecs.primary(), b.0.pages.codecs.primary()));
     let params = Params::parse("level=2").unwrap();
     let other = Ram::new(Config { algorithm_params: params, ..config(MIB) }).unwrap();
-    assert!(!std::ptr::eq(a.0.family.codecs.primary(), other.0.family.codecs.primary()));
+    assert!(!std::ptr::eq(a.0.pages.codecs.primary(), other.0.pages.codecs.primary()));
 }
 
 #[test]
 fn compaction_under_traffic_moves_objects_and_harms_none() {
     // Nobody else has it: it is taken apart in the end.
-    let family = Shared::new(config(64 * MIB), None).unwrap();
+    let family = FamilyParts::new(config(64 * MIB), None).unwrap();
     let mut ram = Ram::make(&family, 64 * MIB, Parent::Nothing, Arc::default()).unwrap();
     drop(family);
     let pages = 64 * MIB / PAGE;
@@ -354,12 +354,15 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
         assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
     }
     // The tables are the truth: learn the pool's state again from them, and find the same.
-    assert!(ram.0.chain.get().abandon(&ram.0.family).0.is_some());
+    assert!(ram.0.chain.get().abandon(&ram.0.pages).0.is_some());
     let layer = ram.0.layer();
     let words: Vec<_> = (0..pages)
         .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))
         .collect();
-    let pool = &mut Arc::get_mut(&mut Arc::get_mut(&mut ram.0).unwrap().family).unwrap().pool;
+    let inner = Arc::get_mut(&mut ram.0).unwrap();
+    // The parts that hold its pages, too, go.
+    inner.family = FamilyParts::new(config(64 * MIB), None).unwrap();
+    let pool = &mut Arc::get_mut(&mut inner.pages).unwrap().pool;
     let pages_before = pool.pages();
     pool.rebuild(words.iter().copied()).unwrap();
     assert!(pool.pages() <= pages_before);
@@ -468,7 +471,7 @@ fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
     let free_end = |is_end: bool| {
         let freed = pin::pinned(|pin| {
             let view = fork.0.view.load(pin);
-            fork.0.family.free_end(view, 1, || is_end)
+            fork.0.pages.free_end(view, 1, || is_end)
         });
         freed.ok().expect("it need not wait").unwrap()
     };

@@ -9,16 +9,16 @@ use crate::ram::parent::Parent;
 use freestone_core::device::{Blocking, Buffer, Completion, Device, Error, IoBuf, Request, Tried};
 
 /// A disk for which no thread works, over a backing device of so many blocks.
-pub(in crate::ram) fn disk(blocks: u64) -> (Arc<Shared>, Ram) {
+pub(in crate::ram) fn disk(blocks: u64) -> (Arc<FamilyParts>, Ram) {
     let backing: Arc<dyn Device> = Arc::new(ram(blocks * PAGE));
-    let shared = Shared::new(Config::default(), Some((backing, true))).unwrap();
-    let ram = Ram::make(&shared, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
-    (shared, ram)
+    let parts = FamilyParts::new(Config::default(), Some((backing, true))).unwrap();
+    let ram = Ram::make(&parts, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
+    (parts, ram)
 }
 
 /// Has the pool's memory be all that there may be.
-pub(in crate::ram) fn limit(family: &Arc<Shared>) {
-    Family(Arc::clone(family)).set_mem_limit(family.pool.pages() * PAGE);
+pub(in crate::ram) fn limit(family: &Arc<FamilyParts>) {
+    Family(Arc::clone(family)).set_mem_limit(family.pages.pool.pages() * PAGE);
 }
 
 pub(in crate::ram) fn put(ram: &Ram, slot: u64, page: &[u8]) {
@@ -36,10 +36,10 @@ pub(in crate::ram) fn submit(ram: &Ram, slot: u64) -> std::sync::mpsc::Receiver<
 }
 
 /// One round, and what it hands to the runner.
-pub(in crate::ram) fn round(family: &Arc<Shared>) {
-    let keeper = &family.keeper;
+pub(in crate::ram) fn round(family: &Arc<FamilyParts>) {
+    let keeper = &family.pages.keeper;
     let waiting = keeper.is_awaited(|_| true);
-    family.make_room(waiting);
+    family.evict.make_room(waiting);
     // It ends where nothing is left to do.
     keeper.stop();
     run(keeper, &Arc::downgrade(family));
@@ -56,12 +56,12 @@ fn what_only_moves_on_the_device_frees_no_memory() {
     for slot in [20, 60] {
         ram.discard(slot * PAGE, PAGE).unwrap();
     }
-    family.compact();
+    family.pages.compact();
     limit(&family);
     let told = submit(&ram, 200);
-    let writes = family.store.as_ref().unwrap().numbers().writes;
+    let writes = family.pages.store.as_ref().unwrap().numbers().writes;
     round(&family);
-    assert!(family.store.as_ref().unwrap().numbers().writes > writes, "nothing was moved");
+    assert!(family.pages.store.as_ref().unwrap().numbers().writes > writes, "nothing was moved");
     assert_eq!(told.try_recv(), Ok(Err(Error::NoSpace)));
 }
 

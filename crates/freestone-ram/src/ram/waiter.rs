@@ -80,7 +80,7 @@ impl Fetch {
             None if bytes == job.request.len => job.done.complete(Ok(()), job.buffer),
             None => {
                 job.advance(bytes);
-                self.ram.0.family.keeper.resume(self.ram.clone(), job);
+                self.ram.0.pages.keeper.resume(self.ram.clone(), job);
             }
         }
     }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::candidates::{Sizes, is_spillable};
+use super::evict::RECLAIMED_MIN_BLOCKS;
 use super::layer::Layer;
 use super::outcome::{WritebackError, Written};
 use super::pass::{Offered, Pass};
-use super::rounds::RECLAIMED_MIN_BLOCKS;
 use super::{Inner, PAGE, Ram};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
@@ -78,13 +78,13 @@ impl Ram {
     /// The kernel's `bd_stat`; zeroes without a backing device.
     pub fn bd_stat(&self) -> BdStat {
         let Numbers { used, reads, writes, .. } =
-            self.0.family.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
+            self.0.pages.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
         BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
     }
 
     /// What is known of the backing device.
     pub fn backing(&self) -> Option<BackingStat> {
-        let store = self.0.family.store.as_ref()?;
+        let store = self.0.pages.store.as_ref()?;
         let n = store.numbers();
         Some(BackingStat {
             size: n.blocks * PAGE,
@@ -100,39 +100,39 @@ impl Ram {
 
     /// How many blocks of 4 KiB may still be written while the limit is enabled. Counts down.
     pub fn writeback_limit(&self) -> u64 {
-        self.0.family.store.as_ref().map_or(0, |store| store.budget().get().left)
+        self.0.pages.store.as_ref().map_or(0, |store| store.budget().get().left)
     }
 
     /// Sets the budget. Without a backing device there is none, and nothing happens.
     pub fn set_writeback_limit(&self, blocks: u64) {
-        if let Some(store) = &self.0.family.store {
+        if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.left = blocks);
-            self.0.family.keeper.kick();
+            self.0.pages.keeper.kick();
         }
     }
 
     /// Whether the budget counts.
     pub fn writeback_limit_enable(&self) -> bool {
-        self.0.family.store.as_ref().is_some_and(|store| store.budget().get().enabled)
+        self.0.pages.store.as_ref().is_some_and(|store| store.budget().get().enabled)
     }
 
     /// Makes the budget count, or not.
     pub fn set_writeback_limit_enable(&self, enabled: bool) {
-        if let Some(store) = &self.0.family.store {
+        if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.enabled = enabled);
-            self.0.family.keeper.kick();
+            self.0.pages.keeper.kick();
         }
     }
 
     /// Blocks of 4 KiB that are on their way to the backing device at once.
     pub fn writeback_batch_size(&self) -> u32 {
-        self.0.family.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
+        self.0.pages.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
     }
 
     /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests of a quarter of it, of
     /// at most 1 MiB, are in flight.
     pub fn set_writeback_batch_size(&self, blocks: u32) {
-        if let Some(store) = &self.0.family.store {
+        if let Some(store) = &self.0.pages.store {
             store.set_batch_blocks(blocks);
         }
     }
@@ -141,7 +141,7 @@ impl Ram {
     /// reads fail, and pages that were being written stay in memory. A single request that it has lost while it answers
     /// others is given up after four times as long.
     pub fn set_backing_timeout(&self, timeout: Duration) {
-        if let Some(store) = &self.0.family.store {
+        if let Some(store) = &self.0.pages.store {
             store.set_timeout(timeout);
         }
     }
@@ -150,8 +150,8 @@ impl Ram {
 impl Inner {
     fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
         let fail = |error| (Written::default(), error);
-        let (family, layer) = (&*self.family, self.layer());
-        let store = family.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
+        let (pages, evict, layer) = (&*self.pages, &self.family.evict, self.layer());
+        let store = pages.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
         let end = self.slots() - 1;
         let everything = [0..=end];
         let ranges = match what {
@@ -173,23 +173,23 @@ impl Inner {
             Writeback::Incompressible => word.is_incompressible(),
             Writeback::Pages(_) => true,
         };
-        let _one = family.passes.lock();
+        let _one = pages.passes.lock();
         let mut done = Written::default();
         let mut reclaimed = false;
         let until = Instant::now() + REMOVED_TIME_MAX;
         loop {
-            let mut pass = Pass::new(family, store);
+            let mut pass = Pass::new(pages, store);
             let outcome = layer.select(store, ranges, &wanted, &mut pass);
             let (written, ended) = pass.end();
             done.pages += written.pages;
             done.blocks += written.blocks;
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
-                Err(WritebackError::NoSpace) if family.wait_for_blocks_of_the_removed(store, until) => {}
+                Err(WritebackError::NoSpace) if evict.wait_for_blocks_of_the_removed(store, until) => {}
                 // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
-                        && family.reclaim_until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
+                        && evict.reclaim.until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
                 Err(error) => return Err((done, error)),
             }
         }

@@ -1,6 +1,6 @@
 //! The automatic mode, step by step.
 
-use super::super::auto::{SAMPLE_PAGES, Sample};
+use super::super::sample::{SAMPLE_PAGES, Sample};
 use super::super::tests::config;
 use super::super::{Config, Recompress, RecompressError, Secondary};
 use super::*;
@@ -49,7 +49,7 @@ fn steps_until(ram: &Ram, mut done: impl FnMut(AutoRecompressed) -> bool) {
     let began = Instant::now();
     while !done(ram.auto_recompressed()) {
         assert!(began.elapsed() < Duration::from_secs(60), "{:?}", ram.auto_recompressed());
-        ram.0.family.auto_recompress();
+        ram.0.family.auto.step();
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -97,7 +97,7 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
     }
     // The dictionary outlives the content; statistics do not.
     ram.reset().unwrap();
-    ram.0.family.clear_auto_recompressed();
+    ram.0.family.auto.clear();
     assert_eq!(
         ram.auto_recompressed(),
         AutoRecompressed { dictionary_bytes: done.dictionary_bytes, ..Default::default() }
@@ -113,15 +113,15 @@ fn too_little_is_not_learned_from() {
     write(&ram, 0..500);
     grow_old(&ram, 0..500);
     for _ in 0..20 {
-        ram.0.family.auto_recompress();
+        ram.0.family.auto.step();
     }
     assert_eq!(ram.auto_recompressed(), AutoRecompressed::default());
     assert!(ram.0.family.auto.state.lock().training.is_none());
-    assert!(ram.0.family.codecs.get(3).is_none());
+    assert!(ram.0.pages.codecs.get(3).is_none());
     // Nor from pages that are in use.
     write(&ram, 0..3000);
     for _ in 0..20 {
-        ram.0.family.auto_recompress();
+        ram.0.family.auto.step();
     }
     assert!(ram.0.family.auto.state.lock().training.is_none());
 }
@@ -131,11 +131,11 @@ fn a_step_gives_way_to_other_passes() {
     let ram = disk(4096);
     write(&ram, 0..3000);
     grow_old(&ram, 0..3000);
-    let other = ram.0.family.passes.lock();
-    ram.0.family.auto_recompress();
+    let other = ram.0.pages.passes.lock();
+    ram.0.family.auto.step();
     assert_eq!(ram.0.family.auto.state.lock().sample.seen, 0);
     drop(other);
-    ram.0.family.auto_recompress();
+    ram.0.family.auto.step();
     assert!(ram.0.family.auto.state.lock().training.is_some());
 }
 

@@ -1,25 +1,16 @@
-//! How far recompression that runs by itself has come; see [`dictionary`](super::dictionary).
+//! How far recompression that runs by [itself](super::auto_recompress) has come.
 
 use super::room::Room;
 use crate::codec::Streams;
 use freestone_core::slot::Word;
-use freestone_core::sync::{AtomicU64, Mutex, thread::JoinHandle};
+use freestone_core::sync::thread::JoinHandle;
 
 /// Pages of a sample: 8 MiB, and half a second of CPU for the training.
 pub(super) const SAMPLE_PAGES: usize = 2048;
 
-/// The state of the automatic mode.
-///
-/// Lock order: `passes`, then `state`; under them as requests do.
+/// How far recompression that runs by itself has come.
 #[derive(Default)]
-pub(super) struct Auto {
-    pub state: Mutex<State>,
-    pub pages: AtomicU64,
-    pub saved_bytes: AtomicU64,
-}
-
-#[derive(Default)]
-pub(super) struct State {
+pub(super) struct AutoState {
     pub cursor: Cursor,
     pub sample: Sample,
     pub training: Option<JoinHandle<Option<Streams>>>,

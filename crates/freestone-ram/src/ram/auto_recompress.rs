@@ -5,24 +5,24 @@
 //! from the others. It is trained once, on a sample of pages that are old enough, and stays for the life of the disk:
 //! objects that were made with it need it.
 //!
-//! All of it happens in [steps](Shared::auto_recompress) of bounded work. The idle marks of pages, which are the user's, are
+//! All of it happens in [steps](AutoRecompress::step) of bounded work. The idle marks of pages, which are the user's, are
 //! neither used nor changed; as always, a page that does not get smaller with the highest priority is marked
 //! incompressible, so that it is not tried again and again.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::auto::{Cursor, State};
 use super::layer::Layer;
+use super::pages::Pages;
 use super::recompress::Target;
 use super::room::{Attempt, Room};
-use super::shared::Shared;
+use super::sample::{AutoState, Cursor};
 use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
 use crate::pool::class::{CLASSES, class_of};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{AGES, Kind, MAX_SLOTS, Word};
-use freestone_core::sync::{Instant, Ordering};
+use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
 use crate::clock;
 
@@ -56,50 +56,78 @@ pub struct AutoRecompressed {
 impl Ram {
     /// What the automatic mode has done; nothing where `auto_recompress` is not set.
     pub fn auto_recompressed(&self) -> AutoRecompressed {
-        let family = &self.0.family;
-        let auto = &family.auto;
-        let streams = family.config.auto_recompress.and_then(|_| family.codecs.get(PRIORITIES));
+        let auto = &self.0.family.auto;
+        let streams = auto.age.and_then(|_| self.0.pages.codecs.get(PRIORITIES));
         let dictionary = streams.and_then(Streams::dictionary);
         AutoRecompressed {
             // Relaxed: statistics.
-            pages: auto.pages.load(Ordering::Relaxed),
+            pages: auto.shrunk.load(Ordering::Relaxed),
             saved_bytes: auto.saved_bytes.load(Ordering::Relaxed),
             dictionary_bytes: dictionary.map_or(0, |dictionary| dictionary.bytes().len() as u64),
         }
     }
 }
 
-impl Shared {
+/// The automatic mode of a family.
+///
+/// Lock order: `passes` of the family, then `state`; under them as requests do.
+pub(super) struct AutoRecompress {
+    pages: Arc<Pages>,
+    /// How long what is to be recompressed was not touched; `None`: the mode is off.
+    age: Option<Duration>,
+    state: Mutex<AutoState>,
+    /// Pages.
+    shrunk: AtomicU64,
+    saved_bytes: AtomicU64,
+}
+
+impl AutoRecompress {
+    /// Nothing was done yet.
+    pub fn new(pages: Arc<Pages>, age: Option<Duration>) -> Self {
+        Self {
+            pages,
+            age,
+            state: Mutex::default(),
+            shrunk: AtomicU64::new(0),
+            saved_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether pages are recompressed.
+    pub fn is_on(&self) -> bool {
+        self.age.is_some()
+    }
+
     /// One step of the automatic mode, of about 100 ms at most (training goes on beside it). To be called about once a
     /// second. Does nothing while another background pass runs.
-    pub(super) fn auto_recompress(&self) {
-        let Some(age) = self.config.auto_recompress else { return };
-        let Some(_one) = self.passes.try_lock() else { return };
+    pub fn step(&self) {
+        let Some(age) = self.age else { return };
+        let Some(_one) = self.pages.passes.try_lock() else { return };
         let now_ms = clock::now_ms();
-        let old = self.ages.untouched_since(now_ms.saturating_sub(clock::millis(age)));
-        let mut state = self.auto.state.lock();
-        match self.codecs.get(PRIORITIES) {
-            Some(streams) => self.auto_step(&mut state, streams, &old),
-            None => self.auto_learn(&mut state, now_ms, &old),
+        let old = self.pages.ages.untouched_since(now_ms.saturating_sub(clock::millis(age)));
+        let mut state = self.state.lock();
+        match self.pages.codecs.get(PRIORITIES) {
+            Some(streams) => self.shrink(&mut state, streams, &old),
+            None => self.learn(&mut state, now_ms, &old),
         }
     }
 
     /// Sets what the automatic mode has counted to zero.
-    pub(super) fn clear_auto_recompressed(&self) {
+    pub fn clear(&self) {
         // Relaxed: statistics.
-        self.auto.pages.store(0, Ordering::Relaxed);
-        self.auto.saved_bytes.store(0, Ordering::Relaxed);
+        self.shrunk.store(0, Ordering::Relaxed);
+        self.saved_bytes.store(0, Ordering::Relaxed);
     }
 
     // ---- the dictionary --------------------------------------------------------------------------------------------
 
-    fn auto_learn(&self, state: &mut State, now_ms: u64, old: &[bool; AGES]) {
+    fn learn(&self, state: &mut AutoState, now_ms: u64, old: &[bool; AGES]) {
         if let Some(training) = state.training.take_if(|training| training.is_finished()) {
             if let Ok(Some(streams)) = training.join() {
                 let bytes = streams.dictionary().map_or(0, |dictionary| dictionary.bytes().len());
                 tracing::info!(bytes, "auto_recompress: a dictionary was trained on the disk's pages");
                 // A disk that has something at this priority is not made.
-                let set = self.codecs.set(PRIORITIES, Arc::new(streams));
+                let set = self.pages.codecs.set(PRIORITIES, Arc::new(streams));
                 debug_assert!(set.is_ok(), "{set:?}");
             } else {
                 tracing::warn!("auto_recompress: no dictionary could be trained; it is tried again later");
@@ -111,7 +139,7 @@ impl Shared {
         }
         let wanted = |word: Word| is_sample(word) && old[usize::from(word.age())];
         let sample = &mut state.sample;
-        let over = self.auto_walk(&mut state.cursor, &wanted, |layer, slot, word| {
+        let over = self.walk(&mut state.cursor, &wanted, |layer, slot, word| {
             sample.offer((layer.id(), slot), word);
             true
         });
@@ -137,24 +165,24 @@ impl Shared {
     fn read_sample(&self, mut pages: Vec<(u32, u64)>) -> Vec<Page> {
         pages.sort_unstable();
         let read = |(layer, slot)| {
-            let layer: Arc<Layer> = self.layers.get(layer)?;
+            let layer: Arc<Layer> = self.pages.layers.get(layer)?;
             let mut page = [0; PAGE_BYTES];
             let guard = layer.table().leaf(slot)?.lock(slot);
             let word = guard.word();
-            let object = is_sample(word).then(|| self.pool.object(&guard))?;
-            self.codecs.decompress(word.algorithm(), object, &mut page).ok().map(|()| page)
+            let object = is_sample(word).then(|| self.pages.pool.object(&guard))?;
+            self.pages.codecs.decompress(word.algorithm(), object, &mut page).ok().map(|()| page)
         };
         pages.into_iter().filter_map(read).collect()
     }
 
     // ---- the pages -------------------------------------------------------------------------------------------------
 
-    fn auto_step(&self, state: &mut State, streams: &Streams, old: &[bool; AGES]) {
+    fn shrink(&self, state: &mut AutoState, streams: &Streams, old: &[bool; AGES]) {
         let began = Instant::now();
         // What is freed lies scattered: it becomes pages only by packing, a class at a time.
         while state.compacting > 0 {
             state.compacting -= 1;
-            self.compact_class(state.compacting);
+            self.pages.compact_class(state.compacting);
             if began.elapsed() >= STEP {
                 return;
             }
@@ -162,21 +190,21 @@ impl Shared {
         let target =
             Target { priority: PRIORITIES as u8, streams, is_last: true, threshold: 0, clears_idle: false };
         let wants = |word: Word| target.may_shrink(word) && old[usize::from(word.age())];
-        let State { cursor, room, .. } = &mut *state;
+        let AutoState { cursor, room, .. } = &mut *state;
         let mut damaged = 0_u32;
-        let over = self.auto_walk(cursor, &wants, |layer, slot, _| {
-            let Ok(mut attempt) = self.recompress_slot(layer, slot, &target, &wants) else {
+        let over = self.walk(cursor, &wants, |layer, slot, _| {
+            let Ok(mut attempt) = target.recompress(&self.pages, layer, slot, &wants) else {
                 // Its readers learn of it; here it would be found again and again.
                 damaged += 1;
                 return damaged < 16;
             };
-            if attempt == Attempt::NoRoom && room.is_worth_compacting() && self.compact() > 0 {
-                attempt = self.recompress_slot(layer, slot, &target, &wants).unwrap_or(Attempt::NoRoom);
+            if attempt == Attempt::NoRoom && room.is_worth_compacting() && self.pages.compact() > 0 {
+                attempt = target.recompress(&self.pages, layer, slot, &wants).unwrap_or(Attempt::NoRoom);
             }
             if let Attempt::Shrunk { from, to } = attempt {
                 // Relaxed: statistics.
-                self.auto.pages.fetch_add(1, Ordering::Relaxed);
-                self.auto.saved_bytes.fetch_add((from - to) as u64, Ordering::Relaxed);
+                self.shrunk.fetch_add(1, Ordering::Relaxed);
+                self.saved_bytes.fetch_add((from - to) as u64, Ordering::Relaxed);
             }
             room.count(attempt);
             attempt != Attempt::Reset && !room.is_hopeless() && began.elapsed() < STEP
@@ -184,7 +212,7 @@ impl Shared {
         if room.is_hopeless() {
             room.hope();
         }
-        if over && room.is_compaction_due(self.pool.pages() * PAGE) {
+        if over && room.is_compaction_due(self.pages.pool.pages() * PAGE) {
             state.compacting = CLASSES;
             state.room = Room::default();
         }
@@ -192,7 +220,7 @@ impl Shared {
 
     /// Shows candidates from the cursor on, which goes with them, until `visit` has enough, or enough was looked at;
     /// true where the last layer's end was reached, and the cursor is at the beginning again.
-    fn auto_walk(
+    fn walk(
         &self,
         cursor: &mut Cursor,
         wanted: &impl Fn(Word) -> bool,
@@ -200,7 +228,7 @@ impl Shared {
     ) -> bool {
         let mut found = Vec::new();
         for _ in 0..STEP_LEAVES {
-            let Some(layer) = self.layers.at_or_after(cursor.layer) else {
+            let Some(layer) = self.pages.layers.at_or_after(cursor.layer) else {
                 *cursor = Cursor::default();
                 return true;
             };
@@ -252,5 +280,5 @@ fn train(pages: &[Page]) -> Option<Streams> {
 }
 
 #[cfg(test)]
-#[path = "dictionary_tests.rs"]
+#[path = "auto_recompress_tests.rs"]
 mod tests;

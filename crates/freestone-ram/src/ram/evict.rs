@@ -13,11 +13,13 @@ use std::time::Duration;
 
 use super::Ram;
 use super::candidates::is_spillable;
+use super::idle::renumber_ages;
 use super::layer::Layer;
-use super::limits::{HIGH_PERCENT, LOW_PERCENT, high_mark};
+use super::limits::{LOW_PERCENT, high_mark};
 use super::outcome::{Rounds, Spilled, WritebackError};
+use super::pages::Pages;
 use super::pass::{Offered, Pass};
-use super::shared::Shared;
+use super::reclaim::Reclaim;
 use crate::clock::now_ms;
 use crate::pool::Pool;
 use crate::spill::store::Store;
@@ -36,64 +38,71 @@ pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
 /// How long who waits for removed devices sleeps at a time.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-impl Shared {
-    /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
-    pub(super) fn marks(&self) -> Option<(u64, u64)> {
-        let limit = self.mem_limit() / PAGE;
-        self.store.as_ref().filter(|_| limit > 0).map(|_| {
-            let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
-            ((limit * HIGH_PERCENT / 100).max(low), low)
-        })
+/// The eviction of a family's pages.
+pub(super) struct Evict {
+    pages: Arc<Pages>,
+    pub reclaim: Reclaim,
+    /// How it went so far, for the family's limit.
+    rounds: Mutex<Rounds>,
+    /// What keeps pages from being spilled, as it was logged last.
+    pub hindrance: Mutex<Option<WritebackError>>,
+}
+
+impl Evict {
+    /// Nothing was spilled yet.
+    pub fn new(pages: Arc<Pages>) -> Self {
+        let reclaim = Reclaim::new(Arc::clone(&pages));
+        Self { pages, reclaim, rounds: Mutex::default(), hindrance: Mutex::default() }
     }
 
     /// Spills until the low mark, if memory is above the high one or requests wait.
     pub(super) fn make_room(&self, waiting: bool) {
         let waiting = self.make_room_under_caps(waiting);
-        let Some((high, low)) = self.marks() else {
+        let Some((high, low)) = self.pages.marks() else {
             // The limit was lifted.
             if waiting {
-                self.keeper.memory_freed();
+                self.pages.keeper.memory_freed();
             }
             return;
         };
         // What is kept for others is as good as used.
-        let kept = self.layers.kept_pages();
+        let kept = self.pages.layers.kept_pages();
         let (high, low) = (high.saturating_sub(kept), low.saturating_sub(kept));
-        if self.pool.pages() <= high && !waiting {
+        if self.pages.pool.pages() <= high && !waiting {
             return;
         }
         if self.rounds.lock().pause() {
-            return self.keeper.give_up();
+            return self.pages.keeper.give_up();
         }
-        let _one = self.passes.lock();
-        self.renumber_ages();
-        let (pages, charged) = (self.pool.pages(), self.charged());
-        if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.compact() > 0 {
-            self.keeper.memory_freed();
+        let _one = self.pages.passes.lock();
+        renumber_ages(&self.pages);
+        let (pages, charged) = (self.pages.pool.pages(), self.charged());
+        if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.pages.compact() > 0 {
+            self.pages.keeper.memory_freed();
         }
-        let need = self.pool.pages().saturating_sub(low) * PAGE;
+        let need = self.pages.pool.pages().saturating_sub(low) * PAGE;
         let need = if waiting { need.max(ROUND_BYTES_MIN) } else { need };
         if need == 0 {
             return;
         }
         let spilled = self.spill_and_reclaim(need, None);
         // Places are scattered: only whole pages can serve other sizes.
-        let compacted = if spilled.taken > 0 { self.compact() } else { 0 };
+        let compacted = if spilled.taken > 0 { self.pages.compact() } else { 0 };
         let got_on = spilled.freed > 0 || compacted > 0;
         let again = self.after(&self.rounds, &spilled, got_on);
         match (got_on, again) {
-            (true, _) => self.keeper.memory_freed(),
+            (true, _) => self.pages.keeper.memory_freed(),
             (false, true) => {}
-            (false, false) => return self.keeper.give_up(),
+            (false, false) => return self.pages.keeper.give_up(),
         }
-        if again && (self.pool.pages() > high || !got_on) {
-            self.keeper.kick();
+        if again && (self.pages.pool.pages() > high || !got_on) {
+            self.pages.keeper.kick();
         }
     }
 
     /// Spills pages of devices that are near their own caps. Returns whether requests of other devices wait.
     fn make_room_under_caps(&self, waiting: bool) -> bool {
-        let full: Vec<_> = self.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
+        let full: Vec<_> = self.pages.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
         if full.is_empty() {
             return waiting;
         }
@@ -102,18 +111,18 @@ impl Shared {
             let (got_on, again) = self.make_room_under_cap(&layer);
             let is_its = |ram: &Ram| ram.layer_id() == layer.id();
             match (got_on, again) {
-                (true, _) => self.keeper.memory_freed_for(is_its),
+                (true, _) => self.pages.keeper.memory_freed_for(is_its),
                 (false, true) => {}
-                (false, false) => self.keeper.give_up_for(is_its),
+                (false, false) => self.pages.keeper.give_up_for(is_its),
             }
-            if again && if got_on { is_full(&layer) } else { self.keeper.is_awaited(is_its) } {
+            if again && if got_on { is_full(&layer) } else { self.pages.keeper.is_awaited(is_its) } {
                 next.push(layer);
             }
         }
         if !next.is_empty() {
-            self.keeper.kick();
+            self.pages.keeper.kick();
         }
-        self.keeper.is_awaited(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
+        self.pages.keeper.is_awaited(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
     }
 
     /// Spills pages of a device that is near its own cap. Returns whether it has room, and whether another round makes sense.
@@ -121,7 +130,7 @@ impl Shared {
         if layer.rounds().lock().pause() {
             return (false, false);
         }
-        let _one = self.passes.lock();
+        let _one = self.pages.passes.lock();
         if !is_full(layer) {
             // Its pages left memory by hand meanwhile.
             return (true, false);
@@ -146,11 +155,11 @@ impl Shared {
 
     /// Bytes of the classes of all objects.
     fn charged(&self) -> u64 {
-        self.layers.all().iter().map(|layer| layer.charged()).sum()
+        self.pages.layers.all().iter().map(|layer| layer.charged()).sum()
     }
 
     fn is_silent(&self) -> bool {
-        self.store.as_ref().is_some_and(|store| store.unanswered() > 0)
+        self.pages.store.as_ref().is_some_and(|store| store.unanswered() > 0)
     }
 
     /// As [`spill`](Self::spill), on a device that may be full of what removed devices left, and of holes.
@@ -158,7 +167,7 @@ impl Shared {
         let first = self.spill(need, only);
         if first.outcome != Err(WritebackError::NoSpace)
             || !self.free_blocks_of_the_removed()
-                && self.reclaim_until(RECLAIMED_BLOCKS) <= RECLAIMED_MIN_BLOCKS
+                && self.reclaim.until(RECLAIMED_BLOCKS) <= RECLAIMED_MIN_BLOCKS
         {
             return first;
         }
@@ -168,9 +177,9 @@ impl Shared {
 
     /// Frees pages that removed devices have on the backing device. Returns whether that made room there.
     fn free_blocks_of_the_removed(&self) -> bool {
-        let Some(store) = &self.store else { return false };
+        let Some(store) = &self.pages.store else { return false };
         let before = store.free_blocks();
-        while store.free_blocks() < before + RECLAIMED_BLOCKS && self.help_to_free() {}
+        while store.free_blocks() < before + RECLAIMED_BLOCKS && self.pages.help_to_free() {}
         store.free_blocks() > before
     }
 
@@ -180,12 +189,12 @@ impl Shared {
         let is_full = || store.free_blocks() <= RECLAIMED_MIN_BLOCKS;
         while Instant::now() < until {
             // Asked before the look at what is retired: what is not pending any more is there.
-            let pending = self.removals.is_pending();
-            while is_full() && self.help_to_free() {}
+            let pending = self.pages.removals.is_pending();
+            while is_full() && self.pages.help_to_free() {}
             if !is_full() {
                 return true;
             }
-            if !pending && !self.is_freeing() {
+            if !pending && !self.pages.is_freeing() {
                 return false;
             }
             thread::sleep(LOOK_AGAIN);
@@ -196,7 +205,7 @@ impl Shared {
     /// Spills about `need` bytes of objects, the coldest first.
     fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
         let nothing = |outcome| Spilled { taken: 0, freed: 0, outcome };
-        let Some(store) = &self.store else { return nothing(Ok(())) };
+        let Some(store) = &self.pages.store else { return nothing(Ok(())) };
         if store.unanswered() > 0 {
             return nothing(Err(WritebackError::Device(Error::Media)));
         }
@@ -207,8 +216,8 @@ impl Shared {
             _ => {}
         }
         // What is touched from here on is younger than everything that was there.
-        self.ages.advance(now_ms());
-        let ranks = self.ages.ranks();
+        self.pages.ages.advance(now_ms());
+        let ranks = self.pages.ages.ranks();
         let rank = |word: Word| ranks[usize::from(word.age())];
         let layers = self.spillable_layers(only);
         let mut by_rank = [0_u64; AGES];
@@ -231,7 +240,7 @@ impl Shared {
         let last = last as u8;
         // Of the last age only what is still needed.
         let mut left_of_last = need.saturating_sub(colder);
-        let mut pass = Pass::new(self, store);
+        let mut pass = Pass::new(&self.pages, store);
         let mut taken = 0;
         let mut outcome = Ok(());
         let cold = |word: Word| is_spillable(word) && rank(word) <= last;
@@ -282,7 +291,7 @@ impl Shared {
             };
             (!layer.is_retired() && most > 0).then_some((layer, most))
         };
-        self.layers.all().into_iter().filter_map(may_take).collect()
+        self.pages.layers.all().into_iter().filter_map(may_take).collect()
     }
 }
 

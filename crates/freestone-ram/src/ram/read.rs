@@ -1,0 +1,86 @@
+//! One page at a time: how a slot's content is read.
+
+use super::candidates::is_spillable;
+use super::pages::Pages;
+use crate::codec::Page;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{Error, Result};
+use freestone_core::slot::{Kind, SlotGuard, Word};
+
+/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
+/// to wait for a disk, or it needs memory that can be had only by spilling.
+pub(super) struct Waits;
+
+/// What an operation on one page comes to.
+pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, Waits>;
+
+impl Pages {
+    /// Reads `into.len()` bytes from `from` of the page of a locked slot.
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
+    pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
+        let word = guard.word();
+        if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
+            return Err(Waits);
+        }
+        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
+            self.load(&guard, page)
+        } else {
+            let mut page = [0; PAGE_BYTES];
+            self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        };
+        // Others never leave memory: their age is nobody's concern.
+        if is_spillable(word) {
+            guard.publish(word.touched(self.ages.now()));
+        }
+        Ok(result)
+    }
+
+    /// The content of a locked slot, which is not in flight.
+    #[inline]
+    pub(super) fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
+        let word = guard.word();
+        match word.kind() {
+            Kind::Empty => page.fill(0),
+            Kind::Same => fill(page, u64::from(word.location() as u32) * 0x1_0000_0001),
+            Kind::Pattern => {
+                fill(page, u64::from_ne_bytes(self.pool.object(guard).try_into().map_err(|_| Error::Media)?));
+            }
+            Kind::Compressed => {
+                self.pool.prefetch_for_read(word);
+                return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
+            }
+            Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
+            Kind::InFlight | Kind::Spilled | Kind::Base => return Err(Error::Media),
+        }
+        Ok(())
+    }
+
+    /// The page of which a compressed or huge slot's object has been copied.
+    pub(super) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
+        match word.kind() {
+            Kind::Huge if object.len() == page.len() => {
+                page.copy_from_slice(object);
+                Ok(())
+            }
+            Kind::Compressed => {
+                let page = page.try_into().map_err(|_| Error::Media)?;
+                self.codecs.decompress(word.algorithm(), object, page)
+            }
+            _ => Err(Error::Media),
+        }
+    }
+
+    /// The page of an object that was read from the backing device.
+    pub(super) fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.spilled_bytes() == PAGE_BYTES {
+            page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
+            return Ok(());
+        }
+        self.codecs.decompress(held.algorithm(), object, page)
+    }
+}
+
+fn fill(page: &mut Page, pattern: u64) {
+    page.as_chunks_mut().0.fill(pattern.to_ne_bytes());
+}
