@@ -12,16 +12,12 @@
 
 use std::sync::Arc;
 
+use super::exceptions::Exception;
 use super::gather::Waiter;
-use super::snapshot::{Snap, counter};
+use super::state::{COPY_PIECE_BYTES, Permit, Snap, counter};
 use super::store::{Allocated, NoPlace};
-use super::throttle::Permit;
-use crate::cow::exceptions::Exception;
 use freestone_core::device::{Buffer, Completion, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::handoff::{Put, try_put};
-
-/// Bytes that a copy moves at once: the kernel's sub-jobs. Memory of a copy in flight.
-pub const PIECE_BYTES: u64 = 512 << 10;
 
 /// An exception that was begun.
 pub struct Begun {
@@ -122,7 +118,7 @@ impl Begun {
         // As far as the origin reaches now, which may be further than the snapshot.
         let len = snap.core.device.geometry().size.saturating_sub(start).min(snap.chunk());
         snap.counters.add(counter::COPIED, 1);
-        match IoBuf::zeroed(len.min(PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
+        match IoBuf::zeroed(len.min(COPY_PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
             Ok(buffer) => Copying { begun: self, at: 0, len, writing: false, buffer }.go(),
             Err(error) => self.copied(Err(error)),
         }
@@ -201,7 +197,7 @@ struct Copying {
 
 impl Copying {
     fn piece(&self) -> u64 {
-        (self.len - self.at).min(PIECE_BYTES)
+        (self.len - self.at).min(COPY_PIECE_BYTES)
     }
 
     fn go(mut self) {

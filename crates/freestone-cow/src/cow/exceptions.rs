@@ -169,6 +169,13 @@ impl<W> Exceptions<W> {
         Some(Locked { guard: self.leaf(chunk)?.lock(chunk), flights: &self.flights, chunk })
     }
 
+    /// Marks a chunk's complete exception as being merged, or takes that mark away.
+    pub fn mark(&self, chunk: u64, merging: bool) {
+        if let Some(locked) = self.lock_present(chunk) {
+            locked.mark(merging);
+        }
+    }
+
     /// The pending exception of a chunk is complete, at chunk `new` of the COW device, or given up. Returns who waited, in
     /// the order in which they came.
     pub fn land(&self, chunk: u64, new: Option<u64>) -> Vec<W> {

@@ -25,63 +25,30 @@
 //! not known which of its two places a chunk has after a crash, both hold the same, and neither is written. A write that comes
 //! to such a chunk has the store try again.
 //!
-//! Lock order: slot, then `tracking`. `progress` is taken with nothing held.
+//! Lock order: see [`state`](super::state) and [`merge_state`](super::merge_state).
 
-use std::collections::HashMap;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
 
-use super::gather::{Job, Waiter};
-use super::origin::{self, Merging};
-use super::snapshot::{Mode, Snap, Snapshot};
+use super::gather::Job as _;
+use super::merge_state::{Merge, MergeFailure, MergeStatus};
+use super::origin_write::OriginWrite;
+use super::snapshot::Snapshot;
+use super::state::{Merging, Mode, Snap};
 use super::store::{self, Run};
 use freestone_core::consistency_group::{FREEZE_MAX, NotInTime};
 use freestone_core::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::pin::wait;
-use freestone_core::sync::{Condvar, Mutex, mpsc, thread};
+use freestone_core::sync::{mpsc, thread};
 use freestone_core::unique;
 
 /// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
 const RUN_BYTES_MAX: u64 = 4 << 20;
 /// Bytes that are copied at once.
 const PIECE_BYTES: u64 = 1 << 20;
-
-/// How far a merge is.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum MergeStatus {
-    /// None was begun.
-    #[default]
-    None,
-    /// It is under way.
-    Running,
-    /// It was stopped, or was under way when the store was closed, and can be begun again.
-    Stopped,
-    /// All is in the origin. The snapshot shows the origin from now on.
-    Finished,
-    /// It met an error, and can be begun again.
-    Failed(MergeFailure),
-}
-
-/// Why a merge ended early.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum MergeFailure {
-    /// The exception store.
-    #[error("the exception store: {0}")]
-    Store(#[from] store::MergeError),
-    /// The origin or the COW device.
-    #[error("{what} failed: {error}")]
-    Device {
-        /// What was done.
-        what: &'static str,
-        /// The device's answer.
-        error: Error,
-    },
-}
 
 /// Why a merge could not be begun.
 #[derive(Debug, Error)]
@@ -112,33 +79,6 @@ pub enum MergeSetupError {
     Thread(#[source] io::Error),
 }
 
-/// The merge of one snapshot.
-#[derive(Default)]
-pub(super) struct Merge {
-    tracking: Mutex<Tracking>,
-    drained: Condvar,
-    progress: Mutex<Progress>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Tracking {
-    /// Writes to the COW device under way, by chunk of the origin.
-    writes: HashMap<u64, usize>,
-    /// Writes that came to a marked chunk.
-    held: Vec<Waiter>,
-    /// A run is being merged, or written back.
-    busy: bool,
-    /// Chunks that stay marked until the store has written them back.
-    torn: Option<Range<u64>>,
-}
-
-#[derive(Default)]
-struct Progress {
-    status: MergeStatus,
-    stop: bool,
-}
-
 impl Snapshot {
     /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way, and
     /// marks the store. A merge that runs or is finished stays as it is.
@@ -151,7 +91,7 @@ impl Snapshot {
 
     /// How far the merge is.
     pub fn merge_status(&self) -> MergeStatus {
-        self.0.snap.merge.progress.lock().status.clone()
+        self.0.snap.merge.status()
     }
 
     /// Waits until the merge ends, one way or the other.
@@ -162,78 +102,8 @@ impl Snapshot {
     /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on playing the origin's part, also
     /// when it is dropped, until the origin is dropped too.
     pub fn stop_merge(&self) {
-        self.0.snap.stop_merge();
+        self.0.snap.merge.stop();
         self.0.snap.merge.wait();
-    }
-}
-
-// ---- what writes have to do with it ------------------------------------------------------------------------------------------
-
-impl Merge {
-    /// One that was under way before.
-    pub fn stopped() -> Self {
-        let progress = Progress { status: MergeStatus::Stopped, stop: false };
-        Self { progress: Mutex::new(progress), ..Self::default() }
-    }
-
-    /// A write to the COW device begins. The chunk's slot is locked.
-    pub fn track(&self, chunk: u64) {
-        *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
-    }
-
-    /// It has ended.
-    pub fn untrack(&self, chunk: u64) {
-        let mut tracking = self.tracking.lock();
-        if let Some(count) = tracking.writes.get_mut(&chunk) {
-            *count -= 1;
-            if *count == 0 {
-                tracking.writes.remove(&chunk);
-                self.drained.notify_all();
-            }
-        }
-    }
-
-    /// A run begins, when no other is being written back.
-    fn begin_run(&self) {
-        let mut tracking = self.tracking.lock();
-        while tracking.busy {
-            tracking = wait(&self.drained, tracking);
-        }
-        tracking.busy = true;
-    }
-
-    /// A run has ended, or was written back; `torn` of it stays marked.
-    fn end_run(&self, torn: Option<Range<u64>>, outcome: Result<()>) {
-        let mut tracking = self.tracking.lock();
-        tracking.busy = false;
-        tracking.torn = torn;
-        let held = std::mem::take(&mut tracking.held);
-        drop(tracking);
-        self.drained.notify_all();
-        for waiter in held {
-            waiter.arrived(outcome);
-        }
-    }
-
-    pub fn is_finished(&self) -> bool {
-        self.progress.lock().status == MergeStatus::Finished
-    }
-
-    pub fn has_failed(&self) -> bool {
-        matches!(self.progress.lock().status, MergeStatus::Failed(_))
-    }
-
-    fn wait(&self) -> MergeStatus {
-        let mut progress = self.progress.lock();
-        while progress.status == MergeStatus::Running {
-            progress = wait(&self.changed, progress);
-        }
-        progress.status.clone()
-    }
-
-    fn set(&self, status: MergeStatus) {
-        self.progress.lock().status = status;
-        self.changed.notify_all();
     }
 }
 
@@ -243,8 +113,8 @@ struct Ended<'a>(&'a Merge);
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
         // Where it ended by itself, another one may run already.
-        if thread::panicking() && self.0.progress.lock().status == MergeStatus::Running {
-            self.0.set(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
+        if thread::panicking() && self.0.status() == MergeStatus::Running {
+            self.0.end(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
         }
     }
 }
@@ -270,23 +140,20 @@ impl Snap {
         if changing.merging != Merging::Yes && !changing.preparing.is_empty() {
             return Err(MergeSetupError::Preparing);
         }
-        {
-            let progress = self.merge.progress.lock();
-            if matches!(progress.status, MergeStatus::Running | MergeStatus::Finished) {
-                return Ok(());
-            }
+        if matches!(self.merge.status(), MergeStatus::Running | MergeStatus::Finished) {
+            return Ok(());
         }
         if !self.is_merging() {
             self.play_origin()?;
         }
         changing.merging = Merging::Yes;
-        *self.merge.progress.lock() = Progress { status: MergeStatus::Running, stop: false };
+        self.merge.begin();
         // Again, where the origin is a copy that was made without its note.
         self.note();
         let snap = Arc::clone(self);
         let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
         started.map(drop).map_err(|error| {
-            self.merge.set(MergeStatus::Stopped);
+            self.merge.end(MergeStatus::Stopped);
             MergeSetupError::Thread(error)
         })
     }
@@ -355,40 +222,10 @@ impl Snap {
         }
     }
 
-    /// Stops the merge, if one runs.
-    pub fn stop_merge(&self) {
-        self.merge.progress.lock().stop = true;
-    }
-
-    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is locked.
-    pub fn hold_for_merge(self: &Arc<Self>, waiter: Waiter) {
-        let mut tracking = self.merge.tracking.lock();
-        tracking.held.push(waiter);
-        if std::mem::replace(&mut tracking.busy, true) {
-            return;
-        }
-        drop(tracking);
-        // Nobody is at it: the run failed, and so did writing it back.
-        let snap = Arc::clone(self);
-        self.store.put_back(move |outcome| {
-            let torn = snap.merge.tracking.lock().torn.clone();
-            if outcome.is_ok() {
-                torn.clone().into_iter().flatten().for_each(|chunk| snap.mark(chunk, false));
-            }
-            snap.merge.end_run(torn.filter(|_| outcome.is_err()), outcome);
-        });
-    }
-
-    fn mark(&self, chunk: u64, merging: bool) {
-        if let Some(locked) = self.exceptions.lock_present(chunk) {
-            locked.mark(merging);
-        }
-    }
-
     fn run_merge(self: Arc<Self>) {
         let _ended = Ended(&self.merge);
         let status = loop {
-            if self.merge.progress.lock().stop {
+            if self.merge.is_to_stop() {
                 break MergeStatus::Stopped;
             }
             match self.store.last_run() {
@@ -407,14 +244,14 @@ impl Snap {
                 self.core.forget(&self);
                 // Before another merge can begin: from then on this one is told from it by that.
                 let mut changing = self.core.changing.lock();
-                self.merge.set(status);
+                self.merge.end(status);
                 changing.merging = Merging::No;
                 return;
             }
             MergeStatus::Failed(failure) => tracing::warn!("a merge stopped: {failure}"),
             _ => {}
         }
-        self.merge.set(status);
+        self.merge.end(status);
     }
 
     /// Merges the end of a run.
@@ -422,19 +259,20 @@ impl Snap {
         let chunk = self.chunk();
         let count = run.count.min((RUN_BYTES_MAX / chunk).max(1));
         let (old, new) = (run.old + run.count - count, run.new + run.count - count);
-        let start = old * chunk;
-        let end = ((old + count) * chunk).min(self.size);
+        let chunks = old..old + count;
+        let start = chunks.start * chunk;
+        let end = (chunks.end * chunk).min(self.size);
         let failed = |what| move |error| MergeFailure::Device { what, error };
         // 1
         if start < end {
-            to_origin(|done| origin::Write::preserve(Arc::clone(&self.core), start, end - start, done))
+            to_origin(|done| OriginWrite::preserve(Arc::clone(&self.core), start, end - start, done))
                 .map_err(failed("copying to other snapshots"))?;
         }
         // 2
         self.merge.begin_run();
-        (old..old + count).for_each(|chunk| self.mark(chunk, true));
+        chunks.clone().for_each(|chunk| self.exceptions.mark(chunk, true));
         // 3
-        self.drain(old, old + count);
+        self.merge.drain(&chunks);
         // 4, 5
         let copied = self
             .copy_back(new * chunk, start, end)
@@ -443,10 +281,10 @@ impl Snap {
         let forgotten = copied.and_then(|()| Ok(self.store.commit_merge(run, count)?));
         // 7
         if forgotten.is_err() && self.store.is_torn() {
-            self.merge.end_run(Some(old..old + count), Err(Error::Media));
+            self.merge.end_run(Some(chunks), Err(Error::Media));
             return forgotten;
         }
-        for chunk in (old..old + count).rev() {
+        for chunk in chunks.rev() {
             match (self.exceptions.lock_present(chunk), &forgotten) {
                 (Some(locked), Ok(())) => locked.forget(),
                 (Some(locked), Err(_)) => locked.mark(false),
@@ -455,14 +293,6 @@ impl Snap {
         }
         self.merge.end_run(None, if forgotten.is_ok() { Ok(()) } else { Err(Error::Media) });
         forgotten
-    }
-
-    /// Waits for writes to these chunks of the COW device.
-    fn drain(&self, first: u64, end: u64) {
-        let mut tracking = self.merge.tracking.lock();
-        while tracking.writes.keys().any(|chunk| (first..end).contains(chunk)) {
-            tracking = wait(&self.merge.drained, tracking);
-        }
     }
 
     fn copy_back(self: &Arc<Self>, from: u64, start: u64, end: u64) -> std::result::Result<(), MergeFailure> {
@@ -475,7 +305,7 @@ impl Snap {
             cow.read_at(from + (at - start), &mut data).map_err(failed("reading the COW device"))?;
             to_origin(|done| {
                 let request = Request::new(Op::Write, at, len);
-                origin::Write::past_merge(self, request, data, done)
+                OriginWrite::past_merge(self, request, data, done)
             })
             .map_err(failed("writing the origin"))?;
             at += len;
@@ -490,7 +320,7 @@ fn new_id() -> u64 {
 }
 
 /// Runs a write of the origin to its end.
-fn to_origin(write: impl FnOnce(Completion) -> origin::Write) -> Result<()> {
+fn to_origin(write: impl FnOnce(Completion) -> OriginWrite) -> Result<()> {
     let (tx, rx) = mpsc::sync_channel(1);
     let done = Completion::new(move |outcome, _| {
         // The receiver waits below; it cannot be gone.

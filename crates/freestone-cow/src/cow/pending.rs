@@ -5,8 +5,9 @@ use std::sync::Arc;
 use super::exceptions::{CHUNKS_MAX, Exceptions};
 use super::format::Found;
 use super::notes::Stamp;
-use super::origin::{Anchor, Core, Merging, Origin};
-use super::snapshot::{Snap, Snapshot};
+use super::origin::{Anchor, Origin};
+use super::snapshot::Snapshot;
+use super::state::{Core, Merging, Snap};
 use super::store::{self, Store};
 use super::store_load;
 use super::{Config, Missed, SetupError, StoreKind};
@@ -294,7 +295,7 @@ impl Pending for PendingSnapshot {
                 })
             });
             core.prepared(self.snapshot.cow(), false);
-            snap.tell_missed(missed);
+            log_missed(snap, missed);
         }
     }
 
@@ -313,5 +314,19 @@ impl Drop for PendingSnapshot {
         if !self.attached {
             self.core().prepared(self.snapshot.cow(), self.snapshot.0.snap.is_merging());
         }
+    }
+}
+
+/// Logs what its store missed before it was opened.
+fn log_missed(snap: &Snap, missed: Missed) {
+    let store = snap.place.get().map_or("an exception store", |place| place);
+    match missed {
+        Missed::Nothing => {}
+        Missed::Unknown => tracing::warn!(
+            "{store}: it is unknown whether the origin was written without this store since; then its snapshot is a mixture"
+        ),
+        Missed::Writes => tracing::warn!(
+            "{store}: the origin was written or used without this store since; its snapshot is a mixture of old and new"
+        ),
     }
 }

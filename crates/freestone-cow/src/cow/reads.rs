@@ -1,4 +1,4 @@
-//! Reads of a snapshot, and what it says of itself.
+//! Reads and flushes of a snapshot, and what it says of itself.
 //!
 //! A request is cut into runs of chunks that lie together, with the origin or on the COW device. What was read from the origin
 //! counts only if the chunks still have no exception afterwards (see [`exceptions`](super::exceptions)); where one was made
@@ -6,10 +6,9 @@
 
 use std::sync::Arc;
 
-use super::snapshot::{Snap, Snapshot, counter};
+use super::state::{Snap, counter};
 use freestone_core::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, IoBuf, Request, Result, Tried,
-    range_end,
+    Buffer, Change, Completion, Device, Error, Extent, ExtentKind, IoBuf, Request, Result, Tried, range_end,
 };
 use freestone_core::handoff::progress;
 use freestone_core::sync::Mutex;
@@ -97,11 +96,11 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
 struct Reading {
     snap: Arc<Snap>,
     offset: u64,
-    state: Mutex<State>,
+    state: Mutex<ReadingState>,
 }
 
 /// Lock order: taken with nothing held, and nothing under it.
-struct State {
+struct ReadingState {
     buffer: IoBuf,
     left: usize,
     error: Option<Error>,
@@ -142,7 +141,7 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
 
 impl Reading {
     fn new(snap: Arc<Snap>, offset: u64, buffer: IoBuf, done: Completion) -> Arc<Self> {
-        let state = State { buffer, left: 1, error: None, done: Some(done) };
+        let state = ReadingState { buffer, left: 1, error: None, done: Some(done) };
         Arc::new(Self { snap, offset, state: Mutex::new(state) })
     }
 
@@ -207,6 +206,36 @@ impl Reading {
         if let Some(done) = done {
             done.complete(error.map_or(Ok(()), Err), buffer);
         }
+    }
+}
+
+// ---- flush: to the COW device; of a snapshot that is merged to the origin as well --------------------------------------------
+
+impl Snap {
+    pub fn try_flush(&self, request: &Request) -> Result<Tried> {
+        self.readable()?;
+        if self.is_merging() {
+            return Ok(Tried::WouldBlock);
+        }
+        self.store.device().try_io(request, Buffer::None)
+    }
+
+    pub fn flush(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
+        if let Err(error) = self.readable() {
+            return done.complete(Err(error), buffer);
+        }
+        if !self.is_merging() {
+            return self.store.device().submit(request, buffer, done);
+        }
+        let snap = Arc::clone(self);
+        let then = Completion::new(move |outcome: Result<()>, buffer| match outcome {
+            Ok(()) => {
+                let work_queue = Arc::clone(&snap.core.work_queue);
+                work_queue.push(move || snap.core.device.submit(request, buffer, done));
+            }
+            Err(error) => done.complete(Err(error), buffer),
+        });
+        self.store.device().submit(request, buffer, then);
     }
 }
 
@@ -281,16 +310,14 @@ impl Snap {
     fn end_of(&self, offset: u64, len: u64) -> Result<u64> {
         range_end(offset, len, self.size)
     }
-}
 
-impl Changes for Snapshot {
-    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
-        let snap = &self.0.snap;
-        let end = snap.end_of(offset, len)?;
-        snap.readable().map_err(|_| Error::Gone)?;
+    /// Which runs of a range are the snapshot's own, on the COW device.
+    pub fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
+        let end = self.end_of(offset, len)?;
+        self.readable().map_err(|_| Error::Gone)?;
         let mut at = offset;
         for _ in 0..TRY_RUNS {
-            let run = snap.run_at(at, end);
+            let run = self.run_at(at, end);
             let more = row(Change { offset: at, len: run.len, own: run.own });
             at += run.len;
             if !more || at == end {

@@ -12,10 +12,9 @@ use std::sync::Arc;
 
 use super::copy::{Asked, Begun};
 use super::exceptions::{Exception, Locked};
-use super::gather::{Gather, Job};
-use super::origin;
-use super::snapshot::{Mode, Snap};
-use super::throttle::Permit;
+use super::gather::{Gather, Job, Waiter};
+use super::origin_write::OriginWrite;
+use super::state::{Mode, Permit, Snap};
 use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::handoff::{Put, progress, put, try_put};
 use freestone_core::mutants::{self, Mutant};
@@ -30,7 +29,7 @@ const ROUNDS_INLINE: u32 = 3;
 const TRY_RUNS: u32 = 64;
 
 /// A write, write zeroes or discard under way.
-pub struct Write {
+struct Write {
     snap: Arc<Snap>,
     /// What is left of it, and where that begins in the buffer.
     request: Request,
@@ -154,6 +153,11 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
     snap.store.device().submit(request, buffer, then);
 }
 
+/// Takes over a write, write zeroes or discard that came to the origin, which this snapshot plays the part of.
+pub(super) fn take_over(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
+    Write::new(snap, request, buffer, done).go(Ok(()));
+}
+
 /// Takes over a discard.
 pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     match try_discard(snap) {
@@ -172,7 +176,7 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
 
 impl Write {
     /// A write that begins.
-    pub fn new(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+    fn new(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         Self { snap, request, from: 0, buffer, done, settled: [0; 4], permit: None, rounds: 0 }
     }
 
@@ -379,7 +383,7 @@ impl Write {
                     actions.push(Action::Cow { op, at, from, len: piece.len, tracked });
                 }
                 Exception::Merging(_) => {
-                    snap.hold_for_merge(gather.waiter());
+                    snap.wait_for_run(gather.waiter());
                     continue;
                 }
                 // Nothing is pending: the merge began when nothing was.
@@ -442,7 +446,7 @@ impl Write {
                     Ok(buffer) => {
                         let done = Completion::new(move |outcome, _| waiter.arrived(outcome));
                         let request = Request { op, flags, offset: offset + from, len };
-                        origin::Write::past_merge(&self.snap, request, buffer, done).go(Ok(()));
+                        OriginWrite::past_merge(&self.snap, request, buffer, done).go(Ok(()));
                     }
                     Err(error) => waiter.arrived(Err(error)),
                 }
@@ -463,5 +467,21 @@ impl Snap {
         }
         self.gate.begin();
         actions.push(Action::Cow { op, at, from, len, tracked: None });
+    }
+
+    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is locked.
+    fn wait_for_run(self: &Arc<Self>, waiter: Waiter) {
+        if !self.merge.hold(waiter) {
+            return;
+        }
+        // Nobody is at it: the run failed, and so did writing it back.
+        let snap = Arc::clone(self);
+        self.store.put_back(move |outcome| {
+            let torn = snap.merge.torn();
+            if outcome.is_ok() {
+                torn.clone().into_iter().flatten().for_each(|chunk| snap.exceptions.mark(chunk, false));
+            }
+            snap.merge.end_run(torn.filter(|_| outcome.is_err()), outcome);
+        });
     }
 }
