@@ -15,11 +15,11 @@ use freestone_benches::data::Data;
 use freestone_benches::machine;
 use freestone_benches::options::{Options, Set};
 use freestone_benches::setup::new_ram;
+use freestone_core::variants::{self, Intent, Lock};
 
 use crate::disk::Disk;
 use crate::ext4::Ext4;
 use crate::patterns::{Pattern, Step};
-use crate::variants::{self, Intent, Lock};
 
 /// Content that is written, again and again.
 const CONTENT_BYTES: u64 = 64 << 20;

@@ -17,9 +17,8 @@ use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op,
 use freestone::ram::Ram;
 use freestone_benches::export::export;
 use freestone_benches::tool;
+use freestone_core::variants::{self, Intent};
 use freestone_nbd::Server;
-
-use crate::variants::{self, Intent};
 
 /// nbdfuse mounts within, and ends within.
 const READY_MAX: Duration = Duration::from_secs(20);

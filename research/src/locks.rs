@@ -10,6 +10,7 @@ use freestone_benches::machine;
 use freestone_benches::measure::{Slices, Summary, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
+use freestone_core::variants::{self, Lock};
 
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
@@ -22,7 +23,6 @@ use crate::published::{Figures, locks as published};
 use crate::shared::Mix;
 use crate::simulate::Discipline;
 use crate::slices;
-use crate::variants::{self, Lock};
 
 const ROUNDS: u32 = 13;
 const SLICE_MS: u32 = 65;
@@ -70,7 +70,6 @@ struct Bench<'a, D> {
 
 /// Runs iozone's tests, then fio's jobs, then, where `on_ext4`, iozone's on files.
 pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
-    variants::need()?;
     let machine = costs::measure()?;
     let content = Content::new(options)?;
     let slices = slices(options, ROUNDS, SLICE_MS);

@@ -20,7 +20,6 @@ mod shared;
 mod simulate;
 mod snapshots;
 mod streams;
-mod variants;
 mod words;
 mod writeback;
 mod zones;

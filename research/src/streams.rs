@@ -11,6 +11,7 @@ use freestone_benches::machine;
 use freestone_benches::measure::{Slices, Summary, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
+use freestone_core::variants::{self, Streams};
 
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
@@ -21,7 +22,6 @@ use crate::model::{self, HalfReads, Inputs, predict};
 use crate::patterns::Pattern;
 use crate::published::{Figures, streams as published};
 use crate::simulate::Discipline;
-use crate::variants::{self, Streams};
 use crate::words::counted;
 use crate::{experiment::TableRow, slices};
 
@@ -51,7 +51,6 @@ const COLUMNS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "ours,
 
 /// Runs every test with 1 to 10 threads and, where `on_ext4`, once more on files.
 pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
-    variants::need()?;
     let content = Content::new(options)?;
     let size = options.bytes(DISK_BYTES).min(available_bytes() / 2);
     let slices = slices(options, ROUNDS, SLICE_MS);

@@ -1,6 +1,5 @@
 //! Runs cargo and other commands, shows what they print and counts the tests that ran.
 
-use std::ffi::OsString;
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::num::NonZero;
@@ -79,16 +78,6 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
-/// The manifest of the sources' experiments, which are a workspace of their own.
-pub const RESEARCH: &str = "research/Cargo.toml";
-
-/// A cargo that does this with the sources' experiments. What it builds lies with everything else.
-pub fn research(verb: &str) -> Command {
-    let mut command = cargo();
-    command.args([verb, "--manifest-path", RESEARCH]).env("CARGO_TARGET_DIR", target_dir());
-    command
-}
-
 /// Runs commands one after the other, all of them even if one fails.
 pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> {
     let mut sum = Outcome { ok: true, counts: Counts::default() };
@@ -121,28 +110,8 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     Ok(Outcome { ok: status.success(), counts })
 }
 
-/// A build with the locks and streams of the sources' experiments in the library has a directory of its own, or every other build
-/// would be made anew.
-const VARIANTS_TARGET_DIR: &str = "target/variants";
-
-/// A cargo for a build in which the library's locks and streams can be chosen: see `research/variants`.
-pub fn with_variants() -> Command {
-    let mut command = cargo();
-    command.env("RUSTFLAGS", "--cfg freestone_variants").env("CARGO_TARGET_DIR", VARIANTS_TARGET_DIR);
-    command
-}
-
-/// Runs a benchmark, built for release.
-pub fn bench(args: &[OsString]) -> Result<bool> {
-    let is_research = args.first().is_some_and(|name| name == "reproduce");
-    let (mut command, what) = if is_research {
-        (with_variants(), ["--manifest-path", RESEARCH])
-    } else {
-        (cargo(), ["--package", "freestone-benches"])
-    };
-    command.args(["run", "--release"]).args(what).arg("--").args(args);
-    Ok(command.status().context("cannot start cargo")?.success())
-}
+/// The manifest of the sources' experiments, which are a workspace of their own.
+pub const RESEARCH: &str = "research/Cargo.toml";
 
 /// What a command prints, without the line's end. It has to succeed.
 pub fn output(command: &mut Command) -> Result<String> {

@@ -1,5 +1,6 @@
 //! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are parts of it.
 
+mod bench;
 mod cargo;
 mod docs;
 mod fio;
@@ -9,6 +10,7 @@ mod slow;
 mod steps;
 mod tidy;
 mod torture;
+mod variants;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -116,7 +118,7 @@ fn run(cli: Cli) -> Result<bool> {
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return docs::command(&args[1..]);
         }
-        Command::Bench { args } => return cargo::bench(&args),
+        Command::Bench { args } => return bench::bench(&args),
     };
     Ok(steps::run(&steps).ok())
 }

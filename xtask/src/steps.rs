@@ -6,18 +6,20 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::ValueEnum;
 
+use crate::bench::bench;
 use crate::cargo::{self, Counts, Outcome, cargo};
 use crate::fio;
 use crate::packages;
 use crate::sanitize::{self, Extent, Sanitizer};
 use crate::tidy;
 use crate::torture;
+use crate::variants::{Varied, with_variants};
 
 /// The crates with models of lock protocols.
 const MODELLED: [&str; 4] = ["freestone-core", "freestone-cow", "freestone-drive", "freestone-ram"];
 /// Loom explores every interleaving: only optimised it is fast enough, as are those.
 const OPTIMISED_FOR_MODELS: [&str; 2] = ["generator", "loom"];
-/// The crates that have other locks and streams with `--cfg freestone_variants`.
+/// The crates that have other locks and streams in the experiments' copy.
 const VARIED: [&str; 2] = ["freestone-core", "freestone-ram"];
 /// Where the experiments leave what means nothing.
 const QUICK_OUT: &str = "target/variants/quick";
@@ -92,14 +94,15 @@ impl Step {
             }
             Self::Fmt => cargo::run_each([
                 with(cargo(), &["fmt", "--all", "--check"]),
-                with(cargo::research("fmt"), &["--check"]),
+                with(with_variants("fmt", Varied::Research)?, &["--all", "--check"]),
             ]),
             Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Clippy => {
                 cargo::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
             }
             Self::Doc => {
-                let mut all = [with(cargo(), &["doc", "--workspace"]), cargo::research("doc")];
+                let mut all =
+                    [with(cargo(), &["doc", "--workspace"]), with_variants("doc", Varied::Research)?];
                 for command in &mut all {
                     command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings");
                 }
@@ -107,7 +110,7 @@ impl Step {
             }
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across crates included.
-            Self::Gate => cargo::bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
+            Self::Gate => bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Torture => torture::gate(),
             Self::Mutants => torture::mutants(&[]),
             Self::Variants => variants(),
@@ -148,16 +151,13 @@ fn models() -> Result<Outcome> {
     cargo::run(command.arg("models"))
 }
 
-/// Checks the experiments, and what only their build of the library has. As words for the lints' compiler the cfg reaches these packages
-/// alone, and nothing else is checked anew.
+/// Checks the experiments, and what only their copy of the library has.
 fn variants() -> Result<Outcome> {
-    let mut args = vec!["clippy", "--lib", "--tests"];
-    args.extend(VARIED.iter().flat_map(|package| ["--package", package]));
-    args.extend(["--", "-D", "warnings", "--cfg", "freestone_variants"]);
-    cargo::run_each([
-        with(cargo(), &args),
-        with(cargo::research("clippy"), &["--all-targets", "--", "-D", "warnings"]),
-    ])
+    let mut library = with_variants("clippy", Varied::Library)?;
+    library.args(["--lib", "--tests"]).args(VARIED.iter().flat_map(|package| ["--package", package]));
+    let mut research = with_variants("clippy", Varied::Research)?;
+    research.arg("--all-targets");
+    cargo::run_each([library, research].map(|command| with(command, &["--", "-D", "warnings"])))
 }
 
 fn with(mut command: Command, args: &[&str]) -> Command {
@@ -168,22 +168,20 @@ fn with(mut command: Command, args: &[&str]) -> Command {
 /// Tests what only this build of the library has and the experiments, and runs all of these once.
 fn reproduce() -> Result<Outcome> {
     // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
-    let mut tests = vec!["test", "--lib"];
-    tests.extend(VARIED.iter().flat_map(|package| ["--package", package]));
-    tests.extend(["--", "slot::", "codec::"]);
-    let research = ["--manifest-path", cargo::RESEARCH];
-    let Outcome { ok, mut counts } = cargo::run_each([
-        with(cargo::with_variants(), &tests),
-        with(cargo::with_variants(), &[&["test", "--no-fail-fast"][..], &research].concat()),
-    ])?;
-    let mut all =
-        [&["run"][..], &research, &["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]].concat();
+    let mut library = with_variants("test", Varied::Library)?;
+    library.arg("--lib").args(VARIED.iter().flat_map(|package| ["--package", package]));
+    library.args(["--", "slot::", "codec::"]);
+    let mut research = with_variants("test", Varied::Research)?;
+    research.arg("--no-fail-fast");
+    let Outcome { ok, mut counts } = cargo::run_each([library, research])?;
+    let mut all = with_variants("run", Varied::Research)?;
+    all.args(["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]);
     if rustix::process::geteuid().is_root() {
-        all.push("--ext4");
+        all.arg("--ext4");
     } else {
         println!("without --ext4, which mounts a file system and so is root's");
     }
-    let ran = cargo::run(cargo::with_variants().args(&all))?.ok;
+    let ran = cargo::run(&mut all)?.ok;
     counts += Counts { passed: u64::from(ran), failed: u64::from(!ran) };
     Ok(Outcome { ok: ok && ran, counts })
 }

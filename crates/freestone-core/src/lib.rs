@@ -46,9 +46,7 @@ pub mod sync;
 pub mod timer;
 #[cfg(not(loom))]
 pub mod unique;
-#[cfg(freestone_variants)]
-#[path = "../../../research/variants/mod.rs"]
-pub mod variants;
+pub mod word_lock;
 #[cfg(not(loom))]
 pub mod work_queue;
 

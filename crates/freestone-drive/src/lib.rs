@@ -18,7 +18,6 @@ pub mod zone;
 mod zone {
     //! What of zones is modelled: their locks, conditions and resources.
     mod layout;
-    mod lock;
     mod resources;
     mod states;
     mod word;

@@ -8,8 +8,6 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-#[cfg(freestone_variants)]
-pub use freestone_core::variants;
 pub use freestone_core::{PAGE_BYTES, consistency_group, device, mutants, replace};
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quiesce, zone};

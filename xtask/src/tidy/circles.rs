@@ -265,9 +265,7 @@ fn is_built(attributes: &[Attribute]) -> bool {
 
 fn holds(meta: &Meta) -> bool {
     let Meta::List(list) = meta else {
-        return !["test", "loom", "freestone_variants", "freestone_sim"]
-            .iter()
-            .any(|cfg| meta.path().is_ident(cfg));
+        return !["test", "loom", "freestone_sim"].iter().any(|cfg| meta.path().is_ident(cfg));
     };
     let Ok(parts) = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated) else {
         return true;

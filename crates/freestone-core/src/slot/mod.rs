@@ -6,7 +6,6 @@
 
 pub mod chain;
 mod flight;
-#[cfg_attr(freestone_variants, path = "../../../../research/variants/slot_lock.rs")]
 mod lock;
 mod nodes;
 mod root;

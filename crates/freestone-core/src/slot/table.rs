@@ -15,6 +15,7 @@ use super::word::Word;
 use crate::device::Result;
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::word_lock::Word as _;
 
 /// Slots in a leaf.
 pub const LEAF_SLOTS: u64 = 1 << FANOUT_BITS;

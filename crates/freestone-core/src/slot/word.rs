@@ -16,6 +16,7 @@
 use std::fmt;
 
 pub use crate::LOCATION_BITS;
+use crate::word_lock::{self, LOCK, WAITER};
 
 /// What a slot holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,8 +44,6 @@ pub enum Kind {
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Word(u64);
 
-pub(super) const LOCK: u64 = 1;
-pub(super) const WAITER: u64 = 1 << 1;
 const KIND_SHIFT: u32 = 2;
 const KIND_MASK: u64 = 7 << KIND_SHIFT;
 const ALGORITHM_SHIFT: u32 = 5;
@@ -252,12 +251,16 @@ impl Word {
         let word = Self(self.0 & !IDLE);
         if self.0 & KIND_MASK == 0 || self.is_picked() { word } else { word.with_age(now) }
     }
+}
 
-    pub(super) const fn from_bits(bits: u64) -> Self {
+impl word_lock::Word for Word {
+    #[inline]
+    fn from_bits(bits: u64) -> Self {
         Self(bits & !(LOCK | WAITER))
     }
 
-    pub(super) const fn bits(self) -> u64 {
+    #[inline]
+    fn bits(self) -> u64 {
         self.0
     }
 }
@@ -278,6 +281,7 @@ impl fmt::Debug for Word {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::word_lock::Word as _;
 
     #[test]
     fn fields_do_not_overlap() {

@@ -14,7 +14,6 @@ mod durable;
 mod extents;
 mod file;
 mod layout;
-mod lock;
 mod mark;
 mod ops;
 mod queue;

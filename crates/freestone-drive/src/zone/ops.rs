@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::counts::{CLOSES, FINISHES, OPENS, RESETS};
-use super::lock::Guard;
 use super::mark::Mark;
 use super::queue::{Job, Turn};
+use super::states::Guard;
 use super::states::{Change, Step};
 use super::{Inner, ZoneCondition};
 use freestone_core::device::zoned::{Zone, ZoneOp, ZoneType};

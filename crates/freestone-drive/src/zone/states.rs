@@ -11,7 +11,6 @@
 use crossbeam_utils::CachePadded;
 
 use super::layout::Layout;
-use super::lock::{self, Guard};
 use super::resources::Resources;
 use super::word::Word;
 use freestone_core::device::zoned::ZoneCondition::{
@@ -20,11 +19,16 @@ use freestone_core::device::zoned::ZoneCondition::{
 use freestone_core::device::{Error, Result};
 use freestone_core::parking::Parking;
 use freestone_core::sync::{AtomicU64, Mutex, Ordering, fence};
+use freestone_core::word_lock::{self, Word as _};
 
 /// Up to this many zones, each has two cache lines of its own (the processor fetches pairs); with more, two threads seldom meet.
 const APART_ZONES_MAX: u32 = 1 << 16;
 /// Words of two cache lines.
 const APART_WORDS: usize = if cfg!(loom) { 1 } else { 16 };
+
+/// A locked zone. Dropping it unlocks without a change. Held for what a request does on its own thread, never while anybody waits
+/// for a device.
+pub type Guard<'a> = word_lock::Guard<'a, Word>;
 
 /// The zones of one device.
 pub struct Table {
@@ -101,7 +105,7 @@ impl Table {
     /// Locks a zone. The caller holds no other.
     #[inline]
     pub fn lock(&self, zone: u32) -> Guard<'_> {
-        lock::lock(self.slot(zone), &self.parking)
+        word_lock::lock(self.slot(zone), &self.parking)
     }
 
     /// What a zone is now, and everything that was written below its write pointer.
@@ -260,7 +264,8 @@ impl Table {
         for in_flight in [false, true] {
             for nth in 0..resources.implicit() {
                 let victim = resources.candidate(nth);
-                let Some(guard) = lock::try_lock(self.slot(victim), &self.parking) else {
+                let Some(guard): Option<Guard<'_>> = word_lock::try_lock(self.slot(victim), &self.parking)
+                else {
                     held.get_or_insert(victim);
                     continue;
                 };

@@ -15,11 +15,8 @@
 use std::fmt;
 
 use freestone_core::device::zoned::ZoneCondition;
+use freestone_core::word_lock::{self, LOCK, WAITER};
 
-/// The word's own lock.
-pub const LOCK: u64 = 1;
-/// Somebody sleeps until the lock is free.
-pub const WAITER: u64 = 2;
 const BUSY: u64 = 4;
 const CONDITION_SHIFT: u32 = 3;
 const CONDITION_MASK: u64 = 0xF << CONDITION_SHIFT;
@@ -104,12 +101,16 @@ impl Word {
     pub const fn next_generation(self) -> Self {
         Self(self.0.wrapping_add(1 << GENERATION_SHIFT))
     }
+}
 
-    pub(super) const fn from_bits(bits: u64) -> Self {
+impl word_lock::Word for Word {
+    #[inline]
+    fn from_bits(bits: u64) -> Self {
         Self(bits & !(LOCK | WAITER))
     }
 
-    pub(super) const fn bits(self) -> u64 {
+    #[inline]
+    fn bits(self) -> u64 {
         self.0
     }
 }
@@ -139,6 +140,7 @@ impl fmt::Debug for Word {
 mod tests {
     use super::*;
     use crate::zone::ZONE_SIZE_MAX_BYTES;
+    use freestone_core::word_lock::Word as _;
 
     #[test]
     fn fields_do_not_overlap() {

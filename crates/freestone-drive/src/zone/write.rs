@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::Inner;
-use super::lock::Guard;
 use super::queue::{Done, Job, Write};
+use super::states::Guard;
 use super::states::{Change, Place, Step};
 use super::word::Word;
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};

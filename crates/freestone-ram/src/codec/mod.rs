@@ -8,7 +8,6 @@
 
 mod codecs;
 mod dictionary;
-#[cfg_attr(freestone_variants, path = "../../../../research/variants/lend.rs")]
 mod lend;
 mod lz4;
 mod params;

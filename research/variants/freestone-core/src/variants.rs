@@ -1,9 +1,9 @@
 //! Which lock a slot has and whom a compression stream is borrowed from, chosen while the program runs.
 //!
-//! Part of the library only where it is built with `--cfg freestone_variants`, for the benchmarks that repeat the kernel's
-//! experiments; `cargo xtask bench reproduce` does that. Then `slot::lock` and `codec::lend` are the files beside this one: they
-//! have the product's interface, contain the product's own file as one of their variants, and look here which one to use. So
-//! all columns of a table take turns in one run of one binary.
+//! Part of the library only in the copy of the sources that `cargo xtask bench reproduce` makes for the kernel's experiments.
+//! There `slot::lock` and `codec::lend` are the files beside this one: they have the product's interface, contain the
+//! product's own file as one of their variants, and look here which one to use. So all columns of a table take turns in one
+//! run of one binary.
 //!
 //! What can be chosen is process-wide. It is changed only while no thread works on a device, and a device that is driven with
 //! another lock than the product's is a plain RAM disk: neither backed nor a fork nor with snapshots, whose background threads

@@ -4,7 +4,6 @@
 //! slots of disks below 4 GiB have one each, of larger ones some share. In the kernel the lock lay in the entry; here it
 //! is another cache line.
 
-#[path = "../../crates/freestone-core/src/slot/lock.rs"]
 mod ours;
 mod spinlocks;
 
@@ -13,11 +12,12 @@ use std::time::Instant;
 use crossbeam_utils::CachePadded;
 
 use self::spinlocks::{ReadWrite, Ticket, spin_until};
-// `word` is named for the product's file, which looks for it above itself.
-use super::word::{self, LOCK, Word};
+// Named for the product's file as well, which looks for it above itself.
+use super::word::{self, Word};
 use crate::parking::Parking;
 use crate::sync::{AtomicU64, Ordering};
 use crate::variants::{self, Intent, Lock};
+use crate::word_lock::{LOCK, Word as _};
 
 /// Locks beside the table: neighbouring slots never share one.
 const BESIDE: usize = 1 << 20;
@@ -183,5 +183,4 @@ fn is_touch(old: Word, new: Word) -> bool {
 }
 
 #[cfg(test)]
-#[path = "slot_lock_tests.rs"]
 mod tests;

@@ -4,7 +4,6 @@
 //! one comes back. A spinlock there, a mutex here that spins before it sleeps. Those who sleep are counted, so that one
 //! that gives a stream back makes a system call only for them.
 
-#[path = "../../crates/freestone-ram/src/codec/lend.rs"]
 mod ours;
 
 use std::ops::{Deref, DerefMut};

@@ -1,0 +1,22 @@
+//! Benchmarks and experiments, built for release.
+
+use std::ffi::OsString;
+
+use anyhow::{Context as _, Result};
+
+use crate::cargo::cargo;
+use crate::variants::{Varied, with_variants};
+
+/// Runs a benchmark, built for release.
+pub fn bench(args: &[OsString]) -> Result<bool> {
+    let is_research = args.first().is_some_and(|name| name == "reproduce");
+    let mut command = if is_research {
+        with_variants("run", Varied::Research)?
+    } else {
+        let mut command = cargo();
+        command.args(["run", "--package", "freestone-benches"]);
+        command
+    };
+    command.arg("--release").arg("--").args(args);
+    Ok(command.status().context("cannot start cargo")?.success())
+}
