@@ -1,20 +1,20 @@
 //! Whether a store missed writes of its origin.
 //!
 //! An origin that was written while a persistent store was not open makes a mixture of that store's snapshot, and nothing in the
-//! store tells. So what the origin holds has a number, the [`Stamp`], which is another one after every write. A store that is closed in order
-//! is told that number; the origin has it beside its data ([`Notes`]), with what shows that others changed it since. Both forget it
-//! when they are opened, durably and before anything is written: after a crash nobody claims to know.
+//! store tells. So the origin's content has a number, the [`Stamp`], which is another one after every write. A store that is closed in order
+//! records that number; the origin has it beside its data ([`Notes`]), with what shows whether others changed it since. Either record
+//! is removed when store or origin is opened, durably and before anything is written: after a crash the answer is "unknown".
 //!
 //! | origin | store | |
 //! |---|---|---|
 //! | closed, not changed | the same number | it missed nothing |
 //! | closed | another number, or the origin was changed | it missed writes, or a use of the origin that did not end in order |
-//! | in use, or nothing | | nobody knows |
+//! | in use, or nothing | | unknown |
 //!
 //! In one session the same holds for a store that is removed and opened again.
 //!
-//! A stamp for a store is taken before it leaves the origin's list, and a write says that there is one after it looked at the list. So a
-//! write that does not care for the store comes after its stamp.
+//! A store's stamp is taken before its snapshot leaves the origin's list, and a write sets `written` after it looked at that list. So a
+//! write that preserves nothing for the snapshot changes the stamp after the store got it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,27 +27,27 @@ use freestone_core::unique;
 pub enum Missed {
     /// It did not, or it is new.
     Nothing,
-    /// Nobody knows: the origin or the store was not closed in order, or the origin has nothing beside its data.
+    /// It is unknown: the origin or the store was not closed in order, or nothing is recorded beside the origin's data.
     Unknown,
     /// The origin was written, or used, without it.
     Writes,
 }
 
-/// What an origin holds.
+/// Which content an origin holds, as a number.
 pub struct Age {
     /// There was a write since the stamp was taken.
     written: AtomicBool,
     session: u64,
     /// The origin was closed in order before this session.
     closed: bool,
-    state: Mutex<State>,
+    state: Mutex<AgeState>,
 }
 
-struct State {
+struct AgeState {
     content: Stamp,
     /// The next number of this session.
     next: u64,
-    /// The origin says that it is in use.
+    /// Beside the origin's data it is noted that the origin is in use.
     noted: bool,
 }
 
@@ -61,13 +61,13 @@ impl Age {
             Some(Left::Closed { changed: true, .. }) => (true, fresh),
             Some(Left::InUse) | None => (false, fresh),
         };
-        // What says nothing is left alone until it has a store.
-        let says_so = left.is_some() && notes.is_some_and(Notes::in_use);
-        let state = Mutex::new(State { content, next: 1, noted: says_so });
+        // An origin without a record gets none before it has a store.
+        let in_use = left.is_some() && notes.is_some_and(Notes::in_use);
+        let state = Mutex::new(AgeState { content, next: 1, noted: in_use });
         Self { written: AtomicBool::new(false), session, closed, state }
     }
 
-    /// A store is about to be opened: before anything is written the origin says that it is in use. Blocks.
+    /// A store is about to be opened: before anything is written it is noted that the origin is in use. Blocks.
     pub fn has_store(&self, notes: Option<&dyn Notes>) {
         if !self.state.lock().noted && notes.is_some_and(Notes::in_use) {
             self.state.lock().noted = true;
@@ -76,20 +76,20 @@ impl Age {
 
     /// The origin is about to be written.
     pub fn wrote(&self) {
-        // Mostly it is known.
+        // Mostly it is set already; then the cache line stays shared.
         if !self.written.load(Ordering::SeqCst) {
             self.written.store(true, Ordering::SeqCst);
         }
     }
 
-    /// What the origin holds now; `None` where it cannot say so beside its data.
+    /// What the origin holds now; `None` where that cannot be noted beside its data.
     pub fn content(&self) -> Option<Stamp> {
         let mut state = self.state.lock();
         let content = self.now(&mut state);
         state.noted.then_some(content)
     }
 
-    fn now(&self, state: &mut State) -> Stamp {
+    fn now(&self, state: &mut AgeState) -> Stamp {
         if self.written.swap(false, Ordering::SeqCst) {
             state.content = Stamp { session: self.session, number: state.next };
             state.next += 1;
@@ -97,7 +97,7 @@ impl Age {
         state.content
     }
 
-    /// What a store missed that was closed when the origin held this.
+    /// What a store missed that was closed when the origin held `closed`.
     pub fn missed(&self, closed: Option<Stamp>) -> Missed {
         let now = self.now(&mut self.state.lock());
         match closed {

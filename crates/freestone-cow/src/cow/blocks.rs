@@ -12,12 +12,12 @@ use freestone_core::device::{
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 
-/// A COW device as one whose blocks are as small as the origin's.
-pub struct Blocks(Arc<Shared>);
+/// A COW device that takes requests in the origin's smaller blocks.
+pub struct Blocks(Arc<BlocksState>);
 
-struct Shared {
+struct BlocksState {
     device: Arc<dyn Device>,
-    /// In bytes: what requests are multiples of, and the device's own.
+    /// Logical blocks in bytes: those of requests, and the device's own.
     small: u32,
     large: u32,
     work_queue: Arc<WorkQueue>,
@@ -31,11 +31,11 @@ struct Turn {
     /// The blocks that it touches, in bytes.
     start: u64,
     end: u64,
-    /// It waits.
-    job: Option<Job>,
+    /// The write, while it waits for earlier ones.
+    job: Option<BlockWrite>,
 }
 
-struct Job {
+struct BlockWrite {
     number: u64,
     /// What is left of it, and where that begins in the buffer.
     request: Request,
@@ -48,7 +48,7 @@ impl Blocks {
     /// `small` is less than the device's logical block. What is read before it is written goes on from the work queue.
     pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
         let large = device.geometry().logical_block;
-        Self(Arc::new(Shared { device, small, large, work_queue, writes: Mutex::default() }))
+        Self(Arc::new(BlocksState { device, small, large, work_queue, writes: Mutex::default() }))
     }
 
     fn read(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -75,7 +75,7 @@ impl Blocks {
         let (start, end) = shared.whole(&request);
         let mut writes = shared.writes.lock();
         let number = writes.last().map_or(0, |last| last.number + 1);
-        let job = Job { number, request, from: 0, buffer, done };
+        let job = BlockWrite { number, request, from: 0, buffer, done };
         let is_free = writes.iter().all(|other| !other.meets(start, end));
         let (goes, waits) = if is_free { (Some(job), None) } else { (None, Some(job)) };
         writes.push(Turn { number, start, end, job: waits });
@@ -92,7 +92,7 @@ impl Turn {
     }
 }
 
-impl Shared {
+impl BlocksState {
     /// The blocks of the device that a request touches: where they begin and end.
     fn whole(&self, request: &Request) -> (u64, u64) {
         let large = u64::from(self.large);
@@ -105,8 +105,8 @@ impl Shared {
         (request.offset | request.len).is_multiple_of(self.large.into())
     }
 
-    /// Carries on with a write whose turn it is, and of which something is left.
-    fn step(self: &Arc<Self>, job: Job) {
+    /// Does the next part of a write for which no earlier one stands in the way, and of which something is left.
+    fn step(self: &Arc<Self>, job: BlockWrite) {
         let large = u64::from(self.large);
         let Request { offset, len, flags, .. } = job.request;
         let inside = offset % large;
@@ -141,8 +141,8 @@ impl Shared {
         self.device.submit(Request::read(offset - inside, large), block, Completion::new(patch));
     }
 
-    /// What follows on a write of the first `len` bytes of what is left.
-    fn after(self: &Arc<Self>, mut job: Job, len: u64) -> Completion {
+    /// What is done when the first `len` bytes of what is left are written.
+    fn after(self: &Arc<Self>, mut job: BlockWrite, len: u64) -> Completion {
         let shared = Arc::clone(self);
         Completion::new(move |outcome: Result<()>, _| {
             if let Err(error) = outcome {
@@ -158,8 +158,8 @@ impl Shared {
         })
     }
 
-    /// Answers a write; those that waited for it alone go on.
-    fn ended(self: &Arc<Self>, job: Job, outcome: Result<()>) {
+    /// Answers a write; writes that have no other to wait for go on.
+    fn ended(self: &Arc<Self>, job: BlockWrite, outcome: Result<()>) {
         let mut writes = self.writes.lock();
         writes.retain(|turn| turn.number != job.number);
         let mut free = Vec::new();
@@ -178,8 +178,8 @@ impl Shared {
     }
 }
 
-impl Job {
-    /// Of the first `len` bytes of what is left; `None` is zeroes.
+impl BlockWrite {
+    /// The data of the first `len` bytes of what is left; `None`: zeroes.
     fn data(&self, len: u64) -> Option<&[u8]> {
         if self.request.op == Op::Write { self.buffer.get(self.from..self.from + len as usize) } else { None }
     }

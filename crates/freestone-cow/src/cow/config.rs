@@ -1,4 +1,4 @@
-//! What a snapshot is asked to be, and why it could not be.
+//! How a snapshot is set up, and why that can fail.
 
 use std::fmt;
 use std::io;
@@ -66,7 +66,7 @@ pub struct Config {
     pub chunk_bytes: Option<u64>,
     /// A discard of the snapshot zeroes the chunks that it covers whole and that have exceptions.
     pub discard_zeroes_cow: bool,
-    /// It is also handed on to the origin; asks for `discard_zeroes_cow`.
+    /// Such a discard also goes to the origin; needs `discard_zeroes_cow`.
     pub discard_passdown_origin: bool,
     /// Do it although the origin or the COW device ends with the process, which makes a persistent store pointless, or although the
     /// origin was used without the store since.
@@ -143,25 +143,25 @@ pub enum SetupError {
     /// Another snapshot of the origin uses the COW device.
     #[error("the COW device is in use by another snapshot of this origin")]
     InUse,
-    /// The origin is about to change under its snapshots.
+    /// Another snapshot is being merged into the origin.
     #[error("a snapshot is being merged into the origin; a new one can be taken when that is finished")]
     Merging,
     /// The origin's writes do not end.
     #[error("{0}")]
     NotInTime(NotInTime),
-    /// A mark that does not belong to the list.
+    /// The mark of a merge that does not fit the exceptions.
     #[error(
         "the exception store says that it is being merged, but it was used otherwise since; to use it as a snapshot, zero its \
          bytes 16 to 47"
     )]
     Mark,
-    /// The origin says that a merge into it is under way, from another store.
+    /// By the note beside the origin's data another store is being merged into it.
     #[error("is being merged, but what is under way in the origin is the merge of another store")]
     OtherMerge,
-    /// The origin says that a merge into it is under way, and this store is none that was there before.
+    /// A merge into the origin is under way, and the snapshot that is merged is not open.
     #[error("the origin is half merged; the snapshot whose merge is under way must be opened first")]
     HalfMerged,
-    /// The origin is not what it was when the store was closed.
+    /// The origin was written or used since the store was closed.
     #[error(
         "its origin was written or used without it since it was closed, so the snapshot would be a mixture of old and new; force \
          opens it all the same"

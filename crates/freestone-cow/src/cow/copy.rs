@@ -1,13 +1,13 @@
 //! How an exception is made: begun under the chunk's lock, copied with nothing held, committed by the store, landed.
 //!
-//! Whoever needs an exception takes a permit, then the slot, then a place of the store, and leaves the slot in flight. From there
-//! the copy runs by itself, piece by piece: read from the origin, write to the COW device. What a device answers is carried on
-//! by the origin's work queue. When the copy is written its permit is free; the store says when the exception is durable, and then
-//! the slot lands and those who waited go on.
+//! Whoever needs an exception takes a permit, then the slot, then a chunk of the COW device from the store, and leaves the slot in
+//! flight. From there the copy runs by itself, piece by piece: read from the origin, write to the COW device. After each answer of a
+//! device it goes on in the origin's work queue. When the copy is written its permit is free; the store says when the exception is
+//! durable, and then the slot lands and those who waited go on.
 //!
-//! A write that covers a chunk needs no copy: it goes to the COW device itself ("full-chunk optimisation").
+//! A write to the snapshot that covers a chunk needs no copy: its data goes to the COW device ("full-chunk optimisation").
 //!
-//! Lock order: slot, then the store's queue or the throttle; the gate's and the gatherers' locks are taken with none of them held,
+//! Lock order: slot, then the store's queue or the rights to copy; the gate's and the gatherers' locks are taken with none of them held,
 //! except to note a waiter under the slot.
 
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use freestone_core::handoff::{Put, try_put};
 pub struct Begun {
     chunk: u64,
     place: Allocated,
-    /// Of the snapshot whose exception it is.
+    /// To copy for the snapshot whose exception it is.
     permit: Permit,
 }
 
@@ -74,13 +74,13 @@ impl Snap {
                 }
                 Exception::None => {
                     let own = permit.take_if(|permit| permit.snap().is(self));
-                    // It was pending and was given up meanwhile.
+                    // It was pending, and was given up meanwhile: ask again, with a permit.
                     let Some(own) = own else { continue };
                     let place = match self.store.allocate() {
                         Ok(place) => place,
                         Err(NoPlace::Full) => return Asked::Full,
                         Err(NoPlace::Invalid) => {
-                            // It knows a moment before its users do.
+                            // The store learns it a moment before the snapshot does.
                             self.fails();
                             return Asked::Lost;
                         }
@@ -93,7 +93,7 @@ impl Snap {
         }
     }
 
-    /// An exception is durable, or lost with the snapshot. On a thread where nothing may wait.
+    /// The exception of a chunk is durable, or lost with the snapshot. On a thread where nothing may wait.
     fn landed(&self, chunk: u64, new: u64, committed: bool) {
         if !committed {
             self.lost();
@@ -115,7 +115,7 @@ impl Begun {
     pub fn copy(self) {
         let snap = self.snap();
         let start = self.chunk * snap.chunk();
-        // As far as the origin reaches now, which may be further than the snapshot.
+        // To the origin's present end, which may lie behind that of the snapshot.
         let len = snap.core.device.geometry().size.saturating_sub(start).min(snap.chunk());
         snap.counters.add(counter::COPIED, 1);
         match IoBuf::zeroed(len.min(COPY_PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
@@ -131,7 +131,7 @@ impl Begun {
     pub fn write(self, op: Op, flags: Flags, len: u64, data: Option<&[u8]>) -> Result<()> {
         let snap = Arc::clone(self.snap());
         snap.counters.add(counter::FULL, 1);
-        // The record is written behind a flush, where there is one.
+        // A persistent store flushes the COW device before it writes the exception.
         let durable = snap.store.kind().is_persistent();
         let flags = if durable { flags - Flags::FUA } else { flags };
         let request = Request { op, flags, offset: self.place.byte(), len };
@@ -155,7 +155,7 @@ impl Begun {
         Ok(())
     }
 
-    /// Nothing was stored; whoever waits may begin it again.
+    /// Nothing was stored: there is no exception, and whoever waits for it may begin it again.
     fn give_up(self) {
         let Self { chunk, place, permit } = self;
         let snap = Arc::clone(permit.snap());
@@ -174,7 +174,7 @@ impl Begun {
         drop(permit);
         if let Err(error) = outcome {
             tracing::warn!("chunk {chunk} could not be copied for a snapshot, which is lost: {error}");
-            // Its own accesses fail from now on; the store says so on disk before anyone who waits goes on.
+            // Accesses of the snapshot fail from now on; the store invalidates itself on disk before those who wait go on.
             snap.fails();
         }
         let (new, landing) = (place.chunk(), Arc::clone(&snap));
@@ -256,7 +256,7 @@ impl Copying {
         if self.at >= self.len {
             return self.begun.copied(Ok(()));
         }
-        // Others have their turn between two pieces.
+        // Other tasks run between two pieces.
         let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
         work_queue.push(move || self.go());
     }

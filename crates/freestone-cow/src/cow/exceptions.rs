@@ -139,7 +139,7 @@ impl<W> Exceptions<W> {
         let mut next = first + 1;
         while next < end {
             if place.is_none() {
-                // Strides over what is absent.
+                // Skips leaves that do not exist: their chunks have no exceptions.
                 let present = self.table.next_present(next.min(self.chunks), end.min(self.chunks));
                 next = present.unwrap_or(end);
                 if next == end {
@@ -164,7 +164,7 @@ impl<W> Exceptions<W> {
         Ok(Locked { guard, flights: &self.flights, chunk })
     }
 
-    /// Locks a chunk that may have an exception; `None`: it has none, and its leaf neither.
+    /// Locks a chunk that may have an exception; `None`: it has none, since its leaf does not exist.
     pub fn lock_present(&self, chunk: u64) -> Option<Locked<'_, W>> {
         Some(Locked { guard: self.leaf(chunk)?.lock(chunk), flights: &self.flights, chunk })
     }
@@ -200,7 +200,7 @@ impl<W> Locked<'_, W> {
         self.flights.wait(&self.guard, waiter);
     }
 
-    /// Marks a complete exception, or takes the mark away.
+    /// Marks a complete exception as being merged, or takes that mark away.
     pub fn mark(self, merging: bool) {
         let word = self.guard.word();
         if word.kind() == Kind::Spilled {

@@ -13,17 +13,18 @@
 //! 6. The store forgets the run, durably.
 //! 7. The chunks have no exception any more. Who waited goes on, with the origin.
 //!
-//! Before the first run the store is marked on disk, and the origin, where it can be ([`Notes`](super::Notes)); when all is in the
-//! origin, that goes. A marked store is opened as what it is: its snapshot plays the origin's part from the first moment on, and
-//! [`Snapshot::merge`] goes on. One that is marked and empty (a crash at the end, or a kernel that finished it) is whole.
+//! Before the first run it is recorded on disk that a merge is under way: in the store's header, and beside the origin's data where
+//! that is possible ([`Notes`](super::Notes)). Both records are removed when all is in the origin. The snapshot of a store that is
+//! opened with such a record plays the origin's part from the first moment on, and [`Snapshot::merge`] goes on. Where that store is
+//! empty (a crash at the end, or a kernel that finished the merge), the merge is finished.
 //!
 //! A crash at any step leaves a store that still has the run, or one whose run is wholly in the origin; opened again, it is merged
 //! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
-//! marks away, and fails those who waited; it can be begun again.
+//! marks of the run's chunks away, and fails the writes that waited; the merge can be begun again.
 //!
-//! Step 6 may have happened although it failed. Then the store writes the run back. As long as that fails as well the marks stay: it is
-//! not known which of its two places a chunk has after a crash, both hold the same, and neither is written. A write that comes
-//! to such a chunk has the store try again.
+//! Step 6 may have happened although it failed. Then the store writes the run's exceptions back. As long as that fails as well the
+//! chunks stay marked: after a crash such a chunk may be read from the origin or from the COW device, so both must stay the same, and
+//! neither is written. A write that comes to such a chunk has the store try again.
 //!
 //! Lock order: see [`state`](super::state) and [`merge_state`](super::merge_state).
 
@@ -112,7 +113,7 @@ struct Ended<'a>(&'a Merge);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        // Where it ended by itself, another one may run already.
+        // Only after a panic: where it ended by itself, it may have been begun again already.
         if thread::panicking() && self.0.status() == MergeStatus::Running {
             self.0.end(MergeStatus::Failed(MergeFailure::Device { what: "the merge", error: Error::Gone }));
         }
@@ -129,7 +130,7 @@ impl Snap {
         if self.core.device.geometry().read_only {
             return Err(MergeSetupError::ReadOnly);
         }
-        // One beginning at a time, and no new snapshot meanwhile.
+        // No other merge begins, and no snapshot is prepared, while this one begins.
         let mut changing = self.core.changing.lock();
         if self.readable().is_err() {
             return Err(MergeSetupError::Invalid);
@@ -148,7 +149,7 @@ impl Snap {
         }
         changing.merging = Merging::Yes;
         self.merge.begin();
-        // Again, where the origin is a copy that was made without its note.
+        // Also where the merge was begun earlier: the origin may be a copy of the data without the note.
         self.note();
         let snap = Arc::clone(self);
         let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
@@ -163,7 +164,7 @@ impl Snap {
         // The origin first: then nothing there asks for exceptions, and those that are pending end.
         let mut quiet = self.core.gate.close_within(FREEZE_MAX);
         quiet = self.gate.close_within(if quiet { FREEZE_MAX } else { Duration::ZERO }) && quiet;
-        // First of all: what is written to the origin from now on is found again only by who opens the snapshot.
+        // Before anything else: what users write to the origin from now on may lie on the COW device alone.
         let marked = if quiet { self.mark_store() } else { Err(MergeSetupError::NotInTime(NotInTime)) };
         if marked.is_ok() {
             self.switch();
@@ -202,14 +203,15 @@ impl Snap {
         }
     }
 
-    /// Has the origin say what the store says.
+    /// Notes beside the origin's data what the store's header says.
     fn note(&self) {
         if let (Some(id), Some(notes)) = (self.store.merge_id(), &self.core.notes) {
             notes.merge_begins(id, self.place.get().map_or("", |place| place));
         }
     }
 
-    /// All is in the origin. A mark that stays means the same, where nothing is listed.
+    /// All is in the origin: removes the records of the merge. Should the store's stay, a marked store without exceptions means the
+    /// same.
     fn unmark(&self) {
         if self.store.merge_id().is_none() {
             return;
@@ -242,7 +244,8 @@ impl Snap {
             MergeStatus::Finished => {
                 self.unmark();
                 self.core.forget(&self);
-                // Before another merge can begin: from then on this one is told from it by that.
+                // Together, before another merge can begin: what comes to this snapshot then goes to the origin, and so to the
+                // snapshot that is merged next.
                 let mut changing = self.core.changing.lock();
                 self.merge.end(status);
                 changing.merging = Merging::No;

@@ -74,18 +74,18 @@ struct Progress {
 }
 
 impl Merge {
-    /// One that was under way before.
+    /// One that was under way when the store was closed.
     pub fn stopped() -> Self {
         let progress = Progress { status: MergeStatus::Stopped, stop: false };
         Self { progress: Mutex::new(progress), ..Self::default() }
     }
 
-    /// A write to the COW device begins. The chunk's slot is locked.
+    /// A write to this chunk on the COW device begins. The chunk's slot is locked.
     pub fn track(&self, chunk: u64) {
         *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
     }
 
-    /// It has ended.
+    /// A write to this chunk on the COW device has ended.
     pub fn untrack(&self, chunk: u64) {
         let mut tracking = self.tracking.lock();
         if let Some(count) = tracking.writes.get_mut(&chunk) {

@@ -15,7 +15,7 @@ const NEW: u32 = 2;
 const OWN: u32 = 3;
 
 /// One chunk: its exception, and what the two devices hold.
-struct Shared {
+struct OneChunk {
     exceptions: Exceptions<Arc<AtomicU32>>,
     origin: Mutex<u32>,
     cow: Mutex<u32>,
@@ -23,9 +23,9 @@ struct Shared {
     invalid: AtomicU32,
 }
 
-fn shared() -> Arc<Shared> {
+fn one_chunk() -> Arc<OneChunk> {
     let common = Arc::new(Common::new().unwrap());
-    Arc::new(Shared {
+    Arc::new(OneChunk {
         exceptions: Exceptions::new(common, 1).unwrap(),
         origin: Mutex::new(OLD),
         cow: Mutex::new(0),
@@ -41,7 +41,7 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
     model.check(body);
 }
 
-impl Shared {
+impl OneChunk {
     /// Asks for the exception, as a request does; makes it if nobody does. False: it is pending, and `heard` will say when not.
     fn ask(&self, heard: &Arc<AtomicU32>) -> bool {
         if self.exceptions.get(0).chunk().is_some() {
@@ -83,7 +83,7 @@ impl Shared {
 #[test]
 fn a_chunk_is_copied_once_and_frozen() {
     bounded(|| {
-        let shared = shared();
+        let shared = one_chunk();
         let writers: Vec<_> = (0..2)
             .map(|_| {
                 let shared = Arc::clone(&shared);
@@ -111,7 +111,7 @@ fn a_chunk_is_copied_once_and_frozen() {
 #[test]
 fn nobody_waits_for_an_exception_that_is_complete() {
     loom::model(|| {
-        let shared = shared();
+        let shared = one_chunk();
         let heard = Arc::new(AtomicU32::new(0));
         shared.exceptions.lock(0).unwrap().begin(Arc::new(AtomicU32::new(0)));
         let waiter = {
@@ -132,7 +132,7 @@ fn nobody_waits_for_an_exception_that_is_complete() {
 #[test]
 fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
     bounded(|| {
-        let shared = shared();
+        let shared = one_chunk();
         let own = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
@@ -172,7 +172,7 @@ fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
 #[test]
 fn a_lost_snapshot_shows_nothing_new() {
     loom::model(|| {
-        let shared = shared();
+        let shared = one_chunk();
         let origin = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
@@ -191,7 +191,7 @@ fn a_lost_snapshot_shows_nothing_new() {
 #[test]
 fn a_write_during_a_merge_is_not_lost() {
     bounded(|| {
-        let shared = shared();
+        let shared = one_chunk();
         shared.exceptions.load(0, 7).unwrap();
         // Writes to the COW device under way, and writes that were held.
         let tracked = Arc::new(Mutex::new((0_u32, Vec::new())));

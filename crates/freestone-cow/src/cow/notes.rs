@@ -1,6 +1,6 @@
-//! What an origin says of itself beside its data: that a merge into it is under way, and of which store; and what its stores were
-//! closed with. Where it can say that, it is known to be half old, half new also by those who were not told of the store, and a
-//! store is known to be older than its origin.
+//! What is noted beside an origin's data: that a merge into it is under way, and of which store; and which content it had when it was
+//! closed. With that an origin that is half merged is recognised also by who does not know of the store, and a store that missed
+//! writes of its origin is recognised when it is opened.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,16 +12,16 @@ use std::str::FromStr;
 pub trait Notes: Send + Sync {
     /// The number of the merge that is under way.
     fn merge(&self) -> Option<u64>;
-    /// Notes a merge durably, and where its store is, for people. What fails is only logged: the store has its mark. Blocks.
+    /// Notes a merge durably, and where its store is, for people. A failure is only logged, since the store is marked as well. Blocks.
     fn merge_begins(&self, id: u64, store: &str);
-    /// Takes the note away durably. Blocks.
+    /// Removes that note durably. Blocks.
     fn merge_ended(&self);
 
-    /// How the origin was left when it was used last; `None` where nothing is said.
+    /// How the origin was left when it was used last; `None` where nothing is noted.
     fn left(&self) -> Option<Left> {
         None
     }
-    /// Notes durably that the origin is in use: until [`closed`](Self::closed) nobody knows what it holds. False: that cannot be
+    /// Notes durably that the origin is in use: until [`closed`](Self::closed) its content is unknown. False: that cannot be
     /// noted. Blocks.
     fn in_use(&self) -> bool {
         false
@@ -40,7 +40,7 @@ pub enum Left {
         /// It was changed by others since.
         changed: bool,
     },
-    /// Its user ended in the midst of it, or is still there.
+    /// Its user crashed, or still uses it.
     InUse,
 }
 
@@ -49,7 +49,7 @@ pub enum Left {
 pub struct Stamp {
     /// Whoever used the origin; drawn at random.
     pub session: u64,
-    /// Counts what was told apart since.
+    /// Counts the contents of that session that had to be told apart.
     pub number: u64,
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::gather::Job as _;
 use super::notes::Notes;
 use super::origin_write::{self, OriginWrite};
-use super::state::{Core, Snap};
+use super::state::{OriginCore, Snap};
 use super::{reads, writes};
 use freestone_core::device::{
     Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
@@ -23,8 +23,9 @@ use freestone_core::per_cpu_arc::PerCpuArc;
 #[derive(Clone)]
 pub struct Origin(pub(super) Arc<Anchor>);
 
-/// What the handles of an origin and of its snapshots share. The last one breaks the ring of origin and snapshots.
-pub(super) struct Anchor(pub PerCpuArc<Core>);
+/// What the handles of an origin and of its snapshots share. Origin and snapshots refer to each other; this breaks that cycle when the
+/// last handle is dropped.
+pub(super) struct Anchor(pub PerCpuArc<OriginCore>);
 
 impl Origin {
     /// An origin without snapshots.
@@ -35,7 +36,7 @@ impl Origin {
     /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is under way. Until the snapshot of
     /// that merge is opened, it must not be used: see [`is_half_merged`](Self::is_half_merged).
     pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
-        Self(Arc::new(Anchor(Core::new(device, notes, writes::take_over))))
+        Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::take_over))))
     }
 
     /// The device below. Who writes it past the origin spoils the snapshots.

@@ -5,7 +5,7 @@
 //! look that finds nothing missing lets it go. A snapshot for which there is no room is given up: a write to the origin never
 //! fails because of a snapshot.
 //!
-//! While a snapshot is merged, that snapshot does the write ([`CoreState::write_merging`](super::state::CoreState)); what it writes
+//! While a snapshot is merged, that snapshot does the write ([`OriginState::write_merging`](super::state::OriginState)); what it writes
 //! to the origin comes back here, and is not handed to it again.
 //!
 //! # Protocol
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
 use super::gather::{Gather, Job};
-use super::state::{Core, Permit, Snap, View, counter};
+use super::state::{OriginCore, Permit, Snap, View, counter};
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 use freestone_core::work_queue::WorkQueue;
 
@@ -31,7 +31,7 @@ const STEP_CHUNKS: u64 = 1024;
 
 /// A write, write zeroes or discard under way.
 pub(super) struct OriginWrite {
-    core: Arc<Core>,
+    core: Arc<OriginCore>,
     /// What is left of it.
     request: Request,
     buffer: IoBuf,
@@ -43,7 +43,7 @@ pub(super) struct OriginWrite {
     rounds: u32,
     waited: bool,
     kind: Kind,
-    /// Not redirected to this snapshot: it comes from there.
+    /// It comes from this snapshot, which is being merged, and is not redirected to it again.
     past: Option<Arc<Snap>>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct OriginWrite {
 enum Kind {
     /// From a user, or from a snapshot that is being merged.
     Data,
-    /// Nothing is written: exceptions are all that is wanted.
+    /// Nothing is written: only exceptions are made.
     Preserve,
 }
 
@@ -67,7 +67,7 @@ enum Planned {
 // ---- at once -----------------------------------------------------------------------------------------------------------------
 
 /// Writes as far as no exception is missing and the device does it at once. The place was checked.
-pub(super) fn try_write(core: &Core, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
     let safe = core.gate.enter(|view| {
         let safe = match view {
             Some(view @ View { merging: None, .. }) => safe_bytes(view, request),
@@ -121,7 +121,7 @@ fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
 
 impl OriginWrite {
     /// A write that begins. The place was checked.
-    pub fn new(core: Arc<Core>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+    pub fn new(core: Arc<OriginCore>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         Self {
             core,
             request,
@@ -137,15 +137,15 @@ impl OriginWrite {
         }
     }
 
-    /// A write of a snapshot that is being merged. Should that be finished meanwhile, and another one have begun, it is
-    /// that one's.
+    /// A write of a snapshot that is being merged. Should that merge be finished meanwhile, and that of another snapshot have begun, the
+    /// write goes to that one.
     pub fn past_merge(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         let core = Arc::clone(&snap.core);
         Self { past: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
     }
 
     /// Makes the exceptions that a write to this range would need.
-    pub fn preserve(core: Arc<Core>, offset: u64, len: u64, done: Completion) -> Self {
+    pub fn preserve(core: Arc<OriginCore>, offset: u64, len: u64, done: Completion) -> Self {
         let request = Request::new(Op::Discard, offset, len);
         Self { kind: Kind::Preserve, ..Self::new(core, request, IoBuf::empty(), done) }
     }
@@ -170,7 +170,7 @@ impl Job for OriginWrite {
 
     fn go(mut self, _: Result<()>) {
         self.rounds = 0;
-        // What it waited for may have failed with its snapshot; the look at the snapshots tells.
+        // Errors of what it waited for are left aside: a snapshot that failed is found by the look at the snapshots.
         while self.rounds < ROUNDS_INLINE {
             self.rounds += 1;
             let Some(job) = self.round() else { return };
@@ -211,7 +211,7 @@ impl OriginWrite {
             planned
         });
         let mut job = this?;
-        // Held across a wait it would keep others waiting.
+        // Held while this waits, it would keep another copy from beginning.
         job.permit = None;
         begun.into_iter().for_each(Begun::copy);
         for snap in full {
@@ -288,7 +288,8 @@ impl OriginWrite {
             let chunk = snap.chunk();
             let before = asked;
             for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
-                // Also where it has an exception: a mark of a merge may be on disk, which would bring that back into the origin.
+                // An invalid snapshot counts even where it has an exception: the mark of a merge may be on its COW device, and that
+                // merge, taken up later, would overwrite what is written now with the exception.
                 if matches!(snap.exceptions.get(number), Exception::At(_)) && !snap.is_invalid() {
                     continue;
                 }
@@ -297,7 +298,7 @@ impl OriginWrite {
                     break;
                 }
                 if snap.is_invalid() {
-                    // Its COW device does not say so yet.
+                    // It must be invalid on its COW device, too, before the origin is written.
                     snap.wait_for_loss(gather.waiter());
                     asked += 1;
                     break;

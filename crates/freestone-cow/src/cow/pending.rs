@@ -7,7 +7,7 @@ use super::format::Found;
 use super::notes::Stamp;
 use super::origin::{Anchor, Origin};
 use super::snapshot::Snapshot;
-use super::state::{Core, Merging, Snap};
+use super::state::{Merging, OriginCore, Snap};
 use super::store::{self, Store};
 use super::store_load;
 use super::{Config, Missed, SetupError, StoreKind};
@@ -25,16 +25,17 @@ pub struct PendingSnapshot {
     before: Before,
 }
 
-/// The store, before it was opened.
+/// What was on the COW device.
 #[derive(Clone, Copy)]
 enum Before {
+    /// No store, or none that counts.
     New,
-    /// It was there; what the origin held when it was closed in order.
+    /// A store, with the origin's content when it was closed in order.
     There(Option<Stamp>),
 }
 
 impl Before {
-    fn missed(self, core: &Core) -> Missed {
+    fn missed(self, core: &OriginCore) -> Missed {
         match self {
             Self::New => Missed::Nothing,
             Self::There(closed) => core.age.missed(closed),
@@ -63,7 +64,7 @@ impl Origin {
         if is_same(&cow, &core.device) {
             return Err(SetupError::SameDevice);
         }
-        // Given back when this fails.
+        // Undone when this fails.
         let mut preparing = Preparing::new(core, &cow)?;
         let noted = core.noted_merge();
         let found = store_load::look(&*cow)?;
@@ -114,16 +115,16 @@ impl Origin {
     }
 }
 
-/// A COW device is noted as being prepared.
+/// Lists a COW device as being prepared for a snapshot.
 struct Preparing<'a> {
-    core: &'a Core,
+    core: &'a OriginCore,
     cow: Option<Arc<dyn Device>>,
-    /// A merge was taken up.
+    /// The store's merge, which was under way, was taken up.
     merging: bool,
 }
 
 impl<'a> Preparing<'a> {
-    fn new(core: &'a Core, cow: &Arc<dyn Device>) -> Result<Self, SetupError> {
+    fn new(core: &'a OriginCore, cow: &Arc<dyn Device>) -> Result<Self, SetupError> {
         let mut changing = core.changing.lock();
         if changing.merging == Merging::Yes {
             return Err(SetupError::Merging);
@@ -156,14 +157,14 @@ impl<'a> Preparing<'a> {
         }
     }
 
-    /// Goes on with the merge that the store says is under way.
+    /// Takes up the merge that is under way by the store's header.
     fn take_up(&mut self, store: &Store, is_empty: bool, noted: Option<u64>) -> Result<(), SetupError> {
         let Some(id) = store.merge_id() else { return Ok(()) };
         if noted.is_some_and(|noted| noted != id) {
             return Err(SetupError::OtherMerge);
         }
         if is_empty {
-            // All of it is in the origin: a crash came before this, or a kernel did it.
+            // All of it is in the origin: a crash came before the mark was removed, or a kernel finished the merge.
             if let Some(notes) = self.core.notes.as_ref().filter(|_| noted.is_some()) {
                 notes.merge_ended();
             }
@@ -181,7 +182,7 @@ impl<'a> Preparing<'a> {
         Ok(())
     }
 
-    /// It stays so until the snapshot has begun.
+    /// The COW device stays listed until the snapshot has begun.
     fn kept(mut self) {
         self.cow = None;
     }
@@ -195,8 +196,8 @@ impl Drop for Preparing<'_> {
     }
 }
 
-impl Core {
-    /// The snapshot on this COW device has begun, or never will; then a merge that it took up is nobody's.
+impl OriginCore {
+    /// The snapshot on this COW device has begun, or never will (`gives_up`: a merge that it took up has no snapshot then).
     fn prepared(&self, cow: &Arc<dyn Device>, gives_up: bool) {
         let mut changing = self.changing.lock();
         changing.preparing.retain(|other| !is_same(other, cow));
@@ -256,7 +257,7 @@ impl PendingSnapshot {
         self.snapshot.clone()
     }
 
-    fn core(&self) -> &Core {
+    fn core(&self) -> &OriginCore {
         &self.anchor.0
     }
 }
@@ -282,7 +283,7 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
-            // What is written from now on it does not miss.
+            // From now on writes are preserved for it.
             let missed = self.before.missed(core);
             let _ = snap.missed.set(missed);
             core.gate.change(|view| {

@@ -20,7 +20,7 @@ const EXTENT_ROWS: usize = 256;
 
 /// Where a run of a request lies: on which device, from which byte on, and how long it is.
 struct Run {
-    /// On the COW device; else with the origin.
+    /// On the COW device; else on the origin.
     own: bool,
     at: u64,
     len: u64,
@@ -29,7 +29,7 @@ struct Run {
 impl Snap {
     /// The run at byte `at`, up to `end`.
     fn run_at(&self, at: u64, end: u64) -> Run {
-        // What an origin that has grown holds beyond the snapshot, asked for while the snapshot plays its part.
+        // Behind the snapshot's end: read from an origin that has grown, while the snapshot plays its part.
         let end =
             if at < self.size { end.min(self.size) } else { return Run { own: false, at, len: end - at } };
         let chunk = self.chunk();
@@ -49,9 +49,9 @@ impl Snap {
     fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
-        // Beyond the snapshot it is the origin's, also in a chunk that has an exception for the rest.
+        // Behind the snapshot's end the origin's content counts, also where the chunk has an exception for the part before.
         let unmade = at >= self.size || self.exceptions.none_complete(at / chunk, (at + len).div_ceil(chunk));
-        // After the look at the exceptions: a snapshot that is lost gets none.
+        // Checked after the exceptions: a write of the origin makes none for a snapshot that is lost.
         let holds = self.still(state)? && unmade;
         if !holds {
             self.counters.add(counter::REREADS, 1);
@@ -131,7 +131,7 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
             Err(error) => done.complete(Err(error), buffer),
             Ok(false) => {
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                // In parts: those chunks that the origin still has are read again from there.
+                // Run by run now: some chunks have an exception, others are read from the origin again.
                 work_queue.push(move || submit(&snap, request, buffer, done));
             }
         }
@@ -171,7 +171,7 @@ impl Reading {
         }
     }
 
-    /// A part was read. On a thread of a device.
+    /// A part was read. Runs on a thread of a device.
     fn complete(self: Arc<Self>, at: u64, len: u64, own: bool, state: u32, outcome: Result<()>, data: &[u8]) {
         let holds = outcome.and_then(|()| if own { Ok(true) } else { self.snap.holds(at, len, state) });
         match holds {
@@ -254,7 +254,7 @@ impl Snap {
                 rows.len() < EXTENT_ROWS
             })?;
             let rows = self.in_blocks(&run, rows);
-            // What the origin says may be of what was written since.
+            // The origin may have described what was written meanwhile.
             let described = rows.iter().map(|row| row.len).sum::<u64>();
             if !run.own && !self.holds(offset, described, state)? {
                 continue;

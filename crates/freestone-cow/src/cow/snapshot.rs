@@ -56,7 +56,7 @@ pub struct Snapshot(pub(super) Arc<Handle>);
 /// What the user's handles share.
 pub(super) struct Handle {
     pub snap: PerCpuArc<Snap>,
-    /// Below `snap`: the origin's list is cleared after this snapshot has left it.
+    /// Declared, and so dropped, after `snap`: the origin's list is cleared when this snapshot has left it.
     anchor: Arc<Anchor>,
 }
 
@@ -96,7 +96,7 @@ impl Snapshot {
         self.0.snap.store.device()
     }
 
-    /// What it was asked to be.
+    /// What it was asked to be when it was opened.
     pub fn config(&self) -> Config {
         self.0.snap.config
     }
@@ -141,7 +141,7 @@ impl Snapshot {
 }
 
 impl Snapshot {
-    /// All of it is in the origin: what comes to it is the origin's, which another snapshot may be merged into.
+    /// The origin, when the merge is finished: it takes the snapshot's requests, since another snapshot may be merged into it by now.
     fn merged(&self) -> Option<Origin> {
         let snap = &self.0.snap;
         let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.readable().is_ok();

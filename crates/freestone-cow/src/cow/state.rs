@@ -67,11 +67,11 @@ mod bit {
     pub const TOLD: u32 = 1 << 5;
 }
 
-/// A CPU's hold on an origin.
-pub(super) struct Core(CachePadded<Arc<CoreState>>);
+/// A CPU's reference to an origin, on a cache line of its own.
+pub(super) struct OriginCore(CachePadded<Arc<OriginState>>);
 
-/// An origin, without what users hold of it.
-pub(super) struct CoreState {
+/// What all references to an origin share.
+pub(super) struct OriginState {
     pub device: Arc<dyn Device>,
     pub notes: Option<Box<dyn Notes>>,
     /// Passed by writes to the origin. Closed while a snapshot begins, or starts to be merged.
@@ -80,7 +80,7 @@ pub(super) struct CoreState {
     pub common: OnceLock<Arc<Common>>,
     /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it waits for writes that are under way.
     pub changing: Mutex<Changing>,
-    /// What it holds, for stores that are closed and opened.
+    /// Which content it holds: tells whether a store missed writes.
     pub age: Age,
     /// Writes to the snapshot that plays the origin's part.
     pub write_merging: WriteSnapshot,
@@ -89,7 +89,7 @@ pub(super) struct CoreState {
 /// Takes over a write, write zeroes or discard of a snapshot.
 pub(super) type WriteSnapshot = fn(Arc<Snap>, Request, IoBuf, Completion);
 
-/// What is going on with the snapshots of an origin.
+/// Snapshots that are about to begin, and whether one is merged.
 #[derive(Default)]
 pub(super) struct Changing {
     /// The COW devices of snapshots that are prepared and have not begun.
@@ -115,7 +115,7 @@ pub(super) struct View {
     pub snapshots: Vec<PerCpuArc<Snap>>,
     /// Plays the origin's part.
     pub merging: Option<PerCpuArc<Snap>>,
-    /// Differs from view to view.
+    /// Another number in every view.
     pub generation: u64,
 }
 
@@ -128,12 +128,12 @@ pub(super) enum Mode {
     Merging,
 }
 
-/// A CPU's hold on a snapshot.
+/// A CPU's reference to a snapshot, on a cache line of its own.
 pub(super) struct Snap(CachePadded<Arc<SnapState>>);
 
-/// A snapshot, without what users hold of it.
+/// What all references to a snapshot share.
 pub(super) struct SnapState {
-    pub core: PerCpuArc<Core>,
+    pub core: PerCpuArc<OriginCore>,
     pub store: Arc<Store>,
     pub exceptions: Exceptions<Waiter>,
     /// Passed by writes to the snapshot, and by what makes exceptions.
@@ -148,7 +148,7 @@ pub(super) struct SnapState {
     /// Set when it has begun.
     pub missed: OnceLock<Missed>,
     pub counters: Counters<{ counter::COUNT }>,
-    /// The COW device in blocks that the origin's requests fit.
+    /// The COW device, in logical blocks no larger than the origin's.
     pub cow: Arc<dyn Device>,
     pub logical_block: u32,
     state: AtomicU32,
@@ -164,21 +164,21 @@ type Next = Box<dyn FnOnce(Permit) + Send>;
 
 // ---- an origin ---------------------------------------------------------------------------------------------------------------
 
-impl Deref for Core {
-    type Target = CoreState;
-    fn deref(&self) -> &CoreState {
+impl Deref for OriginCore {
+    type Target = OriginState;
+    fn deref(&self) -> &OriginState {
         &self.0
     }
 }
 
-impl Core {
+impl OriginCore {
     /// An origin without snapshots.
     pub fn new(
         device: Arc<dyn Device>,
         notes: Option<Box<dyn Notes>>,
         write_merging: WriteSnapshot,
     ) -> PerCpuArc<Self> {
-        let core = Arc::new(CoreState {
+        let core = Arc::new(OriginState {
             age: Age::new(notes.as_deref()),
             device,
             notes,
@@ -192,7 +192,7 @@ impl Core {
     }
 }
 
-impl CoreState {
+impl OriginState {
     /// The merge that is under way, as the origin itself says.
     pub fn noted_merge(&self) -> Option<u64> {
         self.notes.as_ref()?.merge()
@@ -209,7 +209,7 @@ impl CoreState {
     }
 }
 
-impl Drop for CoreState {
+impl Drop for OriginState {
     fn drop(&mut self) {
         self.work_queue.stop();
         // All that was begun was answered.
@@ -240,9 +240,9 @@ impl Deref for Snap {
 }
 
 impl SnapState {
-    /// The store is told what the origin holds now.
+    /// The store is closed while the origin holds its present content, and records that.
     fn closes(&self) {
-        // One that never began may have missed writes.
+        // A snapshot that never began may have missed writes.
         if self.missed.get().is_some()
             && let Some(content) = self.core.age.content()
         {
@@ -253,7 +253,7 @@ impl SnapState {
 
 impl Drop for SnapState {
     fn drop(&mut self) {
-        // It plays the origin's part to the end. Where all is merged, the store is as good as new.
+        // A snapshot that is merged is in use until its origin is dropped. Where all is merged, the store is empty.
         let merging = self.state.load(Ordering::SeqCst) & (bit::MERGING | bit::DETACHED) == bit::MERGING;
         if merging && !self.merge.is_finished() {
             self.closes();
@@ -263,7 +263,7 @@ impl Drop for SnapState {
 
 impl Snap {
     pub fn new(
-        core: &PerCpuArc<Core>,
+        core: &PerCpuArc<OriginCore>,
         store: Arc<Store>,
         exceptions: Exceptions<Waiter>,
         config: Config,
@@ -315,8 +315,7 @@ impl Snap {
         self.logical_block.into()
     }
 
-    /// The end of the last whole block before a byte: as far as something is done of which a device with smaller blocks did the
-    /// rest.
+    /// `end`, rounded down to whole blocks of the snapshot: a device with smaller blocks may have stopped within one.
     pub fn whole_blocks(&self, end: u64) -> u64 {
         end - end % self.block()
     }
@@ -341,7 +340,7 @@ impl Snap {
     /// Whether what was read from the origin since the state was `before` is the snapshot's: `Some(false)` where it may not be.
     ///
     /// # Errors
-    /// It is nobody's any more.
+    /// The snapshot is invalid or detached.
     pub fn still(&self, before: u32) -> Result<bool> {
         self.readable()?;
         Ok((self.state() ^ before) & bit::MERGING == 0)
@@ -382,12 +381,12 @@ impl Snap {
         self.set(bit::MERGING);
     }
 
-    /// Every access fails from now on.
+    /// It is invalid: every access fails from now on.
     pub fn fails(&self) {
         self.set(bit::INVALID);
     }
 
-    /// The snapshot is lost, as its COW device says too: those who waited for that go on.
+    /// The COW device says, too, that the snapshot is invalid: writes of the origin that waited for that go on.
     pub fn lost(&self) {
         self.set(bit::INVALID | bit::LOST);
         for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
@@ -395,7 +394,7 @@ impl Snap {
         }
     }
 
-    /// `waiter` hears when the COW device says that the snapshot, which is invalid, is lost.
+    /// `waiter` hears when the COW device, too, says that the snapshot is invalid.
     pub fn wait_for_loss(&self, waiter: Waiter) {
         let mut waiting = self.waiting_for_loss.lock();
         if self.is_active() {
@@ -433,14 +432,14 @@ impl Snap {
     /// Takes it off its origin: its accesses fail, and nothing is preserved for it.
     pub fn detach(self: &Arc<Self>) {
         if !self.has(bit::DETACHED) && !self.is_merging() {
-            // Before: what is written from now on may be written without it.
+            // Before it leaves the origin's list: later writes preserve nothing for it.
             self.closes();
         }
-        // First: whoever reads the origin after a write that did not care for this snapshot sees it.
+        // Before it leaves the list: whoever read from the origin what such a write left there sees this, and fails.
         self.set(bit::DETACHED);
         self.core.forget(self);
         self.store.release();
-        // Writes of the origin that waited for it need not any more.
+        // Writes of the origin need not wait for its COW device any more.
         for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
             waiter.arrived(Ok(()));
         }

@@ -36,10 +36,10 @@ pub struct Store {
     device: Arc<dyn Device>,
     /// The merge that is under way, as the disk says.
     mark: Mutex<Option<Mark>>,
-    core: Core,
+    core: StoreCore,
 }
 
-enum Core {
+enum StoreCore {
     Persistent { committer: Arc<Committer>, thread: Option<JoinHandle<()>> },
     Transient(Box<Transient>),
 }
@@ -78,7 +78,7 @@ impl Store {
         if !kind.is_persistent() {
             let chunk = chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT);
             let layout = Layout::new(chunk, &geometry, origin)?;
-            let core = Core::Transient(Box::new(Transient::new(layout)));
+            let core = StoreCore::Transient(Box::new(Transient::new(layout)));
             let mark = Mutex::default();
             return Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), Vec::new()));
         }
@@ -99,7 +99,7 @@ impl Store {
             .name("cow-store".into())
             .spawn(move || run.run())
             .map_err(SetupError::Thread)?;
-        let core = Core::Persistent { committer, thread: Some(thread) };
+        let core = StoreCore::Persistent { committer, thread: Some(thread) };
         let mark = Mutex::new(mark);
         Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), exceptions))
     }
@@ -122,8 +122,8 @@ impl Store {
     /// Whether the snapshot is good. Once it is not, it stays so.
     pub fn is_valid(&self) -> bool {
         match &self.core {
-            Core::Persistent { committer, .. } => committer.queue.lock().valid,
-            Core::Transient(store) => store.is_valid(),
+            StoreCore::Persistent { committer, .. } => committer.queue.lock().valid,
+            StoreCore::Transient(store) => store.is_valid(),
         }
     }
 
@@ -134,11 +134,11 @@ impl Store {
     pub fn allocate(self: &Arc<Self>) -> Result<Allocated, NoPlace> {
         let size = self.device.geometry().size;
         let (chunk, due) = match &self.core {
-            Core::Persistent { committer, .. } => {
+            StoreCore::Persistent { committer, .. } => {
                 let (chunk, sequence) = committer.queue.lock().allocate(size)?;
                 (chunk, Some((Arc::clone(self), sequence)))
             }
-            Core::Transient(store) => (store.allocate(size)?, None),
+            StoreCore::Transient(store) => (store.allocate(size)?, None),
         };
         Ok(Allocated { chunk, chunk_bytes: self.chunk_bytes(), due })
     }
@@ -157,13 +157,13 @@ impl Store {
         done: impl FnOnce(Result<(), Invalid>) + Send + 'static,
     ) {
         match &self.core {
-            Core::Persistent { committer, .. } => {
+            StoreCore::Persistent { committer, .. } => {
                 let Some((store, sequence)) = allocated.due.take() else { return };
                 debug_assert!(Arc::ptr_eq(self, &store), "a place of another store");
                 let finished = Finished::entry(old, allocated.chunk, copied, Box::new(done));
                 committer.finish(sequence, finished);
             }
-            Core::Transient(store) => {
+            StoreCore::Transient(store) => {
                 if copied.is_err() {
                     store.lose();
                 }
@@ -178,8 +178,8 @@ impl Store {
     /// tried for two seconds; then `then` runs all the same, and [`is_unmarked`](Self::is_unmarked) says so.
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
-            Core::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
-            Core::Transient(store) => {
+            StoreCore::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
+            StoreCore::Transient(store) => {
                 store.lose();
                 then();
             }
@@ -189,14 +189,14 @@ impl Store {
     /// Whether the snapshot is lost, the COW device still says that it is good, and nobody waits for that any more.
     pub fn is_unmarked(&self) -> bool {
         match &self.core {
-            Core::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
-            Core::Transient(_) => false,
+            StoreCore::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
+            StoreCore::Transient(_) => false,
         }
     }
 
     /// The origin is written without the snapshot from now on: nobody waits any more for the COW device to say that it is lost.
     pub fn release(&self) {
-        if let Core::Persistent { committer, .. } = &self.core {
+        if let StoreCore::Persistent { committer, .. } = &self.core {
             committer.release();
         }
     }
@@ -205,16 +205,16 @@ impl Store {
     pub fn usage(&self) -> Usage {
         let size = self.device.geometry().size;
         match &self.core {
-            Core::Persistent { committer, .. } => committer.queue.lock().usage(size),
-            Core::Transient(store) => store.usage(size),
+            StoreCore::Persistent { committer, .. } => committer.queue.lock().usage(size),
+            StoreCore::Transient(store) => store.usage(size),
         }
     }
 
     /// What was done so far.
     pub fn stats(&self) -> Stats {
         match &self.core {
-            Core::Persistent { committer, .. } => committer.queue.lock().stats,
-            Core::Transient(_) => Stats::default(),
+            StoreCore::Persistent { committer, .. } => committer.queue.lock().stats,
+            StoreCore::Transient(_) => Stats::default(),
         }
     }
 
@@ -247,9 +247,9 @@ impl Store {
     /// callback of [`commit`](Self::commit) does: with `Ok` when all are there durably. Never waits.
     pub fn put_back(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
         match &self.core {
-            Core::Persistent { committer, .. } => committer.put_back(Box::new(then)),
+            StoreCore::Persistent { committer, .. } => committer.put_back(Box::new(then)),
             // It has no record.
-            Core::Transient(_) => then(Ok(())),
+            StoreCore::Transient(_) => then(Ok(())),
         }
     }
 
@@ -286,7 +286,7 @@ impl Store {
 
     /// The store is closed in order while the origin holds `content`: it says so when it is dropped. Never waits.
     pub fn closes(&self, content: Stamp) {
-        if let Core::Persistent { committer, .. } = &self.core {
+        if let StoreCore::Persistent { committer, .. } = &self.core {
             let mark = *self.mark.lock();
             committer.queue.lock().closing = Some((content, mark));
         }
@@ -294,8 +294,8 @@ impl Store {
 
     fn committer(&self) -> Result<&Committer, MergeError> {
         match &self.core {
-            Core::Persistent { committer, .. } => Ok(committer),
-            Core::Transient(_) => Err(MergeError::Transient),
+            StoreCore::Persistent { committer, .. } => Ok(committer),
+            StoreCore::Transient(_) => Err(MergeError::Transient),
         }
     }
 }
@@ -315,7 +315,7 @@ impl Allocated {
 impl Drop for Allocated {
     fn drop(&mut self) {
         if let Some((store, sequence)) = self.due.take()
-            && let Core::Persistent { committer, .. } = &store.core
+            && let StoreCore::Persistent { committer, .. } = &store.core
         {
             committer.finish(sequence, Finished::Unused);
         }
@@ -324,7 +324,7 @@ impl Drop for Allocated {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        if let Core::Persistent { committer, thread } = &mut self.core {
+        if let StoreCore::Persistent { committer, thread } = &mut self.core {
             committer.stop();
             if let Some(thread) = thread.take()
                 && thread.thread().id() != thread::current().id()

@@ -25,7 +25,7 @@ pub struct Area {
     device: Arc<dyn Device>,
     origin_size: u64,
     end: End,
-    /// The run that a merge was told of.
+    /// The last run of exceptions, as a merge got it.
     last: Option<Last>,
 }
 
@@ -66,7 +66,7 @@ impl Last {
         let Range { start, end } = self.entries;
         let first = from / BLOCK_ENTRIES;
         let mut blocks = blocks_for(first, end)?;
-        // What stays: entries before the run as they are, entries of the run by their rule.
+        // What stays: entries before the run as they are, those of the run by counting on from its first one.
         let base = first * BLOCK_ENTRIES;
         let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
         blocks[..before].copy_from_slice(&self.head[..before]);
@@ -116,7 +116,7 @@ impl Area {
         if self.is_torn() {
             return Err(Error::Media);
         }
-        // It is not the last any more.
+        // What is appended comes after that run.
         self.last = None;
         let End { area, committed, .. } = self.end;
         let end = committed + entries.len() as u64;

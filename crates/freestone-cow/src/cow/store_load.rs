@@ -129,7 +129,7 @@ fn scan(
             break end;
         }
         if exceptions.len() as u64 > chunks {
-            // More than there are places: some must be the same.
+            // More than the COW device has chunks: some are used twice, which is reported below.
             break (End::empty(), false);
         }
         area += 1;

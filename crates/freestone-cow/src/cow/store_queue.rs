@@ -26,10 +26,10 @@ const _: () = assert!(HEADER_AGAIN.as_millis() < HEADER_HOLD_MAX.as_millis(), "i
 
 /// Called with the outcome of a commit.
 pub type Done = Answer<Invalid>;
-/// Called when the record is known again, or could not be written.
+/// Called when the exceptions were written back, or that failed.
 pub type PutBack = Answer<device::Error>;
 
-/// A place that was handed back.
+/// How a place, a chunk of the COW device that was handed out, is handed back.
 pub enum Finished {
     /// With its copy.
     Entry(Ready),
@@ -91,10 +91,10 @@ pub struct Queue {
     unmarked: Option<Unmarked>,
     /// Nobody needs to wait for that header: the origin is written without the snapshot.
     released: bool,
-    /// Who is to be told that a removal that failed was undone.
+    /// Who waits for exceptions to be written back whose removal failed.
     undo: Vec<PutBack>,
     stop: bool,
-    /// What the origin holds at the end, and the mark of then.
+    /// The origin's content when the store is closed, and the mark of a merge that is under way then.
     pub closing: Option<(Stamp, Option<Mark>)>,
     pub stats: Stats,
 }
@@ -145,7 +145,7 @@ impl Queue {
         Ok((chunk, self.allocated - 1))
     }
 
-    /// A place comes back.
+    /// A place is handed back.
     fn finish(&mut self, sequence: u64, finished: Finished) {
         let finished = match finished {
             Finished::Failed(done) => {
@@ -269,7 +269,7 @@ enum Work {
 }
 
 impl Committer {
-    /// A place comes back.
+    /// A place is handed back.
     pub fn finish(&self, sequence: u64, finished: Finished) {
         let mut queue = self.queue.lock();
         queue.finish(sequence, finished);
@@ -409,7 +409,7 @@ impl Committer {
         answer(dones, Ok(()));
     }
 
-    /// Rewrites the header. The flush before it has nothing to do with it: nothing else is worth keeping.
+    /// Writes a header that says "invalid". Needs no flush before: nothing else on the device counts any more.
     fn write_invalid(&self) -> device::Result<()> {
         // A merge may be reading the header to mark it.
         let _area = self.area.lock();
@@ -469,7 +469,7 @@ impl Committer {
             return Err(MergeError::Invalid);
         }
         if let Err(error) = area.remove(run, count) {
-            // It may have happened: so that what is on disk is what is known here.
+            // They may be removed on disk all the same: write them back, so that memory and disk agree.
             if let Err(error) = area.put_back() {
                 tracing::warn!(%error, "what is on disk of a step of a merge that failed is not known");
             }
@@ -485,7 +485,7 @@ impl Committer {
     }
 }
 
-/// Calls them all. One that panics (which its hook reports) ends itself only.
+/// Calls them all. A panic, which the panic hook reports, ends that call only.
 fn answer<E: Copy>(dones: Vec<Answer<E>>, outcome: Result<(), E>) {
     for done in dones {
         let _ = catch_unwind(AssertUnwindSafe(|| done(outcome)));

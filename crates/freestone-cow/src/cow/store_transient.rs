@@ -1,4 +1,4 @@
-//! A store without a record: places one after the other, and whether the snapshot is good.
+//! A store without a record on disk: chunks are handed out one after the other, and lost with the process.
 
 use crossbeam_utils::CachePadded;
 
@@ -11,7 +11,7 @@ use freestone_core::sync::{AtomicU32, AtomicU64, Ordering};
 /// A store without metadata (`store=N`). Without a lock: places have no order that anything depends on.
 pub struct Transient {
     layout: Layout,
-    /// The first chunk that was never handed out. What lies beside it is read by every request.
+    /// The first chunk that was never handed out. On a cache line of its own: every request reads what lies beside it.
     next_free: CachePadded<AtomicU64>,
     lost: AtomicU32,
 }
@@ -37,7 +37,7 @@ impl Transient {
         if !self.is_valid() {
             return Err(NoPlace::Invalid);
         }
-        // Relaxed: only the place's uniqueness counts.
+        // Relaxed: it only has to be another chunk each time.
         self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_err(|_| NoPlace::Full)
     }
 

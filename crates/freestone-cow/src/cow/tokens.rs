@@ -24,10 +24,10 @@ pub struct Tokens<W> {
     cells: Box<[CachePadded<AtomicU64>]>,
     /// Somebody waits, or rights are to be withdrawn.
     slow: AtomicU32,
-    state: Mutex<State<W>>,
+    state: Mutex<TokensState<W>>,
 }
 
-struct State<W> {
+struct TokensState<W> {
     most: u64,
     /// Rights that are to be withdrawn when they are given back.
     excess: u64,
@@ -39,7 +39,7 @@ impl<W> Tokens<W> {
     pub fn new(most: u64, cells: usize) -> Self {
         let (each, rest) = (most / cells as u64, most % cells as u64);
         let cell = |at: usize| CachePadded::new(AtomicU64::new(each + u64::from((at as u64) < rest)));
-        let state = State { most, excess: 0, waiting: VecDeque::new() };
+        let state = TokensState { most, excess: 0, waiting: VecDeque::new() };
         Self { cells: (0..cells).map(cell).collect(), slow: AtomicU32::new(0), state: Mutex::new(state) }
     }
 
@@ -94,7 +94,7 @@ impl<W> Tokens<W> {
     }
 
     /// Withdraws what is to be withdrawn, then serves those who wait.
-    fn serve(&self, state: &mut State<W>) -> Vec<W> {
+    fn serve(&self, state: &mut TokensState<W>) -> Vec<W> {
         // Relaxed: ordered before the looks at the cells by the fence, which pairs with that in `give`.
         self.slow.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);

@@ -80,7 +80,7 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
         return Err(Error::Misaligned);
     }
     snap.writable()?;
-    // It could stop within a block, of which neither all nor nothing could be said to be done.
+    // The COW device could stop within a block of the snapshot, and a part of a block cannot be reported as done.
     if snap.cow_block() < snap.block() {
         return Ok(Tried::WouldBlock);
     }
@@ -88,7 +88,7 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
     if begun.is_none() {
         return Ok(Tried::WouldBlock);
     }
-    // No merge begins before the COW device has answered, and so no exception goes.
+    // No merge begins before the COW device has answered, so no exception is removed meanwhile.
     let _under_way = snap.gate.under_way();
     let chunk = snap.chunk();
     let mut done = 0;
@@ -168,7 +168,7 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
     if !snap.config.discard_passdown_origin {
         return job.go(Ok(()));
     }
-    // Past every snapshot, this one too, as in the kernel: what is discarded is gone for all of them.
+    // No snapshot preserves anything, not even this one, as in the kernel: what is discarded is gone for all of them.
     let work_queue = Arc::clone(&snap.core.work_queue);
     let then = Completion::new(move |outcome, _| work_queue.push(move || job.go(outcome)));
     snap.core.device.submit(request, buffer, then);
@@ -218,7 +218,7 @@ impl Write {
     }
 
     fn complete(self, outcome: Result<()>) {
-        // Before the answer, which may be long.
+        // Before the completion runs, which may take long.
         drop(self.permit);
         self.done.complete(outcome, self.buffer);
     }
@@ -273,7 +273,7 @@ impl Write {
         let gather = Gather::new();
         let mut actions = Vec::new();
         let mut this = Some(self);
-        // It may have grown beyond the snapshot.
+        // The origin may have grown since the snapshot began.
         let origin = snap.core.device.geometry().size;
         let planned = snap.gate.enter(|mode| {
             let Some(mode) = mode else {
@@ -288,14 +288,14 @@ impl Write {
             }
         });
         let mut job = this?;
-        // Held across a wait it would keep others waiting.
+        // Held while this waits, it would keep another copy from beginning.
         job.permit = None;
         for action in actions {
             job.act(action, &gather);
         }
         match planned {
             Planned::Go | Planned::Held => gather.leave(job),
-            // Answered when what was begun has ended: what is written after the answer must not be overtaken by it.
+            // Answered only when all that was begun has ended: it must not overtake what the user writes after the answer.
             Planned::Failed(error) => {
                 gather.waiter().arrived(Err(error));
                 gather.leave(job)
@@ -324,7 +324,7 @@ impl Write {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // To the end of the origin.
+            // The origin's last chunk is whole where it is covered to the end of the origin.
             let whole = piece.offset == piece.chunk * chunk
                 && piece.offset + piece.len == ((piece.chunk + 1) * chunk).min(origin);
             if let Some(place) = snap.exceptions.get(piece.chunk).chunk() {
@@ -417,7 +417,7 @@ impl Write {
                 if op == Op::WriteZeroes && self.request.op == Op::Discard {
                     flags |= Flags::MAY_FREE;
                 }
-                // Whoever writes to an origin without a cache does not flush what lies on the COW device meanwhile.
+                // Users of an origin without a cache do not flush, so what goes to the COW device in its stead must be durable.
                 if is_merging && !snap.core.device.geometry().volatile_cache {
                     flags |= Flags::FUA;
                 }
@@ -428,7 +428,7 @@ impl Write {
                     snap.gate.end();
                     waiter.arrived(outcome);
                 };
-                // What was begun as a write to the snapshot fits the COW device.
+                // Requests to the snapshot itself fit the COW device's blocks.
                 let snap = &self.snap;
                 let device = if is_merging { &*snap.cow } else { &**snap.store.device() };
                 let data = self.data(from, len);
@@ -474,7 +474,7 @@ impl Snap {
         if !self.merge.hold(waiter) {
             return;
         }
-        // Nobody is at it: the run failed, and so did writing it back.
+        // A run failed, and the store could not write its exceptions back. It tries again.
         let snap = Arc::clone(self);
         self.store.put_back(move |outcome| {
             let torn = snap.merge.torn();
