@@ -24,8 +24,17 @@ pub fn current() -> usize {
 /// waited for.
 #[inline]
 pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
-    let (cpus, cpu) = (cpus(), current());
-    (0..cpus).find_map(|n| of((cpu + n) % cpus).try_lock()).unwrap_or_else(|| of(cpu).lock())
+    let cpu = current();
+    match of(cpu).try_lock() {
+        Some(guard) => guard,
+        None => lock_another(cpu, of),
+    }
+}
+
+#[cold]
+fn lock_another<'a, T: 'a>(cpu: usize, of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
+    let cpus = cpus();
+    (1..cpus).find_map(|n| of((cpu + n) % cpus).try_lock()).unwrap_or_else(|| of(cpu).lock())
 }
 
 #[cfg(not(freestone_sim))]

@@ -56,6 +56,7 @@ enum Stream {
 }
 
 impl Stream {
+    #[inline]
     fn compress(&mut self, page: &Page, out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         match self {
             Self::Lz4(stream) => stream.compress(page, out),

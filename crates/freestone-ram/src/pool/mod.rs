@@ -130,7 +130,8 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
-    #[inline]
+    #[expect(clippy::inline_always, reason = "a write in memory is one function")]
+    #[inline(always)]
     pub fn store(&self, data: &[u8], owner: BackRef, kept: u64) -> Result<u64> {
         if self.is_over_limit() {
             // Perhaps because of spans that are kept for nothing else.
@@ -189,7 +190,8 @@ impl Pool {
         percpu::lock_nearest(|cpu| &self.current[cpu][class])
     }
 
-    #[inline]
+    #[expect(clippy::inline_always, reason = "as above")]
+    #[inline(always)]
     fn take_from(&self, current: &mut Option<Owned>, class: usize, asker: Asker) -> Result<Taken> {
         loop {
             if let Some(span) = current
@@ -250,7 +252,8 @@ impl Pool {
 
     /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
     /// is retired or trimmed, so this is a comparison in the steady state.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "as above")]
+    #[inline(always)]
     fn make_resident(&self, span: &Owned, object: usize, class: usize, asker: Asker) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
         let resident = self.spans.resident(span);

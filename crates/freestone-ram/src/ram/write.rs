@@ -90,6 +90,7 @@ impl Pages {
     }
 
     /// Puts a whole page into a locked slot.
+    #[inline(never)]
     pub(super) fn put_page(&self, view: &View, slot: u64, guard: SlotGuard<'_>, page: &Page) -> PageResult {
         let mut scratch = Scratch::new();
         let packed = self.pack(page, &mut scratch);
@@ -213,6 +214,7 @@ impl Pages {
     }
 
     /// Packs a page and stores it for a slot.
+    #[inline(never)]
     pub(super) fn store_page(&self, layer: &Layer, slot: u64, page: &Page) -> Result<Word> {
         let mut scratch = Scratch::new();
         self.store(layer, slot, &self.pack(page, &mut scratch))
