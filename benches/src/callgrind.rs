@@ -6,10 +6,9 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use crate::instructions::{Content, DISK_BYTES, What};
-use crate::measure::Summary;
-use crate::report::{Report, Row, Target, Unit};
 
 /// Requests of the two runs whose difference counts.
 const COUNTS: [u64; 2] = [10_000, 30_000];
@@ -60,38 +59,35 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
             let backed = per_request(&own, request, content, Disk::Backed)?;
             let fork = per_request(&own, request, content, Disk::Fork)?;
             for (disk, count) in [("", plain), (", with a backing device", backed)] {
-                rows.push(Row::new(format!("{what}{disk}"), Unit::Count, Summary::one(count)));
+                rows.push(Row::one(format!("{what}{disk}"), Unit::Count, count));
                 if let Some(other) = other {
                     let more = Summary::one(count / other);
-                    let row = Row::new(format!("{what}{disk} / before"), Unit::Ratio, more)
+                    let row = Row::ratio(format!("{what}{disk} / before"), more)
                         .target(Target::AtMost(1.02))
                         .part("before", other);
                     rows.push(row);
                 }
             }
             let more = Summary::one(fork / plain);
-            let row = Row::new(format!("{what}, of a fork's own / of a disk"), Unit::Ratio, more)
+            let row = Row::ratio(format!("{what}, of a fork's own / of a disk"), more)
                 .part("fork", fork)
                 .part("disk", plain);
             rows.push(if request == What::Write { row.target(Target::AtMost(1.02)) } else { row });
         }
     }
-    let report = Report {
-        name: "instructions",
-        data: "fio's compressible pages, same-filled pages".into(),
-        data_bytes: DISK_BYTES,
-        algorithm: "lz4",
-        notes: vec![format!(
-            "Instructions of one 4 KiB request to a random page, by callgrind: the difference of {} and {} requests. Nothing is spilled. \
-             A fork's own: a fork of a snapshot that has written every page before. Before: {}.",
-            COUNTS[1],
-            COUNTS[0],
-            args.against.as_ref().map_or("not given".into(), |path| path.display().to_string())
-        )],
-        rows,
-    };
-    report.print();
-    Ok(vec![report])
+    Ok(vec![
+        Report::new("instructions", "fio's compressible pages, same-filled pages", DISK_BYTES, "lz4")
+            .note(format!(
+                "Instructions of one 4 KiB request to a random page, by callgrind: the difference of {} \
+                 and {} requests. Nothing is spilled. A fork's own: a fork of a snapshot that has written \
+                 every page before. Before: {}.",
+                COUNTS[1],
+                COUNTS[0],
+                args.against.as_ref().map_or("not given".into(), |path| path.display().to_string())
+            ))
+            .rows(rows)
+            .print(),
+    ])
 }
 
 fn name(value: &impl ValueEnum) -> String {

@@ -7,13 +7,13 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Page, Scratch};
 use freestone::device::{Blocking, Flags};
 use freestone::ram::Ram;
+use freestone_report::{Report, Row, Summary, Target};
 
 use crate::bare::{Codec, Ours, Plain, Store};
 use crate::data::page_at;
 use crate::machine;
-use crate::measure::{Summary, Times, alternate};
+use crate::measure::{Times, alternate};
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Target, Unit};
 use crate::setup::Setup;
 
 /// Data where `--size` does not say.
@@ -67,56 +67,45 @@ fn one(setup: &Setup, options: &Options) -> Result<Report> {
     rows.extend(compare("random 4 KiB reads", &mut reads, Target::AtLeast(0.90)));
     rows.extend(compare("random 4 KiB rewrites", &mut writes, Target::AtLeast(0.85)));
     rows.push(
-        Row::new(
+        Row::ratio(
             "first fill, in order / bare codec",
-            Unit::Ratio,
             Summary::one(setup.first_fill_bare_ns / setup.first_fill_ns),
         )
         .part("ns a page", setup.first_fill_ns)
         .part("bare ns", setup.first_fill_bare_ns),
     );
-    let report = Report {
-        name: "codec",
-        data: setup.data.description.clone(),
-        data_bytes: setup.data.bytes(),
-        algorithm: "lz4",
-        notes: vec![
-            setup.census_note(),
-            "Ratios are speeds: over 1 is faster than the bare codec. Bare: freestone::codec over a contiguous store of the same \
-             objects, in the same order; liblz4: its plain functions there."
-                .into(),
-            "A rewrite puts the content of a random page into a random slot; no order repeats. One thread, pinned to one CPU. The CPU rows leave \
-             out what other programs took."
-                .into(),
-        ],
-        rows,
-    };
-    report.print();
-    Ok(report)
+    Ok(Report::new("codec", setup.data.description.clone(), setup.data.bytes(), "lz4")
+        .note(setup.census_note())
+        .note(
+            "Ratios are speeds: over 1 is faster than the bare codec. Bare: freestone::codec over a \
+             contiguous store of the same objects, in the same order; liblz4: its plain functions \
+             there.",
+        )
+        .note(
+            "A rewrite puts the content of a random page into a random slot; no order repeats. One \
+             thread, pinned to one CPU. The CPU rows leave out what other programs took.",
+        )
+        .rows(rows)
+        .print())
 }
 
 fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
     let [engine, ours, plain, more @ ..] = times else { return Vec::new() };
     let storing = more.iter().map(|placed| {
-        Row::new(
+        Row::ratio(
             format!("{what} / bare codec and copying the object to its place"),
-            Unit::Ratio,
             Summary::ratio(&placed.wall, &engine.wall),
         )
         .part("ns", engine.median())
         .part("bare ns", placed.median())
     });
     let rows = [
-        Row::new(format!("{what} / bare codec"), Unit::Ratio, Summary::ratio(&ours.wall, &engine.wall))
+        Row::ratio(format!("{what} / bare codec"), Summary::ratio(&ours.wall, &engine.wall))
             .target(target)
             .part("ns", engine.median())
             .part("bare ns", ours.median()),
-        Row::new(
-            format!("{what} / bare codec, CPU time"),
-            Unit::Ratio,
-            Summary::ratio(&ours.cpu, &engine.cpu),
-        ),
-        Row::new(format!("{what} / plain liblz4"), Unit::Ratio, Summary::ratio(&plain.wall, &engine.wall))
+        Row::ratio(format!("{what} / bare codec, CPU time"), Summary::ratio(&ours.cpu, &engine.cpu)),
+        Row::ratio(format!("{what} / plain liblz4"), Summary::ratio(&plain.wall, &engine.wall))
             .part("ns", engine.median())
             .part("liblz4 ns", plain.median()),
     ];

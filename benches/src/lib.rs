@@ -20,7 +20,6 @@ pub mod measure;
 mod memory;
 pub mod options;
 mod process;
-mod report;
 mod served;
 pub mod setup;
 mod threads;
@@ -32,10 +31,10 @@ mod zram;
 mod zram_device;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use freestone_report::{Document, Report};
 
 use crate::options::Options;
-use crate::report::{Document, Report};
 
 /// Freestone's own benchmarks.
 #[derive(Parser)]
@@ -101,26 +100,6 @@ enum Bench {
 }
 
 impl Bench {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Codec => "codec",
-            Self::Zram => "zram",
-            Self::Threads => "threads",
-            Self::Memory => "memory",
-            Self::All => "all",
-            Self::Writeback(_) => "writeback",
-            Self::Forks(_) => "forks",
-            Self::Compare(_) => "compare",
-            Self::Zones(_) => "zones",
-            Self::Instructions(_) => "instructions",
-            Self::InstructionsLoop { .. } => "instructions-loop",
-            Self::Gate(_) => "gate",
-            Self::GateLoop(_) => "gate-loop",
-            Self::GateServer(_) => "gate-server",
-            Self::NbdServer(_) => "nbd-server",
-        }
-    }
-
     /// What there is to report; nothing where another program looks on.
     fn run(&self, options: &Options) -> Result<Option<Vec<Report>>> {
         let reports = match self {
@@ -167,14 +146,21 @@ impl Bench {
     }
 }
 
-/// The program.
-pub fn main() -> Result<()> {
-    let cli = Cli::parse();
-    cli.options.check()?;
-    let mut document = Document::begin();
+/// A run that begins now, which is told.
+pub fn begin() -> Document {
+    let document = Document::begin(env!("CARGO_PKG_VERSION"), bare::lz4_version());
     println!("{}", document.machine);
     println!("command: {}\n", document.command);
+    document
+}
+
+/// The program.
+pub fn main() -> Result<()> {
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches)?;
+    cli.options.check()?;
+    let mut document = begin();
     let Some(reports) = cli.bench.run(&cli.options)? else { return Ok(()) };
     document.reports = reports;
-    document.finish(&cli.options.json_file(cli.bench.name()))
+    document.finish(&cli.options.json_file(matches.subcommand_name().unwrap_or_default()))
 }

@@ -6,13 +6,12 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::ram::Ram;
+use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use std::os::unix::fs::FileExt;
 
 use crate::data::{Data, Random};
 use crate::machine;
-use crate::measure::Summary;
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Target, Unit, mib};
 use crate::setup::new_ram;
 use crate::zram_device::ZramDevice;
 
@@ -79,13 +78,13 @@ impl Moment {
     fn rows(&self, when: &str, target: f64, judged: bool) -> Vec<Row> {
         let judge = |row: Row, target| if judged { row.target(target) } else { row };
         let over = |part: u64| part as f64 / self.compressed as f64;
-        let overhead = Row::new(format!("overhead {when}"), Unit::Ratio, Summary::one(over(self.counted())))
+        let overhead = Row::ratio(format!("overhead {when}"), Summary::one(over(self.counted())))
             .part("pool", over(self.pool))
             .part("leaves", over(self.leaves))
             .part("backrefs", over(self.backrefs))
             .part("(rest)", over(self.rest));
         let agree = self.pss as f64 / (self.counted() + self.rest) as f64;
-        let pss = Row::new(format!("PSS / own numbers {when}"), Unit::Ratio, Summary::one(agree))
+        let pss = Row::ratio(format!("PSS / own numbers {when}"), Summary::one(agree))
             .part("PSS MiB", mib(self.pss))
             .part("own MiB", mib(self.counted() + self.rest));
         vec![judge(overhead, Target::AtMost(target)), judge(pss, Target::Within(0.95, 1.05))]
@@ -110,16 +109,7 @@ fn one(set: Set, options: &Options) -> Result<Report> {
         Ok(more) => rows.extend(more),
         Err(error) => notes.push(format!("The kernel's side is left out: {error:#}")),
     }
-    let report = Report {
-        name: "memory",
-        data: data.description.clone(),
-        data_bytes: data.bytes(),
-        algorithm: "lz4",
-        notes,
-        rows,
-    };
-    report.print();
-    Ok(report)
+    Ok(Report { notes, rows, ..Report::new("memory", data.description.clone(), data.bytes(), "lz4") }.print())
 }
 
 fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
@@ -138,7 +128,7 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
     rows.push(Row::new("time of the fill", Unit::Seconds, seconds(start)));
     let filled = Moment::of(&ram, base)?;
     rows.push(
-        Row::new("compressed bytes", Unit::Mib, Summary::one(mib(filled.compressed)))
+        Row::one("compressed bytes", Unit::Mib, mib(filled.compressed))
             .part("same pages", ram.mm_stat().same_pages as f64)
             .part("huge pages", ram.mm_stat().huge_pages as f64),
     );
@@ -168,14 +158,13 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
     let empty = Moment::of(&ram, base)?;
     let returned = |before: u64, after: u64| Summary::one(1.0 - after as f64 / before as f64);
     let share = returned(compacted.counted(), empty.counted());
-    let row = Row::new("returned by discarding all", Unit::Ratio, share)
+    let row = Row::ratio("returned by discarding all", share)
         .part("pool MiB left", mib(empty.pool))
         .part("leaves", mib(empty.leaves))
         .part("backrefs", mib(empty.backrefs));
     rows.push(judge(row, Target::AtLeast(0.98)));
     let share = returned(compacted.pss, empty.pss);
-    let row =
-        Row::new("returned by discarding all, PSS", Unit::Ratio, share).part("PSS MiB left", mib(empty.pss));
+    let row = Row::ratio("returned by discarding all, PSS", share).part("PSS MiB left", mib(empty.pss));
     rows.push(judge(row, Target::AtLeast(0.98)));
     Ok(rows)
 }
@@ -200,7 +189,7 @@ fn kernel(data: &Data, orders: &Orders, options: &Options) -> Result<Vec<Row>> {
     let mut row = |when: &str| -> Result<()> {
         let stat = device.stat()?;
         rows.push(
-            Row::new(format!("zram: overhead {when}"), Unit::Ratio, Summary::one(stat.overhead(data.pages)))
+            Row::ratio(format!("zram: overhead {when}"), Summary::one(stat.overhead(data.pages)))
                 .part("pool", stat.mem_used_total as f64 / stat.compr_data_size as f64)
                 .part("compressed MiB", mib(stat.compr_data_size)),
         );
@@ -219,6 +208,6 @@ fn kernel(data: &Data, orders: &Orders, options: &Options) -> Result<Vec<Row>> {
     device.compact()?;
     let took = start.elapsed().as_secs_f64();
     row("compacted")?;
-    rows.push(Row::new("zram: time of compact", Unit::Seconds, Summary::one(took)));
+    rows.push(Row::one("zram: time of compact", Unit::Seconds, took));
     Ok(rows)
 }

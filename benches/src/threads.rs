@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use freestone_report::{Report, Row, Summary, Target};
 
 use crate::bare::Ours;
 use crate::codec::{bare_reads, bare_writes, engine_reads, engine_writes};
 use crate::data::Order;
 use crate::machine;
-use crate::measure::{Summary, median, thread_clock};
+use crate::measure::{median, thread_clock};
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Target, Unit};
 use crate::setup::Setup;
 
 /// Data where `--size` does not say.
@@ -59,26 +59,20 @@ fn one(setup: &Setup, options: &Options) -> Result<Report> {
     for (name, load) in [("reads", Load::Reads), ("rewrites", Load::Rewrites), ("mix", Load::Mix)] {
         rows.extend(one_load(name, load, setup, &cpus, options)?);
     }
-    let report = Report {
-        name: "threads",
-        data: setup.data.description.clone(),
-        data_bytes: setup.data.bytes(),
-        algorithm: "lz4",
-        notes: vec![
-            setup.census_note(),
-            format!(
-                "Random 4 KiB operations a second of all threads, on the wall clock; thread n is pinned to CPU n modulo {}. Every \
-                 thread has slots, and every copy of the bare loop streams, of its own.",
-                cpus.len()
-            ),
-            "\"n threads / n bare loops\" is the engine's speed over the bare codec's; \"scaling\" is how often more n threads do than \
-             one, the engine's over the bare loop's."
-                .into(),
-        ],
-        rows,
-    };
-    report.print();
-    Ok(report)
+    Ok(Report::new("threads", setup.data.description.clone(), setup.data.bytes(), "lz4")
+        .note(setup.census_note())
+        .note(format!(
+            "Random 4 KiB operations a second of all threads, on the wall clock; thread n is pinned \
+             to CPU n modulo {}. Every thread has slots, and every copy of the bare loop streams, of \
+             its own.",
+            cpus.len()
+        ))
+        .note(
+            "\"n threads / n bare loops\" is the engine's speed over the bare codec's; \"scaling\" is \
+             how often more n threads do than one, the engine's over the bare loop's.",
+        )
+        .rows(rows)
+        .print())
 }
 
 fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Options) -> Result<Vec<Row>> {
@@ -104,17 +98,15 @@ fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
             both.each_ref().map(|speeds| speeds.iter().map(|s| s.cpu).collect::<Vec<f64>>());
         let target = |row: Row| if threads == 2 { row.target(Target::AtLeast(0.95)) } else { row };
         rows.push(target(
-            Row::new(
+            Row::ratio(
                 format!("{name}: {threads} threads / {threads} bare loops"),
-                Unit::Ratio,
                 Summary::ratio(engine, bare),
             )
             .part("kIOPS", median(engine) / 1e3)
             .part("bare", median(bare) / 1e3),
         ));
-        rows.push(Row::new(
+        rows.push(Row::ratio(
             format!("{name}: {threads} threads / {threads} bare loops, CPU time"),
-            Unit::Ratio,
             Summary::ratio(&engine_cpu, &bare_cpu),
         ));
         if threads > 1 {
@@ -122,9 +114,8 @@ fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
                 |all: &[f64], one: &[f64]| all.iter().zip(one).map(|(a, o)| a / o).collect::<Vec<f64>>();
             let (of_engine, of_bare) = (scale(engine, &engine_one), scale(bare, &bare_one));
             rows.push(target(
-                Row::new(
+                Row::ratio(
                     format!("{name}: scaling 1 to {threads}, engine / bare"),
-                    Unit::Ratio,
                     Summary::ratio(&of_engine, &of_bare),
                 )
                 .part("engine", median(&of_engine))

@@ -8,12 +8,12 @@ use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::ram::Ram;
+use freestone_report::{Report, Row, Summary, Target};
 
 use crate::data::Order;
 use crate::machine;
-use crate::measure::{Summary, Times, alternate};
+use crate::measure::{Times, alternate};
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Target, Unit};
 use crate::setup::{Setup, mixing};
 use crate::zram_device::ZramDevice;
 
@@ -116,23 +116,17 @@ fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Resul
         );
         rows.extend(compare(&format!("random {name} rewrites"), &times, goals.1));
     }
-    let report = Report {
-        name: "zram",
-        data: setup.data.description.clone(),
-        data_bytes: setup.data.bytes(),
-        algorithm: "lz4 on both sides",
-        notes: vec![
-            setup.census_note(),
-            "Ratios are speeds: over 1 is faster than the kernel; less memory is better. Memory is all that either takes: pool, table, \
-             handles, and here back-references and streams too. One synchronous loop, pinned to one CPU: pread and pwrite \
-             with O_DIRECT on the kernel's device, read_at and write_at of the library here. The kernel's side includes its \
-             system calls and block layer: that is what a program pays there."
-                .into(),
-        ],
-        rows,
-    };
-    report.print();
-    Ok(report)
+    Ok(Report::new("zram", setup.data.description.clone(), setup.data.bytes(), "lz4 on both sides")
+        .note(setup.census_note())
+        .note(
+            "Ratios are speeds: over 1 is faster than the kernel; less memory is better. Memory is \
+             all that either takes: pool, table, handles, and here back-references and streams too. \
+             One synchronous loop, pinned to one CPU: pread and pwrite with O_DIRECT on the kernel's \
+             device, read_at and write_at of the library here. The kernel's side includes its system \
+             calls and block layer: that is what a program pays there.",
+        )
+        .rows(rows)
+        .print())
 }
 
 /// What both take for the same pages, right after they were rewritten.
@@ -141,19 +135,18 @@ fn memory(setup: &Setup, device: &ZramDevice) -> Result<Row> {
     let beside = memory.leaves_bytes + memory.backrefs_bytes + memory.metadata_bytes + memory.streams_bytes;
     let ours = (stat.mem_used_total + beside) as f64 / setup.data.bytes() as f64;
     let kernel = device.stat()?.memory(setup.data.pages) as f64 / setup.data.bytes() as f64;
-    let row = Row::new("memory a stored byte / zram", Unit::Ratio, Summary::one(ours / kernel)).judged(false);
+    let row = Row::ratio("memory a stored byte / zram", Summary::one(ours / kernel)).judged(false);
     Ok(row.part("ours", ours).part("zram", kernel))
 }
 
 fn compare(what: &str, times: &[Times], target: f64) -> Vec<Row> {
     let [ours, kernel] = times else { return Vec::new() };
     vec![
-        Row::new(format!("{what} / zram"), Unit::Ratio, Summary::ratio(&kernel.wall, &ours.wall))
+        Row::ratio(format!("{what} / zram"), Summary::ratio(&kernel.wall, &ours.wall))
             .target(Target::AtLeast(target))
             .judged(true)
             .part("ns", ours.median())
             .part("zram ns", kernel.median()),
-        Row::new(format!("{what} / zram, CPU time"), Unit::Ratio, Summary::ratio(&kernel.cpu, &ours.cpu))
-            .judged(true),
+        Row::ratio(format!("{what} / zram, CPU time"), Summary::ratio(&kernel.cpu, &ours.cpu)).judged(true),
     ]
 }

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
-use freestone_benches::measure::Summary;
+use freestone_report::Summary;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -266,6 +266,8 @@ fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
 
 #[cfg(test)]
 mod tests {
+    use freestone_report::Unit;
+
     use super::*;
     use crate::experiment::Better;
     use crate::experiment::Beyond;
@@ -279,7 +281,7 @@ mod tests {
 
     #[test]
     fn few_loads_are_lines_over_the_threads_with_the_model_behind_them() {
-        let mut table = Table::new("t", "k/s", Better::More, &["one lock", "ours"]);
+        let mut table = Table::new("t", Unit::Kiops, Better::More, &["one lock", "ours"]);
         for threads in [1, 2, 4] {
             table.add("reads", threads, &[Some(1.0), Some(2.0)], &[vec![1.0; 3], vec![1.5; 3]]);
         }
@@ -287,7 +289,6 @@ mod tests {
         let model = Modelled {
             table: "t".into(),
             what: "reads".into(),
-            unit: "k/s",
             inputs: Vec::new(),
             held_share: 0.5,
             checks: Vec::new(),
@@ -302,7 +303,7 @@ mod tests {
 
     #[test]
     fn many_loads_are_bars_and_what_is_refused_has_none() {
-        let mut table = Table::new("t", "KB/s", Better::More, &["one rwlock", "ours"]);
+        let mut table = Table::new("t", Unit::KbSecond, Better::More, &["one rwlock", "ours"]);
         table.add("read", 4, &[Some(100.0), Some(131.0)], &[vec![1.0; 3], vec![1.47; 3]]);
         table.add("write", 4, &[Some(100.0), Some(103.0)], &[vec![1.0; 4], vec![1.0, 2.0, 3.0, 9.0]]);
         table.add("mixed", 4, &[], &[vec![1.0; 3], vec![2.0; 3]]);
@@ -312,7 +313,7 @@ mod tests {
             assert!(svg.contains(text), "{text}");
         }
         // Where the source chose something else than we did, that has a bar as well.
-        let mut three = Table::new("t", "s", Better::Less, &["single", "batches", "packed"]);
+        let mut three = Table::new("t", Unit::Seconds, Better::Less, &["single", "batches", "packed"]);
         three.new = 1;
         three.add("elapsed", 1, &[Some(68.0), Some(17.0)], &[vec![9.0; 3], vec![3.0; 3], vec![1.0; 3]]);
         let three = drawn(&three, &[]);

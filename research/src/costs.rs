@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use freestone_benches::machine;
-use freestone_benches::measure::Summary;
+use freestone_report::Summary;
 
 use crate::simulate::Costs;
 

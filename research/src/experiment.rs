@@ -3,12 +3,10 @@
 //! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only ratios are compared with the
 //! source: its machine is another one. A ratio is of two numbers of one round ([`turns`]), never of two medians.
 
-use freestone_benches::measure::Summary;
-use serde::Serialize;
+use freestone_report::{Summary, Unit};
 
 /// Which numbers of a table are the good ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Better {
     /// Throughput.
     More,
@@ -17,7 +15,7 @@ pub enum Better {
 }
 
 /// One of the source's experiments.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Experiment {
     /// 1 to 5.
     pub number: u8,
@@ -35,11 +33,11 @@ pub struct Experiment {
 }
 
 /// Rows with the same columns.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Table {
     /// Unique within the experiment: the chart's file is called after it.
     pub name: String,
-    pub unit: &'static str,
+    pub unit: Unit,
     pub better: Better,
     pub columns: Vec<&'static str>,
     /// The column that the others are compared with: the old lock.
@@ -50,12 +48,11 @@ pub struct Table {
     pub ours: usize,
     pub rows: Vec<TableRow>,
     /// Loads of which no model is made, and why two threads cannot show what they gained.
-    #[serde(skip)]
     pub reasons: Vec<(&'static str, &'static str)>,
 }
 
 /// One load with one number of threads.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct TableRow {
     pub what: String,
     pub threads: usize,
@@ -79,12 +76,7 @@ impl Better {
 
 impl Table {
     /// A table without rows.
-    pub fn new(
-        name: impl Into<String>,
-        unit: &'static str,
-        better: Better,
-        columns: &[&'static str],
-    ) -> Self {
+    pub fn new(name: impl Into<String>, unit: Unit, better: Better, columns: &[&'static str]) -> Self {
         let last = columns.len() - 1;
         let columns = columns.to_vec();
         Self {
@@ -153,12 +145,11 @@ pub fn turns(columns: usize, round: u32) -> Vec<usize> {
 }
 
 /// One load beyond this machine's cores.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Modelled {
     /// The table and the row's name.
     pub table: String,
     pub what: String,
-    pub unit: &'static str,
     /// The measured numbers that go in, by name.
     pub inputs: Vec<(&'static str, f64)>,
     /// The part of one thread's time that it keeps others from the old lock.
@@ -168,7 +159,7 @@ pub struct Modelled {
 }
 
 /// A prediction beside its measurement.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Check {
     pub threads: usize,
     pub column: &'static str,
@@ -181,7 +172,7 @@ pub struct Check {
 }
 
 /// Modelled, not measured.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Beyond {
     pub threads: usize,
     /// The old lock as it is measured here.
@@ -199,7 +190,7 @@ mod tests {
 
     #[test]
     fn ratios_are_of_the_same_round_and_above_one_is_better() {
-        let mut table = Table::new("t", "s", Better::Less, &["old", "absent", "ours"]);
+        let mut table = Table::new("t", Unit::Seconds, Better::Less, &["old", "absent", "ours"]);
         table.add("x", 2, &[Some(68.0), None, Some(17.0)], &[vec![2.0, 40.0], vec![], vec![1.0, 10.0]]);
         let row = &table.rows[0];
         assert_eq!(table.published_ratio(row, 2), Some(4.0));
@@ -214,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_ratio_with_too_wide_a_spread_is_not_given() {
-        let mut table = Table::new("t", "k/s", Better::More, &["old", "ours"]);
+        let mut table = Table::new("t", Unit::Kiops, Better::More, &["old", "ours"]);
         table.add("wide", 1, &[], &[vec![1.0; 4], vec![1.0, 2.0, 3.0, 9.0]]);
         table.add("narrow", 1, &[], &[vec![1.0; 4], vec![2.0, 2.1, 1.9, 2.0]]);
         table.add("few", 1, &[], &[vec![1.0; 2], vec![2.0; 2]]);

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone_benches::machine;
-use freestone_benches::measure::{Slices, Summary, median};
+use freestone_benches::measure::{Slices, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
 use freestone_core::variants::{self, Lock};
+use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
@@ -232,7 +233,7 @@ impl<D: Disk> Bench<'_, D> {
 
     /// Every load with every number of threads and, where the machine has two CPUs, the model of those that it fits.
     fn table(&self, name: &str, figures: &[Figures<5>]) -> Result<(Table, Vec<Modelled>)> {
-        let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
+        let mut table = Table::new(name, Unit::KbSecond, Better::More, &COLUMNS);
         (table.old, table.new, table.ours) = (OLD, NEW, OURS);
         let mut inputs = Vec::new();
         for figures in figures {
@@ -391,7 +392,7 @@ mod tests {
 
     #[test]
     fn the_shape_is_said_as_means() {
-        let mut table = Table::new("t", "KB/s", Better::More, &["old", "new"]);
+        let mut table = Table::new("t", Unit::KbSecond, Better::More, &["old", "new"]);
         table.add("a", 4, &[Some(1.0), Some(4.0)], &[vec![1.0; 3], vec![2.0; 3]]);
         table.add("b", 4, &[Some(1.0), Some(1.0)], &[vec![1.0; 3], vec![8.0; 3]]);
         let said = shape(&table).unwrap();

@@ -14,8 +14,8 @@ mod ext4;
 mod locks;
 mod model;
 mod patterns;
-mod print;
 mod published;
+mod reports;
 mod shared;
 mod simulate;
 mod snapshots;
@@ -26,14 +26,14 @@ mod zones;
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
-use freestone_benches::machine::{self, Machine};
+use freestone_benches::machine;
 use freestone_benches::measure::Slices;
 use freestone_benches::options::Options;
-use serde::Serialize;
+use freestone_report::{Document, Report};
 
 use self::experiment::Experiment;
 
@@ -94,36 +94,17 @@ impl FromStr for Which {
     }
 }
 
-/// One run of one experiment.
-#[derive(Serialize)]
-struct Document<'a> {
-    command: String,
-    freestone: &'static str,
-    machine: &'a Machine,
-    seconds: f64,
-    #[serde(flatten)]
-    experiment: &'a Experiment,
-    /// All of them, those that are computed included.
-    sentences: &'a [String],
-    /// The file of each table's chart, in the order of the tables; they lie beside this one.
-    charts: Vec<String>,
-}
-
 /// Runs the experiments one after the other; each is printed and written as soon as it is there.
 fn main() -> Result<()> {
     let Cli { bench: Bench::Reproduce(args), options } = Cli::parse();
     options.check()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("{}", args.out.display()))?;
-    let machine = Machine::here();
-    let command = std::env::args().collect::<Vec<_>>().join(" ");
-    println!("{machine}");
-    println!("command: {command}\n");
+    let run = freestone_benches::begin();
     let cpus = machine::allowed_cpus()?.len();
     for number in 1..=5 {
         if !args.which.contains(&Which::All) && !args.which.contains(&Which::One(number)) {
             continue;
         }
-        let begun = Instant::now();
         let experiment = match number {
             1 => locks::run(args.ext4, &options)?,
             2 => streams::run(args.ext4, &options)?,
@@ -131,47 +112,29 @@ fn main() -> Result<()> {
             4 => snapshots::run(&options)?,
             _ => zones::run(&options)?,
         };
-        let words = words::of(&experiment, cpus);
-        print::print(&experiment, &words);
-        write(&args.out, &machine, &experiment, &words, begun.elapsed())?;
+        let findings = words::of(&experiment, cpus);
+        write(&args.out, &experiment, Document { findings, ..run.clone() })?;
     }
     Ok(())
 }
 
-fn write(
-    out: &Path,
-    machine: &Machine,
-    experiment: &Experiment,
-    words: &[String],
-    took: Duration,
-) -> Result<()> {
-    let number = experiment.number;
-    let mut charts = Vec::new();
-    for table in &experiment.tables {
-        let name = format!("experiment-{number}-{}.svg", file_name(&table.name));
-        let title = format!("{}: {}", experiment.title, table.name);
-        chart::draw(table, &experiment.model, &title, &out.join(&name))?;
-        charts.push(name);
+/// Shows it, draws its charts, and writes it.
+fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<()> {
+    let Experiment { number, title, source, tables, .. } = experiment;
+    document.notes = vec![format!("{title}. Source: {source}")];
+    document.notes.extend_from_slice(&experiment.here);
+    document.reports = reports::of(experiment);
+    for (table, report) in tables.iter().zip(&mut document.reports) {
+        let chart = format!("experiment-{number}-{}.svg", file_name(&table.name));
+        chart::draw(table, &experiment.model, &format!("{title}: {}", table.name), &out.join(&chart))?;
+        report.chart = Some(chart);
     }
-    let document = Document {
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        freestone: env!("CARGO_PKG_VERSION"),
-        machine,
-        seconds: took.as_secs_f64(),
-        experiment,
-        sentences: words,
-        charts,
-    };
-    let path = out.join(format!("experiment-{number}.json"));
-    std::fs::write(&path, serde_json::to_string_pretty(&document)? + "\n")
-        .with_context(|| format!("{}", path.display()))?;
-    println!(
-        "   {:.0} s; JSON: {}, charts: {}\n",
-        took.as_secs_f64(),
-        path.display(),
-        document.charts.join(", ")
-    );
-    Ok(())
+    println!("==== {number}. {}", document.notes.join("\n   "));
+    document.reports = document.reports.into_iter().map(Report::print).collect();
+    for line in &document.findings {
+        println!("   {line}");
+    }
+    document.finish(&out.join(format!("experiment-{number}.json")))
 }
 
 /// Small letters, digits and hyphens.

@@ -249,7 +249,6 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
     Modelled {
         table: table.name.clone(),
         what: what.into(),
-        unit: table.unit,
         inputs: load.inputs(&machine.costs),
         held_share: load.held_share(machine),
         checks,
@@ -259,6 +258,8 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
 
 #[cfg(test)]
 mod tests {
+    use freestone_report::Unit;
+
     use super::*;
     use crate::experiment::Better;
 
@@ -277,7 +278,7 @@ mod tests {
     }
 
     fn table(old: [f64; 2], ours: f64) -> Table {
-        let mut table = Table::new("t", "k/s", Better::More, &["old", "ours"]);
+        let mut table = Table::new("t", Unit::Kiops, Better::More, &["old", "ours"]);
         table.add("x", 1, &[], &[vec![old[0]; 3], vec![1.0; 3]]);
         table.add("x", 2, &[], &[vec![old[1]; 3], vec![ours, ours, ours]]);
         table

@@ -9,8 +9,8 @@ use freestone::device::IoBuf;
 use freestone_benches::forks::cow_tables::{CHUNK_BYTES, Devices, Which};
 use freestone_benches::forks::locks::{Kind, Profile};
 use freestone_benches::forks::tables::{self, Beside, Speed, Variant, WORKERS};
-use freestone_benches::measure::Summary;
 use freestone_benches::options::Options;
+use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
 use crate::experiment::{Better, Experiment, Modelled, Table};
@@ -54,9 +54,15 @@ pub fn run(options: &Options) -> Result<Experiment> {
         ];
         let speeds = tables::run(rounds, &mut variants, &pages)?;
         let throughput =
-            table(&format!("{name}, throughput"), "IOPS", Better::More, &iops, &speeds, |s| s.per_second);
-        tables
-            .push(table(&format!("{name}, mean latency"), "us", Better::Less, &latency, &speeds, |s| s.mean));
+            table(&format!("{name}, throughput"), Unit::Iops, Better::More, &iops, &speeds, |s| s.per_second);
+        tables.push(table(
+            &format!("{name}, mean latency"),
+            Unit::Micros,
+            Better::Less,
+            &latency,
+            &speeds,
+            |s| s.mean,
+        ));
         if let Some(machine) = &machine {
             model.push(modelled(which, &throughput, &speeds, machine, &pages)?);
         }
@@ -98,7 +104,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
 
 fn table(
     name: &str,
-    unit: &'static str,
+    unit: Unit,
     better: Better,
     published: &[Figures<2>],
     speeds: &[Vec<Vec<Speed>>],

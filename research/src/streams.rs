@@ -8,10 +8,11 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, Scratch, Streams as Codec};
 use freestone_benches::data::whole_pages;
 use freestone_benches::machine;
-use freestone_benches::measure::{Slices, Summary, median};
+use freestone_benches::measure::{Slices, median};
 use freestone_benches::options::Options;
 use freestone_benches::setup::new_ram;
 use freestone_core::variants::{self, Streams};
+use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
@@ -140,7 +141,7 @@ fn table<D: Disk>(
     area_of: impl Fn(usize) -> u64,
     slices: Slices,
 ) -> Result<Table> {
-    let mut table = Table::new(name, "KB/s", Better::More, &COLUMNS);
+    let mut table = Table::new(name, Unit::KbSecond, Better::More, &COLUMNS);
     (table.old, table.new, table.ours) = (0, OURS, OURS);
     let all = || published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS);
     for Figures { what, .. } in loads {
@@ -308,7 +309,7 @@ mod tests {
 
     #[test]
     fn a_collapse_is_said() {
-        let mut table = Table::new("t", "KB/s", Better::More, &COLUMNS);
+        let mut table = Table::new("t", Unit::KbSecond, Better::More, &COLUMNS);
         let add = |table: &mut Table, threads, published: &[Option<f64>], ours: f64| {
             table.add("rewrite", threads, published, &[vec![100.0; 3], vec![100.0; 3], vec![ours; 3]]);
         };
@@ -320,6 +321,6 @@ mod tests {
         let words = past_the_cpus(&table, 2);
         assert!(words[0].contains("0.10") && words[1].contains("rewrite with 10 threads 0.10"), "{words:?}");
         assert!(words[2].contains("was 0.10 there") && words[2].contains("is 0.20 here"), "{words:?}");
-        assert!(past_the_cpus(&Table::new("t", "KB/s", Better::More, &COLUMNS), 2).is_empty());
+        assert!(past_the_cpus(&Table::new("t", Unit::KbSecond, Better::More, &COLUMNS), 2).is_empty());
     }
 }

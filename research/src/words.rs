@@ -189,11 +189,13 @@ pub fn counted(count: usize, what: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use freestone_report::Unit;
+
     use super::*;
     use crate::experiment::Better;
 
     fn table(ours: &[f64]) -> Table {
-        let mut table = Table::new("t", "k/s", Better::More, &["one lock", "ours"]);
+        let mut table = Table::new("t", Unit::Kiops, Better::More, &["one lock", "ours"]);
         table.add("reads", 96, &[Some(1361.0), Some(4096.0)], &[]);
         table.add("reads", 2, &[], &[vec![1.0; ours.len()], ours.to_vec()]);
         table.add("writes", 96, &[Some(465.0), Some(456.0)], &[]);
@@ -205,7 +207,6 @@ mod tests {
         Modelled {
             table: "t".into(),
             what: "reads".into(),
-            unit: "k/s",
             inputs: Vec::new(),
             held_share,
             checks,

@@ -5,9 +5,9 @@ use std::path::Path;
 use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone_benches::data::Data;
-use freestone_benches::measure::Summary;
 use freestone_benches::options::{Options, Set};
 use freestone_benches::writeback::backing::{self, BackingFile, Layout, Spilled};
+use freestone_report::{Summary, Unit};
 
 use crate::experiment::{Better, Experiment, Table, turns};
 use crate::published::writeback as published;
@@ -64,7 +64,7 @@ pub fn run(dir: Option<&Path>, options: &Options) -> Result<Experiment> {
         let one = |slice: &Slice| seconds(slice) / slice.pages as f64 * SOURCE_PAGES;
         rounds.iter().map(|column| column.iter().map(one).collect()).collect()
     };
-    let mut table = Table::new("4 GiB written back", "s", Better::Less, &COLUMNS);
+    let mut table = Table::new("4 GiB written back", Unit::Seconds, Better::Less, &COLUMNS);
     table.new = BATCHES;
     let [elapsed, system] = published::SECONDS;
     table.add(elapsed.what, 1, &elapsed.published(), &scaled(|slice| slice.wall));

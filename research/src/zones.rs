@@ -7,9 +7,9 @@ use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::device::{Flags, Request};
 use freestone_benches::data::Random;
-use freestone_benches::measure::Summary;
 use freestone_benches::options::Options;
 use freestone_benches::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
+use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
 use crate::experiment::{Better, Experiment, Modelled, Table, turns};
@@ -40,7 +40,7 @@ pub fn run(options: &Options) -> Result<Experiment> {
         for (load, figures) in [Load::Writes, Load::Reads].into_iter().zip(published::KIOPS) {
             let backing = if memory { "memory backing" } else { "no backing" };
             let mut table =
-                Table::new(format!("{}, {backing}", figures.what), "KIOPS", Better::More, &COLUMNS);
+                Table::new(format!("{}, {backing}", figures.what), Unit::Kiops, Better::More, &COLUMNS);
             let mut inputs = Vec::new();
             for limits in [false, true] {
                 let shape = Shape { zone_bytes: scaling::zone_bytes(memory, options), memory, limits };

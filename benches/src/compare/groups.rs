@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
+use freestone_report::{Report, Row, Summary, Unit, mib};
 
 use super::Args;
 use super::peers::Peers;
@@ -13,9 +14,7 @@ use super::place::Place;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
-use crate::measure::Summary;
 use crate::options::{Options, Set};
-use crate::report::{Report, Row, Unit, mib};
 use crate::served::Memory;
 use crate::tool;
 
@@ -162,16 +161,12 @@ impl Bench<'_> {
             rows.extend(load.rows(group));
         }
         rows.extend(memory_rows(group, &members, starter.bytes));
-        let report = Report {
-            name: group.name(),
-            data: data.description.clone(),
-            data_bytes: starter.bytes,
-            algorithm: "each its own",
+        Ok(Report {
             notes: self.notes(group, directions, &members),
             rows,
-        };
-        report.print();
-        Ok(report)
+            ..Report::new(group.name(), data.description.clone(), starter.bytes, "each its own")
+        }
+        .print())
     }
 
     /// All slices of one load.
@@ -387,9 +382,9 @@ impl Measured {
                 continue;
             };
             let speed = Summary::ratio(&speeds(mine), &speeds(theirs));
-            rows.push(Row::new(name(""), Unit::Ratio, speed).judged(true).steady());
+            rows.push(Row::ratio(name(""), speed).judged(true).steady());
             let cpu = Summary::ratio(&cpus(mine), &cpus(theirs));
-            rows.push(Row::new(name("CPU a request, "), Unit::Ratio, cpu).judged(false).steady());
+            rows.push(Row::ratio(name("CPU a request, "), cpu).judged(false).steady());
         }
         rows
     }
@@ -414,7 +409,7 @@ fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> 
             rows.push(Row::absent(name, Unit::Ratio));
             continue;
         };
-        let row = Row::new(name, Unit::Ratio, Summary::one(part(after.bytes)));
+        let row = Row::ratio(name, Summary::one(part(after.bytes)));
         rows.push(
             row.part("MiB", mib(after.bytes))
                 .part("MiB before", mib(before.bytes))
@@ -426,7 +421,7 @@ fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> 
         rows.push(match (of(ours), of(peer)) {
             (Some((_, mine)), Some((_, theirs))) => {
                 let ratio = Summary::one(mine.bytes as f64 / theirs.bytes as f64);
-                Row::new(name, Unit::Ratio, ratio).judged(false)
+                Row::ratio(name, ratio).judged(false)
             }
             _ => Row::absent(name, Unit::Ratio),
         });

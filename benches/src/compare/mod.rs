@@ -11,11 +11,11 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::ValueEnum;
+use freestone_report::Report;
 
 use self::groups::Group;
 use self::peers::{Peers, Wanted};
 use crate::options::{Options, Set};
-use crate::report::Report;
 use crate::zram;
 use crate::zram_device::ZramDevice;
 
@@ -74,16 +74,9 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 fn engine(options: &Options) -> Result<Vec<Report>> {
     // Small, and given back at once: a device that can be had now can be had again.
     if let Err(error) = ZramDevice::claim(&options.zram, "lz4", 1 << 20) {
-        let report = Report {
-            name: "zram",
-            data: "none".into(),
-            data_bytes: 0,
-            algorithm: "none",
-            notes: vec![format!("The kernel's zram is not compared with: {error:#}.")],
-            rows: Vec::new(),
-        };
-        report.print();
-        return Ok(vec![report]);
+        let report = Report::new("zram", "none", 0, "none")
+            .note(format!("The kernel's zram is not compared with: {error:#}."));
+        return Ok(vec![report.print()]);
     }
     zram::run(options)
 }

@@ -12,13 +12,13 @@ use freestone::device::{
 };
 use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::{Bench, Image, family, wait_until_freed};
 use crate::data::{Data, Order, Random, page_at, whole_pages};
 use crate::machine;
-use crate::measure::{Summary, alternate, median, thread_clock};
+use crate::measure::{alternate, median, thread_clock};
 use crate::options::Set;
-use crate::report::{Report, Row, Target, Unit};
 
 /// Data where `--size` does not say.
 const BYTES: u64 = 128 << 20;
@@ -42,23 +42,19 @@ fn one(bench: &Bench, set: Set) -> Result<Report> {
     std::fs::write(&image.0, &*pages)?;
     let mut rows = first_writes(bench, &image, &pages)?;
     rows.extend(falling_through(bench, &image, &pages)?);
-    Ok(Report {
-        name: "forks: costs",
-        data: data.description,
-        data_bytes: pages.len() as u64,
-        algorithm: "lz4",
-        notes: vec![
-            format!(
-                "First writes: 4 KiB, each page once, in random order, by one pinned thread; one page of every leaf ({LEAF_PAGES} pages) was written \
-                 before. Ordinary: a disk's page that holds nothing, in the same way; rewriting: one that holds another page's content. By CPU time of \
-                 the thread."
-            ),
-            "Falls through: random 4 KiB reads of a fork that holds nothing, less the same reads of its base, by one pinned thread. Leaf: every \
-             leaf of the fork is there, and the slot that is read is empty."
-                .into(),
-        ],
-        rows,
-    })
+    Ok(Report::new("forks: costs", data.description, pages.len() as u64, "lz4")
+        .note(format!(
+            "First writes: 4 KiB, each page once, in random order, by one pinned thread; one page of \
+             every leaf ({LEAF_PAGES} pages) was written before. Ordinary: a disk's page that holds \
+             nothing, in the same way; rewriting: one that holds another page's content. By CPU time \
+             of the thread."
+        ))
+        .note(
+            "Falls through: random 4 KiB reads of a fork that holds nothing, less the same reads of \
+             its base, by one pinned thread. Leaf: every leaf of the fork is there, and the slot that \
+             is read is empty.",
+        )
+        .rows(rows))
 }
 
 // ---- first writes --------------------------------------------------------------------------------------------------
@@ -139,7 +135,7 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
     for (side, fork) in [(2, "fork of a snapshot"), (3, "fork of a file")] {
         for (disk, of) in [(0, "an ordinary first write"), (1, "rewriting")] {
             let ratio = Summary::ratio(&times[side], &times[disk]);
-            let row = Row::new(format!("first write, {fork} / {of}"), Unit::Ratio, ratio)
+            let row = Row::ratio(format!("first write, {fork} / {of}"), ratio)
                 .part("fork ns", median(&times[side]))
                 .part("disk ns", median(&times[disk]));
             // A first write of either takes memory of the pool, which rewriting has.

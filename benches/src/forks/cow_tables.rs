@@ -7,11 +7,11 @@ use freestone::PAGE_BYTES;
 use freestone::cow::{Config, Origin, Snapshot, StoreKind};
 use freestone::device::{Device, IoBuf};
 use freestone::null::{self, Null};
+use freestone_report::{Report, Target};
 
 use super::Bench;
 use super::locks::{Kind, Locked, Outside};
 use super::tables::{self, Variant};
-use crate::report::{Report, Target};
 
 /// Size of the origin where `--size` does not say.
 const BYTES: u64 = 256 << 20;
@@ -121,23 +121,25 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         Which::Origin => "every write has its chunk copied first",
         Which::Snapshot => "every write covers a chunk, so nothing is copied",
     };
-    Ok(Report {
+    Ok(Report::new(
         name,
-        data: format!("null devices, store {store}, chunks of {CHUNK_BYTES} bytes"),
-        data_bytes: pages.len() as u64,
-        algorithm: "none",
-        notes: vec![
-            format!(
-                "Random 4 KiB writes, each of {} chunks once, workers with chunks of their own, one write of each at a time, worker n on CPU n modulo {}; \
-                 {what}; a new snapshot before each slice. Latency is of one write; taking the time is in it.",
-                pages.len() / PAGE_BYTES,
-                crate::machine::allowed_cpus()?.len()
-            ),
-            "One lock: a mutex around all of the engine's work on the caller's thread (tables, allocation of places, queues, memory of the request), let \
-             go around every access to the two devices below, as dm-snapshot had one before Linux 5.2. By bucket: a shared read-write lock, then the \
-             chunk's bucket of complete and of pending exceptions, held for the same time, as since. What the engine leaves to its own thread is under neither."
-                .into(),
-        ],
-        rows,
-    })
+        format!("null devices, store {store}, chunks of {CHUNK_BYTES} bytes"),
+        pages.len() as u64,
+        "none",
+    )
+    .note(format!(
+        "Random 4 KiB writes, each of {} chunks once, workers with chunks of their own, one write \
+         of each at a time, worker n on CPU n modulo {}; {what}; a new snapshot before each \
+         slice. Latency is of one write; taking the time is in it.",
+        pages.len() / PAGE_BYTES,
+        crate::machine::allowed_cpus()?.len()
+    ))
+    .note(
+        "One lock: a mutex around all of the engine's work on the caller's thread (tables, \
+         allocation of places, queues, memory of the request), let go around every access to the \
+         two devices below, as dm-snapshot had one before Linux 5.2. By bucket: a shared \
+         read-write lock, then the chunk's bucket of complete and of pending exceptions, held for \
+         the same time, as since. What the engine leaves to its own thread is under neither.",
+    )
+    .rows(rows))
 }

@@ -10,15 +10,15 @@ use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Device, Flags, IoBuf};
 use freestone::ram::{BackingDev, Config, Family, ForkConfig, Ram};
+use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use hdrhistogram::Histogram;
 
 use super::tables::histogram;
 use super::{Bench, Image};
 use crate::data::{Data, Random, page_at};
 use crate::machine;
-use crate::measure::{Summary, median, thread_clock};
+use crate::measure::{median, thread_clock};
 use crate::options::Set;
-use crate::report::{Report, Row, Target, Unit, mib};
 
 /// The issue's numbers, and those of a smoke run.
 const BUSY: u32 = 64;
@@ -110,28 +110,24 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     });
     machine::pin_to_any(&cpus)?;
     let rows = measured?.rows(&family, &quiet);
-    Ok(Report {
-        name: "forks: density",
-        data: data.description,
-        data_bytes: busy * dirty,
-        algorithm: "lz4",
-        notes: vec![
-            format!(
-                "{busy} forks of one base, {} MiB of each written, limit of the family {} MiB, spilled to a file in {}. {} busy thread(s): first every page of \
-                 every fork once, then random rewrites; 4 KiB each, one at a time. Latency is from the call to the answer, with every wait for memory.",
-                dirty >> 20,
-                limit >> 20,
-                bench.dir.display(),
-                others.len()
-            ),
-            format!(
-                "Quiet: one more fork, {} MiB of its own (mem_min as much), random reads and rewrites of these in turn, on CPU {own}; the busy ones are on \
-                 CPUs {others:?}. The engine's own threads may run on any. Slices with and without noise take turns.",
-                quiet_bytes >> 20
-            ),
-        ],
-        rows,
-    })
+    Ok(Report::new("forks: density", data.description, busy * dirty, "lz4")
+        .note(format!(
+            "{busy} forks of one base, {} MiB of each written, limit of the family {} MiB, spilled to \
+             a file in {}. {} busy thread(s): first every page of every fork once, then random \
+             rewrites; 4 KiB each, one at a time. Latency is from the call to the answer, with every \
+             wait for memory.",
+            dirty >> 20,
+            limit >> 20,
+            bench.dir.display(),
+            others.len()
+        ))
+        .note(format!(
+            "Quiet: one more fork, {} MiB of its own (mem_min as much), random reads and rewrites of \
+             these in turn, on CPU {own}; the busy ones are on CPUs {others:?}. The engine's own \
+             threads may run on any. Slices with and without noise take turns.",
+            quiet_bytes >> 20
+        ))
+        .rows(rows))
 }
 
 /// Says that it is over when it is dropped.
@@ -320,7 +316,7 @@ impl Measured {
         };
         let rewrites: Vec<_> = self.rewrites.iter().filter(|one| !one.is_empty()).collect();
         let mut rows = vec![
-            Row::new("writing every page once", Unit::Seconds, Summary::one(self.fill_seconds))
+            Row::one("writing every page once", Unit::Seconds, self.fill_seconds)
                 .part("writes", self.fill.len() as f64),
             latency("first writes", &[&self.fill]),
         ];
@@ -331,27 +327,22 @@ impl Measured {
         rows.push(Row::new("rewrites of the busy ones", Unit::Kiops, noise));
         let Self { alone, noisy, .. } = self;
         rows.push(
-            Row::new(
-                "the quiet one: with noise / alone",
-                Unit::Ratio,
-                Summary::ratio(&noisy.wall, &alone.wall),
-            )
-            .target(Target::AtLeast(0.9))
-            .part("k/s", median(&noisy.wall) / 1e3)
-            .part("alone", median(&alone.wall) / 1e3)
-            .steady(),
+            Row::ratio("the quiet one: with noise / alone", Summary::ratio(&noisy.wall, &alone.wall))
+                .target(Target::AtLeast(0.9))
+                .part("k/s", median(&noisy.wall) / 1e3)
+                .part("alone", median(&alone.wall) / 1e3)
+                .steady(),
         );
         rows.push(
-            Row::new(
+            Row::ratio(
                 "the quiet one: with noise / alone, by its CPU time",
-                Unit::Ratio,
                 Summary::ratio(&noisy.cpu, &alone.cpu),
             )
             .steady(),
         );
         let (stat, over) = (family.stat(), quiet.over_stat());
         rows.push(
-            Row::new("the family's pool at the end", Unit::Mib, Summary::one(mib(stat.mem_used_total)))
+            Row::one("the family's pool at the end", Unit::Mib, mib(stat.mem_used_total))
                 .part("limit", mib(stat.mem_limit))
                 .part(
                     "blocks written to the spill file, MiB",
@@ -360,7 +351,7 @@ impl Measured {
                 .part("read, MiB", mib(quiet.bd_stat().bd_reads * PAGE_BYTES as u64)),
         );
         rows.push(
-            Row::new("the quiet one's own at the end", Unit::Mib, Summary::one(mib(over.own_bytes)))
+            Row::one("the quiet one's own at the end", Unit::Mib, mib(over.own_bytes))
                 .part("charged", mib(over.charged))
                 .part("mem_min", mib(over.mem_min)),
         );

@@ -11,14 +11,14 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, ExtentKind, Flags};
 use freestone::ram::{Family, ForkConfig, Ram};
 use freestone_nbd::{Address, Limits, Server};
+use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{Bench, Image, family, wait_until_freed};
 use crate::data::fio_page;
 use crate::export::publish;
 use crate::machine::pss_bytes;
-use crate::measure::{Summary, median};
-use crate::report::{Report, Row, Target, Unit, mib};
+use crate::measure::median;
 
 /// The issue's numbers, and those of a smoke run.
 const FORKS: u32 = 1000;
@@ -70,25 +70,25 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     rows.extend(herd.creations(bench.options.rounds(ROUNDS, 2))?);
     rows.extend(herd.rewinds(bench.options.rounds(ROUNDS, 2))?);
     rows.extend(herd.cycles(cycles)?);
-    Ok(Report {
-        name: "forks: a thousand of one base",
-        data: format!("a sparse base, {} MiB of data at its start", DATA_BYTES.min(base_bytes / 2) >> 20),
-        data_bytes: base_bytes,
-        algorithm: "lz4",
-        notes: vec![
-            format!(
-                "{count} forks. Memory: by the process's PSS. Read from end to end: all that the base has data for, and one page of every 2 MiB of its \
-                 holes, which is what one leaf of a slot table covers, so that every leaf that reading could make is asked for; one fork is read \
-                 whole, to the byte."
-            ),
-            format!(
-                "Creation: median of the first {EDGE} and of the last {EDGE} of {count}, each round in a family of its own; exported: with a Unix socket of \
-                 its own. Rewinds: of forks with {WRITTEN_PAGES} pages written. Cycles: a fork is made, {CYCLE_PAGES} pages are written, it is dropped; \
-                 every {EXPORTED_PART}th is also exported on a socket of its own."
-            ),
-        ],
-        rows,
-    })
+    Ok(Report::new(
+        "forks: a thousand of one base",
+        format!("a sparse base, {} MiB of data at its start", DATA_BYTES.min(base_bytes / 2) >> 20),
+        base_bytes,
+        "lz4",
+    )
+    .note(format!(
+        "{count} forks. Memory: by the process's PSS. Read from end to end: all that the base has \
+         data for, and one page of every 2 MiB of its holes, which is what one leaf of a slot \
+         table covers, so that every leaf that reading could make is asked for; one fork is read \
+         whole, to the byte."
+    ))
+    .note(format!(
+        "Creation: median of the first {EDGE} and of the last {EDGE} of {count}, each round in a \
+         family of its own; exported: with a Unix socket of its own. Rewinds: of forks with \
+         {WRITTEN_PAGES} pages written. Cycles: a fork is made, {CYCLE_PAGES} pages are written, \
+         it is dropped; every {EXPORTED_PART}th is also exported on a socket of its own."
+    ))
+    .rows(rows))
 }
 
 /// A socket each, and what the program has open anyway.
@@ -157,7 +157,7 @@ impl Herd {
         let read_whole = pss_bytes()?;
         let row = |what: &str, now: u64| {
             let each = now.saturating_sub(before) as f64 / 1024.0 / self.count as f64;
-            Row::new(what, Unit::Kib, Summary::one(each))
+            Row::one(what, Unit::Kib, each)
                 .target(Target::AtMost(FORK_KIB))
                 .part("leaves of all, KiB", forks[0].memory().leaves_bytes as f64 / 1024.0)
         };
@@ -166,10 +166,10 @@ impl Herd {
             row("memory of a fork, read from end to end", read)
                 .part("s", took.as_secs_f64())
                 .part("reads of each", reads as f64 / self.count as f64),
-            Row::new(
+            Row::one(
                 "memory more after one was read to the byte",
                 Unit::Mib,
-                Summary::one(mib(read_whole.saturating_sub(read))),
+                mib(read_whole.saturating_sub(read)),
             )
             .target(Target::AtMost(FORK_KIB / 1024.0 + PSS_SLACK_MIB))
             .part("s", whole.as_secs_f64()),
@@ -217,7 +217,7 @@ impl Herd {
             }
             let what = if exported { "making and exporting a fork" } else { "making a fork" };
             rows.push(
-                Row::new(format!("{what}, the last / the first"), Unit::Ratio, Summary::ratio(&last, &first))
+                Row::ratio(format!("{what}, the last / the first"), Summary::ratio(&last, &first))
                     .target(Target::AtMost(1.5))
                     .part("last us", median(&last))
                     .part("first us", median(&first))
@@ -318,11 +318,10 @@ impl Herd {
         }
         let took = begun.elapsed().as_secs_f64();
         let last = growth.last().copied().context("no cycles")?;
-        let mut memory =
-            Row::new(format!("memory more after {cycles} cycles"), Unit::Mib, Summary::one(last))
-                .target(Target::AtMost(PSS_SLACK_MIB))
-                .part("before", mib(pss))
-                .part("us a cycle", took * 1e6 / cycles as f64);
+        let mut memory = Row::one(format!("memory more after {cycles} cycles"), Unit::Mib, last)
+            .target(Target::AtMost(PSS_SLACK_MIB))
+            .part("before", mib(pss))
+            .part("us a cycle", took * 1e6 / cycles as f64);
         // Of which the family holds, in tables and in the pool.
         let left = self.fork(&family)?.memory().leaves_bytes;
         memory = memory.part("tables", mib(left)).part("pool", mib(family.stat().mem_used_total));
@@ -331,10 +330,10 @@ impl Herd {
         }
         Ok(vec![
             memory,
-            Row::new(
+            Row::one(
                 format!("descriptors more after {cycles} cycles"),
                 Unit::Count,
-                Summary::one(descriptors()? as f64 - files as f64),
+                descriptors()? as f64 - files as f64,
             )
             .target(Target::AtMost(0.0))
             .part("before", files as f64),

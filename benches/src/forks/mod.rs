@@ -21,10 +21,10 @@ use freestone::codec::Algorithm;
 use freestone::cow::StoreKind;
 use freestone::file;
 use freestone::ram::{Config, Family};
+use freestone_report::Report;
 
 pub use self::server::{ServerArgs, serve};
 use crate::options::{Options, Size};
-use crate::report::Report;
 
 /// How long what was given up may take to be freed.
 const FREED_WAIT_MAX: Duration = Duration::from_secs(60);
@@ -87,10 +87,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let bench = Bench { args, options, dir };
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
-    let mut add = |new: Vec<Report>| {
-        new.iter().for_each(Report::print);
-        reports.extend(new);
-    };
+    let mut add = |new: Vec<Report>| reports.extend(new.into_iter().map(Report::print));
     if wanted(PartName::Tables) {
         add(vec![ram_tables::origin(&bench)?]);
         add(vec![ram_tables::snapshot(&bench)?]);

@@ -6,14 +6,13 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::server::Served;
 use super::{Bench, Image};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
-use crate::measure::Summary;
 use crate::options::Set;
-use crate::report::{Report, Row, Target, Unit};
 use crate::served::Server;
 use crate::tool;
 
@@ -63,26 +62,23 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         }
         rows.extend(compare(connections, &runs));
     }
-    Ok(Report {
-        name: "forks: over NBD",
-        data: format!("a raw base with {}", data.description),
-        data_bytes: data.bytes(),
-        algorithm: "lz4",
-        notes: vec![
-            format!("Versions:{}", ["fio", "qemu-nbd", "nbdkit"].map(version).concat()),
-            format!(
-                "Random 4 KiB writes over a Unix socket, {} a slice (fio, nbd engine, {DEPTH} in flight on each connection, {} % compressible buffers). \
-                 Every slice has a new server with a new overlay: most writes are first ones. A server's CPU time is that of its process (user \
-                 and system, from /proc); what the kernel does later for the files of others is not in it.",
-                data.pages / WRITTEN_PART,
-                COMPRESSIBLE_PERCENT
-            ),
-            "qemu-nbd: a qcow2 overlay made by qemu-img, in the same directory, default cache and aio. nbdkit: --filter=cow file, its overlay in \
-             the same directory. The base is in the page cache."
-                .into(),
-        ],
-        rows,
-    })
+    Ok(Report::new("forks: over NBD", format!("a raw base with {}", data.description), data.bytes(), "lz4")
+        .note(format!("Versions:{}", ["fio", "qemu-nbd", "nbdkit"].map(version).concat()))
+        .note(format!(
+            "Random 4 KiB writes over a Unix socket, {} a slice (fio, nbd engine, {DEPTH} in flight \
+             on each connection, {} % compressible buffers). Every slice has a new server with a new \
+             overlay: most writes are first ones. A server's CPU time is that of its process (user \
+             and system, from /proc); what the kernel does later for the files of others is not in \
+             it.",
+            data.pages / WRITTEN_PART,
+            COMPRESSIBLE_PERCENT
+        ))
+        .note(
+            "qemu-nbd: a qcow2 overlay made by qemu-img, in the same directory, default cache and \
+             aio. nbdkit: --filter=cow file, its overlay in the same directory. The base is in the \
+             page cache.",
+        )
+        .rows(rows))
 }
 
 fn compare(connections: u32, runs: &[Vec<Run>; 4]) -> Vec<Row> {
@@ -102,12 +98,12 @@ fn compare(connections: u32, runs: &[Vec<Run>; 4]) -> Vec<Row> {
         [(Side::Null, "null", 0.85), (Side::Qemu, "qemu-nbd", 1.0), (Side::Nbdkit, "nbdkit", 1.0)]
     {
         let ratio = Summary::ratio(&speeds(Side::Fork), &speeds(side));
-        let row = Row::new(name(&format!("writes a second, fork / {what}")), Unit::Ratio, ratio);
+        let row = Row::ratio(name(&format!("writes a second, fork / {what}")), ratio);
         rows.push(row.target(Target::AtLeast(bound)).steady());
     }
     for (side, what) in [(Side::Qemu, "qemu-nbd"), (Side::Nbdkit, "nbdkit")] {
         let ratio = Summary::ratio(&cpus(Side::Fork), &cpus(side));
-        let row = Row::new(name(&format!("server CPU a write, fork / {what}")), Unit::Ratio, ratio);
+        let row = Row::ratio(name(&format!("server CPU a write, fork / {what}")), ratio);
         rows.push(row.target(Target::AtMost(CPU_SHARE)).steady());
     }
     rows

@@ -6,6 +6,7 @@ use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, Flags};
 use freestone::ram::{Family, ForkConfig, Ram};
+use freestone_report::{Report, Target};
 
 use super::locks::{Kind, Locked};
 use super::tables::{self, Beside, Variant};
@@ -13,7 +14,6 @@ use super::{Bench, family, wait_until_freed};
 use crate::data::Data;
 use crate::data::whole_pages;
 use crate::options::Set;
-use crate::report::{Report, Target};
 
 /// Data where `--size` does not say.
 const BYTES: u64 = 256 << 20;
@@ -159,23 +159,19 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         Which::Origin => "every page moves to the snapshot, which is taken anew before each slice",
         Which::Fork => "the fork is rewound before each slice",
     };
-    Ok(Report {
-        name,
-        data: data.description,
-        data_bytes: pages.len() as u64,
-        algorithm: "lz4",
-        notes: vec![
-            format!(
-                "Random 4 KiB writes, each page once, workers with pages of their own, one write of each at a time, worker n on CPU n modulo {}; {what}. \
-                 Latency is of one write; taking the time is in it.",
-                crate::machine::allowed_cpus()?.len()
-            ),
-            "As it is: the library. Table and codec: the worker compresses the page itself and drops the object, and then writes a page of one \
-             pattern, which is nothing but the table's part of a write. One lock: a mutex around that part (slot, hand-over, counters; no codec, no \
-             pool), as dm-snapshot had one over its tables before Linux 5.2. By bucket: a shared read-write lock, then the page's bucket of complete and of \
-             pending exceptions, as since."
-                .into(),
-        ],
-        rows,
-    })
+    Ok(Report::new(name, data.description, pages.len() as u64, "lz4")
+        .note(format!(
+            "Random 4 KiB writes, each page once, workers with pages of their own, one write of each \
+             at a time, worker n on CPU n modulo {}; {what}. Latency is of one write; taking the time \
+             is in it.",
+            crate::machine::allowed_cpus()?.len()
+        ))
+        .note(
+            "As it is: the library. Table and codec: the worker compresses the page itself and drops \
+             the object, and then writes a page of one pattern, which is nothing but the table's part \
+             of a write. One lock: a mutex around that part (slot, hand-over, counters; no codec, no \
+             pool), as dm-snapshot had one over its tables before Linux 5.2. By bucket: a shared \
+             read-write lock, then the page's bucket of complete and of pending exceptions, as since.",
+        )
+        .rows(rows))
 }

@@ -6,13 +6,12 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Device, Flags};
+use freestone_report::{Row, Summary, Target, Unit};
 use hdrhistogram::Histogram;
 
 use crate::data::Random;
 use crate::data::page_at;
 use crate::machine;
-use crate::measure::Summary;
-use crate::report::{Row, Target, Unit};
 
 /// Numbers of workers: the source's.
 pub const WORKERS: [usize; 4] = [1, 2, 4, 8];
@@ -193,7 +192,7 @@ pub fn ratios(
         .zip(speeds)
         .map(|(workers, speeds)| {
             let ratio = Summary::ratio(&walls(&speeds[of]), &walls(&speeds[to]));
-            let row = Row::new(format!("{}: {what}", worded(workers)), Unit::Ratio, ratio)
+            let row = Row::ratio(format!("{}: {what}", worded(workers)), ratio)
                 .part("mean latency", means(&speeds[of]) / means(&speeds[to]));
             match target {
                 Some((at, target)) if at == workers => row.target(target).steady(),

@@ -16,14 +16,13 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use self::baseline::Baseline;
 pub use self::paths::Loop;
 use self::paths::{COUNTED, Hot, REQUESTS};
 pub use self::server::{ServerArgs, serve};
 use crate::callgrind;
-use crate::measure::Summary;
-use crate::report::{Report, Row, Target, Unit};
 
 /// A rise beyond this fails, where the baseline was counted in a build by the same compilers.
 const RISE_MAX: f64 = 0.03;
@@ -91,14 +90,11 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
         problems.extend(judge.forgotten());
     }
     let report = Report {
-        name: "gate",
-        data: "fio's compressible pages, same-filled pages".into(),
-        data_bytes: paths::DISK_BYTES,
-        algorithm: "lz4",
         notes,
         rows,
-    };
-    report.print();
+        ..Report::new("gate", "fio's compressible pages, same-filled pages", paths::DISK_BYTES, "lz4")
+    }
+    .print();
     if args.accept {
         let paths = counts.iter().map(|(path, count)| (path.name(), count.median)).collect();
         Baseline::new(BUILD, paths).save(&args.baseline)?;

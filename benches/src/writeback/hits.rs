@@ -7,13 +7,12 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, Scratch, Streams};
 use freestone::device::{Blocking, Buffer, Device, Request, Tried};
 use freestone::ram::Ram;
+use freestone_report::{Row, Summary, Target, Unit, mib};
 
 use super::backing::{self, BackingFile, Layout};
 use super::{Bench, Part};
 use crate::bare::same_filled;
 use crate::data::Data;
-use crate::measure::Summary;
-use crate::report::{Row, Target, Unit, mib};
 use crate::zipf::{Lru, Zipf};
 
 const THETA: f64 = 1.1;
@@ -56,7 +55,7 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
             .part("mem_limit MiB", mib(limit))
             .part("of compressed MiB", mib(sizes.stored)),
         Row::new("zipf: exact LRU with 0.9 of it", Unit::Percent, percent(low)),
-        Row::new("zipf: fill beyond the limit", Unit::Seconds, Summary::one(fill_seconds))
+        Row::one("zipf: fill beyond the limit", Unit::Seconds, fill_seconds)
             .part("MB/s", bench.data.bytes() as f64 / 1e6 / fill_seconds),
     ];
     let notes = vec![format!(

@@ -12,10 +12,10 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::ValueEnum;
+use freestone_report::{Report, Row};
 
 use crate::data::Data;
 use crate::options::{Options, Set};
-use crate::report::{Report, Row};
 
 /// Data where `--size` does not say.
 const BYTES: u64 = 2 << 30;
@@ -74,14 +74,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 fn one(set: Set, args: &Args, options: &Options) -> Result<Report> {
     let dir = args.dir.clone().unwrap_or_else(|| options.data_dir.clone());
     let bench = Bench { data: Data::open(set, options.bytes(BYTES), options)?, dir, options };
-    let mut report = Report {
-        name: "writeback",
-        data: bench.data.description.clone(),
-        data_bytes: bench.data.bytes(),
-        algorithm: "lz4",
-        notes: Vec::new(),
-        rows: Vec::new(),
-    };
+    let mut report = Report::new("writeback", bench.data.description.clone(), bench.data.bytes(), "lz4");
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut add = |part: Part| {
         report.notes.extend(part.notes);
@@ -107,6 +100,5 @@ fn one(set: Set, args: &Args, options: &Options) -> Result<Report> {
             (row.target, row.met) = (None, None);
         }
     }
-    report.print();
-    Ok(report)
+    Ok(report.print())
 }

@@ -6,15 +6,15 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{self, Buffer, Completion, Device, IoBuf, Request, Tried};
 use freestone::ram::Ram;
+use freestone_report::{Row, Summary, Target, Unit};
 
 use super::backing::{self, BackingFile, Layout};
 use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
 use crate::bare::same_filled;
 use crate::data::{Data, Random};
-use crate::measure::{Summary, median};
+use crate::measure::median;
 use crate::process::{Spent, Watch};
-use crate::report::{Row, Target, Unit};
 
 const ROUNDS: u32 = 7;
 const DEPTH: usize = 32;
@@ -82,9 +82,8 @@ fn rows(name: &str, ours: &[Round], fio: &[Speed], blocks: u64) -> Vec<Row> {
     let micros = Summary::of(ours.iter().map(|r| r.spent.cpu.total().as_secs_f64() * 1e6 / r.reads as f64));
     let busiest: Vec<f64> = ours.iter().map(|round| round.spent.busiest).collect();
     vec![
-        Row::new(
+        Row::ratio(
             format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"),
-            Unit::Ratio,
             Summary::ratio(&speed, &theirs),
         )
         .target(Target::AtLeast(0.90))

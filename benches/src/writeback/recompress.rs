@@ -7,12 +7,11 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params};
 use freestone::device::Blocking;
 use freestone::ram::{Config, Idle, Ram, Recompress, RecompressKind, Secondary};
+use freestone_report::{Row, Summary, mib};
 
 use super::{Bench, Part, backing};
 use crate::data::Data;
-use crate::measure::Summary;
 use crate::process::{Cpu, Watch};
-use crate::report::{Row, Unit, mib};
 
 /// The automatic side takes what was not touched for so long.
 const IDLE: Duration = Duration::from_secs(1);
@@ -48,7 +47,7 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let mut rows = Vec::new();
     for side in &sides {
         let ratio = Summary::one(side.stored as f64 / sides[0].stored as f64);
-        let mut row = Row::new(format!("recompress: bytes, {}", side.what), Unit::Ratio, ratio)
+        let mut row = Row::ratio(format!("recompress: bytes, {}", side.what), ratio)
             .part("MiB", mib(side.stored))
             .part("pool MiB", mib(side.pool))
             .part("pool / lz4's", side.pool as f64 / sides[0].pool as f64);

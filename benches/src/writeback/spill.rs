@@ -3,14 +3,14 @@
 use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone::device::IoBuf;
+use freestone_report::{Row, Summary, Target, Unit, mib};
 
 use super::backing::{self, BackingFile, Layout, Spilled};
 use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
 use crate::bare::{Census, Ours, Store};
 use crate::codec::bare_reads;
-use crate::measure::{Summary, thread_clock};
-use crate::report::{Row, Target, Unit, mib};
+use crate::measure::thread_clock;
 
 const ROUNDS: u32 = 5;
 /// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by page.
@@ -134,14 +134,14 @@ fn rows(bench: &Bench, step: u64, rounds: &Rounds, codec: f64) -> Vec<Row> {
     let plain_speedup = Summary::ratio(&over(old, Spilled::micros), &over(plain, Spilled::micros));
     let cpu_saved = Summary::ratio(&over(old, Spilled::cpu_micros), &over(packed, Spilled::cpu_micros));
     let mut rows = vec![
-        Row::new("spill: speed, packed / old way, a page", Unit::Ratio, speedup)
+        Row::ratio("spill: speed, packed / old way, a page", speedup)
             .target(Target::AtLeast(4.0))
             .part("us", median(packed, Spilled::micros))
             .part("old us", median(old, Spilled::micros)),
-        Row::new("spill: CPU time, old way / packed, a page", Unit::Ratio, cpu_saved)
+        Row::ratio("spill: CPU time, old way / packed, a page", cpu_saved)
             .part("us", median(packed, Spilled::cpu_micros))
             .part("old us", median(old, Spilled::cpu_micros)),
-        Row::new("spill: speed, plain / old way, a page", Unit::Ratio, plain_speedup)
+        Row::ratio("spill: speed, plain / old way, a page", plain_speedup)
             .part("us", median(plain, Spilled::micros)),
         whole("spill: packed, the whole disk", bench, packed),
         whole("spill: plain, the whole disk", bench, plain),
@@ -186,7 +186,7 @@ fn disk_share(what: &str, ours: &[Spilled], fio: &[Speed]) -> Row {
     let mb = |speed: &Speed| speed.bytes_per_second / 1e6;
     let share = Summary::ratio(&over(ours, Spilled::mb_per_second), &over(fio, mb));
     let busiest = median(ours, |spilled| spilled.spent.busiest);
-    let mut row = Row::new(what, Unit::Ratio, share)
+    let mut row = Row::ratio(what, share)
         .target(Target::AtLeast(0.85))
         .part("MB/s", median(ours, Spilled::mb_per_second))
         .part("fio MB/s", median(fio, mb))

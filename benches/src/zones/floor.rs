@@ -6,10 +6,10 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{Buffer, Device, Flags, IoBuf, Request, Tried};
 use freestone::null::{Config, Null};
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
-use crate::measure::{Summary, Times, alternate};
+use crate::measure::{Times, alternate};
 use crate::options::Options;
-use crate::report::{Report, Row, Target, Unit};
 
 const DEVICE_BYTES: u64 = 250 << 30;
 /// What one thread is to reach, in thousands a second.
@@ -52,22 +52,16 @@ pub fn run(options: &Options) -> Result<Report> {
             .part("k/s on the wall clock", kiops(&times.wall).median)
     };
     let target = Target::AtLeast(TARGET_KIOPS);
-    Ok(Report {
-        name: "zones: the floor",
-        data: "none".into(),
-        data_bytes: DEVICE_BYTES,
-        algorithm: "none",
-        notes: vec![
-            "4 KiB operations a second of one thread on a null device without backing, by the thread's CPU time. A read that \
-             declares its buffer untouched is Flags::UNREAD."
-                .into(),
-        ],
-        rows: vec![
+    Ok(Report::new("zones: the floor", "none", DEVICE_BYTES, "none")
+        .note(
+            "4 KiB operations a second of one thread on a null device without backing, by the \
+             thread's CPU time. A read that declares its buffer untouched is Flags::UNREAD.",
+        )
+        .rows(vec![
             speed("writes", &times[0]).target(target).steady(),
             speed("reads, buffer untouched", &times[1]).target(target).steady(),
             speed("reads", &times[2]).steady(),
-        ],
-    })
+        ]))
 }
 
 /// Runs `count` operations at places that go round; how many failed.

@@ -6,11 +6,11 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, Tried};
 use freestone::null::{Config, Memory};
+use freestone_report::{Report, Row, Summary, Target};
 
 use crate::data::Random;
-use crate::measure::{Summary, alternate, median};
+use crate::measure::{alternate, median};
 use crate::options::Options;
-use crate::report::{Report, Row, Target, Unit};
 
 /// Memory where `--size` does not say.
 const BYTES: u64 = 512 << 20;
@@ -32,18 +32,13 @@ pub fn run(options: &Options) -> Result<Report> {
     for (request, target) in REQUESTS_BYTES.into_iter().zip([Some(TARGET), None]) {
         rows.extend(one_size(&memory, &mut plain, request, target, options)?);
     }
-    Ok(Report {
-        name: "zones: memory backing",
-        data: "one byte".into(),
-        data_bytes: bytes,
-        algorithm: "none",
-        notes: vec![
-            "Requests at random places to a null device with memory_backed=1, all of it written before, and copies at the same \
-             places from and to one plain allocation of the same size. Times by the thread's CPU clock."
-                .into(),
-        ],
-        rows,
-    })
+    Ok(Report::new("zones: memory backing", "one byte", bytes, "none")
+        .note(
+            "Requests at random places to a null device with memory_backed=1, all of it written \
+             before, and copies at the same places from and to one plain allocation of the same size. \
+             Times by the thread's CPU clock.",
+        )
+        .rows(rows))
 }
 
 fn one_size(
@@ -101,14 +96,11 @@ fn one_size(
     ensure!(failed + failed_writes == 0, "{failed} reads and {failed_writes} writes failed");
     let kib = request >> 10;
     let row = |what: &str, times: &[crate::measure::Times]| {
-        let row = Row::new(
-            format!("{kib} KiB {what} / memcpy"),
-            Unit::Ratio,
-            Summary::ratio(&times[0].cpu, &times[1].cpu),
-        )
-        .part("us", median(&times[0].cpu) / 1e3)
-        .part("memcpy", median(&times[1].cpu) / 1e3)
-        .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
+        let row =
+            Row::ratio(format!("{kib} KiB {what} / memcpy"), Summary::ratio(&times[0].cpu, &times[1].cpu))
+                .part("us", median(&times[0].cpu) / 1e3)
+                .part("memcpy", median(&times[1].cpu) / 1e3)
+                .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
         match target {
             Some(target) => row.target(target).steady(),
             None => row.steady(),

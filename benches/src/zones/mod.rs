@@ -6,9 +6,9 @@ pub mod scaling;
 
 use anyhow::Result;
 use clap::ValueEnum;
+use freestone_report::Report;
 
 use crate::options::Options;
-use crate::report::Report;
 
 /// What it can be told.
 #[derive(Debug, Clone, clap::Args)]
@@ -33,10 +33,7 @@ enum PartName {
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
-    let mut add = |report: Report| {
-        report.print();
-        reports.push(report);
-    };
+    let mut add = |report: Report| reports.push(report.print());
     if wanted(PartName::Floor) {
         add(floor::run(options)?);
     }

@@ -14,12 +14,12 @@ use freestone::device::zoned::{ZoneOp, Zoned};
 use freestone::device::{Buffer, Device, Flags, IoBuf, Request, Tried};
 use freestone::null::{Config, Memory, Null};
 use freestone::zone::{self, State, Zones};
+use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use crate::data::Random;
 use crate::machine;
-use crate::measure::{Summary, median};
+use crate::measure::median;
 use crate::options::Options;
-use crate::report::{Report, Row, Target, Unit};
 
 /// Numbers of threads: the source's.
 pub const THREADS: [usize; 4] = [1, 2, 4, 8];
@@ -94,23 +94,23 @@ fn one_backing(memory: bool, options: &Options) -> Result<Report> {
         }
     }
     let cpus = machine::allowed_cpus()?.len();
-    Ok(Report {
-        name: if memory { "zones: a lock a zone, memory backing" } else { "zones: a lock a zone, no backing" },
-        data: "one byte".into(),
-        data_bytes: ZONES * zone_bytes,
-        algorithm: "none",
-        notes: vec![
-            format!(
-                "4 KiB operations a second of all threads on the wall clock, {ZONES} zones of {} MiB, with limits {LIMIT} open and \
-                 active; thread n is pinned to CPU n modulo {cpus}. Readers read at random places, writers fill zones of their own \
-                 and reset each before.",
-                zone_bytes >> 20
-            ),
-            "\"one lock\" is an equal device with one mutex around every call; \"apart\" gives two threads a device each."
-                .into(),
-        ],
-        rows,
-    })
+    Ok(Report::new(
+        if memory { "zones: a lock a zone, memory backing" } else { "zones: a lock a zone, no backing" },
+        "one byte",
+        ZONES * zone_bytes,
+        "none",
+    )
+    .note(format!(
+        "4 KiB operations a second of all threads on the wall clock, {ZONES} zones of {} MiB, \
+         with limits {LIMIT} open and active; thread n is pinned to CPU n modulo {cpus}. Readers \
+         read at random places, writers fill zones of their own and reset each before.",
+        zone_bytes >> 20
+    ))
+    .note(
+        "\"one lock\" is an equal device with one mutex around every call; \"apart\" gives two \
+         threads a device each.",
+    )
+    .rows(rows))
 }
 
 /// Length of a zone, a power of two.
@@ -150,7 +150,7 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
         rows.push(Row::new(&what, Unit::Kiops, kiops));
         let ratio = |to: usize| {
             let both = format!("{what}, {} / {}", sides[OURS].name, sides[to].name);
-            Row::new(both, Unit::Ratio, Summary::ratio(&speeds[OURS], &speeds[to]))
+            Row::ratio(both, Summary::ratio(&speeds[OURS], &speeds[to]))
                 .part("k/s", median(&speeds[OURS]) / 1e3)
                 .part(sides[to].name, median(&speeds[to]) / 1e3)
         };

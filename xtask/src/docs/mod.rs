@@ -1,11 +1,7 @@
 //! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and `<!-- end NAME -->` in README.md
 //! and in docs/ is made from `docs/runs/NAME.json`, which is what a benchmark wrote.
 
-mod experiment;
-mod number;
 mod region;
-mod report;
-mod run;
 mod take;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
+use freestone_report::Document;
 
-use region::{Piece, Region};
-use run::Run;
+use region::{BEGIN, Piece, Region};
 
 /// Where the runs lie that are published.
 const RUNS_DIR: &str = "docs/runs";
@@ -64,10 +60,8 @@ pub fn command(args: &[OsString]) -> Result<bool> {
 pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
     let pages = Pages::load()?;
     let mut problems = pages.broken.clone();
-    let mut shown = BTreeSet::new();
     for (path, text) in &pages.texts {
         let (new, found) = pages.made(path, text);
-        shown.extend(region::names(text));
         problems.extend(found.into_iter().map(|(line, what)| (path.clone(), line, what)));
         if new != *text {
             let line = 1 + new.lines().zip(text.lines()).take_while(|(new, old)| new == old).count();
@@ -75,8 +69,9 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
         }
     }
     for (name, run) in &pages.runs {
-        let path = run::path(name);
-        if !shown.contains(name) {
+        let path = run_path(name);
+        let begin = format!("{BEGIN}{name} ");
+        if !pages.texts.values().any(|text| text.contains(&begin)) {
             problems.push((path.clone(), 0, "no page shows this run".into()));
         }
         for chart in run.charts() {
@@ -85,7 +80,7 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
             }
         }
     }
-    let wanted: BTreeSet<&str> = pages.runs.values().flat_map(Run::charts).collect();
+    let wanted: BTreeSet<&str> = pages.runs.values().flat_map(Document::charts).collect();
     for path in files(Path::new(CHARTS_DIR), "svg")? {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if !wanted.contains(name) {
@@ -98,7 +93,7 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
 /// Everything that is read.
 struct Pages {
     texts: BTreeMap<PathBuf, String>,
-    runs: BTreeMap<String, Run>,
+    runs: BTreeMap<String, Document>,
     broken: Vec<(PathBuf, usize, String)>,
 }
 
@@ -114,7 +109,7 @@ impl Pages {
         }
         for path in files(Path::new(RUNS_DIR), "json")? {
             let name = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default().to_owned();
-            match Run::load(&path) {
+            match Document::load(&path) {
                 Ok(run) => drop(pages.runs.insert(name, run)),
                 Err(error) => pages.broken.push((path, 0, format!("{error:#}"))),
             }
@@ -135,11 +130,11 @@ impl Pages {
             match piece {
                 Piece::Prose(prose) => new.push_str(prose),
                 Piece::Region(region) => match self.figures(&region, to_docs) {
-                    Ok(Some(figures)) => {
-                        let [begin, end] = [region.begin(), region.end()];
-                        let _ = write!(new, "{begin}\n\n{}\n\n{end}\n", figures.trim_end());
+                    Ok(figures) => {
+                        let mut lines = region.whole.lines();
+                        let [begin, end] = [lines.next(), lines.next_back()].map(Option::unwrap_or_default);
+                        let _ = write!(new, "{begin}\n{}\n{end}\n", figures.trim_end());
                     }
-                    Ok(None) => new.push_str(region.whole),
                     Err(what) => {
                         new.push_str(region.whole);
                         problems.push((region.line, what));
@@ -150,19 +145,20 @@ impl Pages {
         (new, problems)
     }
 
-    /// What stands in a region; nothing where it was written by hand and there is no run yet.
-    fn figures(&self, region: &Region, to_docs: &str) -> Result<Option<String>, String> {
+    /// What stands in a region.
+    fn figures(&self, region: &Region, to_docs: &str) -> Result<String, String> {
         let Some(run) = self.runs.get(&region.name) else {
-            let missing = format!("there is no {}", run::path(&region.name).display());
-            let filled = region.whole.lines().filter(|line| !line.is_empty()).count() > 2;
-            return if region.by_hand && filled { Ok(None) } else { Err(missing) };
+            return Err(format!("there is no {}", run_path(&region.name).display()));
         };
-        let figures = match run {
-            Run::Reports(run) => report::figures(run, region)?,
-            Run::Experiment(run) => experiment::figures(run, region, to_docs)?,
-        };
-        Ok(Some(format!("{}\n\n{figures}", run.came_from(&region.name, to_docs))))
+        let figures = run.markdown(&region.choice)?;
+        let link = format!("{to_docs}runs/{}.json", region.name);
+        Ok(format!("{}\n\n{figures}", run.came_from(&link)))
     }
+}
+
+/// Where the run `name` lies.
+fn run_path(name: &str) -> PathBuf {
+    Path::new(RUNS_DIR).join(format!("{name}.json"))
 }
 
 /// The files of a directory whose name ends so, in order; none where there is no such directory.
@@ -183,15 +179,19 @@ fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
 
 #[cfg(test)]
 mod tests {
+    use freestone_report::{Machine, Report, Row, Summary, Unit};
+
     use super::*;
 
-    const RUN: &str = r#"{"command": "c", "date": "d",
-        "machine": {"cpu": "c", "cpus": 2, "memory_mib": 2048, "kernel": "6", "load": "0.1"},
-        "reports": [{"name": "x", "data": "none", "rows": [
-            {"what": "reads", "unit": "ratio", "median": 1.5, "quartile1": null, "quartile3": null, "count": 1}]}]}"#;
-
     fn made(text: &str) -> (String, Vec<(usize, String)>) {
-        let run = Run::Reports(serde_json::from_str(RUN).unwrap());
+        let row = Row::new("reads", Unit::Ratio, Summary::one(1.5));
+        let run = Document {
+            command: "c".into(),
+            date: Some("d".into()),
+            machine: Machine { cpu: "c".into(), cpus: 2, memory_mib: 2048, ..Machine::here() },
+            reports: vec![Report::new("x", "none", 0, "none").rows(vec![row])],
+            ..Document::begin("0.1.0", String::new())
+        };
         let runs = [("zones".to_owned(), run)].into();
         let pages = Pages { texts: BTreeMap::new(), runs, broken: Vec::new() };
         pages.made(Path::new("docs/a.md"), text)
@@ -199,10 +199,10 @@ mod tests {
 
     #[test]
     fn a_region_is_made_once_and_stays() {
-        let (text, problems) = made("a\n<!-- begin zones by hand -->\n9.99\n<!-- end zones -->\nb\n");
+        let (text, problems) = made("a\n<!-- begin zones -->\n9.99\n<!-- end zones -->\nb\n");
         assert!(problems.is_empty());
         assert!(
-            text.starts_with("a\n<!-- begin zones -->\n\n[`c`](runs/zones.json), d: c, 2 CPUs, 2 GiB,"),
+            text.starts_with("a\n<!-- begin zones -->\n[`c`](runs/zones.json), d: c, 2 CPUs, 2 GiB,"),
             "{text}"
         );
         assert!(
@@ -213,12 +213,9 @@ mod tests {
     }
 
     #[test]
-    fn without_a_run_only_what_was_written_by_hand_may_stand() {
-        let by_hand = "<!-- begin forks by hand -->\n9.99\n<!-- end forks -->\n";
-        assert_eq!(made(by_hand), (by_hand.to_owned(), Vec::new()));
+    fn what_cannot_be_made_stays() {
         for bad in [
             "<!-- begin forks -->\n9.99\n<!-- end forks -->\n",
-            "<!-- begin forks by hand -->\n\n<!-- end forks -->\n",
             "<!-- begin zones report=\"y\" -->\n<!-- end zones -->\n",
         ] {
             let (text, problems) = made(bad);

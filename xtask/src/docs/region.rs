@@ -1,20 +1,17 @@
 //! Regions of a page that are made from runs.
 //!
 //! ```text
-//! <!-- begin NAME [report="..."] [rows="..."] [pivot="..."] [by hand] -->
+//! <!-- begin NAME [report="..."] [rows="..."] [pivot="..."] -->
 //! <!-- end NAME -->
 //! ```
 //!
-//! `report` chooses the reports of that name, where a `*` stands for anything; `rows` the rows whose name starts so; `pivot` is described in `report.rs`. What is marked "by hand" is left alone as long as there is no run.
+//! `report`, `rows` and `pivot` are those of [`Choice`].
 
-// Writing to a String cannot fail: results are dropped.
-use std::collections::BTreeSet;
-use std::fmt::Write as _;
+use freestone_report::Choice;
 
-const BEGIN: &str = "<!-- begin ";
+pub const BEGIN: &str = "<!-- begin ";
 const END: &str = "<!-- end ";
 const CLOSE: &str = " -->";
-const BY_HAND: &str = "by hand";
 
 /// A part of a page.
 #[derive(Debug, PartialEq, Eq)]
@@ -31,37 +28,7 @@ pub struct Region<'t> {
     pub line: usize,
     /// All of it, both lines included.
     pub whole: &'t str,
-    pub report: Option<String>,
-    pub rows: Option<String>,
-    pub pivot: Option<String>,
-    pub by_hand: bool,
-}
-
-impl Region<'_> {
-    /// The line that begins it, when it has been made.
-    pub fn begin(&self) -> String {
-        let mut line = format!("{BEGIN}{}", self.name);
-        for (key, value) in [("report", &self.report), ("rows", &self.rows), ("pivot", &self.pivot)] {
-            if let Some(value) = value {
-                let _ = write!(line, " {key}=\"{value}\"");
-            }
-        }
-        line + CLOSE
-    }
-
-    pub fn end(&self) -> String {
-        format!("{END}{}{CLOSE}", self.name)
-    }
-}
-
-/// The names of all regions.
-pub fn names(text: &str) -> BTreeSet<String> {
-    let pieces = split(text).unwrap_or_default();
-    let names = pieces.into_iter().filter_map(|piece| match piece {
-        Piece::Prose(_) => None,
-        Piece::Region(region) => Some(region.name),
-    });
-    names.collect()
+    pub choice: Choice,
 }
 
 /// Takes a page apart; an error has its line.
@@ -114,19 +81,13 @@ fn parse<'t>(words: &str, line: usize) -> Result<Region<'t>, (usize, String)> {
     }
     while !rest.trim_start().is_empty() {
         rest = rest.trim_start();
-        if let Some(after) = rest.strip_prefix(BY_HAND) {
-            (region.by_hand, rest) = (true, after);
-            continue;
-        }
-        let bad = || {
-            (line, format!("{rest}: what is possible is report=\"\", rows=\"\", pivot=\"\" and {BY_HAND}"))
-        };
+        let bad = || (line, format!("{rest}: what is possible is report=\"\", rows=\"\" and pivot=\"\""));
         let (key, value) = rest.split_once("=\"").ok_or_else(bad)?;
         let (value, after) = value.split_once('"').ok_or_else(bad)?;
         let place = match key {
-            "report" => &mut region.report,
-            "rows" => &mut region.rows,
-            "pivot" => &mut region.pivot,
+            "report" => &mut region.choice.report,
+            "rows" => &mut region.choice.rows,
+            "pivot" => &mut region.choice.pivot,
             _ => return Err(bad()),
         };
         *place = Some(value.to_owned());
@@ -141,13 +102,12 @@ mod tests {
 
     #[test]
     fn a_page_is_taken_apart_and_can_be_put_together() {
-        let text =
-            "a\n<!-- begin zones report=\"zones: x\" rows=\"w\" by hand -->\n1\n<!-- end zones -->\nb\n";
+        let text = "a\n<!-- begin zones report=\"zones: x\" rows=\"w\" -->\n1\n<!-- end zones -->\nb\n";
         let pieces = split(text).unwrap();
         let Piece::Region(region) = &pieces[1] else { panic!("{pieces:?}") };
-        assert_eq!((region.name.as_str(), region.line, region.by_hand), ("zones", 2, true));
-        assert_eq!(region.begin(), "<!-- begin zones report=\"zones: x\" rows=\"w\" -->");
-        assert_eq!(region.end(), "<!-- end zones -->");
+        assert_eq!((region.name.as_str(), region.line), ("zones", 2));
+        assert_eq!(region.choice.report.as_deref(), Some("zones: x"));
+        assert_eq!(region.choice.rows.as_deref(), Some("w"));
         let whole: String = pieces
             .iter()
             .map(|piece| match piece {
@@ -156,7 +116,6 @@ mod tests {
             })
             .collect();
         assert_eq!(whole, text);
-        assert_eq!(names(text), ["zones".to_owned()].into());
     }
 
     #[test]

@@ -1,13 +1,15 @@
 //! A run becomes a published one: it gets its date and loses what is of one machine only, the places of its files.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use freestone_report::Document;
 use serde_json::Value;
 
-use super::{CHARTS_DIR, RUNS_DIR, files, run};
+use super::{CHARTS_DIR, RUNS_DIR, files, run_path};
+use crate::cargo;
 
 /// Where the benchmarks write.
 const OUT_DIR: &str = "benches/out";
@@ -42,30 +44,23 @@ fn copy(from: &Path, name: &str) -> Result<()> {
     let text = fs::read_to_string(from).with_context(|| format!("cannot read {}", from.display()))?;
     let mut value: Value =
         serde_json::from_str(&text).with_context(|| format!("{} is no JSON", from.display()))?;
-    let written = fs::metadata(from).and_then(|metadata| metadata.modified());
-    let written = written.with_context(|| format!("cannot read {}", from.display()))?;
-    publish(&mut value, &date(written)?).with_context(|| from.display().to_string())?;
-    let charts: Vec<PathBuf> = value["charts"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str)
-        .map(PathBuf::from)
-        .collect();
-    for chart in &charts {
+    // When it was written, in UTC.
+    let date = cargo::output(Command::new("date").args(["-u", "+%F", "-r"]).arg(from))?;
+    publish(&mut value, &date).with_context(|| from.display().to_string())?;
+    let text = serde_json::to_string_pretty(&value)? + "\n";
+    let run: Document = serde_json::from_value(value).with_context(|| from.display().to_string())?;
+    for chart in run.charts() {
         fs::create_dir_all(CHARTS_DIR).with_context(|| format!("cannot make {CHARTS_DIR}"))?;
-        let name = chart.file_name().context("a chart without a name")?;
+        let name = Path::new(chart).file_name().context("a chart without a name")?;
         let from = from.with_file_name(name);
         fs::copy(&from, Path::new(CHARTS_DIR).join(name))
             .with_context(|| format!("cannot copy {}", from.display()))?;
     }
-    let to = run::path(name);
+    let to = run_path(name);
     fs::create_dir_all(RUNS_DIR).with_context(|| format!("cannot make {RUNS_DIR}"))?;
-    let text = serde_json::to_string_pretty(&value)? + "\n";
     fs::write(&to, text).with_context(|| format!("cannot write {}", to.display()))?;
-    println!("{} -> {}, and {} charts", from.display(), to.display(), charts.len());
-    // It can be shown, too.
-    run::Run::load(&to).with_context(|| to.display().to_string()).map(drop)
+    println!("{} -> {}, and {} charts", from.display(), to.display(), run.charts().count());
+    Ok(())
 }
 
 fn publish(run: &mut Value, date: &str) -> Result<()> {
@@ -122,43 +117,11 @@ fn without_place(word: &str) -> String {
     format!("{}{}", &word[..at], path.rsplit('/').next().unwrap_or_default())
 }
 
-/// Year, month and day of a moment, in UTC.
-fn date(moment: SystemTime) -> Result<String> {
-    let seconds = moment.duration_since(SystemTime::UNIX_EPOCH).context("a file from before 1970")?.as_secs();
-    let (mut year, mut day) = (1970, seconds / 86_400);
-    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    while day >= 365 + u64::from(leap(year)) {
-        day -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let months = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while day >= months[month] {
-        day -= months[month];
-        month += 1;
-    }
-    Ok(format!("{year}-{:02}-{:02}", month + 1, day + 1))
-}
-
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn days_are_counted() {
-        for (seconds, text) in [
-            (0, "1970-01-01"),
-            (951_782_400, "2000-02-29"),
-            (1_795_305_599, "2026-11-21"),
-            (1_798_761_599, "2026-12-31"),
-        ] {
-            assert_eq!(date(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap(), text);
-        }
-    }
 
     #[test]
     fn a_run_loses_the_places_of_its_files() {
