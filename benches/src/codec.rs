@@ -92,20 +92,21 @@ fn one(setup: &Setup, options: &Options) -> Result<Report> {
 fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
     let [engine, ours, plain, more @ ..] = times else { return Vec::new() };
     let storing = more.iter().map(|placed| {
-        Row::ratio(
+        Row::over(
             format!("{what} / bare codec and copying the object to its place"),
-            Summary::ratio(&placed.wall, &engine.wall),
+            &placed.wall,
+            &engine.wall,
         )
         .part("ns", engine.median())
         .part("bare ns", placed.median())
     });
     let rows = [
-        Row::ratio(format!("{what} / bare codec"), Summary::ratio(&ours.wall, &engine.wall))
+        Row::over(format!("{what} / bare codec"), &ours.wall, &engine.wall)
             .target(target)
             .part("ns", engine.median())
             .part("bare ns", ours.median()),
-        Row::ratio(format!("{what} / bare codec, CPU time"), Summary::ratio(&ours.cpu, &engine.cpu)),
-        Row::ratio(format!("{what} / plain liblz4"), Summary::ratio(&plain.wall, &engine.wall))
+        Row::over(format!("{what} / bare codec, CPU time"), &ours.cpu, &engine.cpu),
+        Row::over(format!("{what} / plain liblz4"), &plain.wall, &engine.wall)
             .part("ns", engine.median())
             .part("liblz4 ns", plain.median()),
     ];

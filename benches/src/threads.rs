@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use freestone_report::{Report, Row, Summary, Target};
+use freestone_report::{Report, Row, Target};
 
 use crate::bare::Ours;
 use crate::codec::{bare_reads, bare_writes, engine_reads, engine_writes};
@@ -98,28 +98,23 @@ fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
             both.each_ref().map(|speeds| speeds.iter().map(|s| s.cpu).collect::<Vec<f64>>());
         let target = |row: Row| if threads == 2 { row.target(Target::AtLeast(0.95)) } else { row };
         rows.push(target(
-            Row::ratio(
-                format!("{name}: {threads} threads / {threads} bare loops"),
-                Summary::ratio(engine, bare),
-            )
-            .part("kIOPS", median(engine) / 1e3)
-            .part("bare", median(bare) / 1e3),
+            Row::over(format!("{name}: {threads} threads / {threads} bare loops"), engine, bare)
+                .part("kIOPS", median(engine) / 1e3)
+                .part("bare", median(bare) / 1e3),
         ));
-        rows.push(Row::ratio(
+        rows.push(Row::over(
             format!("{name}: {threads} threads / {threads} bare loops, CPU time"),
-            Summary::ratio(&engine_cpu, &bare_cpu),
+            &engine_cpu,
+            &bare_cpu,
         ));
         if threads > 1 {
             let scale =
                 |all: &[f64], one: &[f64]| all.iter().zip(one).map(|(a, o)| a / o).collect::<Vec<f64>>();
             let (of_engine, of_bare) = (scale(engine, &engine_one), scale(bare, &bare_one));
             rows.push(target(
-                Row::ratio(
-                    format!("{name}: scaling 1 to {threads}, engine / bare"),
-                    Summary::ratio(&of_engine, &of_bare),
-                )
-                .part("engine", median(&of_engine))
-                .part("bare", median(&of_bare)),
+                Row::over(format!("{name}: scaling 1 to {threads}, engine / bare"), &of_engine, &of_bare)
+                    .part("engine", median(&of_engine))
+                    .part("bare", median(&of_bare)),
             ));
         }
     }

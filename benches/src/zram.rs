@@ -142,11 +142,11 @@ fn memory(setup: &Setup, device: &ZramDevice) -> Result<Row> {
 fn compare(what: &str, times: &[Times], target: f64) -> Vec<Row> {
     let [ours, kernel] = times else { return Vec::new() };
     vec![
-        Row::ratio(format!("{what} / zram"), Summary::ratio(&kernel.wall, &ours.wall))
+        Row::over(format!("{what} / zram"), &kernel.wall, &ours.wall)
             .target(Target::AtLeast(target))
             .judged(true)
             .part("ns", ours.median())
             .part("zram ns", kernel.median()),
-        Row::ratio(format!("{what} / zram, CPU time"), Summary::ratio(&kernel.cpu, &ours.cpu)).judged(true),
+        Row::over(format!("{what} / zram, CPU time"), &kernel.cpu, &ours.cpu).judged(true),
     ]
 }

@@ -185,6 +185,11 @@ impl Row {
         Self::new(what, Unit::Ratio, value)
     }
 
+    /// The quotients of numbers that were measured side by side.
+    pub fn over(what: impl Into<String>, of: &[f64], to: &[f64]) -> Self {
+        Self::ratio(what, Summary::ratio(of, to))
+    }
+
     /// Of one measurement.
     pub fn one(what: impl Into<String>, unit: Unit, number: f64) -> Self {
         Self::new(what, unit, Summary::one(number))

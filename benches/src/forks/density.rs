@@ -327,18 +327,14 @@ impl Measured {
         rows.push(Row::new("rewrites of the busy ones", Unit::Kiops, noise));
         let Self { alone, noisy, .. } = self;
         rows.push(
-            Row::ratio("the quiet one: with noise / alone", Summary::ratio(&noisy.wall, &alone.wall))
+            Row::over("the quiet one: with noise / alone", &noisy.wall, &alone.wall)
                 .target(Target::AtLeast(0.9))
                 .part("k/s", median(&noisy.wall) / 1e3)
                 .part("alone", median(&alone.wall) / 1e3)
                 .steady(),
         );
         rows.push(
-            Row::ratio(
-                "the quiet one: with noise / alone, by its CPU time",
-                Summary::ratio(&noisy.cpu, &alone.cpu),
-            )
-            .steady(),
+            Row::over("the quiet one: with noise / alone, by its CPU time", &noisy.cpu, &alone.cpu).steady(),
         );
         let (stat, over) = (family.stat(), quiet.over_stat());
         rows.push(

@@ -217,7 +217,7 @@ impl Herd {
             }
             let what = if exported { "making and exporting a fork" } else { "making a fork" };
             rows.push(
-                Row::ratio(format!("{what}, the last / the first"), Summary::ratio(&last, &first))
+                Row::over(format!("{what}, the last / the first"), &last, &first)
                     .target(Target::AtMost(1.5))
                     .part("last us", median(&last))
                     .part("first us", median(&first))

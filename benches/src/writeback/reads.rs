@@ -82,16 +82,13 @@ fn rows(name: &str, ours: &[Round], fio: &[Speed], blocks: u64) -> Vec<Row> {
     let micros = Summary::of(ours.iter().map(|r| r.spent.cpu.total().as_secs_f64() * 1e6 / r.reads as f64));
     let busiest: Vec<f64> = ours.iter().map(|round| round.spent.busiest).collect();
     vec![
-        Row::ratio(
-            format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"),
-            Summary::ratio(&speed, &theirs),
-        )
-        .target(Target::AtLeast(0.90))
-        .part("reads/s", median(&speed))
-        .part("fio reads/s", median(&theirs))
-        .part("blocks / read", blocks as f64 / reads as f64)
-        .part("in memory", ours.iter().map(|round| round.inline).sum::<usize>() as f64)
-        .part("busiest thread", median(&busiest)),
+        Row::over(format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"), &speed, &theirs)
+            .target(Target::AtLeast(0.90))
+            .part("reads/s", median(&speed))
+            .part("fio reads/s", median(&theirs))
+            .part("blocks / read", blocks as f64 / reads as f64)
+            .part("in memory", ours.iter().map(|round| round.inline).sum::<usize>() as f64)
+            .part("busiest thread", median(&busiest)),
         Row::new(format!("reads: CPU a read, {name}"), Unit::Micros, micros).part(
             "fio",
             median(&fio.iter().map(|f| f.cpu * 1e6 / f.operations_per_second).collect::<Vec<_>>()),

@@ -96,11 +96,10 @@ fn one_size(
     ensure!(failed + failed_writes == 0, "{failed} reads and {failed_writes} writes failed");
     let kib = request >> 10;
     let row = |what: &str, times: &[crate::measure::Times]| {
-        let row =
-            Row::ratio(format!("{kib} KiB {what} / memcpy"), Summary::ratio(&times[0].cpu, &times[1].cpu))
-                .part("us", median(&times[0].cpu) / 1e3)
-                .part("memcpy", median(&times[1].cpu) / 1e3)
-                .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
+        let row = Row::over(format!("{kib} KiB {what} / memcpy"), &times[0].cpu, &times[1].cpu)
+            .part("us", median(&times[0].cpu) / 1e3)
+            .part("memcpy", median(&times[1].cpu) / 1e3)
+            .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
         match target {
             Some(target) => row.target(target).steady(),
             None => row.steady(),

@@ -150,7 +150,7 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
         rows.push(Row::new(&what, Unit::Kiops, kiops));
         let ratio = |to: usize| {
             let both = format!("{what}, {} / {}", sides[OURS].name, sides[to].name);
-            Row::ratio(both, Summary::ratio(&speeds[OURS], &speeds[to]))
+            Row::over(both, &speeds[OURS], &speeds[to])
                 .part("k/s", median(&speeds[OURS]) / 1e3)
                 .part(sides[to].name, median(&speeds[to]) / 1e3)
         };
