@@ -129,7 +129,7 @@ fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<
         chart::draw(table, &experiment.model, &format!("{title}: {}", table.name), &out.join(&chart))?;
         report.chart = Some(chart);
     }
-    println!("==== {number}. {}", document.notes.join("\n   "));
+    println!("==== {number}. {}\n", document.notes.join("\n   "));
     document.reports = document.reports.into_iter().map(Report::print).collect();
     for line in &document.findings {
         println!("   {line}");
