@@ -34,7 +34,7 @@ pub fn new_ram(bytes: u64) -> Result<Ram> {
 /// An empty disk with a backing device that has room for all of it.
 pub fn backed_ram(bytes: u64) -> Result<Ram> {
     let backing = new_ram(2 * bytes)?;
-    Ok(Ram::with_backing(config(bytes), Arc::new(backing), true)?)
+    Ok(Ram::new(config(bytes).backed_by(Arc::new(backing), true))?)
 }
 
 /// A fork of a snapshot of an empty disk.

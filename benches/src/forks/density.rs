@@ -9,7 +9,8 @@ use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Device, Flags, IoBuf};
-use freestone::ram::{BackingDev, Config, Family, ForkConfig, Ram};
+use freestone::file::File;
+use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use hdrhistogram::Histogram;
 
@@ -60,13 +61,10 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let quiet_bytes = QUIET_BYTES.min(limit / 8) & !0xFFF;
     let base = Image::sparse(&bench.dir, "base", dirty)?;
     let spill = bench.dir.join(format!("freestone-forks-spill-{}.img", std::process::id()));
-    let family = Family::new(Config {
-        comp_algorithm: Algorithm::Lz4,
-        mem_limit: limit,
-        // It never gets a name.
-        backing: Some(BackingDev { path: spill, size: Some(busy * dirty), compressed_writeback: true }),
-        ..Config::default()
-    })?;
+    // It never gets a name.
+    let spill = Arc::new(File::open_for_spilling(spill, Some(busy * dirty))?);
+    let config = Config { comp_algorithm: Algorithm::Lz4, mem_limit: limit, ..Config::default() };
+    let family = Family::new(config.backed_by(spill, true))?;
     let device: Arc<dyn Device> = Arc::new(base.device()?);
     let fork = |config: &ForkConfig| family.fork(Arc::clone(&device), config);
     let quiet = fork(&ForkConfig { mem_min: quiet_bytes, ..ForkConfig::default() })?;

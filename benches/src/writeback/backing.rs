@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -10,7 +11,7 @@ use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::file;
-use freestone::ram::{BackingDev, Config, Idle, Ram, SetupError, Writeback};
+use freestone::ram::{Config, Idle, Ram, Writeback};
 
 use super::fio::{self, Job};
 use crate::data::Data;
@@ -90,30 +91,21 @@ impl BackingFile {
     /// thread that drops the last of its requests.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
         let begun = Instant::now();
-        loop {
-            match self.try_disk(pages, layout, mem_limit) {
-                Err(SetupError::Backing(file::SetupError::InUse { .. }))
-                    if begun.elapsed() < CLOSED_WAIT_MAX =>
-                {
+        let file = loop {
+            match file::File::open_for_spilling(&self.path, None) {
+                Err(file::SetupError::InUse { .. }) if begun.elapsed() < CLOSED_WAIT_MAX => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                made => return Ok(made?),
+                opened => break opened?,
             }
-        }
-    }
-
-    fn try_disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram, SetupError> {
-        Ram::new(Config {
+        };
+        let config = Config {
             disksize: pages * PAGE_BYTES as u64,
             comp_algorithm: Algorithm::Lz4,
             mem_limit,
-            backing: Some(BackingDev {
-                path: self.path.clone(),
-                size: None,
-                compressed_writeback: layout == Layout::Packed,
-            }),
             ..Config::default()
-        })
+        };
+        Ok(Ram::new(config.backed_by(Arc::new(file), layout == Layout::Packed))?)
     }
 }
 

@@ -78,15 +78,9 @@ impl Place {
 }
 
 /// Warns where a backing device will not do what it is for. `size` is its size in bytes.
-pub fn of_backing(
-    name: &str,
-    backing: &ram::BackingDev,
-    size: u64,
-    mem_limit: u64,
-    place: Place,
-) -> Vec<String> {
+pub fn of_backing(name: &str, path: &Path, size: u64, mem_limit: u64, place: Place) -> Vec<String> {
     let mut warnings = Vec::new();
-    let path = backing.path.display();
+    let path = path.display();
     if place.in_memory {
         warnings.push(format!("{name}: backing_dev={path}: lies in memory itself (tmpfs), so it frees none"));
     }
@@ -124,7 +118,7 @@ pub fn of_exposure(address: &Address) -> Option<String> {
 mod tests {
     use std::path::Path;
 
-    use freestone::ram::{BackingDev, Config};
+    use freestone::ram::Config;
 
     use super::{Place, of_backing, of_exposure, of_memory};
 
@@ -155,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_backing_device_should_help() {
-        let backing = BackingDev { path: "/s".into(), size: None, compressed_writeback: true };
+        let backing = Path::new("/s");
         let tmpfs = "r: backing_dev=/s: lies in memory itself (tmpfs), so it frees none";
         let unlimited = "r: backing_dev=/s: without a mem_limit nothing goes there by itself, only with \
                          `freestone writeback r`";
@@ -170,7 +164,7 @@ mod tests {
             (8 * GIB, GIB, false, Some(7 * GIB), vec![full]),
             (8 * GIB, 0, true, Some(7 * GIB), vec![tmpfs, unlimited, full]),
         ] {
-            assert_eq!(of_backing("r", &backing, size, mem_limit, Place { in_memory, free }), expected);
+            assert_eq!(of_backing("r", backing, size, mem_limit, Place { in_memory, free }), expected);
         }
     }
 

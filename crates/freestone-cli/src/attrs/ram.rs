@@ -46,7 +46,7 @@ pub fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "mem_limit" => json!(ram.config().mem_limit),
         "mem_used_max" => json!(ram.mm_stat().mem_used_max),
         "backing_dev" => match ram.config().backing {
-            Some(backing) => json!(backing.path.to_string_lossy()),
+            Some(backing) => json!(backing.path.unwrap_or_default().to_string_lossy()),
             None => json!("none"),
         },
         "backing_size" => json!(ram.backing().map_or(0, |backing| backing.size)),
@@ -120,7 +120,7 @@ pub fn bd_stat(ram: &Ram) -> Value {
 
 /// The backing device, where there is one.
 pub fn backing(ram: &Ram) -> Option<Value> {
-    let (path, s) = (ram.config().backing?.path, ram.backing()?);
+    let (path, s) = (ram.config().backing?.path.unwrap_or_default(), ram.backing()?);
     Some(json!({
         "path": path.to_string_lossy(),
         "backing_size": s.size,

@@ -1,10 +1,12 @@
 //! Families: pool, limit, codecs and backing device of a RAM disk, or of the forks of one base.
 
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 use freestone::PAGE_BYTES;
 use freestone::codec::Params;
-use freestone::ram::{self, BackingDev, Family, Ram, Secondary};
+use freestone::file::File;
+use freestone::ram::{self, Backing, Family, Ram, Secondary};
 use tracing::warn;
 
 use super::{BuildError, errno_of, in_typed_sizes};
@@ -74,7 +76,13 @@ fn limit(entry: &Arc<Entry>) -> Option<u64> {
 
 fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
     if let (Some(backing), Some(stat)) = (&config.backing, disk.backing()) {
-        for warning in advice::of_backing(name, backing, stat.size, config.mem_limit, place) {
+        for warning in advice::of_backing(
+            name,
+            backing.path.as_deref().unwrap_or(Path::new("")),
+            stat.size,
+            config.mem_limit,
+            place,
+        ) {
             warn!("{warning}");
         }
     }
@@ -100,20 +108,19 @@ fn config(spec: &FamilySpec) -> Result<ram::Config, BuildError> {
             *secondary = Some(Secondary { algorithm: asked.algorithm, params: params(&asked.params)? });
         }
     }
-    config.backing = spec.backing.as_ref().map(|backing| BackingDev {
-        path: backing.path.clone(),
-        size: backing.size,
-        compressed_writeback: backing.compressed,
-    });
+    if let Some(backing) = &spec.backing {
+        let file = File::open_for_spilling(&backing.path, backing.size).map_err(|e| {
+            BuildError::new(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
+        })?;
+        let (device, path) = (Arc::new(file), Some(backing.path.clone()));
+        config.backing = Some(Backing { device, compressed_writeback: backing.compressed, path });
+    }
     Ok(config)
 }
 
 /// Why a family or a disk of it was refused.
 pub fn refused(error: ram::SetupError) -> BuildError {
     match error {
-        ram::SetupError::Backing(e) => {
-            BuildError::new(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
-        }
         ram::SetupError::NoMemory => BuildError::new(Errno::ENOMEM, error),
         e => BuildError::new(Errno::EIO, e),
     }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::carry::Carry;
 use super::data;
 use super::decide::Verdict;
 use super::hold::Hold;
@@ -10,6 +9,7 @@ use super::rules::Astray;
 use super::stale::{OLD_REQUEST_BYTES_MAX, Old};
 use super::zoned::{append_elsewhere, is_sequential};
 use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use freestone_core::work_queue::WorkQueue;
 
 /// What requests work on.
 #[derive(Clone)]
@@ -19,9 +19,19 @@ pub struct Below {
     carry: Arc<Carry>,
 }
 
+/// A completion must not call the device, and a write that follows a read does: on this thread, which ends with the last that could
+/// give it a task.
+struct Carry(Arc<WorkQueue>);
+
+impl Drop for Carry {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
 impl Below {
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, hold: Arc::default(), carry: Arc::default() }
+        Self { device, hold: Arc::default(), carry: Arc::new(Carry(WorkQueue::new("faults"))) }
     }
 }
 
@@ -129,13 +139,12 @@ impl Job {
                 Err(error) => return self.fetched(Err(error), old),
             }
         }
-        let tasks = match self.below.carry.tasks() {
-            Ok(tasks) => tasks,
-            Err(error) => return self.answer(Err(error)),
-        };
+        let work_queue = Arc::clone(&self.below.carry.0);
+        if work_queue.start().is_err() {
+            return self.answer(Err(Error::NoMemory));
+        }
         let then = Completion::new(move |outcome, old| {
-            // Where the thread is gone the task is dropped, and its request answered "gone".
-            let _ = tasks.send(Box::new(move || self.fetched(outcome, old)));
+            work_queue.push(move || self.fetched(outcome, old));
         });
         device.submit(all, old, then);
     }

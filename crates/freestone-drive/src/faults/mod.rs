@@ -57,7 +57,6 @@
 //! * Of a write, zeroing or discard, the first [`OLD_REQUEST_BYTES_MAX`] are kept for stale reads; blocks behind are not stale.
 //! * Zone operations block the calling thread, so a delay or a hang of one does.
 
-mod carry;
 mod data;
 mod decide;
 mod hold;

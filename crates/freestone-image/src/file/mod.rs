@@ -125,6 +125,29 @@ impl File {
         Self::start(config, open::open(config, Tail::Refused)?)
     }
 
+    /// Opens a file or block device to which a RAM disk's pages are spilled, past the page cache where its file system can do that:
+    /// there they would be in memory still. With a size, where no file is there, one of that size is made beside `path`; it
+    /// never gets a name, so it is gone when the device is, however that ends.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_for_spilling(
+        path: impl Into<PathBuf>,
+        size: Option<u64>,
+    ) -> std::result::Result<Self, SetupError> {
+        let mut config = Config::new(path);
+        (config.size, config.nameless, config.direct) = (size, true, Direct::On);
+        match Self::open(&config) {
+            Err(SetupError::Direct { .. }) => {
+                let path = config.path.display();
+                tracing::warn!("{path}: no O_DIRECT there; spilled pages go through the page cache");
+                config.direct = Direct::Off;
+                Self::open(&config)
+            }
+            opened => opened,
+        }
+    }
+
     /// As [`open`](Self::open), for a reader of a file that may end within a block: the device ends with the last whole
     /// one, and what follows it is given apart.
     pub(crate) fn open_with_tail(config: &Config) -> std::result::Result<(Self, Vec<u8>), SetupError> {

@@ -4,11 +4,22 @@ use std::mem;
 use std::sync::Arc;
 
 use freestone_core::device::{Completion, IoBuf, Request, Result};
+use freestone_core::sync::{LazyLock, thread};
+use freestone_core::work_queue::WorkQueue;
 
 use super::chain::Chain;
-use super::pool;
 use super::reader::{Cursor, Need};
 use super::table::Table;
+
+/// Most threads; unpacking clusters is their only long work.
+const THREADS_MAX: usize = 4;
+
+/// The threads that carry on requests after their disks have answered: a fixed number for all images of the process. They
+/// never wait for a disk, so a slow one holds up nobody else's requests.
+pub(super) static THREADS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+    WorkQueue::with_threads("qcow2", threads)
+});
 
 /// Most bytes that are read apart from the request's own memory.
 const MAX_PIECE_BYTES: u64 = 1 << 20;
@@ -87,7 +98,7 @@ impl Job {
         }
     }
 
-    /// Reads bytes of an image, or of where its clusters lie, and goes on with them on a thread of the pool.
+    /// Reads bytes of an image, or of where its clusters lie, and goes on with them on one of [`THREADS`].
     fn read(
         self,
         layer: usize,
@@ -101,7 +112,7 @@ impl Job {
         let source = if clusters { of.clusters() } else { &of.source };
         source.start(host, len, move |blocks| {
             // The thread of the disk only hands on.
-            pool::run(move || {
+            THREADS.push(move || {
                 let bytes = blocks.and_then(|blocks| {
                     let mut bytes = IoBuf::zeroed(len)?;
                     let of = &self.chain.layers[layer];
@@ -146,7 +157,7 @@ impl Drop for Claim {
     fn drop(&mut self) {
         let waiting = self.chain.unpacking.lock().remove(&self.cluster);
         for go_on in waiting.unwrap_or_default() {
-            pool::run(go_on);
+            THREADS.push(go_on);
         }
     }
 }

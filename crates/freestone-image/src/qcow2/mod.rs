@@ -30,7 +30,6 @@ mod error;
 mod header;
 mod inflate;
 mod job;
-mod pool;
 mod reader;
 mod source;
 mod table;
@@ -104,7 +103,7 @@ impl Image {
     /// # Errors
     /// Each [`SetupError`] names the file and what is wrong with it.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
-        pool::start().map_err(SetupError::Threads)?;
+        job::THREADS.start().map_err(SetupError::Threads)?;
         Ok(Self { chain: Chain::open(&config.path, config.standalone)? })
     }
 

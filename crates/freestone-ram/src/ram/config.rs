@@ -1,6 +1,8 @@
 //! What a RAM disk is made of, and why it could not be.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -8,11 +10,10 @@ use thiserror::Error;
 use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
 use freestone_core::consistency_group::NotInTime;
-use freestone_core::device;
-use freestone_image::file::{self, File};
+use freestone_core::device::{self, Device};
 
 /// What a RAM disk is made of.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Config {
     /// Bytes, rounded up to a page.
     pub disksize: u64,
@@ -28,7 +29,15 @@ pub struct Config {
     /// uses priority 3, which must be free.
     pub auto_recompress: Option<Duration>,
     /// Where pages go that memory has no room for.
-    pub backing: Option<BackingDev>,
+    pub backing: Option<Backing>,
+}
+
+impl Config {
+    /// The same, with pages that memory has no room for on this device.
+    #[must_use]
+    pub fn backed_by(self, device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
+        Self { backing: Some(Backing { device, compressed_writeback, path: None }), ..self }
+    }
 }
 
 /// A secondary algorithm.
@@ -40,35 +49,25 @@ pub struct Secondary {
     pub params: Params,
 }
 
-/// A file or block device that takes pages out of memory. Its former content is lost; what it holds means nothing to
-/// anybody else.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BackingDev {
-    /// A regular file or a block device. It is opened exclusively, with `O_DIRECT` where its file system has that.
-    pub path: PathBuf,
-    /// Bytes. Where no file is there, one of this size is made beside `path`; it never gets a name, so it is gone when the
-    /// disk is, however that ends. A file that is there must have this size.
-    pub size: Option<u64>,
+/// A device that takes pages out of memory. Its former content is lost; what it holds means nothing to anybody else.
+#[derive(Clone)]
+pub struct Backing {
+    /// Writable, without zones, at least a page.
+    pub device: Arc<dyn Device>,
     /// Objects go out as they are, packed tightly, and pages that are read come back to memory. Without it the layout
     /// is the kernel's: one uncompressed page a block, which stays there until the page is overwritten.
     pub compressed_writeback: bool,
+    /// Where the device is, for people.
+    pub path: Option<PathBuf>,
 }
 
-impl BackingDev {
-    /// Opens it: past the page cache where its file system can do that, since what is spilled would else be in memory
-    /// still.
-    pub(super) fn open(&self) -> Result<File, file::SetupError> {
-        let mut config = file::Config::new(&self.path);
-        (config.size, config.nameless, config.direct) = (self.size, true, file::Direct::On);
-        match File::open(&config) {
-            Err(file::SetupError::Direct { .. }) => {
-                let path = self.path.display();
-                tracing::warn!("{path}: no O_DIRECT there; spilled pages go through the page cache");
-                config.direct = file::Direct::Off;
-                File::open(&config)
-            }
-            opened => opened,
-        }
+impl fmt::Debug for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device: _, compressed_writeback, path } = self;
+        f.debug_struct("Backing")
+            .field("compressed_writeback", compressed_writeback)
+            .field("path", path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -148,9 +147,6 @@ pub enum SetupError {
     /// Both want priority 3.
     #[error("auto_recompress uses priority 3, where recomp_algorithm has {0}; free one of them")]
     PriorityTaken(Algorithm),
-    /// The backing device cannot be opened.
-    #[error("backing_dev: {0}")]
-    Backing(#[from] file::SetupError),
     /// The backing device is not of the kind that can be used.
     #[error("backing_dev: {0}")]
     BackingKind(String),

@@ -4,7 +4,7 @@
 //! Every device is charged for its own objects, can be given a cap of its own, and a guarantee: memory of the family that
 //! the others leave to it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
 use super::idle::tick_ages;
@@ -44,31 +44,8 @@ impl Family {
     /// # Errors
     /// The parameters, the backing device, or no memory.
     pub fn new(config: Config) -> Result<Self, SetupError> {
-        let backing = match &config.backing {
-            None => None,
-            Some(backing) => {
-                let device: Arc<dyn Device> = Arc::new(backing.open()?);
-                Some((device, backing.compressed_writeback))
-            }
-        };
-        Self::with(config, backing)
-    }
-
-    /// A family whose pages are spilled to any device; `config.backing` is not looked at.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new); a device that is read-only, zoned or smaller than a page.
-    pub fn with_backing(
-        config: Config,
-        backing: Arc<dyn Device>,
-        compressed_writeback: bool,
-    ) -> Result<Self, SetupError> {
-        Self::with(config, Some((backing, compressed_writeback)))
-    }
-
-    fn with(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Self, SetupError> {
         let mem_limit = config.mem_limit;
-        let parts = FamilyParts::new(config, backing)?;
+        let parts = FamilyParts::new(config)?;
         threads::prepare(&parts);
         if parts.pages.store.is_some() || parts.config.auto_recompress.is_some() {
             parts.pages.keeper.start().map_err(SetupError::Thread)?;
@@ -77,7 +54,15 @@ impl Family {
         }
         if let Some(store) = &parts.pages.store {
             let keeper = Arc::clone(&parts.pages.keeper);
-            store.on_room(move || keeper.start_reads());
+            let weak = Arc::downgrade(store);
+            store.on_room(move || {
+                let weak = Weak::clone(&weak);
+                keeper.run(move || {
+                    if let Some(store) = weak.upgrade() {
+                        store.start_reads();
+                    }
+                });
+            });
         }
         let ticks: Arc<dyn Ticks> = Arc::clone(&parts) as _;
         clock::listen(Arc::downgrade(&ticks)).map_err(SetupError::Thread)?;
@@ -164,7 +149,7 @@ impl FamilyParts {
 impl Ticks for FamilyParts {
     fn tick(&self) {
         tick_ages(&self.pages);
-        // What others freed meanwhile; what is late is answered by the runner, as this thread is everybody's.
+        // What others freed meanwhile; what is late is answered on the work queue, as this thread is everybody's.
         self.pages.keeper.memory_freed();
         self.fault_in.hand_over_late_reads();
     }

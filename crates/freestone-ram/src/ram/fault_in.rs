@@ -27,7 +27,7 @@ use super::waiter::{Readers, Waiter, Wanted};
 use super::{Ram, piece};
 use crate::pool::BackRef;
 use crate::spill::objects::{Near, Spilled};
-use crate::spill::reads::ReadError;
+use crate::spill::reads::{Late, ReadError};
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Flights, Landed, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
@@ -55,7 +55,12 @@ impl FaultIn {
                 let Some(fault_in) = fault_in.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
                     // One of them may be to blame. This is a thread of the device, which must not be asked from here.
-                    return fault_in.pages.keeper.reread(together);
+                    let weak = Arc::downgrade(&fault_in);
+                    return fault_in.pages.keeper.run(move || {
+                        if let Some(fault_in) = weak.upgrade() {
+                            fault_in.read_one_by_one(together);
+                        }
+                    });
                 }
                 for wanted in together {
                     fault_in.complete(&wanted, first, outcome);
@@ -65,7 +70,7 @@ impl FaultIn {
     }
 
     /// Reads pages in flight again, each for itself; those that nobody waits for land as they were.
-    pub(super) fn read_one_by_one(self: &Arc<Self>, wanted: Vec<Wanted>) {
+    fn read_one_by_one(self: &Arc<Self>, wanted: Vec<Wanted>) {
         for wanted in wanted {
             match self.flights.owner(wanted.flight) {
                 Some(owner) if !self.flights.is_awaited(wanted.flight) => {
@@ -256,7 +261,7 @@ impl FaultIn {
             tracing::warn!(
                 "{reads} reads of the backing device fail: it has answered nothing for {ms} ms, or has lost them"
             );
-            self.pages.keeper.fail(late);
+            self.pages.keeper.run(move || late.into_iter().for_each(Late::give_up));
         }
     }
 }

@@ -1,73 +1,66 @@
 //! What the [threads](super::threads) of a family are told, and who waits for what they do.
 
-use std::collections::VecDeque;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use super::Ram;
 use super::job::Job;
-use super::waiter::Wanted;
 use crate::clock::{TICK, now_ms};
-use crate::spill::reads::Late;
 use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use freestone_core::work_queue::WorkQueue;
 
 /// What the two threads are told. The family owns it, they share it.
 ///
 /// Lock order: `state` is taken last, and nothing under it.
-#[derive(Default)]
 pub(super) struct Keeper {
-    state: Mutex<State>,
+    state: Mutex<KeeperState>,
     kicked: Condvar,
-    ready: Condvar,
+    /// Carries on with requests that waited, in slices, so that none holds up the others, and does what must not be done on a
+    /// thread of a device.
+    work_queue: Arc<WorkQueue>,
     starter: OnceLock<Starter>,
 }
 
-/// Starts the runner, and then the keeper.
-pub(super) struct Starter {
-    pub runner: Box<dyn Fn() -> std::io::Result<()> + Send + Sync>,
-    pub keeper: Box<dyn Fn() -> std::io::Result<()> + Send + Sync>,
-}
+/// Starts the keeper's thread.
+type Starter = Box<dyn Fn() -> std::io::Result<()> + Send + Sync>;
 
 #[derive(Default)]
-struct State {
+struct KeeperState {
     kick: bool,
     stop: bool,
     /// Requests that wait for memory.
     waiting: Vec<(Ram, Job)>,
-    /// What the runner has to do.
-    ready: VecDeque<Task>,
     running: bool,
 }
 
-/// Something for the runner.
-pub(super) enum Task {
-    /// A request goes on.
-    Resume(Ram, Job),
-    /// Pages that could not be read together are read one by one.
-    Reread(Vec<Wanted>),
-    /// There is room for reads that wait.
-    StartReads,
-    /// These are late.
-    Fail(Vec<Late>),
+impl Default for Keeper {
+    fn default() -> Self {
+        Self {
+            state: Mutex::default(),
+            kicked: Condvar::new(),
+            work_queue: WorkQueue::new("ram"),
+            starter: OnceLock::new(),
+        }
+    }
 }
 
 impl Keeper {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, KeeperState> {
         self.state.lock()
     }
 
-    /// Says how the threads are started; once.
+    /// Says how the keeper's thread is started; once.
     pub fn set_starter(&self, starter: Starter) {
         let set = self.starter.set(starter);
-        debug_assert!(set.is_ok(), "the threads of a family are the same ones all the time");
+        debug_assert!(set.is_ok(), "a family has one keeper");
     }
 
     /// Starts the threads, unless they run, or [nobody said](Self::set_starter) how.
     pub fn start(&self) -> std::io::Result<()> {
         let mut state = self.lock();
         let Some(starter) = self.starter.get().filter(|_| !state.running) else { return Ok(()) };
-        (starter.runner)()?;
-        let keeper = (starter.keeper)();
-        // A runner alone can do what requests need.
+        self.work_queue.start()?;
+        let keeper = starter();
+        // A work queue alone can do what requests need.
         state.running = true;
         keeper
     }
@@ -77,11 +70,17 @@ impl Keeper {
         self.lock().running
     }
 
+    /// Does what the work queue has, on this thread.
+    #[cfg(test)]
+    pub fn run_queued(&self) {
+        self.work_queue.run_queued();
+    }
+
     /// Ends the threads when they have done what they are at.
     pub fn stop(&self) {
         self.lock().stop = true;
         self.kicked.notify_all();
-        self.ready.notify_all();
+        self.work_queue.stop();
     }
 
     /// Memory may be short, or what forbade to spill may be gone.
@@ -128,9 +127,13 @@ impl Keeper {
 
     fn let_go(&self, is: impl Fn(&Ram) -> bool, how: fn(Job) -> Job) {
         let mut state = self.lock();
-        let (now, waiting) = std::mem::take(&mut state.waiting).into_iter().partition(|(ram, _)| is(ram));
-        state.waiting = waiting;
-        self.hand_on(state, now, how);
+        let waiting = std::mem::take(&mut state.waiting);
+        let (now, still): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(ram, _)| is(ram));
+        state.waiting = still;
+        drop(state);
+        for (ram, job) in now {
+            self.resume(ram, how(job));
+        }
     }
 
     /// Whether requests of some devices wait for memory.
@@ -138,55 +141,20 @@ impl Keeper {
         self.lock().waiting.iter().any(|(ram, _)| is(ram))
     }
 
-    fn hand_on(&self, mut state: MutexGuard<'_, State>, waiting: Vec<(Ram, Job)>, how: fn(Job) -> Job) {
-        if !waiting.is_empty() {
-            state.ready.extend(waiting.into_iter().map(|(ram, job)| Task::Resume(ram, how(job))));
-            self.ready.notify_one();
-        }
-    }
-
     /// The request goes on.
     pub fn resume(&self, ram: Ram, job: Job) {
-        self.lock().ready.push_back(Task::Resume(ram, job));
-        self.ready.notify_one();
+        self.run(move || ram.carry_on(job));
     }
 
-    /// Pages are read one by one.
-    pub fn reread(&self, wanted: Vec<Wanted>) {
-        self.lock().ready.push_back(Task::Reread(wanted));
-        self.ready.notify_one();
-    }
-
-    /// The backing device is given reads that waited.
-    pub fn start_reads(&self) {
-        self.lock().ready.push_back(Task::StartReads);
-        self.ready.notify_one();
-    }
-
-    /// Reads are failed.
-    pub fn fail(&self, late: Vec<Late>) {
-        self.lock().ready.push_back(Task::Fail(late));
-        self.ready.notify_one();
+    /// The work queue does what must not be done on the thread that found it.
+    pub fn run(&self, task: impl FnOnce() + Send + 'static) {
+        self.work_queue.push(task);
     }
 
     /// Whether somebody waits for what a round of spilling frees.
     pub fn is_wanted(&self) -> bool {
         let state = self.lock();
         state.kick || !state.waiting.is_empty()
-    }
-
-    /// Waits for what the runner has to do next. `None`: it is to end.
-    pub fn next_task(&self) -> Option<Task> {
-        let mut state = self.lock();
-        loop {
-            if let Some(task) = state.ready.pop_front() {
-                return Some(task);
-            }
-            if state.stop {
-                return None;
-            }
-            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
     }
 
     /// Waits until there may be something for the keeper, for a tick after `last_tick` at most. Returns whether requests wait for

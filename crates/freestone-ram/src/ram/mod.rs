@@ -63,7 +63,7 @@ use std::sync::Arc;
 
 pub use self::auto_recompress::AutoRecompressed;
 use self::chain::{Chain, Current, Role, View, carry_on};
-pub use self::config::{BackingDev, Config, ForkConfig, Secondary, SetupError};
+pub use self::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 pub use self::extents::OverBase;
@@ -82,7 +82,6 @@ pub use self::stats::{IoStat, Memory, MmStat, OverStat};
 pub use self::writeback::{BackingStat, BdStat, Writeback};
 use freestone_core::PAGE_BYTES;
 use freestone_core::consistency_group::{self, NotInTime};
-use freestone_core::device::Device;
 use freestone_core::percpu::Counters;
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
@@ -132,19 +131,6 @@ impl Ram {
     pub fn new(config: Config) -> Result<Self, SetupError> {
         let disksize = round_size(config.disksize)?;
         Family::new(config)?.ram(disksize)
-    }
-
-    /// An empty disk whose pages are spilled to any device; `config.backing` is not looked at.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new); a device that is read-only, zoned or smaller than a page.
-    pub fn with_backing(
-        config: Config,
-        backing: Arc<dyn Device>,
-        compressed_writeback: bool,
-    ) -> Result<Self, SetupError> {
-        let disksize = round_size(config.disksize)?;
-        Family::with_backing(config, backing, compressed_writeback)?.ram(disksize)
     }
 
     /// An empty live device over something.

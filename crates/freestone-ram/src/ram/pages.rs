@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::PAGE;
-use super::config::{Config, Secondary, SetupError};
+use super::config::{Backing, Config, Secondary, SetupError};
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
@@ -12,7 +12,6 @@ use crate::age::Ages;
 use crate::codec::{Codecs, PRIORITIES, Streams};
 use crate::pool::{self, BackRef, Pool};
 use crate::spill::store::Store;
-use freestone_core::device::Device;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
@@ -41,7 +40,7 @@ pub(super) struct Pages {
 
 impl Pages {
     /// None yet.
-    pub fn new(config: &Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Arc<Self>, SetupError> {
+    pub fn new(config: &Config) -> Result<Arc<Self>, SetupError> {
         let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
         for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
             if let Some(Secondary { algorithm, params }) = secondary {
@@ -53,10 +52,11 @@ impl Pages {
                     .map_err(|_| SetupError::NoMemory)?;
             }
         }
-        let store = match backing {
+        let store = match &config.backing {
             None => None,
-            Some((device, packed)) => {
-                Some(Arc::new(Store::new(device, packed).map_err(SetupError::BackingKind)?))
+            Some(Backing { device, compressed_writeback, .. }) => {
+                let store = Store::new(Arc::clone(device), *compressed_writeback);
+                Some(Arc::new(store.map_err(SetupError::BackingKind)?))
             }
         };
         let keeper = Arc::<Keeper>::default();

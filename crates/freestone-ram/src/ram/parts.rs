@@ -8,7 +8,6 @@ use super::evict::Evict;
 use super::fault_in::FaultIn;
 use super::limits::{Guarantees, Limits};
 use super::pages::Pages;
-use freestone_core::device::Device;
 
 /// The parts of a [family](super::family).
 pub(super) struct FamilyParts {
@@ -23,8 +22,8 @@ pub(super) struct FamilyParts {
 
 impl FamilyParts {
     /// A family of which nobody knows yet: no thread works for it.
-    pub fn new(config: Config, backing: Option<(Arc<dyn Device>, bool)>) -> Result<Arc<Self>, SetupError> {
-        let pages = Pages::new(&config, backing)?;
+    pub fn new(config: Config) -> Result<Arc<Self>, SetupError> {
+        let pages = Pages::new(&config)?;
         Ok(Arc::new(Self {
             fault_in: Arc::new(FaultIn::new(Arc::clone(&pages))),
             evict: Evict::new(Arc::clone(&pages)),

@@ -5,8 +5,7 @@
 //!
 //! A pages that is gone altogether is not freed piece by piece: its memory goes as a whole.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::chain::{Chain, carry_on};
@@ -15,7 +14,8 @@ use super::pages::Pages;
 use super::parent::Parent;
 use super::removals::Step;
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
-use freestone_core::sync::{Condvar, LazyLock, Mutex};
+use freestone_core::sync::{AtomicU64, LazyLock, Ordering};
+use freestone_core::work_queue::WorkQueue;
 
 /// Leaves of one thing that are freed before others have their turn.
 const TURN_LEAVES: u32 = 64;
@@ -34,7 +34,7 @@ pub(super) fn layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
         return pages.layers.remove(layer.id());
     }
     pages.retiring.add(layer);
-    CLEANER.add(Task { pages: Arc::downgrade(pages), work: Work::Drain });
+    clean(Task { pages: Arc::downgrade(pages), work: Work::Drain });
 }
 
 /// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `parent` is the device's
@@ -45,13 +45,13 @@ pub(super) fn device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>,
         None => Work::Abandon(chain, parent),
         Some(number) => Work::Delete(chain, number, parent),
     };
-    CLEANER.add(Task { pages: Arc::downgrade(pages), work });
+    clean(Task { pages: Arc::downgrade(pages), work });
 }
 
 /// Makes who makes devices wait where more were removed than are freed; not for long.
 pub(super) fn pace() {
     for _ in 0..PACE_TRIES {
-        if CLEANER.tasks.lock().as_ref().is_none_or(|tasks| tasks.len() <= TASKS_MAX) {
+        if CLEANER.len() <= TASKS_MAX {
             return;
         }
         freestone_core::sync::thread::sleep(Duration::from_micros(200));
@@ -86,54 +86,33 @@ struct PassingOn {
     stalled: bool,
 }
 
-struct Cleaner {
-    tasks: Mutex<Option<VecDeque<Task>>>,
-    added: Condvar,
+static CLEANER: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::new("cleaner"));
+
+fn clean(task: Task) {
+    if let Err(error) = CLEANER.start() {
+        tracing::error!(%error, "no thread to free memory in the background; it is done at once");
+        let mut next = Some(task);
+        while let Some(task) = next {
+            next = step(task).0;
+        }
+    } else {
+        CLEANER.push(move || take_turn(task));
+    }
 }
 
-static CLEANER: LazyLock<Cleaner> =
-    LazyLock::new(|| Cleaner { tasks: Mutex::new(None), added: Condvar::new() });
-
-impl Cleaner {
-    fn add(&'static self, task: Task) {
-        let mut tasks = self.tasks.lock();
-        if tasks.is_none() {
-            let started =
-                freestone_core::sync::thread::Builder::new().name("cleaner".into()).spawn(move || self.run());
-            if let Err(error) = started {
-                tracing::error!(%error, "no thread to free memory in the background; it is done at once");
-                drop(tasks);
-                let mut next = Some(task);
-                while let Some(task) = next {
-                    next = step(task).0;
-                }
-                return;
-            }
-        }
-        tasks.get_or_insert_default().push_back(task);
-        self.added.notify_one();
-    }
-
-    fn run(&self) {
-        let mut idle = 0;
-        loop {
-            let (task, others) = {
-                let mut tasks = self.tasks.lock();
-                loop {
-                    if let Some(task) = tasks.as_mut().and_then(VecDeque::pop_front) {
-                        break (task, tasks.as_ref().map_or(0, VecDeque::len));
-                    }
-                    tasks = self.added.wait(tasks).unwrap_or_else(PoisonError::into_inner);
-                }
-            };
-            let (rest, got_on) = step(task);
-            idle = if got_on { 0 } else { idle + 1 };
-            if let Some(task) = rest {
-                self.tasks.lock().get_or_insert_default().push_back(task);
-                if idle > others {
-                    freestone_core::sync::thread::sleep(PAUSE);
-                }
-            }
+/// A step of a task, which then waits for its next turn. Where none of them gets on the thread pauses.
+fn take_turn(task: Task) {
+    static IDLE_STEPS: AtomicU64 = AtomicU64::new(0);
+    let (rest, got_on) = step(task);
+    // Relaxed: of one thread.
+    let idle = if got_on { 0 } else { IDLE_STEPS.load(Ordering::Relaxed) + 1 };
+    // Relaxed: as above.
+    IDLE_STEPS.store(idle, Ordering::Relaxed);
+    if let Some(task) = rest {
+        let others = CLEANER.len();
+        CLEANER.push(move || take_turn(task));
+        if idle > others as u64 {
+            freestone_core::sync::thread::sleep(PAUSE);
         }
     }
 }

@@ -29,21 +29,27 @@ fn full() -> (Arc<FamilyParts>, Ram, Ram) {
     (family, on_device, in_memory)
 }
 
-/// Does it on a thread, while the cleaner is held up.
-fn beside(what: impl FnOnce() + Send, meanwhile: impl FnOnce()) {
-    let held = CLEANER.tasks.lock();
-    std::thread::scope(|scope| {
-        let doing = scope.spawn(what);
-        meanwhile();
-        drop(held);
-        doing.join().unwrap();
+/// Holds up the cleaner as long as what is returned lives.
+fn hold_up() -> Held {
+    let (let_go, wait) = std::sync::mpsc::channel::<()>();
+    let (tell, told) = std::sync::mpsc::channel();
+    CLEANER.start().unwrap();
+    CLEANER.push(move || {
+        tell.send(()).unwrap();
+        let _ = wait.recv();
     });
+    told.recv().unwrap();
+    Held(let_go)
 }
 
-fn eventually(is: impl Fn() -> bool) {
-    while !is() {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+struct Held(#[expect(dead_code, reason = "dropped to let go")] std::sync::mpsc::Sender<()>);
+
+/// Does it, while the cleaner is held up.
+fn beside(what: impl FnOnce(), meanwhile: impl FnOnce()) {
+    let held = hold_up();
+    what();
+    meanwhile();
+    drop(held);
 }
 
 #[test]
@@ -62,7 +68,7 @@ fn blocks_of_what_is_retired_are_room() {
     beside(
         || on_device.rewind().unwrap(),
         || {
-            eventually(|| family.pages.is_freeing());
+            assert!(family.pages.is_freeing());
             round(&family);
             assert_eq!(told.try_recv(), Ok(Ok(())));
         },
@@ -90,15 +96,14 @@ fn writeback_waits_for_blocks_of_a_removal_that_has_not_begun() {
     let pages = Writeback::Pages(vec![0..=15]);
     assert_eq!(in_memory.writeback(&pages).unwrap_err().1, WritebackError::NoSpace);
     std::thread::scope(|scope| {
-        let held = CLEANER.tasks.lock();
-        let removing = scope.spawn(|| drop(on_device));
-        eventually(|| family.pages.removals.is_pending());
+        let held = hold_up();
+        drop(on_device);
+        assert!(family.pages.removals.is_pending());
         let writing = scope.spawn(|| in_memory.writeback(&pages));
         // Long enough for it to be refused.
         std::thread::sleep(Duration::from_millis(50));
         assert!(!writing.is_finished(), "{:?}", writing.join());
         drop(held);
-        removing.join().unwrap();
         assert_eq!(writing.join().unwrap().unwrap().pages, 16);
     });
 }
@@ -133,7 +138,7 @@ fn beside_removal(
     beside(
         || drop(removed),
         || {
-            eventually(|| family.pages.removals.is_pending());
+            assert!(family.pages.removals.is_pending());
             let answer = submit(other, 200);
             round(family);
             assert!(answer.try_recv().is_err(), "it was refused");

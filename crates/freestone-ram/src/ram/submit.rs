@@ -59,7 +59,7 @@ impl Sliced {
 }
 
 impl Ram {
-    /// Begins a request. Where it does not have to wait, the runner carries on with it; a family without one never waits.
+    /// Begins a request. Where it does not have to wait, the work queue carries on with it; a family without one never waits.
     pub(super) fn go(&self, mut job: Job) {
         loop {
             job = match self.slice(job) {
@@ -73,7 +73,7 @@ impl Ram {
         }
     }
 
-    /// As [`slice`](Self::slice), on the runner. A request is answered when this hold on its device is gone: who has the answer may
+    /// As [`slice`](Self::slice), on the work queue. A request is answered when this hold on its device is gone: who has the answer may
     /// remove the device, and what it leaves is then known to be about to come back.
     pub(super) fn carry_on(self, job: Job) {
         match self.slice(job) {

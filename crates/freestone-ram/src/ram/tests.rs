@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::codec::{Algorithm, Params};
-use freestone_core::device::{Blocking, Error, Flags};
+use freestone_core::device::{Blocking, Device, Error, Flags};
 use freestone_core::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, Tried};
 
 pub(super) const MIB: u64 = 1 << 20;
@@ -302,7 +302,7 @@ fn disks_share_their_streams() {
 #[test]
 fn compaction_under_traffic_moves_objects_and_harms_none() {
     // Nobody else has it: it is taken apart in the end.
-    let family = FamilyParts::new(config(64 * MIB), None).unwrap();
+    let family = FamilyParts::new(config(64 * MIB)).unwrap();
     let mut ram = Ram::make(&family, 64 * MIB, Parent::Nothing, Arc::default()).unwrap();
     drop(family);
     let pages = 64 * MIB / PAGE;
@@ -361,7 +361,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
         .collect();
     let inner = Arc::get_mut(&mut ram.0).unwrap();
     // The parts that hold its pages, too, go.
-    inner.family = FamilyParts::new(config(64 * MIB), None).unwrap();
+    inner.family = FamilyParts::new(config(64 * MIB)).unwrap();
     let pool = &mut Arc::get_mut(&mut inner.pages).unwrap().pool;
     let pages_before = pool.pages();
     pool.rebuild(words.iter().copied()).unwrap();

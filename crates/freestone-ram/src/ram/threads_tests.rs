@@ -11,7 +11,7 @@ use freestone_core::device::{Blocking, Buffer, Completion, Device, Error, IoBuf,
 /// A disk for which no thread works, over a backing device of so many blocks.
 pub(in crate::ram) fn disk(blocks: u64) -> (Arc<FamilyParts>, Ram) {
     let backing: Arc<dyn Device> = Arc::new(ram(blocks * PAGE));
-    let parts = FamilyParts::new(Config::default(), Some((backing, true))).unwrap();
+    let parts = FamilyParts::new(Config::default().backed_by(backing, true)).unwrap();
     let ram = Ram::make(&parts, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
     (parts, ram)
 }
@@ -35,14 +35,12 @@ pub(in crate::ram) fn submit(ram: &Ram, slot: u64) -> std::sync::mpsc::Receiver<
     told
 }
 
-/// One round, and what it hands to the runner.
+/// One round, and what it hands to the work queue.
 pub(in crate::ram) fn round(family: &Arc<FamilyParts>) {
     let keeper = &family.pages.keeper;
     let waiting = keeper.is_awaited(|_| true);
     family.evict.make_room(waiting);
-    // It ends where nothing is left to do.
-    keeper.stop();
-    run(keeper, &Arc::downgrade(family));
+    keeper.run_queued();
 }
 
 #[test]

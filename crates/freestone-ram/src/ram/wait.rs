@@ -9,8 +9,8 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::Error;
 
 impl Ram {
-    /// Has a request wait for something after which the runner carries on with it.
-    fn wait_on_runner(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
+    /// Has a request wait for something after which the work queue carries on with it.
+    fn wait_for_work_queue(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
         match self.0.pages.keeper.start() {
             Ok(()) => wait(job),
             Err(error) => {
@@ -23,12 +23,12 @@ impl Ram {
 
     /// A request that changes content goes on when no snapshot is just beginning.
     pub(super) fn wait_for_thaw(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
+        self.wait_for_work_queue(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
     }
 
     /// A request that found no memory goes on when a removed device has given back its own.
     pub(super) fn wait_for_removal(&self, job: Job) -> Option<Job> {
-        self.wait_on_runner(job, |job| self.0.pages.removals.wait(self, job))
+        self.wait_for_work_queue(job, |job| self.0.pages.removals.wait(self, job))
     }
 
     pub(super) fn wait_for_memory(&self, mut job: Job) {

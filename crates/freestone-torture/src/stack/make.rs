@@ -56,7 +56,7 @@ impl World {
                     let config_of = DiskConfig { size, logical_block: 4096, inline, ..DiskConfig::default() };
                     let disk = SimDisk::new(config_of, seed);
                     let control = disk.control();
-                    ram::Family::with_backing(config, Arc::new(disk), packed)
+                    ram::Family::new(config.backed_by(Arc::new(disk), packed))
                         .map(|family| (family, Some(control)))
                 }
             };

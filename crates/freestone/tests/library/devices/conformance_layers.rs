@@ -42,7 +42,7 @@ fn family(memory: Memory) -> Family {
         Memory::Ample => Family::new(Config::default()).unwrap(),
         Memory::Scarce { packed } => {
             let config = Config { mem_limit: MIB, ..Config::default() };
-            Family::with_backing(config, Arc::new(Model::new(64 << 20, 4096)), packed).unwrap()
+            Family::new(config.backed_by(Arc::new(Model::new(64 << 20, 4096)), packed)).unwrap()
         }
     }
 }

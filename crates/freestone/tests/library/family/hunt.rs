@@ -95,7 +95,7 @@ fn submit_write(device: &Ram, offset: u64, data: &[u8]) -> std::sync::mpsc::Rece
 fn a_rewind_leaves_nothing_of_a_page_that_was_in_flight() {
     for packed in [true, false] {
         let disk = Arc::new(Faulty::new(4 << 20, 4096));
-        let family = Family::with_backing(Config::default(), disk.clone(), packed).unwrap();
+        let family = Family::new(Config::default().backed_by(disk.clone(), packed)).unwrap();
         let fork = family.fork(zero_base(MIB), &ForkConfig::default()).unwrap();
         write(&fork, 3, 5);
         fork.writeback(&Writeback::Pages(vec![3..=3])).unwrap();
@@ -250,7 +250,7 @@ fn limits_of_a_snapshot_are_not_ignored() {
 fn a_write_beyond_a_cap_does_not_wait_for_ever() {
     let disk = Arc::new(Faulty::new(64 << 20, 4096));
     let config = Config { mem_limit: 4 * MIB, ..Config::default() };
-    let family = Family::with_backing(config, disk, true).unwrap();
+    let family = Family::new(config.backed_by(disk, true)).unwrap();
     let capped = ForkConfig { mem_limit: 64 << 10, ..ForkConfig::default() };
     let capped = family.fork(zero_base(32 * MIB), &capped).unwrap();
     // Patterns of 8 bytes are not spilled: after about 4096 of them nothing more can ever be stored.

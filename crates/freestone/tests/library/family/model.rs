@@ -144,7 +144,7 @@ impl World {
             None => Family::new(config).unwrap(),
             Some(packed) => {
                 let disk = Faulty::new(16 << 20, 4096).shuffled(seed);
-                Family::with_backing(config, Arc::new(disk), packed).unwrap()
+                Family::new(config.backed_by(Arc::new(disk), packed)).unwrap()
             }
         };
         let probe = family.ram(PAGE as u64).unwrap();

@@ -294,7 +294,7 @@ fn run(name: &str, setup: &Setup) {
         None => Family::new(config).unwrap(),
         Some(packed) => {
             let disk = Arc::new(Faulty::new(32 << 20, 4096).shuffled(5));
-            Family::with_backing(config, disk, packed).unwrap()
+            Family::new(config.backed_by(disk, packed)).unwrap()
         }
     };
     let origin = if setup.fork {

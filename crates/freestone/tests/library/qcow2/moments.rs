@@ -237,7 +237,7 @@ fn family(spills: bool) -> Family {
         return Family::new(Config::default()).unwrap();
     }
     let config = Config { mem_limit: 256 << 10, ..Config::default() };
-    Family::with_backing(config, Arc::new(Model::new(64 << 20, 4096)), true).unwrap()
+    Family::new(config.backed_by(Arc::new(Model::new(64 << 20, 4096)), true)).unwrap()
 }
 
 fn fork(base: &Arc<dyn Device>, size: Option<u64>, spills: bool) -> Ram {

@@ -1,9 +1,11 @@
 //! What is saved is of one moment, while writers go on.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use freestone::device::{Blocking, Device, Flags};
-use freestone::ram::{BackingDev, Config, Ram};
+use freestone::file::File;
+use freestone::ram::{Config, Ram};
 use freestone_testkit::Rng;
 
 use crate::save::support::*;
@@ -54,9 +56,8 @@ fn saves_under_writes_are_of_one_moment() {
     let file = dir.path().join("both");
     // One in memory, one that spills all the time, in two families.
     let first = disk(Config::default(), PAGES * PAGE);
-    let backing =
-        BackingDev { path: dir.path().join("spill"), size: Some(64 * MIB), compressed_writeback: true };
-    let tight = Config { mem_limit: 3 * MIB, backing: Some(backing), ..Config::default() };
+    let backing = File::open_for_spilling(dir.path().join("spill"), Some(64 * MIB)).unwrap();
+    let tight = Config { mem_limit: 3 * MIB, ..Config::default() }.backed_by(Arc::new(backing), true);
     let second = disk(tight, PAGES * PAGE);
     let stop = AtomicBool::new(false);
     let write = |ram: &Ram, n| ram.write_at(slot(n) * PAGE, &numbered(n), Flags::empty()).unwrap();

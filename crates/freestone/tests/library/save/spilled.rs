@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone::ram::{BackingDev, Config, Family, ForkConfig, Idle, Ram, Writeback};
+use freestone::file::File;
+use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Writeback};
 use freestone::save::{self, Base, BaseCheck, SaveError};
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
 use crate::save::support::*;
 
 fn config(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Config {
-    let backing = BackingDev { path: dir.join("spill"), size: Some(2 * pages * PAGE), compressed_writeback };
-    Config { mem_limit, backing: Some(backing), ..Config::default() }
+    let backing = File::open_for_spilling(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
+    Config { mem_limit, ..Config::default() }.backed_by(Arc::new(backing), compressed_writeback)
 }
 
 fn spill(ram: &Ram) -> u64 {
@@ -139,7 +140,7 @@ fn a_backing_device_that_hangs_fails_the_save() {
     let file = dir.path().join("disk");
     let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
     let config = Config { disksize: 16 * MIB, ..Config::default() };
-    let old = Ram::with_backing(config, Arc::clone(&backing) as Arc<dyn Device>, true).unwrap();
+    let old = Ram::new(config.backed_by(Arc::clone(&backing) as Arc<dyn Device>, true)).unwrap();
     fill(&old, 0..2000, 1);
     spill(&old);
     old.set_backing_timeout(Duration::from_millis(200));
@@ -161,7 +162,7 @@ fn a_page_that_cannot_be_read_fails_the_save() {
         let file = dir.path().join("disk");
         let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
         let config = Config { disksize: 16 * MIB, ..Config::default() };
-        let old = Ram::with_backing(config, Arc::clone(&backing) as Arc<dyn Device>, packed).unwrap();
+        let old = Ram::new(config.backed_by(Arc::clone(&backing) as Arc<dyn Device>, packed)).unwrap();
         fill(&old, 0..2000, 1);
         spill(&old);
         save(&[("ram0", &old)], &file);
@@ -211,7 +212,7 @@ fn a_last_page_that_is_a_part_of_one_finds_no_memory() {
     // Whether there is room for just that page is chance.
     for _ in 0..scaled(20) {
         let config = Config { mem_limit: 64 * PAGE, ..Config::default() };
-        let small = Family::with_backing(config, Arc::new(Model::new(4 << 20, 4096)), true).unwrap();
+        let small = Family::new(config.backed_by(Arc::new(Model::new(4 << 20, 4096)), true)).unwrap();
         let again = restore_one(&file, &small, &[Base::Device(Arc::clone(&base))]);
         assert_same(&again, &fork);
     }

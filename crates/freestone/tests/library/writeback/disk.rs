@@ -29,7 +29,7 @@ impl Disk {
     pub fn new(config: Config, backing: Faulty, packed: bool) -> Self {
         let backing = Arc::new(backing);
         let below = Arc::clone(&backing) as Arc<dyn Device>;
-        Self { ram: Ram::with_backing(config, below, packed).unwrap(), backing }
+        Self { ram: Ram::new(config.backed_by(below, packed)).unwrap(), backing }
     }
 
     /// Without a limit, so that nothing moves by itself.

@@ -331,7 +331,7 @@ fn a_spilling_disk_conforms() {
         let make = || -> Arc<dyn Device> {
             // The suite's content takes some megabytes.
             let backing = Arc::new(Faulty::new(64 << 20, 4096).shuffled(11));
-            Arc::new(Ram::with_backing(config(24 * MIB, MIB), backing, packed).unwrap())
+            Arc::new(Ram::new(config(24 * MIB, MIB).backed_by(backing, packed)).unwrap())
         };
         conformance::check(&format!("spilling ram, packed {packed}"), &make, Options::default());
     }

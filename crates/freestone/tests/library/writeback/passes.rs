@@ -101,7 +101,7 @@ fn writeback_to_a_full_device_ends() {
     const PAGES: u64 = 1000;
     let backing = Arc::new(Restless { disk: Faulty::new(300 << 12, 4096), change: Mutex::new(None) });
     let config = Config { disksize: 8 * MIB, ..Config::default() };
-    let ram = Ram::with_backing(config, Arc::clone(&backing) as _, true).unwrap();
+    let ram = Ram::new(config.backed_by(Arc::clone(&backing) as _, true)).unwrap();
     for page in 0..PAGES {
         ram.write_at(page * PAGE, &noise(page, 1), NONE).unwrap();
     }

@@ -1,10 +1,12 @@
 //! Pages go to a file and come back.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Buffer, Device, Flags, Request, Tried};
-use freestone::ram::{BackingDev, Config, Idle, Ram, Writeback};
+use freestone::file::File;
+use freestone::ram::{Config, Idle, Ram, Writeback};
 
 const PAGE: u64 = 4096;
 
@@ -22,9 +24,9 @@ fn content(index: u64, round: u64) -> Vec<u8> {
 }
 
 fn disk(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Ram {
-    let backing = BackingDev { path: dir.join("spill"), size: Some(2 * pages * PAGE), compressed_writeback };
-    Ram::new(Config { disksize: pages * PAGE, mem_limit, backing: Some(backing), ..Config::default() })
-        .unwrap()
+    let backing = File::open_for_spilling(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
+    let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
+    Ram::new(config.backed_by(Arc::new(backing), compressed_writeback)).unwrap()
 }
 
 fn fill(ram: &Ram, pages: u64, round: u64) {
@@ -192,9 +194,9 @@ fn a_device_full_of_holes_takes_pages_again() {
     // Memory and device together have room for all pages, and a fifth more.
     let mem_limit = 3 << 20;
     let size = (stored + stored / 5 - mem_limit).next_multiple_of(PAGE);
-    let backing = BackingDev { path: dir.path().join("small"), size: Some(size), compressed_writeback: true };
-    let config = Config { disksize: pages * PAGE, mem_limit, backing: Some(backing), ..Config::default() };
-    let ram = Ram::new(config).unwrap();
+    let backing = File::open_for_spilling(dir.path().join("small"), Some(size)).unwrap();
+    let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
+    let ram = Ram::new(config.backed_by(Arc::new(backing), true)).unwrap();
     // Each round replaces every third page of the last: the device never has a whole block free for long.
     for round in 0..12 {
         for page in (round % 3..pages).step_by(3) {
