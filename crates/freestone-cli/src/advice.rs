@@ -1,12 +1,10 @@
-//! What a server warns of: what works, and may not be meant.
+//! What is warned of where a device is set up: what works, and may not be meant.
 
 use std::fs;
-use std::net::ToSocketAddrs as _;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use freestone::ram;
-use freestone_nbd::Address;
 
 use crate::size::human;
 
@@ -101,26 +99,13 @@ pub fn of_backing(name: &str, path: &Path, size: u64, mem_limit: u64, place: Pla
     warnings
 }
 
-/// Warns where others than this machine's users can connect.
-pub fn of_exposure(address: &Address) -> Option<String> {
-    let Address::Tcp { host, port } = address else { return None };
-    let local = (host.as_str(), *port)
-        .to_socket_addrs()
-        .is_ok_and(|mut all| all.all(|a| a.ip().to_canonical().is_loopback()));
-    (!local).then(|| {
-        format!(
-            "{address}: not encrypted, and open to whoever reaches the port: who connects reads and writes"
-        )
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use freestone::ram::Config;
 
-    use super::{Place, of_backing, of_exposure, of_memory};
+    use super::{Place, of_backing, of_memory};
 
     const GIB: u64 = 1 << 30;
 
@@ -181,24 +166,5 @@ mod tests {
             assert!(Place::of(Path::new("/dev/shm/new")).in_memory);
         }
         assert!(!Place::of(Path::new("/proc/self/status")).in_memory);
-    }
-
-    #[test]
-    fn only_loopback_is_private() {
-        for (address, open) in [
-            ("unix:/a", false),
-            ("tcp:127.0.0.1:10809", false),
-            ("tcp:127.9.9.9:0", false),
-            ("tcp:[::1]:10809", false),
-            ("tcp:[::ffff:127.0.0.1]:10809", false),
-            ("tcp:0.0.0.0:10809", true),
-            ("tcp:[::]:10809", true),
-            ("tcp:192.0.2.1:10809", true),
-            ("tcp:[fd00::1]:10809", true),
-        ] {
-            let said = of_exposure(&address.parse().unwrap());
-            assert_eq!(said.is_some(), open, "{address}");
-            assert!(said.is_none_or(|text| text.starts_with(&format!("{address}: not encrypted"))));
-        }
     }
 }

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use freestone_nbd::Address;
 
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
+use crate::refusal::Errno;
 use freestone::mutants::{self, Mutant};
 
 /// How long a verb waits for one that runs on the same device, counted from when that one began: so a long queue is no error,

@@ -11,15 +11,14 @@
 //! ```
 
 use std::fs;
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use thiserror::Error;
 use toml::{Table, Value};
 
 use crate::entries::{Entries, nearest};
-use crate::error::Usage;
 
 /// More is not a list of devices; bounds what a mistyped path can make us read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -44,19 +43,31 @@ pub struct FileConfig {
     pub base: PathBuf,
 }
 
+/// Why there is no such list of devices.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file is not to be had.
+    #[error("{}: cannot read the file", .0.display())]
+    Read(PathBuf, #[source] io::Error),
+    /// What its paths start at is not to be had.
+    #[error("{}: cannot find its directory", .0.display())]
+    Directory(PathBuf, #[source] io::Error),
+    /// What is in it cannot be meant; the sentence names the file.
+    #[error("{0}")]
+    Content(String),
+}
+
 /// Reads the file.
-pub fn read(path: &Path) -> Result<FileConfig> {
-    let at = path.display();
-    let mut text = String::new();
-    let file = fs::File::open(path).with_context(|| format!("{at}: cannot read the file"))?;
-    file.take(MAX_FILE_BYTES + 1)
-        .read_to_string(&mut text)
-        .with_context(|| format!("{at}: cannot read the file"))?;
+pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
+    let (at, mut text) = (path.display(), String::new());
+    fs::File::open(path)
+        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
+        .map_err(|error| ConfigError::Read(path.to_owned(), error))?;
     if text.len() as u64 > MAX_FILE_BYTES {
-        return Err(Usage(format!("{at}: larger than {} MiB", MAX_FILE_BYTES >> 20)).into());
+        return Err(ConfigError::Content(format!("{at}: larger than {} MiB", MAX_FILE_BYTES >> 20)));
     }
-    let mut config = parse(&text).map_err(|why| Usage(format!("{at}: {why}")))?;
-    let whole = std::path::absolute(path).with_context(|| format!("{at}: cannot find its directory"))?;
+    let mut config = parse(&text).map_err(|why| ConfigError::Content(format!("{at}: {why}")))?;
+    let whole = std::path::absolute(path).map_err(|error| ConfigError::Directory(path.to_owned(), error))?;
     config.base = whole.parent().map(Path::to_path_buf).unwrap_or_default();
     Ok(config)
 }

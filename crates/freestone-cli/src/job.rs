@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
 
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
+use crate::refusal::Errno;
 
 /// What is running, by device. Locked for a look or a change.
 #[derive(Default)]

@@ -12,15 +12,19 @@ mod ending;
 mod entries;
 mod entry;
 mod error;
+mod exposure;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
 mod layers;
 mod machine;
+mod merging;
 mod notes;
 mod open;
 mod paths;
+mod process;
 mod readonly;
+mod refusal;
 mod registry;
 mod serve;
 mod service;
@@ -30,6 +34,8 @@ mod spec;
 mod template;
 mod until;
 mod verbs;
+#[doc(hidden)]
+pub mod written;
 
 use std::env;
 use std::io::{self, IsTerminal as _, Write as _};

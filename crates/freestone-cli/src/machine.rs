@@ -1,24 +1,35 @@
-//! What the machine and this process have and use of memory, from /proc and the control groups.
+//! What the machine has of memory, from /proc and the control groups.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
 use freestone::PAGE_BYTES;
-use rustix::process::{Resource, Rlimit};
-use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Why nothing is known of the memory.
+#[derive(Debug, Error)]
+pub enum MachineError {
+    /// A file that cannot be read.
+    #[error("cannot read {0}: {1}")]
+    Read(&'static str, io::Error),
+    /// A line that is not there.
+    #[error("{0} has no {1}")]
+    Missing(&'static str, &'static str),
+}
 
 /// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two halves are not more
 /// than the whole.
-pub fn half_of_memory() -> Result<u64> {
+pub fn half_of_memory() -> Result<u64, MachineError> {
     let page = PAGE_BYTES as u64;
     Ok((memory()? / 2 / page).max(1) * page)
 }
 
 /// The memory that this process may use, in bytes: the machine's, or the limit of its control group.
-pub fn memory() -> Result<u64> {
-    let meminfo = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let total = kib_line(&meminfo, "MemTotal:").context("/proc/meminfo has no MemTotal")?;
+pub fn memory() -> Result<u64, MachineError> {
+    const MEMINFO: &str = "/proc/meminfo";
+    let meminfo = fs::read_to_string(MEMINFO).map_err(|error| MachineError::Read(MEMINFO, error))?;
+    let total = kib_line(&meminfo, "MemTotal:").ok_or(MachineError::Missing(MEMINFO, "MemTotal"))?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     Ok(total.min(group_limit(&groups, Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
 }
@@ -48,38 +59,8 @@ fn read_number(file: &PathBuf) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take more than the usual
-/// 1024. Returns the former soft limit, where it was changed.
-pub fn raise_open_files() -> Option<u64> {
-    let Rlimit { current, maximum } = rustix::process::getrlimit(Resource::Nofile);
-    let former = current?;
-    if maximum.is_some_and(|most| former >= most) {
-        return None;
-    }
-    // If that is refused, the limit is what it was.
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).ok()?;
-    Some(former)
-}
-
-/// Memory of this process as the kernel counts it, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProcessMemory {
-    /// Resident set.
-    pub rss_bytes: u64,
-    /// The same with every shared page divided by the number of its users.
-    pub pss_bytes: u64,
-}
-
-/// Reads `/proc/self/smaps_rollup`.
-pub fn process_memory() -> Result<ProcessMemory> {
-    let text =
-        fs::read_to_string("/proc/self/smaps_rollup").context("cannot read /proc/self/smaps_rollup")?;
-    let line = |key| kib_line(&text, key).with_context(|| format!("/proc/self/smaps_rollup has no {key}"));
-    Ok(ProcessMemory { rss_bytes: line("Rss:")?, pss_bytes: line("Pss:")? })
-}
-
 /// The value of a line `Key:   123 kB`, in bytes.
-fn kib_line(text: &str, key: &str) -> Option<u64> {
+pub fn kib_line(text: &str, key: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(key))?;
     rest.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -88,14 +69,12 @@ fn kib_line(text: &str, key: &str) -> Option<u64> {
 mod tests {
     use std::fs;
 
-    use super::{group_limit, half_of_memory, kib_line, memory, process_memory};
+    use super::{group_limit, half_of_memory, kib_line, memory};
 
     #[test]
     fn this_machine_answers() {
         let (half, all) = (half_of_memory().unwrap(), memory().unwrap());
         assert!(all > 1 << 20 && half.is_multiple_of(4096) && (half * 2..half * 2 + 8192).contains(&all));
-        let process = process_memory().unwrap();
-        assert!(process.pss_bytes > 0 && process.rss_bytes >= process.pss_bytes);
         assert_eq!(kib_line("MemFree:  1 kB\nMemTotal:   12 kB\n", "MemTotal:"), Some(12 * 1024));
     }
 

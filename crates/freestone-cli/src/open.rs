@@ -5,14 +5,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use freestone::device::Device;
-use freestone_nbd::{Limits, Server};
 use thiserror::Error;
 
-use crate::control::protocol::{Errno, Fault};
+use crate::build::build;
 use crate::entries::Entries;
 use crate::entry::Entry;
-use crate::serve::seeds;
-use crate::service::Service;
+use crate::merging;
+use crate::refusal::{Errno, Refusal, one_line};
+use crate::registry::Registry;
 use crate::spec::Spec;
 
 /// Why there is no device: one sentence for the user, as `freestone serve` prints it.
@@ -30,7 +30,7 @@ pub struct OpenError {
 pub struct Opened {
     device: Arc<dyn Device>,
     name: String,
-    pub(crate) service: Service,
+    registry: Registry,
 }
 
 /// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one would type there, quotes
@@ -51,34 +51,38 @@ pub fn open_device(words: &str) -> Result<Opened, OpenError> {
         let entries = Entries::parse(word).map_err(|e| usage(e.to_string()))?;
         specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(e.to_string()))?);
     }
-    let service = Service::new(Arc::new(Server::new(Limits::default())));
-    let mut last = None;
-    for spec in specs {
-        let claim = service.claim_new("open", [&spec]).map_err(|fault| of_fault(&fault))?;
-        last = Some(service.create(&claim, spec, false).map_err(|fault| of_fault(&fault))?);
-    }
-    for entry in service.registry.all() {
-        service
-            .begin_merge(&entry)
-            .and_then(|()| Service::check_whole(&entry))
-            .map_err(|fault| of_fault(&fault))?;
-    }
-    let last: Arc<Entry> = last.ok_or_else(|| {
+    let registry = Registry::default();
+    let last = set_up(specs, &registry).map_err(|refusal| refused(&refusal))?;
+    let last = last.ok_or_else(|| {
         usage("no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into())
     })?;
     let name = last.name().to_owned();
     match last.device() {
-        Some(device) => Ok(Opened { device: Arc::clone(device), name, service }),
+        Some(device) => Ok(Opened { device: Arc::clone(device), name, registry }),
         None => {
             Err(usage(format!("{name}: a template is a device for each connection; here it takes a fork")))
         }
     }
 }
 
-fn of_fault(fault: &Fault) -> OpenError {
-    let named = fault.data.as_ref().and_then(|data| data.get("errno"));
-    let errno = named.and_then(|name| serde_json::from_value::<Errno>(name.clone()).ok());
-    OpenError { errno: errno.map_or(libc::EIO, number), sentence: fault.message.clone() }
+/// Sets them up one after the other, and returns the last.
+fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<Option<Arc<Entry>>, Refusal> {
+    let mut last = None;
+    for spec in specs {
+        registry.check_free(&spec.name).map_err(|why| why.of(&spec.name))?;
+        let entry = Arc::new(build(spec, registry)?);
+        registry.add(&entry).map_err(|why| why.of(entry.name()))?;
+        last = Some(entry);
+    }
+    for entry in registry.all() {
+        merging::begin(registry, &entry)?;
+        merging::check_whole(&entry)?;
+    }
+    Ok(last)
+}
+
+fn refused(refusal: &Refusal) -> OpenError {
+    OpenError { errno: number(refusal.errno), sentence: one_line(refusal.sentence.clone()) }
 }
 
 const fn number(errno: Errno) -> i32 {
@@ -114,13 +118,13 @@ impl Opened {
 
     /// Sentences with the seeds that nobody chose: to make everything happen again.
     pub fn seeds(&self) -> Vec<String> {
-        seeds(&self.service)
+        self.registry.seeds()
     }
 }
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        for entry in self.service.registry.all() {
+        for entry in self.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
             if let Some(faults) = &entry.layers.faults {
                 faults.close();

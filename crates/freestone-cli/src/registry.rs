@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::entry::Entry;
+use crate::refusal::{Errno, Refusal};
 
 /// Most devices of one server.
 pub const MAX_DEVICES: usize = 65_536;
@@ -19,6 +20,21 @@ pub enum Refused {
     Full,
     /// What it stands on was removed meanwhile.
     Gone(String),
+}
+
+impl Refused {
+    /// As users are told it of the device `name`.
+    pub fn of(&self, name: &str) -> Refusal {
+        match self {
+            Self::Duplicate => {
+                Refusal::failed(Errno::EEXIST, format!("{name}: a device of that name exists"))
+            }
+            Self::Full => Refusal::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
+            Self::Gone(base) => {
+                Refusal::failed(Errno::ENODEV, format!("{name}: {base} was removed at the same time"))
+            }
+        }
+    }
 }
 
 /// Devices in the order in which they came. One lock, held to look up, to change or to list, never during work on a
@@ -53,6 +69,15 @@ impl Registry {
     /// All devices.
     pub fn all(&self) -> Vec<Arc<Entry>> {
         self.lock().entries.values().cloned().collect()
+    }
+
+    /// Sentences with the seeds that nobody chose: to make everything happen again.
+    pub fn seeds(&self) -> Vec<String> {
+        let told = |entry: &Arc<Entry>| {
+            let layers = &entry.layers;
+            layers.seed_is_random.then(|| format!("{}: faults with seed={}", entry.name(), layers.seed))
+        };
+        self.all().iter().filter_map(told).collect()
     }
 
     /// Whether a device of that name would be taken.
@@ -106,6 +131,14 @@ impl Registry {
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
         let tables = self.lock();
         tables.users_of(tables.number(entry)?)
+    }
+
+    /// Refuses where others stand on the device: what they show would change.
+    pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Refusal> {
+        let Some(users) = self.users(entry) else { return Ok(()) };
+        let stand = if users.count == 1 { "stands" } else { "stand" };
+        let why = format!("{}: cannot be {done}: {users} {stand} on it", entry.name());
+        Err(Refusal::failed(Errno::EBUSY, why))
     }
 }
 

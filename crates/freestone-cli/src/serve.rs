@@ -20,15 +20,15 @@ use freestone_nbd::{Address, Limits, Server};
 use tempfile::TempDir;
 use tracing::{info, warn};
 
-use crate::config::{self, FileConfig};
+use crate::config::{self, ConfigError, FileConfig};
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::ending::{self, Closing};
 use crate::entries::Entries;
-use crate::entry::Entry;
 use crate::error::Usage;
-use crate::machine;
+use crate::merging;
 use crate::paths;
+use crate::process;
 use crate::service::Service;
 use crate::spec::{KindSpec, Spec};
 use crate::until::{self, Ended, Event, Events};
@@ -82,7 +82,7 @@ struct Plan {
 
 impl Plan {
     fn new(args: &ServeArgs) -> Result<Self> {
-        let file = args.config.as_deref().map(config::read).transpose()?;
+        let file = args.config.as_deref().map(read_config).transpose()?;
         let devices = devices(args, file.as_ref())?;
         let FileConfig { nbd, control, max_connections, base: file_dir, .. } = file.unwrap_or_default();
         let (texts, base) =
@@ -126,6 +126,13 @@ impl Plan {
         }
         Ok(Self { devices, addresses, control, limits, private })
     }
+}
+
+fn read_config(path: &Path) -> Result<FileConfig> {
+    config::read(path).map_err(|error| match error {
+        ConfigError::Content(why) => Usage(why).into(),
+        error => error.into(),
+    })
 }
 
 fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Spec>> {
@@ -201,7 +208,7 @@ impl Running {
             }
             // All snapshots are open, and nobody sees an origin yet.
             for entry in service.registry.all() {
-                service.begin_merge(&entry)?;
+                merging::begin(&service.registry, &entry)?;
             }
             for address in &addresses {
                 if let Address::Unix(path) = service.listen_home(address)? {
@@ -277,7 +284,7 @@ impl Drop for Running {
 
 /// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
 pub fn serve(args: ServeArgs) -> Result<ExitCode> {
-    let open_files = machine::raise_open_files();
+    let open_files = process::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;
     let plan = Plan::new(&args)?;
@@ -285,7 +292,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     let mut running = Running::start(plan)?;
     let outcome = if let Some(command) = args.run {
         // Standard output is the command's.
-        for seed in seeds(&running.service) {
+        for seed in running.service.registry.seeds() {
             warn!("{seed}");
         }
         until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
@@ -364,21 +371,12 @@ fn announce(service: &Service, control: &Path) {
         let uri = quote(&export.address.uri(&export.name));
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }
-    for seed in seeds(service) {
+    for seed in service.registry.seeds() {
         let _ = writeln!(text, "{seed}");
     }
     let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-}
-
-/// The seeds that nobody chose: to make everything happen again.
-pub fn seeds(service: &Service) -> Vec<String> {
-    let told = |entry: &Arc<Entry>| {
-        let layers = &entry.layers;
-        layers.seed_is_random.then(|| format!("{}: faults with seed={}", entry.name(), layers.seed))
-    };
-    service.registry.all().iter().filter_map(told).collect()
 }
 
 /// Quotes a word for a shell.

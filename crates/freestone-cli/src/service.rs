@@ -4,21 +4,21 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use freestone::cow::MergeStatus;
 use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
 use tracing::warn;
 
-use crate::advice;
-use crate::build::{self, BuildError, build};
+use crate::build::{self, build};
 use crate::claims::{Claim, Claims};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::ending::Leaving;
 use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
+use crate::exposure;
 use crate::job::Jobs;
-use crate::notes;
-use crate::registry::{Refused, Registry};
+use crate::merging;
+use crate::refusal::Errno;
+use crate::registry::Registry;
 use crate::spec::{CowPlace, KindSpec, Spec};
 use crate::template;
 
@@ -138,7 +138,7 @@ impl Service {
     /// Sets a device up and publishes it at home, where that is asked.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
         self.check_new(&spec)?;
-        let entry = Arc::new(build(spec, &self.registry).map_err(fault)?);
+        let entry = Arc::new(build(spec, &self.registry)?);
         self.add(&entry)?;
         if publish && let Err(fault) = self.publish_home(claim, &entry) {
             // All or nothing.
@@ -176,7 +176,7 @@ impl Service {
             }
             self.check_new(spec)?;
         }
-        let made = build::snapshots(specs, &self.registry).map_err(fault)?;
+        let made = build::snapshots(specs, &self.registry)?;
         let made: Vec<_> = made.into_iter().map(Arc::new).collect();
         for (index, entry) in made.iter().enumerate() {
             if let Err(fault) = self.add(entry) {
@@ -189,44 +189,10 @@ impl Service {
         Ok(made)
     }
 
-    // ---- merges ----------------------------------------------------------------------------------------------------
-
-    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that was under way when its store
-    /// was closed. When this returns its origin shows the snapshot.
-    pub fn begin_merge(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
-        let (Kind::Cow(snapshot), KindSpec::Snapshot(spec)) = (&entry.kind, &entry.spec.kind) else {
-            return Ok(());
-        };
-        let (name, origin) = (entry.name(), &spec.origin);
-        let asked = spec.cow.as_ref().is_some_and(|cow| cow.merge);
-        match snapshot.merge_status() {
-            MergeStatus::Stopped if !asked => {
-                warn!("{name}: its merge into {origin} was under way, and goes on (merge=yes)");
-            }
-            MergeStatus::Stopped => {}
-            MergeStatus::None if asked => {}
-            _ => return Ok(()),
-        }
-        self.check_unused(entry, "merged")?;
-        let begun = snapshot.merge();
-        begun.map_err(|error| Fault::failed(Errno::EBUSY, format!("{name}: merge: {error}")))
-    }
-
-    /// Refuses to show an origin of which only a part is merged.
-    pub fn check_whole(entry: &Entry) -> Result<(), Fault> {
-        if let Kind::File(file, Some(origin)) = &entry.kind
-            && origin.is_half_merged()
-            && let Some(why) = notes::half_merged(file, entry.name())
-        {
-            return Err(Fault::failed(Errno::EBUSY, format!("{}: {why}", entry.name())));
-        }
-        Ok(())
-    }
-
     /// What would be refused anyhow is refused before anything is opened.
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
-        self.registry.check_free(name).map_err(|why| refused(name, &why))?;
+        self.registry.check_free(name).map_err(|why| why.of(name))?;
         if let KindSpec::Snapshot(snapshot) = &spec.kind
             && let Some(CowPlace::Device(cow)) = snapshot.cow.as_ref().map(|cow| &cow.place)
             && !self.nbd.exports_named(cow).is_empty()
@@ -246,7 +212,7 @@ impl Service {
 
     /// Adds a device that is ready.
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
-        self.registry.add(entry).map_err(|why| refused(entry.name(), &why))
+        Ok(self.registry.add(entry).map_err(|why| why.of(entry.name()))?)
     }
 
     /// Takes back what this verb made.
@@ -260,7 +226,7 @@ impl Service {
     pub fn remove(&self, claim: &Claim<'_>, entry: &Arc<Entry>, force: bool) -> Result<usize, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
-        self.check_unused(entry, "removed")?;
+        self.registry.check_unused(entry, "removed")?;
         let exports = self.exports_of(name);
         if force && let Some(faults) = &entry.layers.faults {
             // Connections wait for their answers, and so may verbs; what comes later is not to wait again.
@@ -310,7 +276,7 @@ impl Service {
     ) -> Result<Address, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
-        Self::check_whole(entry)?;
+        merging::check_whole(entry)?;
         if let Some(snapshot) = self.copies_for(entry) {
             let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
             return Err(Fault::failed(Errno::EBUSY, why));
@@ -456,14 +422,6 @@ impl Service {
         Err(Fault::failed(Errno::EBUSY, format!("{name}: {what}, and {why}")))
     }
 
-    /// Refuses where others stand on the device: what they show would change.
-    pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Fault> {
-        let Some(users) = self.registry.users(entry) else { return Ok(()) };
-        let stand = if users.count == 1 { "stands" } else { "stand" };
-        let why = format!("{}: cannot be {done}: {users} {stand} on it", entry.name());
-        Err(Fault::failed(Errno::EBUSY, why))
-    }
-
     /// Refuses what was made for one connection.
     fn check_own(entry: &Entry) -> Result<(), Fault> {
         let Some(template) = &entry.template else { return Ok(()) };
@@ -490,23 +448,8 @@ impl Service {
     }
 }
 
-fn refused(name: &str, why: &Refused) -> Fault {
-    match why {
-        Refused::Duplicate => Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")),
-        Refused::Full => Fault::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
-        Refused::Gone(base) => {
-            Fault::failed(Errno::ENODEV, format!("{name}: {base} was removed at the same time"))
-        }
-    }
-}
-
-/// As the control socket tells it.
-pub fn fault(error: BuildError) -> Fault {
-    Fault::failed(error.errno, error.sentence)
-}
-
 fn warn_of_exposure(address: &Address) {
-    if let Some(warning) = advice::of_exposure(address) {
+    if let Some(warning) = exposure::warning(address) {
         warn!("{warning}");
     }
 }

@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 
 use freestone_nbd::{Fresh, Make};
 
-use crate::build::{BuildError, fork_of};
-use crate::control::protocol::Errno;
+use crate::build::fork_of;
 use crate::entry::{Entry, Kind};
+use crate::refusal::{Errno, Refusal};
 use crate::registry::{Refused, Registry};
 use crate::spec::{KindSpec, LayerSpec, Spec};
 
@@ -29,12 +29,12 @@ pub fn make(registry: &Arc<Registry>, template: &Arc<Entry>) -> Make {
     })
 }
 
-fn fresh(registry: &Registry, template: &Arc<Entry>) -> Result<Arc<Entry>, BuildError> {
+fn fresh(registry: &Registry, template: &Arc<Entry>) -> Result<Arc<Entry>, Refusal> {
     let (Kind::Template(made), Some(spec), [base]) = (&template.kind, template.fork_spec(), template.needs())
     else {
         unreachable!("only templates are published as such");
     };
-    let failed = |errno, why: &str| BuildError { errno, sentence: format!("{}: {why}", template.name()) };
+    let failed = |errno, why: &str| Refusal::failed(errno, format!("{}: {why}", template.name()));
     let fork = fork_of(base, spec, registry).map_err(|error| failed(error.errno, &error.sentence))?;
     let fork = Arc::new(fork);
     loop {

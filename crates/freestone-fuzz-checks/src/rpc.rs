@@ -9,8 +9,8 @@
 use freestone_cli::inputs::Control;
 use serde_json::Value;
 
-const DEVICES: &str =
-    "ram0=ram,disksize=64K null0=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,power_cut=yes";
+const DEVICES: [&str; 2] =
+    ["ram0=ram,disksize=64K", "null0=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,power_cut=yes"];
 const APART: [&str; 8] =
     ["delta_show", "delta_save", "delta_apply", "save", "restore", "publish", "create", "writeback"];
 
@@ -48,7 +48,7 @@ fn asked(line: &[u8]) -> Option<(Vec<Value>, bool)> {
 /// # Panics
 /// Something does not hold.
 pub fn check(line: &[u8]) -> bool {
-    let control = Control::new(DEVICES).expect("devices without files");
+    let control = Control::new(&DEVICES).expect("devices without files");
     let said = control.answer(line, runs);
     let (ids, batch) = asked(line).unwrap_or((vec![Value::Null], false));
     if ids.is_empty() {

@@ -9,8 +9,8 @@ use freestone::zone::Zones;
 use serde_json::{Value, json};
 
 use crate::build::{condition, place};
-use crate::control::protocol::{Errno, Fault};
 use crate::entry::{Entry, NullData};
+use crate::refusal::{Errno, Refusal};
 use crate::spec::{
     NullBacking, NullSpec, SECTOR_BYTES, ZONE_ATTRS, parse_badblocks, parse_faults, parse_offsets,
     parse_seed, rules_of,
@@ -197,8 +197,8 @@ pub struct Changes {
 
 impl Changes {
     /// Takes an attribute of a layer; `false` where it is none that could be set.
-    pub fn take(&mut self, entry: &Entry, attr: &str, text: &str) -> Result<bool, Fault> {
-        let invalid = |why: String| Fault::invalid(format!("{}: {attr}={text}: {why}", entry.name()));
+    pub fn take(&mut self, entry: &Entry, attr: &str, text: &str) -> Result<bool, Refusal> {
+        let invalid = |why: String| Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name()));
         let layers = &entry.layers;
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
@@ -208,7 +208,10 @@ impl Changes {
                 }
                 let why =
                     "the device was created without faults; create it with faults=none to set them later";
-                return Err(Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name())));
+                return Err(Refusal::failed(
+                    Errno::EINVAL,
+                    format!("{}: {attr}={text}: {why}", entry.name()),
+                ));
             }
             "faults" => self.faults = Some(parse_faults(text).map_err(invalid)?),
             "seed" => self.seed = Some(parse_seed(text).map_err(invalid)?),
@@ -228,17 +231,17 @@ impl Changes {
     }
 
     /// Makes them.
-    pub fn make(self, entry: &Entry) -> Result<(), Fault> {
+    pub fn make(self, entry: &Entry) -> Result<(), Refusal> {
         let layers = &entry.layers;
         let name = entry.name();
         if let Some(bad) = &layers.bad {
             let changed = bad.change_all(&self.badblocks);
-            changed.map_err(|e| Fault::failed(Errno::EINVAL, format!("{name}: {e}")))?;
+            changed.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
         }
         if let Some(zones) = &layers.zones {
             for (attr, offset) in &self.conditions {
                 condition(zones, attr, *offset).map_err(|why| {
-                    Fault::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", place(*offset)))
+                    Refusal::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", place(*offset)))
                 })?;
             }
         }

@@ -14,11 +14,10 @@ pub use self::over::{cow_stat, family_stat, merge, missed_writes, over_stat};
 use self::ram::Change;
 pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
 use crate::build::family_of;
-use crate::control::protocol::{Errno, Fault};
 use crate::entries::nearest;
 use crate::entry::{Entry, Kind};
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
-use crate::service::fault;
 use crate::spec::{KindSpec, NULL_KEYS, parse_limit};
 
 const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
@@ -43,7 +42,7 @@ pub fn names(entry: &Entry) -> Vec<&'static str> {
 }
 
 /// The value of one attribute. Sizes are numbers of bytes.
-pub fn get(entry: &Entry, attr: &str) -> Result<Value, Fault> {
+pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     let value = match (&entry.kind, &entry.spec.kind) {
         _ if !names(entry).contains(&attr) => None,
         _ if layers::names(entry).contains(&attr) => layers::value(entry, attr),
@@ -86,14 +85,19 @@ pub fn plain(attr: &str, value: &Value) -> String {
 }
 
 /// Checks every attribute, then sets them; after a refusal nothing has changed.
-pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
+pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Refusal> {
     let mut changes = Vec::new();
     let mut of_layers = layers::Changes::default();
     for (attr, value) in wanted {
         let text = match value {
             Value::String(text) => text.clone(),
             Value::Number(number) => number.to_string(),
-            _ => return Err(Fault::invalid(format!("{}: {attr}: must be a text or a number", entry.name()))),
+            _ => {
+                return Err(Refusal::invalid(format!(
+                    "{}: {attr}: must be a text or a number",
+                    entry.name()
+                )));
+            }
         };
         if !of_layers.take(entry, attr, &text)? {
             changes.push((check(entry, attr, &text)?, attr, text));
@@ -107,41 +111,41 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
         // All that can be set there.
         _ => {
             let Some((Change::MemLimit(bytes), ..)) = changes.first() else { return Ok(()) };
-            family_of(entry, registry).map_err(fault)?.set_mem_limit(*bytes);
+            family_of(entry, registry)?.set_mem_limit(*bytes);
             return Ok(());
         }
     };
     for (change, attr, text) in changes {
         let made = change.make(ram);
-        made.map_err(|e| Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?;
+        made.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?;
     }
     Ok(())
 }
 
-fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Fault> {
+fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {
     match &entry.kind {
         _ if layers::names(entry).contains(&attr) => {
             let why = "read-only; faults, seed, badblocks, zone_readonly and zone_offline can be set";
-            Err(Fault::invalid(format!("{}: {attr}={text}: {why}", entry.name())))
+            Err(Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())))
         }
         Kind::Ram(_) | Kind::Fork(_) if attr == "disksize" && entry.layers.zones.is_some() => {
             let why = "a zoned device does not grow: the table of its zones is made once";
-            Err(Fault::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name())))
+            Err(Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name())))
         }
         Kind::Ram(ram) => Change::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
         Kind::Fork(ram) => over::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
         _ if attr == "mem_limit" && entry.is_outer_base() => parse_limit(text)
             .map(Change::MemLimit)
-            .map_err(|why| Fault::invalid(format!("{}: mem_limit={text}: {why}", entry.name()))),
+            .map_err(|why| Refusal::invalid(format!("{}: mem_limit={text}: {why}", entry.name()))),
         _ if names(entry).contains(&attr) => {
             let why = format!("fixed for the life of a {} device", entry.kind_name());
-            Err(Fault::failed(Errno::EBUSY, format!("{}: {attr}={text}: {why}", entry.name())))
+            Err(Refusal::failed(Errno::EBUSY, format!("{}: {attr}={text}: {why}", entry.name())))
         }
         _ => Err(unknown(entry, attr)),
     }
 }
 
-fn unknown(entry: &Entry, attr: &str) -> Fault {
+fn unknown(entry: &Entry, attr: &str) -> Refusal {
     let (name, names) = (entry.name(), names(entry));
     // In the kernel these are files to write to.
     let words = match attr {
@@ -152,11 +156,11 @@ fn unknown(entry: &Entry, attr: &str) -> Fault {
         _ => None,
     };
     if let Some(words) = words {
-        return Fault::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
+        return Refusal::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
     let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
     let (kind, all) = (entry.kind_name(), names.join(", "));
-    Fault::invalid(format!(
+    Refusal::invalid(format!(
         "{name}: unknown attribute {attr:?}{hint}; the attributes of a {kind} device are {all}"
     ))
 }
@@ -169,8 +173,8 @@ mod tests {
     use std::sync::Arc;
 
     use crate::build::build;
-    use crate::control::protocol::Fault;
     use crate::entry::Entry;
+    use crate::refusal::Refusal;
     use crate::registry::Registry;
 
     fn entry(text: &str) -> Arc<Entry> {
@@ -183,7 +187,7 @@ mod tests {
         entry
     }
 
-    fn set(entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
+    fn set(entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Refusal> {
         super::set(&Registry::default(), entry, wanted)
     }
 
@@ -265,23 +269,23 @@ mod tests {
         let fixed = "fixed once the device is initialised; create a new device with another value";
         let settable = "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, \
                         writeback_limit_enable and writeback_batch_size can be set";
-        for (attr, value, code, sentence) in [
-            ("disksize", "512K", -32000, "smaller than the present 1M; a device only grows"),
-            ("disksize", "16777215T", -32602, "too large; a ram device has at most 256T"),
-            ("disksize", "12", -32602, "give a unit; 12M? (K, M, G and T are known, 1024-based)"),
-            ("mem_used_max", "1", -32602, "only 0 can be set, which starts the maximum anew"),
-            ("comp_algorithm", "zstd", -32000, fixed),
-            ("algorithm_params", "level=3", -32000, fixed),
-            ("mm_stat", "0", -32602, settable),
-            ("backing_dev", "/a", -32000, fixed),
-            ("writeback_limit", "1", -32000, "the device has no backing_dev; create it with one"),
+        for (attr, value, usage, sentence) in [
+            ("disksize", "512K", false, "smaller than the present 1M; a device only grows"),
+            ("disksize", "16777215T", true, "too large; a ram device has at most 256T"),
+            ("disksize", "12", true, "give a unit; 12M? (K, M, G and T are known, 1024-based)"),
+            ("mem_used_max", "1", true, "only 0 can be set, which starts the maximum anew"),
+            ("comp_algorithm", "zstd", false, fixed),
+            ("algorithm_params", "level=3", false, fixed),
+            ("mm_stat", "0", true, settable),
+            ("backing_dev", "/a", false, fixed),
+            ("writeback_limit", "1", false, "the device has no backing_dev; create it with one"),
         ] {
-            let fault = set(&ram, &wanted(&[("mem_limit", "8M"), (attr, value)])).unwrap_err();
-            assert_eq!((fault.code, fault.message), (code, format!("r: {attr}={value}: {sentence}")));
+            let refusal = set(&ram, &wanted(&[("mem_limit", "8M"), (attr, value)])).unwrap_err();
+            assert_eq!((refusal.usage, refusal.sentence), (usage, format!("r: {attr}={value}: {sentence}")));
             assert_eq!(get(&ram, "mem_limit"), Ok(json!(1 << 20)));
         }
         let message =
-            |entry: &Arc<Entry>, attr: &str| set(entry, &wanted(&[(attr, "1")])).unwrap_err().message;
+            |entry: &Arc<Entry>, attr: &str| set(entry, &wanted(&[(attr, "1")])).unwrap_err().sentence;
         assert_eq!(message(&ram, "compact"), "r: compact is a verb here: freestone compact r");
         assert!(message(&ram, "memlimit").starts_with("r: unknown attribute \"memlimit\"; mem_limit?; "));
         let null = entry("n=null,size=1M");

@@ -7,8 +7,8 @@ use freestone::ram::{Family, FamilyStat, Ram};
 use serde_json::{Value, json};
 
 use super::ram::{Change, bd_stat, io_stat, mm_stat};
-use crate::control::protocol::{Errno, Fault};
 use crate::entry::Entry;
+use crate::refusal::{Errno, Refusal};
 use crate::size::exact;
 use crate::spec::{CowPlace, KindSpec, parse_limit};
 
@@ -180,9 +180,9 @@ pub fn merge(status: &cow::MergeStatus) -> Option<Value> {
 }
 
 /// Checks what is to be set of a fork; `None` where there is no such attribute.
-pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Fault>> {
-    let failed = |errno, why: &str| Fault::failed(errno, format!("{name}: {attr}={text}: {why}"));
-    let invalid = |why: String| Fault::invalid(format!("{name}: {attr}={text}: {why}"));
+pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+    let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
+    let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
     Some(match attr {
         "disksize" => return Change::check(ram, name, attr, text),
         "mem_limit" => parse_limit(text).map(Change::MemLimit).map_err(invalid),
@@ -198,7 +198,7 @@ pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Cha
 }
 
 /// Makes all changes of a fork, or none.
-pub fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Result<(), Fault> {
+pub fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Result<(), Refusal> {
     let name = entry.name();
     let (mut cap, mut least) = ram.own_limits();
     let mut limits = Vec::new();
@@ -222,13 +222,13 @@ pub fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> R
                 }
                 error => error.to_string(),
             };
-            Fault::failed(Errno::EINVAL, format!("{name}: {limits}: {why}"))
+            Refusal::failed(Errno::EINVAL, format!("{name}: {limits}: {why}"))
         })?;
     }
     for (change, attr, text) in changes {
         if let Change::Grow(bytes) = change {
             let grown = ram.grow(*bytes);
-            grown.map_err(|e| Fault::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
+            grown.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use freestone::ram::{Config, Ram};
 use serde_json::{Value, json};
 
-use crate::control::protocol::{Errno, Fault};
+use crate::refusal::{Errno, Refusal};
 use crate::size;
 use crate::spec::{parse_batch, parse_bool, parse_disksize, parse_limit, parse_units};
 
@@ -166,9 +166,9 @@ pub enum Change {
 
 impl Change {
     /// Checks a value; `None` where there is no such attribute.
-    pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Fault>> {
-        let failed = |errno, why: &str| Fault::failed(errno, format!("{name}: {attr}={text}: {why}"));
-        let invalid = |why: String| Fault::invalid(format!("{name}: {attr}={text}: {why}"));
+    pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Refusal>> {
+        let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
+        let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
         Some(match attr {
             "disksize" => parse_disksize(text).map_err(invalid).and_then(|new| {
                 let old = ram.config().disksize;

@@ -9,16 +9,16 @@ use freestone::file::File;
 use freestone::ram::{self, Backing, Family, Ram, Secondary};
 use tracing::warn;
 
-use super::{BuildError, errno_of, in_typed_sizes};
+use super::{errno_of, in_typed_sizes};
 use crate::advice::{self, Place};
-use crate::control::protocol::Errno;
 use crate::entry::{Entry, Kind, NullData};
 use crate::machine;
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
 use crate::spec::FamilySpec;
 
 /// What the forks of a base have in common; made at the first one.
-pub fn family_of(base: &Arc<Entry>, registry: &Registry) -> Result<Family, BuildError> {
+pub fn family_of(base: &Arc<Entry>, registry: &Registry) -> Result<Family, Refusal> {
     if let Some(ram) = base.ram() {
         return Ok(ram.family());
     }
@@ -28,7 +28,7 @@ pub fn family_of(base: &Arc<Entry>, registry: &Registry) -> Result<Family, Build
     }
     let Some(spec) = base.spec.family() else {
         let why = format!("{}: a {} device is no base", base.name(), base.kind_name());
-        return Err(BuildError::new(Errno::EINVAL, why));
+        return Err(Refusal::failed(Errno::EINVAL, why));
     };
     // Asked before the lock would be: of all others.
     let family = new(base.name(), spec, base.size(), registry);
@@ -38,7 +38,7 @@ pub fn family_of(base: &Arc<Entry>, registry: &Registry) -> Result<Family, Build
 }
 
 /// A new family; `size` is that of its disks. Warns of what may not be meant.
-pub fn new(name: &str, spec: &FamilySpec, size: u64, registry: &Registry) -> Result<Family, BuildError> {
+pub fn new(name: &str, spec: &FamilySpec, size: u64, registry: &Registry) -> Result<Family, Refusal> {
     // Before it is there: a file that is made has no name to look at.
     let place = spec.backing.as_ref().map(|backing| Place::of(&backing.path));
     let config = config(spec)?;
@@ -88,13 +88,13 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
     }
 }
 
-fn config(spec: &FamilySpec) -> Result<ram::Config, BuildError> {
+fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
     let params = |words: &str| {
-        Params::parse(words).map_err(|e| BuildError::new(Errno::EIO, format!("algorithm_params: {e}")))
+        Params::parse(words).map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
     };
     let mem_limit = match spec.mem_limit {
         Some(bytes) => bytes,
-        None => machine::half_of_memory().map_err(|e| BuildError::new(Errno::EIO, format!("{e:#}")))?,
+        None => machine::half_of_memory().map_err(|e| Refusal::failed(Errno::EIO, e))?,
     };
     let mut config = ram::Config {
         comp_algorithm: spec.comp_algorithm,
@@ -110,7 +110,7 @@ fn config(spec: &FamilySpec) -> Result<ram::Config, BuildError> {
     }
     if let Some(backing) = &spec.backing {
         let file = File::open_for_spilling(&backing.path, backing.size).map_err(|e| {
-            BuildError::new(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
+            Refusal::failed(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
         })?;
         let (device, path) = (Arc::new(file), Some(backing.path.clone()));
         config.backing = Some(Backing { device, compressed_writeback: backing.compressed, path });
@@ -119,9 +119,9 @@ fn config(spec: &FamilySpec) -> Result<ram::Config, BuildError> {
 }
 
 /// Why a family or a disk of it was refused.
-pub fn refused(error: ram::SetupError) -> BuildError {
+pub fn refused(error: ram::SetupError) -> Refusal {
     match error {
-        ram::SetupError::NoMemory => BuildError::new(Errno::ENOMEM, error),
-        e => BuildError::new(Errno::EIO, e),
+        ram::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
+        e => Refusal::failed(Errno::EIO, e),
     }
 }

@@ -6,15 +6,15 @@ use freestone::cow::MergeStatus;
 use freestone::file;
 use freestone::ram::{ForkConfig, Ram, SetupError};
 
-use super::{BuildError, family, family_of};
-use crate::control::protocol::Errno;
+use super::{family, family_of};
 use crate::entry::{Entry, Kind};
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::ForkSpec;
 
 /// A new fork of a base.
-pub fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, BuildError> {
+pub fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, Refusal> {
     check_base(base)?;
     // Nobody waits for that: the log tells.
     file::look_soon();
@@ -27,9 +27,9 @@ pub fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Resul
     fork.map_err(|error| refused(spec, error))
 }
 
-fn check_base(base: &Entry) -> Result<(), BuildError> {
+fn check_base(base: &Entry) -> Result<(), Refusal> {
     let name = base.name();
-    let refuse = |why: String| Err(BuildError::new(Errno::EINVAL, format!("base={name}: {why}")));
+    let refuse = |why: String| Err(Refusal::failed(Errno::EINVAL, format!("base={name}: {why}")));
     match &base.kind {
         Kind::Snapshot(_) | Kind::Qcow2(_) => Ok(()),
         // From then on it changes with its origin.
@@ -51,7 +51,7 @@ fn check_base(base: &Entry) -> Result<(), BuildError> {
     }
 }
 
-fn refused(spec: &ForkSpec, error: SetupError) -> BuildError {
+fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
     let sentence = match error {
         SetupError::SmallerThanBase { wanted, base } => {
             let (wanted, base) = (exact(wanted), exact(base));
@@ -71,5 +71,5 @@ fn refused(spec: &ForkSpec, error: SetupError) -> BuildError {
         }
         error => error.to_string(),
     };
-    BuildError::new(Errno::EINVAL, sentence)
+    Refusal::failed(Errno::EINVAL, sentence)
 }

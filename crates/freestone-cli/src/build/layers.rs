@@ -12,14 +12,13 @@ use freestone::power::{self, Power, log};
 use freestone::quiesce::Quiesce;
 use freestone::zone::{self, State, Zones};
 
-use super::BuildError;
-use crate::control::protocol::Errno;
 use crate::layers::{self, Layers, random_seed};
+use crate::refusal::{Errno, Refusal};
 use crate::size::exact;
 use crate::spec::{KindSpec, NullBacking, NullSpec, SECTOR_BYTES, Spec, ZoneSpec, rules_of};
 
 /// Puts on `device` what was asked for. Where that fails, no file is left that it made.
-pub fn over(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), BuildError> {
+pub fn over(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), Refusal> {
     let state = match (&spec.kind, &spec.layers.zones) {
         (KindSpec::File { path, .. }, Some(zones)) => state_path(path, zones).ok(),
         _ => None,
@@ -34,7 +33,7 @@ pub fn over(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, La
     })
 }
 
-fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), BuildError> {
+fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layers), Refusal> {
     let null = match &spec.kind {
         KindSpec::Null(null) => Some(&**null),
         _ => None,
@@ -49,7 +48,7 @@ fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layer
     if layers.can_cut || asked.record.is_some() {
         let record = asked.record.as_deref().map(record).transpose()?;
         let config = power::Config { capacity: cache_size.unwrap_or(0), record };
-        let power = Arc::new(Power::new(top, config).map_err(|e| BuildError::new(Errno::EIO, e))?);
+        let power = Arc::new(Power::new(top, config).map_err(|e| Refusal::failed(Errno::EIO, e))?);
         layers.power = Some(Arc::clone(&power));
         top = power;
     }
@@ -71,31 +70,31 @@ fn stack(spec: &Spec, device: Arc<dyn Device>) -> Result<(Arc<dyn Device>, Layer
         && (null.mbps != 0 || !null.completion.is_zero())
     {
         let config = PaceConfig { mbps: null.mbps, completion: null.completion };
-        let paced = Paced::new(top, config).map_err(|e| BuildError::new(Errno::ENOMEM, e))?;
+        let paced = Paced::new(top, config).map_err(|e| Refusal::failed(Errno::ENOMEM, e))?;
         top = Arc::new(paced);
     }
     layers.seed = asked.seed.unwrap_or_else(random_seed);
     if let Some(rules) = &asked.faults {
         layers.seed_is_random = asked.seed.is_none();
         let faults = Faults::new(top, rules_of(rules), layers.seed);
-        let faults = Arc::new(faults.map_err(|e| BuildError::new(Errno::ENOMEM, e))?);
+        let faults = Arc::new(faults.map_err(|e| Refusal::failed(Errno::ENOMEM, e))?);
         layers.faults = Some(Arc::clone(&faults));
         top = faults;
     }
     Ok((top, layers))
 }
 
-fn record(path: &Path) -> Result<log::Writer, BuildError> {
+fn record(path: &Path) -> Result<log::Writer, Refusal> {
     log::Writer::create(path).map_err(|error| {
         let errno = if matches!(error, log::Error::Exists { .. }) { Errno::EEXIST } else { Errno::EIO };
-        BuildError::new(errno, format!("record: {error}"))
+        Refusal::failed(errno, format!("record: {error}"))
     })
 }
 
-fn bad_blocks(device: Arc<dyn Device>, null: &NullSpec) -> Result<BadBlocks, BuildError> {
+fn bad_blocks(device: Arc<dyn Device>, null: &NullSpec) -> Result<BadBlocks, Refusal> {
     let config = BadConfig { once: null.badblocks_once, partial_io: null.badblocks_partial_io };
     let bad = BadBlocks::new(device, config);
-    bad.change_all(&null.badblocks).map_err(|e| BuildError::new(Errno::EINVAL, e))?;
+    bad.change_all(&null.badblocks).map_err(|e| Refusal::failed(Errno::EINVAL, e))?;
     Ok(bad)
 }
 
@@ -104,7 +103,7 @@ fn zoned(
     asked: &ZoneSpec,
     device: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
-) -> Result<Zones, BuildError> {
+) -> Result<Zones, Refusal> {
     let stores = !matches!(&spec.kind, KindSpec::Null(null) if null.backing == NullBacking::Nothing);
     let config = zone::Config {
         zone_size: asked.size,
@@ -129,7 +128,7 @@ fn zoned(
             continue;
         }
         let done = condition(&zones, key, offset);
-        done.map_err(|why| BuildError::new(Errno::EINVAL, format!("{key}={}: {why}", place(offset))))?;
+        done.map_err(|why| Refusal::failed(Errno::EINVAL, format!("{key}={}: {why}", place(offset))))?;
     }
     Ok(zones)
 }
@@ -165,7 +164,7 @@ pub fn place(offset: u64) -> String {
 }
 
 /// Where the zones of a file are remembered.
-fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, BuildError> {
+fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
     if let Some(state) = &asked.state {
         return Ok(state.clone());
     }
@@ -174,14 +173,14 @@ fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, BuildError> {
             "zoned: {} is no file that another could lie beside; say zone_state=PATH",
             path.display()
         );
-        return Err(BuildError::new(Errno::EINVAL, why));
+        return Err(Refusal::failed(Errno::EINVAL, why));
     }
     let mut state = path.as_os_str().to_owned();
     state.push(".zones");
     Ok(state.into())
 }
 
-fn refused(error: &zone::SetupError) -> BuildError {
+fn refused(error: &zone::SetupError) -> Refusal {
     let (errno, why) = match error {
         zone::SetupError::ZoneSize { zone_size, size, .. } if zone_size > size => {
             let (zone, size) = (exact(*zone_size), exact(*size));
@@ -194,5 +193,5 @@ fn refused(error: &zone::SetupError) -> BuildError {
         zone::SetupError::NoMemory(_) | zone::SetupError::Thread(_) => (Errno::ENOMEM, error.to_string()),
         error => (Errno::EINVAL, error.to_string()),
     };
-    BuildError::new(errno, why)
+    Refusal::failed(errno, why)
 }

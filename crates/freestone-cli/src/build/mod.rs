@@ -6,7 +6,6 @@ mod layers;
 mod null;
 mod snapshot;
 
-use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 
@@ -19,34 +18,15 @@ pub use self::family::{family_of, new as new_family};
 pub use self::fork::fork_of;
 pub use self::layers::{condition, place};
 pub use self::snapshot::snapshots;
-use crate::control::protocol::Errno;
 use crate::entry::{Entry, Kind};
 use crate::notes::{self, FileNotes};
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::{KindSpec, Spec};
 
-/// Why a device could not be set up: it is about the machine or other devices, not about the values.
-#[derive(Debug, PartialEq, Eq)]
-pub struct BuildError {
-    /// For programs.
-    pub errno: Errno,
-    /// For people; names the device.
-    pub sentence: String,
-}
-
-impl BuildError {
-    fn new(errno: Errno, why: impl Display) -> Self {
-        Self { errno, sentence: why.to_string() }
-    }
-
-    fn of(self, name: &str) -> Self {
-        Self { sentence: format!("{name}: {}", self.sentence), ..self }
-    }
-}
-
 /// Sets a device up. What it stands on is looked for in the registry, to which it is not added.
-pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
+pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
     if matches!(spec.kind, KindSpec::Snapshot(_)) {
         let made = snapshots(vec![spec], registry)?;
         return Ok(made.into_iter().next().expect("one was asked for"));
@@ -55,7 +35,7 @@ pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
     alone(spec, registry).map_err(|error| error.of(&name))
 }
 
-fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
+fn alone(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
     let mut needs = Vec::new();
     let (kind, device): (Kind, Option<Arc<dyn Device>>) = match &spec.kind {
         KindSpec::Ram { disksize, family } => {
@@ -87,7 +67,7 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
             let file = Arc::new(open(&config, "size")?);
             if file.geometry().read_only {
                 if let Some(why) = notes::half_merged(&file, &spec.name) {
-                    return Err(BuildError::new(Errno::EBUSY, format!("{why}, and without readonly=yes")));
+                    return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without readonly=yes")));
                 }
                 (Kind::File(Arc::clone(&file), None), Some(file))
             } else {
@@ -112,18 +92,18 @@ fn alone(spec: Spec, registry: &Registry) -> Result<Entry, BuildError> {
 }
 
 /// What a device is to stand on.
-fn find(registry: &Registry, key: &str, name: &str) -> Result<Arc<Entry>, BuildError> {
+fn find(registry: &Registry, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
     registry
         .find(name)
-        .ok_or_else(|| BuildError::new(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)")))
+        .ok_or_else(|| Refusal::failed(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)")))
 }
 
 /// Opens a file whose size was asked for under `key`.
-fn open(config: &file::Config, key: &str) -> Result<File, BuildError> {
-    File::open(config).map_err(|e| BuildError::new(errno_of(&e), in_typed_sizes(key, &e)))
+fn open(config: &file::Config, key: &str) -> Result<File, Refusal> {
+    File::open(config).map_err(|e| Refusal::failed(errno_of(&e), in_typed_sizes(key, &e)))
 }
 
-fn of_image(error: &qcow2::SetupError) -> BuildError {
+fn of_image(error: &qcow2::SetupError) -> Refusal {
     let errno = match error {
         qcow2::SetupError::File(e) => errno_of(e),
         _ => Errno::EIO,
@@ -132,7 +112,7 @@ fn of_image(error: &qcow2::SetupError) -> BuildError {
         qcow2::SetupError::Image { fault: qcow2::Fault::NotQcow2, .. } => "; a raw image is of kind file",
         _ => "",
     };
-    BuildError::new(errno, format!("{error}{hint}"))
+    Refusal::failed(errno, format!("{error}{hint}"))
 }
 
 fn errno_of(error: &file::SetupError) -> Errno {

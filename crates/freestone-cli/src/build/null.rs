@@ -5,9 +5,9 @@ use std::sync::Arc;
 use freestone::device::Device;
 use freestone::null::{self, Memory, Null};
 
-use super::{BuildError, family};
-use crate::control::protocol::Errno;
+use super::family;
 use crate::entry::NullData;
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
 use crate::shape::Shaped;
 use crate::size::exact;
@@ -19,7 +19,7 @@ pub fn data(
     spec: &NullSpec,
     zoned: bool,
     registry: &Registry,
-) -> Result<(NullData, Arc<dyn Device>), BuildError> {
+) -> Result<(NullData, Arc<dyn Device>), Refusal> {
     let config = null::Config {
         size: spec.size,
         logical_block: spec.blocksize,
@@ -30,12 +30,12 @@ pub fn data(
         max_request: spec.max_request,
     };
     let refused = |error| match error {
-        null::SetupError::NoMemory => BuildError::new(Errno::ENOMEM, error),
+        null::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
         null::SetupError::Size { size, largest, .. } => {
             let (size, largest) = (exact(size), exact(largest));
-            BuildError::new(Errno::EINVAL, format!("size={size}: with memory_backed=1 at most {largest}"))
+            Refusal::failed(Errno::EINVAL, format!("size={size}: with memory_backed=1 at most {largest}"))
         }
-        error => BuildError::new(Errno::EINVAL, error),
+        error => Refusal::failed(Errno::EINVAL, error),
     };
     Ok(match &spec.backing {
         NullBacking::Nothing => (NullData::Nothing, Arc::new(Null::new(config).map_err(refused)?)),

@@ -9,17 +9,17 @@ use freestone::device::Device;
 use freestone::file;
 use freestone::ram::{self, DISKSIZE_BYTES_MAX, PendingSnapshot, Ram};
 
-use super::{BuildError, family, find, open};
-use crate::control::protocol::Errno;
+use super::{family, find, open};
 use crate::entry::{Entry, Kind};
 use crate::machine;
 use crate::readonly::ReadOnly;
+use crate::refusal::{Errno, Refusal};
 use crate::registry::Registry;
 use crate::size::exact;
 use crate::spec::{CowPlace, CowSpec, KindSpec, SnapshotSpec, Spec};
 
 /// Snapshots of all of these, at one moment.
-pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, BuildError> {
+pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Refusal> {
     let mut begun = Vec::with_capacity(specs.len());
     for spec in specs {
         let name = spec.name.clone();
@@ -35,7 +35,7 @@ pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Bu
     if let Err(Late { at }) = consistency_group::take(&mut pending) {
         let Begun { spec, origin, .. } = &begun[at];
         let why = format!("{}: origin={}: {NotInTime}", spec.name, origin.name());
-        return Err(BuildError::new(Errno::ETIMEDOUT, why));
+        return Err(Refusal::failed(Errno::ETIMEDOUT, why));
     }
     Ok(begun.into_iter().map(Begun::finish).collect())
 }
@@ -54,10 +54,10 @@ enum Which {
     Cow(cow::PendingSnapshot),
 }
 
-fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
+fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, Refusal> {
     let KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
     let origin = find(registry, "origin", &asked.origin)?;
-    let refuse = |why: &str| Err(BuildError::new(Errno::EINVAL, format!("origin={}: {why}", asked.origin)));
+    let refuse = |why: &str| Err(Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", asked.origin)));
     if let Some(why) = origin.layers.hide() {
         return refuse(&format!("has no snapshots: {why}"));
     }
@@ -83,7 +83,7 @@ fn prepare(spec: Spec, registry: &Registry) -> Result<Begun, BuildError> {
 }
 
 /// Refuses what means nothing for a snapshot of a RAM disk or fork.
-fn check_in_memory(asked: &SnapshotSpec) -> Result<(), BuildError> {
+fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
     let origin = &asked.origin;
     let why = match asked {
         SnapshotSpec { cow: Some(CowSpec { place, .. }), .. } => {
@@ -105,14 +105,14 @@ fn check_in_memory(asked: &SnapshotSpec) -> Result<(), BuildError> {
         }
         _ => return Ok(()),
     };
-    Err(BuildError::new(Errno::EINVAL, why))
+    Err(Refusal::failed(Errno::EINVAL, why))
 }
 
 fn prepare_cow(
     asked: &SnapshotSpec,
     origin: &cow::Origin,
     registry: &Registry,
-) -> Result<(cow::PendingSnapshot, Vec<Arc<Entry>>), BuildError> {
+) -> Result<(cow::PendingSnapshot, Vec<Arc<Entry>>), Refusal> {
     let mut config = cow::Config {
         kind: cow::StoreKind::Transient,
         chunk_bytes: asked.chunk_size,
@@ -161,15 +161,15 @@ fn prepare_cow(
         };
         let at = if place.is_empty() { String::new() } else { format!("cow={place}: ") };
         let hint = if matches!(error, cow::SetupError::Older) { " (force=yes)" } else { "" };
-        BuildError::new(errno, format!("{at}{error}{hint}"))
+        Refusal::failed(errno, format!("{at}{error}{hint}"))
     })?;
     Ok((pending.at(place), needs))
 }
 
 /// Room in memory for the copies of a file of `size` bytes.
-fn private_cow(size: u64, chunk: u64) -> Result<Ram, BuildError> {
+fn private_cow(size: u64, chunk: u64) -> Result<Ram, Refusal> {
     let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
-    let mem_limit = machine::half_of_memory().map_err(|e| BuildError::new(Errno::EIO, format!("{e:#}")))?;
+    let mem_limit = machine::half_of_memory().map_err(|e| Refusal::failed(Errno::EIO, e))?;
     Ram::new(ram::Config { disksize, mem_limit, ..ram::Config::default() }).map_err(family::refused)
 }
 
@@ -178,11 +178,11 @@ fn cow_device(
     origin: &str,
     name: &str,
     registry: &Registry,
-) -> Result<(Arc<Entry>, Arc<dyn Device>), BuildError> {
-    let refuse = |errno, why: &str| Err(BuildError::new(errno, format!("cow={name}: {why}")));
+) -> Result<(Arc<Entry>, Arc<dyn Device>), Refusal> {
+    let refuse = |errno, why: &str| Err(Refusal::failed(errno, format!("cow={name}: {why}")));
     let entry = find(registry, "cow", name).map_err(|error| {
         let slash = format!("{}; a file is written with a slash, ./{name}", error.sentence);
-        BuildError { sentence: slash, ..error }
+        Refusal { sentence: slash, ..error }
     })?;
     if name == origin {
         return refuse(Errno::EINVAL, "is the origin itself");

@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
+use crate::refusal::{Errno, Refusal, one_line};
+
 /// Longest line in either direction of a request; longer ones are answered with an error and skipped.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
 /// Most requests in one batch.
@@ -16,42 +18,6 @@ const INVALID_PARAMS: i32 = -32602;
 const INTERNAL_ERROR: i32 = -32603;
 /// The verb was understood and failed; `data.errno` says how.
 const FAILED: i32 = -32000;
-
-/// Names of the errors a verb answers with, in `data.errno`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(clippy::upper_case_acronyms, reason = "the names of errno")]
-pub enum Errno {
-    /// A value that cannot be.
-    EINVAL,
-    /// No such device, or no backing device.
-    ENODEV,
-    /// The name is taken.
-    EEXIST,
-    /// In use, or fixed for the life of the device.
-    EBUSY,
-    /// This kind of device does not do that.
-    EOPNOTSUPP,
-    /// The device does not change.
-    EROFS,
-    /// The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.
-    EIO,
-    /// Nothing can listen at that address.
-    EADDRNOTAVAIL,
-    /// A limit of the server is reached, or no room on a disk.
-    ENOSPC,
-    /// What the device has under way does not end.
-    ETIMEDOUT,
-    /// A page that the device does not have.
-    ERANGE,
-    /// No memory.
-    ENOMEM,
-    /// Too many open zones.
-    ETOOMANYREFS,
-    /// Too many active zones.
-    EOVERFLOW,
-    /// The client went away, or the server ends.
-    ECANCELED,
-}
 
 /// A JSON-RPC error object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Error)]
@@ -106,8 +72,7 @@ impl Fault {
 
     /// What a client sent may be in the message: whatever that was, it stays one line, and does nothing to a terminal.
     fn plain(code: i32, message: String) -> Self {
-        let message = if message.contains(char::is_control) { escaped(&message) } else { message };
-        Self { code, message, data: None }
+        Self { code, message: one_line(message), data: None }
     }
 
     /// The caller's mistake rather than the state of things.
@@ -116,16 +81,11 @@ impl Fault {
     }
 }
 
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() {
-            escaped.extend(c.escape_debug());
-        } else {
-            escaped.push(c);
-        }
+impl From<Refusal> for Fault {
+    fn from(refusal: Refusal) -> Self {
+        let Refusal { errno, sentence, usage } = refusal;
+        if usage { Self::invalid(sentence) } else { Self::failed(errno, sentence) }
     }
-    escaped
 }
 
 /// One line, taken apart.
@@ -224,7 +184,8 @@ impl Response {
 mod tests {
     use serde_json::{Value, json};
 
-    use super::{Call, Errno, Fault, MAX_BATCH_REQUESTS, Message, parse};
+    use super::{Call, Fault, MAX_BATCH_REQUESTS, Message, parse};
+    use crate::refusal::{Errno, Refusal};
 
     fn single(text: &str) -> Call {
         match parse(text.as_bytes()) {
@@ -244,6 +205,18 @@ mod tests {
         ] {
             assert_eq!(fault.message, shown);
         }
+    }
+
+    #[test]
+    fn a_refusal_says_whose_mistake_it_is() {
+        let refused = |refusal: Refusal| {
+            let Fault { code, message, data } = refusal.into();
+            (code, message, data.unwrap())
+        };
+        let invalid = (-32602, "r: no".to_owned(), json!({ "errno": "EINVAL" }));
+        assert_eq!(refused(Refusal::invalid("r: no")), invalid);
+        let failed = (-32000, "r: no".to_owned(), json!({ "errno": "EBUSY" }));
+        assert_eq!(refused(Refusal::failed(Errno::EBUSY, "r: no")), failed);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::list::Export;
 use crate::control::protocol::Fault;
 use crate::entries::Entries;
 use crate::error::Usage;
+use crate::merging;
 use crate::service::Service;
 use crate::size::human;
 use crate::spec::Spec;
@@ -73,9 +74,9 @@ impl Verb for Create {
         } else {
             (service.create(&claim, spec, publish)?, true)
         };
-        if created && let Err(fault) = service.begin_merge(&entry) {
+        if created && let Err(refusal) = merging::begin(&service.registry, &entry) {
             service.undo(&claim, &entry);
-            return Err(fault);
+            return Err(refusal.into());
         }
         drop(claim);
         Ok(Reply {

@@ -15,10 +15,11 @@ use serde::{Deserialize, Serialize};
 
 use super::foreground::Foreground;
 use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
 use crate::job::Job;
+use crate::refusal::Errno;
 use crate::service::Service;
 use crate::size::human;
 use crate::spec::KindSpec;
@@ -265,7 +266,7 @@ impl Verb for Apply {
         };
         let (base, _) = base_file(&entry, "apply")?;
         check_bare(&entry, "written behind its layers")?;
-        service.check_unused(&entry, "written")?;
+        service.registry.check_unused(&entry, "written")?;
         if !force {
             service.check_idle(&entry)?;
             if fork.over_stat().own_bytes > 0 {

@@ -7,7 +7,8 @@ use freestone::power::RecordError;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

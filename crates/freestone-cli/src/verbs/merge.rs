@@ -11,9 +11,10 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use crate::attrs;
 use crate::claims::Claim;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// Bytes of a sector, dm's unit.
@@ -109,7 +110,7 @@ impl Verb for Merge {
             };
             let origin = entry.below().unwrap_or_default().to_owned();
             // What they show would change with the origin.
-            service.check_unused(&entry, "merged")?;
+            service.registry.check_unused(&entry, "merged")?;
             if !params.force && snapshot.merge_status() == MergeStatus::None {
                 service.check_idle(&*service.find(&origin)?)?;
             }

@@ -42,10 +42,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::control::client::Client;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::control::server::Handler;
 use crate::entry::Entry;
 use crate::error::Stdout;
+use crate::refusal::Errno;
 use crate::service::Service;
 use crate::size::human;
 

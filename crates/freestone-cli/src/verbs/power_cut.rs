@@ -9,9 +9,10 @@ use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::layers::CutError;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.
@@ -85,7 +86,7 @@ impl Verb for PowerCut {
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         let power = power_of(&entry)?;
-        service.check_unused(&entry, "cut off")?;
+        service.registry.check_unused(&entry, "cut off")?;
         if at.is_some() {
             check_visit(&entry)?;
         }

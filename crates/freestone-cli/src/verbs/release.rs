@@ -6,7 +6,8 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

@@ -7,8 +7,9 @@ use freestone::cow::MergeStatus;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

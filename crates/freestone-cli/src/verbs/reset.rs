@@ -7,8 +7,9 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, check_unrecorded, errno_of};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::Kind;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.
@@ -53,7 +54,7 @@ impl Verb for Reset {
                 return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
             }
         }
-        service.check_unused(&entry, "reset")?;
+        service.registry.check_unused(&entry, "reset")?;
         check_unrecorded(&entry, "reset")?;
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "reset")?;

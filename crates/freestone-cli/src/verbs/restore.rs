@@ -14,11 +14,12 @@ use serde_json::{Map, Value};
 use super::delta::absolute;
 use super::{Verb, words};
 use crate::build;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entries::{Entries, check_name};
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
-use crate::service::{Service, fault};
+use crate::refusal::Errno;
+use crate::service::Service;
 use crate::size::human;
 use crate::spec::{FAMILY_KEYS, KindSpec, LayerSpec, Spec};
 
@@ -141,7 +142,7 @@ impl Verb for Restore {
                     (_, Some(device)) => Base::Device(Arc::clone(device)),
                     (_, None) => unreachable!("a template is no base"),
                 };
-                (build::family_of(base, &service.registry).map_err(fault)?, vec![given])
+                (build::family_of(base, &service.registry)?, vec![given])
             }
             Some(base) => {
                 let key = params.family.keys().next().cloned().unwrap_or_default();
@@ -247,7 +248,7 @@ fn own_family(
             family.algorithm_params = format!("level={}", first.level);
         }
     }
-    build::new_family(name, &family, size, &service.registry).map_err(fault)
+    Ok(build::new_family(name, &family, size, &service.registry)?)
 }
 
 fn entry(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&Arc<Entry>>) -> Entry {

@@ -7,8 +7,9 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, check_unrecorded, errno_of};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::Kind;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.
@@ -48,7 +49,7 @@ impl Verb for Rewind {
             };
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
         };
-        service.check_unused(&entry, "rewound")?;
+        service.registry.check_unused(&entry, "rewound")?;
         check_unrecorded(&entry, "rewound")?;
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "rewind")?;

@@ -14,9 +14,10 @@ use serde::{Deserialize, Serialize};
 use super::delta::absolute;
 use super::foreground::Foreground;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
 use crate::error::Usage;
+use crate::refusal::Errno;
 use crate::service::Service;
 use crate::size::human;
 

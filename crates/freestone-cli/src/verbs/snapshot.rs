@@ -11,6 +11,7 @@ use super::{Verb, words};
 use crate::control::protocol::Fault;
 use crate::entries::Entries;
 use crate::error::Usage;
+use crate::merging;
 use crate::service::Service;
 use crate::size::human;
 use crate::spec::Spec;
@@ -163,11 +164,11 @@ impl Verb for Snapshot {
         let claim = service.claim_new(Self::METHOD, &specs)?;
         let made = service.snapshot(&claim, specs)?;
         for entry in &made {
-            if let Err(fault) = service.begin_merge(entry) {
+            if let Err(refusal) = merging::begin(&service.registry, entry) {
                 for entry in &made {
                     service.undo(&claim, entry);
                 }
-                return Err(fault);
+                return Err(refusal.into());
             }
         }
         let told = made.iter().map(|entry| Made {

@@ -12,7 +12,7 @@ use super::list::{Changed, Export, LOOK_MAX};
 use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::entry::{Entry, Kind};
-use crate::machine;
+use crate::process;
 use crate::service::Service;
 use crate::size::human;
 
@@ -40,7 +40,7 @@ impl Verb for Stat {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         file::look_now(LOOK_MAX);
-        let process = machine::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
+        let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
         if let Some(name) = params.name {
             // What is being restored has no name yet but its file's.
             if service.registry.find(&name).is_none()
@@ -79,7 +79,7 @@ impl Verb for Stat {
     }
 }
 
-fn device(service: &Service, entry: &Entry, process: Option<machine::ProcessMemory>) -> Result<Reply, Fault> {
+fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemory>) -> Result<Reply, Fault> {
     let mut reply = object(json!({
         "name": entry.name(),
         "kind": entry.kind_name(),

@@ -9,8 +9,9 @@ use freestone::ram;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

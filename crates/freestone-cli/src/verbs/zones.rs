@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::build::place;
-use crate::control::protocol::{Errno, Fault};
+use crate::control::protocol::Fault;
+use crate::refusal::Errno;
 use crate::service::Service;
 use crate::spec::{SECTOR_BYTES, parse_offset};
 

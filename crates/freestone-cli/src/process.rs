@@ -1,0 +1,50 @@
+//! What this process uses of memory, and how many files it may open.
+
+use std::fs;
+
+use anyhow::{Context as _, Result};
+use rustix::process::{Resource, Rlimit};
+use serde::{Deserialize, Serialize};
+
+use crate::machine::kib_line;
+
+/// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take more than the usual
+/// 1024. Returns the former soft limit, where it was changed.
+pub fn raise_open_files() -> Option<u64> {
+    let Rlimit { current, maximum } = rustix::process::getrlimit(Resource::Nofile);
+    let former = current?;
+    if maximum.is_some_and(|most| former >= most) {
+        return None;
+    }
+    // If that is refused, the limit is what it was.
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).ok()?;
+    Some(former)
+}
+
+/// Memory of this process as the kernel counts it, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessMemory {
+    /// Resident set.
+    pub rss_bytes: u64,
+    /// The same with every shared page divided by the number of its users.
+    pub pss_bytes: u64,
+}
+
+/// Reads `/proc/self/smaps_rollup`.
+pub fn process_memory() -> Result<ProcessMemory> {
+    let text =
+        fs::read_to_string("/proc/self/smaps_rollup").context("cannot read /proc/self/smaps_rollup")?;
+    let line = |key| kib_line(&text, key).with_context(|| format!("/proc/self/smaps_rollup has no {key}"));
+    Ok(ProcessMemory { rss_bytes: line("Rss:")?, pss_bytes: line("Pss:")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::process_memory;
+
+    #[test]
+    fn this_process_answers() {
+        let process = process_memory().unwrap();
+        assert!(process.pss_bytes > 0 && process.rss_bytes >= process.pss_bytes);
+    }
+}

@@ -1,0 +1,87 @@
+//! Why something is not done with a device.
+
+use std::fmt::Display;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Names of the errors a verb answers with, in `data.errno`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(clippy::upper_case_acronyms, reason = "the names of errno")]
+pub enum Errno {
+    /// A value that cannot be.
+    EINVAL,
+    /// No such device, or no backing device.
+    ENODEV,
+    /// The name is taken.
+    EEXIST,
+    /// In use, or fixed for the life of the device.
+    EBUSY,
+    /// This kind of device does not do that.
+    EOPNOTSUPP,
+    /// The device does not change.
+    EROFS,
+    /// The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.
+    EIO,
+    /// Nothing can listen at that address.
+    EADDRNOTAVAIL,
+    /// A limit of the server is reached, or no room on a disk.
+    ENOSPC,
+    /// What the device has under way does not end.
+    ETIMEDOUT,
+    /// A page that the device does not have.
+    ERANGE,
+    /// No memory.
+    ENOMEM,
+    /// Too many open zones.
+    ETOOMANYREFS,
+    /// Too many active zones.
+    EOVERFLOW,
+    /// The client went away, or the server ends.
+    ECANCELED,
+}
+
+/// Why something is not done: one sentence that names device and key.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{sentence}")]
+pub struct Refusal {
+    /// For programs.
+    pub errno: Errno,
+    /// For people.
+    pub sentence: String,
+    /// What was asked for cannot be meant; else it is about the machine, or the state of devices.
+    pub usage: bool,
+}
+
+impl Refusal {
+    /// It did not work out.
+    pub fn failed(errno: Errno, why: impl Display) -> Self {
+        Self { errno, sentence: why.to_string(), usage: false }
+    }
+
+    /// The values cannot be meant.
+    pub fn invalid(why: impl Display) -> Self {
+        Self { errno: Errno::EINVAL, sentence: why.to_string(), usage: true }
+    }
+
+    /// Names the device.
+    pub(crate) fn of(self, name: &str) -> Self {
+        Self { sentence: format!("{name}: {}", self.sentence), ..self }
+    }
+}
+
+/// What somebody typed may be in a sentence: whatever that was, it stays one line, and does nothing to a terminal.
+pub fn one_line(text: String) -> String {
+    if !text.contains(char::is_control) {
+        return text;
+    }
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() {
+            escaped.extend(c.escape_debug());
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
+}
