@@ -15,9 +15,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_nbd::Address;
+use freestone_spec::refusal::Errno;
 
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 use freestone::mutants::{self, Mutant};
 
 /// How long a verb waits for one that runs on the same device, counted from when that one began: so a long queue is no error,

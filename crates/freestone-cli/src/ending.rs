@@ -6,9 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Completion, Device, Error, IoBuf, Request};
+use freestone_spec::entry::{Entry, Kind};
 use tracing::error;
-
-use crate::entry::{Entry, Kind};
 
 /// How long the devices may take for that, all together.
 pub const FLUSH_MAX: Duration = Duration::from_secs(60);
@@ -164,9 +163,9 @@ mod tests {
     use freestone::device::{Buffer, Extent, Geometry, Result, Tried};
 
     use super::*;
-    use crate::build::build;
-    use crate::entry::NullData;
-    use crate::registry::Registry;
+    use freestone_spec::build::build;
+    use freestone_spec::entry::NullData;
+    use freestone_spec::registry::Registry;
 
     /// How often it is asked to flush, and what it says; `None` is nothing.
     struct Drive {

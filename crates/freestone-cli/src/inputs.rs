@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use freestone_nbd::{Limits, Server};
+use freestone_spec::spec::Spec;
 use serde_json::Value;
 
 use crate::control::protocol::Fault;
 use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
-use crate::spec::Spec;
 
 /// Devices behind a control socket that is not there.
 pub struct Control(Service);

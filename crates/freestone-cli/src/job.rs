@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use freestone_spec::refusal::Errno;
 use serde_json::{Value, json};
 
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 
 /// What is running, by device. Locked for a look or a change.
 #[derive(Default)]

@@ -1,41 +1,21 @@
-//! The program `freestone`: serves devices over NBD and controls a running server. As a library it is that program,
-//! and devices set up from the words of its command line for who drives them in-process.
+//! The program `freestone`: serves devices over NBD and controls a running server.
 
-mod advice;
-mod attrs;
-mod build;
 mod claims;
 mod cli;
-mod config;
 mod control;
 mod ending;
-mod entries;
-mod entry;
 mod error;
 mod exposure;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
-mod layers;
-mod machine;
-mod merging;
-mod notes;
-mod open;
 mod paths;
 mod process;
-mod readonly;
-mod refusal;
-mod registry;
 mod serve;
 mod service;
-mod shape;
-mod size;
-mod spec;
 mod template;
 mod until;
 mod verbs;
-#[doc(hidden)]
-pub mod written;
 
 use std::env;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -47,7 +27,6 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
-pub use open::{OpenError, Opened, open_device};
 use verbs::{ask, ask_long, delta};
 
 /// The whole program: reads the command line, does what it says, returns the exit status.

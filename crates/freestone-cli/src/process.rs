@@ -3,10 +3,9 @@
 use std::fs;
 
 use anyhow::{Context as _, Result};
+use freestone_spec::machine::kib_line;
 use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
-
-use crate::machine::kib_line;
 
 /// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take more than the usual
 /// 1024. Returns the former soft limit, where it was changed.

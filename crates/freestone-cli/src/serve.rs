@@ -17,20 +17,20 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
 use freestone_nbd::{Address, Limits, Server};
+use freestone_spec::config::{self, ConfigError, FileConfig};
+use freestone_spec::entries::Entries;
+use freestone_spec::merging;
+use freestone_spec::spec::{KindSpec, Spec};
 use tempfile::TempDir;
 use tracing::{info, warn};
 
-use crate::config::{self, ConfigError, FileConfig};
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::ending::{self, Closing};
-use crate::entries::Entries;
 use crate::error::Usage;
-use crate::merging;
 use crate::paths;
 use crate::process;
 use crate::service::Service;
-use crate::spec::{KindSpec, Spec};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 

@@ -6,20 +6,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
+use freestone_spec::build::{self, build};
+use freestone_spec::entries::nearest;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::merging;
+use freestone_spec::refusal::Errno;
+use freestone_spec::registry::Registry;
+use freestone_spec::spec::{CowPlace, KindSpec, Spec};
 use tracing::warn;
 
-use crate::build::{self, build};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::ending::Leaving;
-use crate::entries::nearest;
-use crate::entry::{Entry, Kind};
 use crate::exposure;
 use crate::job::Jobs;
-use crate::merging;
-use crate::refusal::Errno;
-use crate::registry::Registry;
-use crate::spec::{CowPlace, KindSpec, Spec};
 use crate::template;
 
 /// The state behind the control socket.

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use freestone_nbd::{Fresh, Make};
-
-use crate::build::fork_of;
-use crate::entry::{Entry, Kind};
-use crate::refusal::{Errno, Refusal};
-use crate::registry::{Refused, Registry};
-use crate::spec::{KindSpec, LayerSpec, Spec};
+use freestone_spec::build::fork_of;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::{Errno, Refusal};
+use freestone_spec::registry::{Refused, Registry};
+use freestone_spec::spec::{KindSpec, LayerSpec, Spec};
 
 /// What the NBD server calls for each connection to the template. The fork is among the devices, as `NAME@1` and so on,
 /// until the connection ends.

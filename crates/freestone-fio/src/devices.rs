@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use freestone::device::Device;
-use freestone_cli::{OpenError, Opened, open_device};
+use freestone_spec::{OpenError, Opened, open_device};
 
 /// The devices by their words. The lock is held while one is opened or ended, so that the same words never are two devices;
 /// nothing that is called under it takes it.

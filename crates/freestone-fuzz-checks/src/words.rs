@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 
-use freestone_cli::written::{Written, config_file, device_words};
+use freestone_spec::written::{Written, config_file, device_words};
 
 /// A sentence has lines only where what was written has them, which it repeats; TOML can write them in another way.
 fn assert_sentence(text: &str, written: &str) {

@@ -1,10 +1,9 @@
 //! JSON-RPC 2.0 as it is spoken here: messages, error codes, limits. (<https://www.jsonrpc.org/specification>)
 
+use freestone_spec::refusal::{Errno, Refusal, one_line};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
-
-use crate::refusal::{Errno, Refusal, one_line};
 
 /// Longest line in either direction of a request; longer ones are answered with an error and skipped.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
@@ -185,7 +184,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::{Call, Fault, MAX_BATCH_REQUESTS, Message, parse};
-    use crate::refusal::{Errno, Refusal};
+    use freestone_spec::refusal::{Errno, Refusal};
 
     fn single(text: &str) -> Call {
         match parse(text.as_bytes()) {

@@ -4,17 +4,17 @@ use std::env;
 use std::io::{self, Write};
 
 use clap::Args;
+use freestone_spec::entries::Entries;
+use freestone_spec::merging;
+use freestone_spec::size::human;
+use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use super::list::Export;
 use crate::control::protocol::Fault;
-use crate::entries::Entries;
 use crate::error::Usage;
-use crate::merging;
 use crate::service::Service;
-use crate::size::human;
-use crate::spec::Spec;
 
 /// The verb.
 pub struct Create;

@@ -11,18 +11,18 @@ use freestone::device::Device;
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, Changed, DeltaError};
 use freestone::replace::Replace;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
+use freestone_spec::spec::KindSpec;
 use serde::{Deserialize, Serialize};
 
 use super::foreground::Foreground;
 use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
 use crate::error::Usage;
 use crate::job::Job;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::size::human;
-use crate::spec::KindSpec;
 
 /// Runs that `show` lists.
 const ROWS_MAX: usize = 4096;

@@ -1,8 +1,9 @@
 //! Verbs that somebody waits for, and that end when nobody does.
 
+use freestone_spec::refusal::Errno;
+
 use crate::control::caller::Caller;
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// A verb in the foreground: it is over early where its client goes away or the server ends.

@@ -4,20 +4,20 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_nbd::Address;
+use freestone_spec::entries::Entries;
+use freestone_spec::entry::Entry;
+use freestone_spec::registry::MAX_DEVICES;
+use freestone_spec::size::human;
+use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::list::Export;
 use super::{Verb, words};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
-use crate::entries::Entries;
-use crate::entry::Entry;
 use crate::error::Usage;
 use crate::paths::parse_address;
-use crate::registry::MAX_DEVICES;
 use crate::service::Service;
-use crate::size::human;
-use crate::spec::Spec;
 
 /// Stands for the number of a fork, in its name and address.
 const NUMBER: &str = "%n";

@@ -9,14 +9,14 @@ use comfy_table::presets;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use freestone::file;
 use freestone_nbd::ExportInfo;
+use freestone_spec::attrs;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::attrs;
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
 use crate::service::Service;
-use crate::size::human;
 
 /// How long a look at the files of bases is waited for; after that, what the last one saw is shown.
 pub const LOOK_MAX: Duration = Duration::from_millis(200);

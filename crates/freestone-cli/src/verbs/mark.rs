@@ -4,11 +4,11 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::power::RecordError;
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use clap::Args;
 use freestone::cow::{MergeSetupError, MergeStatus, Status};
+use freestone_spec::attrs;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::attrs;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
 use crate::error::Usage;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// Bytes of a sector, dm's unit.

@@ -37,6 +37,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::{device, replace};
+use freestone_spec::entry::Entry;
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -44,11 +47,8 @@ use serde_json::{Map, Value, json};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::control::server::Handler;
-use crate::entry::Entry;
 use crate::error::Stdout;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::size::human;
 
 /// A verb of the control socket.
 pub trait Verb {

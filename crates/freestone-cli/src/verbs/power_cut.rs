@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::layers::CutError;
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
-use crate::layers::CutError;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

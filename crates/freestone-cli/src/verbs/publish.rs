@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
+use freestone_spec::entries::Entries;
+use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::entries::Entries;
 use crate::error::Usage;
 use crate::paths::parse_address;
 use crate::service::Service;
-use crate::spec::Spec;
 
 /// The verb.
 pub struct Publish;

@@ -4,15 +4,15 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::ram;
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
+use freestone_spec::spec::parse_algorithm;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::size::human;
-use crate::spec::parse_algorithm;
 
 /// The verb.
 pub struct Recompress;

@@ -3,11 +3,11 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

@@ -4,12 +4,12 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::cow::MergeStatus;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

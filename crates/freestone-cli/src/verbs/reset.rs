@@ -4,12 +4,12 @@ use std::io::{self, Write};
 use std::sync::atomic::Ordering;
 
 use clap::Args;
+use freestone_spec::entry::Kind;
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, check_unrecorded, errno_of};
 use crate::control::protocol::Fault;
-use crate::entry::Kind;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

@@ -8,20 +8,20 @@ use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Family, Ram};
 use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore};
+use freestone_spec::build;
+use freestone_spec::entries::{Entries, check_name};
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
+use freestone_spec::spec::{FAMILY_KEYS, KindSpec, LayerSpec, Spec};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::delta::absolute;
 use super::{Verb, words};
-use crate::build;
 use crate::control::protocol::Fault;
-use crate::entries::{Entries, check_name};
-use crate::entry::{Entry, Kind};
 use crate::error::Usage;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::size::human;
-use crate::spec::{FAMILY_KEYS, KindSpec, LayerSpec, Spec};
 
 /// The verb.
 pub struct Restore;

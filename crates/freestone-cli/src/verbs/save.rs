@@ -9,17 +9,17 @@ use clap::Args;
 use freestone::ram::Ram;
 use freestone::replace::Replace;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
 use super::foreground::Foreground;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
 use crate::error::Usage;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::size::human;
 
 /// The verb.
 pub struct Save;

@@ -3,11 +3,11 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use freestone_spec::attrs;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Verb;
-use crate::attrs;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::service::Service;

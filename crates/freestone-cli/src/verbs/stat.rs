@@ -4,17 +4,17 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::file;
+use freestone_spec::attrs;
+use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Verb;
 use super::list::{Changed, Export, LOOK_MAX};
-use crate::attrs;
 use crate::control::protocol::Fault;
-use crate::entry::{Entry, Kind};
 use crate::process;
 use crate::service::Service;
-use crate::size::human;
 
 /// The verb.
 pub struct Stat;

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::entries::nearest;
+use freestone_spec::entries::nearest;
+
 use crate::error::Usage;
 
 /// Takes the words of a verb apart; each key is one of `allowed`, once.

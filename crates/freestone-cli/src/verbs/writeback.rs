@@ -6,12 +6,12 @@ use std::ops::RangeInclusive;
 use clap::Args;
 use freestone::PAGE_BYTES;
 use freestone::ram;
+use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::refusal::Errno;
 use crate::service::Service;
 
 /// The verb.

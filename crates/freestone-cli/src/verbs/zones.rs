@@ -5,14 +5,14 @@ use std::io::{self, Write};
 use clap::{Args, ValueEnum};
 use freestone::device::Error;
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
+use freestone_spec::build::place;
+use freestone_spec::refusal::Errno;
+use freestone_spec::spec::{SECTOR_BYTES, parse_offset};
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
-use crate::build::place;
 use crate::control::protocol::Fault;
-use crate::refusal::Errno;
 use crate::service::Service;
-use crate::spec::{SECTOR_BYTES, parse_offset};
 
 /// Zones of one answer: what a line of JSON can bear.
 const ROWS_MAX: u64 = 65_536;

@@ -7,7 +7,6 @@ use thiserror::Error;
 
 /// Names of the errors a verb answers with, in `data.errno`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(clippy::upper_case_acronyms, reason = "the names of errno")]
 pub enum Errno {
     /// A value that cannot be.
     EINVAL,
