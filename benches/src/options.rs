@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
+use freestone::quantity::{self, Wrong};
 
 use crate::measure::Slices;
 
@@ -53,6 +54,11 @@ pub enum Set {
     Real,
 }
 
+/// Units of sizes. In T none is small enough.
+const UNITS: [(&str, u64); 3] = {
+    let [_, g, m, k] = quantity::SIZES;
+    [g, m, k]
+};
 /// Largest `--size`.
 const SIZE_GIB_MAX: u64 = 1024;
 const PAIRS_MAX: u32 = 10_000;
@@ -66,16 +72,10 @@ impl FromStr for Size {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let (digits, shift) = match text.char_indices().next_back() {
-            Some((at, 'K')) => (&text[..at], 10),
-            Some((at, 'M')) => (&text[..at], 20),
-            Some((at, 'G')) => (&text[..at], 30),
-            _ => bail!("a size is a number followed by K, M or G, such as 512M"),
-        };
-        let Ok(number) = digits.parse::<u64>() else { bail!("\"{digits}\" is not a whole number") };
-        match number.checked_mul(1 << shift) {
-            Some(bytes) if (1 << 20..=SIZE_GIB_MAX << 30).contains(&bytes) => Ok(Self(bytes)),
-            _ => bail!("a size is between 1M and {SIZE_GIB_MAX}G"),
+        match quantity::parse(text, &UNITS) {
+            Ok(bytes) if (1 << 20..=SIZE_GIB_MAX << 30).contains(&bytes) => Ok(Self(bytes)),
+            Ok(_) | Err(Wrong::Long | Wrong::Overflow) => bail!("a size is between 1M and {SIZE_GIB_MAX}G"),
+            Err(_) => bail!("a size is a whole number followed by K, M or G, such as 512M"),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices, [`zone`]s, [`faults`], loss of
-//! [`power`], and a layer that can be shut ([`quiesce`]).
+//! [`power`], and a layer that can be shut ([`quiesce`]). Their settings have sizes and times, as people type them ([`quantity`]).
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -9,6 +9,8 @@ pub mod faults;
 pub mod null;
 #[cfg(not(loom))]
 pub mod power;
+#[cfg(not(loom))]
+pub mod quantity;
 #[cfg(not(loom))]
 pub mod quiesce;
 #[cfg(not(loom))]

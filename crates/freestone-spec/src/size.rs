@@ -1,9 +1,7 @@
 //! Sizes as a user types and reads them: a whole number with K, M, G or T, 1024-based.
 
+use freestone::quantity::{self, SIZES, Wrong};
 use thiserror::Error;
-
-/// Units from large to small: letter, bytes.
-const UNITS: [(char, u64); 4] = [('T', 1 << 40), ('G', 1 << 30), ('M', 1 << 20), ('K', 1 << 10)];
 
 /// A bare number from here on is taken for a number of bytes when a suggestion is made, below it for MiB.
 const LOOKS_LIKE_BYTES: u64 = 1 << 20;
@@ -45,34 +43,19 @@ fn maybe(text: Option<&str>) -> String {
 
 /// Parses a size of at least one unit, in bytes.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
-    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    if text.is_empty() {
-        return Err(SizeError::Empty);
+    match quantity::parse(text, &SIZES) {
+        Ok(0) | Err(Wrong::Bare(0)) => Err(SizeError::Zero),
+        Ok(bytes) => Ok(bytes),
+        Err(Wrong::NoNumber) if text.is_empty() => Err(SizeError::Empty),
+        Err(Wrong::NoNumber) => Err(SizeError::NotANumber),
+        Err(Wrong::Bare(number)) => Err(meant(number).map_or(SizeError::Overflow, SizeError::Bare)),
+        Err(Wrong::Unit { digits, number, unit }) => Err(match unit.strip_prefix(['.', ',']) {
+            Some(fraction) => SizeError::Fraction(whole(digits, fraction)),
+            None if number.is_none() => SizeError::Overflow,
+            None => SizeError::Unit { unit: unit.into(), hint: nearby(digits, unit) },
+        }),
+        Err(Wrong::Long | Wrong::Overflow) => Err(SizeError::Overflow),
     }
-    if digits.is_empty() {
-        return Err(SizeError::NotANumber);
-    }
-    if let Some(fraction) = unit.strip_prefix(['.', ',']) {
-        return Err(SizeError::Fraction(whole(digits, fraction)));
-    }
-    let bytes = scale(digits, unit)?;
-    if bytes == 0 { Err(SizeError::Zero) } else { Ok(bytes) }
-}
-
-fn scale(digits: &str, unit: &str) -> Result<u64, SizeError> {
-    let number: u64 = digits.parse().map_err(|_| SizeError::Overflow)?;
-    match unit_bytes(unit) {
-        Some(factor) => number.checked_mul(factor).ok_or(SizeError::Overflow),
-        None if unit.is_empty() && number == 0 => Ok(0),
-        None if unit.is_empty() => Err(meant(number).map_or(SizeError::Overflow, SizeError::Bare)),
-        None => Err(SizeError::Unit { unit: unit.into(), hint: nearby(digits, unit) }),
-    }
-}
-
-fn unit_bytes(unit: &str) -> Option<u64> {
-    let mut letters = unit.chars();
-    let letter = letters.next()?.to_ascii_uppercase();
-    letters.next().is_none().then(|| UNITS.iter().find(|(l, _)| *l == letter).map(|(_, n)| *n))?
 }
 
 /// What a bare number was probably meant to be.
@@ -88,13 +71,13 @@ fn meant(number: u64) -> Option<String> {
 fn nearby(digits: &str, unit: &str) -> Option<String> {
     let upper = unit.to_ascii_uppercase();
     let letter = upper.strip_suffix("IB").or_else(|| upper.strip_suffix('B'))?;
-    unit_bytes(letter).map(|_| format!("{digits}{letter}"))
+    quantity::factor(letter, &SIZES).map(|_| format!("{digits}{letter}"))
 }
 
 /// 1.5G is 1536M: the same size in a smaller unit, where there is one.
 fn whole(digits: &str, fraction: &str) -> Option<String> {
     let (tail, unit) = fraction.split_at(fraction.find(|c: char| !c.is_ascii_digit())?);
-    let factor = u128::from(unit_bytes(unit)?);
+    let factor = u128::from(quantity::factor(unit, &SIZES)?);
     // Longer numbers are nobody's size.
     if digits.len() > 6 || tail.is_empty() || tail.len() > 9 {
         return None;
@@ -107,15 +90,15 @@ fn whole(digits: &str, fraction: &str) -> Option<String> {
 
 /// A size as it can be typed again: the largest unit that divides it, else bytes with a `B`.
 pub fn exact(bytes: u64) -> String {
-    match UNITS.iter().find(|(_, n)| bytes != 0 && bytes.is_multiple_of(*n)) {
-        Some((letter, n)) => format!("{}{letter}", bytes / n),
+    match quantity::largest(bytes, &SIZES) {
+        Some((number, letter)) => format!("{number}{letter}"),
         None => format!("{bytes}B"),
     }
 }
 
 /// A size for people, as zramctl shows it: at most one decimal, `1.2G`, `512M`, `74B`.
 pub fn human(bytes: u64) -> String {
-    let Some((letter, n)) = UNITS.iter().find(|(_, n)| bytes >= *n) else {
+    let Some((letter, n)) = SIZES.iter().find(|(_, n)| bytes >= *n) else {
         return format!("{bytes}B");
     };
     let tenths = u128::from(bytes) * 10 / u128::from(*n);

@@ -10,6 +10,6 @@ struct Readme;
 
 pub use freestone_core::{PAGE_BYTES, consistency_group, device, mutants, replace};
 pub use freestone_cow::cow;
-pub use freestone_drive::{faults, null, power, quiesce, zone};
+pub use freestone_drive::{faults, null, power, quantity, quiesce, zone};
 pub use freestone_image::{file, qcow2};
 pub use freestone_ram::{codec, ram, save};

@@ -6,9 +6,13 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::rules::{Chance, DELAY_SECONDS_MAX, NTH_MAX, Range};
+use crate::quantity::{self, Wrong};
 
-/// Units of sizes, from large to small: letter, bytes.
-const SIZES: [(&str, u64); 5] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("B", 1)];
+/// Units of sizes; here bytes have one, too.
+const SIZES: [(&str, u64); 5] = {
+    let [t, g, m, k] = quantity::SIZES;
+    [t, g, m, k, ("B", 1)]
+};
 /// Units of times, from large to small: name, nanoseconds.
 const TIMES: [(&str, u64); 4] = [("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1000), ("ns", 1)];
 const DELAY_NANOS_MAX: u64 = DELAY_SECONDS_MAX * 1_000_000_000;
@@ -62,33 +66,23 @@ pub(super) fn range(text: &str) -> Result<Range, QuantityError> {
 }
 
 fn size(text: &str) -> Result<u64, QuantityError> {
-    let bad = || QuantityError::Size(text.into());
-    match with_unit(text, &SIZES) {
-        Some((0, "", _)) => Ok(0),
-        Some((_, "", _)) => Err(QuantityError::BareSize(text.into())),
-        Some((number, _, Some(unit))) => number.checked_mul(unit).ok_or(QuantityError::TooFar),
-        Some((_, _, None)) | None => Err(bad()),
+    match quantity::parse(text, &SIZES) {
+        Ok(bytes) => Ok(bytes),
+        Err(Wrong::Bare(0)) => Ok(0),
+        Err(Wrong::Bare(_)) => Err(QuantityError::BareSize(text.into())),
+        Err(Wrong::Overflow) => Err(QuantityError::TooFar),
+        Err(Wrong::NoNumber | Wrong::Long | Wrong::Unit { .. }) => Err(QuantityError::Size(text.into())),
     }
 }
 
 /// `20ms`.
 pub(super) fn delay(text: &str) -> Result<Duration, QuantityError> {
-    match with_unit(text, &TIMES) {
-        Some((_, "", _)) => Err(QuantityError::BareTime(text.into())),
-        Some((number, _, Some(unit))) => {
-            let nanos = number.checked_mul(unit).filter(|nanos| (1..=DELAY_NANOS_MAX).contains(nanos));
-            nanos.map(Duration::from_nanos).ok_or(QuantityError::Delay)
-        }
-        Some((_, _, None)) | None => Err(QuantityError::Time(text.into())),
+    match quantity::parse(text, &TIMES) {
+        Ok(nanos) if (1..=DELAY_NANOS_MAX).contains(&nanos) => Ok(Duration::from_nanos(nanos)),
+        Ok(_) | Err(Wrong::Overflow) => Err(QuantityError::Delay),
+        Err(Wrong::Bare(_)) => Err(QuantityError::BareTime(text.into())),
+        Err(Wrong::NoNumber | Wrong::Long | Wrong::Unit { .. }) => Err(QuantityError::Time(text.into())),
     }
-}
-
-/// A whole number, the word behind it, and what that stands for.
-fn with_unit<'a>(text: &'a str, units: &[(&str, u64)]) -> Option<(u64, &'a str, Option<u64>)> {
-    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    let number = digits.parse().ok()?;
-    let known = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
-    Some((number, unit, known.map(|(_, value)| *value)))
 }
 
 /// `1%`, `0.5%`, `1/1000`, `0.01`.
@@ -147,8 +141,8 @@ impl fmt::Display for Range {
 }
 
 fn write_size(bytes: u64, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    match SIZES.iter().find(|(_, unit)| bytes != 0 && bytes.is_multiple_of(*unit)) {
-        Some((name, unit)) => write!(f, "{}{name}", bytes / unit),
+    match quantity::largest(bytes, &SIZES) {
+        Some((number, unit)) => write!(f, "{number}{unit}"),
         None => f.write_str("0"),
     }
 }
@@ -156,8 +150,9 @@ fn write_size(bytes: u64, f: &mut fmt::Formatter<'_>) -> fmt::Result {
 /// Writes a time in the largest unit that divides it.
 pub(super) fn write_delay(delay: Duration, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let nanos = delay.as_nanos() as u64;
-    let (name, unit) = TIMES.into_iter().find(|(_, unit)| nanos.is_multiple_of(*unit)).unwrap_or(("ns", 1));
-    write!(f, "{}{name}", nanos / unit)
+    // Rules have no delay of 0.
+    let (number, unit) = quantity::largest(nanos, &TIMES).unwrap_or((nanos, "ns"));
+    write!(f, "{number}{unit}")
 }
 
 impl fmt::Display for Chance {
