@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Completion, Device, Error, IoBuf, Request};
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds::Entry;
 use tracing::error;
 
 /// How long the devices may take for that, all together.
@@ -65,11 +65,11 @@ fn flushed(entry: &Entry) -> Option<Arc<dyn Device>> {
     if entry.is_read_only() {
         return None;
     }
-    match (&entry.kind, &entry.layers.quiesce) {
+    match (entry.kind.cow(), &entry.layers.quiesce) {
         // What it has answered is on its COW device. Where that holds anything back it is one of the others.
-        (Kind::Cow(_), _) => None,
-        (_, Some(quiesce)) => Some(Arc::clone(quiesce) as _),
-        (_, None) => entry.device().cloned(),
+        (Some(_), _) => None,
+        (None, Some(quiesce)) => Some(Arc::clone(quiesce) as _),
+        (None, None) => entry.device().cloned(),
     }
 }
 
@@ -80,14 +80,7 @@ pub struct Closing(Vec<(String, Weak<dyn Device>)>);
 impl Closing {
     /// Of these devices.
     pub fn of(entries: &[Arc<Entry>]) -> Self {
-        let closes = |entry: &Arc<Entry>| {
-            let device: Weak<dyn Device> = match &entry.kind {
-                Kind::File(file, Some(_)) => Arc::downgrade(file) as _,
-                Kind::Cow(snapshot) => Arc::downgrade(snapshot.cow()),
-                _ => return None,
-            };
-            Some((entry.name().to_owned(), device))
-        };
+        let closes = |entry: &Arc<Entry>| Some((entry.name().to_owned(), entry.kind.closes()?));
         Self(entries.iter().filter_map(closes).collect())
     }
 
@@ -163,9 +156,9 @@ mod tests {
     use freestone::device::{Buffer, Extent, Geometry, Result, Tried};
 
     use super::*;
-    use freestone_spec::build::build;
-    use freestone_spec::entry::NullData;
-    use freestone_spec::registry::Registry;
+    use freestone_spec::kinds::NullData;
+    use freestone_spec::kinds::build;
+    use freestone_spec::kinds::registry::Registry;
 
     /// How often it is asked to flush, and what it says; `None` is nothing.
     struct Drive {
@@ -203,7 +196,7 @@ mod tests {
         let below = Arc::clone(null.device().unwrap());
         let drive = Arc::new(Drive { below, says, asked: 0.into(), unanswered: Mutex::default() });
         let device = Some(Arc::clone(&drive) as _);
-        let entry = Entry::new(null.spec.clone(), Kind::Null(NullData::Nothing), device, Vec::new());
+        let entry = Entry::new(null.spec.clone(), Box::new(NullData::Nothing), device, Vec::new());
         (drive, Arc::new(entry))
     }
 

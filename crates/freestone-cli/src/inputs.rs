@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use freestone_nbd::{Limits, Server};
-use freestone_spec::spec::Spec;
+use freestone_spec::kinds::Spec;
 use serde_json::Value;
 
 use crate::control::protocol::Fault;

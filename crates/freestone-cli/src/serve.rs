@@ -19,8 +19,7 @@ use freestone::replace;
 use freestone_nbd::{Address, Limits, Server};
 use freestone_spec::config::{self, ConfigError, FileConfig};
 use freestone_spec::entries::Entries;
-use freestone_spec::merging;
-use freestone_spec::spec::{KindSpec, Spec};
+use freestone_spec::kinds::Spec;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
@@ -208,7 +207,7 @@ impl Running {
             }
             // All snapshots are open, and nobody sees an origin yet.
             for entry in service.registry.all() {
-                merging::begin(&service.registry, &entry)?;
+                entry.kind.begin_merge(&entry, &service.registry)?;
             }
             for address in &addresses {
                 if let Address::Unix(path) = service.listen_home(address)? {
@@ -331,7 +330,7 @@ fn at_once(status: i32) -> ! {
 fn tell_left(service: &Service) {
     let mut looked = HashSet::new();
     for entry in service.registry.all() {
-        if let KindSpec::File { path, .. } | KindSpec::Qcow2 { path, .. } = &entry.spec.kind
+        if let Some((path, _)) = entry.spec.kind.image()
             && looked.insert(path.parent().map(Path::to_owned))
         {
             verbs::left_behind(path);

@@ -6,13 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Ram;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
-use freestone_spec::build::{self, build};
 use freestone_spec::entries::nearest;
-use freestone_spec::entry::{Entry, Kind};
-use freestone_spec::merging;
+use freestone_spec::kinds::registry::Registry;
+use freestone_spec::kinds::{self, CowPlace, Entry, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
-use freestone_spec::registry::Registry;
-use freestone_spec::spec::{CowPlace, KindSpec, Spec};
 use tracing::warn;
 
 use crate::claims::{Claim, Claims};
@@ -95,18 +92,8 @@ impl Service {
         let (mut own, mut shared) = (Vec::new(), Vec::new());
         for spec in specs {
             own.push(spec.name.as_str());
-            match &spec.kind {
-                // It must not be rewound, merged or published meanwhile.
-                KindSpec::Snapshot(snapshot) => {
-                    own.push(&snapshot.origin);
-                    if let Some(CowPlace::Device(cow)) = snapshot.cow.as_ref().map(|cow| &cow.place) {
-                        own.push(cow);
-                    }
-                }
-                KindSpec::Fork(fork) => shared.push(fork.base.as_str()),
-                KindSpec::Template(template) => shared.push(template.fork.base.as_str()),
-                _ => {}
-            }
+            own.extend(spec.kind.changes());
+            shared.extend(spec.kind.fork().map(|fork| fork.base.as_str()));
         }
         self.claims.devices(verb, &own, &shared)
     }
@@ -130,7 +117,7 @@ impl Service {
     pub fn find_ram(&self, name: &str, can: &str) -> Result<Arc<Ram>, Fault> {
         let entry = self.find(name)?;
         let only = || Fault::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}"));
-        entry.ram().cloned().ok_or_else(only)
+        entry.kind.ram().cloned().ok_or_else(only)
     }
 
     // ---- coming and going ------------------------------------------------------------------------------------------
@@ -162,7 +149,7 @@ impl Service {
         if same && found.template.is_none() {
             return Ok((found, false));
         }
-        let (name, kind) = (found.name(), found.kind_name());
+        let (name, kind) = (found.name(), found.kind.name());
         let other = format!("{name}: a {kind} device of that name exists, and was made with other settings");
         Err(Fault::failed(Errno::EEXIST, other))
     }
@@ -176,7 +163,7 @@ impl Service {
             }
             self.check_new(spec)?;
         }
-        let made = build::snapshots(specs, &self.registry)?;
+        let made = kinds::snapshots(specs, &self.registry)?;
         let made: Vec<_> = made.into_iter().map(Arc::new).collect();
         for (index, entry) in made.iter().enumerate() {
             if let Err(fault) = self.add(entry) {
@@ -276,7 +263,7 @@ impl Service {
     ) -> Result<Address, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
-        merging::check_whole(entry)?;
+        entry.kind.check_whole(entry.name())?;
         if let Some(snapshot) = self.copies_for(entry) {
             let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
             return Err(Fault::failed(Errno::EBUSY, why));
@@ -326,7 +313,7 @@ impl Service {
         read_only: bool,
         default: bool,
     ) -> Result<(), PublishError> {
-        let description = format!("freestone {} device", entry.kind_name());
+        let description = format!("freestone {} device", entry.kind.name());
         let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
         let read_only = read_only || entry.is_read_only();
         let export = ExportOptions { read_only, default, without_fua, description };
@@ -432,7 +419,7 @@ impl Service {
 
     /// The snapshot whose copies a device holds.
     fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
-        if !matches!(entry.kind, Kind::Ram(_) | Kind::Fork(_) | Kind::File(_, Some(_))) {
+        if !entry.kind.takes_copies() {
             return None;
         }
         let users = self.registry.users(entry)?;

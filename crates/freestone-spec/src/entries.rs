@@ -1,5 +1,5 @@
 //! The syntax of a device: `NAME=KIND[,key=value]...`, a comma inside a value written twice. What the keys mean
-//! is in [`spec`](crate::spec).
+//! is in [`kinds`](crate::kinds).
 
 use std::fmt;
 use std::path::Path;

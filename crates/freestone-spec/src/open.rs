@@ -7,13 +7,10 @@ use std::sync::Arc;
 use freestone::device::Device;
 use thiserror::Error;
 
-use crate::build::build;
 use crate::entries::Entries;
-use crate::entry::Entry;
-use crate::merging;
+use crate::kinds::registry::Registry;
+use crate::kinds::{Entry, Spec, build};
 use crate::refusal::{Errno, Refusal, one_line};
-use crate::registry::Registry;
-use crate::spec::Spec;
 
 /// Why there is no device: one sentence for the user, as `freestone serve` prints it.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -75,8 +72,8 @@ fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<Option<Arc<Entry>>, R
         last = Some(entry);
     }
     for entry in registry.all() {
-        merging::begin(registry, &entry)?;
-        merging::check_whole(&entry)?;
+        entry.kind.begin_merge(&entry, registry)?;
+        entry.kind.check_whole(entry.name())?;
     }
     Ok(last)
 }

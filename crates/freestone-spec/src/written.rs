@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::config;
 use crate::entries::Entries;
-use crate::spec::Spec;
+use crate::kinds::Spec;
 
 /// A device as it was written: name, kind, keys and values.
 pub type Written = (String, String, Vec<(String, String)>);

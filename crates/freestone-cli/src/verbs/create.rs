@@ -5,9 +5,8 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_spec::entries::Entries;
-use freestone_spec::merging;
+use freestone_spec::kinds::Spec;
 use freestone_spec::size::human;
-use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
@@ -74,14 +73,14 @@ impl Verb for Create {
         } else {
             (service.create(&claim, spec, publish)?, true)
         };
-        if created && let Err(refusal) = merging::begin(&service.registry, &entry) {
+        if created && let Err(refusal) = entry.kind.begin_merge(&entry, &service.registry) {
             service.undo(&claim, &entry);
             return Err(refusal.into());
         }
         drop(claim);
         Ok(Reply {
             name: entry.name().to_owned(),
-            kind: entry.kind_name().to_owned(),
+            kind: entry.kind.name().to_owned(),
             disksize: entry.size(),
             created,
             seed: entry.layers.seed_is_random.then_some(entry.layers.seed),

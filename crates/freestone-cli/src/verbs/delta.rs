@@ -11,10 +11,10 @@ use freestone::device::Device;
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, Changed, DeltaError};
 use freestone::replace::Replace;
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds::Entry;
+use freestone_spec::kinds::KindSpec;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
-use freestone_spec::spec::KindSpec;
 use serde::{Deserialize, Serialize};
 
 use super::foreground::Foreground;
@@ -147,7 +147,7 @@ impl Verb for Show {
         });
         let summary = summary.map_err(|error| failed(&name, "show", &error))?;
         Ok(Shown {
-            base: entry.below().map(str::to_owned),
+            base: entry.spec.kind.below().map(str::to_owned),
             bytes: summary.bytes,
             zero_bytes: summary.zero_bytes,
             extents: summary.extents,
@@ -260,8 +260,8 @@ impl Verb for Apply {
     fn run(service: &Service, params: ApplyParams) -> Result<Applied, Fault> {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;
-        let Kind::Fork(fork) = &entry.kind else {
-            let why = format!("{name}: delta apply: a {} device is not a fork", entry.kind_name());
+        let Some(fork) = entry.kind.fork() else {
+            let why = format!("{name}: delta apply: a {} device is not a fork", entry.kind.name());
             return Err(Fault::failed(Errno::EOPNOTSUPP, why));
         };
         let (base, _) = base_file(&entry, "apply")?;
@@ -307,33 +307,32 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
     check_bare(entry, "looked into")?;
     let job = service.jobs.begin(name, verb)?;
     let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
-    match (&entry.kind, entry.device()) {
-        (Kind::Fork(fork), _) => {
+    let (fork, snapshot) = (entry.kind.fork(), entry.kind.memory_snapshot());
+    match (fork, snapshot, entry.device()) {
+        (Some(fork), _, _) => {
             let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
             let device = device.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
             Ok(Looked { device: Arc::new(device), job, _origin: None })
         }
-        (Kind::Snapshot(snapshot), _) if !entry.needs().is_empty() => {
+        (None, Some(snapshot), _) if !entry.needs().is_empty() => {
             let origin = entry.origin.as_ref();
             let origin = origin.and_then(|(origin, rewinds)| Some((origin.upgrade()?, *rewinds)));
             let lost =
                 "the fork that it is a snapshot of was removed or rewound; save such a delta before that";
             let Some((origin, rewinds)) = origin else { return refuse(Errno::ENODEV, lost) };
             let held = service.jobs.begin(origin.name(), verb)?;
-            match &origin.kind {
-                Kind::Fork(_) if origin.rewinds.load(Ordering::SeqCst) == rewinds => {
-                    let device = snapshot.over_base();
-                    let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
-                    Ok(Looked { device: Arc::new(device), job, _origin: Some(held) })
-                }
-                _ => refuse(Errno::ENODEV, lost),
+            if origin.kind.fork().is_none() || origin.rewinds.load(Ordering::SeqCst) != rewinds {
+                return refuse(Errno::ENODEV, lost);
             }
+            let device = snapshot.over_base();
+            let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
+            Ok(Looked { device: Arc::new(device), job, _origin: Some(held) })
         }
-        (Kind::Snapshot(_) | Kind::Cow(_), Some(device)) => {
+        (None, in_memory, Some(device)) if in_memory.is_some() || entry.kind.cow().is_some() => {
             Ok(Looked { device: Arc::clone(device), job, _origin: None })
         }
         _ => {
-            let kind = entry.kind_name();
+            let kind = entry.kind.name();
             let why = format!("a {kind} device holds nothing over a base; forks and snapshots do");
             refuse(Errno::EOPNOTSUPP, &why)
         }
@@ -343,19 +342,16 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
 /// The file that a fork of it, or a snapshot of such a fork, stands on.
 fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), Fault> {
     // The one thing that both stand on. What was restored may stand on a snapshot that was in the file.
-    let base = match (&entry.kind, entry.needs()) {
-        _ if matches!(entry.spec.kind, KindSpec::Restored { .. }) => None,
-        (Kind::Fork(_) | Kind::Snapshot(_), [base]) => Some(base),
+    let is_over = entry.kind.fork().or(entry.kind.memory_snapshot()).is_some();
+    let base = match entry.needs() {
+        [base] if is_over && !matches!(entry.spec.kind, KindSpec::Restored(_)) => Some(base),
         _ => None,
     };
-    match base.map(|base| &base.spec.kind) {
-        Some(KindSpec::File { path, .. }) => Ok((path.clone(), Format::Raw)),
-        Some(KindSpec::Qcow2 { path, .. }) => Ok((path.clone(), Format::Qcow2)),
-        _ => {
-            let why = "only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
-            Err(Fault::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name())))
-        }
-    }
+    let image = base.and_then(|base| base.spec.kind.image());
+    image.map(|(path, format)| (path.to_owned(), format)).ok_or_else(|| {
+        let why = "only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
+        Fault::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name()))
+    })
 }
 
 fn failed(name: &str, verb: &str, error: &DeltaError) -> Fault {

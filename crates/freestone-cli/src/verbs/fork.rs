@@ -5,10 +5,10 @@ use std::io::{self, Write};
 use clap::Args;
 use freestone_nbd::Address;
 use freestone_spec::entries::Entries;
-use freestone_spec::entry::Entry;
-use freestone_spec::registry::MAX_DEVICES;
+use freestone_spec::kinds::Entry;
+use freestone_spec::kinds::Spec;
+use freestone_spec::kinds::registry::MAX_DEVICES;
 use freestone_spec::size::human;
-use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::list::Export;
@@ -210,7 +210,7 @@ impl Verb for Fork {
         }
         let told = |(entry, created): &(std::sync::Arc<Entry>, bool)| Made {
             name: entry.name().to_owned(),
-            kind: entry.kind_name().to_owned(),
+            kind: entry.kind.name().to_owned(),
             base: params.base.clone(),
             disksize: entry.size(),
             created: *created,

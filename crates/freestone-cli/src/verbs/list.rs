@@ -9,8 +9,8 @@ use comfy_table::presets;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use freestone::file;
 use freestone_nbd::ExportInfo;
-use freestone_spec::attrs;
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds;
+use freestone_spec::kinds::Entry;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
@@ -79,7 +79,7 @@ pub struct Changed {
 impl Changed {
     /// Of a base, as of the last look.
     pub fn of(entry: &Entry) -> Option<Self> {
-        entry.changed().map(|(file, how)| Self { file, how: how.to_string() })
+        entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() })
     }
 }
 
@@ -176,7 +176,7 @@ const HEADER: [&str; 13] = [
 const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
 fn row(entry: &Entry, service: &Service) -> Row {
-    let ram = entry.ram().map(|ram| {
+    let ram = entry.kind.ram().map(|ram| {
         let stat = ram.mm_stat();
         RamRow {
             orig_data_size: stat.orig_data_size,
@@ -188,19 +188,13 @@ fn row(entry: &Entry, service: &Service) -> Row {
             same_pages: stat.same_pages,
         }
     });
-    let status = match &entry.kind {
-        Kind::Cow(snapshot) => Some(snapshot.status().to_string()),
-        _ => None,
-    };
-    let merge = match &entry.kind {
-        Kind::Cow(snapshot) => attrs::merge(&snapshot.merge_status()),
-        _ => None,
-    };
+    let status = entry.kind.cow().map(|snapshot| snapshot.status().to_string());
+    let merge = entry.kind.cow().and_then(|snapshot| kinds::merge(&snapshot.merge_status()));
     Row {
         name: entry.name().to_owned(),
-        kind: entry.kind_name().to_owned(),
+        kind: entry.kind.name().to_owned(),
         disksize: entry.size(),
-        base: entry.below().map(str::to_owned),
+        base: entry.spec.kind.below().map(str::to_owned),
         template: entry.template.clone(),
         status,
         changed: Changed::of(entry),

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use clap::Args;
 use freestone::cow::{MergeSetupError, MergeStatus, Status};
-use freestone_spec::attrs;
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds;
+use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -77,7 +77,7 @@ pub struct Reply {
 fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>), Fault> {
     let found = service.find(name)?;
     let mut names = vec![name];
-    if let (Kind::Cow(_), Some(origin)) = (&found.kind, found.below()) {
+    if let (Some(_), Some(origin)) = (found.kind.cow(), found.spec.kind.below()) {
         names.push(origin);
     }
     let claim = service.claim_all(Merge::METHOD, &names)?;
@@ -101,14 +101,14 @@ impl Verb for Merge {
         let failed = |errno, why: String| Fault::failed(errno, format!("{name}: merge: {why}"));
         let (entry, origin) = {
             let (_claim, entry) = claim(service, &name)?;
-            let Kind::Cow(snapshot) = &entry.kind else {
-                let why = match &entry.kind {
-                    Kind::Snapshot(_) => "a snapshot in memory is not merged; fork it".to_owned(),
-                    _ => format!("a {} device is no snapshot of a file", entry.kind_name()),
+            let Some(snapshot) = entry.kind.cow() else {
+                let why = match entry.kind.memory_snapshot() {
+                    Some(_) => "a snapshot in memory is not merged; fork it".to_owned(),
+                    None => format!("a {} device is no snapshot of a file", entry.kind.name()),
                 };
                 return Err(failed(Errno::EOPNOTSUPP, why));
             };
-            let origin = entry.below().unwrap_or_default().to_owned();
+            let origin = entry.spec.kind.below().unwrap_or_default().to_owned();
             // What they show would change with the origin.
             service.registry.check_unused(&entry, "merged")?;
             if !params.force && snapshot.merge_status() == MergeStatus::None {
@@ -125,7 +125,7 @@ impl Verb for Merge {
             })?;
             (entry, origin)
         };
-        let Kind::Cow(snapshot) = &entry.kind else { unreachable!("looked at above") };
+        let Some(snapshot) = entry.kind.cow() else { unreachable!("looked at above") };
         if !params.background {
             let job = service.jobs.begin(&name, "merge")?;
             let left = || match snapshot.status() {
@@ -148,7 +148,7 @@ impl Verb for Merge {
                 return Err(failed(Errno::EBUSY, "was stopped; the same command goes on with it".into()));
             }
         }
-        let merge = attrs::merge(&status).and_then(|text| text.as_str().map(str::to_owned));
+        let merge = kinds::merge(&status).and_then(|text| text.as_str().map(str::to_owned));
         let status = snapshot.status().to_string();
         Ok(Reply { name, origin, merge: merge.unwrap_or_default(), status })
     }

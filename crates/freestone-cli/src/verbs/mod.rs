@@ -37,7 +37,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::{device, replace};
-use freestone_spec::entry::Entry;
+use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::Serialize;

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::layers::CutError;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
@@ -60,12 +60,12 @@ fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
     let name = entry.name();
     let power = entry.layers.power.as_ref().filter(|_| entry.layers.can_cut);
     power.ok_or_else(|| {
-        let why = match &entry.kind {
-            Kind::Null(_) => "create it with memory_backed=1 and power_cut=yes or cache_size=SIZE",
-            Kind::Ram(_) | Kind::Fork(_) | Kind::File(_, Some(_)) => "create it with power_cut=yes",
-            _ => {
-                "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
-            }
+        let why = if matches!(entry.spec.kind, KindSpec::Null(_)) {
+            "create it with memory_backed=1 and power_cut=yes or cache_size=SIZE"
+        } else if entry.kind.takes_copies() {
+            "create it with power_cut=yes"
+        } else {
+            "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
         };
         Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}"))
     })
@@ -97,7 +97,7 @@ impl Verb for PowerCut {
             None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
             Some(at) => {
                 entry.rewinds.fetch_add(1, Ordering::SeqCst);
-                let below = || entry.wipe_data(false);
+                let below = || entry.kind.wipe(false);
                 layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
             }
         });
@@ -161,12 +161,12 @@ fn check_visit(entry: &Entry) -> Result<(), Fault> {
     if entry.layers.zones.is_some() {
         return refuse("the log has no conditions of zones, so a zoned device cannot go back");
     }
-    match &entry.kind {
-        Kind::Ram(_) | Kind::Null(_) | Kind::Fork(_) => Ok(()),
-        _ => refuse(
-            "a file does not go back to what it was when the recording began; make the file readonly=yes and record a fork of it",
-        ),
+    if entry.kind.can_wipe() {
+        return Ok(());
     }
+    refuse(
+        "a file does not go back to what it was when the recording began; make the file readonly=yes and record a fork of it",
+    )
 }
 
 fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 use freestone_nbd::Address;
 use freestone_spec::entries::Entries;
-use freestone_spec::spec::Spec;
+use freestone_spec::kinds::Spec;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;

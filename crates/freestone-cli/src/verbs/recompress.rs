@@ -4,9 +4,9 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::ram;
+use freestone_spec::keys::parse_algorithm;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
-use freestone_spec::spec::parse_algorithm;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;

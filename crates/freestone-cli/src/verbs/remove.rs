@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone::cow::MergeStatus;
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -29,11 +29,11 @@ pub struct Params {
 
 /// Refuses to forget a snapshot that is half in its origin.
 fn check_merged(entry: &Entry) -> Result<(), Fault> {
-    let (Kind::Cow(snapshot), name) = (&entry.kind, entry.name()) else { return Ok(()) };
+    let (Some(snapshot), name) = (entry.kind.cow(), entry.name()) else { return Ok(()) };
     match snapshot.merge_status() {
         MergeStatus::None | MergeStatus::Finished => Ok(()),
         _ => {
-            let origin = entry.below().unwrap_or_default();
+            let origin = entry.spec.kind.below().unwrap_or_default();
             let why = format!("{name}: its merge into {origin} is not finished: freestone merge {name}");
             Err(Fault::failed(Errno::EBUSY, format!("{why} --into-origin")))
         }

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 use std::sync::atomic::Ordering;
 
 use clap::Args;
-use freestone_spec::entry::Kind;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -42,24 +41,21 @@ impl Verb for Reset {
         let name = params.name;
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        match entry.kind {
-            Kind::Ram(_) | Kind::Fork(_) | Kind::Null(_) => {}
-            Kind::Snapshot(_) | Kind::Cow(_) => {
-                let why = "is a snapshot, which does not change; fork it";
-                return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
-            }
-            Kind::Template(_) | Kind::File(..) | Kind::Qcow2(_) => {
-                let why = "is not reset; only ram and null devices and forks are";
-                let kind = entry.kind_name();
-                return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
-            }
+        if entry.kind.memory_snapshot().is_some() || entry.kind.cow().is_some() {
+            let why = "is a snapshot, which does not change; fork it";
+            return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
+        }
+        if !entry.kind.can_wipe() {
+            let why = "is not reset; only ram and null devices and forks are";
+            let kind = entry.kind.name();
+            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
         check_unrecorded(&entry, "reset")?;
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "reset")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        let wiped = entry.layers.wipe(&|| entry.wipe_data(true));
+        let wiped = entry.layers.wipe(&|| entry.kind.wipe(true));
         wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })
     }

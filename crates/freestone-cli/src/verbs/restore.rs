@@ -7,13 +7,13 @@ use std::sync::Arc;
 use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Family, Ram};
-use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore};
-use freestone_spec::build;
+use freestone::save::{Base, BaseIdentity, Contents, RestoreError, inspect, restore};
 use freestone_spec::entries::{Entries, check_name};
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::family;
+use freestone_spec::kinds::Entry;
+use freestone_spec::kinds::{self, KindSpec, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
-use freestone_spec::spec::{FAMILY_KEYS, KindSpec, LayerSpec, Spec};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -64,7 +64,7 @@ impl TryFrom<Line> for Params {
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
-        let values = words::parse(&label, "restore", &words, &FAMILY_KEYS)?;
+        let values = words::parse(&label, "restore", &words, &family::KEYS)?;
         let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
         for (key, value) in values {
             entries.add(&key, &value).map_err(|e| Usage(e.to_string()))?;
@@ -137,12 +137,12 @@ impl Verb for Restore {
         let base = base(service, &contents)?;
         let (family, bases) = match &base {
             Some(base) if params.family.is_empty() => {
-                let given = match (&base.kind, base.device()) {
-                    (Kind::Snapshot(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
-                    (_, Some(device)) => Base::Device(Arc::clone(device)),
-                    (_, None) => unreachable!("a template is no base"),
+                let given = match (base.kind.memory_snapshot(), base.device()) {
+                    (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
+                    (None, Some(device)) => Base::Device(Arc::clone(device)),
+                    (None, None) => unreachable!("a template is no base"),
                 };
-                (build::family_of(base, &service.registry)?, vec![given])
+                (base.family_of(&service.registry)?, vec![given])
             }
             Some(base) => {
                 let key = params.family.keys().next().cloned().unwrap_or_default();
@@ -159,7 +159,7 @@ impl Verb for Restore {
         let restored = restored.map_err(|error| failed(&error))?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
-            let entry = Arc::new(entry(name, told.kind, ram, file.clone(), base.as_ref()));
+            let entry = Arc::new(kinds::restored(name, told.kind, ram, file.clone(), base.as_ref()));
             if let Err(fault) = service.add(&entry) {
                 for before in made.iter().rev() {
                     // Nobody can stand on it yet.
@@ -171,7 +171,7 @@ impl Verb for Restore {
         }
         let devices = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
-            kind: entry.kind_name().to_owned(),
+            kind: entry.kind.name().to_owned(),
             disksize: entry.size(),
         });
         Ok(Reply { devices: devices.collect(), file: file.clone() })
@@ -212,9 +212,9 @@ fn base(service: &Service, contents: &Contents) -> Result<Option<Arc<Entry>>, Fa
         }
     };
     for entry in service.registry.all() {
-        let device: &dyn Device = match (&entry.kind, entry.device()) {
-            (Kind::Snapshot(snapshot), _) => &**snapshot,
-            (_, Some(device)) if entry.is_outer_base() => &**device,
+        let device: &dyn Device = match (entry.kind.memory_snapshot(), entry.device()) {
+            (Some(snapshot), _) => &**snapshot,
+            (None, Some(device)) if entry.is_outer_base() => &**device,
             _ => continue,
         };
         if device.geometry().size != wanted.size {
@@ -240,7 +240,8 @@ fn own_family(
     said: &Map<String, Value>,
     name: &str,
 ) -> Result<Family, Fault> {
-    let KindSpec::Ram { mut family, .. } = asked.kind else { unreachable!("it was made as one") };
+    let KindSpec::Ram(disk) = asked.kind else { unreachable!("it was made as one") };
+    let mut family = disk.family;
     let size = contents.devices.iter().map(|device| device.size).sum();
     if let (false, Some(first)) = (said.contains_key("comp_algorithm"), contents.devices.first()) {
         family.comp_algorithm = first.comp_algorithm;
@@ -248,22 +249,7 @@ fn own_family(
             family.algorithm_params = format!("level={}", first.level);
         }
     }
-    Ok(build::new_family(name, &family, size, &service.registry)?)
-}
-
-fn entry(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&Arc<Entry>>) -> Entry {
-    let ram = Arc::new(ram);
-    let needs = base.into_iter().cloned().collect::<Vec<_>>();
-    let base = base.map(|base| base.name().to_owned());
-    let spec =
-        Spec { name, publish: None, kind: KindSpec::Restored { file, base }, layers: LayerSpec::default() };
-    let device: Arc<dyn Device> = Arc::clone(&ram) as _;
-    let kind = match kind {
-        DeviceKind::Disk => Kind::Ram(ram),
-        DeviceKind::Fork => Kind::Fork(ram),
-        DeviceKind::Snapshot => Kind::Snapshot(ram),
-    };
-    Entry::new(spec, kind, Some(device), needs)
+    Ok(service.registry.new_family(name, &family, size)?)
 }
 
 fn failed(error: &RestoreError) -> Fault {

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 use std::sync::atomic::Ordering;
 
 use clap::Args;
-use freestone_spec::entry::Kind;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -42,19 +41,20 @@ impl Verb for Rewind {
         let name = params.name;
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        let Kind::Fork(_) = &entry.kind else {
-            let why = match &entry.kind {
-                Kind::Ram(_) => format!("a ram device has no base; `freestone reset {name}` wipes it"),
-                _ => format!("a {} device is not rewound; only forks are", entry.kind_name()),
+        if entry.kind.fork().is_none() {
+            // Of what is in memory, a RAM disk is what began its family.
+            let why = match entry.kind.ram().and(entry.kind.own_family()) {
+                Some(_) => format!("a ram device has no base; `freestone reset {name}` wipes it"),
+                None => format!("a {} device is not rewound; only forks are", entry.kind.name()),
             };
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
-        };
+        }
         service.registry.check_unused(&entry, "rewound")?;
         check_unrecorded(&entry, "rewound")?;
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "rewind")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        let done = entry.layers.wipe(&|| entry.wipe_data(false));
+        let done = entry.layers.wipe(&|| entry.kind.wipe(false));
         done.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })
     }

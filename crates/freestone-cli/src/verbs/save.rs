@@ -9,7 +9,7 @@ use clap::Args;
 use freestone::ram::Ram;
 use freestone::replace::Replace;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
@@ -98,8 +98,8 @@ impl Verb for Save {
         }
         let mut devices: Vec<(&str, &Ram)> = Vec::new();
         for entry in &entries {
-            let Some(ram) = entry.ram() else {
-                let (name, kind) = (entry.name(), entry.kind_name());
+            let Some(ram) = entry.kind.ram() else {
+                let (name, kind) = (entry.name(), entry.kind.name());
                 let why = format!(
                     "{name}: save: a {kind} device is not saved; ram devices, forks and snapshots are"
                 );
@@ -161,7 +161,7 @@ fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
             || parent(&entry).is_some_and(|parent| family.contains(&number(&parent)));
         if is_in {
             family.insert(number(&entry));
-            if entry.ram().is_some() && entry.template.is_none() {
+            if entry.kind.ram().is_some() && entry.template.is_none() {
                 found.push(entry);
             }
         }
@@ -171,12 +171,8 @@ fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
 
 /// What a device shares memory with, or whose forks share memory with one another.
 fn parent(entry: &Arc<Entry>) -> Option<Arc<Entry>> {
-    match &entry.kind {
-        Kind::Fork(_) => entry.needs().first().cloned(),
-        Kind::Snapshot(_) => {
-            let origin = entry.origin.as_ref().and_then(|(origin, _)| origin.upgrade());
-            origin.or_else(|| entry.needs().first().cloned())
-        }
-        _ => None,
-    }
+    entry.kind.fork().or(entry.kind.memory_snapshot())?;
+    // A fork has none.
+    let origin = entry.origin.as_ref().and_then(|(origin, _)| origin.upgrade());
+    origin.or_else(|| entry.needs().first().cloned())
 }

@@ -5,9 +5,8 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_spec::entries::Entries;
-use freestone_spec::merging;
+use freestone_spec::kinds::Spec;
 use freestone_spec::size::human;
-use freestone_spec::spec::Spec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -164,7 +163,7 @@ impl Verb for Snapshot {
         let claim = service.claim_new(Self::METHOD, &specs)?;
         let made = service.snapshot(&claim, specs)?;
         for entry in &made {
-            if let Err(refusal) = merging::begin(&service.registry, entry) {
+            if let Err(refusal) = entry.kind.begin_merge(entry, &service.registry) {
                 for entry in &made {
                     service.undo(&claim, entry);
                 }
@@ -173,7 +172,7 @@ impl Verb for Snapshot {
         }
         let told = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
-            origin: entry.below().unwrap_or_default().to_owned(),
+            origin: entry.spec.kind.below().unwrap_or_default().to_owned(),
             disksize: entry.size(),
         });
         Ok(Reply { snapshots: told.collect() })

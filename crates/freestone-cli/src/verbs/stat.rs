@@ -1,11 +1,15 @@
 //! `stat [NAME]`: the statistics of one device, or of all and of the server.
 
 use std::io::{self, Write};
+use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone::file;
 use freestone_spec::attrs;
-use freestone_spec::entry::{Entry, Kind};
+use freestone_spec::family::family_stat;
+use freestone_spec::kinds;
+use freestone_spec::kinds::Entry;
+use freestone_spec::layers;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -82,7 +86,7 @@ impl Verb for Stat {
 fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemory>) -> Result<Reply, Fault> {
     let mut reply = object(json!({
         "name": entry.name(),
-        "kind": entry.kind_name(),
+        "kind": entry.kind.name(),
         "disksize": entry.size(),
     }));
     let mut insert = |key: &str, value: Option<Value>| {
@@ -90,40 +94,40 @@ fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemo
             reply.insert(key.to_owned(), value);
         }
     };
-    insert("base", entry.below().map(Into::into));
+    insert("base", entry.spec.kind.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(entry).map(|changed| json!(changed)));
     insert("progress", service.jobs.show(entry.name()));
-    if let Kind::Cow(snapshot) = &entry.kind {
+    if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));
-        insert("merge", attrs::merge(&snapshot.merge_status()));
-        insert("missed_writes", Some(attrs::missed_writes(snapshot)));
-        insert("cow_stat", Some(attrs::cow_stat(snapshot)));
+        insert("merge", kinds::merge(&snapshot.merge_status()));
+        insert("missed_writes", Some(kinds::missed_writes(snapshot)));
+        insert("cow_stat", Some(kinds::cow_stat(snapshot)));
     }
-    for (key, value) in layers(entry) {
+    for (key, value) in of_layers(entry) {
         reply.insert(key.to_owned(), value);
     }
     let alone = process.is_some();
     let mut memory = Map::new();
-    if let Some(ram) = entry.ram() {
+    if let Some(ram) = entry.kind.ram() {
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
-        reply.insert("mm_stat".into(), attrs::mm_stat(ram));
-        reply.insert("io_stat".into(), attrs::io_stat(ram));
-        reply.insert("bd_stat".into(), attrs::bd_stat(ram));
-        if let Some(backing) = attrs::backing(ram) {
+        reply.insert("mm_stat".into(), kinds::mm_stat(ram));
+        reply.insert("io_stat".into(), kinds::io_stat(ram));
+        reply.insert("bd_stat".into(), kinds::bd_stat(ram));
+        if let Some(backing) = kinds::backing(ram) {
             reply.insert("backing".into(), backing);
         }
-        if let Some(done) = attrs::auto_recompressed(ram) {
+        if let Some(done) = kinds::auto_recompressed(ram) {
             reply.insert("auto_recompress".into(), done);
         }
-        reply.insert("over_stat".into(), attrs::over_stat(ram));
+        reply.insert("over_stat".into(), kinds::over_stat(ram));
     }
     // What many have in common is told once, where all are listed.
-    let tells = matches!(entry.kind, Kind::Ram(_)) || entry.is_outer_base();
+    let tells = entry.kind.own_family().is_some() || entry.is_outer_base();
     if let Some(family) = entry.family_made().filter(|_| alone || tells) {
-        reply.insert("family".into(), attrs::family_stat(&family));
+        reply.insert("family".into(), family_stat(&family));
     }
-    if let Some(ram) = entry.ram().filter(|_| alone || tells) {
+    if let Some(ram) = entry.kind.ram().filter(|_| alone || tells) {
         let m = ram.memory();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,
@@ -146,24 +150,20 @@ fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemo
 }
 
 /// What the layers over a device's data count.
-fn layers(entry: &Entry) -> Vec<(&'static str, Value)> {
+fn of_layers(entry: &Entry) -> Vec<(&'static str, Value)> {
     let mut sections = Vec::new();
     if let Some(quiesce) = &entry.layers.quiesce {
-        sections.push(("ops", attrs::ops(&quiesce.counts())));
+        sections.push(("ops", layers::ops(&quiesce.counts())));
     }
-    if let Kind::Null(data) = &entry.kind
-        && let Some(stat) = attrs::null_stat(data)
-    {
-        sections.push((if stat.get("used_bytes").is_some() { "null_stat" } else { "mm_stat" }, stat));
-    }
+    sections.extend(entry.kind.stat());
     if let Some(zones) = &entry.layers.zones {
-        sections.push(("zones", attrs::zone_stat(zones)));
+        sections.push(("zones", layers::zone_stat(zones)));
     }
     if let Some(power) = &entry.layers.power {
-        sections.push(("power", attrs::power_stat(entry, power)));
+        sections.push(("power", layers::power_stat(power, entry.layers.cuts.load(Ordering::SeqCst))));
     }
     if let Some(faults) = &entry.layers.faults {
-        sections.push(("faults", attrs::fault_stat(faults)));
+        sections.push(("faults", layers::fault_stat(faults)));
     }
     sections
 }

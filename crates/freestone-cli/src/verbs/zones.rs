@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use clap::{Args, ValueEnum};
 use freestone::device::Error;
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
-use freestone_spec::build::place;
+use freestone_spec::keys::SECTOR_BYTES;
+use freestone_spec::layers::{parse_offset, place};
 use freestone_spec::refusal::Errno;
-use freestone_spec::spec::{SECTOR_BYTES, parse_offset};
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};

@@ -1,65 +1,31 @@
 //! The attributes of devices under the kernel's names: what they are, and which can be set to what.
 
-mod layers;
-mod over;
-mod ram;
-
 use std::sync::Arc;
 
 use freestone::codec::Algorithm;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-pub use self::layers::{fault_stat, null_stat, ops, power_stat, zone_stat};
-pub use self::over::{cow_stat, family_stat, merge, missed_writes, over_stat};
-use self::ram::Change;
-pub use self::ram::{auto_recompressed, backing, bd_stat, io_stat, mm_stat};
-use crate::build::family_of;
 use crate::entries::nearest;
-use crate::entry::{Entry, Kind};
-use crate::refusal::{Errno, Refusal};
-use crate::registry::Registry;
-use crate::spec::{KindSpec, NULL_KEYS, parse_limit};
-
-const FILE_ATTRS: [&str; 4] = ["path", "readonly", "direct", "size"];
-/// The last three are of the forks' family.
-const BASE_ATTRS: [&str; 7] = ["path", "readonly", "direct", "size", "comp_algorithm", "mem_limit", "family"];
-const QCOW2_ATTRS: [&str; 6] = ["path", "standalone", "size", "comp_algorithm", "mem_limit", "family"];
+use crate::kinds::registry::Registry;
+use crate::kinds::{Change, Entry};
+use crate::layers;
+use crate::refusal::Refusal;
 
 /// The names of a device's attributes.
 pub fn names(entry: &Entry) -> Vec<&'static str> {
-    let of_kind: &[&str] = match entry.kind {
-        Kind::Ram(_) => &ram::NAMES,
-        Kind::Fork(_) => &over::FORK_NAMES,
-        Kind::Snapshot(_) => &over::SNAPSHOT_NAMES,
-        Kind::Cow(_) => &over::COW_NAMES,
-        Kind::Template(_) => &over::TEMPLATE_NAMES,
-        Kind::Null(_) => &NULL_KEYS,
-        Kind::File(_, None) => &BASE_ATTRS,
-        Kind::File(..) => &FILE_ATTRS,
-        Kind::Qcow2(_) => &QCOW2_ATTRS,
-    };
-    [of_kind, &layers::names(entry)].concat()
+    [entry.kind.attrs(), &entry.layers.names()].concat()
 }
 
 /// The value of one attribute. Sizes are numbers of bytes.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
-    let value = match (&entry.kind, &entry.spec.kind) {
-        _ if !names(entry).contains(&attr) => None,
-        _ if layers::names(entry).contains(&attr) => layers::value(entry, attr),
-        (Kind::Ram(ram), _) => ram::value(ram, attr),
-        (Kind::Fork(ram) | Kind::Snapshot(ram), _) => over::value(entry, ram, attr),
-        (Kind::Cow(snapshot), _) => over::cow_value(entry, snapshot, attr),
-        (Kind::Template(made), _) => over::template_value(entry, made, attr),
-        (_, KindSpec::Null(spec)) => layers::null_value(entry, spec, attr),
-        (Kind::File(file, _), _) if attr == "path" => Some(json!(file.path().to_string_lossy())),
-        (Kind::File(file, _), _) if attr == "direct" => {
-            Some(json!(if file.is_direct() { "on" } else { "off" }))
-        }
-        (Kind::File(..), _) if attr == "readonly" => Some(json!(entry.is_read_only())),
-        (_, KindSpec::Qcow2 { path, .. }) if attr == "path" => Some(json!(path.to_string_lossy())),
-        (_, KindSpec::Qcow2 { standalone, .. }) if attr == "standalone" => Some(json!(standalone)),
-        _ if attr == "size" => Some(json!(entry.size())),
-        _ => over::family_value(entry, attr),
+    let of_layers = |entry: &Entry| {
+        let top = entry.device()?;
+        entry.layers.value(&entry.spec.layers, &**top, attr)
+    };
+    let value = match attr {
+        _ if entry.layers.names().contains(&attr) => of_layers(entry),
+        _ if entry.kind.attrs().contains(&attr) => entry.kind.value(entry, attr),
+        _ => None,
     };
     value.ok_or_else(|| unknown(entry, attr))
 }
@@ -99,50 +65,21 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
                 )));
             }
         };
-        if !of_layers.take(entry, attr, &text)? {
+        if !of_layers.take(&entry.layers, entry.name(), entry.is_read_only(), attr, &text)? {
             changes.push((check(entry, attr, &text)?, attr, text));
         }
     }
-    of_layers.make(entry)?;
+    of_layers.make(&entry.layers, entry.name())?;
     changes.sort_unstable_by_key(|(change, ..)| *change);
-    let ram = match &entry.kind {
-        Kind::Ram(ram) => ram,
-        Kind::Fork(ram) => return over::set(entry, ram, &changes),
-        // All that can be set there.
-        _ => {
-            let Some((Change::MemLimit(bytes), ..)) = changes.first() else { return Ok(()) };
-            family_of(entry, registry)?.set_mem_limit(*bytes);
-            return Ok(());
-        }
-    };
-    for (change, attr, text) in changes {
-        let made = change.make(ram);
-        made.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name())))?;
-    }
-    Ok(())
+    entry.kind.set(entry, registry, &changes)
 }
 
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {
-    match &entry.kind {
-        _ if layers::names(entry).contains(&attr) => {
-            let why = "read-only; faults, seed, badblocks, zone_readonly and zone_offline can be set";
-            Err(Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())))
-        }
-        Kind::Ram(_) | Kind::Fork(_) if attr == "disksize" && entry.layers.zones.is_some() => {
-            let why = "a zoned device does not grow: the table of its zones is made once";
-            Err(Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name())))
-        }
-        Kind::Ram(ram) => Change::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
-        Kind::Fork(ram) => over::check(ram, entry.name(), attr, text).ok_or_else(|| unknown(entry, attr))?,
-        _ if attr == "mem_limit" && entry.is_outer_base() => parse_limit(text)
-            .map(Change::MemLimit)
-            .map_err(|why| Refusal::invalid(format!("{}: mem_limit={text}: {why}", entry.name()))),
-        _ if names(entry).contains(&attr) => {
-            let why = format!("fixed for the life of a {} device", entry.kind_name());
-            Err(Refusal::failed(Errno::EBUSY, format!("{}: {attr}={text}: {why}", entry.name())))
-        }
-        _ => Err(unknown(entry, attr)),
+    if entry.layers.names().contains(&attr) {
+        let why = "read-only; faults, seed, badblocks, zone_readonly and zone_offline can be set";
+        return Err(Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())));
     }
+    entry.kind.check(entry, attr, text).ok_or_else(|| unknown(entry, attr))?
 }
 
 fn unknown(entry: &Entry, attr: &str) -> Refusal {
@@ -159,7 +96,7 @@ fn unknown(entry: &Entry, attr: &str) -> Refusal {
         return Refusal::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
     let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
-    let (kind, all) = (entry.kind_name(), names.join(", "));
+    let (kind, all) = (entry.kind.name(), names.join(", "));
     Refusal::invalid(format!(
         "{name}: unknown attribute {attr:?}{hint}; the attributes of a {kind} device are {all}"
     ))
@@ -172,10 +109,9 @@ mod tests {
     use super::{get, names};
     use std::sync::Arc;
 
-    use crate::build::build;
-    use crate::entry::Entry;
+    use crate::kinds::registry::Registry;
+    use crate::kinds::{Entry, build};
     use crate::refusal::Refusal;
-    use crate::registry::Registry;
 
     fn entry(text: &str) -> Arc<Entry> {
         add(&Registry::default(), text)

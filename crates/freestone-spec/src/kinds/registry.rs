@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::entry::Entry;
+use freestone::ram::Family;
+
+use super::Entry;
+use crate::family::{self, FamilySpec};
 use crate::refusal::{Errno, Refusal};
 
 /// Most devices of one server.
@@ -64,6 +67,28 @@ impl Registry {
     pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
         let tables = self.lock();
         tables.entries.get(tables.names.get(name)?).cloned()
+    }
+
+    /// What a device is to stand on, as `key` says.
+    pub(super) fn needed(&self, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
+        let none = || Refusal::failed(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)"));
+        self.find(name).ok_or_else(none)
+    }
+
+    /// A new family, whose disks have `size` bytes together. Warns of what may not be meant.
+    pub fn new_family(&self, name: &str, asked: &FamilySpec, size: u64) -> Result<Family, Refusal> {
+        family::new(name, asked, size, || self.limits())
+    }
+
+    /// The limits of all families.
+    fn limits(&self) -> Vec<u64> {
+        let limit = |entry: &Arc<Entry>| match entry.kind.own_family() {
+            Some(family) => Some(family.mem_limit()),
+            // One that is being made is not there yet.
+            None if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
+            None => None,
+        };
+        self.all().iter().filter_map(limit).collect()
     }
 
     /// All devices.
@@ -186,9 +211,8 @@ impl std::fmt::Display for Users {
 mod tests {
     use std::sync::Arc;
 
+    use super::super::{Entry, build};
     use super::{Refused, Registry};
-    use crate::build::build;
-    use crate::entry::Entry;
 
     fn add(registry: &Arc<Registry>, text: &str) -> Arc<Entry> {
         let entry = Arc::new(build(text.parse().unwrap(), registry).unwrap());
@@ -204,7 +228,7 @@ mod tests {
         registry.remove(&b).unwrap();
         let names: Vec<_> = registry.all().iter().map(|e| e.name().to_owned()).collect();
         assert_eq!(names, ["a", "c"]);
-        assert_eq!(registry.find("a").unwrap().kind_name(), "ram");
+        assert_eq!(registry.find("a").unwrap().kind.name(), "ram");
         assert!(registry.find("b").is_none());
         // Another device that got the name is not meant.
         add(&registry, "b=null,size=1M");

@@ -1,16 +1,132 @@
-//! The attributes of a RAM disk.
+//! Compressed RAM disks.
 
 use std::fmt::Write as _;
+use std::sync::Arc;
 
-use freestone::ram::{Config, Ram};
+use freestone::device;
+use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Value, json};
 
+use super::registry::Registry;
+use super::{Asked, Built, Entry, LAYER_KEYS, Made, Source, Spec, is_live};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec, parse_batch, parse_units};
+use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
 use crate::refusal::{Errno, Refusal};
 use crate::size;
-use crate::spec::{parse_batch, parse_bool, parse_disksize, parse_limit, parse_units};
+
+pub(super) const NAME: &str = "ram";
+const KEYS: [&str; 28] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
+
+/// A RAM disk as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RamSpec {
+    /// Bytes.
+    pub disksize: u64,
+    /// Everything else.
+    pub family: FamilySpec,
+}
+
+impl RamSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let disksize = keys.need(NAME, "disksize", "disksize=4G", parse_disksize)?;
+        Ok(Self { disksize, family: FamilySpec::take(keys)? })
+    }
+}
+
+impl Asked for RamSpec {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let family = registry.new_family(&spec.name, &self.family, self.disksize)?;
+        let ram = Arc::new(family.ram(self.disksize).map_err(family::refused)?);
+        Ok(Built::alone(RamDisk(Arc::clone(&ram)), ram))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn size(&self) -> Option<u64> {
+        Some(self.disksize)
+    }
+}
+
+/// A RAM disk.
+pub(super) struct RamDisk(pub Arc<Ram>);
+
+impl Made for RamDisk {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn ram(&self) -> Option<&Arc<Ram>> {
+        Some(&self.0)
+    }
+
+    fn own_family(&self) -> Option<Family> {
+        Some(self.0.family())
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        Ok(Source::Memory(&self.0))
+    }
+
+    fn takes_copies(&self) -> bool {
+        true
+    }
+
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        Err(is_live(base))
+    }
+
+    fn can_wipe(&self) -> bool {
+        true
+    }
+
+    fn wipe(&self, counters: bool) -> device::Result<()> {
+        wipe(&self.0, counters)
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, _: &Entry, attr: &str) -> Option<Value> {
+        value(&self.0, attr)
+    }
+
+    fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+        check_grow(entry, attr, text).map(Err).or_else(|| Change::check(&self.0, entry.name(), attr, text))
+    }
+
+    fn set(
+        &self,
+        entry: &Arc<Entry>,
+        _: &Registry,
+        changes: &[(Change, &String, String)],
+    ) -> Result<(), Refusal> {
+        for (change, attr, text) in changes {
+            change.make(&self.0).map_err(|e| {
+                Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name()))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Sets the data of a disk or fork back to what it was in the beginning; on request the counters as well.
+pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
+    let done = if counters { ram.reset() } else { ram.rewind() };
+    done.map_err(|error| match error {
+        SetupError::NoMemory => device::Error::NoMemory,
+        _ => device::Error::Unsupported,
+    })
+}
+
+// ---- attributes -----------------------------------------------------------------------------------------------------
 
 /// Their names, in the order in which they are shown.
-pub const NAMES: [&str; 17] = [
+const NAMES: [&str; 17] = [
     "disksize",
     "initstate",
     "comp_algorithm",
@@ -35,7 +151,7 @@ const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_
                         writeback_batch_size can be set";
 
 /// The value of an attribute that the disk has.
-pub fn value(ram: &Ram, attr: &str) -> Option<Value> {
+fn value(ram: &Ram, attr: &str) -> Option<Value> {
     Some(match attr {
         "disksize" => json!(ram.config().disksize),
         "initstate" => json!(1),
@@ -145,6 +261,17 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
     }))
 }
 
+// ---- changes --------------------------------------------------------------------------------------------------------
+
+/// A disk or fork with zones stays as large as it is.
+pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusal> {
+    let zoned = attr == "disksize" && entry.layers.zones.is_some();
+    zoned.then(|| {
+        let why = "a zoned device does not grow: the table of its zones is made once";
+        Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name()))
+    })
+}
+
 /// What a `set` does to a RAM disk, once everything was checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Change {
@@ -203,7 +330,7 @@ impl Change {
     }
 
     /// Makes it so.
-    pub fn make(self, ram: &Ram) -> Result<(), freestone::ram::SetupError> {
+    pub fn make(self, ram: &Ram) -> Result<(), SetupError> {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
             Self::MemLimit(bytes) => ram.set_mem_limit(bytes),

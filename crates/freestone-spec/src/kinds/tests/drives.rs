@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use freestone::codec::Algorithm;
 
-use super::{KindSpec, NullBacking, NullSpec, Spec};
+use super::super::{KindSpec, NullBacking, NullSpec, Spec};
 
 fn null(keys: &str) -> NullSpec {
     let spec: Spec = format!("n=null,size=1G,{keys}").parse().unwrap();

@@ -1,15 +1,19 @@
 //! What is taken and what is refused.
 
+mod building;
+mod drives;
+
 use freestone::codec::Algorithm;
 use freestone::cow::StoreKind;
 use freestone::file::Direct;
 
-use super::{CowPlace, FamilySpec, KindSpec, Spec};
+use super::{CowPlace, FileSpec, KindSpec, Spec};
+use crate::family::FamilySpec;
 
 fn ram(keys: &str) -> FamilySpec {
     let spec: Spec = format!("r=ram,disksize=1G,{keys}").parse().unwrap();
-    let KindSpec::Ram { family, .. } = spec.kind else { panic!("{keys}") };
-    *family
+    let KindSpec::Ram(ram) = spec.kind else { panic!("{keys}") };
+    ram.family
 }
 
 #[test]
@@ -17,13 +21,14 @@ fn devices_are_parsed() {
     let spec: Spec =
         "r=ram,disksize=4G,comp_algorithm=zstd,algorithm_params=level=3,mem_limit=1g".parse().unwrap();
     assert_eq!((spec.name.as_str(), spec.publish), ("r", None));
-    let KindSpec::Ram { disksize, family: ram } = spec.kind else { panic!() };
+    let KindSpec::Ram(spec) = spec.kind else { panic!() };
+    let (disksize, ram) = (spec.disksize, spec.family);
     assert_eq!((disksize, ram.comp_algorithm, ram.mem_limit), (4 << 30, Algorithm::Zstd, Some(1 << 30)));
     assert_eq!((ram.algorithm_params.as_str(), ram.backing, ram.auto_recompress), ("level=3", None, None));
 
     for (text, limit) in [("", None), (",mem_limit=0", Some(0)), (",mem_limit=none", Some(0))] {
         let spec: Spec = format!("r=ram,disksize=1M{text}").parse().unwrap();
-        assert!(matches!(spec.kind, KindSpec::Ram { family, .. } if family.mem_limit == limit), "{text}");
+        assert!(matches!(spec.kind, KindSpec::Ram(ram) if ram.family.mem_limit == limit), "{text}");
     }
 
     let spec: Spec = "n=null,size=1T,blocksize=512,publish=no".parse().unwrap();
@@ -36,17 +41,23 @@ fn devices_are_parsed() {
 
     let spec: Spec = "f=file,path=/a=b,,c,readonly=1,direct=off,size=8K,publish=yes".parse().unwrap();
     let path = "/a=b,c".into();
-    let family = Box::new(ram_family());
+    let family = ram_family();
     assert_eq!(
         spec.kind,
-        KindSpec::File { path, readonly: true, direct: Direct::Off, size: Some(8192), family }
+        KindSpec::File(Box::new(FileSpec {
+            path,
+            readonly: true,
+            direct: Direct::Off,
+            size: Some(8192),
+            family
+        }))
     );
     assert_eq!(spec.publish, Some(true));
 }
 
 fn ram_family() -> FamilySpec {
     let spec: Spec = "r=ram,disksize=1G".parse().unwrap();
-    spec.family().unwrap().clone()
+    spec.kind.family().unwrap().clone()
 }
 
 #[test]
@@ -79,8 +90,8 @@ fn forks_snapshots_and_templates_are_parsed() {
     assert_eq!(snapshot.cow.unwrap().place, CowPlace::Device("c".into()));
 
     let spec: Spec = "q=qcow2,path=a,standalone=1,comp_algorithm=zstd".parse().unwrap();
-    assert_eq!(spec.family().unwrap().comp_algorithm, Algorithm::Zstd);
-    assert!(matches!(spec.kind, KindSpec::Qcow2 { standalone: true, .. }));
+    assert_eq!(spec.kind.family().unwrap().comp_algorithm, Algorithm::Zstd);
+    assert!(matches!(spec.kind, KindSpec::Qcow2(image) if image.standalone));
 }
 
 #[test]

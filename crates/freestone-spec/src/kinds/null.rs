@@ -1,15 +1,26 @@
-//! The keys of a null device: those of the kernel's `null_blk`, and why some of them mean nothing here.
+//! Null devices: test drives with the keys of the kernel's `null_blk`, and why some of them mean nothing here.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use freestone::null::{COMPLETION_MAX, MBPS_MAX};
+use freestone::device::{self, Device};
+use freestone::null::{self, BadConfig, COMPLETION_MAX, MBPS_MAX, Memory, Null, PaceConfig};
+use freestone::ram::{Family, Ram};
+use serde_json::{Value, json};
 
-use super::layers::{FAULT_KEYS, SECTOR_BYTES, ZONE_KEYS, parse_cache, parse_sectors};
-use super::{FamilySpec, Keys, joined, parse_blocksize, parse_bool, parse_length};
+use super::registry::Registry;
+use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec};
 use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_length, parse_sectors};
+use crate::layers::{Below, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
+use crate::refusal::{Errno, Refusal};
+use crate::shape::Shaped;
+use crate::size::{self, exact};
 
+pub(super) const NAME: &str = "null";
 /// Keys that are attributes of every null device.
-pub const NULL_KEYS: [&str; 14] = [
+const NAMES: [&str; 14] = [
     "size",
     "blocksize",
     "memory_backed",
@@ -25,7 +36,7 @@ pub const NULL_KEYS: [&str; 14] = [
     "rotational",
     "readonly",
 ];
-const OWN_KEYS: [&str; 16] = joined(&NULL_KEYS, &["comp_algorithm", "algorithm_params"], &[]);
+const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_params"], &[]);
 const OTHER_KEYS: [&str; 17] =
     joined(&["mem_limit"], &ZONE_KEYS, &["faults", "seed", "power_cut", "record", "publish"]);
 const KEYS: [&str; 33] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
@@ -33,6 +44,9 @@ const _: () = assert!(FAULT_KEYS.len() == 4, "they are all in the list above");
 /// Keys of compressed memory.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
 
+const BLOCKSIZE_MIN_BYTES: u32 = 512;
+const BLOCKSIZE_MAX_BYTES: u32 = 4096;
+/// What blocks have where nothing was said.
 const BLOCKSIZE_BYTES: u32 = 4096;
 /// Longest time to an answer: longer ones are what `faults` is for.
 const COMPLETION_NSEC_MAX: u64 = COMPLETION_MAX.as_nanos() as u64;
@@ -142,7 +156,7 @@ impl NullSpec {
         }
         keys.allow(&KEYS)?;
         let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_BYTES);
-        let size = keys.need("null", "size", "size=4G", parse_length)?;
+        let size = keys.need(NAME, "size", "size=4G", parse_length)?;
         if !size.is_multiple_of(u64::from(blocksize)) {
             let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
             return Err(keys.refuse("size", why));
@@ -222,6 +236,14 @@ fn backing(keys: &Keys, kept: bool) -> Result<NullBacking, SpecError> {
     }
 }
 
+fn parse_blocksize(text: &str) -> Result<u32, String> {
+    // A block size is written in bytes by everybody, so the bare number is welcome here.
+    let bytes = text.parse().ok().or_else(|| size::parse(text).ok().and_then(|n| u32::try_from(n).ok()));
+    bytes
+        .filter(|n: &u32| n.is_power_of_two() && (BLOCKSIZE_MIN_BYTES..=BLOCKSIZE_MAX_BYTES).contains(n))
+        .ok_or_else(|| format!("must be 512, 1024, 2048 or {BLOCKSIZE_MAX_BYTES} (bytes)"))
+}
+
 fn parse_mbps(text: &str) -> Result<u32, String> {
     let number = text.parse().ok().filter(|mbps| *mbps <= MBPS_MAX);
     number.ok_or_else(|| format!("must be 0 (no limit) to {MBPS_MAX} (MiB a second)"))
@@ -234,20 +256,157 @@ fn parse_completion(text: &str) -> Result<Duration, String> {
     })
 }
 
-/// `+8-15` and `-8-15`, with `;` or blanks between several.
-pub fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
-    let words = text.split([';', ' ']).filter(|word| !word.is_empty()).map(str::to_owned);
-    let words: Vec<_> = words.collect();
-    let good = |word: &String| {
-        let range = word.strip_prefix(['+', '-']).and_then(|range| range.split_once('-'));
-        let sectors = range.and_then(|(a, b)| Some((a.parse::<u64>().ok()?, b.parse::<u64>().ok()?)));
-        sectors.is_some_and(|(a, b)| a <= b)
-    };
-    if words.is_empty() || !words.iter().all(good) {
-        return Err(format!(
-            "must be +FIRST-LAST (bad) or -FIRST-LAST (good again) in {SECTOR_BYTES}-byte sectors, as in +8-15, with ; \
-             between several"
-        ));
+// ---- setting up -----------------------------------------------------------------------------------------------------
+
+impl Asked for NullSpec {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let (data, device) = data(spec, self, registry)?;
+        Ok(Built { kind: Box::new(data), device: Some(device), needs: Vec::new(), origin: None })
     }
-    Ok(words)
+
+    fn family(&self) -> Option<&FamilySpec> {
+        match &self.backing {
+            NullBacking::Compressed(family) => Some(family),
+            NullBacking::Nothing | NullBacking::Memory => None,
+        }
+    }
+
+    fn size(&self) -> Option<u64> {
+        Some(self.size)
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.readonly
+    }
+
+    fn below_layers(&self) -> Below<'_> {
+        Below {
+            file: None,
+            drive: Some(Drive {
+                stores: self.backing != NullBacking::Nothing,
+                cache_size: self.cache_size,
+                bad: BadConfig { once: self.badblocks_once, partial_io: self.badblocks_partial_io },
+                badblocks: &self.badblocks,
+                pace: PaceConfig { mbps: self.mbps, completion: self.completion },
+            }),
+        }
+    }
+}
+
+/// The lowest layer of a null device.
+fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData, Arc<dyn Device>), Refusal> {
+    let config = null::Config {
+        size: spec.size,
+        logical_block: spec.blocksize,
+        rotational: spec.rotational,
+        read_only: spec.readonly,
+        // Zones free what they reset, and offer nothing of that kind themselves.
+        discard: spec.discard || whole.layers.zones.is_some(),
+        max_request: spec.max_request,
+    };
+    let refused = |error| match error {
+        null::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
+        null::SetupError::Size { size, largest, .. } => {
+            let (size, largest) = (exact(size), exact(largest));
+            Refusal::failed(Errno::EINVAL, format!("size={size}: with memory_backed=1 at most {largest}"))
+        }
+        error => Refusal::failed(Errno::EINVAL, error),
+    };
+    Ok(match &spec.backing {
+        NullBacking::Nothing => (NullData::Nothing, Arc::new(Null::new(config).map_err(refused)?)),
+        NullBacking::Memory => {
+            let memory = Arc::new(Memory::new(config).map_err(refused)?);
+            (NullData::Memory(Arc::clone(&memory)), memory)
+        }
+        NullBacking::Compressed(family) => {
+            let family = registry.new_family(&whole.name, family, spec.size)?;
+            let ram = Arc::new(family.ram(spec.size).map_err(family::refused)?);
+            let device = Shaped::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
+                geometry.logical_block = config.logical_block;
+                geometry.max_request = config.max_request;
+                geometry.rotational = config.rotational;
+                geometry.read_only = config.read_only;
+                if !config.discard {
+                    geometry.discard_granularity = 0;
+                }
+            });
+            (NullData::Compressed(ram), Arc::new(device))
+        }
+    })
+}
+
+/// What holds the data of a null device.
+pub enum NullData {
+    /// Writes vanish, reads are zeroes.
+    Nothing,
+    /// `memory_backed=1`.
+    Memory(Arc<Memory>),
+    /// The same with `comp_algorithm`.
+    Compressed(Arc<Ram>),
+}
+
+impl Made for NullData {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn own_family(&self) -> Option<Family> {
+        match self {
+            Self::Compressed(ram) => Some(ram.family()),
+            Self::Nothing | Self::Memory(_) => None,
+        }
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        Err("a null device has no snapshots")
+    }
+
+    fn check_base(&self, _: &Entry) -> Result<(), String> {
+        Err("a null device is no base".into())
+    }
+
+    fn can_wipe(&self) -> bool {
+        true
+    }
+
+    fn wipe(&self, counters: bool) -> device::Result<()> {
+        match self {
+            Self::Nothing => Ok(()),
+            Self::Memory(memory) => memory.reset(),
+            Self::Compressed(ram) => super::ram::wipe(ram, counters),
+        }
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        let KindSpec::Null(spec) = &entry.spec.kind else { return None };
+        Some(match attr {
+            "size" => json!(entry.size()),
+            "blocksize" => json!(spec.blocksize),
+            "memory_backed" => json!(u8::from(spec.backing != NullBacking::Nothing)),
+            "discard" => json!(u8::from(spec.discard)),
+            "cache_size" => json!(spec.cache_size.unwrap_or(0)),
+            "fua" => json!(u8::from(spec.fua)),
+            "mbps" => json!(spec.mbps),
+            "completion_nsec" => json!(spec.completion.as_nanos() as u64),
+            "badblocks" => json!(entry.layers.bad.as_ref().map(|bad| bad_ranges(bad)).unwrap_or_default()),
+            "badblocks_once" => json!(u8::from(spec.badblocks_once)),
+            "badblocks_partial_io" => json!(u8::from(spec.badblocks_partial_io)),
+            "max_sectors" => json!(u64::from(spec.max_request) / SECTOR_BYTES),
+            "rotational" => json!(u8::from(spec.rotational)),
+            "readonly" => json!(u8::from(spec.readonly)),
+            _ => return None,
+        })
+    }
+
+    fn stat(&self) -> Option<(&'static str, Value)> {
+        match self {
+            Self::Nothing => None,
+            Self::Memory(memory) => Some(("null_stat", json!({ "used_bytes": memory.used_bytes() }))),
+            Self::Compressed(ram) => Some(("mm_stat", super::ram::mm_stat(ram))),
+        }
+    }
 }

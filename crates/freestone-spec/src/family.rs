@@ -1,12 +1,22 @@
-//! The keys of a family: what a RAM disk, or the forks of a base, share.
+//! Families, what a RAM disk or the forks of a base share: keys, how they are set up, attributes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, ParamsError};
+use freestone::file::File;
+use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary};
+use serde_json::{Value, json};
+use tracing::warn;
 
-use super::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
+use crate::advice::{self, Place};
 use crate::entries::SpecError;
+use crate::files::{errno_of, in_typed_sizes};
+use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
+use crate::machine;
+use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// The keys.
@@ -83,7 +93,7 @@ pub struct BackingSpec {
 }
 
 impl FamilySpec {
-    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+    pub(crate) fn take(keys: &Keys) -> Result<Self, SpecError> {
         let comp_algorithm = keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4);
         let mut recomp_algorithms = keys.take("recomp_algorithm", parse_secondaries)?.unwrap_or_default();
         let algorithm_params = params(keys, comp_algorithm, &mut recomp_algorithms)?;
@@ -274,7 +284,7 @@ fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
 }
 
 /// `writeback_limit`: a count of 4 KiB units, as in the kernel. Not a size.
-pub fn parse_units(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_units(text: &str) -> Result<u64, String> {
     match (text.parse(), size::parse(text)) {
         (Ok(units), _) => Ok(units),
         (_, Ok(bytes)) => {
@@ -285,9 +295,126 @@ pub fn parse_units(text: &str) -> Result<u64, String> {
 }
 
 /// `writeback_batch_size`.
-pub fn parse_batch(text: &str) -> Result<u32, String> {
+pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(pages) if pages > 0 => Ok(pages),
         _ => Err(format!("must be a whole number of 4 KiB blocks, 1 to {}", u32::MAX)),
     }
+}
+
+// ---- setting up ----------------------------------------------------------------------------------------------------
+
+/// A new family; `size` is that of its disks. `others` are the limits of those that are there. Warns of what may not be meant.
+pub(crate) fn new(
+    name: &str,
+    spec: &FamilySpec,
+    size: u64,
+    others: impl FnOnce() -> Vec<u64>,
+) -> Result<Family, Refusal> {
+    // Before it is there: a file that is made has no name to look at.
+    let place = spec.backing.as_ref().map(|backing| Place::of(&backing.path));
+    let config = config(spec)?;
+    let family = Family::new(config.clone()).map_err(refused)?;
+    if let Some(backing) = &spec.backing {
+        // The family's settings are reached through its disks.
+        let disk = family.ram(PAGE_BYTES as u64).map_err(refused)?;
+        disk.set_writeback_limit(backing.limit);
+        disk.set_writeback_limit_enable(backing.limit_enable);
+        if let Some(pages) = backing.batch_size {
+            disk.set_writeback_batch_size(pages);
+        }
+        warn_of_backing(name, &config, &disk, place.unwrap_or_default());
+    }
+    // Without /proc there is nothing to compare with.
+    if let Ok(memory) = machine::memory() {
+        let config = ram::Config { disksize: size, ..config };
+        for warning in advice::of_memory(name, &config, others().into_iter(), memory) {
+            warn!("{warning}");
+        }
+    }
+    Ok(family)
+}
+
+fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
+    if let (Some(backing), Some(stat)) = (&config.backing, disk.backing()) {
+        for warning in advice::of_backing(
+            name,
+            backing.path.as_deref().unwrap_or(Path::new("")),
+            stat.size,
+            config.mem_limit,
+            place,
+        ) {
+            warn!("{warning}");
+        }
+    }
+}
+
+fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
+    let params = |words: &str| {
+        Params::parse(words).map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
+    };
+    let mem_limit = match spec.mem_limit {
+        Some(bytes) => bytes,
+        None => machine::half_of_memory().map_err(|e| Refusal::failed(Errno::EIO, e))?,
+    };
+    let mut config = ram::Config {
+        comp_algorithm: spec.comp_algorithm,
+        algorithm_params: params(&spec.algorithm_params)?,
+        mem_limit,
+        auto_recompress: spec.auto_recompress,
+        ..ram::Config::default()
+    };
+    for (secondary, asked) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
+        if let Some(asked) = asked {
+            *secondary = Some(Secondary { algorithm: asked.algorithm, params: params(&asked.params)? });
+        }
+    }
+    if let Some(backing) = &spec.backing {
+        let file = File::open_for_spilling(&backing.path, backing.size).map_err(|e| {
+            Refusal::failed(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
+        })?;
+        let (device, path) = (Arc::new(file), Some(backing.path.clone()));
+        config.backing = Some(Backing { device, compressed_writeback: backing.compressed, path });
+    }
+    Ok(config)
+}
+
+/// Why a family or a disk of it was refused.
+pub(crate) fn refused(error: ram::SetupError) -> Refusal {
+    match error {
+        ram::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
+        e => Refusal::failed(Errno::EIO, e),
+    }
+}
+
+// ---- attributes ----------------------------------------------------------------------------------------------------
+
+/// The value of what the forks of a base share; before the first one, what was asked for.
+pub(crate) fn value(asked: &FamilySpec, made: Option<Family>, attr: &str) -> Option<Value> {
+    Some(match (attr, made) {
+        ("comp_algorithm", _) => json!(asked.comp_algorithm.to_string()),
+        ("mem_limit", Some(family)) => json!(family.mem_limit()),
+        ("mem_limit", None) => {
+            json!(asked.mem_limit.or_else(|| machine::half_of_memory().ok()).unwrap_or(0))
+        }
+        ("family", Some(family)) => family_stat(&family),
+        ("family", None) => shown(&FamilyStat::default()),
+        _ => return None,
+    })
+}
+
+/// The numbers of a family.
+pub fn family_stat(family: &Family) -> Value {
+    shown(&family.stat())
+}
+
+fn shown(s: &FamilyStat) -> Value {
+    json!({
+        "mem_used_total": s.mem_used_total,
+        "mem_limit": s.mem_limit,
+        "charged_bytes": s.charged,
+        "retiring_bytes": s.retiring,
+        "guaranteed_bytes": s.guaranteed,
+        "layers": s.layers,
+    })
 }

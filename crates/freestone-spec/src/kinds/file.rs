@@ -1,0 +1,167 @@
+//! Files: raw images and block devices.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+
+use freestone::cow;
+use freestone::device::Device;
+use freestone::file::{self, Changed, Direct, File};
+use freestone::qcow2::Format;
+use serde_json::{Value, json};
+
+use super::registry::Registry;
+use super::{Asked, Built, Entry, LAYER_KEYS, Made, Source, Spec, is_live};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::files::open;
+use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
+use crate::layers::Below;
+use crate::notes::{self, FileNotes};
+use crate::refusal::{Errno, Refusal};
+
+pub(super) const NAME: &str = "file";
+const KEYS: [&str; 31] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
+
+/// A file as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FileSpec {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Only reads are served.
+    pub readonly: bool,
+    /// Use of `O_DIRECT`.
+    pub direct: Direct,
+    /// Bytes, where not the file's own.
+    pub size: Option<u64>,
+    /// What its forks share.
+    pub family: FamilySpec,
+}
+
+impl FileSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let path = keys.need(NAME, "path", "path=disk.img", parse_path)?;
+        let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
+        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
+            return Err(keys.refuse(key, "only with readonly=yes; it is for the forks of the file"));
+        }
+        Ok(Self {
+            path,
+            readonly,
+            direct: keys.take("direct", parse_direct)?.unwrap_or(Direct::Auto),
+            size: keys.take("size", parse_length)?,
+            family: FamilySpec::take(keys)?,
+        })
+    }
+}
+
+fn parse_direct(text: &str) -> Result<Direct, String> {
+    match text {
+        "auto" => Ok(Direct::Auto),
+        "on" => Ok(Direct::On),
+        "off" => Ok(Direct::Off),
+        _ => Err("must be auto, on or off".into()),
+    }
+}
+
+impl Asked for FileSpec {
+    fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
+        let mut config = file::Config::new(&self.path);
+        (config.read_only, config.direct, config.size) = (self.readonly, self.direct, self.size);
+        let file = Arc::new(open(&config, "size")?);
+        if file.geometry().read_only {
+            if let Some(why) = notes::half_merged(&file, &spec.name) {
+                return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without readonly=yes")));
+            }
+            return Ok(Built::alone(FileDisk { file: Arc::clone(&file), origin: None }, file));
+        }
+        let notes = Box::new(FileNotes(Arc::clone(&file)));
+        let origin = cow::Origin::noted(Arc::clone(&file) as Arc<dyn Device>, Some(notes));
+        Ok(Built::alone(FileDisk { file, origin: Some(origin.clone()) }, Arc::new(origin)))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn size(&self) -> Option<u64> {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.readonly
+    }
+
+    fn image(&self) -> Option<(&Path, Format)> {
+        Some((&self.path, Format::Raw))
+    }
+
+    fn below_layers(&self) -> Below<'_> {
+        Below { file: Some(&self.path), drive: None }
+    }
+}
+
+/// A raw image or a block device.
+struct FileDisk {
+    file: Arc<File>,
+    /// One that is written knows its snapshots.
+    origin: Option<cow::Origin>,
+}
+
+impl Made for FileDisk {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        self.origin.as_ref().map(Source::File).ok_or("is read-only, so it does not change; fork it")
+    }
+
+    fn takes_copies(&self) -> bool {
+        self.origin.is_some()
+    }
+
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
+    }
+
+    fn is_outer_base(&self, read_only: bool) -> bool {
+        read_only
+    }
+
+    fn changed(&self) -> Option<(PathBuf, Changed)> {
+        Some((self.file.path().to_owned(), self.file.changed()?))
+    }
+
+    fn check_whole(&self, name: &str) -> Result<(), Refusal> {
+        if self.origin.as_ref().is_some_and(cow::Origin::is_half_merged)
+            && let Some(why) = notes::half_merged(&self.file, name)
+        {
+            return Err(Refusal::failed(Errno::EBUSY, format!("{name}: {why}")));
+        }
+        Ok(())
+    }
+
+    fn closes(&self) -> Option<Weak<dyn Device>> {
+        self.origin.as_ref().map(|_| Arc::downgrade(&self.file) as _)
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        if self.origin.is_some() { &NAMES } else { &BASE_NAMES }
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        Some(match attr {
+            "path" => json!(self.file.path().to_string_lossy()),
+            "direct" => json!(if self.file.is_direct() { "on" } else { "off" }),
+            "readonly" => json!(entry.is_read_only()),
+            "size" => json!(entry.size()),
+            _ => return entry.family_value(attr),
+        })
+    }
+}
+
+/// Its attributes.
+const NAMES: [&str; 4] = ["path", "readonly", "direct", "size"];
+/// Of one that is only read. The last three are of the forks' family.
+const BASE_NAMES: [&str; 7] = ["path", "readonly", "direct", "size", "comp_algorithm", "mem_limit", "family"];

@@ -1,0 +1,270 @@
+//! Forks: disks over a base.
+
+use std::sync::Arc;
+
+use freestone::device;
+use freestone::file;
+use freestone::ram::{ForkConfig, Ram, SetupError};
+use serde_json::{Value, json};
+
+use super::ram::{Change, bd_stat, check_grow, io_stat, mm_stat, wipe};
+use super::registry::Registry;
+use super::{Asked, Built, Entry, Made, Source, Spec, is_live, parse_name};
+use crate::entries::SpecError;
+use crate::family::{self, family_stat};
+use crate::keys::{Keys, joined, parse_disksize, parse_limit};
+use crate::layers::FAULT_KEYS;
+use crate::refusal::{Errno, Refusal};
+use crate::size::{self, exact};
+
+pub(super) const NAME: &str = "fork";
+const KEYS: [&str; 9] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
+
+/// A fork as it was asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ForkSpec {
+    /// The name of its base.
+    pub base: String,
+    /// Bytes, where not the base's.
+    pub size: Option<u64>,
+    /// The most that its own objects may take in bytes; 0 for none.
+    pub mem_limit: u64,
+    /// Bytes of its family's limit that are guaranteed to it.
+    pub mem_min: u64,
+}
+
+impl ForkSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        Self::take_allowed(NAME, keys)
+    }
+
+    pub(super) fn take_allowed(kind: &'static str, keys: &Keys) -> Result<Self, SpecError> {
+        let fork = Self {
+            base: keys.need(kind, "base", "base=golden", parse_name)?,
+            size: keys.take("size", parse_disksize)?,
+            mem_limit: keys.take("mem_limit", parse_limit)?.unwrap_or(0),
+            mem_min: keys.take("mem_min", parse_limit)?.unwrap_or(0),
+        };
+        if fork.mem_limit > 0 && fork.mem_min > fork.mem_limit {
+            return Err(keys.refuse("mem_min", format!("above mem_limit={}", size::exact(fork.mem_limit))));
+        }
+        Ok(fork)
+    }
+}
+
+impl Asked for ForkSpec {
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let base = registry.needed("base", &self.base)?;
+        let ram = Arc::new(fork_of(&base, self, registry)?);
+        Ok(Built { needs: vec![base], ..Built::alone(Fork(Arc::clone(&ram)), ram) })
+    }
+
+    fn fork(&self) -> Option<&ForkSpec> {
+        Some(self)
+    }
+
+    fn below(&self) -> Option<&str> {
+        Some(&self.base)
+    }
+}
+
+/// A new fork of a base.
+pub(super) fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, Refusal> {
+    let no_base = |why| Refusal::failed(Errno::EINVAL, format!("base={}: {why}", base.name()));
+    base.kind.check_base(base).map_err(no_base)?;
+    // Nobody waits for that: the log tells.
+    file::look_soon();
+    let config = ForkConfig { size: spec.size, mem_limit: spec.mem_limit, mem_min: spec.mem_min };
+    let fork = match (base.kind.ram(), base.device()) {
+        (Some(snapshot), _) => snapshot.fork(&config),
+        (None, Some(device)) => base.family_of(registry)?.fork(Arc::clone(device), &config),
+        (None, None) => unreachable!("templates were refused"),
+    };
+    fork.map_err(|error| refused(spec, error))
+}
+
+fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
+    let sentence = match error {
+        SetupError::SmallerThanBase { wanted, base } => {
+            let (wanted, base) = (exact(wanted), exact(base));
+            format!("size={wanted}: smaller than the base, which has {base}; a fork shows all of it")
+        }
+        SetupError::Guarantee { wanted, left } => {
+            let (wanted, left) = (exact(wanted), exact(left));
+            format!("mem_min={wanted}: the family's mem_limit has {left} left for guarantees")
+        }
+        SetupError::GuaranteeAboveCap { guarantee, cap } => {
+            format!("mem_min={}: above mem_limit={}", exact(guarantee), exact(cap))
+        }
+        SetupError::TooLarge(bytes) => format!("size={}: a fork has at most 256T", exact(bytes)),
+        SetupError::Live => format!("base={}: is live; take a snapshot and fork that", spec.base),
+        error @ (SetupError::NoMemory | SetupError::Thread(_)) => {
+            return family::refused(error);
+        }
+        error => error.to_string(),
+    };
+    Refusal::failed(Errno::EINVAL, sentence)
+}
+
+/// A disk over a base.
+pub(super) struct Fork(pub Arc<Ram>);
+
+impl Made for Fork {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn ram(&self) -> Option<&Arc<Ram>> {
+        Some(&self.0)
+    }
+
+    fn fork(&self) -> Option<&Arc<Ram>> {
+        Some(&self.0)
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        Ok(Source::Memory(&self.0))
+    }
+
+    fn takes_copies(&self) -> bool {
+        true
+    }
+
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        Err(is_live(base))
+    }
+
+    fn can_wipe(&self) -> bool {
+        true
+    }
+
+    fn wipe(&self, counters: bool) -> device::Result<()> {
+        wipe(&self.0, counters)
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        value(entry, &self.0, attr)
+    }
+
+    fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+        check_grow(entry, attr, text).map(Err).or_else(|| check(&self.0, entry.name(), attr, text))
+    }
+
+    fn set(
+        &self,
+        entry: &Arc<Entry>,
+        _: &Registry,
+        changes: &[(Change, &String, String)],
+    ) -> Result<(), Refusal> {
+        set(entry, &self.0, changes)
+    }
+}
+
+// ---- attributes -----------------------------------------------------------------------------------------------------
+
+/// Of a fork. `mem_limit` and `mem_min` are its own.
+const NAMES: [&str; 10] = [
+    "base",
+    "disksize",
+    "mem_limit",
+    "mem_min",
+    "comp_algorithm",
+    "over_stat",
+    "family",
+    "mm_stat",
+    "io_stat",
+    "bd_stat",
+];
+
+/// The value of an attribute of a fork, or of a snapshot in memory.
+pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
+    Some(match attr {
+        // What was restored may stand on nothing that is known by a name.
+        "base" | "origin" => json!(entry.spec.kind.below().unwrap_or("none")),
+        "disksize" => json!(entry.size()),
+        "mem_limit" => json!(ram.own_limits().0),
+        "mem_min" => json!(ram.own_limits().1),
+        "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
+        "over_stat" => over_stat(ram),
+        "family" => family_stat(&ram.family()),
+        "mm_stat" => mm_stat(ram),
+        "io_stat" => io_stat(ram),
+        "bd_stat" => bd_stat(ram),
+        _ => return None,
+    })
+}
+
+/// What a fork or snapshot holds itself.
+pub fn over_stat(ram: &Ram) -> Value {
+    let s = ram.over_stat();
+    json!({
+        "own_bytes": s.own_bytes,
+        "charged_bytes": s.charged,
+        "mem_limit": s.mem_limit,
+        "mem_min": s.mem_min,
+        "handed_over": s.handed_over,
+        "snapshots": ram.snapshots(),
+    })
+}
+
+// ---- changes --------------------------------------------------------------------------------------------------------
+
+/// Checks what is to be set of a fork; `None` where there is no such attribute.
+fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+    let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
+    let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
+    Some(match attr {
+        "disksize" => return Change::check(ram, name, attr, text),
+        "mem_limit" => parse_limit(text).map(Change::MemLimit).map_err(invalid),
+        "mem_min" => parse_limit(text).map(Change::MemMin).map_err(invalid),
+        "comp_algorithm" | "base" => {
+            Err(failed(Errno::EBUSY, "fixed for the life of a fork; it is what the fork was made of"))
+        }
+        attr if NAMES.contains(&attr) => {
+            Err(invalid("read-only; disksize (grow), mem_limit and mem_min can be set".into()))
+        }
+        _ => return None,
+    })
+}
+
+/// Makes all changes of a fork, or none.
+fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Result<(), Refusal> {
+    let name = entry.name();
+    let (mut cap, mut least) = ram.own_limits();
+    let mut limits = Vec::new();
+    for (change, attr, text) in changes {
+        match change {
+            Change::MemLimit(bytes) => cap = *bytes,
+            Change::MemMin(bytes) => least = *bytes,
+            _ => continue,
+        }
+        limits.push(format!("{attr}={text}"));
+    }
+    if !limits.is_empty() {
+        let limits = limits.join(" ");
+        ram.set_own_limits(cap, least).map_err(|error| {
+            let why = match error {
+                SetupError::Guarantee { left, .. } => {
+                    format!("the family's mem_limit has {} left for guarantees", exact(left))
+                }
+                SetupError::GuaranteeAboveCap { guarantee, cap } => {
+                    format!("mem_min={} is above mem_limit={}", exact(guarantee), exact(cap))
+                }
+                error => error.to_string(),
+            };
+            Refusal::failed(Errno::EINVAL, format!("{name}: {limits}: {why}"))
+        })?;
+    }
+    for (change, attr, text) in changes {
+        if let Change::Grow(bytes) = change {
+            let grown = ram.grow(*bytes);
+            grown.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
+        }
+    }
+    Ok(())
+}

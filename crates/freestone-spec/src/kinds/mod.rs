@@ -1,0 +1,498 @@
+//! The kinds of devices. Each has a file of its own: its keys and how they are parsed, how it is set up, its attributes, and what
+//! else is not the same for all of them. Here is what they have in common: [`Spec`] is a device as it was asked for, [`Entry`]
+//! one that is there.
+
+mod file;
+mod fork;
+mod null;
+mod qcow2;
+mod ram;
+pub mod registry;
+mod restored;
+mod snapshot;
+mod template;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
+
+use freestone::cow;
+use freestone::device::{self, Device};
+use freestone::file::Changed;
+use freestone::qcow2::Format;
+use freestone::ram::{Family, Ram};
+use serde_json::Value;
+
+pub use self::file::FileSpec;
+pub use self::fork::{ForkSpec, over_stat};
+pub use self::null::{NullBacking, NullData, NullSpec};
+pub use self::qcow2::Qcow2Spec;
+pub use self::ram::{Change, RamSpec, auto_recompressed, backing, bd_stat, io_stat, mm_stat};
+use self::registry::Registry;
+pub use self::restored::{RestoredSpec, restored};
+pub use self::snapshot::{CowPlace, CowSpec, SnapshotSpec, cow_stat, merge, missed_writes, snapshots};
+pub use self::template::TemplateSpec;
+use crate::entries::{Entries, SpecError, check_name, nearest};
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, joined, parse_bool, parse_limit};
+use crate::layers::{self, Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::refusal::{Errno, Refusal};
+
+/// How a kind takes its keys.
+type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
+
+/// Every kind that can be asked for.
+const ALL: [(&str, Take); 7] = [
+    (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
+    (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
+    (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
+    (template::NAME, |keys| Ok(KindSpec::Template(TemplateSpec::take(keys)?))),
+    (null::NAME, |keys| Ok(KindSpec::Null(Box::new(NullSpec::take(keys)?)))),
+    (file::NAME, |keys| Ok(KindSpec::File(Box::new(FileSpec::take(keys)?)))),
+    (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
+];
+/// Their names.
+const KINDS: [&str; ALL.len()] = {
+    let (mut names, mut at) = ([""; ALL.len()], 0);
+    while at < names.len() {
+        names[at] = ALL[at].0;
+        at += 1;
+    }
+    names
+};
+/// What those take that can have layers.
+const LAYER_KEYS: [&str; 16] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
+/// Why a snapshot is no origin.
+const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
+
+// ---- asked for ------------------------------------------------------------------------------------------------------
+
+/// A device as it was asked for; every value is checked, nothing is opened yet.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// Its name.
+    pub name: String,
+    /// Publish it on the addresses of `serve`, where this was said.
+    pub publish: Option<bool>,
+    /// What it is.
+    pub kind: KindSpec,
+    /// What lies over its data.
+    pub layers: LayerSpec,
+}
+
+/// The kinds with their keys.
+#[derive(Debug, Clone, PartialEq)]
+pub enum KindSpec {
+    /// A compressed RAM disk.
+    Ram(Box<RamSpec>),
+    /// A disk over a base.
+    Fork(ForkSpec),
+    /// What a device held at one moment.
+    Snapshot(Box<SnapshotSpec>),
+    /// A fork for every connection.
+    Template(TemplateSpec),
+    /// A test drive.
+    Null(Box<NullSpec>),
+    /// A raw image or a block device.
+    File(Box<FileSpec>),
+    /// A qcow2 image, read-only.
+    Qcow2(Box<Qcow2Spec>),
+    /// From a saved file.
+    Restored(RestoredSpec),
+}
+
+impl Deref for KindSpec {
+    type Target = dyn Asked;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::Ram(spec) => &**spec,
+            Self::Fork(spec) => spec,
+            Self::Snapshot(spec) => &**spec,
+            Self::Template(spec) => spec,
+            Self::Null(spec) => &**spec,
+            Self::File(spec) => &**spec,
+            Self::Qcow2(spec) => &**spec,
+            Self::Restored(spec) => spec,
+        }
+    }
+}
+
+/// What is not the same for all that can be asked for. What a kind does not say is the usual.
+pub trait Asked {
+    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error does not name the device.
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
+
+    /// What it shares with others: with its own snapshots and their forks, or its forks with one another.
+    fn family(&self) -> Option<&FamilySpec> {
+        None
+    }
+
+    /// Its size in bytes, where that was said.
+    fn size(&self) -> Option<u64> {
+        None
+    }
+
+    /// Only reads are served.
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
+    /// What forks are made of, for a fork or template.
+    fn fork(&self) -> Option<&ForkSpec> {
+        None
+    }
+
+    /// The name of what it shows where it holds nothing itself.
+    fn below(&self) -> Option<&str> {
+        None
+    }
+
+    /// Devices that must not be rewound, merged or published while it is set up.
+    fn changes(&self) -> Vec<&str> {
+        Vec::new()
+    }
+
+    /// The image that it is, as the base of a delta names it.
+    fn image(&self) -> Option<(&Path, Format)> {
+        None
+    }
+
+    /// What its layers have to know.
+    fn below_layers(&self) -> Below<'_> {
+        Below::default()
+    }
+}
+
+impl FromStr for Spec {
+    type Err = SpecError;
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        Self::from_entries(Entries::parse(text)?)
+    }
+}
+
+impl Spec {
+    /// Checks kinds, keys and values.
+    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        let keys = Keys(entries);
+        let Some((_, take)) = ALL.iter().find(|(name, _)| *name == keys.0.kind) else {
+            let Entries { name, kind, .. } = keys.0;
+            let hint = nearest(&kind, &KINDS);
+            return Err(SpecError::Kind { name, kind, hint, kinds: &KINDS });
+        };
+        let kind = take(&keys)?;
+        let publish = keys.take("publish", parse_bool)?;
+        let layers = LayerSpec::take(&keys)?;
+        let is_file = kind.below_layers().file.is_some();
+        layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
+        Ok(Self { name: keys.0.name, publish, kind, layers })
+    }
+}
+
+/// The name of a device that is there.
+fn parse_name(text: &str) -> Result<String, String> {
+    match check_name(text) {
+        Ok(()) => Ok(text.to_owned()),
+        Err(_) => Err("must be the name of a device".into()),
+    }
+}
+
+// ---- set up ---------------------------------------------------------------------------------------------------------
+
+/// What came of setting up.
+pub struct Built {
+    /// The device, for what is not the same for all kinds.
+    kind: Box<dyn Made>,
+    /// As exports see it, without its layers; a template has none.
+    device: Option<Arc<dyn Device>>,
+    /// What it stands on.
+    needs: Vec<Arc<Entry>>,
+    /// Of a snapshot in memory: its origin, and how often that had been rewound.
+    origin: Option<(Weak<Entry>, u64)>,
+}
+
+impl Built {
+    /// One that stands on nothing.
+    fn alone(kind: impl Made + 'static, device: Arc<dyn Device>) -> Self {
+        Self { kind: Box::new(kind), device: Some(device), needs: Vec::new(), origin: None }
+    }
+}
+
+/// Sets a device up. What it stands on is looked for in the registry, to which it is not added.
+pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
+    let built = spec.kind.build(&spec, registry).map_err(|refusal| refusal.of(&spec.name))?;
+    finished(spec, built)
+}
+
+/// Puts its layers on it.
+fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
+    let Built { kind, device, needs, origin } = built;
+    let (device, layers) = match device {
+        Some(device) => {
+            let over = layers::over(&spec.layers, &spec.kind.below_layers(), device);
+            let (top, layers) = over.map_err(|refusal| refusal.of(&spec.name))?;
+            (Some(top), layers)
+        }
+        None => (None, Layers::default()),
+    };
+    let mut entry = Entry::new(spec, kind, device, needs);
+    (entry.layers, entry.origin) = (layers, origin);
+    Ok(entry)
+}
+
+/// Where a snapshot takes what it shows.
+pub enum Source<'a> {
+    /// A RAM disk or fork.
+    Memory(&'a Arc<Ram>),
+    /// A file that can be written.
+    File(&'a cow::Origin),
+}
+
+/// What is not the same for all devices that are there. What a kind does not say is the usual.
+pub trait Made: Send + Sync {
+    /// The name of the kind.
+    fn name(&self) -> &'static str;
+
+    /// Disk, fork or snapshot in memory.
+    fn ram(&self) -> Option<&Arc<Ram>> {
+        None
+    }
+
+    /// A fork.
+    fn fork(&self) -> Option<&Arc<Ram>> {
+        None
+    }
+
+    /// A snapshot in memory.
+    fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
+        None
+    }
+
+    /// A snapshot of a file.
+    fn cow(&self) -> Option<&cow::Snapshot> {
+        None
+    }
+
+    /// The family that began with it.
+    fn own_family(&self) -> Option<Family> {
+        None
+    }
+
+    /// What a snapshot of it is taken from; or half a sentence that says why there is none.
+    fn source(&self) -> Result<Source<'_>, &'static str>;
+
+    /// Refuses to be a base, with half a sentence.
+    fn check_base(&self, base: &Entry) -> Result<(), String>;
+
+    /// Whether forks can be made of it, each with a family that is not its own.
+    fn is_outer_base(&self, _read_only: bool) -> bool {
+        false
+    }
+
+    /// Whether the copies of a snapshot can go there, if it can be written.
+    fn takes_copies(&self) -> bool {
+        false
+    }
+
+    /// Which of the files of a base is not what it was when it was opened, as of the last look, and what became of it.
+    fn changed(&self) -> Option<(PathBuf, Changed)> {
+        None
+    }
+
+    /// Whether its data can be set back to what it was in the beginning.
+    fn can_wipe(&self) -> bool {
+        false
+    }
+
+    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on request the counters of a
+    /// RAM disk or fork as well.
+    fn wipe(&self, _counters: bool) -> device::Result<()> {
+        Err(device::Error::Unsupported)
+    }
+
+    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that was under way when its
+    /// store was closed. When this returns its origin shows the snapshot.
+    fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    /// Refuses to show an origin of which only a part is merged.
+    fn check_whole(&self, _name: &str) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    /// What says beside its data how it was closed.
+    fn closes(&self) -> Option<Weak<dyn Device>> {
+        None
+    }
+
+    /// Another fork, for a connection to this template; it is among the devices.
+    fn fresh(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
+        unreachable!("only templates are published as such")
+    }
+
+    /// The names of its attributes, without those of its layers.
+    fn attrs(&self) -> &'static [&'static str];
+
+    /// The value of one of them. Sizes are numbers of bytes.
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
+
+    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the forks of a base share has a
+    /// limit, all else is fixed.
+    fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+        let (name, kind) = (entry.name(), self.name());
+        if attr == "mem_limit" && entry.is_outer_base() {
+            let limit = parse_limit(text).map(Change::MemLimit);
+            return Some(limit.map_err(|why| Refusal::invalid(format!("{name}: mem_limit={text}: {why}"))));
+        }
+        self.attrs().contains(&attr).then(|| {
+            let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
+            Err(Refusal::failed(Errno::EBUSY, why))
+        })
+    }
+
+    /// Sets what [`check`](Self::check) has allowed, each with its name and text.
+    fn set(
+        &self,
+        entry: &Arc<Entry>,
+        registry: &Registry,
+        changes: &[(Change, &String, String)],
+    ) -> Result<(), Refusal> {
+        if let Some((Change::MemLimit(bytes), ..)) = changes.first() {
+            entry.family_of(registry)?.set_mem_limit(*bytes);
+        }
+        Ok(())
+    }
+
+    /// The name of its own statistics, and these.
+    fn stat(&self) -> Option<(&'static str, Value)> {
+        None
+    }
+}
+
+/// Why a device that changes is no base.
+fn is_live(base: &Entry) -> String {
+    format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
+}
+
+// ---- there ----------------------------------------------------------------------------------------------------------
+
+/// A device with its name.
+pub struct Entry {
+    /// As it was asked for; what can change later is asked of the device.
+    pub spec: Spec,
+    /// The device.
+    pub kind: Box<dyn Made>,
+    /// The template, where this was made for one of its connections. It goes with that.
+    pub template: Option<String>,
+    /// What lies over its data.
+    pub layers: Layers,
+    /// As exports see it, with its layers; a template has none.
+    device: Option<Arc<dyn Device>>,
+    /// What has to be there as long as this is.
+    needs: Vec<Arc<Entry>>,
+    /// What the forks of a base share, from the first one on. Locked also while it is made.
+    pub family: Mutex<Option<Family>>,
+    /// How often a fork was set back to its base.
+    pub rewinds: AtomicU64,
+    /// Of a snapshot in memory: its origin, and how often that had been rewound.
+    pub origin: Option<(Weak<Entry>, u64)>,
+}
+
+impl Entry {
+    /// A device that stands on others, or on nothing.
+    pub fn new(
+        spec: Spec,
+        kind: Box<dyn Made>,
+        device: Option<Arc<dyn Device>>,
+        needs: Vec<Arc<Entry>>,
+    ) -> Self {
+        Self {
+            spec,
+            kind,
+            template: None,
+            layers: Layers::default(),
+            device,
+            needs,
+            family: Mutex::default(),
+            rewinds: AtomicU64::new(0),
+            origin: None,
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// The device as exports see it. A template has none.
+    pub fn device(&self) -> Option<&Arc<dyn Device>> {
+        self.device.as_ref()
+    }
+
+    /// Its size in bytes; of a template that of its forks.
+    pub fn size(&self) -> u64 {
+        match (&self.device, self.spec.kind.fork()) {
+            (Some(device), _) => device.geometry().size,
+            (None, Some(ForkSpec { size: Some(size), .. })) => *size,
+            (None, _) => self.needs.first().map_or(0, |base| base.size()),
+        }
+    }
+
+    /// Whether it takes no writes, from anybody.
+    pub fn is_read_only(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.geometry().read_only)
+    }
+
+    /// What has to be there as long as this is.
+    pub fn needs(&self) -> &[Arc<Entry>] {
+        &self.needs
+    }
+
+    /// Whether forks can be made of it, each with a family that is not its own.
+    pub fn is_outer_base(&self) -> bool {
+        self.kind.is_outer_base(self.is_read_only())
+    }
+
+    /// Its family, or that of its forks, if there is one already.
+    pub fn family_made(&self) -> Option<Family> {
+        match self.kind.ram() {
+            Some(ram) => Some(ram.family()),
+            // While it is made, which may wait for its backing device, there is none yet.
+            None => match self.family.try_lock() {
+                Ok(family) => family.clone(),
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
+                Err(TryLockError::WouldBlock) => None,
+            },
+        }
+    }
+
+    /// What the forks of a base have in common; made at the first one.
+    pub fn family_of(&self, registry: &Registry) -> Result<Family, Refusal> {
+        if let Some(ram) = self.kind.ram() {
+            return Ok(ram.family());
+        }
+        let mut made = self.family.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(family) = &*made {
+            return Ok(family.clone());
+        }
+        let Some(spec) = self.spec.kind.family() else {
+            let why = format!("{}: a {} device is no base", self.name(), self.kind.name());
+            return Err(Refusal::failed(Errno::EINVAL, why));
+        };
+        // Asked before the lock would be: of all others.
+        let family = registry.new_family(self.name(), spec, self.size());
+        let family = family.map_err(|refusal| refusal.of(self.name()))?;
+        *made = Some(family.clone());
+        Ok(family)
+    }
+
+    /// The value of an attribute that the forks of a base share; before the first one, what was asked for.
+    fn family_value(&self, attr: &str) -> Option<Value> {
+        family::value(self.spec.kind.family()?, self.family_made(), attr)
+    }
+}

@@ -1,0 +1,110 @@
+//! qcow2 images, read-only.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use freestone::file::Changed;
+use freestone::qcow2::Format;
+use freestone::qcow2::{self, Image};
+use serde_json::{Value, json};
+
+use super::registry::Registry;
+use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::files::errno_of;
+use crate::keys::{Keys, joined, parse_bool, parse_path};
+use crate::refusal::{Errno, Refusal};
+
+pub(super) const NAME: &str = "qcow2";
+const KEYS: [&str; 14] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
+/// Its attributes. The last three are of the forks' family.
+const NAMES: [&str; 6] = ["path", "standalone", "size", "comp_algorithm", "mem_limit", "family"];
+
+/// An image as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Qcow2Spec {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Refuse one that stands on other files.
+    pub standalone: bool,
+    /// What its forks share.
+    pub family: FamilySpec,
+}
+
+impl Qcow2Spec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        Ok(Self {
+            path: keys.need(NAME, "path", "path=disk.qcow2", parse_path)?,
+            standalone: keys.take("standalone", parse_bool)?.unwrap_or(false),
+            family: FamilySpec::take(keys)?,
+        })
+    }
+}
+
+impl Asked for Qcow2Spec {
+    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+        let config = qcow2::Config { path: self.path.clone(), standalone: self.standalone };
+        let image = Arc::new(Image::open(&config).map_err(|e| of_image(&e))?);
+        Ok(Built::alone(Qcow2(Arc::clone(&image)), image))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn image(&self) -> Option<(&Path, Format)> {
+        Some((&self.path, Format::Qcow2))
+    }
+}
+
+fn of_image(error: &qcow2::SetupError) -> Refusal {
+    let errno = match error {
+        qcow2::SetupError::File(e) => errno_of(e),
+        _ => Errno::EIO,
+    };
+    let hint = match error {
+        qcow2::SetupError::Image { fault: qcow2::Fault::NotQcow2, .. } => "; a raw image is of kind file",
+        _ => "",
+    };
+    Refusal::failed(errno, format!("{error}{hint}"))
+}
+
+struct Qcow2(Arc<Image>);
+
+impl Made for Qcow2 {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        Err("is read-only, so it does not change; fork it")
+    }
+
+    fn check_base(&self, _: &Entry) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn is_outer_base(&self, _: bool) -> bool {
+        true
+    }
+
+    fn changed(&self) -> Option<(PathBuf, Changed)> {
+        self.0.changed()
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        let KindSpec::Qcow2(spec) = &entry.spec.kind else { return None };
+        Some(match attr {
+            "path" => json!(spec.path.to_string_lossy()),
+            "standalone" => json!(spec.standalone),
+            "size" => json!(entry.size()),
+            _ => return entry.family_value(attr),
+        })
+    }
+}

@@ -1,0 +1,50 @@
+//! Devices of a file that `save` wrote.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use freestone::ram::Ram;
+use freestone::save::DeviceKind;
+
+use super::fork::Fork;
+use super::ram::RamDisk;
+use super::registry::Registry;
+use super::snapshot::MemorySnapshot;
+use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use crate::layers::LayerSpec;
+use crate::refusal::Refusal;
+
+/// From a saved file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RestoredSpec {
+    /// Where that is.
+    file: PathBuf,
+    /// The name of the base that forks stand on.
+    base: Option<String>,
+}
+
+impl Asked for RestoredSpec {
+    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+        unreachable!("these come from a file")
+    }
+
+    fn below(&self) -> Option<&str> {
+        self.base.as_deref()
+    }
+}
+
+/// A device that was in `file`, and stood on `base`.
+pub fn restored(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&Arc<Entry>>) -> Entry {
+    let ram = Arc::new(ram);
+    let needs = base.into_iter().cloned().collect::<Vec<_>>();
+    let base = base.map(|base| base.name().to_owned());
+    let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
+    let spec = Spec { name, publish: None, kind: kind_spec, layers: LayerSpec::default() };
+    let device = Arc::clone(&ram) as _;
+    let kind: Box<dyn Made> = match kind {
+        DeviceKind::Disk => Box::new(RamDisk(ram)),
+        DeviceKind::Fork => Box::new(Fork(ram)),
+        DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
+    };
+    Entry::new(spec, kind, Some(device), needs)
+}

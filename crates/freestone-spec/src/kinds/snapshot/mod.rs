@@ -1,0 +1,312 @@
+//! Snapshots: what devices held, any number of them at one moment. Those of a file are in [`cow`].
+
+mod cow;
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use freestone::consistency_group::{self, Late, NotInTime, Pending};
+use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreKind};
+use freestone::ram::{PendingSnapshot, Ram};
+use serde_json::Value;
+
+use self::cow::PendingCow;
+pub use self::cow::{cow_stat, merge, missed_writes};
+use super::fork;
+use super::registry::Registry;
+use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Source, Spec, finished, parse_name};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, joined, parse_bool, parse_length};
+use crate::refusal::{Errno, Refusal};
+use crate::size::{self, exact};
+
+pub(super) const NAME: &str = "snapshot";
+const OWN_KEYS: [&str; 10] = [
+    "origin",
+    "cow",
+    "cow_size",
+    "store",
+    "chunk_size",
+    "readonly",
+    "discard_zeroes_cow",
+    "discard_passdown_origin",
+    "force",
+    "merge",
+];
+const KEYS: [&str; 22] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
+/// Keys that mean nothing where the copies are kept in memory.
+const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
+
+/// A snapshot as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SnapshotSpec {
+    /// The name of its origin.
+    pub origin: String,
+    /// Where copies of a file's chunks go; a private RAM disk where nothing was said.
+    pub cow: Option<CowSpec>,
+    /// Unit of copies in bytes, for a file.
+    pub chunk_size: Option<u64>,
+    /// Its users only read. Where nothing was said: with `cow` they write too.
+    pub readonly: Option<bool>,
+    /// A discard of the snapshot zeroes its own chunks.
+    pub discard_zeroes_cow: bool,
+    /// It also goes to the origin.
+    pub discard_passdown_origin: bool,
+    /// What its forks share.
+    pub family: FamilySpec,
+    /// Whether anything of that was said.
+    pub family_said: bool,
+}
+
+/// Where a snapshot's copies go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CowSpec {
+    /// The device.
+    pub place: CowPlace,
+    /// Bytes, where not the file's own.
+    pub size: Option<u64>,
+    /// What is remembered where.
+    pub store: StoreKind,
+    /// Also where origin or device end with the process.
+    pub force: bool,
+    /// It is merged into its origin from the beginning on.
+    pub merge: bool,
+}
+
+/// A COW device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CowPlace {
+    /// A file or disk.
+    Path(PathBuf),
+    /// A device of the server.
+    Device(String),
+}
+
+impl SnapshotSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let origin = keys.need(NAME, "origin", "origin=ram0", parse_name)?;
+        let cow = match keys.take("cow", parse_cow)? {
+            Some(place) => Some(CowSpec {
+                size: keys.take("cow_size", parse_length)?,
+                store: keys.take("store", parse_store)?.unwrap_or_default(),
+                force: keys.take("force", parse_bool)?.unwrap_or(false),
+                merge: keys.take("merge", parse_bool)?.unwrap_or(false),
+                place,
+            }),
+            None => match COW_KEYS.iter().find(|key| keys.typed(key).is_some()) {
+                Some(key) => return Err(keys.refuse(key, "only with cow=PATH or cow=DEVICE")),
+                None => None,
+            },
+        };
+        if let Some(CowSpec { place: CowPlace::Device(_), size: Some(_), .. }) = &cow {
+            return Err(keys.refuse("cow_size", "only where cow is a file; a path has a slash, ./x.cow"));
+        }
+        if cow.as_ref().is_some_and(|cow| cow.merge && !cow.store.is_persistent()) {
+            return Err(keys.refuse("merge", "a transient snapshot (store=N) cannot be merged"));
+        }
+        let discard_zeroes_cow = keys.take("discard_zeroes_cow", parse_bool)?.unwrap_or(false);
+        let discard_passdown_origin = keys.take("discard_passdown_origin", parse_bool)?.unwrap_or(false);
+        if discard_passdown_origin && !discard_zeroes_cow {
+            return Err(keys.refuse("discard_passdown_origin", "only with discard_zeroes_cow=yes"));
+        }
+        Ok(Self {
+            origin,
+            cow,
+            chunk_size: keys.take("chunk_size", parse_chunk)?,
+            readonly: keys.take("readonly", parse_bool)?,
+            discard_zeroes_cow,
+            discard_passdown_origin,
+            family: FamilySpec::take(keys)?,
+            family_said: family::KEYS.iter().any(|key| keys.typed(key).is_some()),
+        })
+    }
+}
+
+/// A path has a slash, a device's name has none.
+fn parse_cow(text: &str) -> Result<CowPlace, String> {
+    if text.contains('/') {
+        return Ok(CowPlace::Path(text.into()));
+    }
+    let device = parse_name(text);
+    device.map(CowPlace::Device).map_err(|_| "must be a path with a slash, ./x.cow, or a device".into())
+}
+
+fn parse_store(text: &str) -> Result<StoreKind, String> {
+    let must = "must be P (persistent), PO (persistent, with overflow) or N (transient)";
+    text.parse().map_err(|_| must.into())
+}
+
+fn parse_chunk(text: &str) -> Result<u64, String> {
+    let bytes = size::parse(text).map_err(|e| e.to_string())?;
+    if bytes.is_power_of_two() && (CHUNK_BYTES_MIN..=CHUNK_BYTES_MAX).contains(&bytes) {
+        return Ok(bytes);
+    }
+    let (min, max) = (size::exact(CHUNK_BYTES_MIN), size::exact(CHUNK_BYTES_MAX));
+    Err(format!("must be a power of two from {min} to {max}"))
+}
+
+// ---- setting up -----------------------------------------------------------------------------------------------------
+
+impl Asked for SnapshotSpec {
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let mut begun = [self.prepare(registry)?];
+        take(&mut begun).map_err(|(_, refusal)| refusal)?;
+        let [begun] = begun;
+        Ok(begun.finish())
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn below(&self) -> Option<&str> {
+        Some(&self.origin)
+    }
+
+    fn changes(&self) -> Vec<&str> {
+        let cow = match self.cow.as_ref().map(|cow| &cow.place) {
+            Some(CowPlace::Device(name)) => Some(name.as_str()),
+            Some(CowPlace::Path(_)) | None => None,
+        };
+        [self.origin.as_str()].into_iter().chain(cow).collect()
+    }
+}
+
+/// Snapshots of all of these, at one moment.
+pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Refusal> {
+    let mut begun = Vec::with_capacity(specs.len());
+    for spec in &specs {
+        let super::KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
+        begun.push(asked.prepare(registry).map_err(|refusal| refusal.of(&spec.name))?);
+    }
+    take(&mut begun).map_err(|(at, refusal)| refusal.of(&specs[at].name))?;
+    specs.into_iter().zip(begun).map(|(spec, begun)| finished(spec, begun.finish())).collect()
+}
+
+/// Takes all of them; else which one is late.
+fn take(begun: &mut [Begun]) -> Result<(), (usize, Refusal)> {
+    let mut pending: Vec<&mut dyn Pending> = begun
+        .iter_mut()
+        .map(|begun| match &mut begun.pending {
+            Which::Memory(pending) => pending as &mut dyn Pending,
+            Which::File(pending) => pending.group(),
+        })
+        .collect();
+    consistency_group::take(&mut pending).map_err(|Late { at }| {
+        let why = format!("origin={}: {NotInTime}", begun[at].origin.name());
+        (at, Refusal::failed(Errno::ETIMEDOUT, why))
+    })
+}
+
+/// A snapshot that is ready.
+struct Begun {
+    pending: Which,
+    origin: Arc<Entry>,
+}
+
+enum Which {
+    Memory(PendingSnapshot),
+    File(PendingCow),
+}
+
+impl SnapshotSpec {
+    fn prepare(&self, registry: &Registry) -> Result<Begun, Refusal> {
+        let origin = registry.needed("origin", &self.origin)?;
+        let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
+        if let Some(why) = origin.layers.hide() {
+            return Err(refuse(&format!("has no snapshots: {why}")));
+        }
+        let pending = match origin.kind.source().map_err(refuse)? {
+            Source::Memory(ram) => {
+                check_in_memory(self)?;
+                Which::Memory(ram.prepare_snapshot().map_err(family::refused)?)
+            }
+            Source::File(of_file) => Which::File(PendingCow::prepare(self, of_file, registry)?),
+        };
+        Ok(Begun { pending, origin })
+    }
+}
+
+/// Refuses what means nothing for a snapshot of a RAM disk or fork.
+fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
+    let origin = &asked.origin;
+    let why = match asked {
+        SnapshotSpec { cow: Some(CowSpec { place, .. }), .. } => {
+            let place = match place {
+                CowPlace::Path(path) => path.display().to_string(),
+                CowPlace::Device(name) => name.clone(),
+            };
+            format!("cow={place}: only for a file; copies of a ram device stay in its family's memory")
+        }
+        SnapshotSpec { chunk_size: Some(bytes), .. } => {
+            format!("chunk_size={}: only for a file; a ram device preserves single pages", exact(*bytes))
+        }
+        SnapshotSpec { readonly: Some(false), .. } => {
+            "readonly=no: a snapshot of a ram device is read; fork it to write".to_owned()
+        }
+        SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only for a file".to_owned(),
+        SnapshotSpec { family_said: true, .. } => {
+            format!("its forks are in the family of {origin}; set mem_limit and the like there")
+        }
+        _ => return Ok(()),
+    };
+    Err(Refusal::failed(Errno::EINVAL, why))
+}
+
+impl Begun {
+    fn finish(self) -> Built {
+        let Self { pending, origin } = self;
+        match pending {
+            Which::Memory(pending) => {
+                let snapshot = Arc::new(pending.into_snapshot());
+                // It holds what it shows, also without its origin, but not what that stands on.
+                let needs = origin.needs().to_vec();
+                // Whoever rewinds a fork has it claimed, as has who takes a snapshot of it.
+                let rewinds = origin.rewinds.load(Ordering::SeqCst);
+                let origin: Option<(Weak<Entry>, u64)> = Some((Arc::downgrade(&origin), rewinds));
+                Built { needs, origin, ..Built::alone(MemorySnapshot(Arc::clone(&snapshot)), snapshot) }
+            }
+            Which::File(pending) => pending.finish(origin),
+        }
+    }
+}
+
+/// What a RAM disk or fork held at one moment.
+pub(super) struct MemorySnapshot(pub Arc<Ram>);
+
+impl Made for MemorySnapshot {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn ram(&self) -> Option<&Arc<Ram>> {
+        Some(&self.0)
+    }
+
+    fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
+        Some(&self.0)
+    }
+
+    fn source(&self) -> Result<Source<'_>, &'static str> {
+        Err(IS_SNAPSHOT)
+    }
+
+    fn check_base(&self, _: &Entry) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        fork::value(entry, &self.0, attr)
+    }
+}
+
+/// Attributes of a snapshot of a RAM disk or fork.
+const NAMES: [&str; 7] =
+    ["origin", "disksize", "comp_algorithm", "over_stat", "family", "mm_stat", "io_stat"];

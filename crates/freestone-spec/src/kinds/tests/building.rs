@@ -1,0 +1,96 @@
+//! What cannot be set up, and which sentence says so.
+
+use std::sync::Arc;
+
+use super::super::build;
+use super::super::registry::Registry;
+
+fn sentence(registry: &Registry, text: &str) -> String {
+    build(text.parse().unwrap(), registry).err().unwrap_or_else(|| panic!("{text}")).sentence
+}
+
+fn add(registry: &Registry, text: &str) {
+    registry.add(&Arc::new(build(text.parse().unwrap(), registry).unwrap())).unwrap();
+}
+
+#[test]
+fn what_cannot_be_set_up_is_named() {
+    let registry = Registry::default();
+    let error = sentence(&registry, "f=file,path=/nowhere/at/all");
+    assert!(error.starts_with("f: ") && error.contains("/nowhere/at/all"), "{error}");
+    let dict = "r=ram,disksize=1M,comp_algorithm=zstd,algorithm_params=level=3 dict=/nowhere/d";
+    let missing = "r: algorithm_params: dict=/nowhere/d: No such file or directory (os error 2)";
+    assert_eq!(sentence(&registry, dict), missing);
+
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(8192).unwrap();
+    let path = file.path().display();
+    let differs = format!("f: size=1G: {path} has 8K; leave size out to take the file as it is");
+    assert_eq!(sentence(&registry, &format!("f=file,path={path},size=1G")), differs);
+    let raw = format!("q: {path}: is not a qcow2 image; a raw image is of kind file");
+    assert_eq!(sentence(&registry, &format!("q=qcow2,path={path}")), raw);
+}
+
+#[test]
+fn bases_that_cannot_be_are_told_apart() {
+    let registry = Registry::default();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk").display().to_string();
+    std::fs::write(&path, vec![1; 1 << 20]).unwrap();
+    add(&registry, &format!("disk=file,path={path}"));
+    add(&registry, "r=ram,disksize=1M");
+    add(&registry, "n=null,size=1M");
+    add(&registry, "s=snapshot,origin=r");
+    add(&registry, "f=fork,base=s");
+    add(&registry, "t=template,base=s");
+    add(&registry, "w=snapshot,origin=disk,readonly=no");
+    for (text, expected) in [
+        ("x=fork,base=none", "x: base=none: there is no such device (yet)"),
+        ("x=fork,base=r", "x: base=r: is live; take a snapshot and fork that: freestone snapshot r NAME"),
+        ("x=fork,base=f", "x: base=f: is live; take a snapshot and fork that: freestone snapshot f NAME"),
+        (
+            "x=fork,base=disk",
+            "x: base=disk: is live; take a snapshot and fork that: freestone snapshot disk NAME",
+        ),
+        ("x=fork,base=n", "x: base=n: a null device is no base"),
+        ("x=fork,base=t", "x: base=t: is a template; fork what it is made of, s"),
+        (
+            "x=fork,base=w",
+            "x: base=w: is a snapshot that its users write (readonly=no); take one with readonly=yes",
+        ),
+        (
+            "x=fork,base=s,size=512K",
+            "x: size=512K: smaller than the base, which has 1M; a fork shows all of it",
+        ),
+        ("x=fork,base=s,mem_min=999T", "x: mem_min=999T: the family's mem_limit has "),
+        ("x=template,base=s,size=512K", "x: size=512K: smaller than the base"),
+        ("x=snapshot,origin=n", "x: origin=n: a null device has no snapshots"),
+        ("x=snapshot,origin=s", "x: origin=s: is a snapshot, which does not change; fork it"),
+        ("x=snapshot,origin=t", "x: origin=t: a template has no content; take a snapshot of a fork"),
+        ("x=snapshot,origin=none", "x: origin=none: there is no such device (yet)"),
+        (
+            "x=snapshot,origin=r,cow=./x",
+            "x: cow=./x: only for a file; copies of a ram device stay in its family's memory",
+        ),
+        (
+            "x=snapshot,origin=r,mem_limit=1G",
+            "x: its forks are in the family of r; set mem_limit and the like there",
+        ),
+        ("x=snapshot,origin=disk,cow=disk", "x: cow=disk: is the origin itself"),
+        (
+            "x=snapshot,origin=disk,cow=none",
+            "x: cow=none: there is no such device (yet); a file is written with a slash, ./none",
+        ),
+        (
+            "x=snapshot,origin=disk,cow=n",
+            "x: cow=n: copies need a ram, fork or file device that can be written",
+        ),
+        (
+            "x=snapshot,origin=disk,cow=r",
+            "x: cow=r: the COW device ends with the process, so a persistent store is pointless; use a transient one (N), or force it",
+        ),
+    ] {
+        let said = sentence(&registry, text);
+        assert!(said.starts_with(expected), "{text}: {said}");
+    }
+}

@@ -1,0 +1,45 @@
+//! Blocks of a test drive that fail: how they are set up, attributes.
+
+use std::sync::Arc;
+
+use freestone::device::Device;
+use freestone::null::{BadBlocks, BadConfig};
+
+use crate::keys::SECTOR_BYTES;
+use crate::refusal::{Errno, Refusal};
+
+/// Over `device`, with these changes of the list.
+pub(super) fn over(
+    device: Arc<dyn Device>,
+    config: BadConfig,
+    changes: &[String],
+) -> Result<BadBlocks, Refusal> {
+    let bad = BadBlocks::new(device, config);
+    bad.change_all(changes).map_err(|e| Refusal::failed(Errno::EINVAL, e))?;
+    Ok(bad)
+}
+
+/// `+8-15` and `-8-15`, with `;` or blanks between several.
+pub(crate) fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
+    let words = text.split([';', ' ']).filter(|word| !word.is_empty()).map(str::to_owned);
+    let words: Vec<_> = words.collect();
+    let good = |word: &String| {
+        let range = word.strip_prefix(['+', '-']).and_then(|range| range.split_once('-'));
+        let sectors = range.and_then(|(a, b)| Some((a.parse::<u64>().ok()?, b.parse::<u64>().ok()?)));
+        sectors.is_some_and(|(a, b)| a <= b)
+    };
+    if words.is_empty() || !words.iter().all(good) {
+        return Err(format!(
+            "must be +FIRST-LAST (bad) or -FIRST-LAST (good again) in {SECTOR_BYTES}-byte sectors, as in +8-15, with ; \
+             between several"
+        ));
+    }
+    Ok(words)
+}
+
+/// Bad sectors as the kernel shows them: first and number, a line each; here with `;`.
+pub(crate) fn bad_ranges(bad: &BadBlocks) -> String {
+    let all = bad.ranges();
+    let text = all.iter().map(|(first, last)| format!("+{first}-{last}")).collect::<Vec<_>>();
+    if text.is_empty() { "none".to_owned() } else { text.join(";") }
+}
