@@ -1,4 +1,5 @@
-//! Tells the program what it was built with: instruction counts are compared between equal builds only.
+//! Tells the program what it was built with: instruction counts are compared between equal builds
+//! only.
 
 use std::env;
 use std::process::Command;

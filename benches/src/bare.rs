@@ -1,4 +1,5 @@
-//! The yardstick: the bare codec over a contiguous store of the same objects. No locks, no pool, no accounting.
+//! The yardstick: the bare codec over a contiguous store of the same objects. No locks, no pool, no
+//! accounting.
 
 use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
@@ -38,7 +39,8 @@ pub struct Census {
     pub bytes: u64,
 }
 
-/// The bare codec. Which code compresses is fixed when it is built, so that no loop pays for the choice.
+/// The bare codec. Which code compresses is fixed when it is built, so that no loop pays for the
+/// choice.
 pub trait Codec {
     /// Compresses into `scratch`: the object's size, `None` where the page is not worth it.
     fn compress(&mut self, page: &Page, scratch: &mut Scratch) -> Option<usize>;
@@ -131,7 +133,8 @@ impl Store {
         }
     }
 
-    /// Does what the codec does for a page that is written: find a pattern, or compress, or copy it whole.
+    /// Does what the codec does for a page that is written: find a pattern, or compress, or copy it
+    /// whole.
     #[inline]
     pub fn write(
         &self,
@@ -150,7 +153,8 @@ impl Store {
         }
     }
 
-    /// As [`write`](Self::write), and puts the object in `slot`'s place, as much of it as fits: what no store can do without.
+    /// As [`write`](Self::write), and puts the object in `slot`'s place, as much of it as fits:
+    /// what no store can do without.
     #[inline]
     pub fn write_to_place(&mut self, codec: &mut Ours, slot: u32, page: &Page) {
         let Entry { at, kind } = self.entries[slot as usize];

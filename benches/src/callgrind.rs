@@ -1,5 +1,6 @@
-//! Instructions of one request, as callgrind counts them: the same on every machine and under any load. Two versions of this
-//! program, built from two commits, tell what the difference between them costs.
+//! Instructions of one request, as callgrind counts them: the same on every machine and under any
+//! load. Two versions of this program, built from two commits, tell what the difference between
+//! them costs.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -108,7 +109,8 @@ fn per_request(program: &Path, request: What, content: Content, disk: Disk) -> R
 /// What is told where valgrind cannot be started.
 pub const MISSING: &str = "valgrind could not be started; the package is called valgrind";
 
-/// A command that runs `program` under callgrind with `options`; the program's own arguments are to be added.
+/// A command that runs `program` under callgrind with `options`; the program's own arguments are to
+/// be added.
 pub fn command(program: &Path, options: &[&str]) -> Command {
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]).args(options);

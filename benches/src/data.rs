@@ -16,8 +16,8 @@ use crate::options::{Options, Set};
 /// Seeds everything that is random here.
 const SEED: u64 = 0x5EED_0FF4_EE57;
 
-/// Directories of the `real` data set, and the parts of a hundred that each contributes: programs, headers, documents and
-/// data, libraries and sources. What one lacks the next ones make up.
+/// Directories of the `real` data set, and the parts of a hundred that each contributes: programs,
+/// headers, documents and data, libraries and sources. What one lacks the next ones make up.
 const REAL: [(&str, u64); 4] = [("/usr/bin", 12), ("/usr/include", 8), ("/usr/share", 25), ("/usr/lib", 55)];
 const COPY_BYTES: usize = 1 << 20;
 
@@ -104,8 +104,8 @@ impl Data {
     }
 }
 
-/// One page as fio 3.33 fills it with the options above: the first 40 % (1638 bytes) random words, the rest zeroes.
-/// fio's generator is another one, its random part is as incompressible.
+/// One page as fio 3.33 fills it with the options above: the first 40 % (1638 bytes) random words,
+/// the rest zeroes. fio's generator is another one, its random part is as incompressible.
 pub fn fio_page(number: u64, page: &mut [u8]) {
     let (noise, rest) = page.split_at_mut(PAGE_BYTES * 40 / 100);
     let mut random = Random::new(number);
@@ -205,8 +205,9 @@ impl Random {
     }
 }
 
-/// An endless random choice of the numbers of a range, the same for everybody who asks. It never repeats an order: where
-/// places are freed in the order in which they were taken, a pool has it too easy.
+/// An endless random choice of the numbers of a range, the same for everybody who asks. It never
+/// repeats an order: where places are freed in the order in which they were taken, a pool has it
+/// too easy.
 #[derive(Clone, Copy)]
 pub struct Order {
     seed: u64,

@@ -1,5 +1,5 @@
-//! A loop of one kind of request, for callgrind to count. It uses no more of the library than its first version had, so that it
-//! can be built with any of them.
+//! A loop of one kind of request, for callgrind to count. It uses no more of the library than its
+//! first version had, so that it can be built with any of them.
 
 use std::hint::black_box;
 
@@ -46,7 +46,8 @@ pub enum Content {
     Same,
 }
 
-/// Fills a disk of [`DISK_BYTES`] and runs the loop. Two counts with one setup: the difference is the requests' own.
+/// Fills a disk of [`DISK_BYTES`] and runs the loop. Two counts with one setup: the difference is
+/// the requests' own.
 pub fn run(ram: &Ram, Loop { request, content, count }: Loop) -> Result<()> {
     let mut pages = IoBuf::zeroed(DISK_BYTES as usize)?;
     for (number, page) in (0_u32..).zip(pages.chunks_exact_mut(PAGE_BYTES)) {

@@ -1,7 +1,9 @@
-//! Freestone's own benchmarks. Each prints a table with the target beside what was measured, and writes JSON.
+//! Freestone's own benchmarks. Each prints a table with the target beside what was measured, and
+//! writes JSON.
 //!
-//! Numbers are medians of ratios between slices of two loops that take turns in one run: what else happens on the
-//! machine meets both sides alike. Run with `cargo run --release -p freestone-benches -- all`.
+//! Numbers are medians of ratios between slices of two loops that take turns in one run: what else
+//! happens on the machine meets both sides alike. Run with `cargo run --release -p
+//! freestone-benches -- all`.
 //!
 //! The modules that are public are what the sources' experiments, in `research/`, measure with.
 
@@ -51,28 +53,34 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Random 4 KiB reads and rewrites of a RAM disk against the bare codec on the same pages, one thread.
+    /// Random 4 KiB reads and rewrites of a RAM disk against the bare codec on the same pages, one
+    /// thread.
     Codec,
-    /// The library against the kernel's zram, one synchronous loop each (needs root and an unused zram device).
+    /// The library against the kernel's zram, one synchronous loop each (needs root and an unused
+    /// zram device).
     Zram,
     /// Threads on distinct slots against as many copies of the bare codec loop.
     Threads,
-    /// Memory: overhead after a fill, after rewrites, after compaction; what discarding returns; PSS.
+    /// Memory: overhead after a fill, after rewrites, after compaction; what discarding returns;
+    /// PSS.
     Memory,
     /// Codec, threads, zram and memory in turn.
     All,
-    /// Spilling a whole disk, reads of spilled pages, what memory serves of a zipfian load, recompression. Needs fio and a disk
-    /// that takes direct I/O.
+    /// Spilling a whole disk, reads of spilled pages, what memory serves of a zipfian load,
+    /// recompression. Needs fio and a disk that takes direct I/O.
     Writeback(writeback::Args),
-    /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and nbdkit, 64 busy forks and a quiet
-    /// one, a thousand forks. Needs fio with its nbd engine, qemu-utils and nbdkit.
+    /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and
+    /// nbdkit, 64 busy forks and a quiet one, a thousand forks. Needs fio with its nbd engine,
+    /// qemu-utils and nbdkit.
     Forks(forks::Args),
-    /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs fio with its nbd engine and nbdcopy;
-    /// Debian 13's peers are unpacked at the first use.
+    /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs
+    /// fio with its nbd engine and nbdcopy; Debian 13's peers are unpacked at the first use.
     Compare(compare::Args),
-    /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone beside one a device.
+    /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone
+    /// beside one a device.
     Zones(zones::Args),
-    /// Instructions of a read and of a write, and against another build of this program. Needs valgrind.
+    /// Instructions of a read and of a write, and against another build of this program. Needs
+    /// valgrind.
     Instructions(callgrind::Args),
     /// The loop that `instructions` counts.
     #[command(hide = true)]
@@ -86,7 +94,8 @@ enum Bench {
         #[arg(long, conflicts_with = "backed")]
         fork: bool,
     },
-    /// Instructions of the hot paths against the committed baseline; fails where one rose. Needs valgrind.
+    /// Instructions of the hot paths against the committed baseline; fails where one rose. Needs
+    /// valgrind.
     Gate(gate::Args),
     /// The loop that `gate` counts.
     #[command(hide = true)]

@@ -52,8 +52,8 @@ pub fn median(of: &[f64]) -> f64 {
     Summary::of(of.iter().copied()).median
 }
 
-/// Runs the sides in turn, in each round the same operations, every other round in the opposite order. The sides have
-/// been warmed up by the caller.
+/// Runs the sides in turn, in each round the same operations, every other round in the opposite
+/// order. The sides have been warmed up by the caller.
 pub fn alternate(slices: Slices, sides: &mut [Side<'_>]) -> Vec<Times> {
     let ops = calibrate(slices.slice, sides);
     let mut times = vec![Times::default(); sides.len()];

@@ -1,4 +1,5 @@
-//! What a filled disk takes beside its compressed bytes, what it gives back, and whether its own numbers are true.
+//! What a filled disk takes beside its compressed bytes, what it gives back, and whether its own
+//! numbers are true.
 
 use std::time::Instant;
 
@@ -27,7 +28,8 @@ pub fn run(options: &Options) -> Result<Vec<Report>> {
     options.sets(&[Set::Real]).into_iter().map(|set| one(set, options)).collect()
 }
 
-/// The order of the rewrites. In each round every slot is written once, and every page's content is used once.
+/// The order of the rewrites. In each round every slot is written once, and every page's content is
+/// used once.
 struct Orders {
     slots: [Vec<u32>; ROUNDS],
     contents: Vec<u32>,

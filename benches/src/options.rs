@@ -16,7 +16,8 @@ pub struct Options {
     /// Data sets, separated by commas [default: fio,real, memory: real]
     #[arg(long, global = true, value_enum, value_delimiter = ',')]
     pub set: Vec<Set>,
-    /// A file that stands for the `real` data set, instead of the one made from this machine's files.
+    /// A file that stands for the `real` data set, instead of the one made from this machine's
+    /// files.
     #[arg(long, global = true)]
     pub data: Option<PathBuf>,
     /// Where the `real` data set is kept between runs.

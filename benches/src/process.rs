@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rustix::param::clock_ticks_per_second;
 
-/// CPU time of all threads of this process, those that ended included. The kernel's threads that work for an `io_uring` of the
-/// process are among them.
+/// CPU time of all threads of this process, those that ended included. The kernel's threads that
+/// work for an `io_uring` of the process are among them.
 #[derive(Debug, Clone, Copy)]
 pub struct Cpu {
     pub user: Duration,
@@ -65,7 +65,8 @@ struct Thread {
 pub struct Spent {
     pub wall: Duration,
     pub cpu: Cpu,
-    /// CPU time of the thread that had most, as a part of `wall`. Its unit is one tick of the kernel, mostly 10 ms.
+    /// CPU time of the thread that had most, as a part of `wall`. Its unit is one tick of the
+    /// kernel, mostly 10 ms.
     pub busiest: f64,
     pub busiest_name: String,
     /// Bytes that the process had written to disks (`write_bytes` of /proc/self/io).
@@ -113,7 +114,8 @@ fn threads() -> Result<HashMap<u32, Thread>> {
     Ok(all)
 }
 
-/// Reads `id (name) state ...`: the name may hold anything, user and system ticks are the 12th and 13th word behind it.
+/// Reads `id (name) state ...`: the name may hold anything, user and system ticks are the 12th and
+/// 13th word behind it.
 fn thread(stat: &str) -> Option<Thread> {
     let (front, back) = stat.rsplit_once(')')?;
     let mut words = back.split_ascii_whitespace().skip(11);

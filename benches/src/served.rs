@@ -30,14 +30,16 @@ pub struct Server {
 /// What a server occupies.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
-    /// Memory: the process's proportional set, and its files in memory where they hold more than it maps of them.
+    /// Memory: the process's proportional set, and its files in memory where they hold more than it
+    /// maps of them.
     pub bytes: u64,
     /// Blocks of other files that it has open for writing, removed ones too.
     pub disk_bytes: u64,
 }
 
 impl Server {
-    /// Starts a program and returns when it greets at `socket`. An error tells what the program complained of.
+    /// Starts a program and returns when it greets at `socket`. An error tells what the program
+    /// complained of.
     pub fn start(command: &Command, socket: &Path) -> Result<Self> {
         let mut wrapped = tool::ends_with_us(command);
         let mut complaints = tempfile::tempfile()?;
@@ -93,7 +95,8 @@ fn tail(complaints: &mut File) -> Option<String> {
     (!line.is_empty()).then_some(line)
 }
 
-/// Reads a server's greeting and takes leave with `NBD_OPT_ABORT`, so that it has nothing to complain of.
+/// Reads a server's greeting and takes leave with `NBD_OPT_ABORT`, so that it has nothing to
+/// complain of.
 fn greet(socket: &Path) -> std::io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(START_MAX))?;

@@ -47,8 +47,9 @@ fn config(bytes: u64) -> Config {
 }
 
 impl Setup {
-    /// Loads the data, fills the disk, rewrites every page once in random order with other content so that the pool is
-    /// warm and mixed, puts every page back and checks that all sides give back what was put in.
+    /// Loads the data, fills the disk, rewrites every page once in random order with other content
+    /// so that the pool is warm and mixed, puts every page back and checks that all sides give back
+    /// what was put in.
     pub fn new(set: Set, usual_bytes: u64, options: &Options) -> Result<Self> {
         let data = Data::open(set, options.bytes(usual_bytes), options)?;
         let pages = data.load()?;
@@ -96,7 +97,8 @@ impl Setup {
     }
 }
 
-/// Slots and contents of the writes that warm a pool up: all in random order with other content, then all back.
+/// Slots and contents of the writes that warm a pool up: all in random order with other content,
+/// then all back.
 pub fn mixing(pages: u64) -> impl Iterator<Item = (u32, u32)> {
     let slots = Random::new(1).permutation(pages);
     let contents = Random::new(2).permutation(pages);

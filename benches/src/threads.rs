@@ -1,4 +1,5 @@
-//! Threads on distinct slots against as many copies of the bare codec loop: does anything but the machine hold them up?
+//! Threads on distinct slots against as many copies of the bare codec loop: does anything but the
+//! machine hold them up?
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};

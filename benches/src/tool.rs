@@ -8,7 +8,8 @@ use anyhow::{Context, Result, ensure};
 /// What `setpriv` says when it is missing.
 pub const NO_SETPRIV: &str = "setpriv could not be started; the package is called util-linux";
 
-/// Runs a program to its end: what it prints. An error names the program and has what it complained of, or the package that has it.
+/// Runs a program to its end: what it prints. An error names the program and has what it complained
+/// of, or the package that has it.
 pub fn run(command: &mut Command, package: &str) -> Result<String> {
     let output = command.stdin(Stdio::null()).output();
     let program = Path::new(command.get_program());
@@ -28,7 +29,8 @@ pub fn version(mut program: Command) -> String {
     told.lines().next().unwrap_or("not installed").to_owned()
 }
 
-/// The same command, but the kernel ends it with us, also where nothing of ours runs any more; the process keeps its number.
+/// The same command, but the kernel ends it with us, also where nothing of ours runs any more; the
+/// process keeps its number.
 pub fn ends_with_us(command: &Command) -> Command {
     let mut wrapped = Command::new("setpriv");
     wrapped.args(["--pdeathsig", "KILL"]).arg(command.get_program()).args(command.get_args());

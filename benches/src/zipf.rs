@@ -4,14 +4,16 @@ use std::f64::consts::LN_2;
 
 use crate::data::Random;
 
-/// What fio multiplies a rank with, so that the popular pages lie scattered: 2^64 by the golden ratio, less the whole.
+/// What fio multiplies a rank with, so that the popular pages lie scattered: 2^64 by the golden
+/// ratio, less the whole.
 const SCATTER: u64 = 0x61C8_8646_80B5_83EB;
 /// fio sums up the first so many ranks only.
 const SUMMED_RANKS: u64 = 10_000_000;
 
-/// fio's `random_distribution=zipf:THETA`: rank k is drawn with a probability that falls as k^-theta. The first two ranks are exact,
-/// the others follow the closed approximation of Gray et al., "Quickly Generating Billion-Record Synthetic Databases".
-/// Ranks are scattered by a multiplication; with another number of pages than a power of two a few share a page, as in fio.
+/// fio's `random_distribution=zipf:THETA`: rank k is drawn with a probability that falls as
+/// k^-theta. The first two ranks are exact, the others follow the closed approximation of Gray et
+/// al., "Quickly Generating Billion-Record Synthetic Databases". Ranks are scattered by a
+/// multiplication; with another number of pages than a power of two a few share a page, as in fio.
 pub struct Zipf {
     random: Random,
     offset: u64,
@@ -25,7 +27,8 @@ pub struct Zipf {
 }
 
 impl Zipf {
-    /// Over the numbers `0..count`, at least 2; `theta` is above 0 and not 1. A seed gives one sequence.
+    /// Over the numbers `0..count`, at least 2; `theta` is above 0 and not 1. A seed gives one
+    /// sequence.
     pub fn new(seed: u64, theta: f64, count: u64) -> Self {
         let mut random = Random::new(seed);
         let zeta: f64 = (1..=count.min(SUMMED_RANKS)).map(|rank| (rank as f64).powf(-theta)).sum();
@@ -58,7 +61,8 @@ impl Zipf {
 
 /// An exact LRU cache of pages with sizes of their own.
 pub struct Lru {
-    /// By page; the last entry is the ring's own: `newer` of it is the oldest page, `older` the newest.
+    /// By page; the last entry is the ring's own: `newer` of it is the oldest page, `older` the
+    /// newest.
     links: Vec<Link>,
     bytes: Vec<u16>,
     capacity: u64,
@@ -135,7 +139,8 @@ mod tests {
         for _ in 0..DRAWS {
             ranks[zipf.rank() as usize] += 1;
         }
-        // The first two to the statistics' precision; the head to that of the approximation, which is about 2 %.
+        // The first two to the statistics' precision; the head to that of the approximation, which
+        // is about 2 %.
         for (rank, exact) in [(0, 1.0 / zeta), (1, 0.5_f64.powf(1.1) / zeta)] {
             let share = f64::from(ranks[rank]) / f64::from(DRAWS);
             assert!((share / exact - 1.0).abs() < 0.02, "rank {rank}: {share} for {exact}");

@@ -11,7 +11,8 @@ use freestone::PAGE_BYTES;
 /// Bytes of a write of the fill: whole pages, as the block layer likes them.
 pub const FILL_BYTES: usize = 128 << 10;
 
-/// A device that was set up here. Dropping it resets it; so does the end of this process, however it comes.
+/// A device that was set up here. Dropping it resets it; so does the end of this process, however
+/// it comes.
 pub struct ZramDevice {
     sys: PathBuf,
     file: Option<File>,
@@ -21,8 +22,8 @@ pub struct ZramDevice {
 /// A process that resets the device when it is told to, or when this one has ended.
 struct Guardian(Child);
 
-/// Reads until the pipe from us ends. The kernel may close the device later than the pipe, so it tries for a while. What a terminal
-/// sends to all of its processes is not meant for it.
+/// Reads until the pipe from us ends. The kernel may close the device later than the pipe, so it
+/// tries for a while. What a terminal sends to all of its processes is not meant for it.
 const GUARD: &str = r#"trap "" INT TERM HUP;
 read -r end
 for try in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -41,8 +42,8 @@ pub struct KernelStat {
 }
 
 impl ZramDevice {
-    /// Sets up the unused device `name` with `algorithm` and `disksize` bytes. Fails, and changes nothing, where it is absent
-    /// or in use.
+    /// Sets up the unused device `name` with `algorithm` and `disksize` bytes. Fails, and changes
+    /// nothing, where it is absent or in use.
     pub fn claim(name: &str, algorithm: &str, disksize: u64) -> Result<Self> {
         let sys = Path::new("/sys/block").join(name);
         ensure!(sys.exists(), "there is no /dev/{name}: load the kernel's module zram first");
@@ -81,7 +82,8 @@ impl ZramDevice {
         self.file.as_ref().context("the device is closed")
     }
 
-    /// Writes pages from the device's beginning on; `read` fills a buffer with those from a number on.
+    /// Writes pages from the device's beginning on; `read` fills a buffer with those from a number
+    /// on.
     pub fn fill(&self, pages: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let mut buffer = freestone::device::IoBuf::zeroed(FILL_BYTES)?;
         let step = FILL_BYTES / PAGE_BYTES;
@@ -111,7 +113,8 @@ impl ZramDevice {
 }
 
 impl KernelStat {
-    /// Pool, slots (16 bytes each) and handles (8 bytes an object) over compressed bytes, for `pages` slots.
+    /// Pool, slots (16 bytes each) and handles (8 bytes an object) over compressed bytes, for
+    /// `pages` slots.
     pub fn overhead(&self, pages: u64) -> f64 {
         self.memory(pages) as f64 / self.compr_data_size as f64
     }

@@ -23,7 +23,8 @@ fn main() -> Result<()> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=src/engine.c");
     println!("cargo:rerun-if-changed=src/engine.h");
-    // fio unloads an engine when a job ends; threads of devices and destructors of threads may still need it.
+    // fio unloads an engine when a job ends; threads of devices and destructors of threads may
+    // still need it.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     let source = source()?;
     println!("cargo:rerun-if-changed={}", source.join(CONFIGURED).display());

@@ -1,6 +1,8 @@
-//! A table as an SVG picture: what is gained over the old lock, in the source, here, and in the model.
+//! A table as an SVG picture: what is gained over the old lock, in the source, here, and in the
+//! model.
 //!
-//! A table with one or two loads is drawn over the number of threads; one with more loads as bars, two or three for each row.
+//! A table with one or two loads is drawn over the number of threads; one with more loads as bars,
+//! two or three for each row.
 
 use std::path::Path;
 

@@ -115,7 +115,8 @@ fn line_trip(other: usize) -> Result<f64> {
     })
 }
 
-/// Waking a thread that sleeps on another CPU: what the call takes, and after how long the thread runs. Medians.
+/// Waking a thread that sleeps on another CPU: what the call takes, and after how long the thread
+/// runs. Medians.
 fn wakes(other: usize) -> Result<(f64, f64)> {
     let begun = Instant::now();
     let (woken_at, stop) = (AtomicU64::new(0), AtomicBool::new(false));

@@ -1,4 +1,5 @@
-//! Threads that read and write records of RAM disks or of files on one, each in an area of its own or all in one, for a slice of time.
+//! Threads that read and write records of RAM disks or of files on one, each in an area of its own
+//! or all in one, for a slice of time.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -106,7 +107,8 @@ impl<D: Disk> Drive<'_, D> {
         drop(none);
     }
 
-    /// Before slices of a pattern: initial writes come first, and all others find everything written.
+    /// Before slices of a pattern: initial writes come first, and all others find everything
+    /// written.
     pub fn prepare(&self, pattern: Pattern) -> Result<()> {
         if pattern != Pattern::InitialWrite && self.filled.get().is_none() {
             self.fill()?;
@@ -150,7 +152,8 @@ impl<D: Disk> Drive<'_, D> {
         if load.shared { 0 } else { (thread / self.disks.len()) as u64 * load.area }
     }
 
-    /// Runs the load for `length`, or until the first thread is through: KiB a second of all threads.
+    /// Runs the load for `length`, or until the first thread is through: KiB a second of all
+    /// threads.
     pub fn slice(&self, load: &Load, length: Duration) -> Result<f64> {
         ensure!(load.area >= load.record, "an area of {} bytes has no record of {}", load.area, load.record);
         if load.pattern == Pattern::InitialWrite {
@@ -181,7 +184,8 @@ impl<D: Disk> Drive<'_, D> {
             }
             // Relaxed: as above.
             stop.store(true, Ordering::Relaxed);
-            // From the first one's beginning to the last one's end: where threads share a CPU, one that begins late did not work faster.
+            // From the first one's beginning to the last one's end: where threads share a CPU, one
+            // that begins late did not work faster.
             let (mut records, mut first, mut last) = (0, Instant::now(), begun);
             for worker in workers {
                 let (done, begun, ended) = worker.join().ok().context("a worker panicked")??;
@@ -221,8 +225,8 @@ impl<D: Disk> Drive<'_, D> {
         Ok(done)
     }
 
-    /// Of one thread: nanoseconds that a slot is held for each page, and how many slots are locked for each. What the clock takes is left
-    /// out.
+    /// Of one thread: nanoseconds that a slot is held for each page, and how many slots are locked
+    /// for each. What the clock takes is left out.
     pub fn profile(&self, load: &Load, length: Duration, clock: f64) -> Result<(f64, f64)> {
         if load.pattern == Pattern::InitialWrite {
             self.empty(load)?;

@@ -7,7 +7,8 @@ use freestone_benches::data::Random;
 
 /// Visits to the lock that a simulation counts, of all threads, after as many for warming up.
 pub const VISITS: u64 = 40_000;
-/// Work outside lasts between so much less and so much more than its mean, so that threads do not run in step.
+/// Work outside lasts between so much less and so much more than its mean, so that threads do not
+/// run in step.
 const JITTER: f64 = 0.5;
 
 /// A time as a whole number of picoseconds: events sort by it.
@@ -26,7 +27,8 @@ pub fn around(nanos: f64, random: &mut Random) -> Picos {
 /// What is to come.
 pub struct Events<E> {
     heap: BinaryHeap<Reverse<(Picos, u64, usize, E)>>,
-    /// Of the events so far: makes those of one moment come in the order in which they were planned.
+    /// Of the events so far: makes those of one moment come in the order in which they were
+    /// planned.
     planned: u64,
 }
 

@@ -1,7 +1,8 @@
 //! What an experiment comes to: the source's figures and ours side by side, column by column.
 //!
-//! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only ratios are compared with the
-//! source: its machine is another one. A ratio is of two numbers of one round ([`turns`]), never of two medians.
+//! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only
+//! ratios are compared with the source: its machine is another one. A ratio is of two numbers of
+//! one round ([`turns`]), never of two medians.
 
 use freestone_report::{Summary, Unit};
 
@@ -25,8 +26,8 @@ pub struct Experiment {
     /// What is done here, and what is left out.
     pub here: Vec<String>,
     pub tables: Vec<Table>,
-    /// Where the shape differs from the source's, and why. The comparison of the fine lock with the old one is added by itself
-    /// (`words.rs`).
+    /// Where the shape differs from the source's, and why. The comparison of the fine lock with the
+    /// old one is added by itself (`words.rs`).
     pub words: Vec<String>,
     /// More threads than this machine has CPUs.
     pub model: Vec<Modelled>,
@@ -92,8 +93,8 @@ impl Table {
         }
     }
 
-    /// Adds a row. `rounds` are our figures by column, then by round; a column that was not run has none. `published` may be shorter
-    /// than the columns.
+    /// Adds a row. `rounds` are our figures by column, then by round; a column that was not run has
+    /// none. `published` may be shorter than the columns.
     pub fn add(
         &mut self,
         what: impl Into<String>,
@@ -133,8 +134,9 @@ impl TableRow {
     }
 }
 
-/// In which order the columns of a table take turns in a round: another one begins in every other round, and every other round goes
-/// backwards, so that none of them always comes first or always after the same other one.
+/// In which order the columns of a table take turns in a round: another one begins in every other
+/// round, and every other round goes backwards, so that none of them always comes first or always
+/// after the same other one.
 pub fn turns(columns: usize, round: u32) -> Vec<usize> {
     let mut order: Vec<usize> = (0..columns).collect();
     order.rotate_left((round / 2) as usize % columns);

@@ -1,8 +1,8 @@
-//! ext4 on a RAM disk of this process, as the sources of experiments 1 and 2 had it: an NBD server in this process, nbdfuse, a loop
-//! device.
+//! ext4 on a RAM disk of this process, as the sources of experiments 1 and 2 had it: an NBD server
+//! in this process, nbdfuse, a loop device.
 //!
-//! The mounts are in a namespace of nbdfuse's own. Whatever ends this process ends nbdfuse, and with it the mounts and the loop
-//! device; nobody else ever sees them.
+//! The mounts are in a namespace of nbdfuse's own. Whatever ends this process ends nbdfuse, and
+//! with it the mounts and the loop device; nobody else ever sees them.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -33,7 +33,8 @@ pub const HOW: &str = "ext4 without a journal on the RAM disk, through our NBD s
 pub const REASON: &str = "Here a request passes ext4, a loop device, FUSE and a socket, which take many times as long as the old lock is held: what a finer \
                           one gains drowns in that. The table without a file system shows it.";
 
-/// Bytes of a disk on which files of so many bytes together find room beside what the file system keeps.
+/// Bytes of a disk on which files of so many bytes together find room beside what the file system
+/// keeps.
 pub fn disk_bytes(files_bytes: u64) -> u64 {
     const MIB: u64 = 1 << 20;
     (files_bytes + files_bytes / 32).next_multiple_of(MIB) + 8 * MIB

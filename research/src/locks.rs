@@ -1,4 +1,5 @@
-//! Experiment 1: one lock around the table of a RAM disk, and four locks of its entries, beside the product's.
+//! Experiment 1: one lock around the table of a RAM disk, and four locks of its entries, beside the
+//! product's.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -231,7 +232,8 @@ impl<D: Disk> Bench<'_, D> {
         Load { pattern, threads, record, area, shared, seed: self.seed.unwrap_or(u64::from(round)) }
     }
 
-    /// Every load with every number of threads and, where the machine has two CPUs, the model of those that it fits.
+    /// Every load with every number of threads and, where the machine has two CPUs, the model of
+    /// those that it fits.
     fn table(&self, name: &str, figures: &[Figures<5>]) -> Result<(Table, Vec<Modelled>)> {
         let mut table = Table::new(name, Unit::KbSecond, Better::More, &COLUMNS);
         (table.old, table.new, table.ours) = (OLD, NEW, OURS);
@@ -257,7 +259,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok((table, modelled.unwrap_or_default()))
     }
 
-    /// Speeds by column and round; behind the columns, for what is modelled, those of threads apart.
+    /// Speeds by column and round; behind the columns, for what is modelled, those of threads
+    /// apart.
     fn row(&self, pattern: Pattern, threads: usize) -> Result<Vec<Vec<f64>>> {
         let apart = self.apart.filter(|_| threads == THREADS_APART);
         let sides = LOCKS.len() + usize::from(apart.is_some());
@@ -280,7 +283,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok(speeds)
     }
 
-    /// What goes into the model, of which an operation is a page. `apart` are the speeds of two threads with a disk each.
+    /// What goes into the model, of which an operation is a page. `apart` are the speeds of two
+    /// threads with a disk each.
     fn inputs(
         &self,
         table: &Table,
@@ -309,7 +313,8 @@ impl<D: Disk> Bench<'_, D> {
         }
     }
 
-    /// Reads only, which meet at the lock's line, or writes only, which have it one after the other.
+    /// Reads only, which meet at the lock's line, or writes only, which have it one after the
+    /// other.
     fn alike(
         &self,
         pattern: Pattern,
@@ -357,7 +362,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok(Box::new(of))
     }
 
-    /// Of one thread, for each page: nanoseconds that a slot is held, and how many slots are locked.
+    /// Of one thread, for each page: nanoseconds that a slot is held, and how many slots are
+    /// locked.
     fn held(&self, pattern: Pattern, machine: &Machine) -> Result<(f64, f64)> {
         self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)
     }

@@ -1,8 +1,8 @@
-//! The five experiments of the sources: their published figures beside ours, what is gained over the old lock beside what is gained
-//! here, in tables, in JSON, in charts and in words.
+//! The five experiments of the sources: their published figures beside ours, what is gained over
+//! the old lock beside what is gained here, in tables, in JSON, in charts and in words.
 //!
-//! Into the directory `--out` go `experiment-N.json` for each experiment that was run, and a chart for each of its tables. What an earlier
-//! run left of other experiments stays.
+//! Into the directory `--out` go `experiment-N.json` for each experiment that was run, and a chart
+//! for each of its tables. What an earlier run left of other experiments stays.
 
 mod chart;
 mod costs;
@@ -54,7 +54,8 @@ struct Cli {
 // As if it were one of the benchmarks, which it is for `cargo xtask bench` and in what is written.
 #[derive(Subcommand)]
 enum Bench {
-    /// The sources' five experiments: their published figures beside ours, with JSON, charts and words.
+    /// The sources' five experiments: their published figures beside ours, with JSON, charts and
+    /// words.
     Reproduce(Args),
 }
 
@@ -67,7 +68,8 @@ struct Args {
     /// Directory for the JSON and the charts
     #[arg(long, default_value = "benches/out/reproduce")]
     out: PathBuf,
-    /// 1 and 2: once more with ext4 on the disk, through NBD, nbdfuse and a loop device; needs root, nbdfuse and e2fsprogs.
+    /// 1 and 2: once more with ext4 on the disk, through NBD, nbdfuse and a loop device; needs
+    /// root, nbdfuse and e2fsprogs.
     #[arg(long)]
     ext4: bool,
     /// 3: directory for the backing file, on the disk to measure [default: that of --data-dir]

@@ -1,10 +1,13 @@
-//! More cores than this machine has: a model whose numbers were all measured with one thread, or with threads that share nothing.
+//! More cores than this machine has: a model whose numbers were all measured with one thread, or
+//! with threads that share nothing.
 //!
-//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). It is modelled twice: as it is measured here, and
-//! handed over in turn as the kernel's spinlocks are; what is gained is counted from the better one. Where reads and writes meet at a
-//! read-write lock, that is what is simulated ([`crate::shared`]). The fine lock has no server: its threads share nothing that is
-//! modelled, no memory bandwidth either, so its figure is an upper bound. What the model says of 1 and 2 threads is set beside what was
-//! measured in the same run; no number of it was chosen to fit there.
+//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). It is modelled
+//! twice: as it is measured here, and handed over in turn as the kernel's spinlocks are; what is
+//! gained is counted from the better one. Where reads and writes meet at a read-write lock, that is
+//! what is simulated ([`crate::shared`]). The fine lock has no server: its threads share nothing
+//! that is modelled, no memory bandwidth either, so its figure is an upper bound. What the model
+//! says of 1 and 2 threads is set beside what was measured in the same run; no number of it was
+//! chosen to fit there.
 
 use crate::costs::Machine;
 use crate::experiment::{Beyond, Check, Modelled, Table};
@@ -18,8 +21,8 @@ const CHECKED: [usize; 2] = [1, 2];
 /// A prediction that is further away from the measurement is flagged.
 pub const ERROR_MAX: f64 = 0.15;
 
-/// A load as it is known from measurements with one thread, or with threads that share nothing: what it says of any number of threads
-/// that have a core each. Speeds are operations a second.
+/// A load as it is known from measurements with one thread, or with threads that share nothing:
+/// what it says of any number of threads that have a core each. Speeds are operations a second.
 pub trait Speeds {
     /// With the old lock as it is measured here.
     fn old(&self, machine: &Machine, threads: usize) -> f64;
@@ -71,8 +74,8 @@ pub struct HalfReads {
     pub writes: Inputs,
 }
 
-/// How many times as long everything takes where the other CPUs work as well. `apart` is what two threads that share nothing do, of what
-/// they would do if each were alone.
+/// How many times as long everything takes where the other CPUs work as well. `apart` is what two
+/// threads that share nothing do, of what they would do if each were alone.
 fn slower(threads: usize, apart: f64) -> f64 {
     // More than each alone is noise.
     if threads == 1 { 1.0 } else { (1.0 / apart).max(1.0) }
@@ -105,7 +108,8 @@ impl Speeds for Inputs {
         threads as f64 * 1e9 / (self.fine * self.slower(threads))
     }
 
-    /// While it holds the lock and, where waiters look at it all the time, while its line is on the way.
+    /// While it holds the lock and, where waiters look at it all the time, while its line is on the
+    /// way.
     fn held_share(&self, machine: &Machine) -> f64 {
         let line = match self.discipline {
             Discipline::InTurn => machine.costs.line,
@@ -215,7 +219,8 @@ impl Speeds for HalfReads {
     }
 }
 
-/// What the model says of the row `what` of a table; `unit` of the table's units are one operation a second.
+/// What the model says of the row `what` of a table; `unit` of the table's units are one operation
+/// a second.
 pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, unit: f64) -> Modelled {
     let both = |threads| [(table.old, load.old(machine, threads)), (table.ours, load.fine(threads))];
     let mut checks = Vec::new();
@@ -295,7 +300,8 @@ mod tests {
         assert!((last.old / (1e6 / 125.0) - 1.0).abs() < 0.01, "{last:?}");
         assert!((last.ours / (48.0 * 1e6 / 380.0) - 1.0).abs() < 1e-9, "{last:?}");
         assert!((last.ratio - last.ours / last.old).abs() < 1e-9);
-        // A lock whose waiters sleep is worse; what is gained is counted from the one that is handed over in turn.
+        // A lock whose waiters sleep is worse; what is gained is counted from the one that is
+        // handed over in turn.
         let parking = Inputs { discipline: Discipline::Parking, ..INPUTS };
         let costs = Costs { line: 25.0, wake: 5e3, wake_nobody: 100.0, wake_latency: 2e4, spin: 0.0 };
         let sleepy = Machine { costs, ..machine() };

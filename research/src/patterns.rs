@@ -1,4 +1,5 @@
-//! In which order a thread reads and writes the records of its area: the tests of iozone and the jobs of fio.
+//! In which order a thread reads and writes the records of its area: the tests of iozone and the
+//! jobs of fio.
 
 use freestone_benches::data::Random;
 
@@ -8,7 +9,8 @@ const STRIDE: u64 = 17;
 /// A test of iozone, or a job of fio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
-    /// In order, to places that hold nothing. It ends with the area; all others go on from its beginning.
+    /// In order, to places that hold nothing. It ends with the area; all others go on from its
+    /// beginning.
     InitialWrite,
     /// In order, over what is there. Also iozone's rewrite and pwrite.
     Write,
@@ -22,9 +24,11 @@ pub enum Pattern {
     StrideRead,
     RandomRead,
     RandomWrite,
-    /// Random reads by every other thread, beginning with the first, and random writes by the others: iozone's mixed workload.
+    /// Random reads by every other thread, beginning with the first, and random writes by the
+    /// others: iozone's mixed workload.
     ReadersAndWriters,
-    /// Reads and writes in order, each with a place of its own, in turns that are drawn: fio's `rw`.
+    /// Reads and writes in order, each with a place of its own, in turns that are drawn: fio's
+    /// `rw`.
     SequentialMix,
     /// Random reads and writes that are drawn: fio's `randrw`.
     RandomMix,
@@ -90,7 +94,8 @@ impl Iterator for Steps {
             | Pattern::SequentialMix => at % records,
             Pattern::ReverseRead => records - 1 - at % records,
             Pattern::StrideRead => {
-                // What a turn has is every 17th record, rounded up; the next one begins one further.
+                // What a turn has is every 17th record, rounded up; the next one begins one
+                // further.
                 let turn = records.div_ceil(STRIDE);
                 (at % turn * STRIDE + at / turn % STRIDE) % records
             }

@@ -1,6 +1,6 @@
-//! A small discrete-event simulation of a spinning read-write lock: threads, each on a core of its own, that read or write pages
-//! under one lock of a whole table. Readers hold it together; nobody queues, so who reads passes a writer that waits, as with the
-//! kernel's lock of that time.
+//! A small discrete-event simulation of a spinning read-write lock: threads, each on a core of its
+//! own, that read or write pages under one lock of a whole table. Readers hold it together; nobody
+//! queues, so who reads passes a writer that waits, as with the kernel's lock of that time.
 //!
 //! Time is in nanoseconds. Nothing here is fitted: all numbers come in from outside.
 
@@ -135,7 +135,8 @@ impl Simulation {
         self.think(at, thread);
     }
 
-    /// Changes the word of the lock: it comes over, if another core had it, after whoever else is changing it. Until when.
+    /// Changes the word of the lock: it comes over, if another core had it, after whoever else is
+    /// changing it. Until when.
     fn touch(&mut self, now: Picos, thread: usize) -> Picos {
         let line = if self.last == thread { 0.0 } else { self.line };
         self.last = thread;
@@ -184,7 +185,8 @@ mod tests {
         for count in [1, 2, 16] {
             near(readers(count, 0.0), count as f64 * 1e6, 0.02);
         }
-        // Two changes of the word a page, nearly each by another core: 20 million a second at 50 ns are 10 million pages.
+        // Two changes of the word a page, nearly each by another core: 20 million a second at 50 ns
+        // are 10 million pages.
         near(readers(48, 50.0), 1e7, 0.05);
     }
 

@@ -1,7 +1,7 @@
 //! A small discrete-event simulation: threads, each on a core of its own, that share one lock.
 //!
-//! An operation is some visits to the lock with work outside before each. Time is in nanoseconds. Nothing here is fitted: all
-//! numbers come in from outside.
+//! An operation is some visits to the lock with work outside before each. Time is in nanoseconds.
+//! Nothing here is fitted: all numbers come in from outside.
 
 use std::collections::VecDeque;
 
@@ -14,8 +14,8 @@ use crate::events::{Events, Picos, VISITS, around, picos};
 pub enum Discipline {
     /// In the order of arrival, as a cache line goes from core to core.
     InTurn,
-    /// As std's mutex over a futex: who comes along while it is free takes it, waiters look for a while and then sleep, and who lets
-    /// go wakes one of them.
+    /// As std's mutex over a futex: who comes along while it is free takes it, waiters look for a
+    /// while and then sleep, and who lets go wakes one of them.
     Parking,
 }
 
@@ -75,7 +75,8 @@ struct Simulation {
     held: f64,
     events: Events<Event>,
     threads: Vec<Thread>,
-    /// It slept, or may have to be followed by somebody who sleeps: takes the lock as one with sleepers.
+    /// It slept, or may have to be followed by somebody who sleeps: takes the lock as one with
+    /// sleepers.
     marks: Vec<bool>,
     waiting: VecDeque<usize>,
     taken: bool,
@@ -257,14 +258,16 @@ mod tests {
 
     #[test]
     fn two_threads_in_turn_lie_between_both_bounds() {
-        // Both alone at twice the speed is the upper bound; the lower one is that each always waits for a whole hold.
+        // Both alone at twice the speed is the upper bound; the lower one is that each always waits
+        // for a whole hold.
         let two = speed(WORK, Discipline::InTurn, Costs::default(), 2);
         assert!(two < 2e9 / 400.0 && two > 2e9 / 500.0, "{two}");
     }
 
     #[test]
     fn sleepers_are_woken_and_cost_the_one_that_wakes() {
-        // Nobody looks before it sleeps, and work outside is short: whoever lets go has somebody to wake.
+        // Nobody looks before it sleeps, and work outside is short: whoever lets go has somebody to
+        // wake.
         let work = Work { outside: 10.0, held: 1000.0, visits: 1.0 };
         let costs = Costs { wake: 2000.0, wake_nobody: 100.0, wake_latency: 50_000.0, ..Costs::default() };
         let two = speed(work, Discipline::Parking, costs, 2);

@@ -1,4 +1,5 @@
-//! Experiment 4: writes of an origin that has a snapshot, and of the snapshot, by several workers over null drives.
+//! Experiment 4: writes of an origin that has a snapshot, and of the snapshot, by several workers
+//! over null drives.
 
 use std::time::Duration;
 

@@ -38,8 +38,8 @@ pub fn of(experiment: &Experiment, cpus: usize) -> Vec<String> {
     words
 }
 
-/// With how many threads a load is judged. What has one thread in the source is no matter of locks, but of batches: it is compared
-/// as it is.
+/// With how many threads a load is judged. What has one thread in the source is no matter of locks,
+/// but of batches: it is compared as it is.
 fn judged_with(table: &Table, row: &TableRow) -> usize {
     let more = table.rows.iter().any(|other| other.what == row.what && other.threads >= THREADS);
     if more { THREADS } else { row.threads }
@@ -132,7 +132,8 @@ fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String
     let Some(model) = model else {
         return "No profile of the lock was taken, so why is not known.".into();
     };
-    // A model that is too hard on the old lock still bounds the gain; one that is too kind does not.
+    // A model that is too hard on the old lock still bounds the gain; one that is too kind does
+    // not.
     let old = table.columns[table.old];
     let too_kind =
         |check: &Check| check.off && check.column == old && check.error.is_some_and(|error| error > 0.0);

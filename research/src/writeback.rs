@@ -15,10 +15,12 @@ use crate::slices;
 
 /// Data where `--size` does not say.
 const BYTES: u64 = 1 << 30;
-/// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by page.
+/// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by
+/// page.
 const OLD_WAY_BYTES: u64 = 64 << 20;
 const ROUNDS: u32 = 5;
-/// So many disks are written back in a slice, by column: CPU time is counted in ticks, and who is fast has few of them.
+/// So many disks are written back in a slice, by column: CPU time is counted in ticks, and who is
+/// fast has few of them.
 const DISKS: [u32; 3] = [1, 2, 5];
 /// What the source wrote back; ours is scaled to it by page.
 const SOURCE_PAGES: f64 = ((4_u64 << 30) / PAGE_BYTES as u64) as f64;

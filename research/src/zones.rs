@@ -47,7 +47,8 @@ pub fn run(options: &Options) -> Result<Experiment> {
                 let what = if limits { format!("{}, limits", figures.what) } else { figures.what.to_owned() };
                 let apart = measure(&mut table, &what, shape, load, options)?;
                 if !memory && !limits {
-                    // What was published has a number of threads that nothing is measured with here.
+                    // What was published has a number of threads that nothing is measured with
+                    // here.
                     table.add(&what, figures.threads, &figures.published(), &[]);
                 }
                 if let Some(machine) = &machine {
@@ -89,7 +90,8 @@ pub fn run(options: &Options) -> Result<Experiment> {
     })
 }
 
-/// Adds a row for each number of threads. Returns what two threads that share nothing do over what one does.
+/// Adds a row for each number of threads. Returns what two threads that share nothing do over what
+/// one does.
 fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Options) -> Result<f64> {
     let sides = [
         Side::new(COLUMNS[OLD], 1, true, shape)?,
@@ -117,7 +119,8 @@ fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Op
     Ok(Summary::ratio(of(THREADS_APART, APART)?, of(1, OURS)?).median)
 }
 
-/// The lock is around the whole call: what an operation takes beyond the loop around it is under the lock.
+/// The lock is around the whole call: what an operation takes beyond the loop around it is under
+/// the lock.
 fn inputs_of(
     table: &Table,
     what: &str,

@@ -1,4 +1,5 @@
-//! The experiments that need no other lock than the product's run and write JSON that makes sense. Speed is not judged here.
+//! The experiments that need no other lock than the product's run and write JSON that makes sense.
+//! Speed is not judged here.
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -41,7 +41,8 @@ pub fn cargo() -> Command {
     command
 }
 
-/// Tests of a program that run at once, for each CPU: most of their time many wait, for a slow disk, a timer or a server.
+/// Tests of a program that run at once, for each CPU: most of their time many wait, for a slow
+/// disk, a timer or a server.
 const TESTS_PER_CPU: usize = 3;
 
 /// `cargo test`.
@@ -52,9 +53,9 @@ pub fn tests() -> Command {
     command
 }
 
-/// A cargo for a build in which the packages of the workspace, and no others, have these cfgs: cargo asks a script to call the
-/// compiler for them. So what they depend on is built once for all builds. The programs come to a directory of their own, which is
-/// the second result.
+/// A cargo for a build in which the packages of the workspace, and no others, have these cfgs:
+/// cargo asks a script to call the compiler for them. So what they depend on is built once for all
+/// builds. The programs come to a directory of their own, which is the second result.
 pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     let all = target_dir();
     let name = cfgs.join("+");
@@ -89,7 +90,8 @@ pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> 
     Ok(sum)
 }
 
-/// Runs a command to its end. Its stdout passes through us line by line, so that tests can be counted.
+/// Runs a command to its end. Its stdout passes through us line by line, so that tests can be
+/// counted.
 pub fn run(command: &mut Command) -> Result<Outcome> {
     println!("$ {}", line(command));
     let child = command.stdout(Stdio::piped()).spawn();

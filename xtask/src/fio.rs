@@ -1,4 +1,5 @@
-//! `cargo xtask fio`: fetches the source that the installed fio was built from, and builds the engine against it.
+//! `cargo xtask fio`: fetches the source that the installed fio was built from, and builds the
+//! engine against it.
 
 use std::env;
 use std::fs;

@@ -1,4 +1,5 @@
-//! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are parts of it.
+//! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are
+//! parts of it.
 
 mod bench;
 mod cargo;
@@ -31,7 +32,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the checks and tests that every change has to pass; install the Debian packages they need first
+    /// Run the checks and tests that every change has to pass; install the Debian packages they
+    /// need first
     Test {
         /// Run these steps only; may be given several times
         #[arg(long, value_name = "STEP", value_enum)]
@@ -50,7 +52,8 @@ enum Command {
         #[arg(value_enum)]
         sanitizer: Option<Sanitizer>,
     },
-    /// Random stacks of devices under random requests, verbs, faults and crashes; see docs/testing.md
+    /// Random stacks of devices under random requests, verbs, faults and crashes; see
+    /// docs/testing.md
     Torture {
         /// What is tortured; all of them, one after the other, if it is not said
         #[arg(long, value_enum)]
@@ -61,7 +64,8 @@ enum Command {
         /// How long, in all
         #[arg(long, default_value_t = 10.0)]
         minutes: f64,
-        /// Put faults back that were found once, one at a time, and have each found; of these names, or all
+        /// Put faults back that were found once, one at a time, and have each found; of these
+        /// names, or all
         #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["mode", "seed", "minutes"])]
         mutants: Option<Vec<String>>,
     },

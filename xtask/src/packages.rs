@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-/// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there already.
+/// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
+/// already.
 const TOOLS: [(&str, &str); 30] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
@@ -47,7 +48,8 @@ const TOOLS: [(&str, &str); 30] = [
 /// Where tools of the system lie; not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
 
-/// Installs what is missing, if we may. An error names what is still missing and the command that installs it.
+/// Installs what is missing, if we may. An error names what is still missing and the command that
+/// installs it.
 pub fn ensure() -> Result<()> {
     let missing = missing();
     if missing.is_empty() {
@@ -69,7 +71,8 @@ pub fn ensure() -> Result<()> {
         bail!("not root, and sudo wants a password; run: sudo {by_hand}");
     };
     println!("installing: {}", packages.join(" "));
-    // A machine that knows its packages installs them without asking for news; a fresh one knows none.
+    // A machine that knows its packages installs them without asking for news; a fresh one knows
+    // none.
     if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
         println!("trying again with fresh lists of packages");
         if !apt(sudo, &["update", "-qq"], &[])? {

@@ -1,8 +1,9 @@
 //! The tests of the libraries under the sanitizers of LLVM.
 //!
-//! The compiler of the stable channel is let use its unstable flag by `RUSTC_BOOTSTRAP`. The standard library is
-//! the prebuilt one, so it is not instrumented: xtask/tsan/ tells `ThreadSanitizer` what it cannot see for that,
-//! xtask/asan/ tells which leaks are meant. The C code of the codecs is not instrumented either.
+//! The compiler of the stable channel is let use its unstable flag by `RUSTC_BOOTSTRAP`. The
+//! standard library is the prebuilt one, so it is not instrumented: xtask/tsan/ tells
+//! `ThreadSanitizer` what it cannot see for that, xtask/asan/ tells which leaks are meant. The C
+//! code of the codecs is not instrumented either.
 
 use std::env;
 use std::fs;
@@ -14,7 +15,8 @@ use clap::ValueEnum;
 
 use crate::cargo::{self, Counts, Outcome, output};
 
-/// With an explicit target, the flags do not reach build scripts and macros: those are there from the other builds.
+/// With an explicit target, the flags do not reach build scripts and macros: those are there from
+/// the other builds.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Property tests run fewer cases: each costs ten times more.
 const PROPTEST_CASES: &str = "16";
@@ -39,12 +41,13 @@ const PACKAGES: [&str; 8] = [
 ];
 /// It has the tests of all devices together, and no code.
 const FACE: &str = "freestone";
-/// Those that only the sweep of the slow lane runs under a sanitizer: test tools share little, and no other package has unchecked
-/// memory.
+/// Those that only the sweep of the slow lane runs under a sanitizer: test tools share little, and
+/// no other package has unchecked memory.
 const NO_THREADS: [&str; 1] = ["freestone-testkit"];
 const NO_UNSAFE: [&str; 3] = ["freestone-cow", "freestone-nbd", "freestone-testkit"];
-/// Suites (directories in tests/), and modules of suites, that only the sweep runs under `ThreadSanitizer`: long ones in which next
-/// to nothing is shared. Words of `--skip` are found anywhere in a name: no other module's path may end in one of these.
+/// Suites (directories in tests/), and modules of suites, that only the sweep runs under
+/// `ThreadSanitizer`: long ones in which next to nothing is shared. Words of `--skip` are found
+/// anywhere in a name: no other module's path may end in one of these.
 const NO_RACES_TO_FIND: [&str; 27] = [
     "library::cow::conformance",
     "library::cow::failed_writes",
@@ -74,7 +77,8 @@ const NO_RACES_TO_FIND: [&str; 27] = [
     "library::zones::conformance",
     "library::zones::model",
 ];
-/// Those that only the sweep runs under `AddressSanitizer`: what they run of the code without checked memory, others run, too.
+/// Those that only the sweep runs under `AddressSanitizer`: what they run of the code without
+/// checked memory, others run, too.
 const NO_MEMORY_TO_BREAK: [&str; 10] = [
     "library::cow",
     "library::devices::conformance_layers",
@@ -100,8 +104,8 @@ const STD_SYNC: &str = "xtask/tsan/std_sync.c";
 /// Where `std_sync.c` is compiled to.
 const WRAPPERS_DIR: &str = "target/tsan";
 
-/// The functions of the standard library that `std_sync.c` wraps: its name for each, and the parts of the mangled
-/// name that tell it from all others.
+/// The functions of the standard library that `std_sync.c` wraps: its name for each, and the parts
+/// of the mangled name that tell it from all others.
 const WRAPPED: [(&str, &[&str]); 7] = [
     ("MUTEX_LOCK_CONTENDED", &["5mutex5futex", "5Mutex14lock_contended"]),
     ("RWLOCK_READ_CONTENDED", &["6rwlock5futex", "6RwLock14read_contended"]),
@@ -201,8 +205,8 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         Sanitizer::Address => "address",
     };
     let mut flags = vec![format!("-Zsanitizer={name}"), "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned()];
-    // System calls go through libc, where the sanitizers see them. Else memory that one thread unmaps and another maps at
-    // the same address looks like one that both write to.
+    // System calls go through libc, where the sanitizers see them. Else memory that one thread
+    // unmaps and another maps at the same address looks like one that both write to.
     flags.extend(["--cfg", "rustix_use_libc"].map(str::to_owned));
     if sanitizer == Sanitizer::Thread {
         flags.extend(wrap_std(&root.join(WRAPPERS_DIR))?);
@@ -236,7 +240,8 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         return Ok(all);
     }
     for Suite { package, targets, arguments } in &suites {
-        // What a test prints while it is captured goes through code of the prebuilt library, and so do backtraces.
+        // What a test prints while it is captured goes through code of the prebuilt library, and so
+        // do backtraces.
         let mut words = vec!["--", "--nocapture"];
         words.extend(SKIPPED.iter().flat_map(|test| ["--skip", test]));
         words.extend(arguments.iter().map(String::as_str));
@@ -276,7 +281,8 @@ fn wrap_std(dir: &Path) -> Result<Vec<String>> {
     Ok(flags)
 }
 
-/// The shared standard library of the target: its names are those of the static one, and it has a symbol table.
+/// The shared standard library of the target: its names are those of the static one, and it has a
+/// symbol table.
 fn std_library() -> Result<PathBuf> {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let dir = output(Command::new(rustc).args(["--print", "target-libdir", "--target", TARGET]))?;

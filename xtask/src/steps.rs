@@ -45,21 +45,23 @@ pub enum Step {
     Variants,
     /// In a stock kernel, its own and Freestone: writeback of zram, as in the test of its source
     Lab,
-    /// Random stacks under random requests, verbs, faults and crashes: runs that are always the same, and real threads
+    /// Random stacks under random requests, verbs, faults and crashes: runs that are always the
+    /// same, and real threads
     Torture,
     /// The loom models of the lock protocols
     Models,
     /// The tests of the libraries under `ThreadSanitizer`, where there are races to find
     Tsan,
-    /// The tests of the libraries under `AddressSanitizer`, where memory is not checked by the language
+    /// The tests of the libraries under `AddressSanitizer`, where memory is not checked by the
+    /// language
     Asan,
-    /// Slow: the locks and streams that the sources' experiments compare pass their tests, and all experiments run; their speed is
-    /// not judged
+    /// Slow: the locks and streams that the sources' experiments compare pass their tests, and all
+    /// experiments run; their speed is not judged
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
-    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots and merges that go from dm-snapshot
-    /// to Freestone and back
+    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots
+    /// and merges that go from dm-snapshot to Freestone and back
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -109,7 +111,8 @@ impl Step {
                 cargo::run_each(all)
             }
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
-            // The release build as users have it: what is counted is what they run, inlining across crates included.
+            // The release build as users have it: what is counted is what they run, inlining across
+            // crates included.
             Self::Gate => bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Torture => torture::gate(),
             Self::Mutants => torture::mutants(&[]),
@@ -167,7 +170,8 @@ fn with(mut command: Command, args: &[&str]) -> Command {
 
 /// Tests what only this build of the library has and the experiments, and runs all of these once.
 fn reproduce() -> Result<Outcome> {
-    // Not the product's tests, which have run, but the protocols and codecs that this build has other files of.
+    // Not the product's tests, which have run, but the protocols and codecs that this build has
+    // other files of.
     let mut library = with_variants("test", Varied::Library)?;
     library.arg("--lib").args(VARIED.iter().flat_map(|package| ["--package", package]));
     library.args(["--", "slot::", "codec::"]);
@@ -225,8 +229,8 @@ struct Done {
     counts: Counts,
 }
 
-/// Runs the steps, all of them even if one fails, and sums up. A step counts as its tests, or as one test where it
-/// runs none or fails for another reason.
+/// Runs the steps, all of them even if one fails, and sums up. A step counts as its tests, or as
+/// one test where it runs none or fails for another reason.
 pub fn run(steps: &[Step]) -> Sum {
     let start = Instant::now();
     let mut done = Vec::new();

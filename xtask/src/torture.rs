@@ -69,7 +69,8 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
     Ok(all_went_well)
 }
 
-/// What is always the same. The program is tortured by a test of its own (`freestone-cli/tests/torture.rs`).
+/// What is always the same. The program is tortured by a test of its own
+/// (`freestone-cli/tests/torture.rs`).
 pub fn gate() -> Result<Outcome> {
     let mut counts = Counts::default();
     for (mode, runs) in [(Mode::Exact, Some(GATE_RUNS)), (Mode::Threads, None)] {
@@ -93,7 +94,8 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
         // 1: the torture found something. Anything else is a torture that went wrong.
         let mut found = status.code() == Some(1);
         if found && *mode != Mode::Exact {
-            // The exact mode has seen to it that the run passes without the fault. Here as much time has to pass well.
+            // The exact mode has seen to it that the run passes without the fault. Here as much
+            // time has to pass well.
             found = torture_faulty(*mode, took.as_secs() + 1, "")?.success();
         }
         rows.push((*name, *mode, found, took));

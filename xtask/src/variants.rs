@@ -1,7 +1,9 @@
-//! A copy of the sources in which the locks and streams of the sources' experiments stand in the place of the product's own.
+//! A copy of the sources in which the locks and streams of the sources' experiments stand in the
+//! place of the product's own.
 //!
-//! The product knows nothing of them. A file of `research/variants` goes to the place of the same name below `crates`; the
-//! product's own file there becomes a module `ours` in it, one of those that can be chosen.
+//! The product knows nothing of them. A file of `research/variants` goes to the place of the same
+//! name below `crates`; the product's own file there becomes a module `ours` in it, one of those
+//! that can be chosen.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,8 +32,8 @@ pub enum Varied {
     Research,
 }
 
-/// A cargo that does this in the copy of the sources in which the library's locks and streams can be chosen, with the
-/// library or with the experiments. What it builds lies with everything else.
+/// A cargo that does this in the copy of the sources in which the library's locks and streams can
+/// be chosen, with the library or with the experiments. What it builds lies with everything else.
 pub fn with_variants(verb: &str, what: Varied) -> Result<Command> {
     make()?;
     let manifest = match what {

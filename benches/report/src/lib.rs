@@ -1,5 +1,5 @@
-//! What a benchmark found: one schema, which is written as JSON and read again, and tables of it for
-//! the terminal and for Markdown.
+//! What a benchmark found: one schema, which is written as JSON and read again, and tables of it
+//! for the terminal and for Markdown.
 
 mod machine;
 mod number;
@@ -223,8 +223,8 @@ impl Row {
         self
     }
 
-    /// The same row, without a median and without a judgement where the numbers are too far apart to
-    /// give one. Comes last.
+    /// The same row, without a median and without a judgement where the numbers are too far apart
+    /// to give one. Comes last.
     #[must_use]
     pub fn steady(mut self) -> Self {
         if !self.value.is_steady() {

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not given.
+/// The quartiles of a ratio may be apart by so much of the median; a ratio that is less sure is not
+/// given.
 const SPREAD_MAX: f64 = 0.25;
 /// Fewer measurements have no spread that means anything.
 const STEADY_COUNT_MIN: usize = 3;

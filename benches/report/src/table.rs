@@ -20,10 +20,10 @@ pub struct Choice {
     pub report: Option<String>,
     /// Rows whose name begins so; or all.
     pub rows: Option<String>,
-    /// One or several patterns, separated by `|`, that make columns of names of rows. A pattern holds
-    /// `{row}`, and `{column}` or not; each is matched with the names of the rows. What fits gives the
-    /// cell of that row and column; without `{column}` the rest of the pattern heads the column.
-    /// Without patterns there is a row for each row.
+    /// One or several patterns, separated by `|`, that make columns of names of rows. A pattern
+    /// holds `{row}`, and `{column}` or not; each is matched with the names of the rows. What fits
+    /// gives the cell of that row and column; without `{column}` the rest of the pattern heads the
+    /// column. Without patterns there is a row for each row.
     pub pivot: Option<String>,
 }
 

@@ -112,7 +112,8 @@ impl Group {
 }
 
 impl Bench<'_> {
-    /// The groups on one data set. Only disks in memory are read again with other data: writes bring fio's own.
+    /// The groups on one data set. Only disks in memory are read again with other data: writes
+    /// bring fio's own.
     pub fn run(&self, set: Set, all: bool) -> Result<Vec<Report>> {
         let data = Data::open(set, self.options.bytes(BYTES), self.options)?;
         let bytes = data.bytes() & !(MIB - 1);
@@ -180,7 +181,8 @@ impl Bench<'_> {
         members: &mut [Member],
     ) -> Result<Measured> {
         let mut slices: Vec<Vec<Slice>> = members.iter().map(|_| Vec::new()).collect();
-        // First writes are what an overlay is about, so each slice has a new one, and all write as much.
+        // First writes are what an overlay is about, so each slice has a new one, and all write as
+        // much.
         let anew = group == Group::Overlay && direction == Direction::Write;
         let amount = if anew {
             Amount::Requests(starter.bytes / WRITTEN_PART / u64::from(block_bytes))
@@ -218,8 +220,8 @@ impl Bench<'_> {
         })
     }
 
-    /// What came of something that a server was to do. A peer that fails is left out from then on and the table says so; ours may
-    /// not fail, and where all peers are required none may.
+    /// What came of something that a server was to do. A peer that fails is left out from then on
+    /// and the table says so; ours may not fail, and where all peers are required none may.
     fn spare<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
         match result {
             Ok(done) => Ok(Some(done)),

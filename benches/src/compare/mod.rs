@@ -1,5 +1,6 @@
-//! The engine and the server beside what a user would take instead, on the same data and with the same client. What calls in
-//! process and what goes through a server stand in different tables; where a peer is better, the table says "behind".
+//! The engine and the server beside what a user would take instead, on the same data and with the
+//! same client. What calls in process and what goes through a server stand in different tables;
+//! where a peer is better, the table says "behind".
 
 mod groups;
 mod ours;
@@ -37,7 +38,8 @@ pub struct Args {
     /// server: fail where a peer cannot be had or started, instead of saying so in the table.
     #[arg(long)]
     require_peers: bool,
-    /// server: the program to measure [default: the workspace's own, built as this program was, else the one beside it]
+    /// server: the program to measure [default: the workspace's own, built as this program was,
+    /// else the one beside it]
     #[arg(long)]
     freestone: Option<PathBuf>,
 }

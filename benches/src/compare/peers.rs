@@ -1,4 +1,5 @@
-//! The peers' programs: those that are installed here, or Debian 13's, unpacked beside the system's.
+//! The peers' programs: those that are installed here, or Debian 13's, unpacked beside the
+//! system's.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -17,7 +18,8 @@ const UNPACK: &str = include_str!("../../peers/debian13.sh");
 pub enum Wanted {
     /// What is installed on this machine.
     Installed,
-    /// Debian 13's, unpacked into --peers-dir at the first use; what is installed where they cannot be had.
+    /// Debian 13's, unpacked into --peers-dir at the first use; what is installed where they cannot
+    /// be had.
     Debian13,
 }
 
@@ -28,7 +30,8 @@ pub struct Peers {
     pub instead: Option<String>,
 }
 
-/// Programs and libraries of another system. They run on their own C library, so through its loader.
+/// Programs and libraries of another system. They run on their own C library, so through its
+/// loader.
 struct Tree {
     root: PathBuf,
     loader: PathBuf,

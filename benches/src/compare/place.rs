@@ -41,7 +41,8 @@ impl Own {
         self.dir.path()
     }
 
-    /// A socket of the server, by a name that is short and that a process of this user can use while this lives.
+    /// A socket of the server, by a name that is short and that a process of this user can use
+    /// while this lives.
     pub fn socket(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("{}{name}", opened(&self.open)))
     }
@@ -64,7 +65,8 @@ impl Place {
         Ok(place)
     }
 
-    /// Removes the directory and ends this process where it is told to end. The kernel ends its servers then.
+    /// Removes the directory and ends this process where it is told to end. The kernel ends its
+    /// servers then.
     fn watch(&self) -> Result<()> {
         let dir = self.0.path().to_owned();
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
@@ -99,8 +101,9 @@ impl Place {
     }
 }
 
-/// Removes a directory in which the run and its servers may be making files at this moment: that fails where one comes behind
-/// the look into its directory. Nothing can be made in a directory that is gone.
+/// Removes a directory in which the run and its servers may be making files at this moment: that
+/// fails where one comes behind the look into its directory. Nothing can be made in a directory
+/// that is gone.
 fn remove(dir: &Path) {
     let begun = Instant::now();
     while let Err(error) = std::fs::remove_dir_all(dir) {
@@ -114,7 +117,8 @@ fn remove(dir: &Path) {
     }
 }
 
-/// A text without a directory and without those of single servers in it, which have names that say nothing.
+/// A text without a directory and without those of single servers in it, which have names that say
+/// nothing.
 fn without(text: &str, dir: &Path) -> String {
     let mut shown = String::new();
     let dir = format!("{}/", dir.display());
@@ -141,7 +145,8 @@ mod tests {
         for _ in 0..10 {
             std::fs::create_dir(&place).unwrap();
             std::thread::scope(|scope| {
-                // Like the run itself: a directory for a server, and a file in it, while anything can be made.
+                // Like the run itself: a directory for a server, and a file in it, while anything
+                // can be made.
                 scope.spawn(|| {
                     for n in 0..1000 {
                         let own = place.join(n.to_string());

@@ -79,7 +79,8 @@ impl Starter<'_> {
     /// Starts a server with a new device.
     pub fn start(&self, side: Side) -> Result<Running> {
         match side {
-            // Not qemu-nbd's own choice, but the one that takes it least CPU time; some kernels do not let it.
+            // Not qemu-nbd's own choice, but the one that takes it least CPU time; some kernels do
+            // not let it.
             Side::Raw | Side::Qcow2 => {
                 self.start_with(side, "--aio=io_uring").or_else(|_| self.start_with(side, "--aio=threads"))
             }
@@ -127,7 +128,8 @@ impl Starter<'_> {
                 command
             }
             Side::Raw => {
-                // In memory whatever the machine's directories are, and gone with us and the server.
+                // In memory whatever the machine's directories are, and gone with us and the
+                // server.
                 let file = File::from(rustix::fs::memfd_create("freestone-compare", MemfdFlags::CLOEXEC)?);
                 file.set_len(bytes)?;
                 let path = own.image("tmpfs.img");

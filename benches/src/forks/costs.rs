@@ -1,5 +1,5 @@
-//! What a fork costs beside a disk: the first write of a page, and a read that falls through to the base. (Instructions of a rewrite:
-//! see `instructions`.)
+//! What a fork costs beside a disk: the first write of a page, and a read that falls through to the
+//! base. (Instructions of a rewrite: see `instructions`.)
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -57,7 +57,7 @@ fn one(bench: &Bench, set: Set) -> Result<Report> {
         .rows(rows))
 }
 
-// ---- first writes --------------------------------------------------------------------------------------------------
+// ---- first writes -------------------------------------------------------------------------------
 
 /// What is written in one slice.
 enum Disk {
@@ -155,7 +155,7 @@ fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
     Ok(ram)
 }
 
-// ---- reads that fall through ---------------------------------------------------------------------------------------
+// ---- reads that fall through --------------------------------------------------------------------
 
 /// A device that says that it cannot be written.
 struct ReadOnly(Null);

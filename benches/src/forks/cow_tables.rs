@@ -1,4 +1,5 @@
-//! The two tables for snapshots on devices: null devices below, as in the source, so that nothing but the engine is measured.
+//! The two tables for snapshots on devices: null devices below, as in the source, so that nothing
+//! but the engine is measured.
 
 use std::sync::Arc;
 
@@ -40,7 +41,8 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Devices of `bytes`; nothing is there before [`Variant::fresh`]. Without `locks` the engine's own are all there are.
+    /// Devices of `bytes`; nothing is there before [`Variant::fresh`]. Without `locks` the engine's
+    /// own are all there are.
     pub fn new(
         name: &'static str,
         which: Which,

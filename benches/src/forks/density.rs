@@ -1,4 +1,5 @@
-//! Many forks that hold more than their family's memory, written all the time, and a quiet one among them with a guarantee.
+//! Many forks that hold more than their family's memory, written all the time, and a quiet one
+//! among them with a guarantee.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +81,8 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         latencies: Mutex::new(histogram()?),
     };
     let cpus = machine::allowed_cpus()?;
-    // The quiet one has a CPU of its own where there are two; so what it loses, it loses inside the engine.
+    // The quiet one has a CPU of its own where there are two; so what it loses, it loses inside the
+    // engine.
     let (own, others) = cpus.split_first().context("no CPU")?;
     let others = if others.is_empty() { &cpus[..] } else { others };
     let others = &others[..others.len().min(crowd.forks.len())];
@@ -138,7 +140,7 @@ impl Drop for End<'_> {
     }
 }
 
-// ---- the busy ones -------------------------------------------------------------------------------------------------
+// ---- the busy ones ------------------------------------------------------------------------------
 
 impl Crowd {
     fn turn(&self, on: bool) {
@@ -205,7 +207,7 @@ impl Crowd {
     }
 }
 
-// ---- the quiet one -------------------------------------------------------------------------------------------------
+// ---- the quiet one ------------------------------------------------------------------------------
 
 /// Operations a second of the quiet one.
 #[derive(Default)]
@@ -300,7 +302,7 @@ fn slice(crowd: &Crowd, quiet: &Ram, pages: u64, length: Duration, random: &mut 
     Ok([done as f64 / begun.elapsed().as_secs_f64(), done as f64 / cpu.as_secs_f64()])
 }
 
-// ---- what is said --------------------------------------------------------------------------------------------------
+// ---- what is said -------------------------------------------------------------------------------
 
 impl Measured {
     fn rows(&self, family: &Family, quiet: &Ram) -> Vec<Row> {

@@ -1,9 +1,12 @@
-//! What the engine does without: one lock over the exception table, as dm-snapshot had it before Linux 5.2, and a shared lock with
-//! two locks a bucket, as it has it since. Only the benchmark has these.
+//! What the engine does without: one lock over the exception table, as dm-snapshot had it before
+//! Linux 5.2, and a shared lock with two locks a bucket, as it has it since. Only the benchmark has
+//! these.
 //!
-//! A [`Locked`] device takes the locks before it calls the device that it stands before. Where that one has devices below, these are
+//! A [`Locked`] device takes the locks before it calls the device that it stands before. Where that
+//! one has devices below, these are
 //! [`Outside`]: the locks are let go around every access to them and taken again after it. So what the locks cover is the
-//! engine's own work on the caller's thread (the look at the table, the change of it, places, queues), and no copying of data.
+//! engine's own work on the caller's thread (the look at the table, the change of it, places,
+//! queues), and no copying of data.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +16,8 @@ use std::time::{Duration, Instant};
 use freestone::PAGE_BYTES;
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
 
-/// Buckets of the table of complete exceptions: as many as a COW device of 1 GiB with chunks of 4 KiB has in the kernel.
+/// Buckets of the table of complete exceptions: as many as a COW device of 1 GiB with chunks of 4
+/// KiB has in the kernel.
 const COMPLETE_BUCKETS: usize = 262_144;
 /// Buckets of the table of pending exceptions: an eighth, as in the kernel.
 const PENDING_BUCKETS: usize = COMPLETE_BUCKETS / 8;
@@ -25,11 +29,13 @@ pub enum Kind {
     One,
     /// The same; what it is held for is counted.
     Timed(&'static Profile),
-    /// One lock that is shared, and under it the bucket of complete exceptions, then that of pending ones.
+    /// One lock that is shared, and under it the bucket of complete exceptions, then that of
+    /// pending ones.
     Buckets,
 }
 
-/// The locks of one device. They live as long as the program: a guard lies with the thread that took it.
+/// The locks of one device. They live as long as the program: a guard lies with the thread that
+/// took it.
 ///
 /// Lock order: `one`; or `shared`, a complete bucket, a pending bucket.
 pub struct Locks {

@@ -1,5 +1,6 @@
-//! A thousand forks of one sparse base: what each takes before and after it was read, how long the last one takes to make beside the
-//! first, rewinding all, and whether anything is left of forks that are gone.
+//! A thousand forks of one sparse base: what each takes before and after it was read, how long the
+//! last one takes to make beside the first, rewinding all, and whether anything is left of forks
+//! that are gone.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -39,7 +40,8 @@ const CYCLE_PAGES: u64 = 4;
 const EDGE: usize = 10;
 /// One in so many cycles goes with an export.
 const EXPORTED_PART: u64 = 20;
-/// Memory is looked at after each quarter of the cycles, so that a leak can be told from a high-water mark.
+/// Memory is looked at after each quarter of the cycles, so that a leak can be told from a
+/// high-water mark.
 const QUARTERS: u64 = 4;
 /// The bound for a fork that holds nothing.
 const FORK_KIB: f64 = 64.0;
@@ -129,7 +131,7 @@ impl Herd {
         Ok(())
     }
 
-    // ---- memory ----------------------------------------------------------------------------------------------------
+    // ---- memory ---------------------------------------------------------------------------------
 
     fn memory(&self) -> Result<Vec<Row>> {
         let family = family()?;
@@ -203,7 +205,7 @@ impl Herd {
         Ok(reads)
     }
 
-    // ---- creation --------------------------------------------------------------------------------------------------
+    // ---- creation -------------------------------------------------------------------------------
 
     fn creations(&self, rounds: u32) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
@@ -253,7 +255,7 @@ impl Herd {
         Ok(micros)
     }
 
-    // ---- rewinding -------------------------------------------------------------------------------------------------
+    // ---- rewinding ------------------------------------------------------------------------------
 
     fn rewinds(&self, rounds: u32) -> Result<Vec<Row>> {
         let family = family()?;
@@ -285,7 +287,7 @@ impl Herd {
         ])
     }
 
-    // ---- cycles ----------------------------------------------------------------------------------------------------
+    // ---- cycles ---------------------------------------------------------------------------------
 
     fn cycles(&self, cycles: u64) -> Result<Vec<Row>> {
         let family = family()?;

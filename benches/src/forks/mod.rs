@@ -1,5 +1,6 @@
-//! Snapshots and forks: what one lock over the exception table would cost, what a fork costs beside a disk, forks over NBD beside
-//! what others have, many busy forks beside a quiet one, and a thousand forks of one base.
+//! Snapshots and forks: what one lock over the exception table would cost, what a fork costs beside
+//! a disk, forks over NBD beside what others have, many busy forks beside a quiet one, and a
+//! thousand forks of one base.
 
 mod costs;
 pub mod cow_tables;
@@ -53,7 +54,8 @@ pub struct Args {
     /// thousand: size of their sparse base [default: 10G, with --quick 64M]
     #[arg(long)]
     base: Option<Size>,
-    /// thousand: forks that are made, written and removed one after the other [default: 100000, with --quick 500]
+    /// thousand: forks that are made, written and removed one after the other [default: 100000,
+    /// with --quick 500]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     cycles: Option<u32>,
 }
@@ -61,7 +63,8 @@ pub struct Args {
 /// A part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// Writes of an origin and of a snapshot by 1 to 8 workers: one lock a page, one lock over all, locks by bucket.
+    /// Writes of an origin and of a snapshot by 1 to 8 workers: one lock a page, one lock over all,
+    /// locks by bucket.
     Tables,
     /// First writes and reads that fall through, beside a disk's.
     Costs,

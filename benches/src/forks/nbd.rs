@@ -1,5 +1,5 @@
-//! A fork over NBD beside a qcow2 overlay behind qemu-nbd and nbdkit's cow filter, on one raw base, and beside our null export. fio is
-//! the client of all.
+//! A fork over NBD beside a qcow2 overlay behind qemu-nbd and nbdkit's cow filter, on one raw base,
+//! and beside our null export. fio is the client of all.
 
 use std::path::Path;
 use std::process::Command;

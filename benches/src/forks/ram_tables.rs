@@ -1,4 +1,5 @@
-//! The two tables inside a family: writes of an origin, whose pages move to the snapshot, and writes of a fork of a snapshot.
+//! The two tables inside a family: writes of an origin, whose pages move to the snapshot, and
+//! writes of a fork of a snapshot.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Workers that write pages of their own, each page once: throughput and latency of all of them, variant beside variant.
+//! Workers that write pages of their own, each page once: throughput and latency of all of them,
+//! variant beside variant.
 
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
@@ -25,7 +26,8 @@ const LATENCY_NANOS_MAX: u64 = 60_000_000_000;
 pub trait Variant {
     /// What the rows call it.
     fn name(&self) -> &'static str;
-    /// Makes it ready for one slice: no page was written since the snapshot. Returns a device for each worker, perhaps the same.
+    /// Makes it ready for one slice: no page was written since the snapshot. Returns a device for
+    /// each worker, perhaps the same.
     fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>>;
     /// What a worker does beside each write, outside of every lock.
     fn beside(&self) -> Beside {
@@ -57,7 +59,8 @@ pub fn histogram() -> Result<Histogram<u64>> {
     Ok(Histogram::new_with_bounds(1, LATENCY_NANOS_MAX, DIGITS)?)
 }
 
-/// Runs all variants in turn, for every number of workers; the speeds by number of workers, then by variant, then by round.
+/// Runs all variants in turn, for every number of workers; the speeds by number of workers, then by
+/// variant, then by round.
 pub fn run(
     rounds: u32,
     variants: &mut [Box<dyn Variant + '_>],

@@ -1,4 +1,5 @@
-//! A client that sends one request at a time and waits for its reply: fixed newstyle NBD with simple replies, the default export.
+//! A client that sends one request at a time and waits for its reply: fixed newstyle NBD with
+//! simple replies, the default export.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

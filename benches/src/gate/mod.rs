@@ -1,8 +1,9 @@
-//! Instructions of the hot paths against a committed baseline: a rise is seen in the change that brings it.
+//! Instructions of the hot paths against a committed baseline: a rise is seen in the change that
+//! brings it.
 //!
-//! Callgrind counts what a process executes in user space: the same under any load, and on any machine that has the same
-//! compilers. Of a device, only the requests are counted, on the caller's thread; of a server the whole process, as the difference
-//! of two runs.
+//! Callgrind counts what a process executes in user space: the same under any load, and on any
+//! machine that has the same compilers. Of a device, only the requests are counted, on the caller's
+//! thread; of a server the whole process, as the difference of two runs.
 
 mod baseline;
 mod client;
@@ -30,7 +31,8 @@ const RISE_MAX: f64 = 0.03;
 const RISE_MAX_OTHER_BUILD: f64 = 0.15;
 /// The compilers and flags that made this program.
 const BUILD: &str = env!("FREESTONE_BUILD");
-/// glibc takes its `memcpy` and the like by the features of the CPU; without these there is one choice for every x86-64.
+/// glibc takes its `memcpy` and the like by the features of the CPU; without these there is one
+/// choice for every x86-64.
 const TUNABLES: (&str, &str) = (
     "GLIBC_TUNABLES",
     "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX2,-AVX_Fast_Unaligned_Load,-ERMS,-FSRM,-SSSE3,-SSE4_1,\
@@ -166,7 +168,8 @@ impl<'a> Judge<'a> {
     }
 }
 
-/// Counts of every path, by as many processes at once as there are CPUs: callgrind counts the same beside others.
+/// Counts of every path, by as many processes at once as there are CPUs: callgrind counts the same
+/// beside others.
 fn count_all(paths: &[Hot], rounds: u8) -> Result<Vec<(Hot, Summary)>> {
     let own = std::env::current_exe().context("this program's own file")?;
     let jobs = (0..rounds).flat_map(|_| paths.iter().copied());

@@ -1,4 +1,5 @@
-//! The hot paths: each one a device, made and filled the same way whatever is counted, and a number of requests.
+//! The hot paths: each one a device, made and filled the same way whatever is counted, and a number
+//! of requests.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -82,7 +83,8 @@ impl Hot {
             Self::RamWrite => "write over a page",
             Self::RamReadSame => "read of a same-filled page",
             Self::RamWriteSame => "same-filled write over another",
-            // Most of what a codec's page takes is the codec; here a change of the engine alone is seen.
+            // Most of what a codec's page takes is the codec; here a change of the engine alone is
+            // seen.
             Self::RamReadStored => "read of a page that is kept without a codec",
             Self::RamWriteStored => "write over a page, without a codec",
             Self::ForkReadThrough => "read of a page that only the snapshot below has",
@@ -205,7 +207,8 @@ fn zones() -> Result<Zones> {
     Ok(Zones::new(Arc::new(memory), config, State::Volatile, None)?)
 }
 
-/// Callgrind counts in here, and on this thread only: what threads of a device do beside it is a matter of time.
+/// Callgrind counts in here, and on this thread only: what threads of a device do beside it is a
+/// matter of time.
 #[inline(never)]
 fn counted(requests: impl FnOnce() -> Result<()>) -> Result<()> {
     black_box(requests())

@@ -1,4 +1,5 @@
-//! The NBD server that is counted: a process of its own with a null export, and the requests it gets.
+//! The NBD server that is counted: a process of its own with a null export, and the requests it
+//! gets.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -46,8 +47,8 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
     Ok(())
 }
 
-/// Instructions of a server from start to end, with `count` requests between. One at a time: how many a server finds in its socket
-/// at once would be a matter of chance.
+/// Instructions of a server from start to end, with `count` requests between. One at a time: how
+/// many a server finds in its socket at once would be a matter of chance.
 pub fn collected(mut command: Command, asked: Asked, count: u64) -> Result<u64> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("s");

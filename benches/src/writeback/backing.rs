@@ -87,8 +87,8 @@ impl BackingFile {
         &self.path
     }
 
-    /// An empty disk over it, the only one at a time. The one before may let go of the file a little after it was dropped, on the
-    /// thread that drops the last of its requests.
+    /// An empty disk over it, the only one at a time. The one before may let go of the file a
+    /// little after it was dropped, on the thread that drops the last of its requests.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
         let begun = Instant::now();
         let file = loop {

@@ -1,4 +1,5 @@
-//! Which share of a zipfian load memory serves when it has room for a quarter of the data, against exact LRU.
+//! Which share of a zipfian load memory serves when it has room for a quarter of the data, against
+//! exact LRU.
 
 use std::time::Instant;
 

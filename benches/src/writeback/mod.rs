@@ -1,5 +1,5 @@
-//! What spilling costs and reaches: against the kernel's old way, against the disk itself as fio drives it, and against an exact
-//! LRU; and what recompression gains.
+//! What spilling costs and reaches: against the kernel's old way, against the disk itself as fio
+//! drives it, and against an exact LRU; and what recompression gains.
 
 pub mod backing;
 mod fio;
@@ -36,7 +36,8 @@ pub struct Args {
 /// A part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// A whole idle disk: against batch size 1 without compression, against fio's sequential writes.
+    /// A whole idle disk: against batch size 1 without compression, against fio's sequential
+    /// writes.
     Spill,
     /// Random reads of spilled pages against fio's.
     Reads,

@@ -23,8 +23,8 @@ const ROUND_READS: usize = 64 << 10;
 /// Reads whose content is compared, after the measured ones.
 const CHECKED_READS: usize = 1024;
 
-/// Most reads, as a part of all, that may find their page in memory: where a random page follows one of the last by chance, the
-/// disk reads ahead. With few pages that happens often.
+/// Most reads, as a part of all, that may find their page in memory: where a random page follows
+/// one of the last by chance, the disk reads ahead. With few pages that happens often.
 const INLINE_SHARE_MAX: f64 = 0.1;
 
 /// One round of ours.

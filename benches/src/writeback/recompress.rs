@@ -103,7 +103,8 @@ fn manual(bench: &Bench, zstd: Secondary) -> Result<Side> {
 }
 
 fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
-    // It may begin while the disk is still filled: what filling costs comes from a disk that does not.
+    // It may begin while the disk is still filled: what filling costs comes from a disk that does
+    // not.
     let watch = Watch::start()?;
     drop(filled(bench, Config::default())?);
     let fill = watch.stop()?.cpu;

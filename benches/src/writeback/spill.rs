@@ -13,7 +13,8 @@ use crate::codec::bare_reads;
 use crate::measure::thread_clock;
 
 const ROUNDS: u32 = 5;
-/// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by page.
+/// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by
+/// page.
 const OLD_WAY_BYTES: u64 = 256 << 20;
 /// So much of the data tells what the codec takes for a page.
 const CODEC_BYTES: u64 = 256 << 20;

@@ -1,4 +1,5 @@
-//! Test drives: what the contract itself costs, memory backing against memcpy, and what a lock a zone gains over one a device.
+//! Test drives: what the contract itself costs, memory backing against memcpy, and what a lock a
+//! zone gains over one a device.
 
 mod floor;
 mod memcpy;

@@ -1,7 +1,9 @@
-//! The source's experiment: threads on many zones, with a lock a zone and with one lock around the device.
+//! The source's experiment: threads on many zones, with a lock a zone and with one lock around the
+//! device.
 //!
-//! Readers read 4 KiB at random places; writers write 4 KiB at a time to zones of their own, one after the other, each reset
-//! before it is written. The one lock is the benchmark's: it is held around every call of an equal device.
+//! Readers read 4 KiB at random places; writers write 4 KiB at a time to zones of their own, one
+//! after the other, each reset before it is written. The one lock is the benchmark's: it is held
+//! around every call of an equal device.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -162,8 +164,8 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// A device of the shape. Its memory is filled once: reads find it there, and writes take pages that a reset gave back, so that how many
-/// the kernel still has to give is not what is compared.
+/// A device of the shape. Its memory is filled once: reads find it there, and writes take pages
+/// that a reset gave back, so that how many the kernel still has to give is not what is compared.
 fn device(shape: Shape) -> Result<Arc<Zones>> {
     let config = Config { discard: shape.memory, ..Config::plain(ZONES * shape.zone_bytes, 4096) };
     let backing: Arc<dyn Device> =
@@ -257,7 +259,8 @@ impl<'a> Worker<'a> {
         // Relaxed: see `slice`.
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..BATCH {
-                // Without backing nothing is copied, as in the kernel; with it the flag changes nothing.
+                // Without backing nothing is copied, as in the kernel; with it the flag changes
+                // nothing.
                 let request = Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD);
                 let held = self.locked();
                 let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));

@@ -1,4 +1,5 @@
-//! `compare` measures every side, says what is missing, and leaves no server behind. Speed is not judged here.
+//! `compare` measures every side, says what is missing, and leaves no server behind. Speed is not
+//! judged here.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -10,7 +11,8 @@ use serde_json::Value;
 
 use crate::{names, part, program, reported, row};
 
-/// `compare` with short slices, on servers that are built already where the whole workspace is under test.
+/// `compare` with short slices, on servers that are built already where the whole workspace is
+/// under test.
 fn compare(dir: &Path, pairs: &str) -> Command {
     let mut command = program();
     command.args([
@@ -93,7 +95,8 @@ fn compare_measures_every_side() {
     let stored = |report: &Value, side: &str| {
         row(report, &format!("memory a stored byte: {side}"))["median"].as_f64().unwrap()
     };
-    // The pages compress to less than half; what is not compressed takes its size, wherever it lies.
+    // The pages compress to less than half; what is not compressed takes its size, wherever it
+    // lies.
     assert!(stored(&reports[1], "ram") > 0.4 && stored(&reports[1], "nbdkit memory zstd") > 0.4);
     assert!(stored(&reports[1], "nbdkit memory sparse") > 1.0);
     assert!(stored(&reports[1], "qemu-nbd raw in tmpfs") > 1.0, "its file is not counted");

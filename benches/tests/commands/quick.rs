@@ -63,7 +63,8 @@ fn memory_counts_what_is_there() {
     for report in value["reports"].as_array().unwrap() {
         for when in ["after the fill", "rewritten", "compacted"] {
             let overhead = row(report, &format!("overhead {when}"))["median"].as_f64().unwrap();
-            // Not a bound on quality: a disk cannot take less than its compressed bytes, nor twice as much.
+            // Not a bound on quality: a disk cannot take less than its compressed bytes, nor twice
+            // as much.
             assert!((1.0..2.0).contains(&overhead), "{when}: {overhead}");
         }
         let returned = row(report, "returned by discarding all")["median"].as_f64().unwrap();

@@ -1,14 +1,15 @@
-//! Who works on which device. Verbs that change one device run one after the other, in the order in which they came; verbs on
-//! others are not held up. A name is claimed before there is a device, and until there is none any more, so two verbs
-//! that make or remove the same one never meet.
+//! Who works on which device. Verbs that change one device run one after the other, in the order in
+//! which they came; verbs on others are not held up. A name is claimed before there is a device,
+//! and until there is none any more, so two verbs that make or remove the same one never meet.
 //!
-//! A verb claims all that it needs at once, and holds it for as long as it works, also while it waits for a disk or for clients
-//! that are cut off. Each claim has a number, and stands in the queue of every name that it wants under that number. It is
-//! granted when nothing that it could meet stands before it in any of these queues. So the waits of claims go from higher to
-//! lower numbers, and no ring can come about.
+//! A verb claims all that it needs at once, and holds it for as long as it works, also while it
+//! waits for a disk or for clients that are cut off. Each claim has a number, and stands in the
+//! queue of every name that it wants under that number. It is granted when nothing that it could
+//! meet stands before it in any of these queues. So the waits of claims go from higher to lower
+//! numbers, and no ring can come about.
 //!
-//! Addresses are claimed in the same way, with devices claimed already; devices are never claimed by who has an address. So
-//! the waits for addresses end.
+//! Addresses are claimed in the same way, with devices claimed already; devices are never claimed
+//! by who has an address. So the waits for addresses end.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -20,8 +21,8 @@ use freestone_spec::refusal::Errno;
 use crate::control::protocol::Fault;
 use freestone::mutants::{self, Mutant};
 
-/// How long a verb waits for one that runs on the same device, counted from when that one began: so a long queue is no error,
-/// and a disk that hangs holds up nobody for longer.
+/// How long a verb waits for one that runs on the same device, counted from when that one began: so
+/// a long queue is no error, and a disk that hangs holds up nobody for longer.
 const WAIT_MAX: Duration = Duration::from_secs(30);
 /// How often one looks again that waits for others that wait themselves.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -62,12 +63,14 @@ struct Before<'a> {
 }
 
 impl Claims {
-    /// Devices by name for a verb: `own` for it alone, `shared` with others that only need them to stay as they are.
+    /// Devices by name for a verb: `own` for it alone, `shared` with others that only need them to
+    /// stay as they are.
     pub fn devices(&self, verb: &'static str, own: &[&str], shared: &[&str]) -> Result<Claim<'_>, Fault> {
         let mut wanted: BTreeMap<String, bool> =
             shared.iter().map(|name| ((*name).to_owned(), true)).collect();
         wanted.extend(own.iter().map(|name| ((*name).to_owned(), false)));
-        // Not for addresses, too: who has devices claims those beside them, and would wait for itself.
+        // Not for addresses, too: who has devices claims those beside them, and would wait for
+        // itself.
         if mutants::on(Mutant::OneVerbAtATime) {
             wanted.insert("every verb".to_owned(), false);
         }

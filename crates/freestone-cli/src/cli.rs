@@ -197,7 +197,8 @@ Example:
 /// Behind the options of the subcommand.
 const LAST: usize = 900;
 
-/// Virtual block devices served over NBD: compressed RAM disks, images, forks and snapshots of them.
+/// Virtual block devices served over NBD: compressed RAM disks, images, forks and snapshots of
+/// them.
 #[derive(Debug, Parser)]
 #[command(name = "freestone", version, after_help = EXAMPLES)]
 pub struct Cli {

@@ -1,4 +1,5 @@
-//! The end of a server: what its devices hold back is made durable, whatever verbs hold and disks do.
+//! The end of a server: what its devices hold back is made durable, whatever verbs hold and disks
+//! do.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -16,7 +17,8 @@ const GONE_PAUSE: Duration = Duration::from_millis(20);
 /// Pause before it is looked again whether all has let go of a device.
 const CLOSING_PAUSE: Duration = Duration::from_millis(1);
 
-/// Flushes all devices at the same time. What could not be flushed until `end` is logged by name; how many those were.
+/// Flushes all devices at the same time. What could not be flushed until `end` is logged by name;
+/// how many those were.
 pub fn flush(entries: &[Arc<Entry>], end: Instant) -> usize {
     let devices: Vec<_> = entries.iter().filter_map(|entry| Some((entry, flushed(entry)?))).collect();
     let (tell, told) = mpsc::channel();
@@ -66,15 +68,17 @@ fn flushed(entry: &Entry) -> Option<Arc<dyn Device>> {
         return None;
     }
     match (entry.kind.cow(), &entry.layers.quiesce) {
-        // What it has answered is on its COW device. Where that holds anything back it is one of the others.
+        // What it has answered is on its COW device. Where that holds anything back it is one of
+        // the others.
         (Some(_), _) => None,
         (None, Some(quiesce)) => Some(Arc::clone(quiesce) as _),
         (None, None) => entry.device().cloned(),
     }
 }
 
-/// What says beside its data how it was closed: origins and the COW devices of their snapshots. The last to let go of one says so, and
-/// that may be a thread that ends a merge or answers a request, after all entries are gone.
+/// What says beside its data how it was closed: origins and the COW devices of their snapshots. The
+/// last to let go of one says so, and that may be a thread that ends a merge or answers a request,
+/// after all entries are gone.
 pub struct Closing(Vec<(String, Weak<dyn Device>)>);
 
 impl Closing {
@@ -84,7 +88,8 @@ impl Closing {
         Self(entries.iter().filter_map(closes).collect())
     }
 
-    /// Waits until all are closed. Those that are not until `end` are logged by name; how many those were.
+    /// Waits until all are closed. Those that are not until `end` are logged by name; how many
+    /// those were.
     pub fn wait(mut self, end: Instant) -> usize {
         loop {
             self.0.retain(|(_, device)| device.strong_count() > 0);
@@ -117,7 +122,8 @@ impl Leaving {
         Leaves(self, name)
     }
 
-    /// Waits until all have left. Those that have not until `end` are logged by name; how many those were.
+    /// Waits until all have left. Those that have not until `end` are logged by name; how many
+    /// those were.
     pub fn wait(&self, end: Instant) -> usize {
         let mut names = self.lock();
         loop {

@@ -1,5 +1,5 @@
-//! What comes through the control socket, for the checks of very many inputs: without sockets. No part of the library's
-//! interface.
+//! What comes through the control socket, for the checks of very many inputs: without sockets. No
+//! part of the library's interface.
 
 use std::sync::Arc;
 

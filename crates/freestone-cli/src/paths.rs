@@ -1,4 +1,5 @@
-//! Where sockets are when nothing was said: `$XDG_RUNTIME_DIR/freestone`, else a private directory in /tmp.
+//! Where sockets are when nothing was said: `$XDG_RUNTIME_DIR/freestone`, else a private directory
+//! in /tmp.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -13,8 +14,8 @@ pub const NBD_SOCKET: &str = "nbd.sock";
 /// Name of the control socket in the directory.
 pub const CONTROL_SOCKET: &str = "control.sock";
 
-/// The directory. Not created here; where it exists it is checked to be ours, so that nobody can put a
-/// socket of their own in our way.
+/// The directory. Not created here; where it exists it is checked to be ours, so that nobody can
+/// put a socket of their own in our way.
 pub fn runtime_dir() -> Result<PathBuf> {
     let dir = std::env::var_os("XDG_RUNTIME_DIR")
         .map(PathBuf::from)

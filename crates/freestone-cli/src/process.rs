@@ -7,7 +7,8 @@ use freestone_spec::machine::kib_line;
 use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 
-/// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take more than the usual
+/// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take
+/// more than the usual
 /// 1024. Returns the former soft limit, where it was changed.
 pub fn raise_open_files() -> Option<u64> {
     let Rlimit { current, maximum } = rustix::process::getrlimit(Resource::Nofile);

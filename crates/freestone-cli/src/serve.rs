@@ -1,4 +1,5 @@
-//! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing behind.
+//! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing
+//! behind.
 
 use std::collections::HashSet;
 use std::env;
@@ -60,11 +61,12 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
     #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
     max_connections: Option<u32>,
-    /// A TOML file with devices ([[device]]) and what the options above say; the command line adds devices and
-    /// replaces the rest
+    /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
+    /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and $control are set
+    /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and
+    /// $control are set
     #[arg(long, value_name = "CMD")]
     run: Option<String>,
 }
@@ -192,8 +194,8 @@ struct Running {
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
         let Plan { devices, addresses, control, limits, private } = plan;
-        // First of all, because that tells whether another server is there. Who connects waits until all is
-        // ready.
+        // First of all, because that tells whether another server is there. Who connects waits
+        // until all is ready.
         let socket = PrivateSocket::bind(&control)?;
         let service = Arc::new(Service::new(Arc::new(Server::new(limits))));
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
@@ -225,8 +227,8 @@ impl Running {
         Ok(running)
     }
 
-    /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has nothing left to wait for but
-    /// what a disk does not do at once.
+    /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has
+    /// nothing left to wait for but what a disk does not do at once.
     fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
         self.service.end();
         for entry in self.service.registry.all() {
@@ -308,7 +310,8 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     }
     let Flushed { failed, end } = flushed.join().unwrap_or(Flushed { failed: 1, end: Instant::now() });
     let status = outcome.map(|status| if failed > 0 && status == 0 { 1 } else { status });
-    // What else devices do when they end is not what a client waits for, and not waited for longer than that.
+    // What else devices do when they end is not what a client waits for, and not waited for longer
+    // than that.
     running.remove_paths();
     running.close(events.sender(), end)?;
     match until::ended(&events, Some(end)) {

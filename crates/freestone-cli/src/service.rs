@@ -21,10 +21,11 @@ use crate::template;
 
 /// The state behind the control socket.
 ///
-/// Lock order: claims of devices, all that a verb needs at once; the claim of an address; a base's family; then, for a look or a
-/// change and never during a wait, the addresses, the registry, what runs. Claims are held while a verb waits for disks and
-/// for clients that are cut off, and hold up who wants the same device. The NBD server, connections to templates, readers
-/// of statistics and `release` claim nothing.
+/// Lock order: claims of devices, all that a verb needs at once; the claim of an address; a base's
+/// family; then, for a look or a change and never during a wait, the addresses, the registry, what
+/// runs. Claims are held while a verb waits for disks and for clients that are cut off, and hold up
+/// who wants the same device. The NBD server, connections to templates, readers of statistics and
+/// `release` claim nothing.
 pub struct Service {
     /// The devices.
     pub registry: Arc<Registry>,
@@ -45,7 +46,8 @@ pub struct Service {
 struct Addresses {
     /// The addresses of the command line: there as long as the server.
     home: Vec<Address>,
-    /// Addresses that `publish` opened, with the number of their exports; closed when the last one goes.
+    /// Addresses that `publish` opened, with the number of their exports; closed when the last one
+    /// goes.
     opened: HashMap<Address, usize>,
 }
 
@@ -120,7 +122,7 @@ impl Service {
         entry.kind.ram().cloned().ok_or_else(only)
     }
 
-    // ---- coming and going ------------------------------------------------------------------------------------------
+    // ---- coming and going -----------------------------------------------------------------------
 
     /// Sets a device up and publishes it at home, where that is asked.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
@@ -135,7 +137,8 @@ impl Service {
         Ok(entry)
     }
 
-    /// The device of that name, if it was asked for with the same words; else as [`create`](Self::create). True: it was made.
+    /// The device of that name, if it was asked for with the same words; else as
+    /// [`create`](Self::create). True: it was made.
     pub fn create_if_absent(
         &self,
         claim: &Claim<'_>,
@@ -216,11 +219,13 @@ impl Service {
         self.registry.check_unused(entry, "removed")?;
         let exports = self.exports_of(name);
         if force && let Some(faults) = &entry.layers.faults {
-            // Connections wait for their answers, and so may verbs; what comes later is not to wait again.
+            // Connections wait for their answers, and so may verbs; what comes later is not to wait
+            // again.
             faults.close();
         }
         let ended = if exports.is_empty() { 0 } else { self.unpublish(claim, entry, force)? };
-        // Connections to a template may have made forks of a base until now, but not of what has no users.
+        // Connections to a template may have made forks of a base until now, but not of what has no
+        // users.
         let removed = self.registry.remove(entry);
         removed.map_err(|users| {
             Fault::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
@@ -232,7 +237,7 @@ impl Service {
         Ok(ended)
     }
 
-    // ---- exports ---------------------------------------------------------------------------------------------------
+    // ---- exports --------------------------------------------------------------------------------
 
     /// Listens at an address of the command line. Returns it with the port that it got.
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
@@ -252,8 +257,8 @@ impl Service {
         Ok(())
     }
 
-    /// Publishes a device at an address, and listens there if nobody does. The first export of an address is
-    /// also its default one. Returns the address with the port that it got.
+    /// Publishes a device at an address, and listens there if nobody does. The first export of an
+    /// address is also its default one. Returns the address with the port that it got.
     pub fn publish(
         &self,
         _: &Claim<'_>,
@@ -374,7 +379,7 @@ impl Service {
         self.nbd.exports_named(name)
     }
 
-    // ---- what is refused -------------------------------------------------------------------------------------------
+    // ---- what is refused ------------------------------------------------------------------------
 
     /// Refuses where clients are connected.
     pub fn check_idle(&self, entry: &Entry) -> Result<(), Fault> {
@@ -392,8 +397,8 @@ impl Service {
         }
     }
 
-    /// Refuses to take the content away under clients: unless it is forced, and never where they count on what goes (write
-    /// pointers, unflushed writes).
+    /// Refuses to take the content away under clients: unless it is forced, and never where they
+    /// count on what goes (write pointers, unflushed writes).
     pub fn check_wipe(&self, entry: &Entry, force: bool) -> Result<(), Fault> {
         if !force {
             return self.check_idle(entry);

@@ -6,8 +6,8 @@ use freestone_nbd::{Fresh, Make};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::registry::Registry;
 
-/// What the NBD server calls for each connection to the template. The fork is among the devices, as `NAME@1` and so on,
-/// until the connection ends.
+/// What the NBD server calls for each connection to the template. The fork is among the devices, as
+/// `NAME@1` and so on, until the connection ends.
 pub fn make(registry: &Arc<Registry>, template: &Arc<Entry>) -> Make {
     let (registry, template) = (Arc::clone(registry), Arc::clone(template));
     Arc::new(move || {

@@ -14,7 +14,8 @@ use signal_hook::iterator::Signals;
 
 /// How long a command that was told to end may take before it is killed.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
-/// A process that a signal ended has this plus the signal's number as its status, as shells have it.
+/// A process that a signal ended has this plus the signal's number as its status, as shells have
+/// it.
 pub const STATUS_OF_SIGNAL_0: i32 = 128;
 
 /// Something happened.
@@ -108,8 +109,8 @@ pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
     }
 }
 
-/// Runs the command and waits for its end. A signal is passed on to it; a second one, or too long a wait,
-/// kills it. Returns its exit status.
+/// Runs the command and waits for its end. A signal is passed on to it; a second one, or too long a
+/// wait, kills it. Returns its exit status.
 pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
     let mut child = command.spawn().context("--run: cannot start sh")?;
     let mut kill_at = None;

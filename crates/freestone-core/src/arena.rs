@@ -1,8 +1,8 @@
 //! Memory in a memfd, handed out in equal units and addressed by offset.
 //!
-//! Tables and pools keep offsets, never pointers, so that another process can map the same file and go on. The file
-//! is sparse and mapped in segments as it grows; a unit's memory exists from its first touch (or
-//! [`populate`](Arena::populate)) until [`release`](Arena::release).
+//! Tables and pools keep offsets, never pointers, so that another process can map the same file and
+//! go on. The file is sparse and mapped in segments as it grows; a unit's memory exists from its
+//! first touch (or [`populate`](Arena::populate)) until [`release`](Arena::release).
 #![expect(unsafe_code)]
 // UNSAFETY: maps memory and computes addresses in it.
 
@@ -23,23 +23,25 @@ const SEGMENTS: usize = (ARENA_BYTES / SEGMENT_BYTES) as usize;
 
 /// Memory that is handed out in segments and addressed by 16-byte units.
 ///
-/// Lock order: `state` is innermost: nothing is taken under it. It is held while a segment is mapped.
+/// Lock order: `state` is innermost: nothing is taken under it. It is held while a segment is
+/// mapped.
 pub struct Arena {
     file: OwnedFd,
     unit_bytes: u64,
     segments: Box<[AtomicPtr<u8>]>,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ArenaState {
     /// Units below this one have been handed out at some time.
     next: u32,
     free: Vec<u32>,
 }
 
 impl Arena {
-    /// An arena of units of `unit_bytes`, a power of two from a page to a segment. `name` shows in `/proc/PID/maps`.
+    /// An arena of units of `unit_bytes`, a power of two from a page to a segment. `name` shows in
+    /// `/proc/PID/maps`.
     pub fn new(name: &str, unit_bytes: u64) -> Result<Self> {
         assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC).map_err(|_| Error::NoMemory)?;
@@ -82,12 +84,14 @@ impl Arena {
             )
         };
         let address = address.map_err(|_| Error::NoMemory)?;
-        // Release: pairs with the Acquire in `at`, for threads that learn of the unit other than through this lock.
+        // Release: pairs with the Acquire in `at`, for threads that learn of the unit other than
+        // through this lock.
         self.segments[index].store(address.cast(), Ordering::Release);
         Ok(())
     }
 
-    /// Gives a unit back. The caller has released its memory, or vouches for what the next owner finds there.
+    /// Gives a unit back. The caller has released its memory, or vouches for what the next owner
+    /// finds there.
     ///
     /// # Safety
     /// The unit was handed out to the caller, who does not use it any more.
@@ -102,8 +106,9 @@ impl Arena {
         address
     }
 
-    /// As [`at`](Self::at), of a byte that the caller learned of without a lock; `None` where it knows nothing of the memory
-    /// there. It may be there all the same: nothing orders that caller after the thread that mapped it.
+    /// As [`at`](Self::at), of a byte that the caller learned of without a lock; `None` where it
+    /// knows nothing of the memory there. It may be there all the same: nothing orders that caller
+    /// after the thread that mapped it.
     #[inline]
     pub fn find(&self, offset: u64) -> Option<NonNull<u8>> {
         let segment = self.segments.get((offset / SEGMENT_BYTES) as usize)?;
@@ -113,7 +118,8 @@ impl Arena {
         Some(unsafe { base.add((offset % SEGMENT_BYTES) as usize) })
     }
 
-    /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no more.
+    /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no
+    /// more.
     pub fn populate(&self, offset: u64, len: u64) -> Result<()> {
         assert!(len <= SEGMENT_BYTES - offset % SEGMENT_BYTES, "{len} bytes at {offset:#x} are no unit's");
         let address = self.at(offset).as_ptr();
@@ -121,8 +127,8 @@ impl Arena {
         match unsafe { rustix::mm::madvise(address.cast(), len as usize, Advice::LinuxPopulateWrite) } {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
-                // A kernel before 5.14: write to each page, some of which may be in use. In one step, so that what another thread
-                // writes there meanwhile stays.
+                // A kernel before 5.14: write to each page, some of which may be in use. In one
+                // step, so that what another thread writes there meanwhile stays.
                 for page in (0..len).step_by(4096) {
                     // SAFETY: inside the range; the byte keeps its value.
                     let byte = unsafe { std::sync::atomic::AtomicU8::from_ptr(address.add(page as usize)) };
@@ -135,10 +141,12 @@ impl Arena {
         }
     }
 
-    /// Returns the memory of `len` bytes at `offset` (whole pages) to the system. The range reads as zeroes again.
+    /// Returns the memory of `len` bytes at `offset` (whole pages) to the system. The range reads
+    /// as zeroes again.
     ///
     /// # Safety
-    /// It lies in units that were handed out to the caller, and nobody reads or writes it meanwhile (but as atomics).
+    /// It lies in units that were handed out to the caller, and nobody reads or writes it meanwhile
+    /// (but as atomics).
     pub unsafe fn release(&self, offset: u64, len: u64) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched = rustix::fs::fallocate(&self.file, flags, offset, len);
@@ -172,7 +180,8 @@ impl Drop for Arena {
             // Relaxed: `&mut self`, nobody else is here.
             let address = segment.load(Ordering::Relaxed);
             if !address.is_null() {
-                // SAFETY: mapped in map_segment with this size, unmapped once; users of the memory borrow the arena.
+                // SAFETY: mapped in map_segment with this size, unmapped once; users of the memory
+                // borrow the arena.
                 let _ = unsafe { rustix::mm::munmap(address.cast(), SEGMENT_BYTES as usize) };
             }
         }

@@ -1,17 +1,20 @@
-//! One moment for several devices: snapshots that are taken together show all of their origins at one point in time.
+//! One moment for several devices: snapshots that are taken together show all of their origins at
+//! one point in time.
 //!
-//! A write that was answered before another began is in the snapshots if the other is, on whatever device of the set
-//! each went. All that can fail or take long (a store on a disk, memory) is done before, in making what implements
-//! [`Pending`].
+//! A write that was answered before another began is in the snapshots if the other is, on whatever
+//! device of the set each went. All that can fail or take long (a store on a disk, memory) is done
+//! before, in making what implements [`Pending`].
 //!
 //! # Sets that meet
-//! Sets are taken side by side, and one holds up only the devices that it freezes. Two of them could each hold a device that
-//! the writes of the other's next one need, where devices lie on one another: P lies on R and S on Q, one set freezes Q and
-//! then waits for P, the other freezes R and then waits for S. Therefore a set waits with something frozen only for a
-//! moment; then it thaws everything, pauses, and begins again. The oldest set of all does not give way, so one always gets
-//! on. At its first device a set holds nothing but that device itself, waits for what lies below it, and need not give way: a
-//! ring in which only one set waits with other devices frozen would need one of these below the one that it waits for, which
-//! the order of [`take`] excludes. So every ring has two sets that hold something, of which one is not the oldest.
+//! Sets are taken side by side, and one holds up only the devices that it freezes. Two of them
+//! could each hold a device that the writes of the other's next one need, where devices lie on one
+//! another: P lies on R and S on Q, one set freezes Q and then waits for P, the other freezes R and
+//! then waits for S. Therefore a set waits with something frozen only for a moment; then it thaws
+//! everything, pauses, and begins again. The oldest set of all does not give way, so one always
+//! gets on. At its first device a set holds nothing but that device itself, waits for what lies
+//! below it, and need not give way: a ring in which only one set waits with other devices frozen
+//! would need one of these below the one that it waits for, which the order of [`take`] excludes.
+//! So every ring has two sets that hold something, of which one is not the oldest.
 //!
 //! Where a disk hangs the wait ends at [`FREEZE_MAX`], for whoever it is.
 
@@ -23,7 +26,8 @@ use thiserror::Error;
 
 /// How long the origins of a set may take until their writes have ended.
 pub const FREEZE_MAX: Duration = Duration::from_secs(10);
-/// How long a set waits with something frozen, the first time and at most, while there is an older one.
+/// How long a set waits with something frozen, the first time and at most, while there is an older
+/// one.
 const HOLD_FIRST: Duration = Duration::from_millis(50);
 const HOLD_MAX: Duration = Duration::from_secs(1);
 
@@ -49,7 +53,8 @@ pub trait Pending: Send {
     fn waits_for_disk(&self) -> bool {
         false
     }
-    /// Returns when no write to the origin is under way any more; those that come wait until [`thaw`](Self::thaw).
+    /// Returns when no write to the origin is under way any more; those that come wait until
+    /// [`thaw`](Self::thaw).
     ///
     /// # Errors
     /// That was not so at `until`; nothing is held up any more.
@@ -60,12 +65,14 @@ pub trait Pending: Send {
     fn thaw(&mut self);
 }
 
-/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as it takes. Origins that
-/// have to wait for a disk come first, whatever the order here: those in memory are held up for the least time, and can be
-/// what others lie on. Of two such origins of which one lies on the other the upper one must be given first.
+/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as
+/// it takes. Origins that have to wait for a disk come first, whatever the order here: those in
+/// memory are held up for the least time, and can be what others lie on. Of two such origins of
+/// which one lies on the other the upper one must be given first.
 ///
 /// # Errors
-/// One of the origins could not be frozen within [`FREEZE_MAX`]. No snapshot has begun, and all writers go on.
+/// One of the origins could not be frozen within [`FREEZE_MAX`]. No snapshot has begun, and all
+/// writers go on.
 pub fn take(pending: &mut [&mut dyn Pending]) -> Result<(), Late> {
     let mut order: Vec<usize> = (0..pending.len()).collect();
     order.sort_by_key(|&at| !pending[at].waits_for_disk());

@@ -1,11 +1,14 @@
 //! Locks on files, and the list of the files that this process has open.
 //!
-//! Two kinds of lock are taken on everything that is opened. Freestone sees a `flock`: exclusive for who writes, shared for who
-//! reads. qemu sees locks on single bytes: byte 100 + n of who uses permission n, byte 200 + n of who lets nobody else use it. All of
-//! these are shared locks; who wants to know whether another has one asks whether an exclusive one could be had. First the own bytes
-//! are locked, then the others' looked at, so of two that come at one time at least one sees the other.
+//! Two kinds of lock are taken on everything that is opened. Freestone sees a `flock`: exclusive
+//! for who writes, shared for who reads. qemu sees locks on single bytes: byte 100 + n of who uses
+//! permission n, byte 200 + n of who lets nobody else use it. All of these are shared locks; who
+//! wants to know whether another has one asks whether an exclusive one could be had. First the own
+//! bytes are locked, then the others' looked at, so of two that come at one time at least one sees
+//! the other.
 #![expect(unsafe_code)]
-// UNSAFETY: `fcntl` with a `struct flock`; rustix has no locks that belong to an open file description.
+// UNSAFETY: `fcntl` with a `struct flock`; rustix has no locks that belong to an open file
+// description.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -93,7 +96,8 @@ fn lock_bytes(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// Gives the locks back, also where a request that has just ended keeps the file open for a moment longer.
+/// Gives the locks back, also where a request that has just ended keeps the file open for a moment
+/// longer.
 pub fn unlock(fd: BorrowedFd<'_>) {
     // Nothing can be done about a failure; closing unlocks as well.
     let _ = set(fd, libc::F_UNLCK, USED_FIRST_BYTE, LAST_BYTE - USED_FIRST_BYTE);
@@ -113,7 +117,8 @@ fn range(kind: i32, first: i64, len: i64) -> libc::flock {
 
 fn set(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::Result<()> {
     let range = range(kind, first, len);
-    // SAFETY: the descriptor is open, and the kernel only reads the structure, which lives until the call returns.
+    // SAFETY: the descriptor is open, and the kernel only reads the structure, which lives until
+    // the call returns.
     let set = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     if set == 0 {
         return Ok(());
@@ -128,7 +133,8 @@ fn set(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::Resul
 /// Whether somebody else has a lock on a byte.
 fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> rustix::io::Result<bool> {
     let mut range = range(libc::F_WRLCK, byte, 1);
-    // SAFETY: the descriptor is open, and the kernel writes nothing but the structure, which lives until the call returns.
+    // SAFETY: the descriptor is open, and the kernel writes nothing but the structure, which lives
+    // until the call returns.
     let asked = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
     if asked == 0 { Ok(i32::from(range.l_type) != libc::F_UNLCK) } else { Err(last_error()) }
 }
@@ -137,8 +143,8 @@ fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// How often this process has files open, by file system and inode. Lock order: nothing is taken under it; held for a
-/// look-up.
+/// How often this process has files open, by file system and inode. Lock order: nothing is taken
+/// under it; held for a look-up.
 static HELD: LazyLock<Mutex<HashMap<(u64, u64), usize>>> = LazyLock::new(Mutex::default);
 
 /// An open file in this process's list, until it is dropped.

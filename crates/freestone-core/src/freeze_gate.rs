@@ -1,18 +1,20 @@
 //! A gate that requests pass, and that a change of the whole device closes for a moment.
 //!
 //! # Protocol
-//! * A request *enters*: pinned, it looks at what the gate holds (which snapshots there are) and decides what to do. What it
-//!   then does, unpinned, on its thread or asynchronously, it counts with [`begin`](FreezeGate::begin), still pinned, and
-//!   [`end`](FreezeGate::end). Every call of a device is such a thing.
-//! * A change *closes* the gate: it puts a closed state in place and waits for the pins, so that whoever saw the gate open has
-//!   been counted, and then for the count to fall to zero. Requests that find the gate closed leave a task, which runs when
-//!   it opens.
-//! * The last one under way either ended with a pin on the open state, and then the closer sees the count, or it sees the
-//!   closed state and notifies the closer under `held`.
+//! * A request *enters*: pinned, it looks at what the gate holds (which snapshots there are) and
+//!   decides what to do. What it then does, unpinned, on its thread or asynchronously, it counts
+//!   with [`begin`](FreezeGate::begin), still pinned, and [`end`](FreezeGate::end). Every call of a
+//!   device is such a thing.
+//! * A change *closes* the gate: it puts a closed state in place and waits for the pins, so that
+//!   whoever saw the gate open has been counted, and then for the count to fall to zero. Requests
+//!   that find the gate closed leave a task, which runs when it opens.
+//! * The last one under way either ended with a pin on the open state, and then the closer sees the
+//!   count, or it sees the closed state and notifies the closer under `held`.
 //!
 //! Requests pay a pin and, where they wait for a device, one addition to a counter of their CPU.
 //!
-//! Lock order: `closers`, then `held`. `closers` is held while pins are waited for, so it is never taken pinned.
+//! Lock order: `closers`, then `held`. `closers` is held while pins are waited for, so it is never
+//! taken pinned.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -22,9 +24,10 @@ use crate::pin::{self, Pin, Swap};
 use crate::sync::{Condvar, Instant, Mutex};
 use crate::work_queue::Task;
 
-/// Requests that pass, and a change of the whole that stops them for a moment; `T` is what a change changes.
+/// Requests that pass, and a change of the whole that stops them for a moment; `T` is what a change
+/// changes.
 pub struct FreezeGate<T> {
-    state: Swap<State<T>>,
+    state: Swap<GateState<T>>,
     under_way: Counters<1>,
     /// How many hold the gate closed.
     closers: Mutex<usize>,
@@ -36,7 +39,7 @@ pub struct FreezeGate<T> {
 /// What is under way on this thread; it is over when this is dropped.
 pub struct UnderWay<'a, T: Send + Sync>(&'a FreezeGate<T>);
 
-struct State<T> {
+struct GateState<T> {
     open: bool,
     value: Arc<T>,
 }
@@ -45,7 +48,7 @@ impl<T: Send + Sync> FreezeGate<T> {
     /// An open gate.
     pub fn new(value: T) -> Self {
         Self {
-            state: Swap::new(Box::new(State { open: true, value: Arc::new(value) })),
+            state: Swap::new(Box::new(GateState { open: true, value: Arc::new(value) })),
             under_way: Counters::default(),
             closers: Mutex::new(0),
             held: Mutex::default(),
@@ -53,7 +56,8 @@ impl<T: Send + Sync> FreezeGate<T> {
         }
     }
 
-    /// Runs `work`, pinned, with what the gate holds; `None` where it is closed, and then [`hold`](Self::hold) may be called.
+    /// Runs `work`, pinned, with what the gate holds; `None` where it is closed, and then
+    /// [`hold`](Self::hold) may be called.
     pub fn enter<R>(&self, work: impl FnOnce(Option<&T>) -> R) -> R {
         pin::pinned(|pin| {
             let state = self.state.load(pin);
@@ -61,7 +65,8 @@ impl<T: Send + Sync> FreezeGate<T> {
         })
     }
 
-    /// Runs `work`, pinned, with what the gate holds, open or closed: for those whom a change need not hold up.
+    /// Runs `work`, pinned, with what the gate holds, open or closed: for those whom a change need
+    /// not hold up.
     pub fn enter_any<R>(&self, work: impl FnOnce(&T) -> R) -> R {
         pin::pinned(|pin| work(&self.state.load(pin).value))
     }
@@ -102,12 +107,14 @@ impl<T: Send + Sync> FreezeGate<T> {
         self.held.lock().push(Box::new(task));
     }
 
-    /// Closes the gate, and returns when nothing is under way: true. Waits for devices, at most so long: false where something
-    /// is still under way then. Either way the gate is closed until it is [opened](Self::open).
+    /// Closes the gate, and returns when nothing is under way: true. Waits for devices, at most so
+    /// long: false where something is still under way then. Either way the gate is closed until it
+    /// is [opened](Self::open).
     pub fn close_within(&self, most: Duration) -> bool {
         self.shut();
         let deadline = Instant::now() + most;
-        // Nothing begins any more, so the sum of cells that are read one after the other is never too small.
+        // Nothing begins any more, so the sum of cells that are read one after the other is never
+        // too small.
         let mut held = self.held.lock();
         while self.under_way.get(0) > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -127,7 +134,8 @@ impl<T: Send + Sync> FreezeGate<T> {
         }
     }
 
-    /// Takes one [`close_within`](Self::close_within) back; the last one opens the gate and returns what was held, for the caller to run.
+    /// Takes one [`close_within`](Self::close_within) back; the last one opens the gate and returns
+    /// what was held, for the caller to run.
     #[must_use]
     pub fn open(&self) -> Vec<Task> {
         let mut closers = self.closers.lock();
@@ -140,7 +148,8 @@ impl<T: Send + Sync> FreezeGate<T> {
         std::mem::take(&mut *self.held.lock())
     }
 
-    /// Puts another value in place of the present one. Whoever entered before has left when this returns.
+    /// Puts another value in place of the present one. Whoever entered before has left when this
+    /// returns.
     pub fn change(&self, new: impl FnOnce(&T) -> T) {
         let closers = self.closers.lock();
         let new = new(&self.value());
@@ -148,7 +157,7 @@ impl<T: Send + Sync> FreezeGate<T> {
     }
 
     fn put(&self, open: bool, value: Arc<T>) {
-        drop(self.state.replace(Box::new(State { open, value })));
+        drop(self.state.replace(Box::new(GateState { open, value })));
     }
 }
 

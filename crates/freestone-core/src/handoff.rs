@@ -1,4 +1,5 @@
-//! Handing a request on to a device below: at once where it can be, else submitted with a copy of the data.
+//! Handing a request on to a device below: at once where it can be, else submitted with a copy of
+//! the data.
 
 use crate::device::{Buffer, Completion, Device, IoBuf, Request, Result, Tried};
 

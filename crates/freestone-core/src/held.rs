@@ -1,15 +1,17 @@
 //! What is held up while something is shut, instead of a thread that waits.
 //!
 //! # Protocol
-//! * Who shuts does so before anybody can see a reason to be held, and opens after nobody can any more.
-//! * Who saw the reason and finds it open sees that the reason is gone, and goes on. So nothing stays behind.
+//! * Who shuts does so before anybody can see a reason to be held, and opens after nobody can any
+//!   more.
+//! * Who saw the reason and finds it open sees that the reason is gone, and goes on. So nothing
+//!   stays behind.
 
 use crate::sync::Mutex;
 
 /// Requests that are held while something is shut. Lock order: innermost.
-pub struct Held<J>(Mutex<State<J>>);
+pub struct Held<J>(Mutex<HeldState<J>>);
 
-struct State<J> {
+struct HeldState<J> {
     shut: bool,
     jobs: Vec<J>,
 }
@@ -17,7 +19,7 @@ struct State<J> {
 /// Open.
 impl<J> Default for Held<J> {
     fn default() -> Self {
-        Self(Mutex::new(State { shut: false, jobs: Vec::new() }))
+        Self(Mutex::new(HeldState { shut: false, jobs: Vec::new() }))
     }
 }
 

@@ -1,13 +1,16 @@
 //! What all of Freestone stands on.
 //!
-//! * [`device`]: the contract between devices and those who use them. Devices know no export, exports know no device.
-//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how requests and changes of a whole
-//!   device get by one another without a lock of the whole device.
-//! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the memory that it points to.
+//! * [`device`]: the contract between devices and those who use them. Devices know no export,
+//!   exports know no device.
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how
+//!   requests and changes of a whole device get by one another without a lock of the whole device.
+//! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the
+//!   memory that it points to.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
 //!
-//! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may change with them.
+//! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
+//! change with them.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -16,7 +19,8 @@ const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
 
 /// Bytes of a page: what one slot of a page table stands for.
 pub const PAGE_BYTES: usize = 4096;
-/// Bits of a location in a slot's word; memory and backing devices end at 2^36 units of 16 bytes, 1 TiB.
+/// Bits of a location in a slot's word; memory and backing devices end at 2^36 units of 16 bytes, 1
+/// TiB.
 pub const LOCATION_BITS: u32 = 36;
 
 #[cfg(not(loom))]

@@ -1,5 +1,6 @@
-//! Faults that are put back on purpose, to see whether the tests find them. Only with `--cfg freestone_mutants`, and then the one
-//! that `FREESTONE_MUTANT` names; else [`on`] is false at compile time.
+//! Faults that are put back on purpose, to see whether the tests find them. Only with `--cfg
+//! freestone_mutants`, and then the one that `FREESTONE_MUTANT` names; else [`on`] is false at
+//! compile time.
 
 /// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,12 +1,13 @@
 //! Where threads sleep that wait for a slot: a hashed table of queues, keyed by the slot's address.
 //!
-//! In user space the holder of a lock can be descheduled at any moment, so nobody spins for long. The slot's word
-//! has room for two bits only (locked, somebody waits); the queue behind the second bit is here, as in the
-//! "parking lot" of `WebKit` and in the kernel's hashed wait queues.
+//! In user space the holder of a lock can be descheduled at any moment, so nobody spins for long.
+//! The slot's word has room for two bits only (locked, somebody waits); the queue behind the second
+//! bit is here, as in the "parking lot" of `WebKit` and in the kernel's hashed wait queues.
 //!
 //! # Invariant
-//! For every key: while its bucket is locked, the slot's "somebody waits" bit is set if and only if the queue
-//! holds a waiter with that key. Callers keep it by changing the bit only inside `validate` and `release`.
+//! For every key: while its bucket is locked, the slot's "somebody waits" bit is set if and only if
+//! the queue holds a waiter with that key. Callers keep it by changing the bit only inside
+//! `validate` and `release`.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -22,7 +23,8 @@ const BUCKETS: usize = 1;
 
 /// Buckets of waiting threads. One for each family of slot tables.
 ///
-/// Lock order: a bucket's queue, then the waiter's own `woken` flag. Both are held for a few instructions.
+/// Lock order: a bucket's queue, then the waiter's own `woken` flag. Both are held for a few
+/// instructions.
 pub struct Parking {
     buckets: Box<[Mutex<VecDeque<Waiter>>]>,
 }
@@ -50,8 +52,8 @@ impl Parking {
         &self.buckets[(hash >> 56) as usize % BUCKETS]
     }
 
-    /// Sleeps until [`unpark_one`](Self::unpark_one) picks this thread, if `validate` (called with the bucket
-    /// locked) still finds a reason to.
+    /// Sleeps until [`unpark_one`](Self::unpark_one) picks this thread, if `validate` (called with
+    /// the bucket locked) still finds a reason to.
     pub fn park(&self, key: usize, validate: impl FnOnce() -> bool) {
         let sleeper;
         {
@@ -69,8 +71,8 @@ impl Parking {
         }
     }
 
-    /// Wakes the thread that has waited longest for `key`, if any. `release(more)` runs first, with the bucket
-    /// locked; `more` says whether others are still waiting for the key after that one.
+    /// Wakes the thread that has waited longest for `key`, if any. `release(more)` runs first, with
+    /// the bucket locked; `more` says whether others are still waiting for the key after that one.
     pub fn unpark_one(&self, key: usize, release: impl FnOnce(bool)) {
         let next;
         {

@@ -1,8 +1,9 @@
 //! Shared ownership whose count every CPU keeps for itself.
 //!
-//! Each request owns what it works on, and a count that all requests change moves from CPU to CPU: two workers of one device would
-//! meet there and nowhere else. A [`PerCpuArc`] holds one `Arc` a CPU, each with a count in a cache line of its own. What they hold is
-//! a thin shell around the thing itself, which lives as long as any of them.
+//! Each request owns what it works on, and a count that all requests change moves from CPU to CPU:
+//! two workers of one device would meet there and nowhere else. A [`PerCpuArc`] holds one `Arc` a
+//! CPU, each with a count in a cache line of its own. What they hold is a thin shell around the
+//! thing itself, which lives as long as any of them.
 
 use std::fmt;
 use std::ops::Deref;
@@ -10,11 +11,13 @@ use std::ops::Deref;
 use crate::percpu;
 use crate::sync::Arc;
 
-/// As many `Arc`s as CPUs. Dereferences to that of the CPU on which the thread runs; where a clone of it is dropped does not matter.
+/// As many `Arc`s as CPUs. Dereferences to that of the CPU on which the thread runs; where a clone
+/// of it is dropped does not matter.
 pub struct PerCpuArc<T>(Arc<[Arc<T>]>);
 
 impl<T> PerCpuArc<T> {
-    /// What `shell` makes, once for each CPU. `T` has to be as large as a cache line, or the counts share one.
+    /// What `shell` makes, once for each CPU. `T` has to be as large as a cache line, or the counts
+    /// share one.
     pub fn new(shell: impl Fn() -> T) -> Self {
         const { assert!(align_of::<T>() >= 64, "counts of two CPUs would share a cache line") };
         Self((0..percpu::cpus()).map(|_| Arc::new(shell())).collect())

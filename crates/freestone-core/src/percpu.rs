@@ -11,8 +11,8 @@ pub fn cpus() -> usize {
     *CPUS.get_or_init(|| cpu::configured().max(1))
 }
 
-/// The CPU that the calling thread runs on, below [`cpus`]. Stale as soon as it is known: a hint for what is likely
-/// free, never a claim.
+/// The CPU that the calling thread runs on, below [`cpus`]. Stale as soon as it is known: a hint
+/// for what is likely free, never a claim.
 #[inline]
 pub fn current() -> usize {
     let cpu = cpu::current();
@@ -20,8 +20,8 @@ pub fn current() -> usize {
     if cpu < cpus { cpu } else { cpu % cpus }
 }
 
-/// Locks what `of` says this CPU has; where a descheduled thread holds that, another CPU's that is free, before this one is
-/// waited for.
+/// Locks what `of` says this CPU has; where a descheduled thread holds that, another CPU's that is
+/// free, before this one is waited for.
 #[inline]
 pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
     let cpu = current();
@@ -40,7 +40,8 @@ fn lock_another<'a, T: 'a>(cpu: usize, of: impl Fn(usize) -> &'a Mutex<T>) -> Mu
 #[cfg(not(freestone_sim))]
 mod cpu {
     #![expect(unsafe_code)]
-    // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its rseq area).
+    // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its
+    // rseq area).
 
     pub fn configured() -> usize {
         // SAFETY: no arguments that could be wrong.
@@ -98,8 +99,8 @@ impl<const N: usize> Counters<N> {
         cells[b].fetch_add(of_b as u64, Ordering::Relaxed);
     }
 
-    /// As [`add`](Self::add), of a counter whose cells are emptied into a common sum: returns what this CPU's cell had, and
-    /// empties it, once that is `most` or more, either way.
+    /// As [`add`](Self::add), of a counter whose cells are emptied into a common sum: returns what
+    /// this CPU's cell had, and empties it, once that is `most` or more, either way.
     #[inline]
     pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
         let cell = &self.cells[current()][counter];

@@ -1,8 +1,10 @@
-//! Pins: how a request says "I am working on this table", with the cost on the side of the rare change.
+//! Pins: how a request says "I am working on this table", with the cost on the side of the rare
+//! change.
 //!
-//! A device-wide change (reset, removal, later snapshots and power cuts) swaps a pointer and then waits until every
-//! request that may still use the old table is through. A request marks its own thread's record with a plain store; the
-//! ordering that this lacks is supplied by the changing side with `membarrier(2)`, as in user-space RCU.
+//! A device-wide change (reset, removal, later snapshots and power cuts) swaps a pointer and then
+//! waits until every request that may still use the old table is through. A request marks its own
+//! thread's record with a plain store; the ordering that this lacks is supplied by the changing
+//! side with `membarrier(2)`, as in user-space RCU.
 //!
 //! # Protocol
 //! * Pin: make the own sequence odd; *light barrier*; load the pointer.
@@ -10,14 +12,16 @@
 //! * Either the change sees the odd sequence and waits, or the request loads the new pointer.
 //!
 //! # Rule
-//! A change waits for all pins of the process. So a pinned thread waits for nothing but a slot lock, and calls no device: what
-//! that does, and what it waits for, is its own affair. Under a pin a request takes what it needs (a count at a
-//! [gate](crate::freeze_gate), a handle), leaves, and goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before
-//! what blocks, and panics in debug builds. One exception: a fork reads its family's snapshots below it under one pin, through
-//! their tables and not as devices; that waits for slot locks only.
+//! A change waits for all pins of the process. So a pinned thread waits for nothing but a slot
+//! lock, and calls no device: what that does, and what it waits for, is its own affair. Under a pin
+//! a request takes what it needs (a count at a [gate](crate::freeze_gate), a handle), leaves, and
+//! goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before what blocks,
+//! and panics in debug builds. One exception: a fork reads its family's snapshots below it under
+//! one pin, through their tables and not as devices; that waits for slot locks only.
 //!
-//! There is one set of threads that pin, the process's (a loom model's run has one of its own), and nobody outside of this
-//! module has another. So every pin is one that every change waits for, and the types need not say which belong together.
+//! There is one set of threads that pin, the process's (a loom model's run has one of its own), and
+//! nobody outside of this module has another. So every pin is one that every change waits for, and
+//! the types need not say which belong together.
 //!
 //! Pins nest.
 
@@ -86,7 +90,8 @@ impl Domain {
         // Threads that join later load pointers later: the copy need not see them.
         let records = self.records.lock().clone();
         for record in records {
-            // Acquire: pairs with the Release of the unpin; what the pinned thread did is visible after it.
+            // Acquire: pairs with the Release of the unpin; what the pinned thread did is visible
+            // after it.
             let seen = record.load(Ordering::Acquire);
             if seen & 1 == 0 {
                 continue;
@@ -113,7 +118,8 @@ fn assert_not_pinned() {
     assert!(THIS_THREAD.with(|this| this.depth.get()) == 0, "a thread that is pinned waits for pins");
 }
 
-/// The calling thread is going to wait, or to do what may wait: in debug builds it must have nothing pinned.
+/// The calling thread is going to wait, or to do what may wait: in debug builds it must have
+/// nothing pinned.
 #[inline]
 #[track_caller]
 pub fn assert_unpinned() {
@@ -149,8 +155,9 @@ impl Participant {
         if depth == 0 {
             // Relaxed: only this thread writes its record.
             let sequence = self.record.load(Ordering::Relaxed);
-            // Release: pairs with the Acquire in wait_for_pins, which may see this pin instead of the unpin before it.
-            // Ordered before the loads of tables by the light barrier, paired with the heavy one.
+            // Release: pairs with the Acquire in wait_for_pins, which may see this pin instead of
+            // the unpin before it. Ordered before the loads of tables by the light barrier, paired
+            // with the heavy one.
             self.record.store(sequence + 1, Ordering::Release);
             barrier::light(self.fenced);
         }
@@ -180,8 +187,8 @@ pub struct Swap<T> {
 
 mod swap {
     #![expect(unsafe_code)]
-    // UNSAFETY: hands out references to a heap object whose life is bounded by pins, which the borrow checker
-    // cannot see.
+    // UNSAFETY: hands out references to a heap object whose life is bounded by pins, which the
+    // borrow checker cannot see.
 
     use super::{DOMAIN, Ordering, Pin, Swap, assert_not_pinned};
     use crate::sync::AtomicPtr;
@@ -189,7 +196,8 @@ mod swap {
     impl<T> Swap<T> {
         /// Holds `value`.
         pub fn new(value: Box<T>) -> Self {
-            // A model's threads find the domain made: that its making orders them would hide what the barriers are for.
+            // A model's threads find the domain made: that its making orders them would hide what
+            // the barriers are for.
             #[cfg(loom)]
             let _ = &*DOMAIN;
             Self { pointer: AtomicPtr::new(Box::into_raw(value)) }
@@ -200,21 +208,25 @@ mod swap {
         pub fn load<'a>(&'a self, _pin: &'a Pin<'_>) -> &'a T {
             // Acquire: pairs with the Release half of the swap that stored the pointer.
             let pointer = self.pointer.load(Ordering::Acquire);
-            // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin that was held at
-            // its swap is gone; this one is held for 'a, and is among them, as there is one domain.
+            // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin
+            // that was held at its swap is gone; this one is held for 'a, and is among them, as
+            // there is one domain.
             unsafe { &*pointer }
         }
 
-        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling thread is not pinned.
+        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling
+        /// thread is not pinned.
         ///
         /// # Panics
         /// It is: it would wait for itself.
         pub fn replace(&self, value: Box<T>) -> Box<T> {
             assert_not_pinned();
-            // AcqRel: Release pairs with the Acquire in load; Acquire with the swap that stored the old one.
+            // AcqRel: Release pairs with the Acquire in load; Acquire with the swap that stored the
+            // old one.
             let old = self.pointer.swap(Box::into_raw(value), Ordering::AcqRel);
             DOMAIN.wait_for_pins();
-            // SAFETY: from Box::into_raw, swapped out exactly once, and no pin that could have loaded it is left.
+            // SAFETY: from Box::into_raw, swapped out exactly once, and no pin that could have
+            // loaded it is left.
             unsafe { Box::from_raw(old) }
         }
     }
@@ -223,7 +235,8 @@ mod swap {
         fn drop(&mut self) {
             // Relaxed: `&mut self`, nobody else is here.
             let pointer = self.pointer.load(Ordering::Relaxed);
-            // SAFETY: from Box::into_raw, and `&mut self` means that no reference from `load` is alive.
+            // SAFETY: from Box::into_raw, and `&mut self` means that no reference from `load` is
+            // alive.
             drop(unsafe { Box::from_raw(pointer) });
         }
     }
@@ -309,7 +322,8 @@ mod tests {
         pinned(|pin| assert_eq!(*swap.load(pin), 2));
     }
 
-    /// Before there was one domain a change took any, and with the wrong one freed what a pinned thread was reading.
+    /// Before there was one domain a change took any, and with the wrong one freed what a pinned
+    /// thread was reading.
     #[test]
     fn a_change_cannot_choose_whose_pins_it_waits_for() {
         let replace: for<'s> fn(&'s Swap<u32>, Box<u32>) -> Box<u32> = Swap::replace;

@@ -1,9 +1,10 @@
-//! Files that are written beside their place until they are complete and durable, and then put there: what stands there is the
-//! old file or the new one at any moment, also after a crash.
+//! Files that are written beside their place until they are complete and durable, and then put
+//! there: what stands there is the old file or the new one at any moment, also after a crash.
 //!
-//! Until then a file has no name, so that nothing is left of it however the process ends. A file cannot take another's name
-//! in one step without one, so where there is an old file it has one for that moment; and where the file system has no nameless
-//! files, from the beginning. Such a name that a crash leaves is told by [`left_behind`].
+//! Until then a file has no name, so that nothing is left of it however the process ends. A file
+//! cannot take another's name in one step without one, so where there is an old file it has one for
+//! that moment; and where the file system has no nameless files, from the beginning. Such a name
+//! that a crash leaves is told by [`left_behind`].
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -39,8 +40,8 @@ const TRIES: u32 = 16;
 const REPLACED_MAX: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// Which file that lies at its place a new one may replace. None ever that this process, another Freestone or qemu has open, and
-/// nothing that is not a regular file.
+/// Which file that lies at its place a new one may replace. None ever that this process, another
+/// Freestone or qemu has open, and nothing that is not a regular file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Replace {
     /// One of the same kind, or an empty one.
@@ -122,7 +123,8 @@ impl Place {
         Ok(Self { path, dir })
     }
 
-    /// Refuses where the file that is there may not go: before the work, as [`put`](Self::put) will after it.
+    /// Refuses where the file that is there may not go: before the work, as [`put`](Self::put) will
+    /// after it.
     pub fn check(&self, may_go: MayGo) -> io::Result<()> {
         self.old(may_go).map(drop)
     }
@@ -175,7 +177,8 @@ impl Place {
         Ok(Look::There(Some(Old { locked: file })))
     }
 
-    /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must have one, begins with `prefix`.
+    /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must
+    /// have one, begins with `prefix`.
     pub fn begin(&self, prefix: &'static str) -> io::Result<Unfinished> {
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let (file, name) = match rustix::fs::open(&self.dir, flags, Mode::RUSR | Mode::WUSR) {
@@ -317,7 +320,8 @@ impl Drop for Name {
     }
 }
 
-/// Removes the names of all unfinished files, and lets none come after that: for a process that ends and waits for nobody.
+/// Removes the names of all unfinished files, and lets none come after that: for a process that
+/// ends and waits for nobody.
 pub fn abandon() {
     let mut names = NAMES.lock();
     names.closed = true;

@@ -1,8 +1,10 @@
-//! One place that chooses between the real synchronisation types, loom's models of them, and the simulation's.
+//! One place that chooses between the real synchronisation types, loom's models of them, and the
+//! simulation's.
 //!
-//! Everything that waits, or takes part in a lock protocol, imports from here. `RUSTFLAGS="--cfg loom"` turns the same code into a
-//! model; capacities shrink there, as a model explores every interleaving. `--cfg freestone_sim` makes it part of a simulation, in
-//! which a seed decides who runs, and the clock is virtual.
+//! Everything that waits, or takes part in a lock protocol, imports from here. `RUSTFLAGS="--cfg
+//! loom"` turns the same code into a model; capacities shrink there, as a model explores every
+//! interleaving. `--cfg freestone_sim` makes it part of a simulation, in which a seed decides who
+//! runs, and the clock is virtual.
 
 #[cfg(all(freestone_sim, not(loom)))]
 use freestone_sim as origin;
@@ -33,8 +35,8 @@ mod real {
 
 pub use real::*;
 
-/// A mutex without poisoning: the data it guards here is kept consistent at every step, or the panic that broke
-/// it ends the process's use of that device anyway.
+/// A mutex without poisoning: the data it guards here is kept consistent at every step, or the
+/// panic that broke it ends the process's use of that device anyway.
 #[derive(Debug)]
 pub struct Mutex<T>(Inner<T>);
 

@@ -1,7 +1,7 @@
 //! Answers that are given at a time: one thread for the whole process.
 //!
-//! Devices that delay answers hand them over here, so that a request which waits costs an entry of a tree, and no thread. Who
-//! hands over bounds how many there are.
+//! Devices that delay answers hand them over here, so that a request which waits costs an entry of
+//! a tree, and no thread. Who hands over bounds how many there are.
 //!
 //! Lock order: `pending` is innermost. Actions run, and are dropped, outside of it.
 
@@ -12,7 +12,8 @@ use std::sync::PoisonError;
 
 use crate::sync::{Condvar, Instant, LazyLock, Mutex};
 
-/// How late the kernel may wake the thread to save work; its usual 50 us are longer than the shortest delays.
+/// How late the kernel may wake the thread to save work; its usual 50 us are longer than the
+/// shortest delays.
 const SLACK_NS: NonZeroU64 = NonZeroU64::MIN;
 /// Actions that are taken out at once; who asks for another one waits for no more than that.
 const BATCH: usize = 64;
@@ -44,8 +45,9 @@ pub fn start() -> std::io::Result<()> {
     TIMER.start(&mut TIMER.pending.lock())
 }
 
-/// Runs `action` on the timer's thread as soon as `when` has come, never earlier; actions of one moment in the order in which they
-/// were asked for. All delayed answers of the process share the thread, so an action is short and waits for nothing.
+/// Runs `action` on the timer's thread as soon as `when` has come, never earlier; actions of one
+/// moment in the order in which they were asked for. All delayed answers of the process share the
+/// thread, so an action is short and waits for nothing.
 ///
 /// # Errors
 /// The thread could not be started; the action is dropped.

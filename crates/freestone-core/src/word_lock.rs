@@ -2,17 +2,19 @@
 //!
 //! # Protocol
 //! * The lock bit is taken by compare-and-swap. Only the holder changes any bit but [`WAITER`].
-//! * A waiter spins briefly, then sets the waiter bit and sleeps, both under its parking bucket's lock.
-//! * The holder publishes a new word and unlocks in one atomic step; if that step saw the waiter bit, it wakes one
-//!   sleeper, and clears the bit when that was the last one. The woken thread competes for the lock like any other.
+//! * A waiter spins briefly, then sets the waiter bit and sleeps, both under its parking bucket's
+//!   lock.
+//! * The holder publishes a new word and unlocks in one atomic step; if that step saw the waiter
+//!   bit, it wakes one sleeper, and clears the bit when that was the last one. The woken thread
+//!   competes for the lock like any other.
 
 use crate::parking::Parking;
 #[cfg(loom)]
 use crate::sync::yield_now;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Tries before a waiter parks: a hold lasts a few microseconds where the holder runs, and a longer one means that
-/// it does not run.
+/// Tries before a waiter parks: a hold lasts a few microseconds where the holder runs, and a longer
+/// one means that it does not run.
 #[cfg(not(loom))]
 const SPINS: u32 = 64;
 #[cfg(loom)]
@@ -51,9 +53,11 @@ pub fn lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a
 /// Locks a word if nobody holds it. Also `None` where somebody was quicker.
 #[inline]
 pub fn try_lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Option<Guard<'a, W>> {
-    // Relaxed: only a guess for the exchange below, which cannot succeed where it says "locked" or "waited for".
+    // Relaxed: only a guess for the exchange below, which cannot succeed where it says "locked" or
+    // "waited for".
     let seen = place.load(Ordering::Relaxed) & !(LOCK | WAITER);
-    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: nothing is used).
+    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure:
+    // nothing is used).
     let taken = place.compare_exchange(seen, seen | LOCK, Ordering::Acquire, Ordering::Relaxed);
     // Made only where it is true: a guard that is dropped unlocks.
     taken.is_ok().then(|| Guard { place, parking, word: W::from_bits(seen) })
@@ -66,7 +70,8 @@ fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Gu
         // Relaxed: only a guess for the exchanges below.
         let seen = place.load(Ordering::Relaxed);
         if seen & LOCK == 0 {
-            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: retried).
+            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on
+            // failure: retried).
             if place.compare_exchange(seen, seen | LOCK, Ordering::Acquire, Ordering::Relaxed).is_ok() {
                 return Guard { place, parking, word: W::from_bits(seen) };
             }
@@ -82,7 +87,8 @@ fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Gu
             let seen = place.load(Ordering::Relaxed);
             seen & LOCK != 0
                 && (seen & WAITER != 0
-                    // Relaxed: the bit carries no data; the bucket's lock orders it against unlock's slow path.
+                    // Relaxed: the bit carries no data; the bucket's lock orders it against
+                    // unlock's slow path.
                     || place.compare_exchange(seen, seen | WAITER, Ordering::Relaxed, Ordering::Relaxed).is_ok())
         });
         #[cfg(loom)]
@@ -110,8 +116,9 @@ impl<W: Word> Guard<'_, W> {
 
     #[inline]
     fn unlock(&self, new: W) {
-        // The holder knows every bit but WAITER, so one XOR both publishes and unlocks, and keeps a WAITER bit that was
-        // set meanwhile. Release: pairs with the Acquire of the next lock, and of readers.
+        // The holder knows every bit but WAITER, so one XOR both publishes and unlocks, and keeps a
+        // WAITER bit that was set meanwhile. Release: pairs with the Acquire of the next lock, and
+        // of readers.
         let change = (self.word.bits() ^ new.bits()) | LOCK;
         let before = self.place.fetch_xor(change, Ordering::Release);
         debug_assert!(before & LOCK != 0, "a word that was not locked is unlocked");

@@ -1,7 +1,9 @@
-//! Threads that carry on what a device below has answered, and other work that is not for the thread that finds it.
+//! Threads that carry on what a device below has answered, and other work that is not for the
+//! thread that finds it.
 //!
-//! A completion runs on a thread of the device, which must not be called from there; what a completion leads to (the write
-//! after the read of a copy, a request that waited) is a task for these threads: of most queues one.
+//! A completion runs on a thread of the device, which must not be called from there; what a
+//! completion leads to (the write after the read of a copy, a request that waited) is a task for
+//! these threads: of most queues one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,8 +16,8 @@ use crate::sync::{Condvar, Mutex, thread};
 /// Something to do.
 pub type Task = Box<dyn FnOnce() + Send>;
 
-/// Tasks, and the threads that do them in the order in which they came. The threads are started when they may be needed; what is
-/// pushed before waits for them.
+/// Tasks, and the threads that do them in the order in which they came. The threads are started
+/// when they may be needed; what is pushed before waits for them.
 ///
 /// Lock order: `queue` is innermost. Tasks run, and are dropped, with nothing held.
 pub struct WorkQueue {
@@ -69,7 +71,8 @@ impl WorkQueue {
         self.len() == 0
     }
 
-    /// A thread will do this. Where they have ended the task is dropped, and so its requests are answered.
+    /// A thread will do this. Where they have ended the task is dropped, and so its requests are
+    /// answered.
     pub fn push(&self, task: impl FnOnce() + Send + 'static) {
         self.offer(task);
     }
@@ -87,7 +90,8 @@ impl WorkQueue {
         taken
     }
 
-    /// The threads end when they have nothing to do. They are not waited for: what stops them may run on one.
+    /// The threads end when they have nothing to do. They are not waited for: what stops them may
+    /// run on one.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         queue.stop = true;
@@ -105,7 +109,8 @@ impl WorkQueue {
 
     fn run(&self) {
         while let Some(task) = self.next() {
-            // A panic was reported by its hook; the requests of the task are answered "gone" by being dropped.
+            // A panic was reported by its hook; the requests of the task are answered "gone" by
+            // being dropped.
             let _ = catch_unwind(AssertUnwindSafe(task));
         }
     }

@@ -7,7 +7,8 @@ pub mod cow;
 
 #[cfg(loom)]
 mod cow {
-    //! What of snapshots is modelled: how exceptions are made, and how copies in flight are bounded.
+    //! What of snapshots is modelled: how exceptions are made, and how copies in flight are
+    //! bounded.
     pub mod exceptions;
     mod tokens;
 

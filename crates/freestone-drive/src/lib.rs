@@ -1,5 +1,6 @@
-//! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices, [`zone`]s, [`faults`], loss of
-//! [`power`], and a layer that can be shut ([`quiesce`]). Their settings have sizes and times, as people type them ([`quantity`]).
+//! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices,
+//! [`zone`]s, [`faults`], loss of [`power`], and a layer that can be shut ([`quiesce`]). Their
+//! settings have sizes and times, as people type them ([`quantity`]).
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 

@@ -1,4 +1,5 @@
-//! Numbers with a unit, as people type and read them: sizes, times. What a wrong one is told is said where it was typed.
+//! Numbers with a unit, as people type and read them: sizes, times. What a wrong one is told is
+//! said where it was typed.
 
 /// Units of sizes, 1024-based, from large to small: letter, bytes.
 pub const SIZES: [(&str, u64); 4] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)];

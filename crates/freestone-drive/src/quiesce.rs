@@ -1,9 +1,12 @@
-//! Quiescing a test drive: a layer that counts what comes through, and can be shut until nobody is inside.
+//! Quiescing a test drive: a layer that counts what comes through, and can be shut until nobody is
+//! inside.
 //!
-//! It stands under the faults and the pace, which do everything at once and only answer late: so what is delayed or hangs
-//! there is not waited for, and nothing that was begun before a loss of power arrives after it.
+//! It stands under the faults and the pace, which do everything at once and only answer late: so
+//! what is delayed or hangs there is not waited for, and nothing that was begun before a loss of
+//! power arrives after it.
 //!
-//! Requests of different CPUs meet nowhere: who is inside is counted by CPU, and so is the ownership of what counts it.
+//! Requests of different CPUs meet nowhere: who is inside is counted by CPU, and so is the
+//! ownership of what counts it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,12 +27,12 @@ pub struct Quiesce {
     state: PerCpuArc<Shell>,
 }
 
-struct State {
+struct QuiesceState {
     gate: FreezeGate<()>,
     counts: OpCounts,
 }
 
-type Shell = CachePadded<Arc<State>>;
+type Shell = CachePadded<Arc<QuiesceState>>;
 
 /// A request inside, for as long as its call lasts.
 struct Visit<'a> {
@@ -41,12 +44,12 @@ struct Visit<'a> {
 struct Stay(Arc<Shell>);
 
 /// The device is shut until this is dropped.
-pub struct Shut<'a>(&'a State);
+pub struct Shut<'a>(&'a QuiesceState);
 
 impl Quiesce {
     /// Open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        let state = Arc::new(State { gate: FreezeGate::new(()), counts: OpCounts::default() });
+        let state = Arc::new(QuiesceState { gate: FreezeGate::new(()), counts: OpCounts::default() });
         Self { inner, state: PerCpuArc::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 
@@ -55,8 +58,8 @@ impl Quiesce {
         self.state.counts.snapshot()
     }
 
-    /// Lets nobody in and waits until nobody is inside: `None` where that takes longer than `most`. Requests are answered
-    /// [`Error::Gone`] meanwhile.
+    /// Lets nobody in and waits until nobody is inside: `None` where that takes longer than `most`.
+    /// Requests are answered [`Error::Gone`] meanwhile.
     pub fn shut(&self, most: Duration) -> Option<Shut<'_>> {
         let shut = Shut(&self.state);
         shut.0.gate.close_within(most).then_some(shut)

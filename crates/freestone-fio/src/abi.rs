@@ -1,6 +1,7 @@
 //! What the C half calls; declared in `engine.h`, where each function is described.
 #![expect(unsafe_code)]
-// UNSAFETY: functions for C take addresses. The C half passes what `engine.h` says, and each job from one thread only.
+// UNSAFETY: functions for C take addresses. The C half passes what `engine.h` says, and each job
+// from one thread only.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -113,7 +114,8 @@ pub unsafe extern "C" fn freestone_label(place: *const Place) -> *const c_char {
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`]; for reads and writes `buffer` has `len` bytes, which live until the event.
+/// `place` is from [`freestone_attach`]; for reads and writes `buffer` has `len` bytes, which live
+/// until the event.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_queue(
     place: *mut Place,

@@ -1,4 +1,5 @@
-//! The devices of this process: each is there once, for all jobs that asked for it with the same words.
+//! The devices of this process: each is there once, for all jobs that asked for it with the same
+//! words.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -7,24 +8,24 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use freestone::device::Device;
 use freestone_spec::{OpenError, Opened, open_device};
 
-/// The devices by their words. The lock is held while one is opened or ended, so that the same words never are two devices;
-/// nothing that is called under it takes it.
+/// The devices by their words. The lock is held while one is opened or ended, so that the same
+/// words never are two devices; nothing that is called under it takes it.
 static DEVICES: Mutex<BTreeMap<String, Kept>> = Mutex::new(BTreeMap::new());
 
 /// A device, kept between two jobs of the run that come one after the other.
 struct Kept {
-    device: Arc<Shared>,
+    device: Arc<SharedDevice>,
     /// Jobs of the run that have not gone yet, also those that have not come.
     jobs: usize,
 }
 
 /// A device that jobs share.
-pub struct Shared {
+pub struct SharedDevice {
     opened: Opened,
     label: CString,
 }
 
-impl Shared {
+impl SharedDevice {
     /// The device.
     pub fn device(&self) -> &Arc<dyn Device> {
         self.opened.device()
@@ -36,8 +37,9 @@ impl Shared {
     }
 }
 
-/// The device of these words, opened by the first who asks. `jobs` is how many jobs of the run will come and go.
-pub fn attach(words: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<Shared>, OpenError> {
+/// The device of these words, opened by the first who asks. `jobs` is how many jobs of the run will
+/// come and go.
+pub fn attach(words: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<SharedDevice>, OpenError> {
     let mut devices = lock();
     if let Some(kept) = devices.get(words) {
         return Ok(Arc::clone(&kept.device));
@@ -47,7 +49,7 @@ pub fn attach(words: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<Shared
     for seed in opened.seeds() {
         say(&seed);
     }
-    let device = Arc::new(Shared { label: label(opened.name(), &devices), opened });
+    let device = Arc::new(SharedDevice { label: label(opened.name(), &devices), opened });
     devices.insert(words.to_owned(), Kept { device: Arc::clone(&device), jobs: jobs.max(1) });
     end_at_exit();
     Ok(device)
@@ -106,7 +108,8 @@ mod exit {
 
     /// Has `f` called when the process exits. Where there is no memory for that, it is not.
     pub fn at_exit(f: extern "C" fn()) {
-        // SAFETY: the library stays loaded until the process ends (-z nodelete), and so does the function.
+        // SAFETY: the library stays loaded until the process ends (-z nodelete), and so does the
+        // function.
         let _ = unsafe { libc::atexit(f) };
     }
 }

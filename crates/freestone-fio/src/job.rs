@@ -1,6 +1,7 @@
 //! A job's place at a device: what it has on its way, and what was answered.
 #![expect(unsafe_code)]
-// UNSAFETY: fio's buffers are known by address and length only, and a read that was submitted is copied there later.
+// UNSAFETY: fio's buffers are known by address and length only, and a read that was submitted is
+// copied there later.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 
-use crate::devices::Shared;
+use crate::devices::SharedDevice;
 
 /// How often one who waits looks whether the job is to end.
 const LOOK: Duration = Duration::from_millis(50);
@@ -26,8 +27,9 @@ pub struct Memory {
 
 impl Memory {
     /// # Safety
-    /// Where `len` is not 0, `at` points to as many initialised bytes, which nobody else touches until the request was
-    /// answered or cancelled, and which can be written where the request is a read.
+    /// Where `len` is not 0, `at` points to as many initialised bytes, which nobody else touches
+    /// until the request was answered or cancelled, and which can be written where the request is a
+    /// read.
     pub const unsafe fn new(at: *mut u8, len: usize) -> Self {
         Self { at, len }
     }
@@ -79,7 +81,7 @@ pub struct Stuck;
 
 /// A job's place at a device; used by its own thread only.
 pub struct Job {
-    shared: Arc<Shared>,
+    shared: Arc<SharedDevice>,
     flights: Vec<Flight>,
     /// Flights that are not on their way.
     free: Vec<usize>,
@@ -119,7 +121,7 @@ struct Answer {
 
 impl Job {
     /// A place at the device.
-    pub fn new(shared: Arc<Shared>) -> Self {
+    pub fn new(shared: Arc<SharedDevice>) -> Self {
         Self {
             shared,
             flights: Vec::new(),
@@ -131,7 +133,7 @@ impl Job {
     }
 
     /// The device with its name.
-    pub fn shared(&self) -> &Shared {
+    pub fn shared(&self) -> &SharedDevice {
         &self.shared
     }
 
@@ -189,8 +191,9 @@ impl Job {
         Ok(())
     }
 
-    /// Waits until at least `min` requests were answered, or all that are on their way, or the timeout has passed. Takes at most
-    /// `max`. A job that `is_ending` does not wait for what hangs.
+    /// Waits until at least `min` requests were answered, or all that are on their way, or the
+    /// timeout has passed. Takes at most `max`. A job that `is_ending` does not wait for what
+    /// hangs.
     pub fn wait(
         &mut self,
         min: usize,
@@ -226,7 +229,8 @@ impl Job {
         &self.events
     }
 
-    /// Forgets a request that is on its way: it is done or not, and its memory is left alone. False: there is none.
+    /// Forgets a request that is on its way: it is done or not, and its memory is left alone.
+    /// False: there is none.
     pub fn cancel(&mut self, token: usize) -> bool {
         let found = self.flights.iter().position(|flight| flight.on_its_way && flight.token == token);
         let Some(index) = found else { return false };

@@ -1,7 +1,9 @@
-//! An engine for fio that drives Freestone's devices in fio's own process: `ioengine=external:.../libfreestone_fio.so`.
+//! An engine for fio that drives Freestone's devices in fio's own process:
+//! `ioengine=external:.../libfreestone_fio.so`.
 //!
-//! The half in C (`engine.c`) knows fio's structures, whose layout belongs to one version of fio. The half in Rust knows devices and
-//! is told bytes and offsets. What they call one another is in `engine.h` and [`abi`]. See docs/fio.md for its use.
+//! The half in C (`engine.c`) knows fio's structures, whose layout belongs to one version of fio.
+//! The half in Rust knows devices and is told bytes and offsets. What they call one another is in
+//! `engine.h` and [`abi`]. See docs/fio.md for its use.
 #![expect(unsafe_code)]
 // UNSAFETY: fio finds the engine by a symbol that is not mangled, and gives a place for a pointer.
 

@@ -18,10 +18,12 @@ pub struct Judged {
     pub refused: usize,
 }
 
-/// Checks every file of the corpus `name`, and then `rounds` mutations of them, a tenth of that under a sanitizer.
+/// Checks every file of the corpus `name`, and then `rounds` mutations of them, a tenth of that
+/// under a sanitizer.
 ///
 /// # Panics
-/// The corpus is missing, or the check panics: then the input is kept in the directory for temporary files.
+/// The corpus is missing, or the check panics: then the input is kept in the directory for
+/// temporary files.
 pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> Judged {
     let inputs = inputs(name);
     let mut judged = Judged::default();

@@ -1,8 +1,9 @@
 //! What must hold for any bytes that come from outside, one module for each door they come through.
 //!
-//! The targets in `fuzz/` feed these checks with what libFuzzer finds; the tests of this crate run them over the corpora in
-//! `fuzz/corpus/` and over mutations of these. A check panics where something does not hold. It returns whether the input
-//! was taken or refused, so that a test can see that both ways were gone.
+//! The targets in `fuzz/` feed these checks with what libFuzzer finds; the tests of this crate run
+//! them over the corpora in `fuzz/corpus/` and over mutations of these. A check panics where
+//! something does not hold. It returns whether the input was taken or refused, so that a test can
+//! see that both ways were gone.
 
 pub mod corpus;
 pub mod nbd;

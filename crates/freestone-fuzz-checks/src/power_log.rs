@@ -1,11 +1,13 @@
 //! A log of writes, with any content.
 //!
-//! An input is two bytes of choices, the head (28 bytes), and for each entry its head (32 bytes), which here stands for a sector,
-//! followed by data that the check makes up. With the choices magic, version and sector size are made right, the file is cut,
-//! and the power fails at an entry.
+//! An input is two bytes of choices, the head (28 bytes), and for each entry its head (32 bytes),
+//! which here stands for a sector, followed by data that the check makes up. With the choices
+//! magic, version and sector size are made right, the file is cut, and the power fails at an entry.
 //! * The entries are those that a plain reading gives, up to the same error.
-//! * Replaying does what they say, to any point; a device on which they have no place answers an error.
-//! * After a cut each block has the content of the last flush or one written since, and the counts fit.
+//! * Replaying does what they say, to any point; a device on which they have no place answers an
+//!   error.
+//! * After a cut each block has the content of the last flush or one written since, and the counts
+//!   fit.
 
 use std::collections::BTreeMap;
 

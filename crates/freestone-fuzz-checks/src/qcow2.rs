@@ -1,9 +1,11 @@
 //! An image with any content.
 //!
-//! An input is one byte of choices, and the file. Images with clusters of 512 bytes are small, and are what the corpus has.
+//! An input is one byte of choices, and the file. Images with clusters of 512 bytes are small, and
+//! are what the corpus has.
 //! * What is refused is refused with one sentence.
-//! * Every sector of the beginning and of the end of the disk reads as a plain reading of the format gives it, or both are an
-//!   error, tried inline and submitted; extents tile the disk, and say zero only of what reads as zero.
+//! * Every sector of the beginning and of the end of the disk reads as a plain reading of the
+//!   format gives it, or both are an error, tried inline and submitted; extents tile the disk, and
+//!   say zero only of what reads as zero.
 
 use std::io::Read as _;
 use std::sync::mpsc;
@@ -45,7 +47,8 @@ impl<'a> Plain<'a> {
         (at..at + bytes).fold(0, |number, at| number << 8 | u64::from(byte(at)))
     }
 
-    /// The sector of the disk that begins at `at`; `Err(false)` is an error, `Err(true)` cannot be told.
+    /// The sector of the disk that begins at `at`; `Err(false)` is an error, `Err(true)` cannot be
+    /// told.
     fn sector(&self, at: u64) -> Result<Vec<u8>, bool> {
         let len = self.bytes.len() as u64;
         let zeroes = Ok(vec![0; SECTOR as usize]);

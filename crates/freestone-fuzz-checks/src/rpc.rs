@@ -1,7 +1,7 @@
 //! A line to the control server, without its socket.
 //!
-//! * Every request with an id gets one answer with that id, which has a result or an error; a notification gets none, and a
-//!   line of which nothing can be made one error without an id.
+//! * Every request with an id gets one answer with that id, which has a result or an error; a
+//!   notification gets none, and a line of which nothing can be made one error without an id.
 //! * An error is one sentence, and never one inside the server. Answers are one line.
 //!
 //! What names files or sockets is not run.
@@ -22,7 +22,8 @@ fn runs(method: &str, params: Option<&Value>) -> bool {
         && !names_file.iter().any(|word| words.contains(word))
 }
 
-/// The ids that must be answered, in order; `None`: the line is no JSON, or a batch that is refused as a whole.
+/// The ids that must be answered, in order; `None`: the line is no JSON, or a batch that is refused
+/// as a whole.
 fn asked(line: &[u8]) -> Option<(Vec<Value>, bool)> {
     let id = |call: &Value| {
         let Value::Object(call) = call else { return Some(Value::Null) };

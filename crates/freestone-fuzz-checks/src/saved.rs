@@ -1,7 +1,8 @@
 //! A saved file with any content.
 //!
 //! An input is one byte of choices, and the file; with the choices all checksums are made right.
-//! * Nothing but an error that says one sentence, or devices: as many as the file says that it holds, of their sizes.
+//! * Nothing but an error that says one sentence, or devices: as many as the file says that it
+//!   holds, of their sizes.
 //! * What a file's checksums do not fit is refused.
 //! * What was restored can be saved again, and is restored from that as the same.
 

@@ -2,13 +2,15 @@
 //!
 //! The first byte of an input says which of the two the rest is.
 //! * An error is one sentence.
-//! * A device says the same in both: written as TOML, its words give the same device with the same verdict.
+//! * A device says the same in both: written as TOML, its words give the same device with the same
+//!   verdict.
 
 use std::fmt::Write as _;
 
 use freestone_spec::written::{Written, config_file, device_words};
 
-/// A sentence has lines only where what was written has them, which it repeats; TOML can write them in another way.
+/// A sentence has lines only where what was written has them, which it repeats; TOML can write them
+/// in another way.
 fn assert_sentence(text: &str, written: &str) {
     let lines = written.contains(['\n', '\\']);
     assert!(!text.is_empty() && (lines || !text.contains('\n')), "{text:?}");

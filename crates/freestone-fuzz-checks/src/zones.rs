@@ -1,9 +1,10 @@
 //! The state of zones, found on a device with any content.
 //!
-//! An input is one byte of choices, and the beginnings of header, first and second copy of the one group, 80 bytes each; with
-//! the choices their checksums are made right.
+//! An input is one byte of choices, and the beginnings of header, first and second copy of the one
+//! group, 80 bytes each; with the choices their checksums are made right.
 //! * What is refused was not written to.
-//! * What is opened has the zones that a plain reading of the format gives, and opening changed no byte.
+//! * What is opened has the zones that a plain reading of the format gives, and opening changed no
+//!   byte.
 //! * It goes on: what is written and flushed is there when it is opened again.
 
 use std::sync::Arc;
@@ -61,7 +62,8 @@ fn sum(bytes: &[u8], at: usize) -> u64 {
     xxh3_64_with_seed(&bytes[at + 16..at + 4096], word(bytes, 56) ^ word(bytes, at).rotate_left(32))
 }
 
-/// Condition and write pointer of each sequential zone, read in the plainest way. `None`: this is no state of these zones.
+/// Condition and write pointer of each sequential zone, read in the plainest way. `None`: this is
+/// no state of these zones.
 fn plain(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
     if bytes[..4096].iter().all(|&byte| byte == 0) {
         return Some(vec![(ZoneCondition::Empty, 0); ZONES - CONVENTIONAL]);

@@ -1,5 +1,5 @@
-//! The one thread that accepts at every address of a server, however many there are; it also keeps the time of those
-//! connections that may only stay for so long.
+//! The one thread that accepts at every address of a server, however many there are; it also keeps
+//! the time of those connections that may only stay for so long.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -85,8 +85,8 @@ impl Acceptor {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// The thread: accepts until `next` says to stop. `connected` gets the listener with each connection and its peer;
-    /// `failed` is told where one could not be accepted.
+    /// The thread: accepts until `next` says to stop. `connected` gets the listener with each
+    /// connection and its peer; `failed` is told where one could not be accepted.
     pub fn run(
         &self,
         mut next: impl FnMut() -> Next,
@@ -125,7 +125,8 @@ impl Acceptor {
 
     /// Accepts one connection at each socket of a listener that has one.
     fn accept(&self, listener: u64, accepted: &mut Vec<Accepted>) {
-        // Under the lock, so that whoever removes the listener closes its sockets: a system call or two.
+        // Under the lock, so that whoever removes the listener closes its sockets: a system call or
+        // two.
         let table = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         // None: it was removed after its event.
         for socket in table.get(&listener).into_iter().flatten() {
@@ -134,7 +135,8 @@ impl Acceptor {
                     let peer = describe_peer(&stream, peer);
                     accepted.push(Ok((stream, peer)));
                 }
-                // Nothing there, or the peer is gone again; errors of the network are the connection's, accept(2).
+                // Nothing there, or the peer is gone again; errors of the network are the
+                // connection's, accept(2).
                 Err(
                     Errno::WOULDBLOCK
                     | Errno::INTR
@@ -158,7 +160,8 @@ fn describe_peer(stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
     if let Some(peer) = peer.and_then(|peer| SocketAddr::try_from(peer).ok()) {
         // Small requests and replies must not wait for each other; the loss is speed only.
         let _ = sockopt::set_tcp_nodelay(stream, true);
-        // A peer whose machine is gone must not keep its place for ever; nothing else ends a silent session.
+        // A peer whose machine is gone must not keep its place for ever; nothing else ends a silent
+        // session.
         let _ = sockopt::set_socket_keepalive(stream, true);
         return peer.to_string();
     }

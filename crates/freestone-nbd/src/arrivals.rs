@@ -7,13 +7,14 @@ use std::thread::{self, JoinHandle};
 
 use crate::address::Address;
 use crate::connection;
-use crate::shared::Shared;
+use crate::shared::ServerShared;
 
-/// Starts the accepting thread, which runs until the server shuts down. Called once, under `binding`.
+/// Starts the accepting thread, which runs until the server shuts down. Called once, under
+/// `binding`.
 ///
 /// # Errors
 /// No file descriptors or no thread are left.
-pub fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
+pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
     shared.make_acceptor()?;
     let shared = Arc::clone(shared);
     thread::Builder::new().name("nbd-accept".to_owned()).spawn(move || {
@@ -30,7 +31,7 @@ pub fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
 }
 
 /// A client has connected.
-fn connect(shared: &Arc<Shared>, listener: u64, socket: OwnedFd, peer: String) {
+fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: String) {
     let Some(link) = shared.admit(listener, socket, peer) else { return };
     let spawned = {
         let (shared, link) = (Arc::clone(shared), Arc::clone(&link));
@@ -44,7 +45,7 @@ fn connect(shared: &Arc<Shared>, listener: u64, socket: OwnedFd, peer: String) {
 }
 
 /// Serves a connection on this thread, from its first byte to its last.
-pub fn serve_here(shared: &Shared, address: &Address, socket: OwnedFd) {
+pub fn serve_here(shared: &ServerShared, address: &Address, socket: OwnedFd) {
     let listener = shared.lock().listener_id(address);
     let link = listener.and_then(|listener| shared.admit(listener, socket, "here".to_owned()));
     if let Some(link) = link {

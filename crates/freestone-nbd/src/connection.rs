@@ -10,28 +10,31 @@ use crate::handshake::{End, Handshake};
 use crate::input::receive_into;
 use crate::link::Link;
 use crate::session::Session;
-use crate::shared::Shared;
+use crate::shared::ServerShared;
 use crate::template::OnEnd;
 
-/// How long the client's last bytes are thrown away, so that it can read our last replies before the socket closes.
+/// How long the client's last bytes are thrown away, so that it can read our last replies before
+/// the socket closes.
 const LINGER: Duration = Duration::from_millis(250);
 
 /// Serves one client. A device that panics ends this connection and no other.
-pub fn run(shared: &Shared, link: &Link) {
-    // Declared outside `serve`: it is called when everything that holds the device was dropped, also by a panic.
+pub fn run(shared: &ServerShared, link: &Link) {
+    // Declared outside `serve`: it is called when everything that holds the device was dropped,
+    // also by a panic.
     let mut on_end = OnEnd::default();
     let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
         tracing::error!(peer = %link.peer(), "the device panicked: its connection is closed");
     }
-    // The client sees the end before the server counts it; the socket itself may outlive this thread for a moment.
+    // The client sees the end before the server counts it; the socket itself may outlive this
+    // thread for a moment.
     let _ = shutdown(link.socket(), Shutdown::Both);
     // Before `leave`: whoever waits for the connection's end finds its device ended, too.
     panicked |= on_end.run();
     shared.leave(link, panicked);
 }
 
-fn serve(shared: &Shared, link: &Link, on_end: &mut OnEnd) {
+fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
     match Handshake::new(shared, link, on_end).run() {
         Ok((negotiated, input, replies)) => {
             let name = negotiated.export.name.clone();

@@ -15,7 +15,8 @@ bitflags! {
     }
 }
 
-/// Each context with its name and its identifier on the wire, in the order in which they are told and answered.
+/// Each context with its name and its identifier on the wire, in the order in which they are told
+/// and answered.
 pub const ALL: [(Contexts, &str, u32); 2] = [
     (Contexts::ALLOCATION, BASE_ALLOCATION, BASE_ALLOCATION_ID),
     (Contexts::CHANGED, FREESTONE_CHANGED, FREESTONE_CHANGED_ID),
@@ -27,8 +28,8 @@ impl Contexts {
         if changes { Self::all() } else { Self::ALLOCATION }
     }
 
-    /// What a query of a client asks for. A namespace with its colon alone asks for all of it where contexts are
-    /// listed, and for nothing where they are set.
+    /// What a query of a client asks for. A namespace with its colon alone asks for all of it where
+    /// contexts are listed, and for nothing where they are set.
     pub fn asked(query: &str, list: bool) -> Self {
         let hit = |name: &str| {
             name == query || (list && query.ends_with(':') && name.split_inclusive(':').next() == Some(query))

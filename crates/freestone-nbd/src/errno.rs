@@ -33,7 +33,8 @@ pub enum Action {
     Plain,
     /// Write and write zeroes: outside the device is ENOSPC.
     Store,
-    /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, and the only one that may answer ENOTSUP.
+    /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, and the only one that may answer
+    /// ENOTSUP.
     StoreFast,
 }
 
@@ -58,8 +59,8 @@ impl Failure {
     }
 }
 
-/// Maps every error of a device. The protocol reserves ENOTSUP for fast zeroes and EOVERFLOW for lengths, and has
-/// no numbers for zones.
+/// Maps every error of a device. The protocol reserves ENOTSUP for fast zeroes and EOVERFLOW for
+/// lengths, and has no numbers for zones.
 pub const fn errno(error: Error, action: Action) -> Errno {
     match error {
         Error::OutOfRange => match action {

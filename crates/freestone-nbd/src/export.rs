@@ -29,8 +29,9 @@ pub struct ExportOptions {
 pub struct TemplateOptions {
     /// As for a device.
     pub export: ExportOptions,
-    /// A connection that is older, counted from when its device was made, ends: what it has sent is answered, and what
-    /// takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`: it may stay.
+    /// A connection that is older, counted from when its device was made, ends: what it has sent is
+    /// answered, and what takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`:
+    /// it may stay.
     pub ttl: Option<Duration>,
 }
 
@@ -90,7 +91,8 @@ impl Export {
         }
     }
 
-    /// The device for a connection, and what is to be called when that has ended. An error is a sentence.
+    /// The device for a connection, and what is to be called when that has ended. An error is a
+    /// sentence.
     pub fn open(&self) -> Result<(Arc<dyn Device>, OnEnd), String> {
         match &self.source {
             Source::Device(device) => Ok((Arc::clone(device), OnEnd::default())),
@@ -110,8 +112,8 @@ impl Export {
     pub fn flags(&self, geometry: &Geometry, structured: bool) -> TransmissionFlags {
         let mut flags =
             TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH | TransmissionFlags::SEND_CACHE;
-        // Every connection goes straight to the one device, whose flush covers all that was answered. A second
-        // connection to a template would be to another device.
+        // Every connection goes straight to the one device, whose flush covers all that was
+        // answered. A second connection to a template would be to another device.
         flags.set(TransmissionFlags::CAN_MULTI_CONN, self.template().is_none());
         if self.read_only || geometry.read_only {
             flags |= TransmissionFlags::READ_ONLY;

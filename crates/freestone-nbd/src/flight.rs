@@ -9,9 +9,11 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::{Action, Failure};
 
-/// Parts of requests of one connection that a device may hold at once. At this bound the connection reads no more.
+/// Parts of requests of one connection that a device may hold at once. At this bound the connection
+/// reads no more.
 pub const MAX_IN_FLIGHT: usize = 256;
-/// Bytes of their buffers, and of large replies that are not sent yet. One request may have as much on its own.
+/// Bytes of their buffers, and of large replies that are not sent yet. One request may have as much
+/// on its own.
 pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 
 /// The outcome of a submitted part.
@@ -29,8 +31,8 @@ pub struct Finished {
     pub buffer: IoBuf,
 }
 
-/// Finished parts on their way to the connection's thread. `finished` is locked for a push or a swap only, and no
-/// other lock is taken under it.
+/// Finished parts on their way to the connection's thread. `finished` is locked for a push or a
+/// swap only, and no other lock is taken under it.
 #[derive(Debug)]
 pub struct Queue {
     finished: Mutex<Vec<Finished>>,
@@ -54,7 +56,8 @@ impl Queue {
         let first = queue.is_empty();
         queue.push(finished);
         drop(queue);
-        // Only the push into the empty queue wakes the thread, which takes what was pushed since with it.
+        // Only the push into the empty queue wakes the thread, which takes what was pushed since
+        // with it.
         if first {
             self.wake();
         }

@@ -21,13 +21,14 @@ use crate::proto::{
 };
 use crate::replies::Replies;
 use crate::session::Negotiated;
-use crate::shared::Shared;
+use crate::shared::ServerShared;
 use crate::tables::EnterError;
 use crate::template::{Facts, OnEnd};
 
 /// Longest data of an option that is looked at, in bytes.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
-/// Longest data of an option that is skipped, with an error as the answer, in bytes; beyond, the connection ends.
+/// Longest data of an option that is skipped, with an error as the answer, in bytes; beyond, the
+/// connection ends.
 pub const MAX_SKIPPED_OPTION_BYTES: usize = 16 << 20;
 /// Smallest preferred block that is offered, in bytes.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;
@@ -76,7 +77,7 @@ impl From<EnterError> for Refusal {
 
 /// A connection in its handshake.
 pub struct Handshake<'a> {
-    shared: &'a Shared,
+    shared: &'a ServerShared,
     link: &'a Link,
     /// What is called when the connection has ended, from when its device was made.
     on_end: &'a mut OnEnd,
@@ -95,7 +96,7 @@ const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<'a> Handshake<'a> {
     /// A handshake that begins now.
-    pub fn new(shared: &'a Shared, link: &'a Link, on_end: &'a mut OnEnd) -> Self {
+    pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut OnEnd) -> Self {
         let limits = &shared.limits;
         Self {
             shared,
@@ -111,20 +112,23 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// Negotiates until the client has chosen an export; hands over the buffers with what is in them.
+    /// Negotiates until the client has chosen an export; hands over the buffers with what is in
+    /// them.
     pub fn run(mut self) -> Result<(Negotiated, Input, Replies), End> {
         // A client that reads no replies is given as long as one that sends nothing.
         let socket = self.link.socket();
         set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
         let chosen = self.negotiate();
         if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
-            // Replies to the options before it are still sent. The client may be gone, which is no matter here.
+            // Replies to the options before it are still sent. The client may be gone, which is no
+            // matter here.
             let _ = self.replies.send(socket);
         }
         let (export, device) = chosen?;
         self.replies.send(socket)?;
         set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
-        // Contexts count only for the export for which they were selected, by whatever of its names.
+        // Contexts count only for the export for which they were selected, by whatever of its
+        // names.
         let contexts = self.selected.filter(|_| self.structured).map_or(Contexts::empty(), |(_, set)| set);
         let negotiated = Negotiated { export, device, structured: self.structured, contexts };
         Ok((negotiated, self.input, self.replies))
@@ -207,7 +211,8 @@ impl<'a> Handshake<'a> {
         Ok(None)
     }
 
-    /// Chooses an export: from now on the connection counts as its user, and a template's device is made.
+    /// Chooses an export: from now on the connection counts as its user, and a template's device is
+    /// made.
     fn choose(&mut self, name: &str) -> Result<Chosen, EnterError> {
         let export = self.shared.enter(self.link, name)?;
         match export.open() {
@@ -294,7 +299,8 @@ impl<'a> Handshake<'a> {
             preferred: preferred.into(),
             maximum: maximum.into(),
         };
-        // Sent also to clients that did not ask for it: what is not a multiple of the minimum is refused.
+        // Sent also to clients that did not ask for it: what is not a multiple of the minimum is
+        // refused.
         self.answer(kind, reply::INFO, &[sizes.as_bytes()])?;
         if wanted.contains(&info::NAME) {
             self.answer(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
@@ -425,9 +431,9 @@ impl Handshake<'_> {
     }
 }
 
-/// Preferred and maximum size of a request in bytes. The first is a power of two and at most the second, which is a
-/// multiple of the logical block. Where the device wants smaller requests than the protocol allows, a larger one is
-/// served all the same.
+/// Preferred and maximum size of a request in bytes. The first is a power of two and at most the
+/// second, which is a multiple of the logical block. Where the device wants smaller requests than
+/// the protocol allows, a larger one is served all the same.
 fn block_sizes(geometry: &Geometry) -> (u32, u32) {
     let maximum = match geometry.max_request {
         0 => MAX_PAYLOAD_BYTES,
@@ -446,7 +452,8 @@ fn sentence(mut text: String) -> String {
     text
 }
 
-/// Fields of an option's data, taken from the front; `None` is the end of the data, or a string that breaks the rules.
+/// Fields of an option's data, taken from the front; `None` is the end of the data, or a string
+/// that breaks the rules.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {

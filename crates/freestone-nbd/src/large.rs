@@ -1,7 +1,8 @@
-//! Requests that take more than one turn: large ones, and those of which a device does a part at a time.
+//! Requests that take more than one turn: large ones, and those of which a device does a part at a
+//! time.
 //!
-//! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or submitted: so
-//! requests start in the order in which they came.
+//! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or
+//! submitted: so requests start in the order in which they came.
 
 use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
 
@@ -65,8 +66,9 @@ impl Session<'_> {
             Ok(Tried::WouldBlock) => {
                 let slot = self.operations.open(whole.cookie, Action::Plain, true);
                 self.operations.get(slot).open = false;
-                // The whole range is read again, as the data must lie in one buffer. The buffer was admitted when it was
-                // charged; the number of parts in flight may exceed MAX_IN_FLIGHT by this one.
+                // The whole range is read again, as the data must lie in one buffer. The buffer was
+                // admitted when it was charged; the number of parts in flight may exceed
+                // MAX_IN_FLIGHT by this one.
                 self.submit(slot, whole.request, whole.buffer, true);
                 Ok(Step::Done)
             }
@@ -81,7 +83,8 @@ impl Session<'_> {
     fn go_on_writing(&mut self, Write { slot, rest }: Write) -> Result<Step, Lost> {
         let data = self.input.data();
         if self.operations.get(slot).failure.is_some() {
-            // A part has failed: no further part is started, and the rest of the payload is thrown away.
+            // A part has failed: no further part is started, and the rest of the payload is thrown
+            // away.
             let n = data.len().min(rest.len as usize);
             self.input.consume(n);
             let rest = rest.rest(n as u64);
@@ -206,8 +209,8 @@ impl Session<'_> {
     }
 }
 
-/// Length of the next piece of a large write. With [`Flags::FUA`] each piece is durable before it is answered, and so
-/// is the whole.
+/// Length of the next piece of a large write. With [`Flags::FUA`] each piece is durable before it
+/// is answered, and so is the whole.
 fn piece(rest: &Request) -> u64 {
     debug_assert!(rest.flags.is_empty() || rest.flags == Flags::FUA, "a write has no other flags");
     if rest.len <= MAX_INLINE_BYTES as u64 {

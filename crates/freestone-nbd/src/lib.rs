@@ -1,11 +1,13 @@
 //! An NBD server for Freestone's devices, after the protocol's specification (`doc/proto.md` of the
-//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation` and a context of
-//! what a fork or snapshot holds itself, many exports, exports that make a device for each connection.
+//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation`
+//! and a context of what a fork or snapshot holds itself, many exports, exports that make a device
+//! for each connection.
 //!
-//! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the address to which
-//! it connected. Each connection has a thread of its own, which tries every request inline and submits what would
-//! block; replies that are ready together leave in one system call. What a client can make the server hold is bounded:
-//! [`Limits`], [`CONNECTION_MEMORY_BYTES`].
+//! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the
+//! address to which it connected. Each connection has a thread of its own, which tries every
+//! request inline and submits what would block; replies that are ready together leave in one system
+//! call. What a client can make the server hold is bounded: [`Limits`],
+//! [`CONNECTION_MEMORY_BYTES`].
 //!
 //! Not offered: TLS, extended headers, resizing, oldstyle.
 

@@ -58,7 +58,8 @@ impl Link {
     /// The connection is to end when it has answered what it received.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
-        // Wakes a thread that waits to receive; what has arrived can still be read. A peer that is gone is as good.
+        // Wakes a thread that waits to receive; what has arrived can still be read. A peer that is
+        // gone is as good.
         let _ = shutdown(&self.socket, Shutdown::Read);
     }
 

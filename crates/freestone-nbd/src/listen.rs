@@ -167,7 +167,8 @@ fn remove_stale(address: &Address, path: &Path, name: &SocketAddrUnix) -> Result
         Err(Errno::CONNREFUSED) => {}
         Err(Errno::NOENT) => return Ok(()),
         Err(Errno::ACCESS | Errno::PERM) => return Err(ListenError::Permission(address.clone())),
-        // Also a full backlog (EAGAIN), or a socket of another type (EPROTOTYPE): somebody is there.
+        // Also a full backlog (EAGAIN), or a socket of another type (EPROTOTYPE): somebody is
+        // there.
         Ok(()) | Err(_) => return Err(ListenError::SocketInUse(address.clone())),
     }
     tracing::info!(%address, "replacing a socket at which nobody listens");
@@ -180,7 +181,8 @@ fn remove_stale(address: &Address, path: &Path, name: &SocketAddrUnix) -> Result
     }
 }
 
-/// Held while a socket is made in the directory. Best effort: a directory that cannot be read is not locked.
+/// Held while a socket is made in the directory. Best effort: a directory that cannot be read is
+/// not locked.
 fn lock_directory(directory: Option<&Path>) -> Option<File> {
     let directory = directory.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let file = File::open(directory).ok()?;

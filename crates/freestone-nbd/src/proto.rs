@@ -1,6 +1,7 @@
 //! The wire: numbers and layouts of the NBD protocol, fixed newstyle. All integers are big-endian.
 //!
-//! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_` prefix.
+//! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_`
+//! prefix.
 
 use bitflags::bitflags;
 use zerocopy::byteorder::network_endian::{U16, U32, U64};
@@ -29,7 +30,8 @@ pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
 pub const BASE_ALLOCATION: &str = "base:allocation";
 /// Its identifier.
 pub const BASE_ALLOCATION_ID: u32 = 1;
-/// The metadata context of what a fork or a snapshot holds itself; offered by exports of such devices only.
+/// The metadata context of what a fork or a snapshot holds itself; offered by exports of such
+/// devices only.
 pub const FREESTONE_CHANGED: &str = "freestone:changed";
 /// Its identifier.
 pub const FREESTONE_CHANGED_ID: u32 = 2;

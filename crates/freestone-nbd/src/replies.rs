@@ -1,5 +1,5 @@
-//! The replies of a connection that are ready: one buffer, and large owned data between its bytes. All of it
-//! leaves in one system call (as far as the socket takes it).
+//! The replies of a connection that are ready: one buffer, and large owned data between its bytes.
+//! All of it leaves in one system call (as far as the socket takes it).
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
@@ -72,7 +72,8 @@ impl Replies {
         self.len
     }
 
-    /// `n` bytes from `at` on, reserved before; [`commit`](Self::commit) makes them part of the replies.
+    /// `n` bytes from `at` on, reserved before; [`commit`](Self::commit) makes them part of the
+    /// replies.
     #[inline]
     pub fn space(&mut self, at: usize, n: usize) -> &mut [u8] {
         &mut self.buf[at..at + n]
@@ -93,7 +94,8 @@ impl Replies {
         self.len += bytes.len();
     }
 
-    /// Appends owned data: copied if it is small, else kept until it is sent. Returns whether it was kept.
+    /// Appends owned data: copied if it is small, else kept until it is sent. Returns whether it
+    /// was kept.
     pub fn put_owned(&mut self, data: IoBuf) -> bool {
         if data.len() <= COPY_BYTES {
             self.put(&data[..]);
@@ -114,7 +116,8 @@ impl Replies {
         self.owned_bytes
     }
 
-    /// Sends what lies before the uncommitted bytes `len .. len + open`, and moves those to the front.
+    /// Sends what lies before the uncommitted bytes `len .. len + open`, and moves those to the
+    /// front.
     pub fn send_around(&mut self, socket: BorrowedFd<'_>, open: usize) -> Result<(), rustix::io::Errno> {
         let start = self.len;
         if self.is_empty() {
@@ -125,7 +128,8 @@ impl Replies {
         Ok(())
     }
 
-    /// Sends everything, waits as long as the peer does not read. Nothing is left afterwards, also on error.
+    /// Sends everything, waits as long as the peer does not read. Nothing is left afterwards, also
+    /// on error.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
         let result = if self.owned.is_empty() { self.send_plain(socket) } else { self.send_mixed(socket) };
         self.len = 0;

@@ -1,5 +1,5 @@
-//! From a request on the wire to the device and back: the path of every request, and the whole path of those
-//! that are done at once.
+//! From a request on the wire to the device and back: the path of every request, and the whole path
+//! of those that are done at once.
 
 use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
 use zerocopy::FromBytes;
@@ -72,8 +72,9 @@ impl Session<'_> {
         Ok(Step::Done)
     }
 
-    /// Checks everything that can be checked before any effect. FUA is allowed with each command, as the protocol
-    /// wants it, and handed on where the command writes; unless the export does not offer it.
+    /// Checks everything that can be checked before any effect. FUA is allowed with each command,
+    /// as the protocol wants it, and handed on where the command writes; unless the export does not
+    /// offer it.
     pub(crate) fn vet(
         &mut self,
         incoming: Incoming,
@@ -132,8 +133,8 @@ impl Session<'_> {
             self.stream = Some(Stream::Read { slot, request });
             return Ok(Step::Done);
         }
-        // The reply must be one piece. It is read into a buffer of its own, so that an error can still be answered and other
-        // replies are not held up.
+        // The reply must be one piece. It is read into a buffer of its own, so that an error can
+        // still be answered and other replies are not held up.
         if !self.admits(len) {
             return Ok(Step::Stalled);
         }
@@ -147,8 +148,9 @@ impl Session<'_> {
         Ok(Step::Done)
     }
 
-    /// Reads at most [`MAX_INLINE_BYTES`]: straight into the reply buffer behind a header that is written when the
-    /// data is there, or by a submitted part. With `part`, as a piece of that operation; true: the last one.
+    /// Reads at most [`MAX_INLINE_BYTES`]: straight into the reply buffer behind a header that is
+    /// written when the data is there, or by a submitted part. With `part`, as a piece of that
+    /// operation; true: the last one.
     pub(crate) fn read_piece(
         &mut self,
         cookie: u64,
@@ -297,7 +299,8 @@ impl Session<'_> {
                         if left == len {
                             return Ok(Step::Stalled);
                         }
-                        // What the device has written stays; the rest follows when less is in flight.
+                        // What the device has written stays; the rest follows when less is in
+                        // flight.
                         self.accept();
                         self.input.consume(len - left);
                         let slot = self.operations.open(cookie, Action::Store, false);

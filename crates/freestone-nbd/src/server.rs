@@ -14,32 +14,33 @@ use crate::export::{Export, ExportInfo, ExportOptions, Source, TemplateOptions};
 use crate::limits::{END_GRACE, Limits};
 use crate::listen::{self, ListenError};
 use crate::proto::MAX_STRING_BYTES;
-use crate::shared::Shared;
+use crate::shared::ServerShared;
 use crate::stats::Stats;
 use crate::tables::{Listener, PublishError};
 use crate::template::{Make, Template};
 
-/// An NBD server: any number of addresses, each with exports of its own. A client sees what is published at the
-/// address to which it connected, and nothing else. Dropping it is [`shutdown`](Self::shutdown) with [`END_GRACE`].
+/// An NBD server: any number of addresses, each with exports of its own. A client sees what is
+/// published at the address to which it connected, and nothing else. Dropping it is
+/// [`shutdown`](Self::shutdown) with [`END_GRACE`].
 ///
-/// One thread accepts at all addresses: an address costs its sockets and no thread. All calls may come from any thread,
-/// except from a device's completion and from a template's functions.
+/// One thread accepts at all addresses: an address costs its sockets and no thread. All calls may
+/// come from any thread, except from a device's completion and from a template's functions.
 pub struct Server {
-    shared: Arc<Shared>,
-    /// The accepting thread, from the first address on. Locked under `binding` to start it, or with no other lock held to
-    /// take it out before it is joined; no other lock is taken under it.
+    shared: Arc<ServerShared>,
+    /// The accepting thread, from the first address on. Locked under `binding` to start it, or with
+    /// no other lock held to take it out before it is joined; no other lock is taken under it.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Server {
     /// A server that listens nowhere yet.
     pub fn new(limits: Limits) -> Self {
-        Self { shared: Arc::new(Shared::new(limits)), thread: Mutex::default() }
+        Self { shared: Arc::new(ServerShared::new(limits)), thread: Mutex::default() }
     }
 
-    /// Starts to listen at an address; where it is listened on already, nothing changes. Returns the address with an
-    /// absolute path, or with the port that the system chose for port 0. A Unix socket has mode 0600; one at which
-    /// nobody accepts any more is replaced.
+    /// Starts to listen at an address; where it is listened on already, nothing changes. Returns
+    /// the address with an absolute path, or with the port that the system chose for port 0. A Unix
+    /// socket has mode 0600; one at which nobody accepts any more is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -97,10 +98,11 @@ impl Server {
         self.show(address, name, options, Source::Device(device))
     }
 
-    /// Shows a template as `name` at an address that is listened on: every connection that chooses it gets a device
-    /// that `make` makes for it, and that ends with the connection. Where `make` fails, the client is told its sentence
-    /// and may go on with another export. A client that only asks about the export (`INFO`, metadata contexts) is
-    /// told of the device that was made last; where there was none, one is made and ended at once.
+    /// Shows a template as `name` at an address that is listened on: every connection that chooses
+    /// it gets a device that `make` makes for it, and that ends with the connection. Where `make`
+    /// fails, the client is told its sentence and may go on with another export. A client that only
+    /// asks about the export (`INFO`, metadata contexts) is told of the device that was made last;
+    /// where there was none, one is made and ended at once.
     ///
     /// # Errors
     /// See [`PublishError`].
@@ -148,11 +150,12 @@ impl Server {
         self.shared.lock().publish(&export)
     }
 
-    /// Takes `name` away from all addresses and returns from how many. With `force` the connections that use it end
-    /// after the requests they have received, or without these after [`END_GRACE`].
+    /// Takes `name` away from all addresses and returns from how many. With `force` the connections
+    /// that use it end after the requests they have received, or without these after [`END_GRACE`].
     ///
     /// # Errors
-    /// [`PublishError::NotPublished`]; [`PublishError::Busy`] where clients use it and `force` is not set.
+    /// [`PublishError::NotPublished`]; [`PublishError::Busy`] where clients use it and `force` is
+    /// not set.
     pub fn unpublish(&self, name: &str, force: bool) -> Result<usize, PublishError> {
         let (removed, links) = self.shared.lock().unpublish(name, force)?;
         self.shared.end(links, END_GRACE);
@@ -160,13 +163,14 @@ impl Server {
         Ok(removed.len())
     }
 
-    /// What a device's loss of power looks like from outside: cuts the connections that use `name`, at all addresses, with
-    /// no answer to what they had in flight, runs `action`, and serves the export again. Who chooses it meanwhile waits
-    /// for that. Returns how many connections ended. A thread that a device holds up for more than a second may still
-    /// be in a call of the device when `action` runs.
+    /// What a device's loss of power looks like from outside: cuts the connections that use `name`,
+    /// at all addresses, with no answer to what they had in flight, runs `action`, and serves the
+    /// export again. Who chooses it meanwhile waits for that. Returns how many connections ended. A
+    /// thread that a device holds up for more than a second may still be in a call of the device
+    /// when `action` runs.
     pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
         /// Lets clients in again, also where `action` panics.
-        struct Held<'a>(&'a Shared, &'a str);
+        struct Held<'a>(&'a ServerShared, &'a str);
         impl Drop for Held<'_> {
             fn drop(&mut self) {
                 self.0.release(self.1);
@@ -189,7 +193,8 @@ impl Server {
         self.shared.lock().exports_named(name)
     }
 
-    /// What is published at an address, in the order of publishing; does not look at other addresses.
+    /// What is published at an address, in the order of publishing; does not look at other
+    /// addresses.
     pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
         self.shared.lock().exports_at(&address.absolute())
     }
@@ -209,8 +214,9 @@ impl Server {
         self.shared.lock().listener(&address.absolute()).is_some()
     }
 
-    /// Stops listening at an address: removes its socket and its exports, and ends its connections after the requests
-    /// they have received, or without these after [`END_GRACE`]. Nothing happens where it is not listened on.
+    /// Stops listening at an address: removes its socket and its exports, and ends its connections
+    /// after the requests they have received, or without these after [`END_GRACE`]. Nothing happens
+    /// where it is not listened on.
     pub fn close(&self, address: &Address) {
         let address = address.absolute();
         let removed = self.shared.lock().remove_listener(&address);
@@ -228,8 +234,9 @@ impl Server {
         }
     }
 
-    /// Serves the client at the other end of `socket` on this thread, until the connection ends, as if it had come in at
-    /// `address`. For checks of very many connections, which have no time for a thread each.
+    /// Serves the client at the other end of `socket` on this thread, until the connection ends, as
+    /// if it had come in at `address`. For checks of very many connections, which have no time for
+    /// a thread each.
     #[doc(hidden)]
     pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
         arrivals::serve_here(&self.shared, &address.absolute(), socket);
@@ -240,9 +247,9 @@ impl Server {
         self.shared.lock().stats()
     }
 
-    /// Stops listening everywhere and removes the sockets, answers the requests that were received, and closes all
-    /// connections; those that are not done after `grace` are cut. The server does not come back. A second call finds
-    /// nothing to do.
+    /// Stops listening everywhere and removes the sockets, answers the requests that were received,
+    /// and closes all connections; those that are not done after `grace` are cut. The server does
+    /// not come back. A second call finds nothing to do.
     pub fn shutdown(&self, grace: Duration) {
         let listeners = {
             let mut tables = self.shared.lock();

@@ -1,7 +1,8 @@
 //! The transmission phase of one connection: the loop of its thread.
 //!
-//! Each turn takes what the device has finished, works through what was received, and sends all replies that are
-//! ready in one call. With nothing submitted a turn is two system calls (receive, send) and takes no lock.
+//! Each turn takes what the device has finished, works through what was received, and sends all
+//! replies that are ready in one call. With nothing submitted a turn is two system calls (receive,
+//! send) and takes no lock.
 
 use std::sync::Arc;
 
@@ -20,7 +21,8 @@ use crate::replies::{REPLY_BUFFER_BYTES, Replies};
 use crate::stats::Tally;
 use crate::stream::Stream;
 
-/// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart, in bytes.
+/// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
+/// in bytes.
 pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES;
 
 /// What was negotiated in the handshake.
@@ -48,10 +50,11 @@ impl From<rustix::io::Errno> for Lost {
 /// How far a request, or the work at hand, came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing holds it up: the loop goes on at once, with the request at hand or else with the next one.
+    /// Nothing holds it up: the loop goes on at once, with the request at hand or else with the
+    /// next one.
     Done,
-    /// One piece is done, or many replies are ready: replies are sent, and what the device finished is taken, before
-    /// the next piece.
+    /// One piece is done, or many replies are ready: replies are sent, and what the device finished
+    /// is taken, before the next piece.
     Turn,
     /// It goes on when so many bytes have been received and not consumed.
     Input(usize),
@@ -69,7 +72,8 @@ pub struct Session<'a> {
     pub(crate) read_only: bool,
     pub(crate) structured: bool,
     pub(crate) contexts: Contexts,
-    /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it refuses a request.
+    /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it
+    /// refuses a request.
     pub(crate) geometry: Geometry,
     pub(crate) input: Input,
     pub(crate) replies: Replies,
@@ -107,8 +111,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Serves until the client leaves, breaks the protocol, or the server ends the connection. What the device
-    /// holds is waited for in every case but [`Link::cut`], so that the bounds of memory hold.
+    /// Serves until the client leaves, breaks the protocol, or the server ends the connection. What
+    /// the device holds is waited for in every case but [`Link::cut`], so that the bounds of memory
+    /// hold.
     pub fn run(mut self) {
         // The handshake's sends are not counted here.
         self.replies.sends = 0;
@@ -213,8 +218,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Waits until something has finished, or with `input` until the socket has something; answers whether it has.
-    /// `None`: the connection was cut.
+    /// Waits until something has finished, or with `input` until the socket has something; answers
+    /// whether it has. `None`: the connection was cut.
     fn wait(&mut self, input: bool) -> Option<bool> {
         let queue = self.link.queue();
         // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
@@ -304,7 +309,8 @@ impl Session<'_> {
         self.operations.in_flight < MAX_IN_FLIGHT && (charged == 0 || charged + bytes <= MAX_IN_FLIGHT_BYTES)
     }
 
-    /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless `charged`.
+    /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless
+    /// `charged`.
     pub(crate) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
         let charge = buffer.len();
         if !charged {
@@ -342,7 +348,8 @@ impl Session<'_> {
         }
     }
 
-    /// "It is done", for requests without data in the reply; a simple reply is allowed for these in any mode.
+    /// "It is done", for requests without data in the reply; a simple reply is allowed for these in
+    /// any mode.
     pub(crate) fn reply_done(&mut self, cookie: u64) -> Result<(), Lost> {
         self.replies.reserve(self.link.socket(), size_of::<SimpleReply>())?;
         self.replies.put(&simple(cookie, 0));

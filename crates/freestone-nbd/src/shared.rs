@@ -1,4 +1,5 @@
-//! What the threads of a server share: its tables under one lock, how connections are admitted and how they are ended.
+//! What the threads of a server share: its tables under one lock, how connections are admitted and
+//! how they are ended.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -11,18 +12,20 @@ use crate::limits::Limits;
 use crate::link::Link;
 use crate::tables::{Due, EnterError, Tables};
 
-/// How long a connection that was cut may take to notice; only a device call that hangs takes longer.
+/// How long a connection that was cut may take to notice; only a device call that hangs takes
+/// longer.
 const CUT_WAIT: Duration = Duration::from_secs(1);
 /// How often one that waits for a held export looks whether there is still something to wait for.
 const HELD_LOOK: Duration = Duration::from_millis(100);
 
 /// What connections need of their server.
 ///
-/// Lock order: 1. `binding`, held while a socket is made and while the accepting thread is started; 2. `tables`, held for
-/// lookups and changes, never across a call of a device or of a template, a wait, or I/O; 3. the acceptor's. The lock of the
-/// accepting thread's handle is declared in [`Server`](crate::Server).
+/// Lock order: 1. `binding`, held while a socket is made and while the accepting thread is
+/// started; 2. `tables`, held for lookups and changes, never across a call of a device or of a
+/// template, a wait, or I/O; 3. the acceptor's. The lock of the accepting thread's handle is
+/// declared in [`Server`](crate::Server).
 #[derive(Debug)]
-pub struct Shared {
+pub struct ServerShared {
     /// What clients may use up.
     pub limits: Limits,
     /// Lets one call at a time start to listen.
@@ -34,7 +37,7 @@ pub struct Shared {
     acceptor: OnceLock<Acceptor>,
 }
 
-impl Shared {
+impl ServerShared {
     /// For a server without addresses.
     pub fn new(limits: Limits) -> Self {
         Self {
@@ -97,14 +100,14 @@ impl Shared {
 }
 
 /// What the thread of a connection asks for.
-impl Shared {
+impl ServerShared {
     /// The export of this name at an address.
     pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
         self.lock().find(address, name)
     }
 
-    /// As [`find`](Self::find), and from now on the connection counts as a user of the export. Waits while the
-    /// export is held.
+    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
+    /// Waits while the export is held.
     pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
         let deadline = Instant::now() + self.limits.handshake_total;
         let mut tables = self.lock();
@@ -112,7 +115,8 @@ impl Shared {
             if deadline <= Instant::now() {
                 return Err(EnterError::Failed("the device does not come back".to_owned()));
             }
-            // What was unpublished meanwhile, or a server that goes away, is noticed at the next look.
+            // What was unpublished meanwhile, or a server that goes away, is noticed at the next
+            // look.
             let waited = self.ended.wait_timeout(tables, HELD_LOOK);
             tables = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -128,7 +132,8 @@ impl Shared {
     /// The connection does not use its export after all.
     pub fn withdraw(&self, link: &Link) {
         let export = self.lock().withdraw(link);
-        // What was published may go with its last user, which may wait for a disk: not under the lock.
+        // What was published may go with its last user, which may wait for a disk: not under the
+        // lock.
         drop(export);
     }
 
@@ -162,7 +167,7 @@ impl Shared {
 }
 
 /// Ending connections.
-impl Shared {
+impl ServerShared {
     /// Ends the connections whose time is up, and says when to look again.
     pub fn expire(&self) -> Next {
         let (expired, until) = {

@@ -63,7 +63,8 @@ pub struct Tally {
 impl Counters {
     /// Shows the totals of the connection's thread.
     pub fn show(&self, tally: &Tally) {
-        // Relaxed: single numbers with one writer, no other data hangs on them; pairs with the loads in `read`.
+        // Relaxed: single numbers with one writer, no other data hangs on them; pairs with the
+        // loads in `read`.
         let store = |counter: &AtomicU64, value| counter.store(value, Ordering::Relaxed);
         store(&self.requests, tally.requests);
         store(&self.replies, tally.replies);

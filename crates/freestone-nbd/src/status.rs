@@ -10,7 +10,8 @@ use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step};
 use crate::stream::Incoming;
 
-/// Most descriptors of one context in one block status reply; the client asks again from where they end.
+/// Most descriptors of one context in one block status reply; the client asks again from where they
+/// end.
 pub const MAX_DESCRIPTORS: usize = 8192;
 
 const _: () = {
@@ -36,7 +37,8 @@ impl Session<'_> {
         let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
         let room = most * size_of::<Descriptor>();
         self.replies.reserve(self.link.socket(), contexts::ALL.len() * (size_of::<StatusChunk>() + room))?;
-        // The descriptors first, each context's behind the place of its header: an error may still come.
+        // The descriptors first, each context's behind the place of its header: an error may still
+        // come.
         let mut counts = [0; contexts::ALL.len()];
         let mut at = self.replies.position();
         for ((context, ..), count) in contexts::ALL.iter().zip(&mut counts) {
@@ -118,7 +120,8 @@ impl Runs<'_> {
     fn push(&mut self, offset: u64, len: u64, flags: u32) -> bool {
         let len = len.min(self.end - self.at);
         if offset != self.at || len == 0 {
-            // A gap or an empty row breaks the device's contract: only the rows before it are answered.
+            // A gap or an empty row breaks the device's contract: only the rows before it are
+            // answered.
             return false;
         }
         self.at += len;

@@ -104,8 +104,8 @@ pub struct Skip {
     pub failure: Failure,
 }
 
-/// What is left of a request of which the device did `n` bytes. A device that claims nothing, or the whole, breaks
-/// its contract; its caller's connection ends there.
+/// What is left of a request of which the device did `n` bytes. A device that claims nothing, or
+/// the whole, breaks its contract; its caller's connection ends there.
 pub(crate) fn advance(request: Request, n: u64) -> Request {
     assert!(n > 0 && n < request.len, "Tried::Partly is at least one block and less than the whole");
     request.rest(n)

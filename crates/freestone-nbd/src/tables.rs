@@ -1,5 +1,6 @@
-//! The tables of a server: listeners, exports, connections, and who uses what. Nothing here waits, and nothing a
-//! change needs grows with the number of listeners or exports, their search trees apart.
+//! The tables of a server: listeners, exports, connections, and who uses what. Nothing here waits,
+//! and nothing a change needs grows with the number of listeners or exports, their search trees
+//! apart.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -69,7 +70,8 @@ pub struct Tables {
     /// By identifier, in the order of listening.
     pub listeners: BTreeMap<u64, Listener>,
     by_address: HashMap<Address, u64>,
-    /// By name of export, at all addresses; names that are neither published nor used are not there.
+    /// By name of export, at all addresses; names that are neither published nor used are not
+    /// there.
     names: HashMap<String, Name>,
     /// By identifier.
     pub connections: HashMap<u64, Connection>,
@@ -77,7 +79,8 @@ pub struct Tables {
     held: HashMap<String, usize>,
     /// By moment and connection: the ends of templates' devices.
     deadlines: BTreeMap<(Instant, u64), Due>,
-    /// The identifier that was given out last: listeners, exports and connections share one sequence.
+    /// The identifier that was given out last: listeners, exports and connections share one
+    /// sequence.
     next_id: u64,
     /// Nothing more is accepted, listened on or published.
     pub shutting_down: bool,
@@ -181,7 +184,8 @@ impl Tables {
         id
     }
 
-    /// Takes away the listener at an address with its exports; the links are those of its connections.
+    /// Takes away the listener at an address with its exports; the links are those of its
+    /// connections.
     pub fn remove_listener(&mut self, address: &Address) -> Option<(u64, Listener, Vec<Arc<Link>>)> {
         let id = self.by_address.remove(address)?;
         let listener = self.listeners.remove(&id)?;
@@ -312,7 +316,8 @@ impl Tables {
         Ok(export)
     }
 
-    /// Nobody gets the exports of that name until they are released; with the links of the connections that use them.
+    /// Nobody gets the exports of that name until they are released; with the links of the
+    /// connections that use them.
     pub fn hold(&mut self, name: &str) -> Vec<Arc<Link>> {
         *self.held.entry(name.to_owned()).or_default() += 1;
         let users = self.names.get(name).into_iter().flat_map(|known| &known.users);

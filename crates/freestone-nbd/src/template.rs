@@ -11,15 +11,16 @@ use freestone_core::device::{Device, Geometry};
 pub struct Fresh {
     /// The device. The server holds it until the connection has ended.
     pub device: Arc<dyn Device>,
-    /// Called exactly once, on the connection's thread, after the server has let go of the device: when the
-    /// client has left, was killed or broke the protocol, when the device panicked, when the time to live is over, when the
-    /// template is unpublished by force or the server stops. A device may then still hold requests of a connection
-    /// that was cut. The connection counts until this returns, so it must not wait for the server.
+    /// Called exactly once, on the connection's thread, after the server has let go of the device:
+    /// when the client has left, was killed or broke the protocol, when the device panicked, when
+    /// the time to live is over, when the template is unpublished by force or the server stops. A
+    /// device may then still hold requests of a connection that was cut. The connection counts
+    /// until this returns, so it must not wait for the server.
     pub on_end: Box<dyn FnOnce() + Send>,
 }
 
-/// Makes a device for a connection, on that connection's thread and under no lock of the server; several may be made at
-/// once. An error is a sentence for the client.
+/// Makes a device for a connection, on that connection's thread and under no lock of the server;
+/// several may be made at once. An error is a sentence for the client.
 pub type Make = Arc<dyn Fn() -> Result<Fresh, String> + Send + Sync>;
 
 /// What clients are told of a device before they choose it.

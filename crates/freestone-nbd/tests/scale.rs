@@ -1,5 +1,6 @@
-//! Many sockets, each with an export of its own: what one costs does not grow with their number, and nothing of them
-//! stays. The only test of its program: it counts the threads and descriptors of the process.
+//! Many sockets, each with an export of its own: what one costs does not grow with their number,
+//! and nothing of them stays. The only test of its program: it counts the threads and descriptors
+//! of the process.
 #![allow(missing_docs, reason = "test code")]
 
 #[path = "server/common/mod.rs"]

@@ -1,9 +1,10 @@
 //! Ages: when a page was last touched, in the six bits that its slot has for that.
 //!
-//! A slot notes the *epoch* of its last access. An epoch is opened and closed by whoever needs the distinction (once a
-//! second by the clock, and by every round of spilling), and knows when it was closed. There are 63 numbers; when they run
-//! short, a scan merges those neighbours that are short for their age, so that epochs get longer the older they are, in
-//! proportion. A page is as old as the end of its epoch: never older than the truth, and younger by a third at most.
+//! A slot notes the *epoch* of its last access. An epoch is opened and closed by whoever needs the
+//! distinction (once a second by the clock, and by every round of spilling), and knows when it was
+//! closed. There are 63 numbers; when they run short, a scan merges those neighbours that are short
+//! for their age, so that epochs get longer the older they are, in proportion. A page is as old as
+//! the end of its epoch: never older than the truth, and younger by a third at most.
 //!
 //! Number 0 is "before everything".
 
@@ -38,7 +39,8 @@ struct Epoch {
 }
 
 impl Epochs {
-    /// Neighbours that are to be one, by the place of the earlier: those whose common length is least beside their age.
+    /// Neighbours that are to be one, by the place of the earlier: those whose common length is
+    /// least beside their age.
     fn pairs(&self) -> Vec<usize> {
         let now_ms = self.past.back().map_or(0, |epoch| epoch.to_ms);
         let share = |at: usize| {
@@ -93,8 +95,9 @@ impl Ages {
         self.epochs.lock().past.back().map_or(0, |epoch| epoch.to_ms)
     }
 
-    /// Which numbers are to be replaced by which, where numbers run short. The caller applies that to every slot, then
-    /// calls [`merged`](Self::merged); nobody else gets a renumbering meanwhile.
+    /// Which numbers are to be replaced by which, where numbers run short. The caller applies that
+    /// to every slot, then calls [`merged`](Self::merged); nobody else gets a renumbering
+    /// meanwhile.
     pub fn merge(&self) -> Option<Renumbering> {
         let mut epochs = self.epochs.lock();
         if epochs.free.len() >= FEW_NUMBERS || epochs.merging {
@@ -126,7 +129,8 @@ impl Ages {
     /// For each number, whether a page with it was last touched at or before `ms`.
     pub fn untouched_since(&self, ms: u64) -> [bool; AGES] {
         let epochs = self.epochs.lock();
-        // A number that is in no epoch was noted by a thread that was long on its way, or before a merge: who knows.
+        // A number that is in no epoch was noted by a thread that was long on its way, or before a
+        // merge: who knows.
         let mut old = [false; AGES];
         old[0] = true;
         for epoch in &epochs.past {
@@ -196,7 +200,8 @@ mod tests {
         }
     }
 
-    /// Threads take the time before they take the lock: an epoch may be closed at a moment that lies before the last one's end.
+    /// Threads take the time before they take the lock: an epoch may be closed at a moment that
+    /// lies before the last one's end.
     #[test]
     fn time_does_not_go_back() {
         let ages = Ages::default();

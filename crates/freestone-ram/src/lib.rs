@@ -1,5 +1,5 @@
-//! The compressed RAM disk, its forks and its snapshots: [`ram`] is what they can be asked for, [`codec`] compresses pages, [`save`] keeps
-//! families of disks in files.
+//! The compressed RAM disk, its forks and its snapshots: [`ram`] is what they can be asked for,
+//! [`codec`] compresses pages, [`save`] keeps families of disks in files.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 

@@ -1,4 +1,5 @@
-//! Runs of the simulation. One a process, so each is a process of its own: this test's program, called again.
+//! Runs of the simulation. One a process, so each is a process of its own: this test's program,
+//! called again.
 
 use std::process::{Command, Output};
 use std::time::Duration;

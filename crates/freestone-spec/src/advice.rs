@@ -19,8 +19,9 @@ const MEMORY_TO_BACKING: u64 = 8;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
 
-/// Warns where a new RAM disk brings the sum of the limits above the memory, and where its table can grow large.
-/// `others` are the limits of the disks that are there; 0 is no limit, which somebody asked for and is not counted.
+/// Warns where a new RAM disk brings the sum of the limits above the memory, and where its table
+/// can grow large. `others` are the limits of the disks that are there; 0 is no limit, which
+/// somebody asked for and is not counted.
 pub fn of_memory(
     name: &str,
     new: &ram::Config,

@@ -30,8 +30,8 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     value.ok_or_else(|| unknown(entry, attr))
 }
 
-/// A value as sysfs shows it: statistics are a row of numbers, secondary algorithms a line each with all that could be
-/// chosen.
+/// A value as sysfs shows it: statistics are a row of numbers, secondary algorithms a line each
+/// with all that could be chosen.
 pub fn plain(attr: &str, value: &Value) -> String {
     match value {
         Value::Object(chosen) if attr == "recomp_algorithm" => {

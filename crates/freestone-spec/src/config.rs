@@ -131,7 +131,8 @@ fn device(number: usize, mut table: Table) -> Result<Entries, String> {
         let value = match value {
             Value::String(text) => text,
             Value::Boolean(yes) => if yes { "yes" } else { "no" }.into(),
-            // Where a size is meant, a number is refused later, with the same words as on the command line.
+            // Where a size is meant, a number is refused later, with the same words as on the
+            // command line.
             Value::Integer(number) => number.to_string(),
             other => {
                 let (name, is) = (&entries.name, other.type_str());

@@ -1,5 +1,5 @@
-//! The syntax of a device: `NAME=KIND[,key=value]...`, a comma inside a value written twice. What the keys mean
-//! is in [`kinds`](crate::kinds).
+//! The syntax of a device: `NAME=KIND[,key=value]...`, a comma inside a value written twice. What
+//! the keys mean is in [`kinds`](crate::kinds).
 
 use std::fmt;
 use std::path::Path;
@@ -9,8 +9,8 @@ use thiserror::Error;
 /// Longest name of a device in bytes: what NBD clients accept everywhere.
 const MAX_NAME_BYTES: usize = 255;
 
-/// Why a text is not a device, or a device cannot be as it was asked for. One sentence each, which names the
-/// device and the key.
+/// Why a text is not a device, or a device cannot be as it was asked for. One sentence each, which
+/// names the device and the key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SpecError {
     /// Not of the form at all.
@@ -196,7 +196,8 @@ fn split_commas(text: &str) -> Vec<String> {
 
 /// Checks the name of a device.
 pub fn check_name(name: &str) -> Result<(), SpecError> {
-    // escape_debug writes what cannot be printed (controls, invisible and directional marks) as \u{...} or \n.
+    // escape_debug writes what cannot be printed (controls, invisible and directional marks) as
+    // \u{...} or \n.
     let printable =
         |c: char| !c.is_whitespace() && (c == '\'' || c == '"' || c == '\\' || c.escape_debug().len() == 1);
     let bad = |c: char| !printable(c) || matches!(c, '=' | ',' | '/');

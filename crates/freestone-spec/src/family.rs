@@ -131,7 +131,7 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
     }))
 }
 
-// ---- words ---------------------------------------------------------------------------------------------------------
+// ---- words --------------------------------------------------------------------------------------
 
 /// `algo=NAME [priority=1..3]`, several of these separated by `;`. A bare NAME will do.
 fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES], String> {
@@ -164,9 +164,9 @@ fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES],
     Ok(all)
 }
 
-/// Parameters of the primary algorithm, which are returned, and of the secondary ones: the kernel's words, `;` between
-/// the algorithms. Whom a group is for is said by `priority=` (0 is the primary) or by `algo=`; it is the
-/// primary where neither is.
+/// Parameters of the primary algorithm, which are returned, and of the secondary ones: the kernel's
+/// words, `;` between the algorithms. Whom a group is for is said by `priority=` (0 is the primary)
+/// or by `algo=`; it is the primary where neither is.
 fn params(
     keys: &Keys,
     primary: Algorithm,
@@ -271,7 +271,7 @@ impl<'a> Group<'a> {
     }
 }
 
-// ---- numbers -------------------------------------------------------------------------------------------------------
+// ---- numbers ------------------------------------------------------------------------------------
 
 /// Seconds of idleness, or `no`.
 fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
@@ -302,9 +302,10 @@ pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
     }
 }
 
-// ---- setting up ----------------------------------------------------------------------------------------------------
+// ---- setting up ---------------------------------------------------------------------------------
 
-/// A new family; `size` is that of its disks. `others` are the limits of those that are there. Warns of what may not be meant.
+/// A new family; `size` is that of its disks. `others` are the limits of those that are there.
+/// Warns of what may not be meant.
 pub(crate) fn new(
     name: &str,
     spec: &FamilySpec,
@@ -387,7 +388,7 @@ pub(crate) fn refused(error: ram::SetupError) -> Refusal {
     }
 }
 
-// ---- attributes ----------------------------------------------------------------------------------------------------
+// ---- attributes ---------------------------------------------------------------------------------
 
 /// The value of what the forks of a base share; before the first one, what was asked for.
 pub(crate) fn value(asked: &FamilySpec, made: Option<Family>, attr: &str) -> Option<Value> {

@@ -1,7 +1,8 @@
-//! Devices from what people write. One schema for the words of a command line, a file of `serve --config` and the control
-//! socket: [`entries`] takes words apart, [`kinds`] has a file for each kind of device, [`layers`] one for each layer that can lie
-//! over its data, [`attrs`] is what can be read and set while it is there. [`open_device`] does all of it for who drives a
-//! device in its own process.
+//! Devices from what people write. One schema for the words of a command line, a file of `serve
+//! --config` and the control socket: [`entries`] takes words apart, [`kinds`] has a file for each
+//! kind of device, [`layers`] one for each layer that can lie over its data, [`attrs`] is what can
+//! be read and set while it is there. [`open_device`] does all of it for who drives a device in its
+//! own process.
 //!
 //! It knows no command line, no NBD and no control socket.
 

@@ -18,14 +18,15 @@ pub enum MachineError {
     Missing(&'static str, &'static str),
 }
 
-/// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two halves are not more
-/// than the whole.
+/// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two
+/// halves are not more than the whole.
 pub fn half_of_memory() -> Result<u64, MachineError> {
     let page = PAGE_BYTES as u64;
     Ok((memory()? / 2 / page).max(1) * page)
 }
 
-/// The memory that this process may use, in bytes: the machine's, or the limit of its control group.
+/// The memory that this process may use, in bytes: the machine's, or the limit of its control
+/// group.
 pub fn memory() -> Result<u64, MachineError> {
     const MEMINFO: &str = "/proc/meminfo";
     let meminfo = fs::read_to_string(MEMINFO).map_err(|error| MachineError::Read(MEMINFO, error))?;
@@ -34,8 +35,8 @@ pub fn memory() -> Result<u64, MachineError> {
     Ok(total.min(group_limit(&groups, Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
 }
 
-/// The lowest memory limit of the process's control group and of the groups around it, versions 1 and 2.
-/// `groups` is the text of /proc/self/cgroup.
+/// The lowest memory limit of the process's control group and of the groups around it, versions 1
+/// and 2. `groups` is the text of /proc/self/cgroup.
 fn group_limit(groups: &str, root: &Path) -> Option<u64> {
     let mut lowest = None;
     for line in groups.lines() {
@@ -47,8 +48,8 @@ fn group_limit(groups: &str, root: &Path) -> Option<u64> {
             _ => continue,
         };
         let group = top.join(path.trim_start_matches('/'));
-        // "max" (no limit) does not parse and drops out. In a container the path may lie outside: then only
-        // the root is left of it.
+        // "max" (no limit) does not parse and drops out. In a container the path may lie outside:
+        // then only the root is left of it.
         let limits = group.ancestors().take_while(|dir| dir.starts_with(&top)).map(|dir| dir.join(file));
         lowest = limits.filter_map(|f| read_number(&f)).chain(lowest).min();
     }

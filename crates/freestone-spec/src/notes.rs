@@ -1,5 +1,5 @@
-//! What a file that is an origin says beside its data: that a merge into it is under way, and where the merge's store is; and with
-//! what content it and its stores were closed.
+//! What a file that is an origin says beside its data: that a merge into it is under way, and where
+//! the merge's store is; and with what content it and its stores were closed.
 
 use std::sync::Arc;
 
@@ -9,7 +9,8 @@ use tracing::warn;
 
 /// The attribute `user.freestone.merge`: `NUMBER STORE`, the number in hexadecimal digits.
 const NOTE: &str = "merge";
-/// The attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds; or `in use`.
+/// The attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds;
+/// or `in use`.
 const CONTENT: &str = "snapshots";
 const IN_USE: &str = "in use";
 
@@ -54,7 +55,8 @@ impl Notes for FileNotes {
     }
 }
 
-/// What a file that was closed in order says, and whether it was modified before it was opened again.
+/// What a file that was closed in order says, and whether it was modified before it was opened
+/// again.
 fn closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
     let [content, time, size] =
         text.strip_prefix("closed ")?.split(' ').collect::<Vec<_>>().try_into().ok()?;

@@ -22,17 +22,19 @@ pub struct OpenError {
     pub sentence: String,
 }
 
-/// A device, and what it stands on. Dropping it ends the devices in an orderly way: what a layer holds back is answered, and
-/// the files that they keep (state of zones, recorded log) are complete once the last clone of the device is gone too.
+/// A device, and what it stands on. Dropping it ends the devices in an orderly way: what a layer
+/// holds back is answered, and the files that they keep (state of zones, recorded log) are complete
+/// once the last clone of the device is gone too.
 pub struct Opened {
     device: Arc<dyn Device>,
     name: String,
     registry: Registry,
 }
 
-/// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one would type there, quotes
-/// included: `NAME=KIND[,key=value]...`, several of them separated by blanks where one stands on another. The last one is
-/// meant. Relative paths start at the working directory.
+/// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one
+/// would type there, quotes included: `NAME=KIND[,key=value]...`, several of them separated by
+/// blanks where one stands on another. The last one is meant. Relative paths start at the working
+/// directory.
 ///
 /// # Errors
 /// Words that cannot be meant; a device that cannot be set up. Nothing is left of the others then.

@@ -20,7 +20,8 @@ pub enum Errno {
     EOPNOTSUPP,
     /// The device does not change.
     EROFS,
-    /// The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.
+    /// The device could not be set up; a read or write of its backing device failed;
+    /// `writeback_limit` is used up.
     EIO,
     /// Nothing can listen at that address.
     EADDRNOTAVAIL,
@@ -69,7 +70,8 @@ impl Refusal {
     }
 }
 
-/// What somebody typed may be in a sentence: whatever that was, it stays one line, and does nothing to a terminal.
+/// What somebody typed may be in a sentence: whatever that was, it stays one line, and does nothing
+/// to a terminal.
 pub fn one_line(text: String) -> String {
     if !text.contains(char::is_control) {
         return text;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
 
-/// A device of a fixed size with a geometry of its own, whose blocks are not smaller than those below.
+/// A device of a fixed size with a geometry of its own, whose blocks are not smaller than those
+/// below.
 pub struct Shaped {
     inner: Arc<dyn Device>,
     geometry: Geometry,

@@ -3,7 +3,8 @@
 use freestone::quantity::{self, SIZES, Wrong};
 use thiserror::Error;
 
-/// A bare number from here on is taken for a number of bytes when a suggestion is made, below it for MiB.
+/// A bare number from here on is taken for a number of bytes when a suggestion is made, below it
+/// for MiB.
 const LOOKS_LIKE_BYTES: u64 = 1 << 20;
 
 /// Why a text is not a size. Each is half a sentence that follows `key=value: `.

@@ -1,4 +1,5 @@
-//! What people write, for the checks of very many inputs: up to where files would be opened. No part of the library's interface.
+//! What people write, for the checks of very many inputs: up to where files would be opened. No
+//! part of the library's interface.
 
 use std::path::Path;
 

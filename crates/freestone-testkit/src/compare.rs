@@ -1,7 +1,7 @@
 //! Contents side by side.
 
-/// Where two contents differ first, also where one goes on. Contents that are the same are compared at once, not byte by byte, which
-/// a build for tests takes long for.
+/// Where two contents differ first, also where one goes on. Contents that are the same are compared
+/// at once, not byte by byte, which a build for tests takes long for.
 pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     if one == other {
         return None;

@@ -20,15 +20,16 @@ const GATHER: Duration = Duration::from_micros(100);
 pub enum Policy {
     /// Always "would block".
     Always,
-    /// "Would block" this many times of a hundred; as often only the first part of a request is done; else the device below
-    /// answers.
+    /// "Would block" this many times of a hundred; as often only the first part of a request is
+    /// done; else the device below answers.
     Sometimes(u8),
 }
 
-/// Answers "would block" by [`Policy`] and completes what is then submitted on a thread of its own, in a shuffled order
-/// that the seed determines (together with the moment of each arrival). Requests to one zone keep their order.
+/// Answers "would block" by [`Policy`] and completes what is then submitted on a thread of its own,
+/// in a shuffled order that the seed determines (together with the moment of each arrival).
+/// Requests to one zone keep their order.
 pub struct Deferred {
-    shared: Arc<Shared>,
+    shared: Arc<DeferredShared>,
     policy: Policy,
     executor: Option<JoinHandle<()>>,
 }
@@ -38,13 +39,13 @@ enum Job {
     Append(u64, IoBuf, Flags, AppendCompletion),
 }
 
-struct Shared {
+struct DeferredShared {
     inner: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<DeferredState>,
     changed: Condvar,
 }
 
-struct State {
+struct DeferredState {
     rng: Rng,
     jobs: Vec<Job>,
     /// Zones of jobs that were handed to the device below and are not answered.
@@ -55,8 +56,8 @@ struct State {
 impl Deferred {
     /// Decorates `inner`.
     pub fn new(inner: Arc<dyn Device>, policy: Policy, seed: u64) -> Self {
-        let state = State { rng: Rng::new(seed), jobs: Vec::new(), running: Vec::new(), stop: false };
-        let shared = Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() });
+        let state = DeferredState { rng: Rng::new(seed), jobs: Vec::new(), running: Vec::new(), stop: false };
+        let shared = Arc::new(DeferredShared { inner, state: Mutex::new(state), changed: Condvar::new() });
         let executor = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.execute()
@@ -98,8 +99,8 @@ impl Deferred {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl DeferredShared {
+    fn lock(&self) -> MutexGuard<'_, DeferredState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -108,7 +109,7 @@ impl Shared {
         self.inner.geometry().zones.map(|zones| offset / zones.zone_size)
     }
 
-    fn is_busy(&self, state: &State, offset: u64) -> bool {
+    fn is_busy(&self, state: &DeferredState, offset: u64) -> bool {
         let zone = self.zone(offset);
         zone.is_some_and(|zone| {
             state.running.contains(&zone)

@@ -19,8 +19,8 @@ const HELD_MAX: Duration = Duration::from_secs(20);
 /// Complaints that are kept; one is enough to fail a test.
 const COMPLAINTS_MAX: usize = 16;
 
-/// Which operations a fault hits. They are numbered from 0 in the order in which they arrive, from the making of the device
-/// on: those of one kind where the fault names a kind, else all together.
+/// Which operations a fault hits. They are numbered from 0 in the order in which they arrive, from
+/// the making of the device on: those of one kind where the fault names a kind, else all together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
     /// Each.
@@ -38,17 +38,20 @@ pub enum What {
     Fail(Error),
     /// All of it is done, and yet this is the answer.
     FailDone(Error),
-    /// A write does its first half (rounded down to blocks) and answers [`Error::Media`]. Others fail without effect.
+    /// A write does its first half (rounded down to blocks) and answers [`Error::Media`]. Others
+    /// fail without effect.
     Tear,
     /// There is no answer before [`Faulty::heal`]; the operation takes effect then.
     Hang,
     /// The operation begins only after this time; later ones overtake it.
     Delay(Duration),
-    /// A read is answered with one byte of each block turned over, as if all were well. Others are not touched.
+    /// A read is answered with one byte of each block turned over, as if all were well. Others are
+    /// not touched.
     Corrupt,
 }
 
-/// What was asked of the device so far. Requests that it refused because they break the contract are not counted.
+/// What was asked of the device so far. Requests that it refused because they break the contract
+/// are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
     /// Reads that arrived.
@@ -89,12 +92,13 @@ impl Counts {
     }
 }
 
-/// A disk in memory, meant to stand below another device. What is submitted is answered on a thread of its own; a try is
-/// answered "would block". It behaves well until [`fault`](Self::fault) and its like tell it otherwise, which they may at any
-/// time.
+/// A disk in memory, meant to stand below another device. What is submitted is answered on a thread
+/// of its own; a try is answered "would block". It behaves well until [`fault`](Self::fault) and
+/// its like tell it otherwise, which they may at any time.
 ///
-/// It also watches its user: [`complaints`](Self::complaints) lists two writes to one block in flight at once, requests that
-/// break the contract, and, where asked, reads of blocks that were never written.
+/// It also watches its user: [`complaints`](Self::complaints) lists two writes to one block in
+/// flight at once, requests that break the contract, and, where asked, reads of blocks that were
+/// never written.
 ///
 /// What still hangs when the device is dropped is answered [`Error::Gone`].
 ///
@@ -109,18 +113,18 @@ impl Counts {
 /// assert_eq!(disk.counts().writes, 2);
 /// ```
 pub struct Faulty {
-    shared: Arc<Shared>,
+    shared: Arc<FaultyShared>,
     inline: bool,
     executor: Option<JoinHandle<()>>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct FaultyShared {
+    state: Mutex<FaultyState>,
     changed: Condvar,
     geometry: Geometry,
 }
 
-struct State {
+struct FaultyState {
     bytes: Vec<u8>,
     /// Whether each block was ever written.
     written: Vec<bool>,
@@ -156,14 +160,15 @@ struct Job {
     due: Instant,
 }
 
-// ---- making it and telling it what to do -------------------------------------------------------------------------
+// ---- making it and telling it what to do --------------------------------------------------------
 
 impl Faulty {
-    /// A disk of `size` zero bytes, a multiple of `logical_block`, and that a power of two from 512 to 4096.
+    /// A disk of `size` zero bytes, a multiple of `logical_block`, and that a power of two from 512
+    /// to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         assert!(logical_block.is_power_of_two() && (512..=4096).contains(&logical_block));
         assert!(size > 0 && size.is_multiple_of(logical_block as usize));
-        let state = State {
+        let state = FaultyState {
             bytes: vec![0; size],
             written: vec![false; size / logical_block as usize],
             faults: Vec::new(),
@@ -195,7 +200,7 @@ impl Faulty {
             read_only: false,
             zones: None,
         };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), geometry });
+        let shared = Arc::new(FaultyShared { state: Mutex::new(state), changed: Condvar::new(), geometry });
         let executor = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.execute()
@@ -210,15 +215,16 @@ impl Faulty {
         self
     }
 
-    /// A disk that does one thing after the other, in the order of arrival, and takes `each` for it.
+    /// A disk that does one thing after the other, in the order of arrival, and takes `each` for
+    /// it.
     #[must_use]
     pub fn one_by_one(self, each: Duration) -> Self {
         self.shared.lock().service = each;
         self
     }
 
-    /// Answers tries on the caller's thread, as long as they neither hang nor are delayed; what is submitted still goes to the
-    /// device's own thread.
+    /// Answers tries on the caller's thread, as long as they neither hang nor are delayed; what is
+    /// submitted still goes to the device's own thread.
     #[must_use]
     pub fn inline(mut self) -> Self {
         self.inline = true;
@@ -232,8 +238,9 @@ impl Faulty {
         self
     }
 
-    /// From now on, `what` happens to the operations of kind `op` (`None`: of all kinds) that `when` names. Of several faults that
-    /// name one operation, the one that was given first counts.
+    /// From now on, `what` happens to the operations of kind `op` (`None`: of all kinds) that
+    /// `when` names. Of several faults that name one operation, the one that was given first
+    /// counts.
     pub fn fault(&self, op: Option<Op>, when: When, what: What) {
         self.shared.lock().faults.push(Fault { op, when, what });
     }
@@ -243,13 +250,14 @@ impl Faulty {
         self.shared.lock().no_space_from = Some(byte);
     }
 
-    /// Writes answer [`Error::NoSpace`] and do nothing if with them more than `bytes` would have been written since the device was
-    /// made.
+    /// Writes answer [`Error::NoSpace`] and do nothing if with them more than `bytes` would have
+    /// been written since the device was made.
     pub fn no_space_after(&self, bytes: u64) {
         self.shared.lock().no_space_after = Some(bytes);
     }
 
-    /// The disk is cut off at this byte: what reaches beyond it answers [`Error::Media`]. Its geometry does not tell.
+    /// The disk is cut off at this byte: what reaches beyond it answers [`Error::Media`]. Its
+    /// geometry does not tell.
     pub fn truncate_at(&self, byte: u64) {
         self.shared.lock().truncated_at = Some(byte);
     }
@@ -282,7 +290,7 @@ impl Faulty {
         self.shared.changed.notify_all();
     }
 
-    // ---- what it saw -----------------------------------------------------------------------------------------------
+    // ---- what it saw ----------------------------------------------------------------------------
 
     /// What was asked so far.
     pub fn counts(&self) -> Counts {
@@ -307,14 +315,18 @@ impl Faulty {
     }
 }
 
-// ---- how it works --------------------------------------------------------------------------------------------------
+// ---- how it works -------------------------------------------------------------------------------
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl FaultyShared {
+    fn lock(&self) -> MutexGuard<'_, FaultyState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, most: Option<Duration>) -> MutexGuard<'a, State> {
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, FaultyState>,
+        most: Option<Duration>,
+    ) -> MutexGuard<'a, FaultyState> {
         match most {
             Some(most) => self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0,
             None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -361,7 +373,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl FaultyState {
     /// Numbers an operation and finds what is to happen to it.
     fn arrive(&mut self, request: &Request, geometry: &Geometry) -> Result<Option<What>> {
         if let Err(error) = request.check(geometry) {
@@ -403,7 +415,8 @@ impl State {
         Ok(self.faults.iter().find(hit).map(|fault| fault.what))
     }
 
-    /// Does an operation that arrived, and counts it as answered. `data` is the buffer of a read or write.
+    /// Does an operation that arrived, and counts it as answered. `data` is the buffer of a read or
+    /// write.
     fn perform(
         &mut self,
         request: &Request,

@@ -1,9 +1,11 @@
 //! What every Freestone device is tested with (development only).
 //!
-//! * [`conformance`]: checks any device against the contract of [`freestone_core::device`], in both directions.
+//! * [`conformance`]: checks any device against the contract of [`freestone_core::device`], in both
+//!   directions.
 //! * [`Model`]: the plainest device there is, a byte vector under a mutex; the oracle.
 //! * [`Deferred`]: a decorator that answers "would block" and completes in a shuffled order.
-//! * [`Faulty`]: a disk in memory that fails, hangs, tears, corrupts and fills up when it is told to.
+//! * [`Faulty`]: a disk in memory that fails, hangs, tears, corrupts and fills up when it is told
+//!   to.
 //! * [`ModelZoned`]: the plainest zoned device.
 //!
 //! ```

@@ -15,8 +15,8 @@ pub struct Model {
 }
 
 impl Model {
-    /// A writable device of `size` zero bytes. `size` must be a multiple of `logical_block`, and that a power of two from
-    /// 512 to 4096.
+    /// A writable device of `size` zero bytes. `size` must be a multiple of `logical_block`, and
+    /// that a power of two from 512 to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         Self::with(vec![0; size], logical_block, false)
     }

@@ -32,17 +32,18 @@ pub struct ZonedConfig {
 #[derive(Debug)]
 pub struct ModelZoned {
     config: ZonedConfig,
-    state: Mutex<State>,
+    state: Mutex<ZonesState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ZonesState {
     bytes: Vec<u8>,
     zones: Vec<Zone>,
 }
 
 impl ModelZoned {
-    /// An empty device. The configuration must be possible: whole blocks, capacity up to the zone's size.
+    /// An empty device. The configuration must be possible: whole blocks, capacity up to the zone's
+    /// size.
     pub fn new(config: ZonedConfig) -> Self {
         let block = u64::from(LOGICAL_BLOCK);
         assert!(config.zone_size.is_multiple_of(block) && config.zone_capacity.is_multiple_of(block));
@@ -71,11 +72,11 @@ impl ModelZoned {
             }
         });
         let size = config.zone_size * u64::from(config.nr_zones);
-        let state = State { bytes: vec![0; size as usize], zones: zones.collect() };
+        let state = ZonesState { bytes: vec![0; size as usize], zones: zones.collect() };
         Self { config, state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ZonesState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -121,7 +122,7 @@ impl ModelZoned {
     }
 }
 
-impl State {
+impl ZonesState {
     fn count(&self, conditions: &[ZoneCondition]) -> u32 {
         self.zones.iter().filter(|zone| conditions.contains(&zone.condition)).count() as u32
     }

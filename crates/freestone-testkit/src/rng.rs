@@ -37,8 +37,8 @@ impl Rng {
         }
     }
 
-    /// Fills `out` with one of the kinds of content that devices treat differently: zeroes, one repeated byte, one repeated
-    /// 64-bit word, compressible, incompressible.
+    /// Fills `out` with one of the kinds of content that devices treat differently: zeroes, one
+    /// repeated byte, one repeated 64-bit word, compressible, incompressible.
     pub fn content(&mut self, out: &mut [u8]) {
         match self.below(6) {
             0 => out.fill(0),

@@ -1,8 +1,9 @@
 //! Exact mode: one run is one process, in which the seed decides every step.
 //!
-//! The process that is asked (`exact`) draws seeds and has each run by a process of its own (`case`), as what is static in the
-//! library outlives a run. Now and then a run is done twice: the same seed has to give the same run to the last step. A run that
-//! fails is made shorter, each attempt again a process, and printed as a test.
+//! The process that is asked (`exact`) draws seeds and has each run by a process of its own
+//! (`case`), as what is static in the library outlives a run. Now and then a run is done twice: the
+//! same seed has to give the same run to the last step. A run that fails is made shorter, each
+//! attempt again a process, and printed as a test.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -28,7 +29,8 @@ const PROGRAM: &str = "/proc/self/exe";
 const MUTANT: &str = "FREESTONE_MUTANT";
 /// Virtual steps of a run that may not be more.
 const POINTS_MAX: u64 = 2_000_000_000;
-/// Real time of a run that may not be more: whoever spins without a point at which others go on is caught by this.
+/// Real time of a run that may not be more: whoever spins without a point at which others go on is
+/// caught by this.
 const CASE_MAX: Duration = Duration::from_secs(120);
 /// Every so many runs, one is done twice.
 const TWICE_ONE_IN: u64 = 16;
@@ -105,8 +107,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs cases from this seed on, as many at a time as there are CPUs, until the time is over or so many were run. False where one failed:
-/// it was printed.
+/// Runs cases from this seed on, as many at a time as there are CPUs, until the time is over or so
+/// many were run. False where one failed: it was printed.
 ///
 /// # Errors
 /// The program cannot be started again.

@@ -1,4 +1,5 @@
-//! `freestone-torture MODE`: one of the modes. `cargo xtask torture` builds what each of them needs.
+//! `freestone-torture MODE`: one of the modes. `cargo xtask torture` builds what each of them
+//! needs.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -285,8 +285,8 @@ impl Op {
         )
     }
 
-    /// Whether it makes room, or changes a limit: what a request beside it met may be gone when that is
-    /// judged.
+    /// Whether it makes room, or changes a limit: what a request beside it met may be gone when
+    /// that is judged.
     pub fn frees(&self) -> bool {
         matches!(
             self,

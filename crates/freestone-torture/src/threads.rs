@@ -19,7 +19,8 @@ const STUCK: Duration = Duration::from_secs(240);
 /// How often a run that failed is repeated.
 const REPEATS: u32 = 20;
 
-/// Runs from this seed on until the time is over. Returns how many, and whether all went well; what did not was printed.
+/// Runs from this seed on until the time is over. Returns how many, and whether all went well; what
+/// did not was printed.
 pub fn threads(first: u64, time: Duration) -> (u64, bool) {
     let began = Instant::now();
     let ended = Arc::new(AtomicU64::new(0));

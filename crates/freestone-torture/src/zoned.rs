@@ -1,10 +1,13 @@
-//! Runs on zones: random operations on zones whose state is kept on a disk, with faults and crashes of both disks.
+//! Runs on zones: random operations on zones whose state is kept on a disk, with faults and crashes
+//! of both disks.
 //!
 //! # What is judged
-//! A zone's content is a generation (one more with each reset) and how much of it was written; what was written in which generation
-//! and block is known, so a report and a read together show the state. Kept for each zone are the states that it may be in now
-//! (several only after an operation that failed; the next report settles it) and those that it may be in after a crash: what was
-//! durable, and whatever came after it. Never may a write pointer stand above blocks that are not of one generation.
+//! A zone's content is a generation (one more with each reset) and how much of it was written; what
+//! was written in which generation and block is known, so a report and a read together show the
+//! state. Kept for each zone are the states that it may be in now (several only after an operation
+//! that failed; the next report settles it) and those that it may be in after a crash: what was
+//! durable, and whatever came after it. Never may a write pointer stand above blocks that are not
+//! of one generation.
 
 use std::fmt;
 
@@ -103,8 +106,8 @@ fn plan(rng: &mut Rng) -> Plan {
     Plan { write: chances, flush, clear: chances, ..Plan::default() }
 }
 
-/// What a zone may hold: blocks below `written` are of the generation, those between it and `written_max` are, up to any one of
-/// them.
+/// What a zone may hold: blocks below `written` are of the generation, those between it and
+/// `written_max` are, up to any one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Holds {
     generation: u64,
@@ -252,7 +255,8 @@ impl Run {
         Ok(holds)
     }
 
-    /// An operation that was to take the zone to `next` was answered. `durable`: what it leads to survives a crash.
+    /// An operation that was to take the zone to `next` was answered. `durable`: what it leads to
+    /// survives a crash.
     fn becomes(&mut self, zone: u32, now: Holds, next: Holds, done: bool, durable: bool) {
         let kept = &mut self.kept[zone as usize];
         if durable {
@@ -402,7 +406,8 @@ impl Run {
         Ok(())
     }
 
-    /// Which of these states the zone's blocks show; `None` where they could not be read for a reason.
+    /// Which of these states the zone's blocks show; `None` where they could not be read for a
+    /// reason.
     fn found(&self, zone: u32, allowed: &[Holds]) -> Result<Option<Holds>, String> {
         let mut bytes = vec![0; ZONE as usize];
         let faults = self.faults();
@@ -413,7 +418,8 @@ impl Run {
         for holds in allowed {
             let is_of = |block: u32| blocks[block as usize] == content(zone, holds.generation, block);
             let written = (0..CAPACITY).take_while(|&block| is_of(block)).count() as u32;
-            // What lies behind the write pointer reads as ones; what a finished zone has not got, as zeroes.
+            // What lies behind the write pointer reads as ones; what a finished zone has not got,
+            // as zeroes.
             let filled = |(block, bytes): (u32, &&[u8])| {
                 let is = |byte| bytes.iter().all(|&b| b == byte);
                 if block >= CAPACITY { is(0) || is(0xff) } else { is(if holds.full { 0 } else { 0xff }) }

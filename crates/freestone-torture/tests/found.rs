@@ -1,10 +1,11 @@
-//! Runs that failed once, as `cargo xtask torture` printed them, here with real threads. What each showed has a test of its own
-//! where it was mended.
+//! Runs that failed once, as `cargo xtask torture` printed them, here with real threads. What each
+//! showed has a test of its own where it was mended.
 
 use freestone_torture::exact::Work;
 use freestone_torture::run::{Judge, run};
 
-/// What only the exact mode needs is the seed of its schedule, and how often another thread goes on.
+/// What only the exact mode needs is the seed of its schedule, and how often another thread goes
+/// on.
 fn passes(_schedule: u64, _switch_one_in: u64, work: Work) {
     match work {
         Work::Stack(ops) => {
@@ -47,7 +48,8 @@ fn seed_58() {
     );
 }
 
-/// A backing device is full of what a restore that failed has left, and memory of what a fork could be given room by.
+/// A backing device is full of what a restore that failed has left, and memory of what a fork could
+/// be given room by.
 #[test]
 fn seed_504() {
     passes(

@@ -1,5 +1,5 @@
-//! An origin and its snapshots for the kernel lab: does what it reads from its standard input, a line at a time, and answers as
-//! `lab/snapshots.sh` makes the kernel answer.
+//! An origin and its snapshots for the kernel lab: does what it reads from its standard input, a
+//! line at a time, and answers as `lab/snapshots.sh` makes the kernel answer.
 //!
 //! ```text
 //! cow_lab NOISE ORIGIN [COW KIND CHUNK]...      CHUNK in sectors of 512 bytes; 0 takes the store's

@@ -1,7 +1,8 @@
 //! Freestone: virtual block devices whose locks are as fine as one page, one chunk or one zone.
 //!
-//! Start with [`device`], the contract between devices and exports; [`ram`] is the compressed RAM disk. Each kind of device is a crate
-//! of its own over `freestone-core`; this one is their common face.
+//! Start with [`device`], the contract between devices and exports; [`ram`] is the compressed RAM
+//! disk. Each kind of device is a crate of its own over `freestone-core`; this one is their common
+//! face.
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -1,5 +1,6 @@
-//! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and `<!-- end NAME -->` in README.md
-//! and in docs/ is made from `docs/runs/NAME.json`, which is what a benchmark wrote.
+//! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and
+//! `<!-- end NAME -->` in README.md and in docs/ is made from `docs/runs/NAME.json`, which is what
+//! a benchmark wrote.
 
 mod region;
 mod take;
@@ -30,7 +31,8 @@ const DOCS_DIR: &str = "docs";
     about = "Write the figures of published runs into README.md and docs/"
 )]
 struct Args {
-    /// First publish these runs: copy `benches/out/NAME.json` to docs/runs/; `reproduce` stands for all experiments and their charts
+    /// First publish these runs: copy `benches/out/NAME.json` to docs/runs/; `reproduce` stands for
+    /// all experiments and their charts
     #[arg(long, value_name = "NAME", num_args = 1..)]
     take: Vec<String>,
 }
@@ -117,7 +119,8 @@ impl Pages {
         Ok(pages)
     }
 
-    /// The page with every region made anew, and what could not be made: line, what. A region that could not be made stays.
+    /// The page with every region made anew, and what could not be made: line, what. A region that
+    /// could not be made stays.
     fn made(&self, path: &Path, text: &str) -> (String, Vec<(usize, String)>) {
         let pieces = match region::split(text) {
             Ok(pieces) => pieces,

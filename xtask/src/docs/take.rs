@@ -1,4 +1,5 @@
-//! A run becomes a published one: it gets its date and loses what is of one machine only, the places of its files.
+//! A run becomes a published one: it gets its date and loses what is of one machine only, the
+//! places of its files.
 
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,8 @@
 //! Modules of one crate that use one another in a circle.
 //!
-//! A file uses another if a path in it leads to something that is defined there, also by way of a `pub use`. A module that uses what its
-//! parents define is no part of a circle: that is what being a child means. Tests and loom models are not looked at.
+//! A file uses another if a path in it leads to something that is defined there, also by way of a
+//! `pub use`. A module that uses what its parents define is no part of a circle: that is what being
+//! a child means. Tests and loom models are not looked at.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -125,7 +126,8 @@ impl Modules {
         }
     }
 
-    /// The module that defines what `path` names in `module`; nothing for what is of another crate or of the function.
+    /// The module that defines what `path` names in `module`; nothing for what is of another crate
+    /// or of the function.
     fn resolve(&self, mut module: usize, path: &[String], aliases: usize) -> Option<usize> {
         let (first, mut rest) = path.split_first()?;
         match first.as_str() {

@@ -5,8 +5,8 @@ use std::path::Path;
 use super::Problem;
 
 const RUST_LINES_MAX: usize = 600;
-/// How far above an `unsafe` or an ordering its comment may end, in lines that are neither comments nor the middle of
-/// a chain of calls.
+/// How far above an `unsafe` or an ordering its comment may end, in lines that are neither comments
+/// nor the middle of a chain of calls.
 const COMMENT_REACH_LINES: usize = 3;
 
 const ORDERINGS: [&str; 4] = ["Relaxed", "Acquire", "Release", "AcqRel"];
@@ -79,7 +79,8 @@ pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// The line without what follows `//`. Strings are not looked into: a `//` in one hides the rest of its line.
+/// The line without what follows `//`. Strings are not looked into: a `//` in one hides the rest of
+/// its line.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }
@@ -99,12 +100,14 @@ fn is_unsafe(code: &str) -> bool {
 }
 
 fn uses_ordering(code: &str, ordering: &str) -> bool {
-    // The whole name, and names imported out of the enum, which would hide their uses from this check.
+    // The whole name, and names imported out of the enum, which would hide their uses from this
+    // check.
     let path = format!("Ordering::{ordering}");
     has_word(code, &path) || (code.contains("Ordering::{") && has_word(code, ordering))
 }
 
-/// Whether one of the words stands in a comment on the line or within `COMMENT_REACH_LINES` above it.
+/// Whether one of the words stands in a comment on the line or within `COMMENT_REACH_LINES` above
+/// it.
 fn explained(lines: &[&str], index: usize, words: &[&str]) -> bool {
     let mut code_lines = 0;
     for (above, line) in lines[..=index].iter().rev().enumerate() {

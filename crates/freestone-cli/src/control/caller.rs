@@ -25,8 +25,8 @@ impl Caller {
         CALLER.with_borrow(Self::clone)
     }
 
-    /// Whether nobody reads the answer any more: the client closed its socket, or ended. One that only says that it will ask
-    /// nothing more is there.
+    /// Whether nobody reads the answer any more: the client closed its socket, or ended. One that
+    /// only says that it will ask nothing more is there.
     pub fn is_gone(&self) -> bool {
         let Some(stream) = &self.0 else { return false };
         // A hang-up is told without being asked for, and only when both directions are shut.

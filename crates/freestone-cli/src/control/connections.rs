@@ -1,5 +1,6 @@
-//! The connections of the control socket. Their number is bounded, and nobody is refused: who comes waits for a place. Who is
-//! silent, or does not read what it is told, holds no place that another needs: the one that has been so for longest ends.
+//! The connections of the control socket. Their number is bounded, and nobody is refused: who comes
+//! waits for a place. Who is silent, or does not read what it is told, holds no place that another
+//! needs: the one that has been so for longest ends.
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -7,7 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a client was silent, at least, before its place goes to another. One that has just connected is about to ask.
+/// How long a client was silent, at least, before its place goes to another. One that has just
+/// connected is about to ask.
 const SILENT_MIN: Duration = Duration::from_secs(1);
 /// How often who waits for a place looks again, where nothing told it to.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -15,13 +17,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The open connections. One lock, held for a look or a change.
 pub struct Connections {
     places: usize,
-    state: Mutex<State>,
+    state: Mutex<ConnectionsState>,
     /// A connection has ended, or all are to end.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ConnectionsState {
     closing: bool,
     /// By number.
     open: HashMap<u64, Open>,
@@ -51,7 +53,7 @@ impl Connections {
         Arc::new(Self { places, state: Mutex::default(), changed: Condvar::new() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ConnectionsState> {
         // Nothing in here can be half done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -61,7 +63,8 @@ impl Connections {
         self.lock().closing
     }
 
-    /// A place for a client that has connected, as soon as there is one; `None` where all are to end.
+    /// A place for a client that has connected, as soon as there is one; `None` where all are to
+    /// end.
     pub fn add(self: &Arc<Self>, stream: &Arc<UnixStream>) -> Option<Place> {
         let mut state = self.lock();
         while !state.closing && state.open.len() >= self.places {
@@ -78,7 +81,8 @@ impl Connections {
         Some(Place { connections: Arc::clone(self), number })
     }
 
-    /// Ends the connection that has been silent for longest, if any has been for a while: something else than places is short.
+    /// Ends the connection that has been silent for longest, if any has been for a while: something
+    /// else than places is short.
     pub fn make_room(&self) {
         self.lock().end_most_silent();
     }
@@ -107,7 +111,7 @@ impl Connections {
     }
 }
 
-impl State {
+impl ConnectionsState {
     /// One at a time: while one ends, nobody else has to.
     fn end_most_silent(&mut self) {
         if self.open.values().any(|open| open.ending) {
@@ -124,7 +128,8 @@ impl State {
 }
 
 impl Place {
-    /// A verb is about to run; `None` where the connection ends, and nothing is to be done for it any more.
+    /// A verb is about to run; `None` where the connection ends, and nothing is to be done for it
+    /// any more.
     pub fn run(&self) -> Option<Running<'_>> {
         let mut state = self.connections.lock();
         let open = state.open.get_mut(&self.number).filter(|open| !open.ending)?;

@@ -1,11 +1,13 @@
-//! JSON-RPC 2.0 as it is spoken here: messages, error codes, limits. (<https://www.jsonrpc.org/specification>)
+//! JSON-RPC 2.0 as it is spoken here: messages, error codes, limits.
+//! (<https://www.jsonrpc.org/specification>)
 
 use freestone_spec::refusal::{Errno, Refusal, one_line};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// Longest line in either direction of a request; longer ones are answered with an error and skipped.
+/// Longest line in either direction of a request; longer ones are answered with an error and
+/// skipped.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
 /// Most requests in one batch.
 pub const MAX_BATCH_REQUESTS: usize = 256;
@@ -69,7 +71,8 @@ impl Fault {
         Self::plain(INVALID_REQUEST, message.into())
     }
 
-    /// What a client sent may be in the message: whatever that was, it stays one line, and does nothing to a terminal.
+    /// What a client sent may be in the message: whatever that was, it stays one line, and does
+    /// nothing to a terminal.
     fn plain(code: i32, message: String) -> Self {
         Self { code, message: one_line(message), data: None }
     }
@@ -119,7 +122,8 @@ impl Call {
         if !matches!(id, None | Some(Value::Null | Value::String(_) | Value::Number(_))) {
             return Self::broken(Fault::invalid_request("id: must be a string, a number or null"));
         }
-        // What is no request cannot be a notification either: it is answered, with the id if there was one.
+        // What is no request cannot be a notification either: it is answered, with the id if there
+        // was one.
         let wrong = |id: Option<Value>, message: &str| Self {
             id: Some(id.unwrap_or_default()),
             request: Err(Fault::invalid_request(message)),

@@ -1,6 +1,7 @@
 //! The server's end of the control socket: a thread for each of a bounded number of connections.
 //!
-//! A verb runs on the thread of its connection. So one that takes long, or whose disk hangs, holds up nobody but its client.
+//! A verb runs on the thread of its connection. So one that takes long, or whose disk hangs, holds
+//! up nobody but its client.
 
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
@@ -24,7 +25,8 @@ const MAX_CONNECTIONS: usize = 2048;
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the end of the server waits for verbs that are running.
 const STOP_GRACE: Duration = Duration::from_secs(2);
-/// Pause after a connection could not be accepted or given a thread (out of descriptors or threads), so that it does not spin.
+/// Pause after a connection could not be accepted or given a thread (out of descriptors or
+/// threads), so that it does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// What answers the requests.
@@ -106,7 +108,8 @@ fn start_connection(stream: UnixStream, connections: &Arc<Connections>, handler:
     loop {
         let (stream, place, handler) = (Arc::clone(&stream), Arc::clone(&place), Arc::clone(handler));
         let started = thread::Builder::new().name("control-client".into()).spawn(move || {
-            // Goes before the place does: when all places are empty nobody holds devices, which end with the server.
+            // Goes before the place does: when all places are empty nobody holds devices, which end
+            // with the server.
             let handler = handler;
             Caller::enter(&stream);
             if let Err(e) = serve(&stream, &place, handler.as_ref()) {
@@ -152,7 +155,8 @@ enum Line {
     End,
 }
 
-/// Reads one line into `line`, which never grows beyond the limit; the rest of a longer one is skipped.
+/// Reads one line into `line`, which never grows beyond the limit; the rest of a longer one is
+/// skipped.
 fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
     line.clear();
     let limit = MAX_LINE_BYTES as u64 + 1;

@@ -68,8 +68,8 @@ pub struct PrivateSocket {
 }
 
 impl PrivateSocket {
-    /// Listens at `path`, mode 0600. A socket that nobody serves any more is replaced; one with a living server,
-    /// and anything that is no socket, is refused.
+    /// Listens at `path`, mode 0600. A socket that nobody serves any more is replaced; one with a
+    /// living server, and anything that is no socket, is refused.
     pub fn bind(path: &Path) -> Result<Self> {
         let at = path.display();
         check_length(path)?;
@@ -125,14 +125,15 @@ fn refuse_taken(path: &Path) -> Result<()> {
     }
 }
 
-/// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time can others
-/// connect.
+/// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time
+/// can others connect.
 fn bind_private(parent: &Path, path: &Path) -> io::Result<UnixListener> {
     let dir = tempfile::Builder::new()
         .prefix(".freestone-")
         .permissions(Permissions::from_mode(0o700))
         .tempdir_in(parent)?;
-    // By way of the descriptor, so that the longer name does not count against the limit of a socket's path.
+    // By way of the descriptor, so that the longer name does not count against the limit of a
+    // socket's path.
     let handle = File::open(dir.path())?;
     let short = PathBuf::from(format!("/proc/self/fd/{}/s", handle.as_fd().as_raw_fd()));
     let listener = UnixListener::bind(&short)?;

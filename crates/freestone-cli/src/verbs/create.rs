@@ -31,7 +31,8 @@ pub struct Params {
 }
 
 impl Params {
-    /// Checks the device before the server is asked, and makes its paths independent of our directory.
+    /// Checks the device before the server is asked, and makes its paths independent of our
+    /// directory.
     pub fn checked(self) -> Result<Self, Usage> {
         let if_absent = self.if_absent;
         let entries = Entries::parse(&self.device).map_err(|e| Usage(e.to_string()))?;

@@ -1,4 +1,5 @@
-//! `delta show|save|apply NAME [FILE]`: what a fork or snapshot holds itself, as a qcow2 overlay on its base.
+//! `delta show|save|apply NAME [FILE]`: what a fork or snapshot holds itself, as a qcow2 overlay on
+//! its base.
 
 use std::env;
 use std::io::{self, Write};
@@ -100,7 +101,7 @@ pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
     Ok(here.join(path))
 }
 
-// ---- show ----------------------------------------------------------------------------------------------------------
+// ---- show ---------------------------------------------------------------------------------------
 
 /// `delta.show`.
 pub struct Show;
@@ -169,7 +170,7 @@ impl Verb for Show {
     }
 }
 
-// ---- save ----------------------------------------------------------------------------------------------------------
+// ---- save ---------------------------------------------------------------------------------------
 
 /// `delta.save`.
 pub struct Save;
@@ -237,7 +238,7 @@ impl Verb for Save {
     }
 }
 
-// ---- apply ---------------------------------------------------------------------------------------------------------
+// ---- apply --------------------------------------------------------------------------------------
 
 /// `delta.apply`.
 pub struct Apply;
@@ -290,7 +291,7 @@ impl Verb for Apply {
     }
 }
 
-// ---- common --------------------------------------------------------------------------------------------------------
+// ---- common -------------------------------------------------------------------------------------
 
 /// What is looked at, and the right to do so.
 struct Looked {
@@ -300,8 +301,8 @@ struct Looked {
     _origin: Option<Job>,
 }
 
-/// Of a fork, which may be in use, a snapshot for the time being. Of a snapshot of a fork what its origin had over the
-/// base; of other snapshots what they preserved.
+/// Of a fork, which may be in use, a snapshot for the time being. Of a snapshot of a fork what its
+/// origin had over the base; of other snapshots what they preserved.
 fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, Fault> {
     let name = entry.name();
     check_bare(entry, "looked into")?;
@@ -341,7 +342,8 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
 
 /// The file that a fork of it, or a snapshot of such a fork, stands on.
 fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), Fault> {
-    // The one thing that both stand on. What was restored may stand on a snapshot that was in the file.
+    // The one thing that both stand on. What was restored may stand on a snapshot that was in the
+    // file.
     let is_over = entry.kind.fork().or(entry.kind.memory_snapshot()).is_some();
     let base = match entry.needs() {
         [base] if is_over && !matches!(entry.spec.kind, KindSpec::Restored(_)) => Some(base),

@@ -38,7 +38,8 @@ pub struct Line {
     #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
                   mem_min=SIZE (guaranteed of the family's mem_limit)")]
     words: Vec<String>,
-    /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is the number
+    /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is
+    /// the number
     #[arg(long, value_name = "ADDR")]
     nbd: Option<String>,
     /// A fork for every connection, gone when that ends

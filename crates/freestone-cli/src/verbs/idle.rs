@@ -1,4 +1,5 @@
-//! `idle NAME all|SECONDS`: marks the pages of a RAM disk that nobody uses, for `writeback` and `recompress`.
+//! `idle NAME all|SECONDS`: marks the pages of a RAM disk that nobody uses, for `writeback` and
+//! `recompress`.
 
 use std::io::{self, Write};
 use std::time::Duration;

@@ -243,8 +243,8 @@ fn kind(row: &Row) -> String {
     format!("{}{merging}{zoned}{changed}", row.kind)
 }
 
-/// Whether `*` and `?` in the pattern can be filled to give the name. Goes back only to the last `*`, so the
-/// work is bounded by the product of the lengths.
+/// Whether `*` and `?` in the pattern can be filled to give the name. Goes back only to the last
+/// `*`, so the work is bounded by the product of the lengths.
 fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
     let (mut p, mut n) = (0, 0);

@@ -1,5 +1,5 @@
-//! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what the server
-//! does, and how the answer is shown to people.
+//! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
+//! the server does, and how the answer is shown to people.
 
 pub mod compact;
 pub mod create;
@@ -265,7 +265,8 @@ fn show<V: Verb>(params: &V::Params, answer: Value, common: &Common) -> Result<(
     Ok(())
 }
 
-/// Shows on one line of stderr how far a verb is, until it ends. Whatever fails here, the verb goes on.
+/// Shows on one line of stderr how far a verb is, until it ends. Whatever fails here, the verb goes
+/// on.
 fn watch(name: &str, common: &Common, end: &mpsc::Receiver<()>) {
     let mut shown = false;
     while matches!(end.recv_timeout(LOOK_EVERY), Err(mpsc::RecvTimeoutError::Timeout)) {

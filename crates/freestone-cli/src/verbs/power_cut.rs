@@ -1,4 +1,5 @@
-//! `power-cut NAME`: what a device is like after its power was lost, by a seed or at a point of its log.
+//! `power-cut NAME`: what a device is like after its power was lost, by a seed or at a point of its
+//! log.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -29,7 +30,8 @@ pub struct Params {
     #[arg(long, value_name = "SEED")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
-    /// Go to a point of the log of record=FILE: after so many entries, or at a mark; with --seed, cut there
+    /// Go to a point of the log of record=FILE: after so many entries, or at a mark; with --seed,
+    /// cut there
     #[arg(long, value_name = "N|MARK")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<String>,

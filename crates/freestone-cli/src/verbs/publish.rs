@@ -45,7 +45,8 @@ pub struct Params {
 }
 
 impl Params {
-    /// Checks the address before the server is asked, and makes its path independent of our directory.
+    /// Checks the address before the server is asked, and makes its path independent of our
+    /// directory.
     pub fn checked(mut self) -> Result<Self, Usage> {
         self.template_spec().map_err(|fault| Usage(fault.message))?;
         self.nbd = parse_address(&self.nbd, None)

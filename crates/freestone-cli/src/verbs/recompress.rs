@@ -1,4 +1,5 @@
-//! `recompress NAME [WORDS]`: packs pages of a RAM disk smaller with a secondary algorithm, in the kernel's words.
+//! `recompress NAME [WORDS]`: packs pages of a RAM disk smaller with a secondary algorithm, in the
+//! kernel's words.
 
 use std::io::{self, Write};
 

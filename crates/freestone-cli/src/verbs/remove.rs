@@ -61,7 +61,8 @@ impl Verb for Remove {
         let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         drop(claim);
-        // To give back a large device takes time, and a file is flushed: nobody else waits for that.
+        // To give back a large device takes time, and a file is flushed: nobody else waits for
+        // that.
         drop(entry);
         drop(leaves);
         Ok(Reply { name, connections_ended })

@@ -20,7 +20,8 @@ pub struct Reset;
 pub struct Params {
     /// The device: ram, null, or a fork
     name: String,
-    /// Also where clients are connected; they stay, and read zeroes (of a fork its base) from then on
+    /// Also where clients are connected; they stay, and read zeroes (of a fork its base) from then
+    /// on
     #[arg(long)]
     #[serde(default)]
     force: bool,

@@ -232,7 +232,8 @@ fn base(service: &Service, contents: &Contents) -> Result<Option<Arc<Entry>>, Fa
     Err(Fault::failed(Errno::ENODEV, why))
 }
 
-/// The family of disks that stand on nothing. They are compressed as they were, unless something else was said.
+/// The family of disks that stand on nothing. They are compressed as they were, unless something
+/// else was said.
 fn own_family(
     service: &Service,
     contents: &Contents,

@@ -32,7 +32,8 @@ pub struct Line {
     names: String,
     /// The file; a saved one that is there is replaced when the new one is complete
     file: PathBuf,
-    /// Save all that share memory with NAME; NAME may also be the file or image that forks were made of
+    /// Save all that share memory with NAME; NAME may also be the file or image that forks were
+    /// made of
     #[arg(long)]
     family: bool,
     /// Read whole bases, to tell at restoring that they are the same; else samples of them

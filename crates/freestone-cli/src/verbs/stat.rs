@@ -32,9 +32,10 @@ pub struct Params {
     name: Option<String>,
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..}, "bd_stat": {..},
-/// "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`, statistics
-/// where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+/// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
+/// "bd_stat": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
+/// "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`,
+/// statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
 pub type Reply = Map<String, Value>;
 
 impl Verb for Stat {

@@ -192,7 +192,8 @@ fn parse_range(text: &str) -> Option<RangeInclusive<u64>> {
     Some(low.parse().ok()?..=high.parse().ok()?)
 }
 
-/// The same pages, each once: however often a request names a page, the work is that of the disk's size.
+/// The same pages, each once: however often a request names a page, the work is that of the disk's
+/// size.
 fn merged(mut ranges: Vec<RangeInclusive<u64>>) -> Vec<RangeInclusive<u64>> {
     ranges.sort_unstable_by_key(|range| *range.start());
     let mut merged: Vec<RangeInclusive<u64>> = Vec::new();

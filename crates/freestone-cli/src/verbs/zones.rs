@@ -1,4 +1,5 @@
-//! `zones NAME [report|open|close|finish|reset]`: the zones of a device, shown as `blkzone report` of util-linux does.
+//! `zones NAME [report|open|close|finish|reset]`: the zones of a device, shown as `blkzone report`
+//! of util-linux does.
 
 use std::io::{self, Write};
 
@@ -126,7 +127,8 @@ impl Row {
         }
     }
 
-    /// As `blkzone report` writes it, in sectors. There are no hints of zones to be reset or written in any order.
+    /// As `blkzone report` writes it, in sectors. There are no hints of zones to be reset or
+    /// written in any order.
     fn line(&self) -> String {
         let condition = CONDITIONS.iter().find(|(_, _, name, _)| *name == self.condition);
         let (number, short) = condition.map_or((0, "?"), |(_, number, _, short)| (*number, *short));

@@ -30,8 +30,8 @@ pub fn unprivileged(dir: &Path) -> Command {
     }
     // Where the build directory lies, nobody may not be allowed to look.
     let copy = dir.join("freestone-copy");
-    // By cp: a descriptor of ours, open for writing, could be inherited by what another test starts just then,
-    // and the copy could not be run ("text file busy").
+    // By cp: a descriptor of ours, open for writing, could be inherited by what another test starts
+    // just then, and the copy could not be run ("text file busy").
     assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_freestone")).arg(&copy).status().unwrap().success());
     fs::set_permissions(&copy, Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
@@ -83,7 +83,8 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    /// As [`start_in`](Self::start_in), at the default paths; what the server logs is in the file `log`.
+    /// As [`start_in`](Self::start_in), at the default paths; what the server logs is in the file
+    /// `log`.
     #[allow(dead_code, reason = "the tests of the command line do not look at it")]
     pub fn logged_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S]) -> Self {
         let mut command = freestone(dir.path());
@@ -151,7 +152,8 @@ impl Serve {
 
 impl Drop for Serve {
     fn drop(&mut self) {
-        // A failed test must not leave a server behind; after `wait` it has ended and this does nothing.
+        // A failed test must not leave a server behind; after `wait` it has ended and this does
+        // nothing.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,5 @@
-//! The built program as its users meet it: its command line and sockets, clients that Debian ships, test drives, and what stalls.
+//! The built program as its users meet it: its command line and sockets, clients that Debian ships,
+//! test drives, and what stalls.
 
 mod cli;
 mod clients;

@@ -1,6 +1,7 @@
 //! Memory that a device owns while a submitted request runs.
 #![expect(unsafe_code)]
-// UNSAFETY: allocates zeroed memory with an alignment of its own, which Vec cannot, and views it as a slice.
+// UNSAFETY: allocates zeroed memory with an alignment of its own, which Vec cannot, and views it as
+// a slice.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -55,7 +56,8 @@ impl IoBuf {
         Ok(buf)
     }
 
-    /// Shows the first `len` bytes of the memory, at most what was allocated. What was hidden keeps its content.
+    /// Shows the first `len` bytes of the memory, at most what was allocated. What was hidden keeps
+    /// its content.
     pub fn show(&mut self, len: usize) {
         self.len = len.min(self.capacity);
     }
@@ -76,7 +78,8 @@ impl Drop for IoBuf {
 impl Deref for IoBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` of `capacity` initialised bytes owned by self (or a dangling pointer with len 0).
+        // SAFETY: `len` of `capacity` initialised bytes owned by self (or a dangling pointer with
+        // len 0).
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 }

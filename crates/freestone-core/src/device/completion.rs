@@ -6,10 +6,12 @@ use super::{Error, IoBuf, Result};
 
 type Callback = Box<dyn FnOnce(Result<()>, IoBuf) + Send>;
 
-/// Called exactly once with the outcome and the request's buffer. A completion that is dropped uncalled (a
-/// device that went away, a thread that panicked) answers [`Error::Gone`], so no request is ever forgotten.
+/// Called exactly once with the outcome and the request's buffer. A completion that is dropped
+/// uncalled (a device that went away, a thread that panicked) answers [`Error::Gone`], so no
+/// request is ever forgotten.
 ///
-/// The callback runs on a thread of the device: it must be short and must not call back into the device.
+/// The callback runs on a thread of the device: it must be short and must not call back into the
+/// device.
 pub struct Completion(Option<Callback>);
 
 impl Completion {

@@ -42,8 +42,8 @@ pub struct Counted {
 }
 
 impl OpCounts {
-    /// Counts what one try came to: its bytes where it made progress, the operation when it ended. What would block counts
-    /// when it is submitted.
+    /// Counts what one try came to: its bytes where it made progress, the operation when it ended.
+    /// What would block counts when it is submitted.
     #[inline]
     pub fn tried(&self, request: &Request, outcome: &Result<Tried>) {
         match outcome {

@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
-/// Why a request failed. Closed on purpose: every export maps every variant, and a new one must be mapped
-/// everywhere before it compiles.
+/// Why a request failed. Closed on purpose: every export maps every variant, and a new one must be
+/// mapped everywhere before it compiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 pub enum Error {
     /// The range does not lie inside the device.
@@ -65,8 +65,8 @@ impl Error {
         Self::ZoneTooManyActive,
     ];
 
-    /// The Linux errno that a block device of the kernel would answer with. Exports whose protocol knows fewer
-    /// numbers map from the variant, not from this.
+    /// The Linux errno that a block device of the kernel would answer with. Exports whose protocol
+    /// knows fewer numbers map from the variant, not from this.
     pub const fn errno(self) -> i32 {
         match self {
             Self::OutOfRange | Self::Misaligned => libc::EINVAL,
@@ -76,7 +76,8 @@ impl Error {
             Self::Media | Self::ZoneWritePointer | Self::ZoneCondition | Self::ZoneBoundary => libc::EIO,
             Self::Gone => libc::ESHUTDOWN,
             Self::Unsupported => libc::EOPNOTSUPP,
-            // The numbers of the kernel's BLK_STS_ZONE_OPEN_RESOURCE and BLK_STS_ZONE_ACTIVE_RESOURCE.
+            // The numbers of the kernel's BLK_STS_ZONE_OPEN_RESOURCE and
+            // BLK_STS_ZONE_ACTIVE_RESOURCE.
             Self::ZoneTooManyOpen => libc::ETOOMANYREFS,
             Self::ZoneTooManyActive => libc::EOVERFLOW,
         }

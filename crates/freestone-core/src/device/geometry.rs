@@ -1,7 +1,7 @@
 //! What a device says of itself.
 
-/// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two calls, the
-/// rest stays as it is for the life of the device.
+/// Sizes, alignments and promises of a device. Asked, never assumed; `size` may grow between two
+/// calls, the rest stays as it is for the life of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "independent promises, each with a name")]
 pub struct Geometry {
@@ -15,15 +15,16 @@ pub struct Geometry {
     pub io_min: u32,
     /// Preferred request size for streaming in bytes.
     pub io_opt: u32,
-    /// The largest request that clients should send, in bytes, a multiple of `logical_block`; 0 is no limit. A larger one
-    /// is done in pieces.
+    /// The largest request that clients should send, in bytes, a multiple of `logical_block`; 0 is
+    /// no limit. A larger one is done in pieces.
     pub max_request: u32,
-    /// Smallest range that a discard can free, in bytes; 0 where a discard frees nothing (it is answered all the same).
+    /// Smallest range that a discard can free, in bytes; 0 where a discard frees nothing (it is
+    /// answered all the same).
     pub discard_granularity: u32,
     /// Writing zeroes that may become a hole takes far less work than writing data.
     pub fast_zeroes: bool,
-    /// Writes may sit in a volatile cache until a flush. Where false, a write is as durable as the device ever
-    /// makes it when it is answered, and a flush has nothing to do.
+    /// Writes may sit in a volatile cache until a flush. Where false, a write is as durable as the
+    /// device ever makes it when it is answered, and a flush has nothing to do.
     pub volatile_cache: bool,
     /// The content ends with the process: a RAM disk.
     pub volatile_media: bool,

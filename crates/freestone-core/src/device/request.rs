@@ -11,10 +11,12 @@ pub enum Op {
     Read,
     /// Store the buffer on the device.
     Write,
-    /// Forget the range: a hint. Parts smaller than the discard granularity are skipped, as in zram. What is
-    /// read afterwards is zeroes or the old data, and does not change from one read to the next.
+    /// Forget the range: a hint. Parts smaller than the discard granularity are skipped, as in
+    /// zram. What is read afterwards is zeroes or the old data, and does not change from one read
+    /// to the next.
     Discard,
-    /// Make the range read as zeroes, to the byte. With [`Flags::MAY_FREE`] its space may be given back.
+    /// Make the range read as zeroes, to the byte. With [`Flags::MAY_FREE`] its space may be given
+    /// back.
     WriteZeroes,
     /// Make every write that was answered before this request durable. Offset and length are zero.
     Flush,
@@ -28,8 +30,8 @@ bitflags! {
         const FUA = 1;
         /// Write zeroes: the range may become a hole.
         const MAY_FREE = 2;
-        /// Read: nobody will look at the buffer, so a device that stores nothing may leave it as it is. For measuring
-        /// in-process; exports never set it.
+        /// Read: nobody will look at the buffer, so a device that stores nothing may leave it as it
+        /// is. For measuring in-process; exports never set it.
         const UNREAD = 4;
     }
 }
@@ -83,7 +85,8 @@ impl Request {
         self
     }
 
-    /// The checks that every device makes first, in this order: length and alignment, range, read-only.
+    /// The checks that every device makes first, in this order: length and alignment, range,
+    /// read-only.
     #[inline]
     pub fn check(&self, geometry: &Geometry) -> Result<()> {
         self.check_place(geometry.size, geometry.logical_block)?;
@@ -93,8 +96,9 @@ impl Request {
         Ok(())
     }
 
-    /// The part of [`check`](Self::check) that a writable device needs: length and alignment, range. As every device makes it
-    /// first, debug builds also check here that whoever calls a device has no table pinned.
+    /// The part of [`check`](Self::check) that a writable device needs: length and alignment,
+    /// range. As every device makes it first, debug builds also check here that whoever calls a
+    /// device has no table pinned.
     #[inline]
     pub fn check_place(&self, size: u64, logical_block: u32) -> Result<()> {
         crate::pin::assert_unpinned();
@@ -112,7 +116,8 @@ impl Request {
     }
 }
 
-/// The end of a range of which extents are asked: what every device checks of it first, as it does with a request.
+/// The end of a range of which extents are asked: what every device checks of it first, as it does
+/// with a request.
 ///
 /// # Errors
 /// Empty, or not within `size`.
@@ -126,7 +131,8 @@ pub fn range_end(offset: u64, len: u64, size: u64) -> Result<u64> {
 pub enum Buffer<'a> {
     /// Discard, write zeroes, flush.
     None,
-    /// Read: where the data goes. After an error or beyond the completed part its content is unspecified.
+    /// Read: where the data goes. After an error or beyond the completed part its content is
+    /// unspecified.
     Read(&'a mut [u8]),
     /// Write: where the data is.
     Write(&'a [u8]),

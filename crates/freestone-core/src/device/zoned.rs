@@ -42,7 +42,8 @@ pub struct Zone {
     pub len: u64,
     /// How much of it can be written.
     pub capacity: u64,
-    /// Where the next write goes (absolute). For conventional, read-only and offline zones: the end of the zone.
+    /// Where the next write goes (absolute). For conventional, read-only and offline zones: the end
+    /// of the zone.
     pub write_pointer: u64,
     /// Its type.
     pub kind: ZoneType,
@@ -69,15 +70,16 @@ pub type AppendCompletion = Box<dyn FnOnce(Result<u64>) + Send>;
 /// A zoned device.
 ///
 /// # What an implementor must do
-/// * Zone operations, writes and appends to one zone take effect one after the other; a write or append is all
-///   or nothing, also when it is only tried.
+/// * Zone operations, writes and appends to one zone take effect one after the other; a write or
+///   append is all or nothing, also when it is only tried.
 /// * A write that does not start at the write pointer, or does not fit, changes nothing.
 /// * `report` shows each zone as it was at one moment; two zones may be seen at two moments.
 ///
 /// # What an implementor may rely on
 /// * Offsets handed to `zone_op` and `append` are checked by the device, not by the caller.
 pub trait Zoned: Device {
-    /// Calls `row` for the zones from the one that holds `offset` on, until it returns false or the device ends.
+    /// Calls `row` for the zones from the one that holds `offset` on, until it returns false or the
+    /// device ends.
     ///
     /// # Errors
     /// [`OutOfRange`](super::Error::OutOfRange).
@@ -95,8 +97,8 @@ pub trait Zoned: Device {
     /// [`Media`](super::Error::Media) where a backing failed.
     fn reset_all(&self) -> Result<()>;
 
-    /// Writes `data` at the write pointer of the zone that starts at `offset`, on the caller's thread. `None` is
-    /// "would block", nothing was written; else the byte where the data went.
+    /// Writes `data` at the write pointer of the zone that starts at `offset`, on the caller's
+    /// thread. `None` is "would block", nothing was written; else the byte where the data went.
     ///
     /// # Errors
     /// Zone errors.

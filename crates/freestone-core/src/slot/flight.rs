@@ -1,19 +1,21 @@
-//! Slots in flight: a slot whose content is on its way from a disk holds no lock, but a kind of its own, and requests
-//! that need it queue here.
+//! Slots in flight: a slot whose content is on its way from a disk holds no lock, but a kind of its
+//! own, and requests that need it queue here.
 //!
 //! # Protocol
-//! * [`depart`](Flights::depart): under the slot's lock, the word becomes `InFlight(n)` and flight `n` opens.
-//! * [`wait`](Flights::wait): under the slot's lock, while it is in flight, a waiter is added to flight `n`.
-//! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published; the caller lets those
-//!   go on that waited, in the order in which they came.
+//! * [`depart`](Flights::depart): under the slot's lock, the word becomes `InFlight(n)` and flight
+//!   `n` opens.
+//! * [`wait`](Flights::wait): under the slot's lock, while it is in flight, a waiter is added to
+//!   flight `n`.
+//! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is
+//!   published; the caller lets those go on that waited, in the order in which they came.
 //!
-//! All three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees the
-//! new word. A flight ends once: whoever comes later (a disk that answers after its deadline) finds
-//! another word in the slot. A CPU's numbers are not used again before all of them
-//! were, 2^36 of all CPUs together.
+//! All three hold the slot's lock, so a waiter is either in the list that `land` takes, or its
+//! request sees the new word. A flight ends once: whoever comes later (a disk that answers after
+//! its deadline) finds another word in the slot. A CPU's numbers are not used again before all of
+//! them were, 2^36 of all CPUs together.
 //!
-//! Lock order: slot, then the flight's shard. Slots share shards by chance only, and the slots of different CPUs
-//! seldom, so no two requests meet in one lock for long.
+//! Lock order: slot, then the flight's shard. Slots share shards by chance only, and the slots of
+//! different CPUs seldom, so no two requests meet in one lock for long.
 
 use std::collections::HashMap;
 
@@ -70,8 +72,8 @@ impl<W> Flights<W> {
 
     /// Puts a slot in flight and unlocks it. Returns the flight's number.
     ///
-    /// A pass that has picked the slot finds it in flight and forgets it; so what lands has no mark of it, which nobody
-    /// would ever take away. It is as old as who lands it says.
+    /// A pass that has picked the slot finds it in flight and forgets it; so what lands has no mark
+    /// of it, which nobody would ever take away. It is as old as who lands it says.
     pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
         let held = if held.is_picked() { held.unpicked(0) } else { held };
@@ -95,7 +97,8 @@ impl<W> Flights<W> {
         }
     }
 
-    /// Ends the flight of a locked slot: publishes what `new` makes of the word that it held, and unlocks.
+    /// Ends the flight of a locked slot: publishes what `new` makes of the word that it held, and
+    /// unlocks.
     pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> Landed<W> {
         let number = number(&guard);
         let flight = self.shard(number).remove(&number);

@@ -1,8 +1,8 @@
 //! Slots: one 64-bit word a page, its lock inside, in leaves under a directory.
 //!
-//! Read in this order: `word` (the bits), `lock` (the lock bit and who waits for it), `flight` (a slot whose
-//! content is on its way), `nodes` and `table` (where the words lie), [`chain`] (words that go from one table to
-//! another).
+//! Read in this order: `word` (the bits), `lock` (the lock bit and who waits for it), `flight` (a
+//! slot whose content is on its way), `nodes` and `table` (where the words lie), [`chain`] (words
+//! that go from one table to another).
 
 pub mod chain;
 mod flight;

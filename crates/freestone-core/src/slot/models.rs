@@ -21,15 +21,16 @@ fn shared() -> Arc<Shared> {
     Arc::new(Shared { slot: AtomicU64::new(0), parking: Parking::default(), inside: UnsafeCell::new(0) })
 }
 
-/// Three threads: every interleaving with at most three preemptions, which is known to find nearly all faults.
+/// Three threads: every interleaving with at most three preemptions, which is known to find nearly
+/// all faults.
 fn bounded(body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(body);
 }
 
-/// Mutual exclusion, and no lost wake-up: loom reports both a concurrent access to the cell and a thread that sleeps
-/// for ever.
+/// Mutual exclusion, and no lost wake-up: loom reports both a concurrent access to the cell and a
+/// thread that sleeps for ever.
 fn threads_take_turns(threads: u32, rounds: u32) {
     let shared = shared();
     let work = {
@@ -104,8 +105,8 @@ fn slots_share_a_bucket() {
     });
 }
 
-/// A new word is published together with what it stands for: a reader under the lock never sees one without the other,
-/// and two writers never lose an object.
+/// A new word is published together with what it stands for: a reader under the lock never sees one
+/// without the other, and two writers never lose an object.
 #[test]
 fn a_word_and_its_object_are_published_together() {
     bounded(|| {
@@ -170,8 +171,9 @@ fn nobody_waits_for_a_flight_that_has_landed() {
     });
 }
 
-/// The answer of the disk and the deadline race to land a slot, while somebody waits: one of them does it, and the
-/// waiter hears of it once. A second flight of the slot is not landed by the first one's late answer.
+/// The answer of the disk and the deadline race to land a slot, while somebody waits: one of them
+/// does it, and the waiter hears of it once. A second flight of the slot is not landed by the first
+/// one's late answer.
 #[test]
 fn a_flight_lands_once() {
     bounded(|| {
@@ -208,8 +210,8 @@ fn a_flight_lands_once() {
     });
 }
 
-/// A page is written to disk while others overwrite it, and a second pass picks it as well: what the slot says in the
-/// end is the last content, in memory or on disk.
+/// A page is written to disk while others overwrite it, and a second pass picks it as well: what
+/// the slot says in the end is the last content, in memory or on disk.
 #[test]
 fn stale_bytes_never_become_a_page() {
     bounded(|| {
@@ -260,7 +262,8 @@ fn stale_bytes_never_become_a_page() {
     });
 }
 
-/// Two threads that need one leaf get the same one, a third that looks sees nothing or it, and no node leaks.
+/// Two threads that need one leaf get the same one, a third that looks sees nothing or it, and no
+/// node leaks.
 #[test]
 fn a_leaf_is_made_once() {
     bounded(|| {
@@ -289,13 +292,14 @@ fn a_leaf_is_made_once() {
     });
 }
 
-/// A change swaps the directory under requests that are pinned to the old one: nobody touches it after it was taken down,
-/// and what was answered before the swap is not seen after it.
+/// A change swaps the directory under requests that are pinned to the old one: nobody touches it
+/// after it was taken down, and what was answered before the swap is not seen after it.
 #[test]
 fn a_swapped_directory_is_not_touched_any_more() {
     use crate::pin::{Swap, pinned};
     loom::model(|| {
-        // The cell stands for the directory's memory: loom reports a use that overlaps the take-down.
+        // The cell stands for the directory's memory: loom reports a use that overlaps the
+        // take-down.
         let swap = Arc::new(Swap::new(Box::new(UnsafeCell::new(1_u32))));
         let request = {
             let swap = Arc::clone(&swap);

@@ -57,7 +57,8 @@ mod real {
             // Relaxed: a statistic.
             self.used.fetch_sub(nodes.len() as u64, Ordering::Relaxed);
             for node in nodes {
-                // SAFETY: nodes are only ever seen as atomics, so what a wrong number does is a wrong table, and no more.
+                // SAFETY: nodes are only ever seen as atomics, so what a wrong number does is a
+                // wrong table, and no more.
                 unsafe { self.arena.free(node) };
             }
         }
@@ -66,7 +67,8 @@ mod real {
         #[inline]
         pub fn get(&self, node: u32) -> &Node {
             let address = self.arena.at(u64::from(node) * NODE_BYTES).cast::<Node>();
-            // SAFETY: a whole mapped page, aligned, and only ever seen as atomics; it lives as long as the arena.
+            // SAFETY: a whole mapped page, aligned, and only ever seen as atomics; it lives as long
+            // as the arena.
             unsafe { address.as_ref() }
         }
 

@@ -1,5 +1,5 @@
-//! The root of a slot table: an entry for each GiB of the largest device there can be. Parts of it that are not touched cost
-//! no memory.
+//! The root of a slot table: an entry for each GiB of the largest device there can be. Parts of it
+//! that are not touched cost no memory.
 
 #[cfg(loom)]
 pub use model::Root;
@@ -9,7 +9,8 @@ pub use real::Root;
 #[cfg(not(loom))]
 mod real {
     #![expect(unsafe_code)]
-    // UNSAFETY: a mapping of its own. The allocator would take 2 MiB that were used before, and zero them.
+    // UNSAFETY: a mapping of its own. The allocator would take 2 MiB that were used before, and
+    // zero them.
 
     use std::ops::Deref;
     use std::ptr::NonNull;
@@ -40,7 +41,8 @@ mod real {
                 )
             };
             let address = address.map_err(|_| Error::NoMemory)?;
-            // An entry must not bring in a huge page. Where there are none the advice is refused, and not needed.
+            // An entry must not bring in a huge page. Where there are none the advice is refused,
+            // and not needed.
             // SAFETY: the range was just mapped; the advice changes no content.
             let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxNoHugepage) };
             let entries = NonNull::new(address.cast()).ok_or(Error::NoMemory)?;
@@ -53,7 +55,8 @@ mod real {
 
         #[inline]
         fn deref(&self) -> &[AtomicU64] {
-            // SAFETY: mapped with this length until the drop, zeroed by the kernel, and aligned to a page.
+            // SAFETY: mapped with this length until the drop, zeroed by the kernel, and aligned to
+            // a page.
             unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.len) }
         }
     }

@@ -4,9 +4,9 @@
 //! root (in the table) --> directory node (512 leaves, 1 GiB) --> leaf (512 slots, 2 MiB) --> slot (one page)
 //! ```
 //!
-//! An entry is 0 where nothing lies below, else the node's number plus one. Entries go from 0 to a number once, by
-//! compare-and-swap, and stay until the table is taken down, so a lookup takes no lock. Looking never creates: a device
-//! of any size that was only read costs its root.
+//! An entry is 0 where nothing lies below, else the node's number plus one. Entries go from 0 to a
+//! number once, by compare-and-swap, and stay until the table is taken down, so a lookup takes no
+//! lock. Looking never creates: a device of any size that was only read costs its root.
 
 use super::lock::{SlotGuard, lock};
 use super::nodes::{FANOUT_BITS, Nodes};
@@ -62,7 +62,8 @@ pub struct Leaf<'a> {
 }
 
 impl Table {
-    /// An empty table. `id` names it in the pool's back-references and is not used twice in a family.
+    /// An empty table. `id` names it in the pool's back-references and is not used twice in a
+    /// family.
     pub fn new(id: u32, common: Arc<Common>) -> Result<Self> {
         Ok(Self { id, root: Root::new(ROOT_ENTRIES)?, root_end: AtomicU64::new(0), common })
     }
@@ -92,7 +93,8 @@ impl Table {
     #[cold]
     fn make_leaf(&self, slot: u64) -> Result<Leaf<'_>> {
         let root = slot >> (2 * FANOUT_BITS);
-        // Release: pairs with the Acquire in `end`; raised first, so that a walk never misses an entry that exists.
+        // Release: pairs with the Acquire in `end`; raised first, so that a walk never misses an
+        // entry that exists.
         self.root_end.fetch_max(root + 1, Ordering::Release);
         let directory = self.make(&self.root[root as usize])?;
         let words = self.make(&directory[(slot >> FANOUT_BITS & LOW) as usize])?;
@@ -111,7 +113,8 @@ impl Table {
             return Ok(words);
         }
         let node = self.common.nodes.alloc()?;
-        // Release: pairs with the Acquire in `existing`. Acquire on failure: pairs with the winner's Release.
+        // Release: pairs with the Acquire in `existing`. Acquire on failure: pairs with the
+        // winner's Release.
         let winner =
             match entry.compare_exchange(0, u64::from(node) + 1, Ordering::Release, Ordering::Acquire) {
                 Ok(_) => node,
@@ -123,7 +126,8 @@ impl Table {
         Ok(self.common.nodes.get(winner))
     }
 
-    /// The first slot at or after `from` and before `end` whose leaf exists, skipping what is absent in strides.
+    /// The first slot at or after `from` and before `end` whose leaf exists, skipping what is
+    /// absent in strides.
     pub fn next_present(&self, from: u64, end: u64) -> Option<u64> {
         let mut slot = from;
         let end = end.min(self.end());

@@ -11,8 +11,9 @@ fn table() -> Table {
     Table::new(3, Arc::new(Common::new().unwrap())).unwrap()
 }
 
-/// A thread that holds a slot does not run (here: it sleeps until everybody else is through). Threads that want other slots,
-/// also of the same leaf, finish; those that want this one get it afterwards, each once.
+/// A thread that holds a slot does not run (here: it sleeps until everybody else is through).
+/// Threads that want other slots, also of the same leaf, finish; those that want this one get it
+/// afterwards, each once.
 #[test]
 fn a_holder_that_does_not_run_stalls_only_its_slot() {
     for threads in [8, 16, 32] {
@@ -25,7 +26,8 @@ fn a_holder_that_does_not_run_stalls_only_its_slot() {
                 scope.spawn(move || {
                     start.wait();
                     for round in 0..2000 {
-                        // All but slot 0, in the same leaf and in the next one, shared with the other threads.
+                        // All but slot 0, in the same leaf and in the next one, shared with the
+                        // other threads.
                         let slot = 1 + (thread * 7 + round) % (2 * LEAF_SLOTS - 1);
                         let guard = table.leaf_or_new(slot).unwrap().lock(slot);
                         let count = guard.word().location() as u32;

@@ -36,7 +36,8 @@ pub enum Kind {
     InFlight = 5,
     /// The page lies on the backing device.
     Spilled = 6,
-    /// In a snapshot: the page was never written since the origin was at its base, whatever the origin holds now.
+    /// In a snapshot: the page was never written since the origin was at its base, whatever the
+    /// origin holds now.
     Base = 7,
 }
 
@@ -104,8 +105,8 @@ impl Word {
         Self::new(Kind::InFlight, 0, 0, flight)
     }
 
-    /// A page whose object of `size` bytes (0: a whole page), made by algorithm number `algorithm`, lies on the backing
-    /// device at `location`.
+    /// A page whose object of `size` bytes (0: a whole page), made by algorithm number `algorithm`,
+    /// lies on the backing device at `location`.
     pub const fn spilled(location: u64, size: u32, algorithm: u8) -> Self {
         Self::new(Kind::Spilled, algorithm, size, location)
     }
@@ -125,8 +126,8 @@ impl Word {
         }
     }
 
-    /// The word of this slot, which holds a compressed or huge object, once the object lies at `location` of the backing
-    /// device: as it is, or as an `uncompressed` page.
+    /// The word of this slot, which holds a compressed or huge object, once the object lies at
+    /// `location` of the backing device: as it is, or as an `uncompressed` page.
     #[must_use]
     pub const fn spilled_to(self, location: u64, uncompressed: bool) -> Self {
         let kept = if uncompressed { 0 } else { self.0 & (ALGORITHM_MASK | SIZE_MASK) };
@@ -184,7 +185,7 @@ impl Word {
         Self(self.0 & ((1 << LOCATION_SHIFT) - 1) | location << LOCATION_SHIFT)
     }
 
-    // ---- what background passes know of a slot; never of an empty one, which is all zeroes -------------------------
+    // ---- what background passes know of a slot; never of an empty one, which is all zeroes ------
 
     /// Whether nobody has touched the page since it was marked.
     pub const fn is_idle(self) -> bool {
@@ -220,8 +221,8 @@ impl Word {
         Self(self.0 & !AGE_MASK | (age as u64) << AGE_SHIFT)
     }
 
-    /// A background pass, whose work has this tag, takes the page on. The mark is gone as soon as somebody changes the
-    /// page, so a pass that finds its tag again knows that nobody has.
+    /// A background pass, whose work has this tag, takes the page on. The mark is gone as soon as
+    /// somebody changes the page, so a pass that finds its tag again knows that nobody has.
     #[must_use]
     pub const fn picked(self, tag: u8) -> Self {
         Self(self.0 | PICKED).with_age(tag)
@@ -243,8 +244,8 @@ impl Word {
         Self(self.0 & !PICKED).with_age(age)
     }
 
-    /// The word after a read in epoch `now`: not idle. An empty one stays as it is; a picked one keeps its tag, so that
-    /// a page which is read all the time can still leave memory.
+    /// The word after a read in epoch `now`: not idle. An empty one stays as it is; a picked one
+    /// keeps its tag, so that a page which is read all the time can still leave memory.
     #[inline]
     #[must_use]
     pub const fn touched(self, now: u8) -> Self {

@@ -1,9 +1,11 @@
 //! Whether a store missed writes of its origin.
 //!
-//! An origin that was written while a persistent store was not open makes a mixture of that store's snapshot, and nothing in the
-//! store tells. So the origin's content has a number, the [`Stamp`], which is another one after every write. A store that is closed in order
-//! records that number; the origin has it beside its data ([`Notes`]), with what shows whether others changed it since. Either record
-//! is removed when store or origin is opened, durably and before anything is written: after a crash the answer is "unknown".
+//! An origin that was written while a persistent store was not open makes a mixture of that store's
+//! snapshot, and nothing in the store tells. So the origin's content has a number, the [`Stamp`],
+//! which is another one after every write. A store that is closed in order records that number; the
+//! origin has it beside its data ([`Notes`]), with what shows whether others changed it since.
+//! Either record is removed when store or origin is opened, durably and before anything is written:
+//! after a crash the answer is "unknown".
 //!
 //! | origin | store | |
 //! |---|---|---|
@@ -13,8 +15,9 @@
 //!
 //! In one session the same holds for a store that is removed and opened again.
 //!
-//! A store's stamp is taken before its snapshot leaves the origin's list, and a write sets `written` after it looked at that list. So a
-//! write that preserves nothing for the snapshot changes the stamp after the store got it.
+//! A store's stamp is taken before its snapshot leaves the origin's list, and a write sets
+//! `written` after it looked at that list. So a write that preserves nothing for the snapshot
+//! changes the stamp after the store got it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,7 +30,8 @@ use freestone_core::unique;
 pub enum Missed {
     /// It did not, or it is new.
     Nothing,
-    /// It is unknown: the origin or the store was not closed in order, or nothing is recorded beside the origin's data.
+    /// It is unknown: the origin or the store was not closed in order, or nothing is recorded
+    /// beside the origin's data.
     Unknown,
     /// The origin was written, or used, without it.
     Writes,
@@ -67,7 +71,8 @@ impl Age {
         Self { written: AtomicBool::new(false), session, closed, state }
     }
 
-    /// A store is about to be opened: before anything is written it is noted that the origin is in use. Blocks.
+    /// A store is about to be opened: before anything is written it is noted that the origin is in
+    /// use. Blocks.
     pub fn has_store(&self, notes: Option<&dyn Notes>) {
         if !self.state.lock().noted && notes.is_some_and(Notes::in_use) {
             self.state.lock().noted = true;

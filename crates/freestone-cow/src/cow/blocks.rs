@@ -1,8 +1,9 @@
 //! A COW device with larger logical blocks than the origin's, in the origin's blocks.
 //!
-//! While a snapshot is merged it plays the origin's part, and requests come in blocks of the origin. What is less than a block of
-//! the COW device is read with the rest of that block, changed and written. A write waits for those that came before it and
-//! touch the same blocks, since the rest of a block would be written as it was before them.
+//! While a snapshot is merged it plays the origin's part, and requests come in blocks of the
+//! origin. What is less than a block of the COW device is read with the rest of that block, changed
+//! and written. A write waits for those that came before it and touch the same blocks, since the
+//! rest of a block would be written as it was before them.
 
 use std::sync::Arc;
 
@@ -45,7 +46,8 @@ struct BlockWrite {
 }
 
 impl Blocks {
-    /// `small` is less than the device's logical block. What is read before it is written goes on from the work queue.
+    /// `small` is less than the device's logical block. What is read before it is written goes on
+    /// from the work queue.
     pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
         let large = device.geometry().logical_block;
         Self(Arc::new(BlocksState { device, small, large, work_queue, writes: Mutex::default() }))
@@ -105,7 +107,8 @@ impl BlocksState {
         (request.offset | request.len).is_multiple_of(self.large.into())
     }
 
-    /// Does the next part of a write for which no earlier one stands in the way, and of which something is left.
+    /// Does the next part of a write for which no earlier one stands in the way, and of which
+    /// something is left.
     fn step(self: &Arc<Self>, job: BlockWrite) {
         let large = u64::from(self.large);
         let Request { offset, len, flags, .. } = job.request;

@@ -11,16 +11,19 @@ use freestone_core::device;
 
 /// Smallest chunk in bytes.
 pub const CHUNK_BYTES_MIN: u64 = 4 << 10;
-/// Largest chunk in bytes: the largest power of two of sectors whose bytes fit a signed 32-bit number.
+/// Largest chunk in bytes: the largest power of two of sectors whose bytes fit a signed 32-bit
+/// number.
 pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
 
-/// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters, in either case.
+/// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters,
+/// in either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum StoreKind {
     /// `P`: on the COW device. No room for a write to the snapshot invalidates it.
     #[default]
     Persistent,
-    /// `PO`: on the COW device. No room for a write to the snapshot fails that write and later ones; reads stay correct.
+    /// `PO`: on the COW device. No room for a write to the snapshot fails that write and later
+    /// ones; reads stay correct.
     PersistentOverflow,
     /// `N`: in memory only.
     Transient,
@@ -61,15 +64,16 @@ impl FromStr for StoreKind {
 pub struct Config {
     /// The exception store.
     pub kind: StoreKind,
-    /// Unit of copies in bytes: a power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`]. `None`: what the store's
-    /// header says, or [`CHUNK_BYTES_DEFAULT`](super::CHUNK_BYTES_DEFAULT) for a new one. The header's always wins.
+    /// Unit of copies in bytes: a power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`].
+    /// `None`: what the store's header says, or [`CHUNK_BYTES_DEFAULT`](super::CHUNK_BYTES_DEFAULT)
+    /// for a new one. The header's always wins.
     pub chunk_bytes: Option<u64>,
     /// A discard of the snapshot zeroes the chunks that it covers whole and that have exceptions.
     pub discard_zeroes_cow: bool,
     /// Such a discard also goes to the origin; needs `discard_zeroes_cow`.
     pub discard_passdown_origin: bool,
-    /// Do it although the origin or the COW device ends with the process, which makes a persistent store pointless, or although the
-    /// origin was used without the store since.
+    /// Do it although the origin or the COW device ends with the process, which makes a persistent
+    /// store pointless, or although the origin was used without the store since.
     pub force: bool,
 }
 

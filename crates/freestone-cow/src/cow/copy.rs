@@ -1,14 +1,17 @@
-//! How an exception is made: begun under the chunk's lock, copied with nothing held, committed by the store, landed.
+//! How an exception is made: begun under the chunk's lock, copied with nothing held, committed by
+//! the store, landed.
 //!
-//! Whoever needs an exception takes a permit, then the slot, then a chunk of the COW device from the store, and leaves the slot in
-//! flight. From there the copy runs by itself, piece by piece: read from the origin, write to the COW device. After each answer of a
-//! device it goes on in the origin's work queue. When the copy is written its permit is free; the store says when the exception is
-//! durable, and then the slot lands and those who waited go on.
+//! Whoever needs an exception takes a permit, then the slot, then a chunk of the COW device from
+//! the store, and leaves the slot in flight. From there the copy runs by itself, piece by piece:
+//! read from the origin, write to the COW device. After each answer of a device it goes on in the
+//! origin's work queue. When the copy is written its permit is free; the store says when the
+//! exception is durable, and then the slot lands and those who waited go on.
 //!
-//! A write to the snapshot that covers a chunk needs no copy: its data goes to the COW device ("full-chunk optimisation").
+//! A write to the snapshot that covers a chunk needs no copy: its data goes to the COW device
+//! ("full-chunk optimisation").
 //!
-//! Lock order: slot, then the store's queue or the rights to copy; the gate's and the gatherers' locks are taken with none of them held,
-//! except to note a waiter under the slot.
+//! Lock order: slot, then the store's queue or the rights to copy; the gate's and the gatherers'
+//! locks are taken with none of them held, except to note a waiter under the slot.
 
 use std::sync::Arc;
 
@@ -46,8 +49,8 @@ pub enum Asked {
 }
 
 impl Snap {
-    /// Asks for the exception of a chunk. A `permit` of this snapshot is used, or else one is asked for, only where a copy
-    /// begins.
+    /// Asks for the exception of a chunk. A `permit` of this snapshot is used, or else one is asked
+    /// for, only where a copy begins.
     pub fn ask(
         self: &Arc<Self>,
         chunk: u64,
@@ -93,7 +96,8 @@ impl Snap {
         }
     }
 
-    /// The exception of a chunk is durable, or lost with the snapshot. On a thread where nothing may wait.
+    /// The exception of a chunk is durable, or lost with the snapshot. On a thread where nothing
+    /// may wait.
     fn landed(&self, chunk: u64, new: u64, committed: bool) {
         if !committed {
             self.lost();
@@ -174,7 +178,8 @@ impl Begun {
         drop(permit);
         if let Err(error) = outcome {
             tracing::warn!("chunk {chunk} could not be copied for a snapshot, which is lost: {error}");
-            // Accesses of the snapshot fail from now on; the store invalidates itself on disk before those who wait go on.
+            // Accesses of the snapshot fail from now on; the store invalidates itself on disk
+            // before those who wait go on.
             snap.fails();
         }
         let (new, landing) = (place.chunk(), Arc::clone(&snap));

@@ -8,16 +8,19 @@
 //! | the same, idle     | being merged: as complete, but writes wait |
 //!
 //! # Protocol
-//! * `Empty` to `InFlight`, and from there to `Spilled` (or back to `Empty`, when the snapshot is lost), under the slot's lock.
-//!   Whoever needs the exception begins it or waits for it, so it is made once.
-//! * A write to the origin goes on only when every snapshot has a complete exception there; complete ones stay until they are
-//!   merged, so a look without the lock is enough.
-//! * A read of the snapshot that found no complete exception reads the origin, and looks again afterwards. If there is still
-//!   none, no write to the origin can have begun in that chunk, and what was read is the snapshot's content. Otherwise it
-//!   reads the copy. (The kernel counts such reads, and makes writes of the origin wait for them; here a write never waits for
-//!   a reader, and a read is repeated at most once a chunk.)
-//! * While a snapshot is merged no exception is made. A run of chunks is marked, writes that find the mark wait, and those
-//!   that found none before are waited for; then the chunks go from `Spilled` to `Empty`.
+//! * `Empty` to `InFlight`, and from there to `Spilled` (or back to `Empty`, when the snapshot is
+//!   lost), under the slot's lock. Whoever needs the exception begins it or waits for it, so it is
+//!   made once.
+//! * A write to the origin goes on only when every snapshot has a complete exception there;
+//!   complete ones stay until they are merged, so a look without the lock is enough.
+//! * A read of the snapshot that found no complete exception reads the origin, and looks again
+//!   afterwards. If there is still none, no write to the origin can have begun in that chunk, and
+//!   what was read is the snapshot's content. Otherwise it reads the copy. (The kernel counts such
+//!   reads, and makes writes of the origin wait for them; here a write never waits for a reader,
+//!   and a read is repeated at most once a chunk.)
+//! * While a snapshot is merged no exception is made. A run of chunks is marked, writes that find
+//!   the mark wait, and those that found none before are waited for; then the chunks go from
+//!   `Spilled` to `Empty`.
 //!
 //! Lock order: slot, then the flight's shard.
 
@@ -109,15 +112,18 @@ impl<W> Exceptions<W> {
     #[inline]
     pub fn get(&self, chunk: u64) -> Exception {
         let word = self.leaf(chunk).map_or(Word::EMPTY, |leaf| leaf.peek(chunk));
-        // Acquire: pairs with the Release of the unlock that published the word: what led to it has happened.
+        // Acquire: pairs with the Release of the unlock that published the word: what led to it has
+        // happened.
         fence(Ordering::Acquire);
         Exception::of(word)
     }
 
-    /// Whether every chunk in `[first, end)` is still without a complete exception, after the origin was read there.
+    /// Whether every chunk in `[first, end)` is still without a complete exception, after the
+    /// origin was read there.
     pub fn none_complete(&self, first: u64, end: u64) -> bool {
-        // Acquire: pairs with the Release of the unlock that published an exception. What was read was either read before
-        // that, or the device ordered it after the write that came after the exception, which is then seen here.
+        // Acquire: pairs with the Release of the unlock that published an exception. What was read
+        // was either read before that, or the device ordered it after the write that came after the
+        // exception, which is then seen here.
         fence(Ordering::Acquire);
         let end = end.min(self.chunks);
         let mut chunk = first;
@@ -131,8 +137,9 @@ impl<W> Exceptions<W> {
         true
     }
 
-    /// How the chunks from `first` on, below `end`, lie: where the first one's content is, and how many follow that lie the same
-    /// way: all with the origin, or one after the other on the COW device. At least one; perhaps fewer than there are.
+    /// How the chunks from `first` on, below `end`, lie: where the first one's content is, and how
+    /// many follow that lie the same way: all with the origin, or one after the other on the COW
+    /// device. At least one; perhaps fewer than there are.
     pub fn run(&self, first: u64, end: u64) -> (Option<u64>, u64) {
         let place = self.get(first).chunk();
         let end = end.min(first.saturating_add(RUN_CHUNKS_MAX));
@@ -164,7 +171,8 @@ impl<W> Exceptions<W> {
         Ok(Locked { guard, flights: &self.flights, chunk })
     }
 
-    /// Locks a chunk that may have an exception; `None`: it has none, since its leaf does not exist.
+    /// Locks a chunk that may have an exception; `None`: it has none, since its leaf does not
+    /// exist.
     pub fn lock_present(&self, chunk: u64) -> Option<Locked<'_, W>> {
         Some(Locked { guard: self.leaf(chunk)?.lock(chunk), flights: &self.flights, chunk })
     }
@@ -176,8 +184,8 @@ impl<W> Exceptions<W> {
         }
     }
 
-    /// The pending exception of a chunk is complete, at chunk `new` of the COW device, or given up. Returns who waited, in
-    /// the order in which they came.
+    /// The pending exception of a chunk is complete, at chunk `new` of the COW device, or given up.
+    /// Returns who waited, in the order in which they came.
     pub fn land(&self, chunk: u64, new: Option<u64>) -> Vec<W> {
         let Some(Locked { guard, flights, .. }) = self.lock_present(chunk) else { return Vec::new() };
         flights.land(guard, |_| new.map_or(Word::EMPTY, |new| Word::spilled(new, 0, 0))).waiting

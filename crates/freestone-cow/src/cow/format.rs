@@ -15,10 +15,12 @@
 //! chunk E+2          area 1, and so on: area k is chunk 1 + k * (E + 1)
 //! ```
 //!
-//! The kernel reads nothing behind byte 15. It writes chunk 0 only where it makes a store or invalidates one; then all behind is
-//! zeroed, and a mark means nothing any more. It leaves what is ours alone while it merges, and afterwards.
+//! The kernel reads nothing behind byte 15. It writes chunk 0 only where it makes a store or
+//! invalidates one; then all behind is zeroed, and a mark means nothing any more. It leaves what is
+//! ours alone while it merges, and afterwards.
 //!
-//! There are no checksums and no sequence numbers: what counts is that a sector of 512 bytes is written whole or not at all.
+//! There are no checksums and no sequence numbers: what counts is that a sector of 512 bytes is
+//! written whole or not at all.
 
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -31,7 +33,8 @@ use freestone_core::device::Geometry;
 /// Chunk of a new store where none is asked for, in bytes: the kernel's 32 sectors.
 pub const CHUNK_BYTES_DEFAULT: u64 = 16 << 10;
 
-/// Unit in which metadata is read and written, in bytes. A whole number of logical blocks of any device, and of entries.
+/// Unit in which metadata is read and written, in bytes. A whole number of logical blocks of any
+/// device, and of entries.
 pub const BLOCK_BYTES: usize = 4096;
 /// Bytes of an entry.
 pub const ENTRY_BYTES: usize = size_of::<Entry>();
@@ -92,7 +95,8 @@ struct ClosedBytes {
     number: U64,
 }
 
-/// A merge is under way: what the list holds is going to the origin, from its end, and some of it may be there.
+/// A merge is under way: what the list holds is going to the origin, from its end, and some of it
+/// may be there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mark {
     /// Tells this merge from others; not 0.
@@ -189,7 +193,8 @@ fn closed_of(block: &[u8; BLOCK_BYTES]) -> Option<Stamp> {
     (closed.magic == CLOSED_MAGIC).then_some(stamp)
 }
 
-/// Puts into the first block of a store with what content of the origin it is closed, or takes that away; all else stays.
+/// Puts into the first block of a store with what content of the origin it is closed, or takes that
+/// away; all else stays.
 pub fn set_closed(block: &mut [u8; BLOCK_BYTES], content: Option<Stamp>) {
     let Some(Stamp { session, number }) = content else { return block[CLOSED].fill(0) };
     let bytes = ClosedBytes { magic: CLOSED_MAGIC, session: U64::new(session), number: U64::new(number) };

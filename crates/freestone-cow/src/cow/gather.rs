@@ -1,4 +1,5 @@
-//! A request that waits for several things at once: exceptions, answers of devices, the end of a run that is merged.
+//! A request that waits for several things at once: exceptions, answers of devices, the end of a
+//! run that is merged.
 
 use std::sync::Arc;
 
@@ -8,7 +9,8 @@ use freestone_core::work_queue::WorkQueue;
 
 /// A request that goes on by itself.
 pub trait Job: Send + 'static {
-    /// Goes on as far as that is possible without waiting. `so_far` is the first error of what it waited for.
+    /// Goes on as far as that is possible without waiting. `so_far` is the first error of what it
+    /// waited for.
     fn go(self, so_far: Result<()>);
 
     /// Where it goes on when all that it waits for has arrived.
@@ -22,7 +24,8 @@ trait Arrive: Send + Sync {
     fn arrived(self: Arc<Self>, outcome: Result<()>);
 }
 
-/// Counts what a request still waits for, and keeps the request meanwhile. Until [`leave`](Self::leave) it also waits for its maker.
+/// Counts what a request still waits for, and keeps the request meanwhile. Until
+/// [`leave`](Self::leave) it also waits for its maker.
 ///
 /// Lock order: `state` is taken under a slot, and nothing under it. Held for a few instructions.
 pub struct Gather<J> {
@@ -48,8 +51,8 @@ impl<J: Job> Gather<J> {
         Waiter(Some(Arc::clone(self) as Arc<dyn Arrive>))
     }
 
-    /// The maker has asked for everything. If all of it has arrived, the job comes back with the first error; else the job goes
-    /// on by itself when the last of it arrives.
+    /// The maker has asked for everything. If all of it has arrived, the job comes back with the
+    /// first error; else the job goes on by itself when the last of it arrives.
     pub fn leave(&self, job: J) -> Option<(J, Result<()>)> {
         let mut state = self.state.lock();
         state.left -= 1;

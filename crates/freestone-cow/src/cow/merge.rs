@@ -1,7 +1,8 @@
 //! Merging a snapshot into its origin.
 //!
-//! From its beginning on the snapshot plays the origin's part: users of both see the snapshot's content, from the COW device
-//! where it is not merged yet. Writes where it has no exception go to the origin, which preserves them for other snapshots.
+//! From its beginning on the snapshot plays the origin's part: users of both see the snapshot's
+//! content, from the COW device where it is not merged yet. Writes where it has no exception go to
+//! the origin, which preserves them for other snapshots.
 //!
 //! # Steps
 //! One run of exceptions after the other, newest first, as the store gives them:
@@ -13,18 +14,21 @@
 //! 6. The store forgets the run, durably.
 //! 7. The chunks have no exception any more. Who waited goes on, with the origin.
 //!
-//! Before the first run it is recorded on disk that a merge is under way: in the store's header, and beside the origin's data where
-//! that is possible ([`Notes`](super::Notes)). Both records are removed when all is in the origin. The snapshot of a store that is
-//! opened with such a record plays the origin's part from the first moment on, and [`Snapshot::merge`] goes on. Where that store is
-//! empty (a crash at the end, or a kernel that finished the merge), the merge is finished.
+//! Before the first run it is recorded on disk that a merge is under way: in the store's header,
+//! and beside the origin's data where that is possible ([`Notes`](super::Notes)). Both records are
+//! removed when all is in the origin. The snapshot of a store that is opened with such a record
+//! plays the origin's part from the first moment on, and [`Snapshot::merge`] goes on. Where that
+//! store is empty (a crash at the end, or a kernel that finished the merge), the merge is finished.
 //!
-//! A crash at any step leaves a store that still has the run, or one whose run is wholly in the origin; opened again, it is merged
-//! on from there. Until the merge is finished the origin must not be used without the snapshot. A failure ends the merge, takes the
-//! marks of the run's chunks away, and fails the writes that waited; the merge can be begun again.
+//! A crash at any step leaves a store that still has the run, or one whose run is wholly in the
+//! origin; opened again, it is merged on from there. Until the merge is finished the origin must
+//! not be used without the snapshot. A failure ends the merge, takes the marks of the run's chunks
+//! away, and fails the writes that waited; the merge can be begun again.
 //!
-//! Step 6 may have happened although it failed. Then the store writes the run's exceptions back. As long as that fails as well the
-//! chunks stay marked: after a crash such a chunk may be read from the origin or from the COW device, so both must stay the same, and
-//! neither is written. A write that comes to such a chunk has the store try again.
+//! Step 6 may have happened although it failed. Then the store writes the run's exceptions back. As
+//! long as that fails as well the chunks stay marked: after a crash such a chunk may be read from
+//! the origin or from the COW device, so both must stay the same, and neither is written. A write
+//! that comes to such a chunk has the store try again.
 //!
 //! Lock order: see [`state`](super::state) and [`merge_state`](super::merge_state).
 
@@ -46,7 +50,8 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::sync::{mpsc, thread};
 use freestone_core::unique;
 
-/// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as this takes.
+/// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as
+/// this takes.
 const RUN_BYTES_MAX: u64 = 4 << 20;
 /// Bytes that are copied at once.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -81,8 +86,9 @@ pub enum MergeSetupError {
 }
 
 impl Snapshot {
-    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits for writes that are under way, and
-    /// marks the store. A merge that runs or is finished stays as it is.
+    /// Begins to merge the snapshot into its origin, in the background, or goes on with it. Waits
+    /// for writes that are under way, and marks the store. A merge that runs or is finished stays
+    /// as it is.
     ///
     /// # Errors
     /// [`MergeSetupError`].
@@ -100,8 +106,8 @@ impl Snapshot {
         self.0.snap.merge.wait()
     }
 
-    /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on playing the origin's part, also
-    /// when it is dropped, until the origin is dropped too.
+    /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on
+    /// playing the origin's part, also when it is dropped, until the origin is dropped too.
     pub fn stop_merge(&self) {
         self.0.snap.merge.stop();
         self.0.snap.merge.wait();
@@ -120,7 +126,7 @@ impl Drop for Ended<'_> {
     }
 }
 
-// ---- the merge itself --------------------------------------------------------------------------------------------------------
+// ---- the merge itself ---------------------------------------------------------------------------
 
 impl Snap {
     fn begin_merge(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
@@ -149,7 +155,8 @@ impl Snap {
         }
         changing.merging = Merging::Yes;
         self.merge.begin();
-        // Also where the merge was begun earlier: the origin may be a copy of the data without the note.
+        // Also where the merge was begun earlier: the origin may be a copy of the data without the
+        // note.
         self.note();
         let snap = Arc::clone(self);
         let started = thread::Builder::new().name("cow-merge".into()).spawn(move || snap.run_merge());
@@ -164,7 +171,8 @@ impl Snap {
         // The origin first: then nothing there asks for exceptions, and those that are pending end.
         let mut quiet = self.core.gate.close_within(FREEZE_MAX);
         quiet = self.gate.close_within(if quiet { FREEZE_MAX } else { Duration::ZERO }) && quiet;
-        // Before anything else: what users write to the origin from now on may lie on the COW device alone.
+        // Before anything else: what users write to the origin from now on may lie on the COW
+        // device alone.
         let marked = if quiet { self.mark_store() } else { Err(MergeSetupError::NotInTime(NotInTime)) };
         if marked.is_ok() {
             self.switch();
@@ -187,7 +195,7 @@ impl Snap {
         });
     }
 
-    // ---- the marks -----------------------------------------------------------------------------------------------------------
+    // ---- the marks ------------------------------------------------------------------------------
 
     fn mark_store(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
         if mutants::on(Mutant::MergeUnmarked) {
@@ -210,8 +218,8 @@ impl Snap {
         }
     }
 
-    /// All is in the origin: removes the records of the merge. Should the store's stay, a marked store without exceptions means the
-    /// same.
+    /// All is in the origin: removes the records of the merge. Should the store's stay, a marked
+    /// store without exceptions means the same.
     fn unmark(&self) {
         if self.store.merge_id().is_none() {
             return;
@@ -244,8 +252,8 @@ impl Snap {
             MergeStatus::Finished => {
                 self.unmark();
                 self.core.forget(&self);
-                // Together, before another merge can begin: what comes to this snapshot then goes to the origin, and so to the
-                // snapshot that is merged next.
+                // Together, before another merge can begin: what comes to this snapshot then goes
+                // to the origin, and so to the snapshot that is merged next.
                 let mut changing = self.core.changing.lock();
                 self.merge.end(status);
                 changing.merging = Merging::No;

@@ -1,4 +1,5 @@
-//! How far the merge of a snapshot is, and what writes to that snapshot have to do with it. The merge itself: [`merge`](super::merge).
+//! How far the merge of a snapshot is, and what writes to that snapshot have to do with it. The
+//! merge itself: [`merge`](super::merge).
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -45,8 +46,8 @@ pub enum MergeFailure {
 
 /// The merge of one snapshot.
 ///
-/// Lock order: a slot, then `tracking`. `progress` with the origin's `changing` held, or nothing. Both are held for a few
-/// instructions; neither while a waiter is answered.
+/// Lock order: a slot, then `tracking`. `progress` with the origin's `changing` held, or nothing.
+/// Both are held for a few instructions; neither while a waiter is answered.
 #[derive(Default)]
 pub(super) struct Merge {
     tracking: Mutex<Tracking>,
@@ -105,8 +106,9 @@ impl Merge {
         }
     }
 
-    /// A write came to a marked chunk: `waiter` hears of the end of the run. The chunk's slot is locked. True: no run is being
-    /// merged or written back, so the caller has it written back, and then [ends](Self::end_run) it.
+    /// A write came to a marked chunk: `waiter` hears of the end of the run. The chunk's slot is
+    /// locked. True: no run is being merged or written back, so the caller has it written back, and
+    /// then [ends](Self::end_run) it.
     pub fn hold(&self, waiter: Waiter) -> bool {
         let mut tracking = self.tracking.lock();
         tracking.held.push(waiter);

@@ -1,8 +1,10 @@
-//! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any device that holds the exceptions.
+//! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any device that
+//! holds the exceptions.
 //!
-//! A chunk of the origin that is about to change is first copied to the COW device; that copy is an *exception*. The
-//! [`store`] decides where copies go and, where it is persistent, remembers that in the kernel's own format, so a COW device
-//! can be written here and read there, and the other way round.
+//! A chunk of the origin that is about to change is first copied to the COW device; that copy is an
+//! *exception*. The [`store`] decides where copies go and, where it is persistent, remembers that
+//! in the kernel's own format, so a COW device can be written here and read there, and the other
+//! way round.
 
 mod age;
 mod blocks;

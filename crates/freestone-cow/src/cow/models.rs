@@ -42,7 +42,8 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
 }
 
 impl OneChunk {
-    /// Asks for the exception, as a request does; makes it if nobody does. False: it is pending, and `heard` will say when not.
+    /// Asks for the exception, as a request does; makes it if nobody does. False: it is pending,
+    /// and `heard` will say when not.
     fn ask(&self, heard: &Arc<AtomicU32>) -> bool {
         if self.exceptions.get(0).chunk().is_some() {
             return true;
@@ -78,8 +79,8 @@ impl OneChunk {
     }
 }
 
-/// Two writes that need the exception of one chunk, while the snapshot is read: it is copied once, each writer hears of it,
-/// what was copied is the old content, and so is what was read.
+/// Two writes that need the exception of one chunk, while the snapshot is read: it is copied once,
+/// each writer hears of it, what was copied is the old content, and so is what was read.
 #[test]
 fn a_chunk_is_copied_once_and_frozen() {
     bounded(|| {
@@ -127,8 +128,9 @@ fn nobody_waits_for_an_exception_that_is_complete() {
     });
 }
 
-/// The snapshot writes a whole chunk while the origin is written and the snapshot is read: what was read is old or the
-/// snapshot's own, never the origin's new content, and the snapshot keeps its own.
+/// The snapshot writes a whole chunk while the origin is written and the snapshot is read: what was
+/// read is old or the snapshot's own, never the origin's new content, and the snapshot keeps its
+/// own.
 #[test]
 fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
     bounded(|| {
@@ -167,8 +169,8 @@ fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
     });
 }
 
-/// There is no room: the snapshot is given up and the origin overwritten. Whoever read the old chunk meanwhile gets it whole, or
-/// is told that the snapshot is lost; nobody gets new content.
+/// There is no room: the snapshot is given up and the origin overwritten. Whoever read the old
+/// chunk meanwhile gets it whole, or is told that the snapshot is lost; nobody gets new content.
 #[test]
 fn a_lost_snapshot_shows_nothing_new() {
     loom::model(|| {
@@ -187,7 +189,8 @@ fn a_lost_snapshot_shows_nothing_new() {
     });
 }
 
-/// A chunk is merged while the snapshot, which plays the origin's part, is written: the write is in the origin in the end.
+/// A chunk is merged while the snapshot, which plays the origin's part, is written: the write is in
+/// the origin in the end.
 #[test]
 fn a_write_during_a_merge_is_not_lost() {
     bounded(|| {

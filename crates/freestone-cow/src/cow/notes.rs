@@ -1,18 +1,21 @@
-//! What is noted beside an origin's data: that a merge into it is under way, and of which store; and which content it had when it was
-//! closed. With that an origin that is half merged is recognised also by who does not know of the store, and a store that missed
-//! writes of its origin is recognised when it is opened.
+//! What is noted beside an origin's data: that a merge into it is under way, and of which store;
+//! and which content it had when it was closed. With that an origin that is half merged is
+//! recognised also by who does not know of the store, and a store that missed writes of its origin
+//! is recognised when it is opened.
 
 use std::fmt;
 use std::str::FromStr;
 
 /// A place beside an origin's data that outlives the process.
 ///
-/// The order is that of the store's own mark: the store is marked, then the origin, then the first chunk is copied; when all is
-/// copied the origin's note goes first. So an origin with a note has a store with a mark.
+/// The order is that of the store's own mark: the store is marked, then the origin, then the first
+/// chunk is copied; when all is copied the origin's note goes first. So an origin with a note has a
+/// store with a mark.
 pub trait Notes: Send + Sync {
     /// The number of the merge that is under way.
     fn merge(&self) -> Option<u64>;
-    /// Notes a merge durably, and where its store is, for people. A failure is only logged, since the store is marked as well. Blocks.
+    /// Notes a merge durably, and where its store is, for people. A failure is only logged, since
+    /// the store is marked as well. Blocks.
     fn merge_begins(&self, id: u64, store: &str);
     /// Removes that note durably. Blocks.
     fn merge_ended(&self);
@@ -21,8 +24,8 @@ pub trait Notes: Send + Sync {
     fn left(&self) -> Option<Left> {
         None
     }
-    /// Notes durably that the origin is in use: until [`closed`](Self::closed) its content is unknown. False: that cannot be
-    /// noted. Blocks.
+    /// Notes durably that the origin is in use: until [`closed`](Self::closed) its content is
+    /// unknown. False: that cannot be noted. Blocks.
     fn in_use(&self) -> bool {
         false
     }

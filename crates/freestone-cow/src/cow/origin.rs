@@ -2,8 +2,8 @@
 //!
 //! Reads and flushes go to the device below, writes by way of [`origin_write`].
 //!
-//! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it had come to that snapshot. So
-//! what is half merged is never seen.
+//! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it
+//! had come to that snapshot. So what is half merged is never seen.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,12 +19,13 @@ use freestone_core::device::{
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
-/// A device whose snapshots are kept. Clones are handles to one origin. All that writes the device must go through it.
+/// A device whose snapshots are kept. Clones are handles to one origin. All that writes the device
+/// must go through it.
 #[derive(Clone)]
 pub struct Origin(pub(super) Arc<Anchor>);
 
-/// What the handles of an origin and of its snapshots share. Origin and snapshots refer to each other; this breaks that cycle when the
-/// last handle is dropped.
+/// What the handles of an origin and of its snapshots share. Origin and snapshots refer to each
+/// other; this breaks that cycle when the last handle is dropped.
 pub(super) struct Anchor(pub PerCpuArc<OriginCore>);
 
 impl Origin {
@@ -33,8 +34,9 @@ impl Origin {
         Self::noted(device, None)
     }
 
-    /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is under way. Until the snapshot of
-    /// that merge is opened, it must not be used: see [`is_half_merged`](Self::is_half_merged).
+    /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is
+    /// under way. Until the snapshot of that merge is opened, it must not be used: see
+    /// [`is_half_merged`](Self::is_half_merged).
     pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
         Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::take_over))))
     }
@@ -44,7 +46,8 @@ impl Origin {
         &self.0.0.device
     }
 
-    /// Whether a merge into it is under way and the snapshot that is merged is not open: what it shows is half old, half new.
+    /// Whether a merge into it is under way and the snapshot that is merged is not open: what it
+    /// shows is half old, half new.
     pub fn is_half_merged(&self) -> bool {
         self.0.0.noted_merge().is_some() && self.merging().is_none()
     }

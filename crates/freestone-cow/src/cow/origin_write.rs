@@ -1,16 +1,20 @@
 //! Writes to an origin, write zeroes and discards among them.
 //!
-//! A write looks at every snapshot, those with the largest chunks first. Where all of its chunks have complete exceptions it goes
-//! on at once. Else it asks for what is missing, of all snapshots together, waits until that is complete, and looks again; only a
-//! look that finds nothing missing lets it go. A snapshot for which there is no room is given up: a write to the origin never
-//! fails because of a snapshot.
+//! A write looks at every snapshot, those with the largest chunks first. Where all of its chunks
+//! have complete exceptions it goes on at once. Else it asks for what is missing, of all snapshots
+//! together, waits until that is complete, and looks again; only a look that finds nothing missing
+//! lets it go. A snapshot for which there is no room is given up: a write to the origin never fails
+//! because of a snapshot.
 //!
-//! While a snapshot is merged, that snapshot does the write ([`OriginState::write_merging`](super::state::OriginState)); what it writes
-//! to the origin comes back here, and is not handed to it again.
+//! While a snapshot is merged, that snapshot does the write
+//! ([`OriginState::write_merging`](super::state::OriginState)); what it writes to the origin comes
+//! back here, and is not handed to it again.
 //!
 //! # Protocol
-//! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there before its thread is unpinned, until
-//!   the device has answered it; the device is called unpinned. A snapshot begins with the gate closed, so every write is wholly before or wholly after it.
+//! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there
+//!   before its thread is unpinned, until the device has answered it; the device is called
+//!   unpinned. A snapshot begins with the gate closed, so every write is wholly before or wholly
+//!   after it.
 //! * Writes that wait for copies are not counted: they look at the list again.
 
 use std::sync::Arc;
@@ -64,7 +68,7 @@ enum Planned {
     Held,
 }
 
-// ---- at once -----------------------------------------------------------------------------------------------------------------
+// ---- at once ------------------------------------------------------------------------------------
 
 /// Writes as far as no exception is missing and the device does it at once. The place was checked.
 pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
@@ -117,7 +121,7 @@ fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
     if last * chunk >= snap.size { end } else { (last * chunk).clamp(at, end) }
 }
 
-// ---- submitted ---------------------------------------------------------------------------------------------------------------
+// ---- submitted ----------------------------------------------------------------------------------
 
 impl OriginWrite {
     /// A write that begins. The place was checked.
@@ -137,8 +141,8 @@ impl OriginWrite {
         }
     }
 
-    /// A write of a snapshot that is being merged. Should that merge be finished meanwhile, and that of another snapshot have begun, the
-    /// write goes to that one.
+    /// A write of a snapshot that is being merged. Should that merge be finished meanwhile, and
+    /// that of another snapshot have begun, the write goes to that one.
     pub fn past_merge(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         let core = Arc::clone(&snap.core);
         Self { past: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
@@ -170,7 +174,8 @@ impl Job for OriginWrite {
 
     fn go(mut self, _: Result<()>) {
         self.rounds = 0;
-        // Errors of what it waited for are left aside: a snapshot that failed is found by the look at the snapshots.
+        // Errors of what it waited for are left aside: a snapshot that failed is found by the look
+        // at the snapshots.
         while self.rounds < ROUNDS_INLINE {
             self.rounds += 1;
             let Some(job) = self.round() else { return };
@@ -232,7 +237,8 @@ impl OriginWrite {
         }
     }
 
-    /// The snapshot that is being merged does this write, as far as it reaches; an origin that has grown since is longer.
+    /// The snapshot that is being merged does this write, as far as it reaches; an origin that has
+    /// grown since is longer.
     fn redirect(mut self, snap: Arc<Snap>) -> Option<Self> {
         let write = self.core.write_merging;
         let head = snap.size.saturating_sub(self.request.offset).min(self.request.len);
@@ -288,8 +294,9 @@ impl OriginWrite {
             let chunk = snap.chunk();
             let before = asked;
             for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
-                // An invalid snapshot counts even where it has an exception: the mark of a merge may be on its COW device, and that
-                // merge, taken up later, would overwrite what is written now with the exception.
+                // An invalid snapshot counts even where it has an exception: the mark of a merge
+                // may be on its COW device, and that merge, taken up later, would overwrite what is
+                // written now with the exception.
                 if matches!(snap.exceptions.get(number), Exception::At(_)) && !snap.is_invalid() {
                     continue;
                 }

@@ -1,4 +1,5 @@
-//! How a snapshot begins: all that can fail or take long is done before, then the origin's gate is closed for a moment.
+//! How a snapshot begins: all that can fail or take long is done before, then the origin's gate is
+//! closed for a moment.
 
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use freestone_core::device::{Device, Geometry};
 use freestone_core::slot::{Common, LOCATION_BITS};
 use freestone_core::sync::Instant;
 
-/// A snapshot that is ready and has not begun. One that never begins leaves an empty store on the COW device, if that was new.
+/// A snapshot that is ready and has not begun. One that never begins leaves an empty store on the
+/// COW device, if that was new.
 pub struct PendingSnapshot {
     snapshot: Snapshot,
     anchor: Arc<Anchor>,
@@ -44,14 +46,17 @@ impl Before {
 }
 
 impl Origin {
-    /// Opens or makes the exception store on `cow`. The snapshot then begins with [`consistency_group::take`]. Blocks.
+    /// Opens or makes the exception store on `cow`. The snapshot then begins with
+    /// [`consistency_group::take`]. Blocks.
     ///
-    /// A store whose merge was under way gives a snapshot that plays the origin's part from the first moment on, and whose merge is
-    /// [stopped](super::MergeStatus::Stopped). Until [`Snapshot::merge`] goes on with it, other stores of the origin that were
-    /// there before can be opened, but no new ones.
+    /// A store whose merge was under way gives a snapshot that plays the origin's part from the
+    /// first moment on, and whose merge is [stopped](super::MergeStatus::Stopped). Until
+    /// [`Snapshot::merge`] goes on with it, other stores of the origin that were there before can
+    /// be opened, but no new ones.
     ///
     /// # Errors
-    /// [`SetupError`]; the COW device is as it was, except that a new store may have been begun on it.
+    /// [`SetupError`]; the COW device is as it was, except that a new store may have been begun on
+    /// it.
     pub fn prepare_snapshot(
         &self,
         cow: Arc<dyn Device>,
@@ -138,7 +143,8 @@ impl<'a> Preparing<'a> {
         Ok(Self { core, cow: Some(Arc::clone(cow)), merging: false })
     }
 
-    /// Refuses a snapshot that would begin with what is half merged, and what would overwrite the store of a merge.
+    /// Refuses a snapshot that would begin with what is half merged, and what would overwrite the
+    /// store of a merge.
     fn check_merging(
         &self,
         kind: StoreKind,
@@ -164,7 +170,8 @@ impl<'a> Preparing<'a> {
             return Err(SetupError::OtherMerge);
         }
         if is_empty {
-            // All of it is in the origin: a crash came before the mark was removed, or a kernel finished the merge.
+            // All of it is in the origin: a crash came before the mark was removed, or a kernel
+            // finished the merge.
             if let Some(notes) = self.core.notes.as_ref().filter(|_| noted.is_some()) {
                 notes.merge_ended();
             }
@@ -197,7 +204,8 @@ impl Drop for Preparing<'_> {
 }
 
 impl OriginCore {
-    /// The snapshot on this COW device has begun, or never will (`gives_up`: a merge that it took up has no snapshot then).
+    /// The snapshot on this COW device has begun, or never will (`gives_up`: a merge that it took
+    /// up has no snapshot then).
     fn prepared(&self, cow: &Arc<dyn Device>, gives_up: bool) {
         let mut changing = self.changing.lock();
         changing.preparing.retain(|other| !is_same(other, cow));

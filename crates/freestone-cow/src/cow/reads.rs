@@ -1,8 +1,8 @@
 //! Reads and flushes of a snapshot, and what it says of itself.
 //!
-//! A request is cut into runs of chunks that lie together, with the origin or on the COW device. What was read from the origin
-//! counts only if the chunks still have no exception afterwards (see [`exceptions`](super::exceptions)); where one was made
-//! meanwhile, the copy is read instead.
+//! A request is cut into runs of chunks that lie together, with the origin or on the COW device.
+//! What was read from the origin counts only if the chunks still have no exception afterwards (see
+//! [`exceptions`](super::exceptions)); where one was made meanwhile, the copy is read instead.
 
 use std::sync::Arc;
 
@@ -29,7 +29,8 @@ struct Run {
 impl Snap {
     /// The run at byte `at`, up to `end`.
     fn run_at(&self, at: u64, end: u64) -> Run {
-        // Behind the snapshot's end: read from an origin that has grown, while the snapshot plays its part.
+        // Behind the snapshot's end: read from an origin that has grown, while the snapshot plays
+        // its part.
         let end =
             if at < self.size { end.min(self.size) } else { return Run { own: false, at, len: end - at } };
         let chunk = self.chunk();
@@ -49,9 +50,11 @@ impl Snap {
     fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
-        // Behind the snapshot's end the origin's content counts, also where the chunk has an exception for the part before.
+        // Behind the snapshot's end the origin's content counts, also where the chunk has an
+        // exception for the part before.
         let unmade = at >= self.size || self.exceptions.none_complete(at / chunk, (at + len).div_ceil(chunk));
-        // Checked after the exceptions: a write of the origin makes none for a snapshot that is lost.
+        // Checked after the exceptions: a write of the origin makes none for a snapshot that is
+        // lost.
         let holds = self.still(state)? && unmade;
         if !holds {
             self.counters.add(counter::REREADS, 1);
@@ -131,7 +134,8 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
             Err(error) => done.complete(Err(error), buffer),
             Ok(false) => {
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                // Run by run now: some chunks have an exception, others are read from the origin again.
+                // Run by run now: some chunks have an exception, others are read from the origin
+                // again.
                 work_queue.push(move || submit(&snap, request, buffer, done));
             }
         }
@@ -209,7 +213,7 @@ impl Reading {
     }
 }
 
-// ---- flush: to the COW device; of a snapshot that is merged to the origin as well --------------------------------------------
+// ---- flush: to the COW device; of a snapshot that is merged to the origin as well ---------------
 
 impl Snap {
     pub fn try_flush(&self, request: &Request) -> Result<Tried> {
@@ -239,7 +243,7 @@ impl Snap {
     }
 }
 
-// ---- what it says of itself --------------------------------------------------------------------------------------------------
+// ---- what it says of itself ---------------------------------------------------------------------
 
 impl Snap {
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
@@ -270,7 +274,8 @@ impl Snap {
         }
     }
 
-    /// The same in whole blocks, where the device has smaller ones: a block that is not all of one kind is data.
+    /// The same in whole blocks, where the device has smaller ones: a block that is not all of one
+    /// kind is data.
     fn in_blocks(&self, run: &Run, rows: Vec<Extent>) -> Vec<Extent> {
         if u64::from(self.device_of(run).geometry().logical_block) >= self.block() {
             return rows;

@@ -1,16 +1,20 @@
 //! A snapshot: what the origin held at one moment, and what was written to the snapshot since.
 //!
-//! The states are dm-snapshot's. *Invalid*: a copy failed, or there was no room for one that the origin needed (or, for `P` and
-//! `N`, the snapshot itself); every access fails, the origin goes on. *Overflow* (`PO`): no room for a write to the snapshot; it
-//! and later ones fail, reads stay correct. *Merge failed*: see [`merge`](super::merge).
+//! The states are dm-snapshot's. *Invalid*: a copy failed, or there was no room for one that the
+//! origin needed (or, for `P` and `N`, the snapshot itself); every access fails, the origin goes
+//! on. *Overflow* (`PO`): no room for a write to the snapshot; it and later ones fail, reads stay
+//! correct. *Merge failed*: see [`merge`](super::merge).
 //!
 //! Where this differs from dm-snapshot on purpose:
-//! * Reads of the origin are checked afterwards and not tracked (see [`exceptions`](super::exceptions)), so writes to the origin never
-//!   wait for a reader of a snapshot.
-//! * A write that needs exceptions for several chunks asks for them together, so that they share a commit.
+//! * Reads of the origin are checked afterwards and not tracked (see
+//!   [`exceptions`](super::exceptions)), so writes to the origin never wait for a reader of a
+//!   snapshot.
+//! * A write that needs exceptions for several chunks asks for them together, so that they share a
+//!   commit.
 //! * A write that finds an overflow is answered "no space" (dm: I/O error).
 //! * The last chunk is copied as far as the origin reaches at that time.
-//! * An invalid snapshot is marked on disk before the origin is overwritten; where the COW device fails, that is tried for two seconds.
+//! * An invalid snapshot is marked on disk before the origin is overwritten; where the COW device
+//!   fails, that is tried for two seconds.
 //!
 //! Lock order: see [`state`](super::state).
 
@@ -47,20 +51,22 @@ pub struct SnapshotStats {
     pub largest_commit: u64,
 }
 
-/// A snapshot of an origin. Clones are handles to one snapshot; when the last one is dropped it is detached: later writes to the
-/// origin are not preserved for it. To open it again from its COW device, first end all use of the origin, and stop a merge
-/// ([`stop_merge`](Self::stop_merge)); then drop it.
+/// A snapshot of an origin. Clones are handles to one snapshot; when the last one is dropped it is
+/// detached: later writes to the origin are not preserved for it. To open it again from its COW
+/// device, first end all use of the origin, and stop a merge ([`stop_merge`](Self::stop_merge));
+/// then drop it.
 #[derive(Clone)]
 pub struct Snapshot(pub(super) Arc<Handle>);
 
 /// What the user's handles share.
 pub(super) struct Handle {
     pub snap: PerCpuArc<Snap>,
-    /// Declared, and so dropped, after `snap`: the origin's list is cleared when this snapshot has left it.
+    /// Declared, and so dropped, after `snap`: the origin's list is cleared when this snapshot has
+    /// left it.
     anchor: Arc<Anchor>,
 }
 
-// ---- what the user sees ------------------------------------------------------------------------------------------------------
+// ---- what the user sees -------------------------------------------------------------------------
 
 impl Snapshot {
     pub(super) fn new(snap: PerCpuArc<Snap>, anchor: Arc<Anchor>) -> Self {
@@ -117,14 +123,14 @@ impl Snapshot {
         }
     }
 
-    /// Bounds the copies in flight, the kernel's `snapshot_cow_threshold`: 1 and up, 2048 to begin with, and never more than
-    /// 64 MiB of memory hold. Requests beyond it queue.
+    /// Bounds the copies in flight, the kernel's `snapshot_cow_threshold`: 1 and up, 2048 to begin
+    /// with, and never more than 64 MiB of memory hold. Requests beyond it queue.
     pub fn set_cow_threshold(&self, copies: usize) {
         self.0.snap.set_copies_max(copies);
     }
 
-    /// Whether it is invalid, its COW device could not be made to say so in time, and the origin is written all the same: opened again
-    /// after a crash it may look good, and must not be trusted.
+    /// Whether it is invalid, its COW device could not be made to say so in time, and the origin is
+    /// written all the same: opened again after a crash it may look good, and must not be trusted.
     pub fn is_unmarked(&self) -> bool {
         self.0.snap.store.is_unmarked()
     }
@@ -134,14 +140,16 @@ impl Snapshot {
         self.0.snap.missed.get().copied().unwrap_or(Missed::Nothing)
     }
 
-    /// Takes the snapshot off its origin. Its accesses fail from now on; on the COW device it stays as it is.
+    /// Takes the snapshot off its origin. Its accesses fail from now on; on the COW device it stays
+    /// as it is.
     pub fn remove(&self) {
         self.0.snap.detach();
     }
 }
 
 impl Snapshot {
-    /// The origin, when the merge is finished: it takes the snapshot's requests, since another snapshot may be merged into it by now.
+    /// The origin, when the merge is finished: it takes the snapshot's requests, since another
+    /// snapshot may be merged into it by now.
     fn merged(&self) -> Option<Origin> {
         let snap = &self.0.snap;
         let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.readable().is_ok();
@@ -211,8 +219,8 @@ impl Changes for Snapshot {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // A merge stops after the run that is under way, and the origin goes on showing what was not merged yet. Not waited
-        // for: this may be a thread that the merge needs.
+        // A merge stops after the run that is under way, and the origin goes on showing what was
+        // not merged yet. Not waited for: this may be a thread that the merge needs.
         self.snap.merge.stop();
         if !self.snap.is_merging() {
             self.snap.detach();

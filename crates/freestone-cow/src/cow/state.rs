@@ -1,16 +1,19 @@
-//! What an origin and its snapshots share: the origin's list of snapshots, the state of each of them, and the rights to copy.
+//! What an origin and its snapshots share: the origin's list of snapshots, the state of each of
+//! them, and the rights to copy.
 //!
 //! # Copies in flight
-//! A request takes a permit before it takes a slot or a chunk of the COW device. Where there is none it queues, holding
-//! nothing, and goes on with the permit of a copy that ended. So permits never wait for each other: whoever holds one either
-//! runs a copy, which ends by itself, or is about to begin one, and gives it back if it need not. (The kernel's counter did
-//! deadlock when it was a semaphore that was waited for with a lock held.)
+//! A request takes a permit before it takes a slot or a chunk of the COW device. Where there is
+//! none it queues, holding nothing, and goes on with the permit of a copy that ended. So permits
+//! never wait for each other: whoever holds one either runs a copy, which ends by itself, or is
+//! about to begin one, and gives it back if it need not. (The kernel's counter did deadlock when it
+//! was a semaphore that was waited for with a lock held.)
 //!
 //! # Lock order
 //! 1. The origin's `changing`.
 //! 2. The gate of the origin, then that of a snapshot.
 //! 3. A slot of `exceptions`.
-//! 4. Under a slot, one after the other: the store's queue, `rights`, a gatherer, `waiting_for_loss`, the tracking of `merge`.
+//! 4. Under a slot, one after the other: the store's queue, `rights`, a gatherer,
+//!    `waiting_for_loss`, the tracking of `merge`.
 //! 5. The work queue, with none of 4 held.
 //!
 //! No lock is held while a device is called, except that a request which is only tried is pinned.
@@ -41,7 +44,8 @@ use freestone_core::work_queue::WorkQueue;
 pub const COPY_PIECE_BYTES: u64 = 512 << 10;
 /// Copies in flight a snapshot unless told otherwise: the kernel's `snapshot_cow_threshold`.
 const COPIES_MAX_DEFAULT: usize = 2048;
-/// Memory that the copies of one snapshot may take in flight, in bytes: bounds them where chunks are large.
+/// Memory that the copies of one snapshot may take in flight, in bytes: bounds them where chunks
+/// are large.
 const COPY_MEMORY_BYTES_MAX: u64 = 64 << 20;
 
 /// Which numbers a snapshot counts.
@@ -78,7 +82,8 @@ pub(super) struct OriginState {
     pub gate: FreezeGate<View>,
     pub work_queue: Arc<WorkQueue>,
     pub common: OnceLock<Arc<Common>>,
-    /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it waits for writes that are under way.
+    /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it
+    /// waits for writes that are under way.
     pub changing: Mutex<Changing>,
     /// Which content it holds: tells whether a store missed writes.
     pub age: Age,
@@ -102,8 +107,8 @@ pub(super) struct Changing {
 pub(super) enum Merging {
     #[default]
     No,
-    /// One was opened whose merge was under way, and nothing was merged since. Other snapshots that were there before can
-    /// still be opened.
+    /// One was opened whose merge was under way, and nothing was merged since. Other snapshots that
+    /// were there before can still be opened.
     TakenUp,
     Yes,
 }
@@ -152,7 +157,8 @@ pub(super) struct SnapState {
     pub cow: Arc<dyn Device>,
     pub logical_block: u32,
     state: AtomicU32,
-    /// Writes of the origin that wait until it is known on disk that the snapshot is lost. Held for a few instructions.
+    /// Writes of the origin that wait until it is known on disk that the snapshot is lost. Held for
+    /// a few instructions.
     waiting_for_loss: Mutex<Vec<Waiter>>,
 }
 
@@ -162,7 +168,7 @@ pub(super) struct Permit(Arc<Snap>);
 /// What goes on with a permit.
 type Next = Box<dyn FnOnce(Permit) + Send>;
 
-// ---- an origin ---------------------------------------------------------------------------------------------------------------
+// ---- an origin ----------------------------------------------------------------------------------
 
 impl Deref for OriginCore {
     type Target = OriginState;
@@ -230,7 +236,7 @@ impl View {
     }
 }
 
-// ---- a snapshot --------------------------------------------------------------------------------------------------------------
+// ---- a snapshot ---------------------------------------------------------------------------------
 
 impl Deref for Snap {
     type Target = SnapState;
@@ -253,7 +259,8 @@ impl SnapState {
 
 impl Drop for SnapState {
     fn drop(&mut self) {
-        // A snapshot that is merged is in use until its origin is dropped. Where all is merged, the store is empty.
+        // A snapshot that is merged is in use until its origin is dropped. Where all is merged, the
+        // store is empty.
         let merging = self.state.load(Ordering::SeqCst) & (bit::MERGING | bit::DETACHED) == bit::MERGING;
         if merging && !self.merge.is_finished() {
             self.closes();
@@ -315,7 +322,8 @@ impl Snap {
         self.logical_block.into()
     }
 
-    /// `end`, rounded down to whole blocks of the snapshot: a device with smaller blocks may have stopped within one.
+    /// `end`, rounded down to whole blocks of the snapshot: a device with smaller blocks may have
+    /// stopped within one.
     pub fn whole_blocks(&self, end: u64) -> u64 {
         end - end % self.block()
     }
@@ -337,7 +345,8 @@ impl Snap {
         self.state.load(Ordering::SeqCst)
     }
 
-    /// Whether what was read from the origin since the state was `before` is the snapshot's: `Some(false)` where it may not be.
+    /// Whether what was read from the origin since the state was `before` is the snapshot's:
+    /// `Some(false)` where it may not be.
     ///
     /// # Errors
     /// The snapshot is invalid or detached.
@@ -386,7 +395,8 @@ impl Snap {
         self.set(bit::INVALID);
     }
 
-    /// The COW device says, too, that the snapshot is invalid: writes of the origin that waited for that go on.
+    /// The COW device says, too, that the snapshot is invalid: writes of the origin that waited for
+    /// that go on.
     pub fn lost(&self) {
         self.set(bit::INVALID | bit::LOST);
         for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
@@ -404,7 +414,8 @@ impl Snap {
         waiter.arrived(Ok(()));
     }
 
-    /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under a pin.
+    /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under
+    /// a pin.
     pub fn invalidate(self: &Arc<Self>, waiter: Option<Waiter>) {
         self.fails();
         if self.state.fetch_or(bit::TOLD, Ordering::SeqCst) & bit::TOLD == 0 {
@@ -435,7 +446,8 @@ impl Snap {
             // Before it leaves the origin's list: later writes preserve nothing for it.
             self.closes();
         }
-        // Before it leaves the list: whoever read from the origin what such a write left there sees this, and fails.
+        // Before it leaves the list: whoever read from the origin what such a write left there sees
+        // this, and fails.
         self.set(bit::DETACHED);
         self.core.forget(self);
         self.store.release();
@@ -446,10 +458,11 @@ impl Snap {
     }
 }
 
-// ---- the rights to copy ------------------------------------------------------------------------------------------------------
+// ---- the rights to copy -------------------------------------------------------------------------
 
 impl Snap {
-    /// At most so many copies in flight, at least 1 and as many as memory allows, from now on; those in flight stay.
+    /// At most so many copies in flight, at least 1 and as many as memory allows, from now on;
+    /// those in flight stay.
     pub fn set_copies_max(self: &Arc<Self>, most: usize) {
         let most = most.clamp(1, copies_max(self.chunk()));
         self.hand_over(self.rights.set_most(most as u64));

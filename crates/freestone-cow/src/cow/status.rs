@@ -12,7 +12,8 @@ pub struct Usage {
     pub allocated: u64,
     /// Size of the COW device.
     pub total: u64,
-    /// Header and areas; 0 for a transient store. A merge is finished when `allocated` is equal to it.
+    /// Header and areas; 0 for a transient store. A merge is finished when `allocated` is equal to
+    /// it.
     pub metadata: u64,
 }
 

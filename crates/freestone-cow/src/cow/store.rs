@@ -1,10 +1,12 @@
 //! The exception store: where copies go on the COW device, and the record of that.
 //!
-//! The order that makes a persistent store safe is the kernel's. A place is taken ([`Store::allocate`]), the chunk is copied
-//! there, and the copy is handed in ([`Store::commit`]). Entries enter the record in the order in which their places were
-//! taken, in groups: the record is written when every place that was taken has its copy, or when an area is full. Before that
-//! the next area is zeroed, if this one is full, and the COW device is flushed, so an entry on disk implies its copy is there.
-//! Only when the entries are durable are the callers told, who may then overwrite the origin.
+//! The order that makes a persistent store safe is the kernel's. A place is taken
+//! ([`Store::allocate`]), the chunk is copied there, and the copy is handed in ([`Store::commit`]).
+//! Entries enter the record in the order in which their places were taken, in groups: the record is
+//! written when every place that was taken has its copy, or when an area is full. Before that the
+//! next area is zeroed, if this one is full, and the COW device is flushed, so an entry on disk
+//! implies its copy is there. Only when the entries are durable are the callers told, who may then
+//! overwrite the origin.
 
 use std::fmt;
 use std::sync::Arc;
@@ -28,8 +30,8 @@ pub use super::store_area::RUN_ENTRIES_MAX;
 
 /// An exception store on a COW device. Shared by all that use one snapshot.
 ///
-/// A persistent store has a thread, on which callbacks run. Whoever drops the last reference waits for what was handed in
-/// (unless it is that thread).
+/// A persistent store has a thread, on which callbacks run. Whoever drops the last reference waits
+/// for what was handed in (unless it is that thread).
 pub struct Store {
     kind: StoreKind,
     layout: Layout,
@@ -54,14 +56,15 @@ pub struct Allocated {
 }
 
 impl Store {
-    /// Opens the store on `cow`, or makes a new one where the device begins with zeroes. Blocks. Gives its exceptions, in
-    /// the order of the origin. An invalid store opens without any, and
+    /// Opens the store on `cow`, or makes a new one where the device begins with zeroes. Blocks.
+    /// Gives its exceptions, in the order of the origin. An invalid store opens without any, and
     /// [`is_valid`](Self::is_valid) says so.
     ///
     /// A transient store ignores what the device holds.
     ///
     /// # Errors
-    /// [`SetupError`]. Nothing was written then to a store that is not understood, or that is damaged.
+    /// [`SetupError`]. Nothing was written then to a store that is not understood, or that is
+    /// damaged.
     pub fn open(
         cow: Arc<dyn Device>,
         kind: StoreKind,
@@ -127,10 +130,12 @@ impl Store {
         }
     }
 
-    /// Takes a place for a copy. Never waits. The caller bounds how many places it holds; each costs the store a few words.
+    /// Takes a place for a copy. Never waits. The caller bounds how many places it holds; each
+    /// costs the store a few words.
     ///
     /// # Errors
-    /// [`NoPlace`]. The store stays as it is: whether a lack of room invalidates the snapshot depends on who wanted the place.
+    /// [`NoPlace`]. The store stays as it is: whether a lack of room invalidates the snapshot
+    /// depends on who wanted the place.
     pub fn allocate(self: &Arc<Self>) -> Result<Allocated, NoPlace> {
         let size = self.device.geometry().size;
         let (chunk, due) = match &self.core {
@@ -143,12 +148,13 @@ impl Store {
         Ok(Allocated { chunk, chunk_bytes: self.chunk_bytes(), due })
     }
 
-    /// Hands in a copy: chunk `old` of the origin was written (not flushed) to the place `allocated`, or that failed, which
-    /// invalidates the snapshot. `done` runs once: with `Ok` when the exception is durable, else when the snapshot is invalid,
-    /// as [`invalidate`](Self::invalidate) has it. Never waits.
+    /// Hands in a copy: chunk `old` of the origin was written (not flushed) to the place
+    /// `allocated`, or that failed, which invalidates the snapshot. `done` runs once: with `Ok`
+    /// when the exception is durable, else when the snapshot is invalid, as
+    /// [`invalidate`](Self::invalidate) has it. Never waits.
     ///
-    /// A persistent store runs `done` on a thread of its own, where devices may be called and nothing may wait. A
-    /// transient one runs it here.
+    /// A persistent store runs `done` on a thread of its own, where devices may be called and
+    /// nothing may wait. A transient one runs it here.
     pub fn commit(
         self: &Arc<Self>,
         mut allocated: Allocated,
@@ -172,10 +178,12 @@ impl Store {
         }
     }
 
-    /// The snapshot is lost: there was no room for a copy, or its data failed. All that is not yet durable is answered
-    /// [`Invalid`]. Never waits. `then` runs as the callback of [`commit`](Self::commit) does, when the device says so too: only
-    /// then may the origin be overwritten, or a crash would bring back a snapshot that is wrong. Where the device fails, that is
-    /// tried for two seconds; then `then` runs all the same, and [`is_unmarked`](Self::is_unmarked) says so.
+    /// The snapshot is lost: there was no room for a copy, or its data failed. All that is not yet
+    /// durable is answered [`Invalid`]. Never waits. `then` runs as the callback of
+    /// [`commit`](Self::commit) does, when the device says so too: only then may the origin be
+    /// overwritten, or a crash would bring back a snapshot that is wrong. Where the device fails,
+    /// that is tried for two seconds; then `then` runs all the same, and
+    /// [`is_unmarked`](Self::is_unmarked) says so.
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
@@ -186,7 +194,8 @@ impl Store {
         }
     }
 
-    /// Whether the snapshot is lost, the COW device still says that it is good, and nobody waits for that any more.
+    /// Whether the snapshot is lost, the COW device still says that it is good, and nobody waits
+    /// for that any more.
     pub fn is_unmarked(&self) -> bool {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
@@ -194,7 +203,8 @@ impl Store {
         }
     }
 
-    /// The origin is written without the snapshot from now on: nobody waits any more for the COW device to say that it is lost.
+    /// The origin is written without the snapshot from now on: nobody waits any more for the COW
+    /// device to say that it is lost.
     pub fn release(&self) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             committer.release();
@@ -218,8 +228,9 @@ impl Store {
         }
     }
 
-    /// The exceptions that were committed last, as far as both their chunks follow each other and they are in one area; at most
-    /// [`RUN_ENTRIES_MAX`]. `None`: there are none left. Blocks; for a merge.
+    /// The exceptions that were committed last, as far as both their chunks follow each other and
+    /// they are in one area; at most [`RUN_ENTRIES_MAX`]. `None`: there are none left. Blocks; for
+    /// a merge.
     ///
     /// # Errors
     /// [`MergeError`].
@@ -227,24 +238,28 @@ impl Store {
         self.committer()?.last_run()
     }
 
-    /// Forgets the last `count` exceptions of the last run, whose chunks are in the origin and durable there. Blocks until that
-    /// is durable. When the last one is forgotten, the whole device is free again.
+    /// Forgets the last `count` exceptions of the last run, whose chunks are in the origin and
+    /// durable there. Blocks until that is durable. When the last one is forgotten, the whole
+    /// device is free again.
     ///
     /// # Errors
-    /// [`MergeError`]. The exceptions are still there then, and it can be tried again. But where [`is_torn`](Self::is_torn) says
-    /// so they may be gone on disk: until that is known their chunks must not be written, in either place.
+    /// [`MergeError`]. The exceptions are still there then, and it can be tried again. But where
+    /// [`is_torn`](Self::is_torn) says so they may be gone on disk: until that is known their
+    /// chunks must not be written, in either place.
     pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
         self.committer()?.commit_merge(run, count)
     }
 
-    /// Whether it is not known which exceptions of the last run are on disk: a write that was to forget them failed, and so did the
-    /// one that was to bring them back. May wait for a write that is under way.
+    /// Whether it is not known which exceptions of the last run are on disk: a write that was to
+    /// forget them failed, and so did the one that was to bring them back. May wait for a write
+    /// that is under way.
     pub fn is_torn(&self) -> bool {
         self.committer().is_ok_and(Committer::is_torn)
     }
 
-    /// Brings exceptions back that a failed [`commit_merge`](Self::commit_merge) may have taken from the disk. `then` runs once, as the
-    /// callback of [`commit`](Self::commit) does: with `Ok` when all are there durably. Never waits.
+    /// Brings exceptions back that a failed [`commit_merge`](Self::commit_merge) may have taken
+    /// from the disk. `then` runs once, as the callback of [`commit`](Self::commit) does: with `Ok`
+    /// when all are there durably. Never waits.
     pub fn put_back(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.put_back(Box::new(then)),
@@ -253,18 +268,19 @@ impl Store {
         }
     }
 
-    /// The number of the merge that is under way, from before its first copy until all is in the origin, also if the store was
-    /// closed in between.
+    /// The number of the merge that is under way, from before its first copy until all is in the
+    /// origin, also if the store was closed in between.
     pub fn merge_id(&self) -> Option<u64> {
         self.mark.lock().map(|mark| mark.id)
     }
 
-    /// Says on disk that a merge is under way, before anything is copied. No place may be handed out meanwhile or later. Blocks.
-    /// Gives the merge's number: the one that the disk has already, or `new`; `None` where there is nothing to merge.
+    /// Says on disk that a merge is under way, before anything is copied. No place may be handed
+    /// out meanwhile or later. Blocks. Gives the merge's number: the one that the disk has already,
+    /// or `new`; `None` where there is nothing to merge.
     ///
     /// # Errors
-    /// [`MergeError`]; the store is not marked then. [`MergeError::Invalid`] where the disk may say so all the same: the caller
-    /// [invalidates](Self::invalidate) the store.
+    /// [`MergeError`]; the store is not marked then. [`MergeError::Invalid`] where the disk may say
+    /// so all the same: the caller [invalidates](Self::invalidate) the store.
     pub fn mark_merge(&self, new: u64) -> Result<Option<u64>, MergeError> {
         if let Some(id) = self.merge_id() {
             return Ok(Some(id));
@@ -284,7 +300,8 @@ impl Store {
         Ok(())
     }
 
-    /// The store is closed in order while the origin holds `content`: it says so when it is dropped. Never waits.
+    /// The store is closed in order while the origin holds `content`: it says so when it is
+    /// dropped. Never waits.
     pub fn closes(&self, content: Stamp) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             let mark = *self.mark.lock();

@@ -24,8 +24,8 @@ pub enum NoPlace {
 #[error("the snapshot is invalid")]
 pub struct Invalid;
 
-/// The exceptions that were committed last: chunks `old..old + count` of the origin are at `new..new + count` of the COW
-/// device.
+/// The exceptions that were committed last: chunks `old..old + count` of the origin are at
+/// `new..new + count` of the COW device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// First chunk of the origin.

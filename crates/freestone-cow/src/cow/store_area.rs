@@ -1,8 +1,9 @@
-//! The end of the record of exceptions: where the next entries go, and from where a merge takes the last ones.
+//! The end of the record of exceptions: where the next entries go, and from where a merge takes the
+//! last ones.
 //!
-//! Only the block with the last entries is kept in memory, and only blocks that change are written, whatever the size of a
-//! chunk is. That gives the same bytes on disk as the kernel's writes of whole areas, because behind the last entry an area
-//! holds zeroes on disk already.
+//! Only the block with the last entries is kept in memory, and only blocks that change are written,
+//! whatever the size of a chunk is. That gives the same bytes on disk as the kernel's writes of
+//! whole areas, because behind the last entry an area holds zeroes on disk already.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use super::store_answers::{MergeError, Run};
 use freestone_core::device::{Blocking, Device, Error, Flags, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
 
-/// Most entries of a run that is merged at once: so much is read back at most, and so many chunks may have to wait.
+/// Most entries of a run that is merged at once: so much is read back at most, and so many chunks
+/// may have to wait.
 pub const RUN_ENTRIES_MAX: u64 = 1024;
 
 /// A block of metadata.
@@ -48,8 +50,9 @@ struct Last {
     entries: Range<u64>,
     /// The block in which its first entry is.
     head: Box<Block>,
-    /// A write that was to remove entries from this one on failed, so it is not known whether they are on disk. All of them are
-    /// written again, by the next removal or by putting them back, before anything else is.
+    /// A write that was to remove entries from this one on failed, so it is not known whether they
+    /// are on disk. All of them are written again, by the next removal or by putting them back,
+    /// before anything else is.
     torn: Option<u64>,
 }
 
@@ -61,12 +64,14 @@ impl End {
 }
 
 impl Last {
-    /// The blocks from the one with entry `from` of the run to its end, without the entries from `cut` on.
+    /// The blocks from the one with entry `from` of the run to its end, without the entries from
+    /// `cut` on.
     fn blocks(&self, from: u64, cut: u64) -> Result<IoBuf> {
         let Range { start, end } = self.entries;
         let first = from / BLOCK_ENTRIES;
         let mut blocks = blocks_for(first, end)?;
-        // What stays: entries before the run as they are, those of the run by counting on from its first one.
+        // What stays: entries before the run as they are, those of the run by counting on from its
+        // first one.
         let base = first * BLOCK_ENTRIES;
         let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
         blocks[..before].copy_from_slice(&self.head[..before]);
@@ -89,7 +94,8 @@ impl Area {
         (self.end.area, self.end.committed)
     }
 
-    /// How many entries the record has, and the origin's chunk of the first one; `None` where there is none.
+    /// How many entries the record has, and the origin's chunk of the first one; `None` where there
+    /// is none.
     pub fn first(&mut self) -> std::result::Result<Option<(u64, u64)>, MergeError> {
         let entries = self.end.area * self.layout.entries() + self.end.committed;
         if entries == 0 {
@@ -104,10 +110,11 @@ impl Area {
         (self.layout.entries() - self.end.committed) as usize
     }
 
-    // ---- exceptions come ---------------------------------------------------------------------------------------------
+    // ---- exceptions come ------------------------------------------------------------------------
 
-    /// Appends entries, at most [`room`](Self::room), and makes them durable. All that was written to the device before is
-    /// durable before they are. After an error it is unknown which of them are on disk.
+    /// Appends entries, at most [`room`](Self::room), and makes them durable. All that was written
+    /// to the device before is durable before they are. After an error it is unknown which of them
+    /// are on disk.
     pub fn append(&mut self, entries: &[Entry]) -> Result<()> {
         assert!(entries.len() <= self.room(), "more entries than there is room for in an area");
         if entries.is_empty() {
@@ -148,9 +155,10 @@ impl Area {
         Ok(())
     }
 
-    // ---- exceptions go -----------------------------------------------------------------------------------------------
+    // ---- exceptions go --------------------------------------------------------------------------
 
-    /// The exceptions at the end of the record whose chunks follow each other on both devices, within one area.
+    /// The exceptions at the end of the record whose chunks follow each other on both devices,
+    /// within one area.
     pub fn last_run(&mut self) -> std::result::Result<Option<Run>, MergeError> {
         if let Some(last) = &self.last {
             return Ok(Some(last.run));
@@ -189,8 +197,8 @@ impl Area {
         self.last.as_ref().is_some_and(|last| last.torn.is_some())
     }
 
-    /// Removes the last `count` entries of the last run durably. After an error they are still there for this store; whether they
-    /// are on disk, [`is_torn`](Self::is_torn) tells.
+    /// Removes the last `count` entries of the last run durably. After an error they are still
+    /// there for this store; whether they are on disk, [`is_torn`](Self::is_torn) tells.
     pub fn remove(&mut self, run: &Run, count: u64) -> std::result::Result<(), MergeError> {
         let Some(last) = self.last.as_ref().filter(|last| last.run == *run) else {
             return Err(MergeError::NotLast);
@@ -215,7 +223,8 @@ impl Area {
         Ok(())
     }
 
-    /// Writes the entries again that a removal that failed may have taken from the disk. Does nothing where that is known.
+    /// Writes the entries again that a removal that failed may have taken from the disk. Does
+    /// nothing where that is known.
     pub fn put_back(&mut self) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let Some(from) = last.torn else { return Ok(()) };
@@ -238,7 +247,7 @@ impl Area {
         Ok(entry.get())
     }
 
-    // ---- the device --------------------------------------------------------------------------------------------------
+    // ---- the device -----------------------------------------------------------------------------
 
     fn read(&self, area: u64, block: u64) -> Result<Box<Block>> {
         let mut bytes = Box::new([0; BLOCK_BYTES]);

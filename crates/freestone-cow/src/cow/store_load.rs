@@ -1,8 +1,9 @@
-//! Opening a persistent exception store: everything on the device is checked before anything is written.
+//! Opening a persistent exception store: everything on the device is checked before anything is
+//! written.
 //!
-//! What is found need not be durable: the process before may have ended between a write and its answer, or the write failed, and what
-//! was read is in a cache. So what was written last, the end of the list and the header, is written again
-//! and flushed before anybody relies on it.
+//! What is found need not be durable: the process before may have ended between a write and its
+//! answer, or the write failed, and what was read is in a cache. So what was written last, the end
+//! of the list and the header, is written again and flushed before anybody relies on it.
 
 use super::config::{CHUNK_BYTES_MIN, Damage, SetupError};
 use super::format::{
@@ -17,7 +18,8 @@ use freestone_core::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 const ENTRIES_MAX: usize = 1 << 28;
 /// Metadata is read in pieces of this many bytes at most.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of blocks that a step of a merge empties, at most, besides the one in which the list ends then.
+/// Bytes of blocks that a step of a merge empties, at most, besides the one in which the list ends
+/// then.
 const REMOVED_BYTES_MAX: u64 = RUN_ENTRIES_MAX * ENTRY_BYTES as u64;
 /// Chunks that even an empty store has: the header and an area.
 const CHUNKS_MIN: u64 = 2;
@@ -84,7 +86,8 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
                 return Ok(Loaded::empty(layout, false));
             }
             let mut loaded = scan(cow, layout, &geometry, origin.size, mark)?;
-            // It may have been marked, or the mark taken away, a moment before. From now on it is in use.
+            // It may have been marked, or the mark taken away, a moment before. From now on it is
+            // in use.
             format::set_closed(&mut block, None);
             cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
             (loaded.mark, loaded.header) = (mark, Box::new(block));
@@ -103,7 +106,8 @@ pub fn look(cow: &dyn Device) -> Result<Option<Found>, SetupError> {
     Ok(format::parse_header(&block).ok())
 }
 
-/// Makes an empty store. The header comes last: before it is there, the device still begins with zeroes.
+/// Makes an empty store. The header comes last: before it is there, the device still begins with
+/// zeroes.
 fn create(cow: &dyn Device, layout: Layout) -> device::Result<()> {
     cow.write_zeroes(0, CHUNKS_MIN * layout.chunk(), Flags::MAY_FREE)?;
     cow.flush()?;
@@ -147,7 +151,8 @@ fn scan(
     Ok(Loaded { end, next_free, exceptions, ..Loaded::empty(layout, true) })
 }
 
-/// Reads one area. If the list ends in it: where, and whether there is something behind the end, which a torn write left.
+/// Reads one area. If the list ends in it: where, and whether there is something behind the end,
+/// which a torn write left.
 fn scan_area(
     cow: &dyn Device,
     layout: Layout,
@@ -166,7 +171,8 @@ fn scan_area(
         for (at, entry) in (offset / ENTRY_BYTES as u64..).zip(Entry::all(&bytes)) {
             let number = area * layout.entries() + at;
             match &found {
-                // Behind the end there are zeroes, or what a torn write left; but a sector is written whole.
+                // Behind the end there are zeroes, or what a torn write left; but a sector is
+                // written whole.
                 Some(end) => {
                     if !entry.is_zero() && at / SECTOR_ENTRIES == end.committed / SECTOR_ENTRIES {
                         return Err(damaged(Damage::Gap { entry: area * layout.entries() + end.committed }));
@@ -194,7 +200,8 @@ fn scan_area(
     Ok(found.map(|end| (end, stale)))
 }
 
-/// No chunk may be preserved twice, and no place used twice. Leaves the exceptions in the order of the origin.
+/// No chunk may be preserved twice, and no place used twice. Leaves the exceptions in the order of
+/// the origin.
 fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     exceptions.sort_unstable_by_key(|&(_, new)| new);
     if let Some(twice) = exceptions.windows(2).find(|pair| pair[0].1 == pair[1].1) {
@@ -207,9 +214,9 @@ fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// Writes the end of the list as it was found, and flushes all that was read. Where there is something behind the end, the rest of
-/// the area becomes zeroes: what a torn write left there was never told to anybody, and would come back to life when the gap
-/// before it is filled.
+/// Writes the end of the list as it was found, and flushes all that was read. Where there is
+/// something behind the end, the rest of the area becomes zeroes: what a torn write left there was
+/// never told to anybody, and would come back to life when the gap before it is filled.
 fn settle(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::Result<()> {
     let start = layout.area_byte(end.area);
     let block = end.committed / BLOCK_ENTRIES * BLOCK_BYTES as u64;

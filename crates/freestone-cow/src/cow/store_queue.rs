@@ -19,8 +19,8 @@ type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
 
 /// How long after a failure the header of an invalid store is written again.
 const HEADER_AGAIN: Duration = Duration::from_millis(500);
-/// How long after the first failure who waits for that header goes on without it: a COW device that is dead for good must not take
-/// the origin with it.
+/// How long after the first failure who waits for that header goes on without it: a COW device that
+/// is dead for good must not take the origin with it.
 const HEADER_HOLD_MAX: Duration = Duration::from_secs(2);
 const _: () = assert!(HEADER_AGAIN.as_millis() < HEADER_HOLD_MAX.as_millis(), "it is tried again meanwhile");
 
@@ -94,13 +94,15 @@ pub struct Queue {
     /// Who waits for exceptions to be written back whose removal failed.
     undo: Vec<PutBack>,
     stop: bool,
-    /// The origin's content when the store is closed, and the mark of a merge that is under way then.
+    /// The origin's content when the store is closed, and the mark of a merge that is under way
+    /// then.
     pub closing: Option<(Stamp, Option<Mark>)>,
     pub stats: Stats,
 }
 
 impl Queue {
-    /// Of a store whose first free chunk is `next_free` and whose record ends at `position`: the area, and the entries in it.
+    /// Of a store whose first free chunk is `next_free` and whose record ends at `position`: the
+    /// area, and the entries in it.
     pub fn new(layout: Layout, valid: bool, next_free: u64, position: (u64, u64)) -> Self {
         Self {
             layout,
@@ -171,7 +173,8 @@ impl Queue {
         }
     }
 
-    /// Whether the group that was gathered is to be written: no copy is pending that could join it, or it fills an area.
+    /// Whether the group that was gathered is to be written: no copy is pending that could join it,
+    /// or it fills an area.
     fn is_due(&self) -> bool {
         let pending = self.allocated != self.passed;
         let fills = self.committed + self.gathered.len() as u64 >= self.layout.entries();
@@ -199,7 +202,8 @@ impl Queue {
         Some(if self.stop { now } else { again })
     }
 
-    /// Writing the header failed. It stays due, else the snapshot would be opened again as a good one; at the end that cannot be helped.
+    /// Writing the header failed. It stays due, else the snapshot would be opened again as a good
+    /// one; at the end that cannot be helped.
     fn header_failed(&mut self, error: device::Error) {
         let (now, stop) = (Instant::now(), self.stop);
         let Some(unmarked) = &mut self.unmarked else { return };
@@ -227,14 +231,16 @@ impl Queue {
         if held && !self.released { Vec::new() } else { std::mem::take(&mut self.lost) }
     }
 
-    /// Whether the snapshot is invalid, the disk does not say so, and nobody waits for that any more.
+    /// Whether the snapshot is invalid, the disk does not say so, and nobody waits for that any
+    /// more.
     pub fn is_unmarked(&self) -> bool {
         self.unmarked.as_ref().is_some_and(|unmarked| unmarked.let_go)
     }
 
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
-        // As the kernel: while a merge goes on, as if all places had been handed out in the order of the entries.
+        // As the kernel: while a merge goes on, as if all places had been handed out in the order
+        // of the entries.
         let end = self.layout.area_chunk(self.area) + self.committed + 1;
         let allocated = if self.merging { end } else { self.next_free };
         // The header, and the areas up to this one.
@@ -280,7 +286,8 @@ impl Committer {
         }
     }
 
-    /// The snapshot is invalid from now on; `then` is called when the disk says so, or does not let itself be written.
+    /// The snapshot is invalid from now on; `then` is called when the disk says so, or does not let
+    /// itself be written.
     pub fn invalidate(&self, then: Done) {
         let mut queue = self.queue.lock();
         queue.lose();
@@ -307,9 +314,10 @@ impl Committer {
         self.wake.notify_one();
     }
 
-    // ---- the store's thread ------------------------------------------------------------------------------------------
+    // ---- the store's thread ---------------------------------------------------------------------
 
-    /// Makes groups durable and answers, until the store is dropped; says then that it was closed in order, if it was.
+    /// Makes groups durable and answers, until the store is dropped; says then that it was closed
+    /// in order, if it was.
     pub fn run(&self) {
         while let Some(work) = self.next() {
             match work {
@@ -409,17 +417,19 @@ impl Committer {
         answer(dones, Ok(()));
     }
 
-    /// Writes a header that says "invalid". Needs no flush before: nothing else on the device counts any more.
+    /// Writes a header that says "invalid". Needs no flush before: nothing else on the device
+    /// counts any more.
     fn write_invalid(&self) -> device::Result<()> {
         // A merge may be reading the header to mark it.
         let _area = self.area.lock();
         self.device.write_at(0, &format::header(self.layout.chunk(), false), Flags::FUA)
     }
 
-    // ---- a merge's thread --------------------------------------------------------------------------------------------
+    // ---- a merge's thread -----------------------------------------------------------------------
 
-    /// Marks the store durably, where there is anything to merge. All that was begun is committed. Under the lock of the area, as
-    /// all that writes the header. Where it is not known what the disk says, the answer is [`MergeError::Invalid`].
+    /// Marks the store durably, where there is anything to merge. All that was begun is committed.
+    /// Under the lock of the area, as all that writes the header. Where it is not known what the
+    /// disk says, the answer is [`MergeError::Invalid`].
     pub fn mark(&self, id: u64) -> Result<Option<Mark>, MergeError> {
         let mut area = self.area.lock();
         if !self.queue.lock().valid {
@@ -428,7 +438,8 @@ impl Committer {
         let Some((entries, first)) = area.first()? else { return Ok(None) };
         let mark = Mark { id, entries, first };
         if let Err(error) = self.write_mark(Some(mark)) {
-            // It may be there all the same, and the next start would go on with a merge that never began.
+            // It may be there all the same, and the next start would go on with a merge that never
+            // began.
             let restored = self.write_mark(None);
             return Err(restored.map_or(MergeError::Invalid, |()| MergeError::Device(error)));
         }
@@ -469,7 +480,8 @@ impl Committer {
             return Err(MergeError::Invalid);
         }
         if let Err(error) = area.remove(run, count) {
-            // They may be removed on disk all the same: write them back, so that memory and disk agree.
+            // They may be removed on disk all the same: write them back, so that memory and disk
+            // agree.
             if let Err(error) = area.put_back() {
                 tracing::warn!(%error, "what is on disk of a step of a merge that failed is not known");
             }

@@ -1,4 +1,5 @@
-//! A store without a record on disk: chunks are handed out one after the other, and lost with the process.
+//! A store without a record on disk: chunks are handed out one after the other, and lost with the
+//! process.
 
 use crossbeam_utils::CachePadded;
 
@@ -8,10 +9,12 @@ use super::status::SECTOR_BYTES;
 use super::store_answers::NoPlace;
 use freestone_core::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// A store without metadata (`store=N`). Without a lock: places have no order that anything depends on.
+/// A store without metadata (`store=N`). Without a lock: places have no order that anything depends
+/// on.
 pub struct Transient {
     layout: Layout,
-    /// The first chunk that was never handed out. On a cache line of its own: every request reads what lies beside it.
+    /// The first chunk that was never handed out. On a cache line of its own: every request reads
+    /// what lies beside it.
     next_free: CachePadded<AtomicU64>,
     lost: AtomicU32,
 }

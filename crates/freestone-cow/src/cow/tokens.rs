@@ -1,15 +1,19 @@
 //! A number of rights, each of one holder at a time, and who waits for one.
 //!
-//! Every CPU has rights of its own, so that those who take and give do not meet; where its own are used up, another CPU's are
-//! taken. Only where somebody waits, or there are more rights than there should be, a right goes through the lock.
+//! Every CPU has rights of its own, so that those who take and give do not meet; where its own are
+//! used up, another CPU's are taken. Only where somebody waits, or there are more rights than there
+//! should be, a right goes through the lock.
 //!
 //! # Protocol
 //! * Take: one from a cell that has one. None in any cell: [`wait`](Tokens::wait).
-//! * Wait: under the lock, `slow` is set; then the cells are looked at once more; then the waiter is queued.
-//! * Give: put into a cell; then, if `slow` is set, under the lock, what is in the cells goes to those who wait.
+//! * Wait: under the lock, `slow` is set; then the cells are looked at once more; then the waiter
+//!   is queued.
+//! * Give: put into a cell; then, if `slow` is set, under the lock, what is in the cells goes to
+//!   those who wait.
 //! * Either the giver sees `slow`, or the one who waits sees the right in its cell.
 //!
-//! A right may be taken past those who wait, between the giver's two steps; the next one that is given goes to them.
+//! A right may be taken past those who wait, between the giver's two steps; the next one that is
+//! given goes to them.
 
 use std::collections::VecDeque;
 
@@ -48,7 +52,8 @@ impl<W> Tokens<W> {
         let cells = self.cells.len();
         (0..cells).any(|n| {
             let cell = &self.cells[(near + n) % cells];
-            // Relaxed: a first look. Acquire, where one is taken: pairs with the Release of who gave it.
+            // Relaxed: a first look. Acquire, where one is taken: pairs with the Release of who
+            // gave it.
             cell.load(Ordering::Relaxed) > 0
                 // Relaxed: where it fails nothing is done.
                 && cell.fetch_update(Ordering::Acquire, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
@@ -95,7 +100,8 @@ impl<W> Tokens<W> {
 
     /// Withdraws what is to be withdrawn, then serves those who wait.
     fn serve(&self, state: &mut TokensState<W>) -> Vec<W> {
-        // Relaxed: ordered before the looks at the cells by the fence, which pairs with that in `give`.
+        // Relaxed: ordered before the looks at the cells by the fence, which pairs with that in
+        // `give`.
         self.slow.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         while state.excess > 0 && self.take(0) {

@@ -1,12 +1,13 @@
 //! Writes to a snapshot.
 //!
-//! A write to chunks with exceptions goes to the COW device. Others are submitted, and carried on in *windows* of chunks: in a
-//! round, what has an exception is written, a chunk that is covered whole and has none is written as its own exception, and for
-//! the rest exceptions are asked for, all together; the next round finds them complete. Every chunk of the window is written
-//! once.
+//! A write to chunks with exceptions goes to the COW device. Others are submitted, and carried on
+//! in *windows* of chunks: in a round, what has an exception is written, a chunk that is covered
+//! whole and has none is written as its own exception, and for the rest exceptions are asked for,
+//! all together; the next round finds them complete. Every chunk of the window is written once.
 //!
-//! While the snapshot is merged into its origin no exception is made: what has none goes to the origin, as the origin's
-//! writes do; what has one to the COW device, tracked by chunk; what is being merged at the moment waits.
+//! While the snapshot is merged into its origin no exception is made: what has none goes to the
+//! origin, as the origin's writes do; what has one to the COW device, tracked by chunk; what is
+//! being merged at the moment waits.
 
 use std::sync::Arc;
 
@@ -51,7 +52,8 @@ struct Piece {
     len: u64,
 }
 
-/// What is to be done once the thread is not pinned any more. Places are in bytes, `from` in the request.
+/// What is to be done once the thread is not pinned any more. Places are in bytes, `from` in the
+/// request.
 enum Action {
     /// Write to the COW device, which is counted at the gate.
     Cow { op: Op, at: u64, from: u64, len: u64, tracked: Option<u64> },
@@ -72,15 +74,17 @@ enum Planned {
     Held,
 }
 
-// ---- at once -----------------------------------------------------------------------------------------------------------------
+// ---- at once ------------------------------------------------------------------------------------
 
-/// Writes `data`, or zeroes where there is none, as far as chunks have exceptions and the COW device does it at once.
+/// Writes `data`, or zeroes where there is none, as far as chunks have exceptions and the COW
+/// device does it at once.
 pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Result<Tried> {
     if data.is_some_and(|data| data.len() as u64 != request.len) {
         return Err(Error::Misaligned);
     }
     snap.writable()?;
-    // The COW device could stop within a block of the snapshot, and a part of a block cannot be reported as done.
+    // The COW device could stop within a block of the snapshot, and a part of a block cannot be
+    // reported as done.
     if snap.cow_block() < snap.block() {
         return Ok(Tried::WouldBlock);
     }
@@ -123,7 +127,7 @@ pub fn try_discard(snap: &Snap) -> Result<Tried> {
     Ok(if ignored { Tried::Done } else { Tried::WouldBlock })
 }
 
-// ---- submitted ---------------------------------------------------------------------------------------------------------------
+// ---- submitted ----------------------------------------------------------------------------------
 
 /// Takes over a write or write zeroes.
 pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
@@ -153,7 +157,8 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
     snap.store.device().submit(request, buffer, then);
 }
 
-/// Takes over a write, write zeroes or discard that came to the origin, which this snapshot plays the part of.
+/// Takes over a write, write zeroes or discard that came to the origin, which this snapshot plays
+/// the part of.
 pub(super) fn take_over(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     Write::new(snap, request, buffer, done).go(Ok(()));
 }
@@ -168,7 +173,8 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
     if !snap.config.discard_passdown_origin {
         return job.go(Ok(()));
     }
-    // No snapshot preserves anything, not even this one, as in the kernel: what is discarded is gone for all of them.
+    // No snapshot preserves anything, not even this one, as in the kernel: what is discarded is
+    // gone for all of them.
     let work_queue = Arc::clone(&snap.core.work_queue);
     let then = Completion::new(move |outcome, _| work_queue.push(move || job.go(outcome)));
     snap.core.device.submit(request, buffer, then);
@@ -295,7 +301,8 @@ impl Write {
         }
         match planned {
             Planned::Go | Planned::Held => gather.leave(job),
-            // Answered only when all that was begun has ended: it must not overtake what the user writes after the answer.
+            // Answered only when all that was begun has ended: it must not overtake what the user
+            // writes after the answer.
             Planned::Failed(error) => {
                 gather.waiter().arrived(Err(error));
                 gather.leave(job)
@@ -417,7 +424,8 @@ impl Write {
                 if op == Op::WriteZeroes && self.request.op == Op::Discard {
                     flags |= Flags::MAY_FREE;
                 }
-                // Users of an origin without a cache do not flush, so what goes to the COW device in its stead must be durable.
+                // Users of an origin without a cache do not flush, so what goes to the COW device
+                // in its stead must be durable.
                 if is_merging && !snap.core.device.geometry().volatile_cache {
                     flags |= Flags::FUA;
                 }
@@ -469,7 +477,8 @@ impl Snap {
         actions.push(Action::Cow { op, at, from, len, tracked: None });
     }
 
-    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is locked.
+    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is
+    /// locked.
     fn wait_for_run(self: &Arc<Self>, waiter: Waiter) {
         if !self.merge.hold(waiter) {
             return;

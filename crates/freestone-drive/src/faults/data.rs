@@ -1,9 +1,10 @@
-//! What the seed does to data: which units of a write arrive, where a misdirected one goes, which bit flips.
+//! What the seed does to data: which units of a write arrive, where a misdirected one goes, which
+//! bit flips.
 
 use super::decide::hash;
 
-/// Undoes the units of a write at `offset` that do not arrive: `old` comes back, or zeroes where there is none. Of two units or
-/// more at least one arrives and at least one does not.
+/// Undoes the units of a write at `offset` that do not arrive: `old` comes back, or zeroes where
+/// there is none. Of two units or more at least one arrives and at least one does not.
 pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8]>) {
     let end = offset + data.len() as u64;
     let (first, units) = (offset / unit, end.div_ceil(unit) - offset / unit);
@@ -25,7 +26,8 @@ pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8
     }
 }
 
-/// Another place for `len` bytes in `space` (first byte, end) than `offset`, at a multiple of `block`, if there is one.
+/// Another place for `len` bytes in `space` (first byte, end) than `offset`, at a multiple of
+/// `block`, if there is one.
 pub fn elsewhere(word: u64, offset: u64, len: u64, block: u64, space: (u64, u64)) -> Option<u64> {
     let (start, end) = space;
     // How many places there are besides the right one.

@@ -1,4 +1,5 @@
-//! Which rules fire at a request: a hash of the seed, the rule, the operation, the offset and how many times there.
+//! Which rules fire at a request: a hash of the seed, the rule, the operation, the offset and how
+//! many times there.
 
 use std::sync::Arc;
 
@@ -24,7 +25,8 @@ pub struct Occasion {
     pub offset: u64,
     /// Bytes of data, or to be zeroed or discarded.
     pub len: u64,
-    /// Bytes from `offset` on that it may touch: its zone for appends and zone operations, else `len`.
+    /// Bytes from `offset` on that it may touch: its zone for appends and zone operations, else
+    /// `len`.
     pub reach: u64,
     /// It has the FUA flag.
     pub durable: bool,
@@ -83,7 +85,8 @@ impl Active {
         self.live.iter().fold(kept, |ops, live| ops | live.ops)
     }
 
-    /// Whether something may have to be done about the request, which need not be a possible one. Counts nothing.
+    /// Whether something may have to be done about the request, which need not be a possible one.
+    /// Counts nothing.
     pub fn meets(&self, occasion: &Occasion) -> bool {
         self.keeps(occasion) || self.live.iter().any(|live| live.applicable(occasion).is_some())
     }
@@ -138,14 +141,16 @@ impl Active {
     /// For each rule how often it could have fired, and how often it did.
     pub fn counts(&self) -> impl Iterator<Item = (&Rule, u64, u64)> {
         self.live.iter().map(|live| {
-            // Acquire: pairs with the Release in `may_fire`: what fired has been counted as matching before.
+            // Acquire: pairs with the Release in `may_fire`: what fired has been counted as
+            // matching before.
             let fired = live.fired.load(Ordering::Acquire);
             // Relaxed: read after `fired`, so it is never less.
             (&live.rule, live.matched.load(Ordering::Relaxed), fired)
         })
     }
 
-    /// How many requests were taken for the first at their offset because too many offsets are known.
+    /// How many requests were taken for the first at their offset because too many offsets are
+    /// known.
     pub fn uncounted(&self) -> u64 {
         self.tally.as_ref().map_or(0, Tally::uncounted)
     }
@@ -183,7 +188,8 @@ impl Live {
     /// Takes one of the times that are left.
     fn may_fire(&self) -> bool {
         let most = self.rule.times.unwrap_or(u64::MAX);
-        // Release: pairs with the Acquire in `counts`. The word decides by itself who is within the limit.
+        // Release: pairs with the Acquire in `counts`. The word decides by itself who is within the
+        // limit.
         self.fired
             .fetch_update(Ordering::Release, Ordering::Relaxed, |fired| (fired < most).then_some(fired + 1))
             .is_ok()
@@ -211,8 +217,8 @@ impl Verdict {
     }
 }
 
-/// Every choice is one of these. What a seed does stays the same from version to version: the words are hashed as
-/// little-endian bytes with XXH3.
+/// Every choice is one of these. What a seed does stays the same from version to version: the words
+/// are hashed as little-endian bytes with XXH3.
 pub fn hash(seed: u64, words: [u64; 4]) -> u64 {
     xxh3_64_with_seed(words.map(u64::to_le).as_bytes(), seed)
 }

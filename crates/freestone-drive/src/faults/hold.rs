@@ -66,7 +66,8 @@ struct Answer {
 }
 
 impl Hold {
-    /// Has the answer given when its time has come, with `Ok`; with [`Error::Gone`] where the device ends before.
+    /// Has the answer given when its time has come, with `Ok`; with [`Error::Gone`] where the
+    /// device ends before.
     pub fn give(self: &Arc<Self>, pause: Pause, give: impl FnOnce(Result<()>) + Send + 'static) {
         let when = match pause {
             Pause::Hang => None,

@@ -19,8 +19,8 @@ pub struct Below {
     carry: Arc<Carry>,
 }
 
-/// A completion must not call the device, and a write that follows a read does: on this thread, which ends with the last that could
-/// give it a task.
+/// A completion must not call the device, and a write that follows a read does: on this thread,
+/// which ends with the last that could give it a task.
 struct Carry(Arc<WorkQueue>);
 
 impl Drop for Carry {
@@ -68,7 +68,8 @@ impl Job {
 
     fn read(self) {
         let Self { below: Below { device, hold, .. }, request, buffer, done, verdict, old } = self;
-        // What waits at the device below must not own that device: its last owner would be a thread of its own.
+        // What waits at the device below must not own that device: its last owner would be a thread
+        // of its own.
         let done = Completion::new(move |outcome, mut buffer| {
             if outcome.is_ok() {
                 if let Some(old) = old.filter(|_| verdict.stale) {
@@ -161,7 +162,8 @@ impl Job {
         self.put(Some(old), known as usize);
     }
 
-    /// Gives the request to the device below. The first `known` bytes of `before` are what it overwrites.
+    /// Gives the request to the device below. The first `known` bytes of `before` are what it
+    /// overwrites.
     fn put(self, before: Option<IoBuf>, known: usize) {
         let Self { below: Below { device, hold, .. }, request, buffer, done, verdict, old } = self;
         // As in `read`: this owns no device.

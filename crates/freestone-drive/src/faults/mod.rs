@@ -1,7 +1,7 @@
 //! Faults that repeat from a seed, over any device.
 //!
-//! A [`Faults`] passes every request on to the device below, and makes some of them fail as its [`Rules`] say. Zones are passed on
-//! too, where the device below has them.
+//! A [`Faults`] passes every request on to the device below, and makes some of them fail as its
+//! [`Rules`] say. Zones are passed on too, where the device below has them.
 //!
 //! # Rules
 //! A rule is `OPERATION EFFECT... [CONDITION...]`, rules are separated by `;`:
@@ -37,24 +37,28 @@
 //! | `times=N` | for the first N requests that would fire; it never fires again |
 //! | `after=N` | not for the first N requests that it is asked about |
 //!
-//! Where several rules fire at one request all of them have effect: the first error, the first of `torn`, `lost` and `misdirected`,
-//! the longest pause.
+//! Where several rules fire at one request all of them have effect: the first error, the first of
+//! `torn`, `lost` and `misdirected`, the longest pause.
 //!
 //! # What repeats
-//! Whether a rule fires, and what the seed chooses for it, is a hash of the seed, the rule's position in the list, the operation, the
-//! offset of the request and how many times that operation began there since the rules were set. So the same requests fail
-//! however threads interleave, as long as each offset sees the same sequence. `times` and `after` count requests in the order in
-//! which they arrive: they repeat where that order does. Counts are exact up to about 900 000 different offsets (times rules,
-//! times operations); at an offset beyond that each time counts as the first ([`Faults::uncounted`] says how often).
+//! Whether a rule fires, and what the seed chooses for it, is a hash of the seed, the rule's
+//! position in the list, the operation, the offset of the request and how many times that operation
+//! began there since the rules were set. So the same requests fail however threads interleave, as
+//! long as each offset sees the same sequence. `times` and `after` count requests in the order in
+//! which they arrive: they repeat where that order does. Counts are exact up to about 900 000
+//! different offsets (times rules, times operations); at an offset beyond that each time counts as
+//! the first ([`Faults::uncounted`] says how often).
 //!
 //! # Notes
-//! * A request that a rule may fire at is answered "would block" when it is tried and decided when it is submitted, so that one
-//!   request is counted once. Others go to the device below at once.
-//! * What is torn is read first: what does not arrive is written again with its old content. Overlapping writes in flight may
-//!   lose theirs there too.
-//! * In a zone that is written at its write pointer, the pointer moves as if all had arrived, and what did not arrive is zeroes. A
-//!   misdirected write is appended to another zone, if one has room. Old content is not kept there.
-//! * Of a write, zeroing or discard, the first [`OLD_REQUEST_BYTES_MAX`] are kept for stale reads; blocks behind are not stale.
+//! * A request that a rule may fire at is answered "would block" when it is tried and decided when
+//!   it is submitted, so that one request is counted once. Others go to the device below at once.
+//! * What is torn is read first: what does not arrive is written again with its old content.
+//!   Overlapping writes in flight may lose theirs there too.
+//! * In a zone that is written at its write pointer, the pointer moves as if all had arrived, and
+//!   what did not arrive is zeroes. A misdirected write is appended to another zone, if one has
+//!   room. Old content is not kept there.
+//! * Of a write, zeroing or discard, the first [`OLD_REQUEST_BYTES_MAX`] are kept for stale reads;
+//!   blocks behind are not stale.
 //! * Zone operations block the calling thread, so a delay or a hang of one does.
 
 mod data;
@@ -123,8 +127,9 @@ impl Faults {
         Ok(Self { below, active: pin::Swap::new(active), watched, changing: Mutex::default() })
     }
 
-    /// Puts other rules in place, and another seed if there is one. Counts begin anew, old content is forgotten. Requests that
-    /// were decided before keep what was decided: what hangs goes on hanging. Not to be called from a completion.
+    /// Puts other rules in place, and another seed if there is one. Counts begin anew, old content
+    /// is forgotten. Requests that were decided before keep what was decided: what hangs goes on
+    /// hanging. Not to be called from a completion.
     pub fn set(&self, rules: Rules, seed: Option<u64>) {
         let _one = self.changing.lock();
         let seed = seed.unwrap_or_else(|| self.seed());
@@ -166,13 +171,14 @@ impl Faults {
         })
     }
 
-    /// How many requests were taken for the first at their offset because too many offsets are known.
+    /// How many requests were taken for the first at their offset because too many offsets are
+    /// known.
     pub fn uncounted(&self) -> u64 {
         pin::pinned(|pin| self.active.load(pin).uncounted())
     }
 
-    /// Ends all waiting: what hangs or is delayed is answered [`Error::Gone`], now and from now on. For a device that is
-    /// removed while requests hang, whose owners would wait for them.
+    /// Ends all waiting: what hangs or is delayed is answered [`Error::Gone`], now and from now on.
+    /// For a device that is removed while requests hang, whose owners would wait for them.
     pub fn close(&self) {
         self.below.hold.close();
     }
@@ -180,7 +186,8 @@ impl Faults {
     /// Whether a rule may fire at this operation.
     #[inline]
     fn watches(&self, operation: Operation) -> bool {
-        // Relaxed: after `set` returned the value is seen as its caller is; before that either value is right.
+        // Relaxed: after `set` returned the value is seen as its caller is; before that either
+        // value is right.
         self.watched.load(Ordering::Relaxed) & operation.set().bits() != 0
     }
 

@@ -1,4 +1,5 @@
-//! What a rule says: on which operations, what happens, where and when. Its text is [`text`](super::text)'s.
+//! What a rule says: on which operations, what happens, where and when. Its text is
+//! [`text`](super::text)'s.
 
 use std::fmt;
 use std::time::Duration;

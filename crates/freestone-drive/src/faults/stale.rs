@@ -1,13 +1,15 @@
 //! What was there before: old content, kept for stale reads.
 //!
-//! Lock order: `kept` is innermost, held for copies of one request's blocks. Only devices with a `stale` rule come here.
+//! Lock order: `kept` is innermost, held for copies of one request's blocks. Only devices with a
+//! `stale` rule come here.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::rules::Range;
 use freestone_core::sync::Mutex;
 
-/// Most old content that one device keeps, in bytes. Above it the block that has been kept longest is dropped.
+/// Most old content that one device keeps, in bytes. Above it the block that has been kept longest
+/// is dropped.
 pub const OLD_BYTES_MAX: usize = 64 << 20;
 /// Most that one request has kept, in bytes from its start: bounds what requests in flight take.
 pub const OLD_REQUEST_BYTES_MAX: u64 = 4 << 20;
@@ -23,7 +25,8 @@ pub struct Old {
 #[derive(Default)]
 struct Kept {
     blocks: HashMap<u64, Box<[u8]>>,
-    /// Blocks in the order in which they were first kept. One that was forgotten since may still stand here.
+    /// Blocks in the order in which they were first kept. One that was forgotten since may still
+    /// stand here.
     order: VecDeque<u64>,
 }
 
@@ -43,7 +46,8 @@ impl Old {
         self.ranges.iter().any(|range| range.meets(offset, len))
     }
 
-    /// Keeps `data`, which was at `offset` until it was overwritten. Of the bytes behind it up to `len` nothing is known any more.
+    /// Keeps `data`, which was at `offset` until it was overwritten. Of the bytes behind it up to
+    /// `len` nothing is known any more.
     pub fn keep(&self, offset: u64, data: &[u8], len: u64) {
         let block = self.block as usize;
         let first = offset / self.block;

@@ -1,8 +1,10 @@
-//! How many times something was done at an offset: counts of many keys in a table of fixed size, without a lock.
+//! How many times something was done at an offset: counts of many keys in a table of fixed size,
+//! without a lock.
 //!
-//! A cell holds the upper bits of its key's hash and the count. A key belongs into the first free cell of a window that its hash
-//! chooses; cells are never given back, so a key is found where it was put. Where the window is full the key is not counted:
-//! each time counts as its first, whatever other threads do.
+//! A cell holds the upper bits of its key's hash and the count. A key belongs into the first free
+//! cell of a window that its hash chooses; cells are never given back, so a key is found where it
+//! was put. Where the window is full the key is not counted: each time counts as its first,
+//! whatever other threads do.
 
 use zerocopy::FromZeros;
 
@@ -10,7 +12,8 @@ use freestone_core::sync::{AtomicU64, Ordering};
 
 /// Cells of a table, 8 bytes each. Memory that no key has reached costs nothing.
 const CELLS: usize = 1 << 20;
-/// Cells that are looked at for one key. Windows are full where the table as a whole is at about nine tenths.
+/// Cells that are looked at for one key. Windows are full where the table as a whole is at about
+/// nine tenths.
 const WINDOW_CELLS: usize = 64;
 /// Lower bits of a cell, which count.
 const COUNT_BITS: u32 = 24;
@@ -53,7 +56,8 @@ impl Tally {
                 match cell.compare_exchange_weak(
                     seen,
                     (tag << COUNT_BITS) | (count + 1),
-                    // Relaxed: as above; each number is given out once because one word changes atomically.
+                    // Relaxed: as above; each number is given out once because one word changes
+                    // atomically.
                     Ordering::Relaxed,
                     Ordering::Relaxed,
                 ) {

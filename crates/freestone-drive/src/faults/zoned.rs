@@ -25,7 +25,8 @@ impl Faults {
         geometry.zones.filter(|zones| offset < geometry.size && offset.is_multiple_of(zones.zone_size))
     }
 
-    /// The append as rules see it, if one may fire at it. What the device below refuses is none of theirs.
+    /// The append as rules see it, if one may fire at it. What the device below refuses is none of
+    /// theirs.
     fn append_occasion(&self, offset: u64, len: usize, flags: Flags) -> Option<Occasion> {
         if !self.watches(Operation::Append) {
             return None;
@@ -146,8 +147,8 @@ pub fn is_sequential(device: &dyn Device, offset: u64) -> bool {
     sequential
 }
 
-/// Appends data that was meant for the zone at `offset` to another one which the seed chooses, if one has room; nobody hears
-/// what comes of it.
+/// Appends data that was meant for the zone at `offset` to another one which the seed chooses, if
+/// one has room; nobody hears what comes of it.
 pub fn append_elsewhere(device: &dyn Device, word: u64, offset: u64, data: &[u8], flags: Flags) {
     let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else { return };
     if data.len() as u64 > u64::from(geometry.max_append) {

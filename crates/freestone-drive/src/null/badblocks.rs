@@ -1,7 +1,7 @@
 //! Bad blocks: ranges of sectors on which reads, writes, discards and write zeroes fail.
 //!
-//! Flushes and zone operations are not checked, as in the kernel. Nor are appends: where they go is known only when they are done. So
-//! bad blocks lie below the zones, which write to them.
+//! Flushes and zone operations are not checked, as in the kernel. Nor are appends: where they go is
+//! known only when they are done. So bad blocks lie below the zones, which write to them.
 
 use std::sync::{Arc, PoisonError};
 
@@ -20,9 +20,11 @@ const SECTOR_BYTES: u64 = 512;
 /// How bad blocks behave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BadConfig {
-    /// `badblocks_once`: the range that failed a request is good again. (Only that: a request that touches two fails twice.)
+    /// `badblocks_once`: the range that failed a request is good again. (Only that: a request that
+    /// touches two fails twice.)
     pub once: bool,
-    /// `badblocks_partial_io`: the blocks before the first bad one are transferred before the request fails.
+    /// `badblocks_partial_io`: the blocks before the first bad one are transferred before the
+    /// request fails.
     pub partial_io: bool,
 }
 
@@ -68,7 +70,8 @@ pub struct BadBlocks {
     config: BadConfig,
     /// How many ranges there are: requests look at this first.
     count: AtomicU64,
-    /// In order, with something good between each two. Lock order: innermost; held for a look or a change.
+    /// In order, with something good between each two. Lock order: innermost; held for a look or a
+    /// change.
     ranges: RwLock<Vec<Range>>,
 }
 
@@ -85,13 +88,14 @@ impl BadBlocks {
         Self { inner, config, count: AtomicU64::new(0), ranges: RwLock::default() }
     }
 
-    /// The device below, whose blocks are all good: what a zone operation does to the data looks at no bad block, as in the kernel.
+    /// The device below, whose blocks are all good: what a zone operation does to the data looks at
+    /// no bad block, as in the kernel.
     pub(crate) fn below(&self) -> &Arc<dyn Device> {
         &self.inner
     }
 
-    /// Adds (`+8-15`) or takes away (`-8-15`) a range of sectors of 512 bytes, both ends included. It may overlap what is there
-    /// already, or is not there.
+    /// Adds (`+8-15`) or takes away (`-8-15`) a range of sectors of 512 bytes, both ends included.
+    /// It may overlap what is there already, or is not there.
     ///
     /// # Errors
     /// The text, a range that is not on the device, too many ranges; nothing is changed.
@@ -128,8 +132,9 @@ impl BadBlocks {
         ranges.iter().map(|range| (range.first, range.end - 1)).collect()
     }
 
-    /// How many bytes of a read, write or discard would be transferred before it fails: whole blocks before the first bad
-    /// one where `partial_io` is set, else 0. `None` where no bad block is touched.
+    /// How many bytes of a read, write or discard would be transferred before it fails: whole
+    /// blocks before the first bad one where `partial_io` is set, else 0. `None` where no bad block
+    /// is touched.
     #[inline]
     pub fn verdict(&self, offset: u64, len: u64) -> Option<u64> {
         self.hit(offset, len).map(|hit| hit.before)
@@ -137,8 +142,8 @@ impl BadBlocks {
 
     #[inline]
     fn hit(&self, offset: u64, len: u64) -> Option<Hit> {
-        // Relaxed: a range that is added while a request runs may or may not meet it; who waits for the addition to
-        // return, and then issues a request, has that order from elsewhere.
+        // Relaxed: a range that is added while a request runs may or may not meet it; who waits for
+        // the addition to return, and then issues a request, has that order from elsewhere.
         if self.count.load(Ordering::Relaxed) == 0 { None } else { self.find(offset, len) }
     }
 

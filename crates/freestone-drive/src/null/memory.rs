@@ -1,7 +1,8 @@
 //! A drive in plain memory: `memory_backed=1`.
 //!
-//! What was never written takes nothing, and reads do not change that. A request locks the pages that it copies, and nothing
-//! wider; a page's lock covers its copy, so every logical block is read as it was before a write or after it.
+//! What was never written takes nothing, and reads do not change that. A request locks the pages
+//! that it copies, and nothing wider; a page's lock covers its copy, so every logical block is read
+//! as it was before a write or after it.
 
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
@@ -12,20 +13,23 @@ use freestone_core::device::{
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
 
-/// Largest device in bytes: 256 TiB. Of that, 1 TiB can be written, counted in regions of 2 MiB that hold anything.
+/// Largest device in bytes: 256 TiB. Of that, 1 TiB can be written, counted in regions of 2 MiB
+/// that hold anything.
 pub const MEMORY_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 
-/// Bytes that one try copies, to keep its work bounded: some 200 us, or a millisecond where the memory is new.
+/// Bytes that one try copies, to keep its work bounded: some 200 us, or a millisecond where the
+/// memory is new.
 const TRY_BYTES_MAX: u64 = 1 << 20;
-/// Regions of 2 MiB that one try discards, and gives back to the system where that is due: up to two milliseconds.
+/// Regions of 2 MiB that one try discards, and gives back to the system where that is due: up to
+/// two milliseconds.
 const TRY_LEAVES: u32 = 4;
 /// Regions of 2 MiB that one call describes.
 const EXTENT_LEAVES: u32 = 64;
 
 /// A drive that keeps its data uncompressed in memory.
 ///
-/// Discarded pages keep their memory for the next writes, up to 16 MiB and an eighth of what holds data; what is more goes back to
-/// the system. A write that finds no memory is [`Error::NoMemory`].
+/// Discarded pages keep their memory for the next writes, up to 16 MiB and an eighth of what holds
+/// data; what is more goes back to the system. A write that finds no memory is [`Error::NoMemory`].
 pub struct Memory {
     geometry: Geometry,
     pages: Swap<Pages>,
@@ -47,7 +51,8 @@ impl Memory {
         pin::pinned(|pin| self.pages.load(pin).used_bytes())
     }
 
-    /// Wipes it. Nobody is held up: requests in flight finish on the old content, whose memory is free when this returns.
+    /// Wipes it. Nobody is held up: requests in flight finish on the old content, whose memory is
+    /// free when this returns.
     ///
     /// # Errors
     /// [`Error::NoMemory`]; nothing was wiped.

@@ -1,12 +1,15 @@
-//! Test drives, after the kernel's `null_blk`: a device that stores nothing, one in plain memory, and what can be put over them.
+//! Test drives, after the kernel's `null_blk`: a device that stores nothing, one in plain memory,
+//! and what can be put over them.
 //!
-//! * [`Null`] forgets what is written: the yardstick of every export, and the floor of the contract's own cost.
+//! * [`Null`] forgets what is written: the yardstick of every export, and the floor of the
+//!   contract's own cost.
 //! * [`Memory`] keeps it (`memory_backed=1`), uncompressed, with a lock per page.
-//! * [`BadBlocks`] fails what touches bad sectors; [`Paced`] limits the bandwidth and delays answers.
+//! * [`BadBlocks`] fails what touches bad sectors; [`Paced`] limits the bandwidth and delays
+//!   answers.
 //!
 //! Where they differ from the kernel's driver on purpose:
-//! * A read of what was never written is zeroes, also without backing (kernel: the reader's buffer stays as it is). A reader
-//!   that does not look asks for that with [`Flags::UNREAD`].
+//! * A read of what was never written is zeroes, also without backing (kernel: the reader's buffer
+//!   stays as it is). A reader that does not look asks for that with [`Flags::UNREAD`].
 //! * Memory is locked by the page (kernel: one lock a device around every copy).
 //! * `mbps` admits a request of any size (kernel: none above 20 ms' worth).
 //! * Write zeroes is offered, and a discard without backing is answered.
@@ -32,7 +35,8 @@ pub const MAX_SIZE_BYTES: u64 = i64::MAX as u64;
 /// What a [`Null`] or a [`Memory`] looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes: 1 block to [`MAX_SIZE_BYTES`] ([`MEMORY_BYTES_MAX`] with memory), a multiple of `logical_block`.
+    /// Bytes: 1 block to [`MAX_SIZE_BYTES`] ([`MEMORY_BYTES_MAX`] with memory), a multiple of
+    /// `logical_block`.
     pub size: u64,
     /// Bytes: a power of two from 512 to 4096.
     pub logical_block: u32,
@@ -42,12 +46,14 @@ pub struct Config {
     pub read_only: bool,
     /// Discards are offered, down to a block; else they are answered and free nothing.
     pub discard: bool,
-    /// Largest request that is done at once, in bytes, a multiple of `logical_block`; 0 is no limit.
+    /// Largest request that is done at once, in bytes, a multiple of `logical_block`; 0 is no
+    /// limit.
     pub max_request: u32,
 }
 
 impl Config {
-    /// A writable device of `size` bytes in blocks of `logical_block` bytes, with discards and without a limit.
+    /// A writable device of `size` bytes in blocks of `logical_block` bytes, with discards and
+    /// without a limit.
     pub const fn plain(size: u64, logical_block: u32) -> Self {
         Self { size, logical_block, rotational: false, read_only: false, discard: true, max_request: 0 }
     }

@@ -1,7 +1,8 @@
 //! A device slowed down: a limit of its bandwidth, and a least time for every answer.
 //!
-//! What is asked is done at once, in the order in which it came; only the answers wait, with the timer, so that a request in flight
-//! costs no thread, and 64 of them take as long as one. Who issues requests bounds how many there are.
+//! What is asked is done at once, in the order in which it came; only the answers wait, with the
+//! timer, so that a request in flight costs no thread, and 64 of them take as long as one. Who
+//! issues requests bounds how many there are.
 
 use std::io;
 use std::sync::Arc;
@@ -25,16 +26,19 @@ const BURST: Duration = Duration::from_millis(20);
 /// How a device is slowed down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PaceConfig {
-    /// MiB of data a second, read, written and appended together; 0 is no limit. (Discards, zeroes and flushes move no data.)
+    /// MiB of data a second, read, written and appended together; 0 is no limit. (Discards, zeroes
+    /// and flushes move no data.)
     pub mbps: u32,
-    /// `completion_nsec`: a request that is valid is answered no earlier than this after it was issued, flushes too.
+    /// `completion_nsec`: a request that is valid is answered no earlier than this after it was
+    /// issued, flushes too.
     pub completion: Duration,
 }
 
 /// A device that takes its time.
 ///
-/// The limit is a bucket of tokens that carries debt: a request of any size begins when nothing is owed any more, and
-/// leaves what it costs to those after it. (The kernel's never admits more than it hands out in 20 ms.)
+/// The limit is a bucket of tokens that carries debt: a request of any size begins when nothing is
+/// owed any more, and leaves what it costs to those after it. (The kernel's never admits more than
+/// it hands out in 20 ms.)
 pub struct Paced {
     inner: Arc<dyn Device>,
     bucket: Option<Bucket>,
@@ -45,8 +49,8 @@ impl Paced {
     /// Slows `inner` down.
     ///
     /// # Errors
-    /// [`InvalidInput`](io::ErrorKind::InvalidInput) where `mbps` is above [`MBPS_MAX`] or `completion` above
-    /// [`COMPLETION_MAX`]; the timer's thread could not be started.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) where `mbps` is above [`MBPS_MAX`] or
+    /// `completion` above [`COMPLETION_MAX`]; the timer's thread could not be started.
     pub fn new(inner: Arc<dyn Device>, config: PaceConfig) -> io::Result<Self> {
         let invalid = |what: String| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         let PaceConfig { mbps, completion } = config;
@@ -60,7 +64,8 @@ impl Paced {
         Ok(Self { inner, bucket: (mbps > 0).then(|| Bucket::new(mbps)), completion })
     }
 
-    /// Runs `work`, which tells how many of `bytes` it moved at once, if it may begin now; what was not moved is not paid.
+    /// Runs `work`, which tells how many of `bytes` it moved at once, if it may begin now; what was
+    /// not moved is not paid.
     #[inline]
     fn try_now<T>(
         &self,
@@ -138,7 +143,8 @@ impl Bucket {
         u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// What is owed after another `cost`, where `paid_at` and `now` are as given. Little is saved up.
+    /// What is owed after another `cost`, where `paid_at` and `now` are as given. Little is saved
+    /// up.
     fn after(paid_at: u64, now: u64, cost: u64) -> u64 {
         paid_at.max(now.saturating_sub(BURST.as_nanos() as u64)).saturating_add(cost)
     }

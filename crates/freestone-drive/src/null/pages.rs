@@ -1,10 +1,12 @@
 //! The pages of a [`Memory`](super::Memory): where they lie, and how they are copied.
 //!
-//! The slots are the RAM disk's. Pages that neighbour on the device neighbour in memory: every leaf of the table has one unit
-//! of 2 MiB of address space, taken with the first write to it, so that a request is copied in a few long runs (page by
-//! page takes a third longer). Memory is taken by the page, with the first write to that.
+//! The slots are the RAM disk's. Pages that neighbour on the device neighbour in memory: every leaf
+//! of the table has one unit of 2 MiB of address space, taken with the first write to it, so that a
+//! request is copied in a few long runs (page by page takes a third longer). Memory is taken by the
+//! page, with the first write to that.
 //!
-//! Lock order: slots of the table in ascending order, up to [`RUN_PAGES`] of them; then a slot of `units`, or `stale`; then the arena.
+//! Lock order: slots of the table in ascending order, up to [`RUN_PAGES`] of them; then a slot of
+//! `units`, or `stale`; then the arena.
 #![expect(unsafe_code)]
 // UNSAFETY: copies from and to the memory of an arena, which slot locks guard.
 
@@ -22,10 +24,11 @@ pub const PAGE: u64 = PAGE_BYTES as u64;
 const UNIT_BYTES: u64 = LEAF_SLOTS * PAGE;
 /// What a word's location counts.
 const LOCATION_UNIT_BYTES: u64 = 16;
-/// Pages that are locked at once, to be copied or given back to the system in one go. Who waits for one of them waits some 20 us.
+/// Pages that are locked at once, to be copied or given back to the system in one go. Who waits for
+/// one of them waits some 20 us.
 const RUN_PAGES: usize = 32;
-/// Memory without content that is kept for the next writes, beside an eighth of what holds data: a page that comes anew from the
-/// system takes several times as long as a copy.
+/// Memory without content that is kept for the next writes, beside an eighth of what holds data: a
+/// page that comes anew from the system takes several times as long as a copy.
 const KEPT_BYTES_MAX: u64 = 16 << 20;
 
 /// What is in a slot.
@@ -73,7 +76,8 @@ const KEPT: usize = 1;
 /// The pages of a memory-backed device. Never shrinks but by discards; a reset exchanges it whole.
 pub struct Pages {
     table: Table,
-    /// For every leaf its unit: its place as a location, marked idle while the leaf waits in `stale`. Places stay.
+    /// For every leaf its unit: its place as a location, marked idle while the leaf waits in
+    /// `stale`. Places stay.
     units: Table,
     arena: Arena,
     common: Arc<Common>,
@@ -126,7 +130,7 @@ impl Pages {
         Ok(unit + slot % LEAF_SLOTS * PAGE)
     }
 
-    // ---- requests ---------------------------------------------------------------------------------------------------
+    // ---- requests -------------------------------------------------------------------------------
 
     /// Fills `into` from byte `offset` on.
     pub fn read(&self, offset: u64, into: &mut [u8]) {
@@ -149,7 +153,8 @@ impl Pages {
     #[inline]
     fn read_run(&self, leaf: Leaf<'_>, at: u64, into: &mut [u8]) -> usize {
         let (slot, count, bytes) = run(at, into.len());
-        // Who read a page as empty did so before a write to it was answered: no lock is needed for that.
+        // Who read a page as empty did so before a write to it was answered: no lock is needed for
+        // that.
         let is_data = |slot| Page::of(leaf.peek(slot)).is_data();
         let data = is_data(slot);
         let same = (1..count).take_while(|&n| is_data(slot + n as u64) == data).count() + 1;
@@ -193,7 +198,8 @@ impl Pages {
             let (slot, count, bytes) = run(at, data.len() - done);
             let leaf = self.table.leaf_or_new(slot)?;
             if (0..count).any(|n| Page::of(leaf.peek(slot + n as u64)) == Page::None) {
-                // Brought in at once, and so that a lack of memory is an error and not a signal. What is there already stays.
+                // Brought in at once, and so that a lack of memory is an error and not a signal.
+                // What is there already stays.
                 self.arena.populate(self.home(slot)?, count as u64 * PAGE)?;
             }
             self.write_run(leaf, slot, count, at, &data[done..done + bytes])?;
@@ -242,8 +248,8 @@ impl Pages {
         })
     }
 
-    /// Makes `[offset, end)` read as zeroes, from the front on, and stops early once it did much; returns where. With
-    /// `may_free` the memory of whole pages is free for others.
+    /// Makes `[offset, end)` read as zeroes, from the front on, and stops early once it did much;
+    /// returns where. With `may_free` the memory of whole pages is free for others.
     pub fn clear(&self, offset: u64, end: u64, may_free: bool, leaves_max: u32) -> u64 {
         let mut at = offset;
         for _ in 0..leaves_max {
@@ -297,7 +303,8 @@ impl Pages {
         self.table.leaf(slot).is_some_and(|leaf| Page::of(leaf.peek(slot)).is_data())
     }
 
-    /// The first byte at or after `at` of which there is a leaf; `end` where there is none before it.
+    /// The first byte at or after `at` of which there is a leaf; `end` where there is none before
+    /// it.
     pub fn next_leaf(&self, at: u64, end: u64) -> u64 {
         let present = self.table.next_present(at / PAGE, end.div_ceil(PAGE));
         present.map_or(end, |slot| at.max(slot * PAGE))
@@ -308,7 +315,7 @@ impl Pages {
         (at / UNIT_BYTES + 1) * UNIT_BYTES
     }
 
-    // ---- giving memory back -----------------------------------------------------------------------------------------
+    // ---- giving memory back ---------------------------------------------------------------------
 
     /// Bytes of memory that it takes, tables included.
     pub fn used_bytes(&self) -> u64 {
@@ -373,7 +380,8 @@ impl Pages {
         // Some may hold data again: they part the others.
         for run in guards.chunk_by_mut(|a, b| place(a).is_some() && place(b).is_some()) {
             let Some(start) = place(&run[0]) else { continue };
-            // SAFETY: the run's locks are held, so nobody touches its pages; they lie in one unit of ours.
+            // SAFETY: the run's locks are held, so nobody touches its pages; they lie in one unit
+            // of ours.
             unsafe { self.arena.release(start, run.len() as u64 * PAGE) };
             for guard in run.iter_mut().filter_map(Option::take) {
                 guard.publish(Page::None.word());
@@ -383,7 +391,7 @@ impl Pages {
         self.counters.add(KEPT, -gone);
     }
 
-    // ---- bytes ------------------------------------------------------------------------------------------------------
+    // ---- bytes ----------------------------------------------------------------------------------
 
     /// # Safety
     /// The bytes are of pages of one unit, whose locks the caller holds.
@@ -428,7 +436,8 @@ impl Pages {
 const _: () = assert!(UNIT_BYTES.is_power_of_two());
 const _: () = assert!(LOCATION_UNIT_BYTES << LOCATION_BITS == 1 << 40, "Memory's documentation says 1 TiB");
 
-/// The run of pages that `len` bytes at `at` begin with, inside one leaf: its first slot, its slots, its bytes.
+/// The run of pages that `len` bytes at `at` begin with, inside one leaf: its first slot, its
+/// slots, its bytes.
 #[inline]
 fn run(at: u64, len: usize) -> (u64, usize, usize) {
     let slot = at / PAGE;
@@ -438,7 +447,8 @@ fn run(at: u64, len: usize) -> (u64, usize, usize) {
     (slot, count, bytes)
 }
 
-/// What `len` bytes at `at` have of the `n`th page that they touch, and where in that page it begins.
+/// What `len` bytes at `at` have of the `n`th page that they touch, and where in that page it
+/// begins.
 fn part_of(at: u64, len: usize, n: usize) -> (std::ops::Range<usize>, u64) {
     let head = (at % PAGE) as usize;
     let from = (n * PAGE_BYTES).saturating_sub(head);

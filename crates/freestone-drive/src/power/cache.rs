@@ -1,4 +1,5 @@
-//! The unflushed blocks of the whole device: which shard holds what, how much there is, and who may write below.
+//! The unflushed blocks of the whole device: which shard holds what, how much there is, and who may
+//! write below.
 
 use std::ops::Range;
 
@@ -38,7 +39,8 @@ struct Cell {
 /// The right to write a range of blocks below.
 #[derive(Debug)]
 pub struct Claimed {
-    /// Moment of the claim, and its name: what was cached of the range before is older than what is being written.
+    /// Moment of the claim, and its name: what was cached of the range before is older than what is
+    /// being written.
     moment: u64,
     pub blocks: Range<u64>,
     mask: u64,
@@ -136,9 +138,10 @@ impl Cache {
         self.shards[shard].oldest.store(held.oldest().unwrap_or(u64::MAX), SeqCst);
     }
 
-    // ---- writes ----------------------------------------------------------------------------------------------------
+    // ---- writes ---------------------------------------------------------------------------------
 
-    /// Caches as much from the start of a write (`data`) or zeroing as there is room for. Returns the bytes; 0 is no room.
+    /// Caches as much from the start of a write (`data`) or zeroing as there is room for. Returns
+    /// the bytes; 0 is no room.
     pub fn insert(&self, request: &Request, data: Option<&[u8]>) -> Result<u64> {
         let Request { op, flags, offset, len } = *request;
         if self.is_log_full() {
@@ -170,7 +173,8 @@ impl Cache {
         let blocks = self.blocks(offset, bytes);
         let mut contents = contents.into_iter();
         let mut locked = self.lock(self.mask(&blocks));
-        // Under the locks: the moments of a block's versions grow, and the recording has the same order.
+        // Under the locks: the moments of a block's versions grow, and the recording has the same
+        // order.
         let now = self.clock.fetch_add(1, SeqCst);
         for (shard, part) in self.regions(blocks) {
             let held = locked.of(shard);
@@ -190,7 +194,8 @@ impl Cache {
         self.record.as_ref().is_some_and(Recorder::is_full)
     }
 
-    /// Takes room for up to `count` blocks; for one at least where nothing is cached, so that any capacity works.
+    /// Takes room for up to `count` blocks; for one at least where nothing is cached, so that any
+    /// capacity works.
     fn reserve(&self, count: u64, cost: u64) -> u64 {
         let mut used = self.used.load(SeqCst);
         loop {
@@ -206,10 +211,10 @@ impl Cache {
         }
     }
 
-    // ---- reads -----------------------------------------------------------------------------------------------------
+    // ---- reads ----------------------------------------------------------------------------------
 
-    /// Copies what is cached of `[offset, offset + out.len())` into `out` and returns the byte ranges in it that are not.
-    /// What the device below then has of those is as new, or newer.
+    /// Copies what is cached of `[offset, offset + out.len())` into `out` and returns the byte
+    /// ranges in it that are not. What the device below then has of those is as new, or newer.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Vec<Range<usize>> {
         let len = out.len();
         if self.used() == 0 {
@@ -254,9 +259,10 @@ impl Cache {
         (found, end)
     }
 
-    // ---- claims ----------------------------------------------------------------------------------------------------
+    // ---- claims ---------------------------------------------------------------------------------
 
-    /// Claims a range for a write that goes past the cache; `None` where a part of it is being written below.
+    /// Claims a range for a write that goes past the cache; `None` where a part of it is being
+    /// written below.
     pub fn claim(&self, blocks: Range<u64>, what: impl FnOnce() -> Recorded) -> Option<Claimed> {
         let mask = self.mask(&blocks);
         let mut locked = self.lock(mask);
@@ -300,7 +306,8 @@ impl Cache {
             for (out, (_, cached)) in parts.zip(held.range(blocks.clone())) {
                 cached.newest().copy_to(out);
             }
-            // Under the shard's lock: later than every version here, earlier than every one to come.
+            // Under the shard's lock: later than every version here, earlier than every one to
+            // come.
             let moment = self.clock.fetch_add(1, SeqCst);
             held.claim(moment, blocks.clone());
             let claimed = Claimed { moment, blocks, mask: 1 << shard, slot: None };
@@ -322,7 +329,8 @@ impl Cache {
             let mut held = self.shards[shard].shard.lock();
             freed += held.settle(blocks.start..settled, moment);
             if failed {
-                // Not `now`: a flush that is issued after this must find the blocks before its bound.
+                // Not `now`: a flush that is issued after this must find the blocks before its
+                // bound.
                 held.put_off(settled..blocks.end, self.clock.fetch_add(1, SeqCst));
             }
             held.release(moment);

@@ -1,8 +1,9 @@
-//! What a power cut leaves of a block: a hash of seed and block decides, so the same seed gives the same loss, whatever
-//! the order of the blocks.
+//! What a power cut leaves of a block: a hash of seed and block decides, so the same seed gives the
+//! same loss, whatever the order of the blocks.
 
 /// The chance, in 256ths, that a block loses all that is unflushed: at least [`LOSS_MIN`], below
-/// `LOSS_MIN + LOSS_SPAN`. It differs from seed to seed, so that some cuts lose nearly all and some nearly nothing.
+/// `LOSS_MIN + LOSS_SPAN`. It differs from seed to seed, so that some cuts lose nearly all and some
+/// nearly nothing.
 const LOSS_MIN: u64 = 16;
 const LOSS_SPAN: u64 = 224;
 
@@ -18,8 +19,8 @@ impl Choice {
         Self { seed, loss: LOSS_MIN + mix(seed ^ 0x6c6f_7373) % LOSS_SPAN }
     }
 
-    /// What becomes of a block with `versions` unflushed versions (at least one): `None` for its old content, else the
-    /// version's index, 0 for the oldest.
+    /// What becomes of a block with `versions` unflushed versions (at least one): `None` for its
+    /// old content, else the version's index, 0 for the oldest.
     pub const fn of(&self, block: u64, versions: u64) -> Option<u64> {
         let word = mix(mix(self.seed).wrapping_add(block));
         if word % 256 < self.loss { None } else { Some((word >> 8) % versions) }

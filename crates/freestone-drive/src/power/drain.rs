@@ -1,4 +1,5 @@
-//! What goes below: unflushed blocks when there is no room or a flush wants them, and writes past the cache.
+//! What goes below: unflushed blocks when there is no room or a flush wants them, and writes past
+//! the cache.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,9 +18,10 @@ const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// What [`Power`](super::Power), its worker and its requests below share.
 ///
-/// Lock order: `change`; then the worker's queue; then `failures`; then the cache's. No lock is held across a call of the device below or a
-/// completion, but for `change`, which only whoever switches the power takes.
-pub struct Shared {
+/// Lock order: `change`; then the worker's queue; then `failures`; then the cache's. No lock is
+/// held across a call of the device below or a completion, but for `change`, which only whoever
+/// switches the power takes.
+pub struct PowerShared {
     pub inner: Arc<dyn Device>,
     pub cache: Cache,
     pub bell: Arc<Bell>,
@@ -33,8 +35,8 @@ pub struct Shared {
     failures: Mutex<Failures>,
     /// Held by who switches the power off, until it is on again.
     pub change: Mutex<()>,
-    /// 1: the power is off for a wipe only, which is no loss of power. Who comes waits for the end of it, and what was there before
-    /// goes on. Changed under `change`, while the gate is open.
+    /// 1: the power is off for a wipe only, which is no loss of power. Who comes waits for the end
+    /// of it, and what was there before goes on. Changed under `change`, while the gate is open.
     pub wiping: AtomicU32,
 }
 
@@ -45,7 +47,7 @@ pub struct Failures {
     pub last: Error,
 }
 
-impl Shared {
+impl PowerShared {
     pub fn new(inner: Arc<dyn Device>, cache: Cache, bell: Arc<Bell>) -> Self {
         Self {
             inner,
@@ -65,7 +67,8 @@ impl Shared {
         *self.failures.lock()
     }
 
-    /// What a flush has to wait for: all that is unflushed before the first number, and no failure after the second.
+    /// What a flush has to wait for: all that is unflushed before the first number, and no failure
+    /// after the second.
     pub fn moment(&self) -> (u64, u64) {
         let failures = self.failures.lock();
         (self.cache.now(), failures.count)
@@ -94,7 +97,7 @@ impl Shared {
         self.inner.submit(request, buffer, done);
     }
 
-    // ---- unflushed blocks ------------------------------------------------------------------------------------------
+    // ---- unflushed blocks -----------------------------------------------------------------------
 
     /// Submits a run.
     pub fn drain(self: &Arc<Self>, run: Run) {
@@ -106,8 +109,8 @@ impl Shared {
         });
     }
 
-    /// A failure is counted, and the blocks get a later place, in one moment: a flush finds them before its bound, or it finds the
-    /// failure.
+    /// A failure is counted, and the blocks get a later place, in one moment: a flush finds them
+    /// before its bound, or it finds the failure.
     fn drained(&self, claimed: Claimed, done: u64, error: Option<Error>) {
         let Some(error) = error else { return self.cache.release(claimed, done, false) };
         let mut failures = self.failures.lock();
@@ -158,7 +161,7 @@ impl Shared {
         failed.filter(|_| !wrote).map_or(Ok(()), Err)
     }
 
-    // ---- flush -----------------------------------------------------------------------------------------------------
+    // ---- flush ----------------------------------------------------------------------------------
 
     pub fn try_flush(&self) -> Result<Tried> {
         let slot = self.open_flush();
@@ -189,7 +192,8 @@ impl Shared {
         self.inner.try_io(&Request::flush(), Buffer::None)
     }
 
-    /// Takes the flush's place in the recording. Before its bound is asked for: what stands before it there is covered by it.
+    /// Takes the flush's place in the recording. Before its bound is asked for: what stands before
+    /// it there is covered by it.
     pub fn open_flush(&self) -> Option<u64> {
         self.cache.record.as_ref().map(|record| record.open(0, 0, What::Flush, false))
     }
@@ -200,7 +204,7 @@ impl Shared {
         }
     }
 
-    // ---- writes past the cache -------------------------------------------------------------------------------------
+    // ---- writes past the cache ------------------------------------------------------------------
 
     pub fn try_through(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let data = if let Buffer::Write(data) = &buffer { Some(&**data) } else { None };
@@ -219,7 +223,8 @@ impl Shared {
         outcome
     }
 
-    /// Submits a write past the cache; gives it back where another write to the range is on its way, or the log has to catch up.
+    /// Submits a write past the cache; gives it back where another write to the range is on its
+    /// way, or the log has to catch up.
     pub fn through(
         self: &Arc<Self>,
         request: Request,
@@ -254,8 +259,8 @@ impl Shared {
     }
 }
 
-/// A discard becomes zeroes to the byte: what the cache knew of a range is forgotten with it, so the old data below must not
-/// come to light where a discard passes something over.
+/// A discard becomes zeroes to the byte: what the cache knew of a range is forgotten with it, so
+/// the old data below must not come to light where a discard passes something over.
 fn as_zeroes(request: Request) -> Request {
     if request.op != Op::Discard {
         return request;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::drain::Shared;
+use super::drain::PowerShared;
 use super::log::APART_MAX_BLOCKS;
 use super::queue::{Job, Settle};
 use super::shard::Kind;
@@ -29,12 +29,13 @@ pub enum Admitted<'a> {
     Off,
 }
 
-impl Shared {
+impl PowerShared {
     pub fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    /// Whether a request may go on, on this thread. `wait` is told, pinned, that it has to wait for the end of a wipe.
+    /// Whether a request may go on, on this thread. `wait` is told, pinned, that it has to wait for
+    /// the end of a wipe.
     pub fn admit(&self, wait: impl FnOnce()) -> Admitted<'_> {
         let begun = self.power.enter(|open| match open {
             Some(()) => {
@@ -100,14 +101,14 @@ impl Shared {
         }
     }
 
-    /// Whether a write goes below at once: one that has to be durable, and a range so long that keeping its blocks
-    /// apart would take more than it is worth.
+    /// Whether a write goes below at once: one that has to be durable, and a range so long that
+    /// keeping its blocks apart would take more than it is worth.
     fn goes_past(&self, request: &Request) -> bool {
         request.flags.contains(Flags::FUA)
             || (request.op != Op::Write && request.len / self.cache.block_bytes() > APART_MAX_BLOCKS)
     }
 
-    // ---- writes ----------------------------------------------------------------------------------------------------
+    // ---- writes ---------------------------------------------------------------------------------
 
     fn try_write(&self, request: &Request, data: Option<&[u8]>) -> Result<Tried> {
         if self.queue.has_waiting_writes() {
@@ -149,7 +150,7 @@ impl Shared {
         self.enqueue(Job::Write { request, buffer, at, failures, done });
     }
 
-    // ---- reads -----------------------------------------------------------------------------------------------------
+    // ---- reads ----------------------------------------------------------------------------------
 
     fn try_read(&self, request: &Request, out: &mut [u8]) -> Result<Tried> {
         let len = out.len().min(PIECE_BYTES as usize);
@@ -179,7 +180,8 @@ impl Shared {
         if missing.len() == 1 && first.len() == buffer.len() {
             return self.below(request, buffer, move |_, outcome, buffer| done.complete(outcome, buffer));
         }
-        // One read of all that is between, into memory of its own: what is cached stays as it was found.
+        // One read of all that is between, into memory of its own: what is cached stays as it was
+        // found.
         let span = first.start..last.end;
         let part = Request::read(request.offset + span.start as u64, span.len() as u64);
         let below = match IoBuf::zeroed(span.len()) {
@@ -197,7 +199,7 @@ impl Shared {
         });
     }
 
-    // ---- flush -----------------------------------------------------------------------------------------------------
+    // ---- flush ----------------------------------------------------------------------------------
 
     fn flush(self: &Arc<Self>, done: Completion) {
         let slot = self.open_flush();
@@ -231,7 +233,7 @@ impl Shared {
         self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));
     }
 
-    // ---- extents ---------------------------------------------------------------------------------------------------
+    // ---- extents --------------------------------------------------------------------------------
 
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let geometry = self.geometry();
@@ -276,7 +278,8 @@ impl Shared {
     }
 }
 
-/// Whether discards are hints that nobody takes: the device below frees nothing, or writing zeroes instead would be work.
+/// Whether discards are hints that nobody takes: the device below frees nothing, or writing zeroes
+/// instead would be work.
 const fn ignores_discards(geometry: &Geometry) -> bool {
     geometry.discard_granularity == 0 || !geometry.fast_zeroes
 }

@@ -1,17 +1,19 @@
 //! Power loss that repeats from a seed, over any device, and a log of every write.
 //!
-//! A [`Power`] keeps unflushed writes apart from the device below, as the volatile cache of a drive does. Each write that was
-//! not made durable leaves a version of each of its blocks in memory. A flush writes the newest below and flushes the device
-//! below; a write with FUA goes below at once, and so does a range of zeroes of more than 4096 blocks. When [`Power::cut`] takes
-//! the power away, each unflushed block ends with its old content or any of its versions, whatever its neighbours do: a hash of
-//! the seed and the block's number decides.
+//! A [`Power`] keeps unflushed writes apart from the device below, as the volatile cache of a drive
+//! does. Each write that was not made durable leaves a version of each of its blocks in memory. A
+//! flush writes the newest below and flushes the device below; a write with FUA goes below at once,
+//! and so does a range of zeroes of more than 4096 blocks. When [`Power::cut`] takes the power
+//! away, each unflushed block ends with its old content or any of its versions, whatever its
+//! neighbours do: a hash of the seed and the block's number decides.
 //!
-//! The cache is bounded; when it is full its oldest blocks are written below, with what lies beside them. That only means
-//! that a cut cannot take them back: a drive may write its cache whenever it likes.
+//! The cache is bounded; when it is full its oldest blocks are written below, with what lies beside
+//! them. That only means that a cut cannot take them back: a drive may write its cache whenever it
+//! likes.
 //!
-//! Discards become zeroes, for every byte of them; where the device below frees nothing, or writing zeroes is work, a discard
-//! does nothing. A failed write below keeps the blocks unflushed: the flush that wanted it is answered with the error, and the
-//! next one tries again.
+//! Discards become zeroes, for every byte of them; where the device below frees nothing, or writing
+//! zeroes is work, a discard does nothing. A failed write below keeps the blocks unflushed: the
+//! flush that wanted it is answered with the error, and the next one tries again.
 //!
 //! With [`Config::record`] everything is logged in dm-log-writes' format: see [`log`].
 
@@ -35,7 +37,7 @@ use thiserror::Error;
 
 use bell::Bell;
 use cache::Cache;
-use drain::Shared;
+use drain::PowerShared;
 use freestone_core::device::{
     self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result, Tried,
 };
@@ -51,8 +53,8 @@ pub const CAPACITY_DEFAULT_BYTES: u64 = 64 << 20;
 /// How a [`Power`] is made.
 #[derive(Debug, Default)]
 pub struct Config {
-    /// Bytes of unflushed data that are kept, 0 for [`CAPACITY_DEFAULT_BYTES`]. One block is kept with any capacity; a block of
-    /// zeroes counts 64 bytes.
+    /// Bytes of unflushed data that are kept, 0 for [`CAPACITY_DEFAULT_BYTES`]. One block is kept
+    /// with any capacity; a block of zeroes counts 64 bytes.
     pub capacity: u64,
     /// Where every write, discard and flush is recorded.
     pub record: Option<log::Writer>,
@@ -123,10 +125,10 @@ pub enum RecordError {
 
 /// Keeps unflushed writes apart from the device below. See the [module](self).
 ///
-/// Dropped, it writes all of them below, flushes, and waits for that: a clean shutdown is no power loss. (Not when it is dropped
-/// by one of its own completions, which cannot wait.)
+/// Dropped, it writes all of them below, flushes, and waits for that: a clean shutdown is no power
+/// loss. (Not when it is dropped by one of its own completions, which cannot wait.)
 pub struct Power {
-    shared: Arc<Shared>,
+    shared: Arc<PowerShared>,
     worker: Option<JoinHandle<()>>,
 }
 
@@ -134,7 +136,8 @@ impl Power {
     /// Decorates `inner`, which from now on must be used through this only.
     ///
     /// # Errors
-    /// The device below has zones (put the zones on top); the log's head could not be written; no thread was to be had.
+    /// The device below has zones (put the zones on top); the log's head could not be written; no
+    /// thread was to be had.
     pub fn new(inner: Arc<dyn Device>, config: Config) -> std::io::Result<Self> {
         let geometry = inner.geometry();
         if geometry.zones.is_some() {
@@ -146,7 +149,7 @@ impl Power {
         let start = |writer| Recorder::start(writer, geometry.logical_block, Arc::clone(&bell));
         let record = config.record.map(start).transpose()?;
         let cache = Cache::new(geometry.logical_block, capacity, record);
-        let shared = Arc::new(Shared::new(inner, cache, bell));
+        let shared = Arc::new(PowerShared::new(inner, cache, bell));
         let work = {
             let shared = Arc::clone(&shared);
             move || shared.work()
@@ -160,10 +163,12 @@ impl Power {
         self.shared.cache.used()
     }
 
-    /// Writes what is unflushed of these bytes below, so that it survives the next cut. Waits for the device below.
+    /// Writes what is unflushed of these bytes below, so that it survives the next cut. Waits for
+    /// the device below.
     ///
     /// # Errors
-    /// Those of a write to the range; what the device below answers; [`Gone`](DeviceError::Gone) while the power is off.
+    /// Those of a write to the range; what the device below answers; [`Gone`](DeviceError::Gone)
+    /// while the power is off.
     pub fn keep(&self, offset: u64, len: u64) -> Result<()> {
         Request::write(offset, len).check_place(self.geometry().size, self.geometry().logical_block)?;
         let (tell, told) = mpsc::sync_channel(1);
@@ -175,20 +180,21 @@ impl Power {
         told.recv().unwrap_or(Err(DeviceError::Gone))
     }
 
-    /// Cuts the power. Requests that wait are answered [`Gone`](DeviceError::Gone), and so is what comes before the power is
-    /// back; what the device below is doing is waited for. Returns when the device is as after the reboot. The same requests
-    /// and the same seed leave the same content.
+    /// Cuts the power. Requests that wait are answered [`Gone`](DeviceError::Gone), and so is what
+    /// comes before the power is back; what the device below is doing is waited for. Returns when
+    /// the device is as after the reboot. The same requests and the same seed leave the same
+    /// content.
     ///
     /// # Errors
-    /// A block that should have survived could not be written, and is as before, or the device below could not be flushed.
-    /// [`Gone`](DeviceError::Gone): it answered nothing of what it was doing for 10 s, and nothing was lost.
-    /// The power is back all the same.
+    /// A block that should have survived could not be written, and is as before, or the device
+    /// below could not be flushed. [`Gone`](DeviceError::Gone): it answered nothing of what it was
+    /// doing for 10 s, and nothing was lost. The power is back all the same.
     pub fn cut(&self, seed: u64) -> Result<Cut> {
         self.shared.cut(seed)
     }
 
-    /// Drops all that is unflushed and has `below` wipe the device below. This is no loss of power: requests that wait are
-    /// finished before, and what comes meanwhile waits for the end of it.
+    /// Drops all that is unflushed and has `below` wipe the device below. This is no loss of power:
+    /// requests that wait are finished before, and what comes meanwhile waits for the end of it.
     ///
     /// # Errors
     /// Those of `below`; [`Gone`](DeviceError::Gone) as for a [`cut`](Self::cut).
@@ -196,8 +202,8 @@ impl Power {
         self.shared.reset(below)
     }
 
-    /// Puts a mark into the log, behind all that was answered. Returns its entry's number, counted from 0 as `replay-log` does,
-    /// when it is durable in the file.
+    /// Puts a mark into the log, behind all that was answered. Returns its entry's number, counted
+    /// from 0 as `replay-log` does, when it is durable in the file.
     ///
     /// # Errors
     /// All but those of the device.
@@ -210,13 +216,14 @@ impl Power {
         self.shared.cache.record.as_ref().map(Recorder::status)
     }
 
-    /// Brings the device to its state at `point`, as after a reboot there: what is unflushed is dropped, `reset` has to set the
-    /// device below back to what it was when the recording began, and the log is replayed. With a seed, the power is cut
-    /// there: of what was written since the last flush before, the seed decides. Recording ends, the log stays for more visits.
+    /// Brings the device to its state at `point`, as after a reboot there: what is unflushed is
+    /// dropped, `reset` has to set the device below back to what it was when the recording began,
+    /// and the log is replayed. With a seed, the power is cut there: of what was written since the
+    /// last flush before, the seed decides. Recording ends, the log stays for more visits.
     ///
     /// # Errors
-    /// A point that is not in the log, before anything is done; those of `reset` and of the replay, which leave the device
-    /// somewhere between.
+    /// A point that is not in the log, before anything is done; those of `reset` and of the replay,
+    /// which leave the device somewhere between.
     pub fn visit(
         &self,
         point: &Point,

@@ -8,7 +8,7 @@ use freestone_core::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 /// What waits for the worker.
 #[derive(Default)]
 pub struct Queue {
-    pub state: Mutex<State>,
+    pub state: Mutex<QueueState>,
     /// Jobs that are not answered.
     pub pending: AtomicU64,
     /// Of those, writes that wait for room. New ones do not pass them.
@@ -16,7 +16,7 @@ pub struct Queue {
 }
 
 #[derive(Default)]
-pub struct State {
+pub struct QueueState {
     pub jobs: Vec<Job>,
     pub stop: bool,
 }
@@ -38,7 +38,8 @@ pub enum Job {
     Settle(Settle),
 }
 
-/// What was unflushed at `bound`, of `within` or all, has to be below; then a flush, where that is wanted.
+/// What was unflushed at `bound`, of `within` or all, has to be below; then a flush, where that is
+/// wanted.
 pub struct Settle {
     pub bound: u64,
     pub within: Option<Range<u64>>,

@@ -1,9 +1,10 @@
-//! The recording: entries in the order in which the writes took effect, written to the log by a thread.
+//! The recording: entries in the order in which the writes took effect, written to the log by a
+//! thread.
 //!
-//! A flush takes its place when it is issued, and so does a write past the cache; what comes behind such an entry is
-//! written when that is answered, or is known to have failed. So before a flush in the log stand the writes that were
-//! answered before it was issued, and none that were issued after its answer; and replaying the whole log gives the device's
-//! content.
+//! A flush takes its place when it is issued, and so does a write past the cache; what comes behind
+//! such an entry is written when that is answered, or is known to have failed. So before a flush in
+//! the log stand the writes that were answered before it was issued, and none that were issued
+//! after its answer; and replaying the whole log gives the device's content.
 
 use std::collections::VecDeque;
 use std::io;
@@ -67,14 +68,14 @@ impl Slot {
 /// Takes entries; dropped, it writes what is ready and ends the log.
 #[derive(Debug)]
 pub struct Recorder {
-    shared: Arc<Shared>,
+    shared: Arc<RecordShared>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct RecordShared {
     /// Lock order: last.
-    state: Mutex<State>,
+    state: Mutex<RecordState>,
     changed: Condvar,
     held: AtomicU64,
     /// `state.stopped` is set.
@@ -85,7 +86,7 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RecordState {
     slots: VecDeque<Slot>,
     /// Number of the first slot.
     first: u64,
@@ -102,8 +103,8 @@ impl Recorder {
     /// Writes the head of the log and starts the thread. `bell` rings when there is room again.
     pub fn start(mut writer: Writer, block_bytes: u32, bell: Arc<Bell>) -> io::Result<Self> {
         writer.begin(block_bytes).map_err(io::Error::other)?;
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State { bytes: writer.bytes(), ..State::default() }),
+        let shared = Arc::new(RecordShared {
+            state: Mutex::new(RecordState { bytes: writer.bytes(), ..RecordState::default() }),
             changed: Condvar::new(),
             held: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
@@ -182,7 +183,8 @@ impl Recorder {
         }
     }
 
-    /// Puts a mark behind all that was answered, and returns its number when it is in the file for good.
+    /// Puts a mark behind all that was answered, and returns its number when it is in the file for
+    /// good.
     pub fn mark(&self, text: &str) -> Result<u64, RecordError> {
         let max = format::mark_max_bytes(self.shared.block_bytes);
         if text.is_empty() || text.len() > max || text.contains('\0') {
@@ -212,7 +214,8 @@ impl Recorder {
         RecordError::Stopped(state.stopped.clone().unwrap_or_else(|| "the device is going away".into()))
     }
 
-    /// Writes all that is ready and records nothing more, for this reason. The device's power is off, so nothing is open.
+    /// Writes all that is ready and records nothing more, for this reason. The device's power is
+    /// off, so nothing is open.
     pub fn stop(&self, why: &str) {
         let mut state = self.shared.state.lock();
         while state.stopped.is_none() && (state.writing || !state.slots.is_empty()) {
@@ -243,8 +246,8 @@ impl Recorder {
     }
 }
 
-impl Shared {
-    fn stop(&self, state: &mut State, why: &str) {
+impl RecordShared {
+    fn stop(&self, state: &mut RecordState, why: &str) {
         state.stopped.get_or_insert_with(|| why.into());
         self.stopped.store(true, SeqCst);
         state.first += state.slots.len() as u64;

@@ -55,8 +55,8 @@ impl Content {
 /// A block with content that the device below does not have. Never without a version.
 #[derive(Debug)]
 pub struct Block {
-    /// Its place in the order of eviction: the moment when it came, or of the last failure to write it below. Never later
-    /// than a flush that has to write it.
+    /// Its place in the order of eviction: the moment when it came, or of the last failure to write
+    /// it below. Never later than a flush that has to write it.
     order: u64,
     /// The moment of each version and what was written, oldest first; moments grow.
     pub versions: Vec<(u64, Content)>,
@@ -68,16 +68,16 @@ impl Block {
     }
 }
 
-/// A range of blocks that is being written below. Nobody else writes any of them there meanwhile, so nothing older comes
-/// after something newer.
+/// A range of blocks that is being written below. Nobody else writes any of them there meanwhile,
+/// so nothing older comes after something newer.
 #[derive(Debug)]
 struct Claim {
     id: u64,
     blocks: Range<u64>,
 }
 
-/// A shard. Its lock is held for looks at the maps and copies of at most one region, never across a call of the device
-/// below.
+/// A shard. Its lock is held for looks at the maps and copies of at most one region, never across a
+/// call of the device below.
 #[derive(Debug, Default)]
 pub struct Shard {
     blocks: BTreeMap<u64, Block>,
@@ -119,15 +119,16 @@ impl Shard {
         self.claims.retain(|claim| claim.id != id);
     }
 
-    /// The oldest block that is not claimed, with its unclaimed neighbours of one kind within `region` blocks, if its
-    /// order is before `bound`.
+    /// The oldest block that is not claimed, with its unclaimed neighbours of one kind within
+    /// `region` blocks, if its order is before `bound`.
     pub fn oldest_run(&self, bound: u64, region: u64) -> Option<Range<u64>> {
         let before = self.by_order.range(..(bound, 0));
         let (_, block) = before.into_iter().find(|(_, block)| !self.is_claimed(&(*block..block + 1)))?;
         Some(self.run_around(*block, region))
     }
 
-    /// The first unclaimed block of `range` that was unflushed at `bound`, with its neighbours in `range`.
+    /// The first unclaimed block of `range` that was unflushed at `bound`, with its neighbours in
+    /// `range`.
     pub fn first_run(&self, range: Range<u64>, bound: u64, region: u64) -> Option<Range<u64>> {
         let wanted =
             |block: &(&u64, &Block)| block.1.order < bound && !self.is_claimed(&(*block.0..block.0 + 1));
@@ -154,8 +155,8 @@ impl Shard {
         first..end
     }
 
-    /// Forgets what of `range` is older than `bound`: the device below has it, or something newer. Returns the bytes of
-    /// capacity that came free.
+    /// Forgets what of `range` is older than `bound`: the device below has it, or something newer.
+    /// Returns the bytes of capacity that came free.
     pub fn settle(&mut self, range: Range<u64>, bound: u64) -> u64 {
         let mut freed = 0;
         let mut empty = Vec::new();
@@ -180,7 +181,8 @@ impl Shard {
         freed
     }
 
-    /// Moves the blocks of `range` to the end of the order: they could not be written below, others get their turn.
+    /// Moves the blocks of `range` to the end of the order: they could not be written below, others
+    /// get their turn.
     pub fn put_off(&mut self, range: Range<u64>, now: u64) {
         for (&number, block) in self.blocks.range_mut(range) {
             self.by_order.remove(&(block.order, number));

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use super::choice::Choice;
-use super::drain::Shared;
+use super::drain::PowerShared;
 use super::log::{self, Reader};
 use super::record::{Recorder, What};
 use super::shard::{Content, Kind};
@@ -16,12 +16,13 @@ use freestone_core::sync::{Instant, MutexGuard};
 
 /// What is written or read at a time when the power is off.
 const RUN_MAX_BYTES: u64 = 1 << 20;
-/// How long the device below may answer nothing of what it has, until a change of the power is given up.
+/// How long the device below may answer nothing of what it has, until a change of the power is
+/// given up.
 const QUIET_MAX: Duration = Duration::from_secs(10);
 
 /// While it lives the power is off: no request runs, none comes in, the device below has none.
 struct Off<'a> {
-    shared: &'a Shared,
+    shared: &'a PowerShared,
     change: Option<MutexGuard<'a, ()>>,
 }
 
@@ -37,9 +38,10 @@ impl Drop for Off<'_> {
     }
 }
 
-impl Shared {
-    /// Switches the power off. Requests that wait are answered `Gone`; those that the device below has are answered as it
-    /// answers them. For a `wipe` they all go on until they are done, and who comes waits.
+impl PowerShared {
+    /// Switches the power off. Requests that wait are answered `Gone`; those that the device below
+    /// has are answered as it answers them. For a `wipe` they all go on until they are done, and
+    /// who comes waits.
     ///
     /// # Errors
     /// [`Error::Gone`]: nothing of it is answered for [`QUIET_MAX`]. The power is on again, and nothing else has changed.
@@ -96,8 +98,8 @@ impl Shared {
         written.and(flushed).map(|()| cut)
     }
 
-    /// Writes what a cut keeps. What fails may have happened or not, and either is one of its possible ends; the recording has to look
-    /// (`unsure`), and the first error is told.
+    /// Writes what a cut keeps. What fails may have happened or not, and either is one of its
+    /// possible ends; the recording has to look (`unsure`), and the first error is told.
     fn write_kept(&self, kept: &BTreeMap<u64, Content>, unsure: &mut Vec<u64>) -> Result<()> {
         let block = self.cache.block_bytes();
         let mut outcome = Ok(());
@@ -130,7 +132,8 @@ impl Shared {
         outcome
     }
 
-    /// Records what a cut left where that is not what was written last, so that the log still replays to what is there.
+    /// Records what a cut left where that is not what was written last, so that the log still
+    /// replays to what is there.
     fn record_cut(&self, record: &Recorder, seed: u64, set_back: &[u64]) {
         if !record.is_running() {
             return;
@@ -198,5 +201,5 @@ fn add(data: &mut Vec<u8>, content: &Content) {
 /// So that the worker's thread may be started with it.
 const _: fn() = || {
     fn shared_between_threads<T: Send + Sync>() {}
-    shared_between_threads::<Arc<Shared>>();
+    shared_between_threads::<Arc<PowerShared>>();
 };

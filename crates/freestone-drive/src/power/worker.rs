@@ -1,12 +1,12 @@
-//! The worker: one thread for a device, for requests that wait for room, for a range, or for a flush. It waits for nothing
-//! but the bell, so a slow request below holds up only what needs it.
+//! The worker: one thread for a device, for requests that wait for room, for a range, or for a
+//! flush. It waits for nothing but the bell, so a slow request below holds up only what needs it.
 
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::completion;
-use super::drain::Shared;
+use super::drain::PowerShared;
 use super::io::Admitted;
 use super::queue::{Job, Settle};
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request};
@@ -15,7 +15,7 @@ use freestone_core::sync::Ordering::SeqCst;
 /// Unflushed bytes that are written below at a time.
 const WINDOW_BYTES: u64 = 8 << 20;
 
-impl Shared {
+impl PowerShared {
     /// Hands a job to the worker. Called with the power on, under a pin.
     pub fn enqueue(&self, job: Job) {
         self.queue.pending.fetch_add(1, SeqCst);
@@ -89,7 +89,8 @@ impl Shared {
         self.finished();
     }
 
-    /// A step. One whose completion panics is over; the panic was reported by its hook, and is not the other requests' affair.
+    /// A step. One whose completion panics is over; the panic was reported by its hook, and is not
+    /// the other requests' affair.
     fn step_or_lose(self: &Arc<Self>, job: Job) -> Option<Job> {
         let step = AssertUnwindSafe(|| completion::inside(|| self.step(job)));
         catch_unwind(step).unwrap_or_else(|_| {
@@ -151,7 +152,8 @@ impl Shared {
 
     /// Has enough written below that there is room for `len` bytes, or that the cache is empty.
     fn make_room(self: &Arc<Self>, len: u64) -> Result<(), Error> {
-        // What fails gets a later place: each block is tried once, also by a device that answers at once.
+        // What fails gets a later place: each block is tried once, also by a device that answers at
+        // once.
         let bound = self.cache.now();
         let want = len.min(self.cache.capacity()).min(WINDOW_BYTES);
         while self.cache.room() + self.draining.load(SeqCst) < want {

@@ -9,30 +9,37 @@ use super::layout::Layout;
 pub use super::layout::ZONE_SIZE_MAX_BYTES;
 use freestone_core::device::Geometry;
 
-/// The most zones a device may have. Bounds the memory of the table (128 bytes a zone up to 65 536 zones, then 8).
+/// The most zones a device may have. Bounds the memory of the table (128 bytes a zone up to 65 536
+/// zones, then 8).
 pub const ZONES_MAX: u64 = 1 << 24;
 
 /// Zones of a device; the parameters of `null_blk` by their own names. Sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Distance between two zone starts: a power of two from one logical block to the size of the device, at most
-    /// [`ZONE_SIZE_MAX_BYTES`]. A zone at the end of the device may be shorter where every zone can be written to its end.
+    /// Distance between two zone starts: a power of two from one logical block to the size of the
+    /// device, at most [`ZONE_SIZE_MAX_BYTES`]. A zone at the end of the device may be shorter
+    /// where every zone can be written to its end.
     pub zone_size: u64,
-    /// How much of a zone can be written: at most `zone_size`, a multiple of the logical block; 0 is `zone_size`.
+    /// How much of a zone can be written: at most `zone_size`, a multiple of the logical block; 0
+    /// is `zone_size`.
     pub zone_capacity: u64,
-    /// Conventional zones at the start of the device. At least one zone stays sequential: more than that is cut down.
+    /// Conventional zones at the start of the device. At least one zone stays sequential: more than
+    /// that is cut down.
     pub zone_nr_conv: u32,
-    /// Sequential zones that may be open at once; 0, or as many as there are, is no limit. Never more than
-    /// `zone_max_active`, where that limits.
+    /// Sequential zones that may be open at once; 0, or as many as there are, is no limit. Never
+    /// more than `zone_max_active`, where that limits.
     pub zone_max_open: u32,
-    /// Sequential zones that may be open or closed at once; 0, or as many as there are, is no limit.
+    /// Sequential zones that may be open or closed at once; 0, or as many as there are, is no
+    /// limit.
     pub zone_max_active: u32,
-    /// The largest append: rounded down to blocks, at most the capacity of a zone; 0 where append is not offered.
+    /// The largest append: rounded down to blocks, at most the capacity of a zone; 0 where append
+    /// is not offered.
     pub zone_append_max: u64,
     /// Sequential zones are full when the device is made.
     pub zone_full: bool,
-    /// The device below stores what is written. Where it does not, as the bare null device, reads are the device's own answer;
-    /// where it does, what lies behind a write pointer reads as bytes of 0xFF.
+    /// The device below stores what is written. Where it does not, as the bare null device, reads
+    /// are the device's own answer; where it does, what lies behind a write pointer reads as bytes
+    /// of 0xFF.
     pub stores: bool,
 }
 
@@ -145,7 +152,8 @@ impl Layout {
         let max_active = limit(config.zone_max_active);
         let max_open = match max_active {
             0 => limit(config.zone_max_open),
-            // As in the kernel: no limit of its own stays none, and more than may be active is cut down.
+            // As in the kernel: no limit of its own stays none, and more than may be active is cut
+            // down.
             _ => config.zone_max_open.min(max_active),
         };
         let max_append = config.zone_append_max.min(capacity).min(u64::from(u32::MAX)) & !(whole - 1);

@@ -10,8 +10,9 @@ use crate::power;
 use freestone_core::device::{Error, Result};
 
 impl Inner {
-    /// Cuts the power: every zone's write pointer ends between what was durable and what was written, as the seed has it, and
-    /// the data below it stays. What waits for a zone is answered [`Error::Gone`].
+    /// Cuts the power: every zone's write pointer ends between what was durable and what was
+    /// written, as the seed has it, and the data below it stays. What waits for a zone is answered
+    /// [`Error::Gone`].
     pub fn power_cut(self: &Arc<Self>, power: &power::Power, seed: u64) -> Result<power::Cut> {
         self.alone(|inner| {
             if let Some(durable) = &inner.durable {
@@ -29,7 +30,8 @@ impl Inner {
                 }
                 after.push((zone, left));
             }
-            // What was not kept is gone, also where the cut met an error: no write pointer may stay above it.
+            // What was not kept is gone, also where the cut met an error: no write pointer may stay
+            // above it.
             let cut = power.cut(seed);
             let recorded = inner.record(&after);
             inner.become_all(&after);
@@ -96,8 +98,8 @@ impl Inner {
         }
     }
 
-    /// Has every sequential zone for its own while `action` is done. Only one at a time: it waits for zones in ascending order while it
-    /// owns others, which nobody else does.
+    /// Has every sequential zone for its own while `action` is done. Only one at a time: it waits
+    /// for zones in ascending order while it owns others, which nobody else does.
     fn alone<T>(self: &Arc<Self>, action: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         let _one = self.whole.lock();
         let layout = &self.table.layout;

@@ -1,11 +1,13 @@
-//! What of the zones would survive a power cut: for each zone a write pointer that never exceeds durable data.
+//! What of the zones would survive a power cut: for each zone a write pointer that never exceeds
+//! durable data.
 //!
-//! A flush notes the write pointers, flushes the device below, and then takes what it noted for durable; with a state file, after
-//! that is in the file. A reset is made durable first of all. So two of them can overlap, and each zone's generation tells which
-//! one is newer.
+//! A flush notes the write pointers, flushes the device below, and then takes what it noted for
+//! durable; with a state file, after that is in the file. A reset is made durable first of all. So
+//! two of them can overlap, and each zone's generation tells which one is newer.
 //!
-//! A write of the state file that failed may have happened. For us the zones are then as durable as they were before, and what the
-//! file says of them is suspect: whatever is made durable next, if only by a flush, has that written again as well, or fails too.
+//! A write of the state file that failed may have happened. For us the zones are then as durable as
+//! they were before, and what the file says of them is suspect: whatever is made durable next, if
+//! only by a flush, has that written again as well, or fails too.
 
 use std::sync::Arc;
 
@@ -58,8 +60,8 @@ impl Kept {
         self.file.as_ref().is_none_or(StateFile::is_certain)
     }
 
-    /// Takes over what is news, and has it durable in the file, with all that is suspect there. If that fails, nothing of it is known
-    /// to be durable.
+    /// Takes over what is news, and has it durable in the file, with all that is suspect there. If
+    /// that fails, nothing of it is known to be durable.
     fn take(&mut self, noted: Vec<Noted>, all: bool) -> Result<()> {
         let mut before = Vec::new();
         for noted in noted {
@@ -116,7 +118,8 @@ impl Durable {
         }
     }
 
-    /// Makes this durable, whatever it was before: for who owns the zones. May wait where there is a file.
+    /// Makes this durable, whatever it was before: for who owns the zones. May wait where there is
+    /// a file.
     pub fn force(&self, marks: Vec<Noted>) -> Result<()> {
         self.kept.lock().take(marks, true)
     }
@@ -134,7 +137,8 @@ impl Inner {
         self.durable.as_ref().is_some_and(|durable| durable.has_file)
     }
 
-    /// After a write with [`Flags::FUA`]: a power cut keeps it, and so what lies below it in its zone.
+    /// After a write with [`Flags::FUA`]: a power cut keeps it, and so what lies below it in its
+    /// zone.
     #[inline]
     pub fn wrote_through(&self, zone: u32, word: Word, request: &Request) {
         if let Some(durable) = &self.durable
@@ -165,7 +169,8 @@ impl Inner {
         noted.map_or(Ok(()), |(durable, noted)| durable.commit(noted))
     }
 
-    /// Has [`sync`](Self::sync) done by the thread for it, and then tells. Those that come while it is busy are done together.
+    /// Has [`sync`](Self::sync) done by the thread for it, and then tells. Those that come while it
+    /// is busy are done together.
     pub fn sync_later(self: &Arc<Self>, done: impl FnOnce(Result<()>) + Send + 'static) {
         self.unsynced.lock().push(Box::new(done));
         let inner = Arc::clone(self);

@@ -1,9 +1,11 @@
-//! What lies where: as the device below says, but what is behind a write pointer reads as bytes that are no zeroes.
+//! What lies where: as the device below says, but what is behind a write pointer reads as bytes
+//! that are no zeroes.
 
 use super::{Inner, ZoneCondition};
 use freestone_core::device::{Extent, ExtentKind, Result, range_end};
 
-/// Rows that are taken from the device below before they are handed on, and zones that are described in one call.
+/// Rows that are taken from the device below before they are handed on, and zones that are
+/// described in one call.
 const ROWS_MAX: usize = 64;
 const ZONES_MAX: u32 = 1024;
 

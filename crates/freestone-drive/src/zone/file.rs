@@ -6,13 +6,15 @@
 //! | 4096 + 8192 g | [`Group`] g, first copy: sequence number, checksum, the marks of zones 510 g to 510 g + 509 |
 //! | 8192 + 8192 g | the same, second copy |
 //!
-//! All numbers are little-endian. A change of a zone writes its group with the next sequence number over the older copy, and then syncs
-//! the file; so a write that a crash tears, in whatever way, leaves the newer copy as it was, with all its zones. Of two good copies
-//! the one with the higher number counts. A mark is described at [`Mark`].
+//! All numbers are little-endian. A change of a zone writes its group with the next sequence number
+//! over the older copy, and then syncs the file; so a write that a crash tears, in whatever way,
+//! leaves the newer copy as it was, with all its zones. Of two good copies the one with the higher
+//! number counts. A mark is described at [`Mark`].
 //!
-//! A write that failed may have happened: its groups are suspect until they were written again, at the same place, so that the older
-//! copy stays good. Nor need what is found in the file be durable (the process before may have ended between a write and its sync):
-//! it is written again when the file is opened.
+//! A write that failed may have happened: its groups are suspect until they were written again, at
+//! the same place, so that the older copy stays good. Nor need what is found in the file be durable
+//! (the process before may have ended between a write and its sync): it is written again when the
+//! file is opened.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -37,7 +39,8 @@ use freestone_core::replace::{MayGo, Place, STATE_PREFIX};
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
 const BLOCK_BYTES: u64 = 4096;
-/// No file of ours gets so far: what does is damaged, and the numbers after it would soon be the lower ones.
+/// No file of ours gets so far: what does is damaged, and the numbers after it would soon be the
+/// lower ones.
 const SEQUENCE_MAX: u64 = 1 << 62;
 /// Zones of a group.
 const GROUP_ZONES: usize = 510;
@@ -57,7 +60,8 @@ struct Header {
     zone_capacity: U64,
     zones: U32,
     conventional: U32,
-    /// A random number that is part of every group's checksum: groups of another file are none of this one.
+    /// A random number that is part of every group's checksum: groups of another file are none of
+    /// this one.
     id: U64,
     /// XXH3 of all before it.
     checksum: U64,
@@ -165,14 +169,16 @@ pub struct StateFile {
 impl Drop for StateFile {
     fn drop(&mut self) {
         if let Medium::File(file) = &self.medium {
-            // Closing would do, but a program that is just being started has the file until it runs.
+            // Closing would do, but a program that is just being started has the file until it
+            // runs.
             file_locks::unlock(file.as_fd());
         }
     }
 }
 
 impl StateFile {
-    /// Opens the state at `path`, or makes it, with `fresh` of every zone, where nothing is there. Gives every zone's mark.
+    /// Opens the state at `path`, or makes it, with `fresh` of every zone, where nothing is there.
+    /// Gives every zone's mark.
     pub fn open(
         path: &Path,
         layout: &Layout,
@@ -302,8 +308,9 @@ impl StateFile {
         self.suspect.is_empty()
     }
 
-    /// Makes the marks of these zones, as `mark` has them, durable, and those of all groups that are suspect. After an error the
-    /// file holds, for each of these groups, the marks that were durable before, or these, or some of an earlier failed write.
+    /// Makes the marks of these zones, as `mark` has them, durable, and those of all groups that
+    /// are suspect. After an error the file holds, for each of these groups, the marks that were
+    /// durable before, or these, or some of an earlier failed write.
     pub fn write(
         &mut self,
         zones: impl Iterator<Item = u32>,

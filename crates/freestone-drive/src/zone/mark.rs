@@ -3,8 +3,8 @@
 use super::ZoneCondition;
 use super::word::{SECTOR_SHIFT, Word};
 
-/// What is durable of a zone, as the state file has it: two bits of kind over 41 of the write pointer in sectors. Within one generation
-/// of a zone marks only grow.
+/// What is durable of a zone, as the state file has it: two bits of kind over 41 of the write
+/// pointer in sectors. Within one generation of a zone marks only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(pub u64);
 
@@ -40,7 +40,8 @@ impl Mark {
         self.0 >> KIND_SHIFT != WRITTEN
     }
 
-    /// The zone after a restart: what was open is closed. `None`: no zone of this capacity and length leaves such a mark.
+    /// The zone after a restart: what was open is closed. `None`: no zone of this capacity and
+    /// length leaves such a mark.
     pub fn word(self, capacity: u64, len: u64, block: u64) -> Option<Word> {
         let pointer = self.pointer();
         let (condition, good) = match self.0 >> KIND_SHIFT {

@@ -1,11 +1,14 @@
 //! Zones over any device: write pointers, conditions, limits, one lock per zone.
 //!
-//! [`Zones`] gives a device the zone model of the kernel's `null_blk`, with its rules, errors and order of checks. A zone's state is
-//! one word with its own lock (`word`, `lock`); reads take none and look again (`read`). The word's lock is never held while a
-//! device takes its time: a write that would have to wait owns its zone instead, and what comes later queues behind it
-//! (`write`, `queue`). Resources are counted only where open or active zones are limited (`states`, `resources`).
+//! [`Zones`] gives a device the zone model of the kernel's `null_blk`, with its rules, errors and
+//! order of checks. A zone's state is one word with its own lock (`word`, `lock`); reads take none
+//! and look again (`read`). The word's lock is never held while a device takes its time: a write
+//! that would have to wait owns its zone instead, and what comes later queues behind it (`write`,
+//! `queue`). Resources are counted only where open or active zones are limited (`states`,
+//! `resources`).
 //!
-//! What is durable of the zones is known where the device below has a volatile cache or the zones a state file (`durable`, `file`).
+//! What is durable of the zones is known where the device below has a volatile cache or the zones a
+//! state file (`durable`, `file`).
 
 mod config;
 mod counts;
@@ -54,23 +57,27 @@ pub enum State<'a> {
     Volatile,
     /// In this file, which is made where nothing is there. One device uses it at a time.
     File(&'a Path),
-    /// On this device, which begins with zeroes or holds the state of such zones already. It takes 12 KiB for every 510 zones.
+    /// On this device, which begins with zeroes or holds the state of such zones already. It takes
+    /// 12 KiB for every 510 zones.
     Device(Arc<dyn Device>),
 }
 
 /// A zoned device over another one.
 ///
-/// Discards are answered and do nothing, as zoned devices do not offer them. Writes of zeroes to a sequential zone are writes at its
-/// write pointer. Reads may cross zones, writes to sequential zones may not. With a state file, zones that were open are closed when
-/// the device is made again, and a write that is durable when it is answered ([`Flags::FUA`]) costs a flush of the whole device.
+/// Discards are answered and do nothing, as zoned devices do not offer them. Writes of zeroes to a
+/// sequential zone are writes at its write pointer. Reads may cross zones, writes to sequential
+/// zones may not. With a state file, zones that were open are closed when the device is made again,
+/// and a write that is durable when it is answered ([`Flags::FUA`]) costs a flush of the whole
+/// device.
 ///
 /// Dropping it flushes, where there is a state file.
 pub struct Zones {
     inner: Arc<Inner>,
 }
 
-/// Lock order: `whole`; a zone's own, as described in [`states`]; `unsynced`, or the resources, or a shard of `queues`, or what
-/// `durable` keeps. A zone that somebody owns is waited for with no lock held but `whole`.
+/// Lock order: `whole`; a zone's own, as described in [`states`]; `unsynced`, or the resources, or
+/// a shard of `queues`, or what `durable` keeps. A zone that somebody owns is waited for with no
+/// lock held but `whole`.
 struct Inner {
     table: Table,
     backing: Arc<dyn Device>,
@@ -97,8 +104,8 @@ struct Inner {
 type Synced = Box<dyn FnOnce(Result<()>) + Send>;
 
 impl Zones {
-    /// Makes zones over `backing`. `bad` are its bad blocks, where it has some: with them, what of a failed write was transferred
-    /// advances the write pointer.
+    /// Makes zones over `backing`. `bad` are its bad blocks, where it has some: with them, what of
+    /// a failed write was transferred advances the write pointer.
     ///
     /// # Errors
     /// [`SetupError`].
@@ -126,8 +133,9 @@ impl Zones {
             }
         };
         let table = table.ok_or_else(no_memory)?;
-        // A state that a crash left may have one zone from before a flush and another from after it, so there can be more active
-        // zones than may be. They can be written on, and no empty one until enough are full or reset.
+        // A state that a crash left may have one zone from before a flush and another from after
+        // it, so there can be more active zones than may be. They can be written on, and no empty
+        // one until enough are full or reset.
         let active = (0..layout.zones).filter(|&zone| table.look(zone).condition() == ZoneCondition::Closed);
         let active = active.count() as u32;
         if layout.max_active != 0 && active > layout.max_active {
@@ -153,18 +161,18 @@ impl Zones {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Makes the sequential zone that holds the byte `offset` read-only, with all its data; where it is that already, it is emptied.
-    /// As `zone_readonly` of `null_blk`.
+    /// Makes the sequential zone that holds the byte `offset` read-only, with all its data; where
+    /// it is that already, it is emptied. As `zone_readonly` of `null_blk`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] of a conventional zone, [`Error::ReadOnly`] of a read-only device,
-    /// and the device's.
+    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] of a conventional zone, [`Error::ReadOnly`]
+    /// of a read-only device, and the device's.
     pub fn set_read_only(&self, offset: u64) -> Result<()> {
         self.counted(self.inner.set_condition(offset, ZoneCondition::ReadOnly))
     }
 
-    /// Takes the sequential zone that holds the byte `offset` offline; where it is that already, it is emptied. As `zone_offline` of
-    /// `null_blk`.
+    /// Takes the sequential zone that holds the byte `offset` offline; where it is that already, it
+    /// is emptied. As `zone_offline` of `null_blk`.
     ///
     /// # Errors
     /// As [`set_read_only`](Self::set_read_only).
@@ -190,13 +198,15 @@ impl Zones {
         counts
     }
 
-    /// Cuts the power of `power`, the device that these zones are over (or that the one below is over). Waits for requests in
-    /// flight; those that wait for a zone are answered [`Error::Gone`]. Afterwards the zones are as after a restart: each write pointer
-    /// is where the last flush covered it, or further on as `seed` decides, and all data below it is there. What was open is closed.
+    /// Cuts the power of `power`, the device that these zones are over (or that the one below is
+    /// over). Waits for requests in flight; those that wait for a zone are answered
+    /// [`Error::Gone`]. Afterwards the zones are as after a restart: each write pointer is where
+    /// the last flush covered it, or further on as `seed` decides, and all data below it is there.
+    /// What was open is closed.
     ///
     /// # Errors
-    /// The device's. What had been made to survive until then survives. Where an earlier write of the state file failed and it still
-    /// cannot be written, nothing is cut.
+    /// The device's. What had been made to survive until then survives. Where an earlier write of
+    /// the state file failed and it still cannot be written, nothing is cut.
     pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::Cut> {
         self.inner.power_cut(power, seed)
     }

@@ -42,7 +42,8 @@ fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     model.check(body);
 }
 
-/// An append of one block as the inline path does it: the zone's lock is held from the check to the end.
+/// An append of one block as the inline path does it: the zone's lock is held from the check to the
+/// end.
 fn append(table: &Table, zone: u32) -> Result<u64, Error> {
     loop {
         let guard = table.lock(zone);
@@ -119,12 +120,13 @@ fn appends_to_one_zone() {
     });
 }
 
-/// A reader takes no lock, and yet what it accepts is what the zone held at one moment: data below the write pointer that it saw, and
-/// never what a reset or a later write left behind.
+/// A reader takes no lock, and yet what it accepts is what the zone held at one moment: data below
+/// the write pointer that it saw, and never what a reset or a later write left behind.
 #[test]
 fn a_reader_looks_again() {
     bounded(3, || {
-        // The data of the zone: 7 is written, 0 after the reset, then 8. As devices do, each access synchronises.
+        // The data of the zone: 7 is written, 0 after the reset, then 8. As devices do, each access
+        // synchronises.
         let data = Arc::new(AtomicU64::new(7));
         let table = table(layout(1, 0, 0), &[(Closed, 1)]);
         let reset = thread::spawn({
@@ -181,7 +183,8 @@ fn a_write_pointer_is_published_after_the_data() {
     });
 }
 
-/// One zone may be open. Each of two threads writes to a zone whose way is barred by the other's: they choose each other as victims.
+/// One zone may be open. Each of two threads writes to a zone whose way is barred by the other's:
+/// they choose each other as victims.
 #[test]
 fn two_zones_close_each_other() {
     bounded(3, || {
@@ -223,7 +226,8 @@ fn a_victim_in_flight() {
             let table = Arc::clone(&table);
             move || append_slowly(&table, 0)
         });
-        // Where the other has made two zones active, no room is made for this one: as in the kernel.
+        // Where the other has made two zones active, no room is made for this one: as in the
+        // kernel.
         let wrote = append(&table, 1);
         assert!(matches!(wrote, Ok(_) | Err(Error::ZoneTooManyOpen)), "{wrote:?}");
         other.join().unwrap().unwrap();

@@ -84,7 +84,8 @@ impl Inner {
         outcome
     }
 
-    /// A finished zone is full after a power cut, too: so all its data and then its record become durable before the answer.
+    /// A finished zone is full after a power cut, too: so all its data and then its record become
+    /// durable before the answer.
     fn finish(self: &Arc<Self>, zone: u32) -> Result<()> {
         if self.durable.is_none() {
             return self.change(zone, Change::Finish);
@@ -98,8 +99,8 @@ impl Inner {
         outcome
     }
 
-    /// What lies behind the write pointer of a zone that is the caller's own and can be finished: writes that a crash or a power cut took
-    /// back, which finishing would bring to light.
+    /// What lies behind the write pointer of a zone that is the caller's own and can be finished:
+    /// writes that a crash or a power cut took back, which finishing would bring to light.
     fn zero_tail(&self, zone: u32) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let (layout, word) = (&self.table.layout, self.table.look(zone));
@@ -110,8 +111,8 @@ impl Inner {
         self.zero_range(layout.start(zone) + from, layout.len(zone) - from)
     }
 
-    /// Waits until the zone is the caller's own. Holds nothing else that others wait for: no lock, and no other zone with a smaller
-    /// number than one it waits for.
+    /// Waits until the zone is the caller's own. Holds nothing else that others wait for: no lock,
+    /// and no other zone with a smaller number than one it waits for.
     pub fn own(&self, zone: u32) {
         let guard = self.table.lock(zone);
         let word = guard.word();
@@ -140,9 +141,10 @@ impl Inner {
         true
     }
 
-    // ---- reset ----------------------------------------------------------------------------------------------------------
+    // ---- reset ----------------------------------------------------------------------------------
 
-    /// Resets every sequential zone that has something to reset. One zone at a time is waited for, and none is held meanwhile.
+    /// Resets every sequential zone that has something to reset. One zone at a time is waited for,
+    /// and none is held meanwhile.
     pub fn reset_all(self: &Arc<Self>) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly);
@@ -188,8 +190,9 @@ impl Inner {
         outcome
     }
 
-    /// Empties zones that are the caller's own, whatever they are. First their records, durably, so that what is written later never
-    /// meets an old write pointer; then the words, so that no reader takes data that is going away for good; then the data.
+    /// Empties zones that are the caller's own, whatever they are. First their records, durably, so
+    /// that what is written later never meets an old write pointer; then the words, so that no
+    /// reader takes data that is going away for good; then the data.
     fn empty_owned(&self, zones: &[u32]) -> Result<()> {
         if let Some(durable) = &self.durable {
             let next =
@@ -218,9 +221,10 @@ impl Inner {
         device.run(Request::new(Op::WriteZeroes, offset, len).with(Flags::MAY_FREE))
     }
 
-    // ---- read-only and offline ------------------------------------------------------------------------------------------
+    // ---- read-only and offline ------------------------------------------------------------------
 
-    /// Puts the zone that holds `offset` into this condition, or empties it where it is in it already.
+    /// Puts the zone that holds `offset` into this condition, or empties it where it is in it
+    /// already.
     pub fn set_condition(self: &Arc<Self>, offset: u64, condition: ZoneCondition) -> Result<()> {
         if offset >= self.table.layout.size {
             return Err(Error::OutOfRange);
@@ -239,7 +243,8 @@ impl Inner {
 
     fn mark_owned(&self, zone: u32, condition: ZoneCondition) -> Result<()> {
         if let Some(durable) = &self.durable {
-            // Its data is kept, and there will be no write pointer to say how much of it was durable.
+            // Its data is kept, and there will be no write pointer to say how much of it was
+            // durable.
             self.sync()?;
             let next = self.table.look(zone).next_generation();
             durable.force(vec![(zone, next.generation(), Mark::of(next.with_condition(condition)))])?;
@@ -250,7 +255,7 @@ impl Inner {
         Ok(())
     }
 
-    // ---- report ---------------------------------------------------------------------------------------------------------
+    // ---- report ---------------------------------------------------------------------------------
 
     /// The rows of the zones from the one that holds `offset` on.
     pub fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {

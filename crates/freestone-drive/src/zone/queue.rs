@@ -90,8 +90,8 @@ type Shard = Mutex<HashMap<u32, VecDeque<Job>>>;
 
 /// The queues of all busy zones.
 ///
-/// Lock order: a zone's own lock, then the shard. A queue is changed with its zone's lock held only, so that a zone without an owner
-/// has none.
+/// Lock order: a zone's own lock, then the shard. A queue is changed with its zone's lock held
+/// only, so that a zone without an owner has none.
 pub struct Queues(Box<[Shard]>);
 
 impl Default for Queues {

@@ -1,4 +1,5 @@
-//! Reads: without a lock. A reader looks at the zone's word, reads, and looks again; if the zone was reset in between, it reads again.
+//! Reads: without a lock. A reader looks at the zone's word, reads, and looks again; if the zone
+//! was reset in between, it reads again.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ pub const UNWRITTEN: u8 = 0xFF;
 const RESETS_MAX: u32 = 8;
 
 impl Inner {
-    // ---- on the caller's thread -----------------------------------------------------------------------------------------
+    // ---- on the caller's thread -----------------------------------------------------------------
 
     /// Reads what is possible at once, of one zone at a time.
     #[inline]
@@ -63,7 +64,8 @@ impl Inner {
         Ok(Tried::WouldBlock)
     }
 
-    /// How many of these bytes of a zone come from the device below. The others lie behind the write pointer.
+    /// How many of these bytes of a zone come from the device below. The others lie behind the
+    /// write pointer.
     #[inline]
     fn readable(&self, zone: u32, word: Word, offset: u64, len: u64) -> Result<u64> {
         match word.condition() {
@@ -74,7 +76,7 @@ impl Inner {
         }
     }
 
-    // ---- submitted ------------------------------------------------------------------------------------------------------
+    // ---- submitted ------------------------------------------------------------------------------
 
     /// Takes over a read.
     pub fn submit_read(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {

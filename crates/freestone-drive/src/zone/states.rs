@@ -1,12 +1,16 @@
-//! The zones of a device and how they change: the state machine of the zoned block standards, as `null_blk` has it.
+//! The zones of a device and how they change: the state machine of the zoned block standards, as
+//! `null_blk` has it.
 //!
 //! # Locks, in order
-//! 1. A zone's own ([`Guard`]): held for a change of its word, and for what an inline request does. One at a time is waited for, by a
-//!    thread that holds none; a second one (an implicit close's victim) is only tried.
-//! 2. The resources' mutex, only where open or active zones are limited and only around a change of condition: a few instructions.
+//! 1. A zone's own ([`Guard`]): held for a change of its word, and for what an inline request does.
+//!    One at a time is waited for, by a thread that holds none; a second one (an implicit close's
+//!    victim) is only tried.
+//! 2. The resources' mutex, only where open or active zones are limited and only around a change of
+//!    condition: a few instructions.
 //!
-//! A zone whose condition changes is locked, and the resources are told before its word is published. So under the resources'
-//! lock a zone that can be locked is in the condition that the resources have it in.
+//! A zone whose condition changes is locked, and the resources are told before its word is
+//! published. So under the resources' lock a zone that can be locked is in the condition that the
+//! resources have it in.
 
 use crossbeam_utils::CachePadded;
 
@@ -21,13 +25,14 @@ use freestone_core::parking::Parking;
 use freestone_core::sync::{AtomicU64, Mutex, Ordering, fence};
 use freestone_core::word_lock::{self, Word as _};
 
-/// Up to this many zones, each has two cache lines of its own (the processor fetches pairs); with more, two threads seldom meet.
+/// Up to this many zones, each has two cache lines of its own (the processor fetches pairs); with
+/// more, two threads seldom meet.
 const APART_ZONES_MAX: u32 = 1 << 16;
 /// Words of two cache lines.
 const APART_WORDS: usize = if cfg!(loom) { 1 } else { 16 };
 
-/// A locked zone. Dropping it unlocks without a change. Held for what a request does on its own thread, never while anybody waits
-/// for a device.
+/// A locked zone. Dropping it unlocks without a change. Held for what a request does on its own
+/// thread, never while anybody waits for a device.
 pub type Guard<'a> = word_lock::Guard<'a, Word>;
 
 /// The zones of one device.
@@ -70,8 +75,8 @@ pub enum Step {
     Go(Word),
     /// It cannot be.
     Refused(Error),
-    /// This zone would have to be closed, and somebody holds it: let go of everything, [wait](Table::wait_for) for it alone, and begin
-    /// again.
+    /// This zone would have to be closed, and somebody holds it: let go of everything,
+    /// [wait](Table::wait_for) for it alone, and begin again.
     Held(u32),
 }
 
@@ -111,15 +116,17 @@ impl Table {
     /// What a zone is now, and everything that was written below its write pointer.
     #[inline]
     pub fn look(&self, zone: u32) -> Word {
-        // Acquire: pairs with the Release of the unlock that published the word after the data was written.
+        // Acquire: pairs with the Release of the unlock that published the word after the data was
+        // written.
         Word::from_bits(self.slot(zone).load(Ordering::Acquire))
     }
 
     /// Whether what was read since `word` was seen is good: no reset came between.
     #[inline]
     pub fn is_still(&self, zone: u32, word: Word) -> bool {
-        // Acquire: the reads of the data before are not moved behind the look. Who reset the zone published the next generation
-        // before it touched the data, and whoever read data of that time synchronised with it in the device below.
+        // Acquire: the reads of the data before are not moved behind the look. Who reset the zone
+        // published the next generation before it touched the data, and whoever read data of that
+        // time synchronised with it in the device below.
         fence(Ordering::Acquire);
         // Relaxed: ordered by the fence.
         let now = Word::from_bits(self.slot(zone).load(Ordering::Relaxed));
@@ -131,7 +138,8 @@ impl Table {
         drop(self.lock(zone));
     }
 
-    /// Where a write of `len` bytes goes, in bytes from the start of the device: the position's rules.
+    /// Where a write of `len` bytes goes, in bytes from the start of the device: the position's
+    /// rules.
     #[inline]
     pub fn position(&self, zone: u32, word: Word, place: Place, len: u64) -> Result<u64> {
         if matches!(word.condition(), NotWritePointer | Full | ReadOnly | Offline) {
@@ -145,7 +153,8 @@ impl Table {
         Ok(at)
     }
 
-    /// Changes a locked zone's condition, as far as rules and resources allow it. `word` is the zone's.
+    /// Changes a locked zone's condition, as far as rules and resources allow it. `word` is the
+    /// zone's.
     #[inline]
     pub fn enter(&self, zone: u32, word: Word, change: Change) -> Step {
         match (change, word.condition()) {
@@ -174,21 +183,22 @@ impl Table {
         }
     }
 
-    /// The write pointer of a finished zone is at its end, not at its capacity: what was never written reads as the device below has it.
+    /// The write pointer of a finished zone is at its end, not at its capacity: what was never
+    /// written reads as the device below has it.
     fn finished(&self, zone: u32, word: Word) -> Word {
         word.with_pointer(self.layout.len(zone)).next_generation()
     }
 
-    /// The word after `bytes` were written at the write pointer of a locked zone: it has advanced, and the zone is full where it
-    /// reached the capacity.
+    /// The word after `bytes` were written at the write pointer of a locked zone: it has advanced,
+    /// and the zone is full where it reached the capacity.
     #[inline]
     pub fn advanced(&self, zone: u32, word: Word, bytes: u64) -> Word {
         let word = word.with_pointer(word.pointer() + bytes);
         if word.pointer() == self.layout.capacity(zone) { self.settle(zone, word, Full) } else { word }
     }
 
-    /// The word after a write of which only `bytes` were transferred. A zone that this write was to be the first one of is
-    /// empty again if there was nothing.
+    /// The word after a write of which only `bytes` were transferred. A zone that this write was to
+    /// be the first one of is empty again if there was nothing.
     pub fn failed(&self, zone: u32, word: Word, was_empty: bool, bytes: u64) -> Word {
         match word.condition() {
             _ if bytes > 0 => self.advanced(zone, word, bytes),
@@ -197,8 +207,8 @@ impl Table {
         }
     }
 
-    /// The word of a locked zone in another condition, which needs no resource that it has not; what it does not need any more is
-    /// given back.
+    /// The word of a locked zone in another condition, which needs no resource that it has not;
+    /// what it does not need any more is given back.
     #[inline]
     pub fn settle(&self, zone: u32, word: Word, to: ZoneCondition) -> Word {
         let from = word.condition();
@@ -215,7 +225,8 @@ impl Table {
         self.settle(zone, word, Empty).with_pointer(0).next_generation()
     }
 
-    /// Changes a zone once nothing is in the way. What `look` makes of the word before is returned, unless it refuses.
+    /// Changes a zone once nothing is in the way. What `look` makes of the word before is returned,
+    /// unless it refuses.
     pub fn change<R>(&self, zone: u32, change: Change, look: impl Fn(Word) -> Result<R>) -> Result<R> {
         loop {
             let guard = self.lock(zone);
@@ -257,8 +268,8 @@ impl Table {
         Step::Go(to)
     }
 
-    /// Closes the next implicitly open zone that nobody holds: one without a write in flight if there is one. Fails with a zone that
-    /// somebody holds.
+    /// Closes the next implicitly open zone that nobody holds: one without a write in flight if
+    /// there is one. Fails with a zone that somebody holds.
     fn close_one(&self, resources: &mut Resources) -> std::result::Result<(), u32> {
         let mut held = None;
         for in_flight in [false, true] {
@@ -281,7 +292,8 @@ impl Table {
                 return Ok(());
             }
         }
-        // Where none was held a candidate became busy, or ceased to be, between the two rounds: it was held then.
+        // Where none was held a candidate became busy, or ceased to be, between the two rounds: it
+        // was held then.
         Err(held.unwrap_or_else(|| resources.candidate(0)))
     }
 

@@ -9,8 +9,9 @@
 //! | 7-47 | write pointer, in sectors of 512 bytes from the start of the zone |
 //! | 48-63 | generation: counts what makes data go away or come back (resets above all) |
 //!
-//! The generation is what readers look at again, after they have read without a lock. It comes round after 65 536 changes: a reader
-//! would have to sleep through exactly that many inside of one read.
+//! The generation is what readers look at again, after they have read without a lock. It comes
+//! round after 65 536 changes: a reader would have to sleep through exactly that many inside of one
+//! read.
 
 use std::fmt;
 

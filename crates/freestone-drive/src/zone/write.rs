@@ -1,4 +1,5 @@
-//! Writes and appends: at once on the caller's thread, or with the zone as their own while the device below takes its time.
+//! Writes and appends: at once on the caller's thread, or with the zone as their own while the
+//! device below takes its time.
 
 use std::sync::Arc;
 
@@ -22,9 +23,10 @@ struct Begun {
 }
 
 impl Inner {
-    // ---- on the caller's thread ---------------------------------------------------------------------------------------
+    // ---- on the caller's thread -----------------------------------------------------------------
 
-    /// Writes to a sequential zone at once, all or nothing. `None`: that would have to wait. Else where it went.
+    /// Writes to a sequential zone at once, all or nothing. `None`: that would have to wait. Else
+    /// where it went.
     #[inline]
     pub fn try_write(&self, zone: u32, place: Place, request: Request, data: &[u8]) -> Result<Option<u64>> {
         if self.is_recorded() && request.flags.contains(Flags::FUA) {
@@ -57,8 +59,8 @@ impl Inner {
                     Ok(Some(at))
                 }
                 Put::Rest(..) => {
-                    // What the device below has already lies behind the write pointer, where nobody sees it: the zone is as it
-                    // was. (A zone that was closed for it stays closed.)
+                    // What the device below has already lies behind the write pointer, where nobody
+                    // sees it: the zone is as it was. (A zone that was closed for it stays closed.)
                     self.table.settle(zone, opened, before.condition());
                     Ok(None)
                 }
@@ -72,7 +74,7 @@ impl Inner {
         }
     }
 
-    // ---- submitted ----------------------------------------------------------------------------------------------------
+    // ---- submitted ------------------------------------------------------------------------------
 
     /// Takes over a write to a sequential zone.
     pub fn submit_write(self: &Arc<Self>, write: Write) {
@@ -154,7 +156,7 @@ impl Inner {
         }
     }
 
-    // ---- whose a zone is ------------------------------------------------------------------------------------------------
+    // ---- whose a zone is ------------------------------------------------------------------------
 
     /// Gives up a zone that is the caller's own.
     pub fn disown(self: &Arc<Self>, zone: u32) {
@@ -163,7 +165,8 @@ impl Inner {
         self.pass_on(zone, guard, word);
     }
 
-    /// Publishes the word of a zone that was somebody's own, and makes it that of the next who waits.
+    /// Publishes the word of a zone that was somebody's own, and makes it that of the next who
+    /// waits.
     pub fn pass_on(self: &Arc<Self>, zone: u32, guard: Guard<'_>, word: Word) {
         let next = self.queues.pop(zone);
         guard.publish(word.with_busy(next.is_some()));

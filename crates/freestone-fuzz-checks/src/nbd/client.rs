@@ -27,8 +27,9 @@ pub struct Manners<'a> {
 /// Bytes of a socket's buffer that a small message may take.
 const MESSAGE_BYTES: usize = 2048;
 
-/// Says `bytes` and hears everything, with the server on this thread: `serve` gets the other socket. `most` is how much the
-/// server may say, in how many messages; `None` where sockets do not hold so much.
+/// Says `bytes` and hears everything, with the server on this thread: `serve` gets the other
+/// socket. `most` is how much the server may say, in how many messages; `None` where sockets do not
+/// hold so much.
 pub fn talk_alone(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(OwnedFd)) -> Option<Vec<u8>> {
     let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
     for (socket, bytes, messages) in [(&ours, bytes.len(), 1), (&theirs, most.0, most.1)] {

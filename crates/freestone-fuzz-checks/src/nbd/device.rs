@@ -240,7 +240,8 @@ impl Device for Memory {
         if self.shape.manner != Manner::Held && state.flushes >= self.shape.flushes {
             state.at_once = true;
         }
-        // Never so many, or such large ones, that the connection waits for them: nobody else would answer.
+        // Never so many, or such large ones, that the connection waits for them: nobody else would
+        // answer.
         let all = request.op == Op::Flush || self.shape.size > 1 << 20;
         let few = if all { 0 } else { state.rng.below(MAX_IN_FLIGHT as u64 / 8) as usize };
         drop(state);

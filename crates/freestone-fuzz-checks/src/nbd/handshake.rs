@@ -1,9 +1,9 @@
 //! Everything that a client says before it is in transmission.
 //!
-//! The input is one byte of choices, and then what the client says, as it is. A plain reading of it says what the server must
-//! answer to each option:
-//! * Every reply is well formed and belongs to the option at hand; exactly one is the last of its option, with the type that
-//!   the plain reading gives.
+//! The input is one byte of choices, and then what the client says, as it is. A plain reading of it
+//! says what the server must answer to each option:
+//! * Every reply is well formed and belongs to the option at hand; exactly one is the last of its
+//!   option, with the type that the plain reading gives.
 //! * What is told of an export is true, each context with its identifier.
 //! * The handshake goes as far as the plain reading does, and the connection ends.
 
@@ -125,7 +125,8 @@ const SHAPE: Shape =
 
 /// What clients are told that they may do with an export.
 fn flags(export: usize, structured: bool) -> u16 {
-    // Flags, flush, FUA, multi-conn, cache; then what only a writable export has: trim, zeroes, fast zeroes.
+    // Flags, flush, FUA, multi-conn, cache; then what only a writable export has: trim, zeroes,
+    // fast zeroes.
     let common = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let writes = if EXPORTS[export].2 { 1 << 1 } else { 1 << 5 | 1 << 6 | 1 << 11 };
     common | writes | if structured { 1 << 7 } else { 0 }

@@ -39,8 +39,8 @@ pub struct Answer<'a> {
     pub status: Vec<(u32, Vec<(u32, u32)>)>,
 }
 
-/// The answers of a session, by cookie. Cookies count up from 0; `reads` gives the offset and length of those requests
-/// whose simple reply carries data.
+/// The answers of a session, by cookie. Cookies count up from 0; `reads` gives the offset and
+/// length of those requests whose simple reply carries data.
 pub fn answers<'a>(
     heard: &'a [u8],
     count: usize,

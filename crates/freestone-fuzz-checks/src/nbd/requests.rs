@@ -8,8 +8,9 @@
 //! | 0 and 1 | high bits: the connection has a thread of its own, as always outside of checks |
 //! | then, for each request | tag: command (low 4 bits), which numbers (high 4 bits); flags; offset and length, 2 bytes each |
 //!
-//! Offsets and lengths stand for numbers near the edges where mistakes are made. Tags have a few uses beside the protocol's
-//! commands: an unknown command, bytes as they are, a request that is cut off. Before the end there is a flush.
+//! Offsets and lengths stand for numbers near the edges where mistakes are made. Tags have a few
+//! uses beside the protocol's commands: an unknown command, bytes as they are, a request that is
+//! cut off. Before the end there is a flush.
 
 use super::device::{Manner, Shape};
 
@@ -23,7 +24,8 @@ pub const WRITE_ZEROES: u16 = 6;
 pub const BLOCK_STATUS: u16 = 7;
 
 pub const HEADER_BYTES: usize = 28;
-/// Most bytes that are sent, and that are asked for, in one session: so an input takes a millisecond.
+/// Most bytes that are sent, and that are asked for, in one session: so an input takes a
+/// millisecond.
 const BUDGET_BYTES: u64 = 600 << 10;
 
 /// A request that the server gets as a whole.
@@ -36,7 +38,8 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// What the request at `index` writes from a byte of the device on: another byte in every block.
+    /// What the request at `index` writes from a byte of the device on: another byte in every
+    /// block.
     pub fn payload(index: usize, from: u64, out: &mut [u8]) {
         for (block, out) in (from / 512..).zip(out.chunks_mut(512)) {
             out.fill((index as u64 * 89 + 1 + block * 31) as u8);

@@ -1,10 +1,12 @@
 //! A stream of requests to a connection in transmission.
 //!
 //! * The connection ends when the client says no more, and nothing panics.
-//! * Every request is answered once, with data or errors that are well formed; only after a client that leaves, or something
-//!   that is no request, answers may be missing, and then the last ones.
-//! * What is wrong is refused with an error that fits, what is right is done, except where the device fails.
-//! * Data is what a byte vector holds, status what the device knows, and the device ends as the byte vector does.
+//! * Every request is answered once, with data or errors that are well formed; only after a client
+//!   that leaves, or something that is no request, answers may be missing, and then the last ones.
+//! * What is wrong is refused with an error that fits, what is right is done, except where the
+//!   device fails.
+//! * Data is what a byte vector holds, status what the device knows, and the device ends as the
+//!   byte vector does.
 //! * The device never holds more than is promised.
 
 use std::os::unix::net::UnixStream;
@@ -289,7 +291,8 @@ impl Expected {
     }
 
     fn compare(&self, script: &Script, device: &Memory) {
-        // A request that was cut off may have been begun: then only what was asked for before is known.
+        // A request that was cut off may have been begun: then only what was asked for before is
+        // known.
         let asked: usize = script.asked.iter().map(Asked::wire_bytes).sum();
         if asked < script.bytes.len() {
             return;

@@ -120,12 +120,14 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        // Closing would do, but a request that has just ended may keep the file open for a moment longer.
+        // Closing would do, but a request that has just ended may keep the file open for a moment
+        // longer.
         file_locks::unlock(self.fd.as_fd());
     }
 }
 
-/// Counts writes, so that an inline read can tell whether one ran beside it (a sequence lock whose readers never wait).
+/// Counts writes, so that an inline read can tell whether one ran beside it (a sequence lock whose
+/// readers never wait).
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     begun: AtomicU64,
@@ -149,7 +151,8 @@ impl Writes {
 
     /// Some if no write is running.
     pub fn quiet(&self) -> Option<Quiet> {
-        // `ended` first: both only rise and `ended` never passes `begun`, so equal values mean that nothing ran in between.
+        // `ended` first: both only rise and `ended` never passes `begun`, so equal values mean that
+        // nothing ran in between.
         let ended = self.ended.load(SeqCst);
         (self.begun.load(SeqCst) == ended).then_some(Quiet(ended))
     }

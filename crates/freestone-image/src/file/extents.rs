@@ -11,8 +11,8 @@ use super::backing::{Backing, error};
 const MAX_ROWS: u32 = 256;
 
 impl Backing {
-    /// See [`Device::extents`](freestone_core::device::Device::extents). A block device is all data. Rows begin and end at block
-    /// boundaries; a block that is partly data is data.
+    /// See [`Device::extents`](freestone_core::device::Device::extents). A block device is all
+    /// data. Rows begin and end at block boundaries; a block that is partly data is data.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let end = self.extents_end(offset, len)?;
         if self.is_block_device {

@@ -22,7 +22,8 @@ const MAX_RETRIES: u32 = 1000;
 pub(super) struct Zeroes(pub [u8; ZERO_PIECE_BYTES]);
 pub(super) static ZEROES: Zeroes = Zeroes([0; ZERO_PIECE_BYTES]);
 
-/// A system call that a job asks for. `at` is the byte in the file, `from` the byte in the job's buffer.
+/// A system call that a job asks for. `at` is the byte in the file, `from` the byte in the job's
+/// buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Io {
     Read {
@@ -65,8 +66,8 @@ enum Phase {
     Sync,
 }
 
-/// A request under way. If it is dropped before [`Job::finish`], its completion answers [`Error::Gone`] and its memory is
-/// leaked: the kernel may still use it.
+/// A request under way. If it is dropped before [`Job::finish`], its completion answers
+/// [`Error::Gone`] and its memory is leaked: the kernel may still use it.
 #[derive(Debug)]
 pub(super) struct Job {
     pub request: Request,
@@ -76,7 +77,8 @@ pub(super) struct Job {
     /// Bytes done in this phase.
     at: u64,
     retries: u32,
-    /// Why the synchronous write of the piece at hand failed, while it is repeated without the sync.
+    /// Why the synchronous write of the piece at hand failed, while it is repeated without the
+    /// sync.
     in_doubt: Option<Errno>,
     /// Counted in [`Backing::writes`].
     counted: bool,
@@ -158,8 +160,8 @@ impl Job {
                 Step::Done(backing.synced(Err(error(errno))))
             }
             (Phase::Data, Err(errno @ (Errno::NOSPC | Errno::DQUOT))) if self.is_dsync() => {
-                // A full file system is told by the write; but where it is the sync that has no room, it may have
-                // lost earlier writes. The same piece without a sync tells which.
+                // A full file system is told by the write; but where it is the sync that has no
+                // room, it may have lost earlier writes. The same piece without a sync tells which.
                 self.in_doubt = Some(errno);
                 Step::Io(self.io(backing))
             }
@@ -213,8 +215,8 @@ impl Job {
     /// `n` more bytes were read or written.
     fn moved(&mut self, backing: &Backing, n: u64) -> Step {
         let block = u64::from(backing.geometry().logical_block);
-        // O_DIRECT goes on at a block boundary only. The page cache takes any byte; so a file that ends within a block is
-        // read to its very end, and then answers 0.
+        // O_DIRECT goes on at a block boundary only. The page cache takes any byte; so a file that
+        // ends within a block is read to its very end, and then answers 0.
         let reached = if backing.direct { (self.at + n) / block * block } else { self.at + n };
         if reached == self.at {
             return Step::Done(Err(Error::Media));

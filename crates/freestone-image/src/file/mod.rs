@@ -1,29 +1,37 @@
 //! A raw image or a block device as a device.
 //!
-//! Requests go through an `io_uring`: the thread that submits starts them, one thread per device reaps ([`Engine::IoUring`]); where the
-//! kernel forbids `io_uring`, a few threads with plain system calls do the same work ([`Engine::Threads`]). Inline there is only one
-//! thing: a buffered read of what is in the page cache.
+//! Requests go through an `io_uring`: the thread that submits starts them, one thread per device
+//! reaps ([`Engine::IoUring`]); where the kernel forbids `io_uring`, a few threads with plain
+//! system calls do the same work ([`Engine::Threads`]). Inline there is only one thing: a buffered
+//! read of what is in the page cache.
 //!
-//! **Sizes.** The device is as large as the file was when it was opened. It grows with the file: [`File::refresh`] looks, and so
-//! does a request or extent query that reaches behind the known end, and the start of every write and flush. (The
-//! NBD server refuses what lies behind the known end before it asks: there a write, a flush or [`File::refresh`] shows the
-//! growth, and clients learn of it when they connect.) It never shrinks. If the file is truncated underneath, reads behind its real end answer [`Error::Media`], and so do writes, discards and
-//! zeroing that reach behind it: they would re-extend the file behind its owner's back. A truncation between
-//! the submission of a write and its answer can still be undone by that write. What remains of the file stays usable. The file is never mapped, so there is no `SIGBUS`.
+//! **Sizes.** The device is as large as the file was when it was opened. It grows with the file:
+//! [`File::refresh`] looks, and so does a request or extent query that reaches behind the known
+//! end, and the start of every write and flush. (The NBD server refuses what lies behind the known
+//! end before it asks: there a write, a flush or [`File::refresh`] shows the growth, and clients
+//! learn of it when they connect.) It never shrinks. If the file is truncated underneath, reads
+//! behind its real end answer [`Error::Media`], and so do writes, discards and zeroing that reach
+//! behind it: they would re-extend the file behind its owner's back. A truncation between the
+//! submission of a write and its answer can still be undone by that write. What remains of the file
+//! stays usable. The file is never mapped, so there is no `SIGBUS`.
 //!
-//! **Overlap.** The kernel lets a read see half of a write that runs at the same time; this device does not. Overlapping
-//! requests run one after the other in the order of their submission, all others side by side.
+//! **Overlap.** The kernel lets a read see half of a write that runs at the same time; this device
+//! does not. Overlapping requests run one after the other in the order of their submission, all
+//! others side by side.
 //!
-//! **Durability.** A flush is `fdatasync`, FUA is `RWF_DSYNC`. The kernel reports a failed write-back once and then forgets the data;
-//! so after the first failure every later flush and FUA write answers [`Error::Media`], until the file is opened anew.
+//! **Durability.** A flush is `fdatasync`, FUA is `RWF_DSYNC`. The kernel reports a failed
+//! write-back once and then forgets the data; so after the first failure every later flush and FUA
+//! write answers [`Error::Media`], until the file is opened anew.
 //!
-//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one, and both hold the locks by which qemu
-//! tells who reads and who writes: what is written here qemu opens at most with `--force-share`, what is read here it may read but not
-//! write, and what it has open is refused here by the same rule. A writable block device is opened with `O_EXCL`, so that a mounted
-//! one is refused.
+//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one, and both
+//! hold the locks by which qemu tells who reads and who writes: what is written here qemu opens at
+//! most with `--force-share`, what is read here it may read but not write, and what it has open is
+//! refused here by the same rule. A writable block device is opened with `O_EXCL`, so that a
+//! mounted one is refused.
 //!
-//! **Files that change.** A file that is only read is taken for unchanging. Others may pay no heed to locks, so its size, time of
-//! modification and path are looked at now and then: [`File::changed`].
+//! **Files that change.** A file that is only read is taken for unchanging. Others may pay no heed
+//! to locks, so its size, time of modification and path are looked at now and then:
+//! [`File::changed`].
 
 mod backing;
 mod engine;
@@ -58,9 +66,11 @@ pub enum Direct {
     /// Block devices are opened with `O_DIRECT`, files through the page cache.
     #[default]
     Auto,
-    /// `O_DIRECT`; an error where the file system has none. The logical block is what the file system or disk asks for.
+    /// `O_DIRECT`; an error where the file system has none. The logical block is what the file
+    /// system or disk asks for.
     On,
-    /// Through the page cache. The logical block of a file is 512 bytes, that of a block device the disk's.
+    /// Through the page cache. The logical block of a file is 512 bytes, that of a block device the
+    /// disk's.
     Off,
 }
 
@@ -85,7 +95,8 @@ pub struct Config {
     pub read_only: bool,
     /// Page cache or not.
     pub direct: Direct,
-    /// Bytes. Where no file is there, a sparse one of this size is made (mode 0600). A file that is there must have this size.
+    /// Bytes. Where no file is there, a sparse one of this size is made (mode 0600). A file that is
+    /// there must have this size.
     pub size: Option<u64>,
     /// A file that is made has no name, and goes when the device does, also after a crash.
     pub nameless: bool,
@@ -116,8 +127,8 @@ pub struct File {
 }
 
 impl File {
-    /// Opens a file or block device. One that is in use is tried for a second: the kernel may be about to end what a closed or killed
-    /// user had asked for.
+    /// Opens a file or block device. One that is in use is tried for a second: the kernel may be
+    /// about to end what a closed or killed user had asked for.
     ///
     /// # Errors
     /// Each [`SetupError`] names the path and what to do.
@@ -125,9 +136,10 @@ impl File {
         Self::start(config, open::open(config, Tail::Refused)?)
     }
 
-    /// Opens a file or block device to which a RAM disk's pages are spilled, past the page cache where its file system can do that:
-    /// there they would be in memory still. With a size, where no file is there, one of that size is made beside `path`; it
-    /// never gets a name, so it is gone when the device is, however that ends.
+    /// Opens a file or block device to which a RAM disk's pages are spilled, past the page cache
+    /// where its file system can do that: there they would be in memory still. With a size, where
+    /// no file is there, one of that size is made beside `path`; it never gets a name, so it is
+    /// gone when the device is, however that ends.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -148,8 +160,8 @@ impl File {
         }
     }
 
-    /// As [`open`](Self::open), for a reader of a file that may end within a block: the device ends with the last whole
-    /// one, and what follows it is given apart.
+    /// As [`open`](Self::open), for a reader of a file that may end within a block: the device ends
+    /// with the last whole one, and what follows it is given apart.
     pub(crate) fn open_with_tail(config: &Config) -> std::result::Result<(Self, Vec<u8>), SetupError> {
         let file = Self::start(config, open::open(config, Tail::Apart)?)?;
         let tail = file.backing.tail().map_err(|source| SetupError::Call {
@@ -216,7 +228,8 @@ impl File {
         };
         let block = u64::from(backing.geometry().logical_block);
         let whole = found / block * block;
-        // With a write begun meanwhile a block may be half old, half new: what was read is not used.
+        // With a write begun meanwhile a block may be half old, half new: what was read is not
+        // used.
         if whole == 0 || !backing.writes.is_still(quiet) {
             Tried::WouldBlock
         } else if whole == request.len {

@@ -1,4 +1,5 @@
-//! What a file says of itself, beside its data: extended attributes, where the file system has them. Block devices have none.
+//! What a file says of itself, beside its data: extended attributes, where the file system has
+//! them. Block devices have none.
 
 use std::io;
 
@@ -12,7 +13,8 @@ use super::open::modified;
 const NOTE_BYTES_MAX: usize = 8192;
 
 impl File {
-    /// The text of a note, an attribute `user.freestone.NAME`; `None` where there is none, or none can be.
+    /// The text of a note, an attribute `user.freestone.NAME`; `None` where there is none, or none
+    /// can be.
     pub fn note(&self, name: &str) -> Option<String> {
         let mut text = vec![0; NOTE_BYTES_MAX];
         let len = fgetxattr(&self.backing.fd, attribute(name), &mut text[..]).ok()?;
@@ -29,7 +31,8 @@ impl File {
         Ok(fsync(&self.backing.fd)?)
     }
 
-    /// When the file was modified last, in nanoseconds since 1970, and its size in bytes; `None` where it cannot be asked.
+    /// When the file was modified last, in nanoseconds since 1970, and its size in bytes; `None`
+    /// where it cannot be asked.
     pub fn modified(&self) -> Option<(i128, u64)> {
         modified(&fstat(&self.backing.fd).ok()?)
     }

@@ -135,8 +135,9 @@ pub(super) enum Tail {
     Apart,
 }
 
-/// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may be closed or killed already,
-/// and the kernel about to end what that had asked for, which holds the file.
+/// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may
+/// be closed or killed already, and the kernel about to end what that had asked for, which holds
+/// the file.
 pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     if let Some(size) = config.size
         && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
@@ -233,8 +234,8 @@ impl<'a> Opening<'a> {
         if !config.nameless && !rustix::fs::stat(path).is_ok_and(|at| is_same(&at, &stat)) {
             return Err(SetupError::InUse { path: path.clone() });
         }
-        // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT comes this late so that its
-        // refusal is not taken for another.
+        // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT
+        // comes this late so that its refusal is not taken for another.
         let keep = if direct { OFlags::DIRECT } else { OFlags::empty() };
         rustix::fs::fcntl_setfl(&fd, keep).map_err(|errno| match errno {
             Errno::INVAL if direct => {
@@ -320,7 +321,8 @@ impl<'a> Opening<'a> {
             .map(|found| (found.stx_dio_offset_align, found.stx_dio_mem_align));
         let block = match align {
             Some((0, _)) => return Err(refuse("its file system has no O_DIRECT for this file".into())),
-            // Going on after a short transfer, memory is aligned like the offset; so one number serves both.
+            // Going on after a short transfer, memory is aligned like the offset; so one number
+            // serves both.
             Some((offset, memory)) => offset.max(memory).max(MIN_BLOCK_BYTES),
             None => self.probe().ok_or_else(|| refuse("no read of up to 4096 bytes succeeds".into()))?,
         };
@@ -331,7 +333,8 @@ impl<'a> Opening<'a> {
         }
     }
 
-    /// The smallest aligned read that works, for kernels before 6.1 and file systems that do not say.
+    /// The smallest aligned read that works, for kernels before 6.1 and file systems that do not
+    /// say.
     fn probe(&self) -> Option<u32> {
         let mut memory = IoBuf::zeroed(IO_ALIGN_BYTES).ok()?;
         let mut block = MIN_BLOCK_BYTES;
@@ -344,7 +347,8 @@ impl<'a> Opening<'a> {
         None
     }
 
-    /// Nothing was modified, whatever the file system made of the question. Only the owner may say so.
+    /// Nothing was modified, whatever the file system made of the question. Only the owner may say
+    /// so.
     fn keep_modified(&self) {
         let at = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
         let times = Timestamps {
@@ -364,7 +368,8 @@ impl<'a> Opening<'a> {
             self.keep_modified();
             return if punched.is_ok() { block } else { 0 };
         }
-        // Punching a block device is "write zeroes, unmapping": the queue says whether the disk has it.
+        // Punching a block device is "write zeroes, unmapping": the queue says whether the disk has
+        // it.
         let (major, minor) = (rustix::fs::major(self.stat.st_rdev), rustix::fs::minor(self.stat.st_rdev));
         let queue = |name: &str| {
             let device = format!("/sys/dev/block/{major}:{minor}");

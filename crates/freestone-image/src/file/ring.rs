@@ -1,14 +1,16 @@
 //! The `io_uring` engine: whoever submits a request starts it; one thread reaps.
 //!
-//! A submitting thread puts its entry into the submission queue under a short mutex and hands it to the kernel itself, so
-//! that a request costs no wake-up. The ring's thread waits for answers, carries on chains of system calls, starts what
-//! had to wait, and runs the completions.
+//! A submitting thread puts its entry into the submission queue under a short mutex and hands it to
+//! the kernel itself, so that a request costs no wake-up. The ring's thread waits for answers,
+//! carries on chains of system calls, starts what had to wait, and runs the completions.
 //!
-//! What the kernel does for a request it does in the name of the thread that submitted it. It interrupts that thread's waits
-//! for a moment (they go on by themselves; `epoll_wait` and a few others return `EINTR`), and refuses what a
-//! thread that ends leaves behind: the ring's thread submits that again.
+//! What the kernel does for a request it does in the name of the thread that submitted it. It
+//! interrupts that thread's waits for a moment (they go on by themselves; `epoll_wait` and a few
+//! others return `EINTR`), and refuses what a thread that ends leaves behind: the ring's thread
+//! submits that again.
 #![expect(unsafe_code)]
-// UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered, and its queues are shared.
+// UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered, and its
+// queues are shared.
 
 use std::fmt;
 use std::io;
@@ -39,7 +41,8 @@ const RING_ENTRIES: u32 = 256;
 const _: () = assert!(DEPTH_JOBS + 1 < RING_ENTRIES as usize);
 /// Marks the wake-up among the answers; ids of jobs are small.
 const WAKE: u64 = u64::MAX;
-/// Times that a submitter calls the kernel for one request: others may add entries meanwhile, and it takes them along.
+/// Times that a submitter calls the kernel for one request: others may add entries meanwhile, and
+/// it takes them along.
 const SUBMITTER_ROUNDS: usize = 4;
 /// The same for the ring's thread: with as many entries the kernel has all it may have.
 const THREAD_ROUNDS: usize = RING_ENTRIES as usize;
@@ -48,23 +51,24 @@ const BREATH: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 pub(super) struct Ring {
-    shared: Arc<Shared>,
+    shared: Arc<RingShared>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The completion queue is the thread's alone.
-struct Shared {
+struct RingShared {
     backing: Arc<Backing>,
     ring: IoUring,
     /// Held for a few instructions, never over a system call or a completion; the only lock here.
-    state: Mutex<State>,
-    /// An eventfd that the ring polls: for the end, and for entries that a submitter could not hand over.
+    state: Mutex<RingState>,
+    /// An eventfd that the ring polls: for the end, and for entries that a submitter could not hand
+    /// over.
     wake: OwnedFd,
 }
 
 /// Whoever has it locked may touch the submission queue.
 #[derive(Debug, Default)]
-struct State {
+struct RingState {
     schedule: Schedule,
     in_kernel: usize,
     /// Somebody is handing entries to the kernel and looks for more before it stops.
@@ -92,7 +96,8 @@ impl Ring {
             ));
         }
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared = Arc::new(Shared { backing: Arc::clone(backing), ring, state: Mutex::default(), wake });
+        let shared =
+            Arc::new(RingShared { backing: Arc::clone(backing), ring, state: Mutex::default(), wake });
         let worker = Worker {
             shared: Arc::clone(&shared),
             answers: Vec::with_capacity(RING_ENTRIES as usize),
@@ -139,8 +144,8 @@ impl Drop for Ring {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl RingShared {
+    fn lock(&self) -> MutexGuard<'_, RingState> {
         self.state.lock()
     }
 
@@ -150,7 +155,7 @@ impl Shared {
     }
 
     /// Queues what nothing is in the way of, as far as the kernel may have it.
-    fn start_ready(&self, state: &mut State) {
+    fn start_ready(&self, state: &mut RingState) {
         while state.in_kernel < DEPTH_JOBS
             && let Some(id) = state.schedule.next_ready()
         {
@@ -190,7 +195,7 @@ impl Shared {
     ///
     /// # Safety
     /// The state is this ring's.
-    unsafe fn queue<'a>(&'a self, _state: &'a mut State) -> squeue::SubmissionQueue<'a> {
+    unsafe fn queue<'a>(&'a self, _state: &'a mut RingState) -> squeue::SubmissionQueue<'a> {
         // SAFETY: whoever has the state touches the queue alone.
         unsafe { self.ring.submission_shared() }
     }
@@ -198,32 +203,35 @@ impl Shared {
     /// Queues an entry.
     ///
     /// # Safety
-    /// The state is this ring's. The entry is the one of a job in its schedule, made by [`entry`](Self::entry), or names no
-    /// memory.
-    unsafe fn push(&self, state: &mut State, entry: &squeue::Entry) {
+    /// The state is this ring's. The entry is the one of a job in its schedule, made by
+    /// [`entry`](Self::entry), or names no memory.
+    unsafe fn push(&self, state: &mut RingState, entry: &squeue::Entry) {
         // SAFETY: the caller's promise.
         let mut queue = unsafe { self.queue(state) };
-        // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the answer to this entry, as a job has
-        // one entry at a time) and leaked otherwise, or a static. The descriptors are open as long as `self` lives;
-        // the kernel takes its own reference when it accepts the entry.
+        // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the
+        // answer to this entry, as a job has one entry at a time) and leaked otherwise, or a
+        // static. The descriptors are open as long as `self` lives; the kernel takes its own
+        // reference when it accepts the entry.
         let pushed = unsafe { queue.push(entry) };
         // Each job has one entry at a time and the poll one; the queue is larger than both.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
     }
 
     /// Whether the caller has to hand over what is queued: nobody else is about to.
-    fn claim(&self, state: &mut State) -> bool {
+    fn claim(&self, state: &mut RingState) -> bool {
         // SAFETY: the state is ours.
         let mine = !state.handing_over && !unsafe { self.queue(state) }.is_empty();
         state.handing_over |= mine;
         mine
     }
 
-    /// Hands everything that is queued to the kernel, by whoever has claimed that. After an error something is left.
+    /// Hands everything that is queued to the kernel, by whoever has claimed that. After an error
+    /// something is left.
     fn hand_over(&self, rounds: usize) -> io::Result<()> {
         let mut result = Ok(());
         for left in (0..rounds).rev() {
-            // SAFETY: no argument is passed. The kernel takes no more entries than there are, and only their memory must be valid.
+            // SAFETY: no argument is passed. The kernel takes no more entries than there are, and
+            // only their memory must be valid.
             let taken = unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) };
             let mut state = self.lock();
             // SAFETY: the state is ours.
@@ -244,15 +252,15 @@ impl Shared {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for RingShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("state", &self.state).finish_non_exhaustive()
+        f.debug_struct("RingShared").field("state", &self.state).finish_non_exhaustive()
     }
 }
 
 /// What the thread owns.
 struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<RingShared>,
     /// Ids of jobs, and what the kernel says.
     answers: Vec<(usize, i32)>,
     finished: Vec<(Job, Result<()>)>,
@@ -292,7 +300,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes all answers. Returns whether entries are to be handed over, and whether this is the end.
+    /// Takes all answers. Returns whether entries are to be handed over, and whether this is the
+    /// end.
     fn turn(&mut self) -> (bool, bool) {
         let shared = &*self.shared;
         // SAFETY: only the one thread of this ring looks at the completion queue.
@@ -337,8 +346,8 @@ impl Worker {
 fn answer(result: i32) -> std::result::Result<u64, Errno> {
     match u64::try_from(result) {
         Ok(n) => Ok(n),
-        // A thread that ends takes what it has submitted with it, as far as it waits in the kernel. The buffers are there: it
-        // was not them. (A job does not repeat a call for ever.)
+        // A thread that ends takes what it has submitted with it, as far as it waits in the kernel.
+        // The buffers are there: it was not them. (A job does not repeat a call for ever.)
         Err(_) if matches!(-result, libc::ECANCELED | libc::EFAULT) => Err(Errno::INTR),
         Err(_) => Err(Errno::from_raw_os_error(-result)),
     }

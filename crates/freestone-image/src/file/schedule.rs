@@ -23,8 +23,9 @@ struct Entry {
     start: u64,
     end: u64,
     changes: bool,
-    /// Older unfinished jobs that overlap. They were all there before this one, and whatever overlaps and is there when one
-    /// of them ends came later than that one; so this count is exact and no order needs to be kept.
+    /// Older unfinished jobs that overlap. They were all there before this one, and whatever
+    /// overlaps and is there when one of them ends came later than that one; so this count is exact
+    /// and no order needs to be kept.
     blockers: usize,
 }
 
@@ -72,7 +73,8 @@ impl Schedule {
         self.entries.get_mut(id)?.as_mut()?.job.take()
     }
 
-    /// Frees the range of a job; what waited for it may be ready now. The job comes back unless it was taken.
+    /// Frees the range of a job; what waited for it may be ready now. The job comes back unless it
+    /// was taken.
     pub fn finish(&mut self, id: usize) -> Option<Job> {
         let gone = self.entries.get_mut(id)?.take()?;
         self.free.push(id);

@@ -19,27 +19,27 @@ const THREADS: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<ThreadsShared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ThreadsShared {
     backing: Arc<Backing>,
     /// Held for a few instructions, never over a system call or a completion.
-    state: Mutex<State>,
+    state: Mutex<ThreadsState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ThreadsState {
     schedule: Schedule,
     stop: bool,
 }
 
 impl Threads {
     pub fn start(backing: &Arc<Backing>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ThreadsShared {
             backing: Arc::clone(backing),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -59,8 +59,8 @@ impl Threads {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl ThreadsShared {
+    fn lock(&self) -> MutexGuard<'_, ThreadsState> {
         self.state.lock()
     }
 
@@ -73,7 +73,8 @@ impl Shared {
                 if let Some(mut job) = job {
                     let outcome = self.carry_out(&mut job);
                     self.lock().schedule.finish(id);
-                    // What waited for this one may be more than one job, and the last thread may wait for the end.
+                    // What waited for this one may be more than one job, and the last thread may
+                    // wait for the end.
                     self.changed.notify_all();
                     // A completion that panics ends its request, not the device.
                     let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));

@@ -1,7 +1,8 @@
 //! Whether files that are only read stay as they were: their devices take them for unchanging.
 //!
-//! A thread of the process asks for the size and the time of modification of what lies at their paths: every ten seconds, and
-//! where somebody wants to know. No request waits for it; who wants to know waits no longer than he says, as a disk may hang.
+//! A thread of the process asks for the size and the time of modification of what lies at their
+//! paths: every ten seconds, and where somebody wants to know. No request waits for it; who wants
+//! to know waits no longer than he says, as a disk may hang.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,8 @@ const EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Changed {
-    /// It has another size or another time of modification: what is read may be a mixture of old and new.
+    /// It has another size or another time of modification: what is read may be a mixture of old
+    /// and new.
     Modified = 1,
     /// Another file lies at its path. What is read is still the old one.
     Replaced = 2,

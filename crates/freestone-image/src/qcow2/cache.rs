@@ -3,8 +3,9 @@
 use freestone_core::sync::RwLock;
 use std::sync::{Arc, PoisonError};
 
-/// Maps a number to one place, and a place remembers what was put there last. Content never goes stale: images are only
-/// read. Each lock is held for the copy of an `Arc`, and never together with another.
+/// Maps a number to one place, and a place remembers what was put there last. Content never goes
+/// stale: images are only read. Each lock is held for the copy of an `Arc`, and never together with
+/// another.
 pub(super) struct Cache<T: ?Sized> {
     places: Box<[Place<T>]>,
 }

@@ -47,8 +47,8 @@ pub(super) struct Layer {
 /// Images, each over the next.
 pub(super) struct Chain {
     pub layers: Vec<Layer>,
-    /// Compressed clusters (layer, number) that are being unpacked, and how the requests go on that wait for the same one. Held for a
-    /// few instructions; nothing else is locked meanwhile.
+    /// Compressed clusters (layer, number) that are being unpacked, and how the requests go on that
+    /// wait for the same one. Held for a few instructions; nothing else is locked meanwhile.
     pub unpacking: Mutex<HashMap<(usize, u64), Vec<Task>>>,
 }
 
@@ -156,8 +156,8 @@ fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
     Ok(head)
 }
 
-/// The format of a backing file whose image does not say, as qemu finds it. What a guest wrote into a raw file may look
-/// like an image: that is why qemu-img asks for the format.
+/// The format of a backing file whose image does not say, as qemu finds it. What a guest wrote into
+/// a raw file may look like an image: that is why qemu-img asks for the format.
 fn probe(source: &Source, path: &Path) -> Setup<Format> {
     let head = head(source, 4, path)?;
     Ok(if head == header::MAGIC.to_be_bytes() { Format::Qcow2 } else { Format::Raw })

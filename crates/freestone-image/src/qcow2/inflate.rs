@@ -7,8 +7,8 @@ use freestone_core::device::{Error, Result};
 
 use super::header::Compression;
 
-/// Largest zstd window that is believed, as a power of two: 8 MiB, what RFC 8878 asks every decoder for. qemu's are as
-/// large as a cluster, 2 MiB at most; a corrupt frame can ask for 128 MiB.
+/// Largest zstd window that is believed, as a power of two: 8 MiB, what RFC 8878 asks every decoder
+/// for. qemu's are as large as a cluster, 2 MiB at most; a corrupt frame can ask for 128 MiB.
 const MAX_WINDOW_LOG: u32 = 23;
 
 /// Fills a whole cluster from `packed`, behind whose end other bytes may follow.
@@ -111,7 +111,8 @@ mod tests {
     /// A frame that says it needs a window of 128 MiB gets none.
     #[test]
     fn huge_windows_are_refused() {
-        // Magic, descriptor without content size, window of 2^(10 + 17); one block of repeated bytes.
+        // Magic, descriptor without content size, window of 2^(10 + 17); one block of repeated
+        // bytes.
         let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 17 << 3];
         let block: u32 = 1 | 1 << 1 | (SIZE as u32) << 3;
         frame.extend(&block.to_le_bytes()[..3]);

@@ -14,8 +14,9 @@ use super::table::Table;
 /// Most threads; unpacking clusters is their only long work.
 const THREADS_MAX: usize = 4;
 
-/// The threads that carry on requests after their disks have answered: a fixed number for all images of the process. They
-/// never wait for a disk, so a slow one holds up nobody else's requests.
+/// The threads that carry on requests after their disks have answered: a fixed number for all
+/// images of the process. They never wait for a disk, so a slow one holds up nobody else's
+/// requests.
 pub(super) static THREADS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     WorkQueue::with_threads("qcow2", threads)
@@ -24,8 +25,9 @@ pub(super) static THREADS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| {
 /// Most bytes that are read apart from the request's own memory.
 const MAX_PIECE_BYTES: u64 = 1 << 20;
 
-/// A read that is under way. It is owned by whoever carries it on at the moment: a thread, a disk's request, or the list of
-/// those that wait for a cluster. Dropped anywhere, it is answered with "gone".
+/// A read that is under way. It is owned by whoever carries it on at the moment: a thread, a disk's
+/// request, or the list of those that wait for a cluster. Dropped anywhere, it is answered with
+/// "gone".
 pub(super) struct Job {
     chain: Arc<Chain>,
     request: Request,
@@ -66,7 +68,8 @@ impl Job {
             Need::Data { layer, host, len } => {
                 let source = self.chain.layers[layer].clusters();
                 if len == self.request.len && source.is_plain(host, len) {
-                    // The usual case: one read, into the request's own memory, answered by the disk's own thread.
+                    // The usual case: one read, into the request's own memory, answered by the
+                    // disk's own thread.
                     let chain = Arc::clone(&self.chain);
                     let buffer = mem::replace(&mut self.buffer, IoBuf::empty());
                     let done = self.done;
@@ -98,7 +101,8 @@ impl Job {
         }
     }
 
-    /// Reads bytes of an image, or of where its clusters lie, and goes on with them on one of [`THREADS`].
+    /// Reads bytes of an image, or of where its clusters lie, and goes on with them on one of
+    /// [`THREADS`].
     fn read(
         self,
         layer: usize,
@@ -129,8 +133,8 @@ impl Job {
     }
 }
 
-/// The right to unpack a cluster. Whoever comes meanwhile waits, and goes on when it is dropped: the cluster is kept then, or
-/// the next one tries.
+/// The right to unpack a cluster. Whoever comes meanwhile waits, and goes on when it is dropped:
+/// the cluster is kept then, or the next one tries.
 struct Claim {
     chain: Arc<Chain>,
     cluster: (usize, u64),

@@ -1,27 +1,32 @@
 //! qcow2 images: read-only bases ([`Image`]), and what a fork changed as an overlay ([`delta`]).
 //!
-//! Versions 2 and 3 are read: deflate and zstd compressed clusters, zero clusters, chains of backing files (raw or qcow2, at
-//! most 64 files), external data files, images on block devices. Internal snapshots and bitmaps are passed over. Refused, each
-//! with its name: encryption, extended L2 entries, incompatible features that are not known. As in qemu, an image that
-//! is marked dirty or corrupt can be read; its refcounts are not looked at.
+//! Versions 2 and 3 are read: deflate and zstd compressed clusters, zero clusters, chains of
+//! backing files (raw or qcow2, at most 64 files), external data files, images on block devices.
+//! Internal snapshots and bitmaps are passed over. Refused, each with its name: encryption,
+//! extended L2 entries, incompatible features that are not known. As in qemu, an image that is
+//! marked dirty or corrupt can be read; its refcounts are not looked at.
 //!
-//! **Corrupt images** never panic and cost no more memory than sound ones. An entry that cannot be (not aligned, behind the
-//! end of the file, no whole cluster when unpacked) answers [`Error::Media`] where it is read, and nowhere else. A file that
-//! ends within its last cluster is followed by zeroes, as in qemu; one whose clusters lie behind its end was cut
-//! off, and there qemu's zeroes would hide it.
+//! **Corrupt images** never panic and cost no more memory than sound ones. An entry that cannot be
+//! (not aligned, behind the end of the file, no whole cluster when unpacked) answers
+//! [`Error::Media`] where it is read, and nowhere else. A file that ends within its last cluster is
+//! followed by zeroes, as in qemu; one whose clusters lie behind its end was cut off, and there
+//! qemu's zeroes would hide it.
 //!
-//! **Waiting.** Each image of the chain keeps its L1 table (at most 32 MiB, 16 KiB for 1 TiB with the usual clusters), parts
-//! of its L2 tables and unpacked clusters (at most 16 MiB of each). What is there, or in the page cache, is read inline;
-//! compressed clusters are unpacked on at most four threads for all images. No request keeps a thread waiting for a disk;
-//! opening and [`Device::extents`] do.
+//! **Waiting.** Each image of the chain keeps its L1 table (at most 32 MiB, 16 KiB for 1 TiB with
+//! the usual clusters), parts of its L2 tables and unpacked clusters (at most 16 MiB of each). What
+//! is there, or in the page cache, is read inline; compressed clusters are unpacked on at most four
+//! threads for all images. No request keeps a thread waiting for a disk; opening and
+//! [`Device::extents`] do.
 //!
-//! **Trust.** An image names other files, and they are opened with the rights of this process: [`Config::standalone`] refuses
-//! that. A backing file whose format is not given is probed, as in qemu.
+//! **Trust.** An image names other files, and they are opened with the rights of this process:
+//! [`Config::standalone`] refuses that. A backing file whose format is not given is probed, as in
+//! qemu.
 //!
-//! **Why not a library.** imago (0.2.6) was looked at: it has no zstd, refuses images that are marked dirty or corrupt, does not
-//! look at the encryption field (an encrypted image would be read as it lies), and either waits in the caller's thread
-//! or needs tokio's locks, as two features that exclude each other in one program; so neither "what needs no waiting,
-//! inline" nor "no thread per waiting request" could be kept. Decompression is flate2's and zstd's.
+//! **Why not a library.** imago (0.2.6) was looked at: it has no zstd, refuses images that are
+//! marked dirty or corrupt, does not look at the encryption field (an encrypted image would be read
+//! as it lies), and either waits in the caller's thread or needs tokio's locks, as two features
+//! that exclude each other in one program; so neither "what needs no waiting, inline" nor "no
+//! thread per waiting request" could be kept. Decompression is flate2's and zstd's.
 
 mod cache;
 mod chain;
@@ -80,14 +85,15 @@ impl Config {
     }
 }
 
-/// A qcow2 image with all that it stands on, as a read-only device. The files stay locked (shared, as by
-/// [`File`](crate::file::File)) while it is open, and must not be changed by programs that pay no heed to such locks;
-/// [`changed`](Self::changed) tells whether one did.
+/// A qcow2 image with all that it stands on, as a read-only device. The files stay locked (shared,
+/// as by [`File`](crate::file::File)) while it is open, and must not be changed by programs that
+/// pay no heed to such locks; [`changed`](Self::changed) tells whether one did.
 pub struct Image {
     chain: Arc<Chain>,
 }
 
-/// Whether a file begins like a qcow2 image. (A raw disk may as well: its first sector is the guest's to write.)
+/// Whether a file begins like a qcow2 image. (A raw disk may as well: its first sector is the
+/// guest's to write.)
 ///
 /// # Errors
 /// The file cannot be read.
@@ -107,7 +113,8 @@ impl Image {
         Ok(Self { chain: Chain::open(&config.path, config.standalone)? })
     }
 
-    /// Every file that belongs to it: the image itself, its data file, and so on down to the last backing file.
+    /// Every file that belongs to it: the image itself, its data file, and so on down to the last
+    /// backing file.
     pub fn files(&self) -> Vec<PathBuf> {
         self.chain.paths().collect()
     }
@@ -118,7 +125,8 @@ impl Image {
         self.chain.sources().find_map(|source| Some((source.path(), source.changed()?)))
     }
 
-    /// What a located run is, for those who ask for extents: kind and length; a raw file may know better.
+    /// What a located run is, for those who ask for extents: kind and length; a raw file may know
+    /// better.
     fn extent(&self, cursor: &Cursor, found: Found) -> Result<(ExtentKind, u64)> {
         let run = cursor.run();
         let (layer, host) = match found {
@@ -127,7 +135,8 @@ impl Image {
             Found::Nowhere | Found::Zero { kept: false } => return Ok((ExtentKind::Hole, run)),
             Found::Cluster { .. } | Found::Need(_) => return Ok((ExtentKind::Data, run)),
         };
-        // Holes of a file in which clusters were put one after the other say nothing that the image does not say.
+        // Holes of a file in which clusters were put one after the other say nothing that the image
+        // does not say.
         if layer.table.is_some() || !layer.source.is_plain(host, run) {
             return Ok((ExtentKind::Data, run));
         }
@@ -196,7 +205,8 @@ impl Device for Image {
             let next = self.chain.locate_waiting(&mut cursor).and_then(|found| self.extent(&cursor, found));
             let (kind, len) = match (next, pending) {
                 (Ok(next), _) => next,
-                // What was found before an error is worth telling; the next call meets the error again.
+                // What was found before an error is worth telling; the next call meets the error
+                // again.
                 (Err(_), Some(_)) => break,
                 (Err(error), None) => return Err(error),
             };

@@ -8,8 +8,8 @@ use super::chain::{Chain, Layer};
 use super::inflate::inflate;
 use super::table::{Entry, SliceAt};
 
-/// How far a range has been read, and what was found out on the way. What had to be waited for is kept here and not only in
-/// the caches: another request may push it out of those at once.
+/// How far a range has been read, and what was found out on the way. What had to be waited for is
+/// kept here and not only in the caches: another request may push it out of those at once.
 #[derive(Default)]
 pub(super) struct Cursor {
     /// The next byte, and the end of the range.
@@ -68,7 +68,8 @@ impl Cursor {
 }
 
 impl Chain {
-    /// Finds out what the next bytes are; [`Cursor::run`] then says how many. Metadata is read where that needs no waiting.
+    /// Finds out what the next bytes are; [`Cursor::run`] then says how many. Metadata is read
+    /// where that needs no waiting.
     pub fn locate(&self, cursor: &mut Cursor) -> Result<Found> {
         while let Some(layer) = self.layers.get(cursor.layer) {
             // A smaller image under a larger one is followed by zeroes, whatever it stands on.
@@ -100,7 +101,8 @@ impl Chain {
                 }
                 Entry::Zero { kept } => Found::Zero { kept },
                 Entry::Data { host } => {
-                    // The end of a data file may be missing, and so may the end of the last cluster; whole ones may not.
+                    // The end of a data file may be missing, and so may the end of the last
+                    // cluster; whole ones may not.
                     if layer.data.is_none() {
                         let cluster = table.header.cluster_bytes();
                         let end = layer.source.len().next_multiple_of(cluster);
@@ -110,8 +112,8 @@ impl Chain {
                     Found::Data { layer: cursor.layer, host }
                 }
                 Entry::Compressed { host, len } => {
-                    // Counted in sectors, of which the file may have the beginning. Zeroes in the place of what it does not
-                    // have might be unpacked into something.
+                    // Counted in sectors, of which the file may have the beginning. Zeroes in the
+                    // place of what it does not have might be unpacked into something.
                     let len = len.min(layer.source.len().saturating_sub(host));
                     if len == 0 {
                         return Err(Error::Media);
@@ -138,8 +140,8 @@ impl Chain {
         Ok((found == bytes.len()).then(|| table.keep(slice, &bytes)))
     }
 
-    /// Reads as much of a cursor's range as needs no waiting. `out` is the memory of the range from byte `base` on. Says what
-    /// must be read first; `None` at the end of the range.
+    /// Reads as much of a cursor's range as needs no waiting. `out` is the memory of the range from
+    /// byte `base` on. Says what must be read first; `None` at the end of the range.
     pub fn advance(&self, cursor: &mut Cursor, base: u64, out: &mut [u8]) -> Result<Option<Need>> {
         while cursor.at < cursor.end {
             let found = self.locate(cursor)?;

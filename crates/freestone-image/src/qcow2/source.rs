@@ -9,7 +9,8 @@ use freestone_core::device::{
 
 use super::error::SetupError;
 
-/// A file that is read only. The device below knows whole blocks; images are written by programs that do not care.
+/// A file that is read only. The device below knows whole blocks; images are written by programs
+/// that do not care.
 #[derive(Debug)]
 pub(super) struct Source {
     file: File,
@@ -72,7 +73,8 @@ impl Source {
             let request = Request::read(from, len as u64);
             match self.file.try_io(&request, Buffer::Read(&mut blocks)).map_err(plain)? {
                 Tried::Done => {}
-                // The rest would have to be put together with what was read; nothing of it is lost by waiting.
+                // The rest would have to be put together with what was read; nothing of it is lost
+                // by waiting.
                 Tried::Partly(_) | Tried::WouldBlock => return Ok(0),
             }
         }
@@ -127,7 +129,8 @@ impl Source {
     }
 }
 
-/// Copies the part of `data`, which lies at `data_at`, that falls into `out`, which lies at `out_at`.
+/// Copies the part of `data`, which lies at `data_at`, that falls into `out`, which lies at
+/// `out_at`.
 fn overlay(out_at: u64, out: &mut [u8], data_at: u64, data: &[u8]) {
     let start = out_at.max(data_at);
     let end = out_at.saturating_add(out.len() as u64).min(data_at + data.len() as u64);

@@ -1,4 +1,5 @@
-//! Where the clusters of one image lie: its L1 table, slices of its L2 tables, and what an entry says.
+//! Where the clusters of one image lie: its L1 table, slices of its L2 tables, and what an entry
+//! says.
 
 use std::sync::Arc;
 
@@ -8,7 +9,8 @@ use super::cache::Cache;
 use super::header::Header;
 use super::source::Source;
 
-/// Entries of one slice of an L2 table, what is read and kept at once (or a whole table where clusters are smaller).
+/// Entries of one slice of an L2 table, what is read and kept at once (or a whole table where
+/// clusters are smaller).
 const SLICE_BYTES: u64 = 4096;
 /// Most bytes of slices that one image keeps: enough for a disk of 128 GiB with clusters of 64 KiB.
 const MAX_SLICES_BYTES: u64 = 16 << 20;
@@ -76,7 +78,8 @@ impl Table {
         }))
     }
 
-    /// The slice with the entry of byte `at`; `None` where there is no table, with the first byte that another table is for.
+    /// The slice with the entry of byte `at`; `None` where there is no table, with the first byte
+    /// that another table is for.
     pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64)> {
         let cluster = self.header.cluster_bytes();
         let covered = self.slice_bytes / 8 * cluster;
@@ -114,7 +117,8 @@ impl Table {
         slice_of
     }
 
-    /// What lies at byte `at`, and for how many bytes from there the same goes on: at most `most`, within this slice.
+    /// What lies at byte `at`, and for how many bytes from there the same goes on: at most `most`,
+    /// within this slice.
     pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64)> {
         let cluster = self.header.cluster_bytes();
         let within = at % cluster;

@@ -120,7 +120,8 @@ fn block_sizes_follow_the_device() {
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x10\x00\x00\x01\x00\x00\x02\x00\x00\x00");
 
-    // The largest request of a device need not be a power of two, the preferred one must be and is no larger.
+    // The largest request of a device need not be a power of two, the preferred one must be and is
+    // no larger.
     let device = MemDevice::with(MIB, |geometry| {
         geometry.io_min = 1 << 20;
         geometry.max_request = 96 << 10;
@@ -409,7 +410,8 @@ fn connections_are_bounded() {
     fixture.enter(false).disconnect();
 }
 
-/// Many small options at once fill the reply buffer to its last bytes just before the reply to the last one.
+/// Many small options at once fill the reply buffer to its last bytes just before the reply to the
+/// last one.
 #[test]
 fn a_full_reply_buffer_has_room_for_the_export() {
     let fixture = Fixture::new();

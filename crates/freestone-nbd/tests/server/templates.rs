@@ -301,7 +301,8 @@ fn unpublished_closed_and_shut_down() {
     let _clients: Vec<_> = (0..10).map(|_| enter(&fixture)).collect();
     fixture.server.shutdown(Duration::from_secs(5));
     assert_eq!(maker.counts(), (12, 12));
-    // Nothing of the server holds the template any more, when the last thread of a connection has returned.
+    // Nothing of the server holds the template any more, when the last thread of a connection has
+    // returned.
     eventually(|| Arc::strong_count(&maker) == 1);
 }
 

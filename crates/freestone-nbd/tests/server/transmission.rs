@@ -101,7 +101,8 @@ fn thirty_two_requests_leave_in_few_sends() {
         });
         let after = fixture.server.stats();
         assert_eq!(after.requests - before.requests, 32);
-        // 896 bytes arrive at once; their replies are 128 KiB, which a socket may take in a few parts.
+        // 896 bytes arrive at once; their replies are 128 KiB, which a socket may take in a few
+        // parts.
         assert_eq!(after.receives - before.receives, 1);
         assert!(after.sends - before.sends <= 3, "{} sends", after.sends - before.sends);
         assert_eq!(after.submitted, 0);

@@ -1,4 +1,5 @@
-//! Devices that would block: completions in any order, bounds, and the ends of connections with requests in flight.
+//! Devices that would block: completions in any order, bounds, and the ends of connections with
+//! requests in flight.
 
 use std::collections::HashMap;
 use std::sync::Arc;

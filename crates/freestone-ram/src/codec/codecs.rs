@@ -1,4 +1,5 @@
-//! The algorithms of one disk: a primary one for writes, and up to three secondary ones for recompression.
+//! The algorithms of one disk: a primary one for writes, and up to three secondary ones for
+//! recompression.
 
 use std::sync::Arc;
 
@@ -9,8 +10,8 @@ use freestone_core::sync::OnceLock;
 /// Secondary algorithms have the priorities 1 to this.
 pub const PRIORITIES: usize = 3;
 
-/// A disk's algorithms by priority, which is also the number that a slot keeps of the one that made its object: 0 is
-/// the primary. What was set stays: objects refer to it.
+/// A disk's algorithms by priority, which is also the number that a slot keeps of the one that made
+/// its object: 0 is the primary. What was set stays: objects refer to it.
 pub struct Codecs {
     primary: Arc<Streams>,
     secondary: [OnceLock<Arc<Streams>>; PRIORITIES],
@@ -77,7 +78,8 @@ impl Codecs {
         self.get(algorithm).ok_or(Error::Media)?.decompress(object, page)
     }
 
-    /// Bytes of all streams and dictionaries. Disks with the same algorithm and parameters share them.
+    /// Bytes of all streams and dictionaries. Disks with the same algorithm and parameters share
+    /// them.
     pub fn bytes(&self) -> u64 {
         self.primary.bytes() + self.secondary().map(|(_, streams)| streams.bytes()).sum::<u64>()
     }

@@ -18,15 +18,17 @@ pub struct Dictionary {
 }
 
 impl Dictionary {
-    /// The content of a file: a dictionary of any kind that zstd takes, trained, or just typical content.
+    /// The content of a file: a dictionary of any kind that zstd takes, trained, or just typical
+    /// content.
     pub(super) fn of_file(path: &Path, bytes: Vec<u8>) -> Self {
         Self { path: Some(path.into()), bytes: bytes.into() }
     }
 
-    /// Trains a dictionary of at most `max_bytes` (never more than [`DICTIONARY_BYTES_MAX`]) on samples that lie one
-    /// behind the other in `samples`, each as long as `sizes` says. Takes about a second of CPU for 8 MiB. `None` where
-    /// the sizes do not add up to the samples, where there is too little to learn from (the library wants a good
-    /// hundred times `max_bytes`, and takes less), or without memory.
+    /// Trains a dictionary of at most `max_bytes` (never more than [`DICTIONARY_BYTES_MAX`]) on
+    /// samples that lie one behind the other in `samples`, each as long as `sizes` says. Takes
+    /// about a second of CPU for 8 MiB. `None` where the sizes do not add up to the samples, where
+    /// there is too little to learn from (the library wants a good hundred times `max_bytes`, and
+    /// takes less), or without memory.
     pub fn train(samples: &[u8], sizes: &[usize], max_bytes: usize) -> Option<Self> {
         let total = sizes.iter().try_fold(0_usize, |sum, &size| sum.checked_add(size));
         let capacity = max_bytes.min(DICTIONARY_BYTES_MAX as usize);
@@ -39,7 +41,8 @@ impl Dictionary {
         Some(Self { path: None, bytes: bytes.into() })
     }
 
-    /// A dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that was trained elsewhere; `None` for another size.
+    /// A dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that was trained elsewhere; `None` for
+    /// another size.
     pub fn trained(bytes: &[u8]) -> Option<Self> {
         let fits = (1..=DICTIONARY_BYTES_MAX).contains(&(bytes.len() as u64));
         fits.then(|| Self { path: None, bytes: bytes.into() })

@@ -19,7 +19,8 @@ impl<T> Lender<T> {
         Ok(Self(all.collect::<Result<_>>()?))
     }
 
-    /// This CPU's; where a descheduled thread holds it, another CPU's, before this one is waited for.
+    /// This CPU's; where a descheduled thread holds it, another CPU's, before this one is waited
+    /// for.
     #[inline]
     pub fn take(&self) -> MutexGuard<'_, T> {
         percpu::lock_nearest(|cpu| &*self.0[cpu])

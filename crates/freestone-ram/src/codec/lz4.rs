@@ -1,4 +1,5 @@
-//! liblz4's block functions with a state of the caller's, which the crate that builds the library does not declare.
+//! liblz4's block functions with a state of the caller's, which the crate that builds the library
+//! does not declare.
 #![expect(unsafe_code)]
 // UNSAFETY: calls into a C library.
 
@@ -69,8 +70,9 @@ impl Lz4 {
         let state = self.state.as_mut_ptr().cast();
         let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
         let call = if self.clean { LZ4_compress_fast_extState_fastReset } else { LZ4_compress_fast_extState };
-        // SAFETY: the state has the size that the library asked for and its alignment (8); the fast variant is taken
-        // only after a call that succeeded; reads PAGE_BYTES, writes at most out.len() bytes.
+        // SAFETY: the state has the size that the library asked for and its alignment (8); the fast
+        // variant is taken only after a call that succeeded; reads PAGE_BYTES, writes at most
+        // out.len() bytes.
         let bytes =
             unsafe { call(state, from, to, PAGE_BYTES as c_int, out.len() as c_int, self.acceleration) };
         self.clean = bytes > 0;
@@ -96,8 +98,8 @@ impl Lz4hc {
 
     /// Compresses a page into `out`; `None` where it does not fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
-        // SAFETY: the state has the size and alignment (8) that the library asks for and is cleared by the call; reads
-        // PAGE_BYTES, writes at most out.len() bytes.
+        // SAFETY: the state has the size and alignment (8) that the library asks for and is cleared
+        // by the call; reads PAGE_BYTES, writes at most out.len() bytes.
         let bytes = unsafe {
             LZ4_compress_HC_extStateHC(
                 self.state.as_mut_ptr().cast(),
@@ -118,9 +120,9 @@ impl Lz4hc {
 
 /// Decompresses an object of either; false where it is not a whole page. Needs no working memory.
 ///
-/// "Partial" with the whole page as its part: the function stops when the page is full instead of insisting on the
-/// block's last bytes, and keeps its fast path near the end of the object. A page of noise and zeroes takes half the time of
-/// `LZ4_decompress_safe`, others the same.
+/// "Partial" with the whole page as its part: the function stops when the page is full instead of
+/// insisting on the block's last bytes, and keeps its fast path near the end of the object. A page
+/// of noise and zeroes takes half the time of `LZ4_decompress_safe`, others the same.
 #[inline]
 pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
     let size = PAGE_BYTES as c_int;

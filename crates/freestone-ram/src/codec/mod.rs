@@ -1,10 +1,12 @@
 //! Compression: algorithms, their parameters, and one stream a CPU.
 //!
-//! A *stream* is the working memory of an algorithm. There is one for each CPU, taken by the CPU that a thread runs
-//! on, so memory is bounded by CPUs and not by threads; disks with the same algorithm and parameters share them. The kernel's history shows the hard point: whoever allocates
-//! while it holds a stream either waits for memory with the stream in hand, or compresses twice. Here nothing is
-//! allocated under a stream and no page fault is taken: the object is written to the caller's stack, which was touched
-//! before, the stream goes back, and only then the pool is asked for a place.
+//! A *stream* is the working memory of an algorithm. There is one for each CPU, taken by the CPU
+//! that a thread runs on, so memory is bounded by CPUs and not by threads; disks with the same
+//! algorithm and parameters share them. The kernel's history shows the hard point: whoever
+//! allocates while it holds a stream either waits for memory with the stream in hand, or compresses
+//! twice. Here nothing is allocated under a stream and no page fault is taken: the object is
+//! written to the caller's stack, which was touched before, the stream goes back, and only then the
+//! pool is asked for a place.
 
 mod codecs;
 mod dictionary;
@@ -27,7 +29,8 @@ use freestone_core::sync::Mutex;
 /// A page's content.
 pub type Page = [u8; PAGE_BYTES];
 
-/// Room for a compressed page on the caller's stack. A page that needs more is not worth compressing.
+/// Room for a compressed page on the caller's stack. A page that needs more is not worth
+/// compressing.
 pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
 
 impl Scratch {
@@ -78,8 +81,8 @@ impl Stream {
 
 /// The streams of one algorithm, one a CPU.
 ///
-/// Lock order: a stream is taken with nothing held but, for a read or a partial write, the page's slot. Under a stream nothing
-/// is taken, allocated or waited for.
+/// Lock order: a stream is taken with nothing held but, for a read or a partial write, the page's
+/// slot. Under a stream nothing is taken, allocated or waited for.
 pub struct Streams {
     algorithm: Algorithm,
     level: i32,
@@ -90,7 +93,8 @@ pub struct Streams {
 }
 
 impl Streams {
-    /// The process's streams of an algorithm with these parameters: all disks that use them the same way share them.
+    /// The process's streams of an algorithm with these parameters: all disks that use them the
+    /// same way share them.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -203,7 +207,8 @@ pub enum StreamsError {
     Device(Error),
 }
 
-/// Compresses pages of every kind once, so that all of a stream's memory has been touched before its first use.
+/// Compresses pages of every kind once, so that all of a stream's memory has been touched before
+/// its first use.
 fn warm_up(stream: &mut Stream) {
     let mut scratch = Scratch::new();
     touch::scratch(&mut scratch);
@@ -243,7 +248,8 @@ mod touch {
     pub fn scratch(scratch: &mut Scratch) {
         let last = Scratch::BYTES - 1;
         for at in [0, last] {
-            // SAFETY: inside the array; volatile so that the write is made now. It spans at most two pages.
+            // SAFETY: inside the array; volatile so that the write is made now. It spans at most
+            // two pages.
             unsafe { scratch.0[at].as_mut_ptr().write_volatile(0) };
         }
     }

@@ -8,8 +8,8 @@ use thiserror::Error;
 
 use super::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 
-/// A compression algorithm. `lzo` and `lzo-rle`, the kernel's defaults, are not offered: the crates that have them are
-/// under the GPL.
+/// A compression algorithm. `lzo` and `lzo-rle`, the kernel's defaults, are not offered: the crates
+/// that have them are under the GPL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Algorithm {
     /// LZ4, the default: fastest.
@@ -37,8 +37,8 @@ impl Algorithm {
         }
     }
 
-    /// The smallest, the default and the largest `level`. For lz4 it is the acceleration, as in the kernel: higher is
-    /// faster and packs less.
+    /// The smallest, the default and the largest `level`. For lz4 it is the acceleration, as in the
+    /// kernel: higher is faster and packs less.
     const fn levels(self) -> Option<(i32, i32, i32)> {
         match self {
             Self::Lz4 => Some((1, 1, 65537)),
@@ -104,7 +104,8 @@ pub struct Params {
 }
 
 impl Params {
-    /// Reads the kernel's words: space separated `level=NUMBER`, `dict=PATH`, `algo=NAME`. The dictionary is read now.
+    /// Reads the kernel's words: space separated `level=NUMBER`, `dict=PATH`, `algo=NAME`. The
+    /// dictionary is read now.
     ///
     /// # Errors
     /// What was not understood.
@@ -114,7 +115,8 @@ impl Params {
         Ok(Self { level, dictionary, algo })
     }
 
-    /// Checks that `text` can be parsed and fits `algorithm`, as far as that goes without reading the dictionary.
+    /// Checks that `text` can be parsed and fits `algorithm`, as far as that goes without reading
+    /// the dictionary.
     ///
     /// # Errors
     /// What was not understood, or does not fit, with the range that does.
@@ -195,7 +197,8 @@ fn read_dictionary(path: &Path) -> Result<Dictionary, ParamsError> {
     Ok(Dictionary::of_file(path, std::fs::read(path).map_err(failed)?))
 }
 
-/// The words that [`Params::parse`] takes; for a dictionary that was trained here, which has no path, what it is.
+/// The words that [`Params::parse`] takes; for a dictionary that was trained here, which has no
+/// path, what it is.
 impl fmt::Display for Params {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let words = [

@@ -86,7 +86,8 @@ fn memory_is_bounded_by_cpus() {
 
 #[test]
 fn no_page_fault_is_taken_under_a_stream() {
-    // Field 10 of the thread's stat is its count of minor faults. Read without allocating, which could fault itself.
+    // Field 10 of the thread's stat is its count of minor faults. Read without allocating, which
+    // could fault itself.
     fn faults() -> u64 {
         let mut stat = [0; 1024];
         let len = std::io::Read::read(&mut std::fs::File::open("/proc/thread-self/stat").unwrap(), &mut stat)

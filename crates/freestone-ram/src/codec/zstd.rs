@@ -1,4 +1,5 @@
-//! Zstandard with frames cut down to what a page needs: no magic, no content size, no checksum, no dictionary id.
+//! Zstandard with frames cut down to what a page needs: no magic, no content size, no checksum, no
+//! dictionary id.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use super::dictionary::Dictionary;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 
-/// A dictionary in the form in which compressors and decompressors use it. One for all streams: it is several times as
-/// large as the dictionary.
+/// A dictionary in the form in which compressors and decompressors use it. One for all streams: it
+/// is several times as large as the dictionary.
 pub struct Digest {
     // `'static`: the library keeps a copy of the dictionary in each.
     compress: CDict<'static>,
@@ -106,7 +107,8 @@ mod target {
     // UNSAFETY: the library's trait for targets is unsafe to implement.
     use super::Target;
 
-    // SAFETY: capacity and pointer describe the same slice, and `as_slice` shows only what `filled_until` vouched for.
+    // SAFETY: capacity and pointer describe the same slice, and `as_slice` shows only what
+    // `filled_until` vouched for.
     unsafe impl zstd_safe::WriteBuf for Target<'_> {
         fn as_slice(&self) -> &[u8] {
             // SAFETY: `filled_until` says that so many bytes are initialised.

@@ -1,6 +1,8 @@
-//! Back-references: for every object, whose it is. They make objects movable without an indirection.
+//! Back-references: for every object, whose it is. They make objects movable without an
+//! indirection.
 #![expect(unsafe_code)]
-// UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span changes class.
+// UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span
+// changes class.
 
 use super::spans::{Owned, Unused};
 use freestone_core::sync::{AtomicPtr, AtomicU64, OnceLock, Ordering};
@@ -50,8 +52,9 @@ const CHUNKS: usize =
 
 type Chunk = Box<[AtomicPtr<AtomicU64>]>;
 
-/// One array a span. A span's array is made and dropped by the span's owner; an entry is read by the span's owner, and
-/// written by it or by whoever has locked the slot that holds the object: while there is one, the span is not dropped.
+/// One array a span. A span's array is made and dropped by the span's owner; an entry is read by
+/// the span's owner, and written by it or by whoever has locked the slot that holds the object:
+/// while there is one, the span is not dropped.
 pub struct BackRefs {
     chunks: Box<[OnceLock<Chunk>]>,
     entries: AtomicU64,
@@ -92,7 +95,8 @@ impl BackRefs {
             return;
         }
         // Relaxed: constant since `open`.
-        // SAFETY: `open` made it with a first entry, and only the span's owner, who is here, uses it.
+        // SAFETY: `open` made it with a first entry, and only the span's owner, who is here, uses
+        // it.
         let len = unsafe { &*pointer }.load(Ordering::Relaxed) as usize + 1;
         // SAFETY: made in `open` with this length and swapped out once.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(pointer, len)) });
@@ -101,14 +105,16 @@ impl BackRefs {
     }
 
     /// # Safety
-    /// The caller owns the span, or has locked the slot of an object in it, for as long as it uses the entry.
+    /// The caller owns the span, or has locked the slot of an object in it, for as long as it uses
+    /// the entry.
     #[inline]
     unsafe fn entry(&self, span: u32, object: usize) -> &AtomicU64 {
         // Acquire: pairs with the Release in `open`.
         let pointer = self.array(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
         // Relaxed: constant since `open`.
-        // SAFETY: the first entry exists; the array lives while the caller owns the span, or the slot of an object in it.
+        // SAFETY: the first entry exists; the array lives while the caller owns the span, or the
+        // slot of an object in it.
         let objects = unsafe { &*pointer }.load(Ordering::Relaxed);
         assert!((object as u64) < objects, "object {object} of {objects}");
         // SAFETY: `objects` entries follow the first one.
@@ -125,14 +131,14 @@ impl BackRefs {
     /// As [`set`](Self::set), for who does not own the span.
     ///
     /// # Safety
-    /// The caller has locked the slot that holds the object, or has taken the object out of it and not freed it: the span is
-    /// not emptied meanwhile.
+    /// The caller has locked the slot that holds the object, or has taken the object out of it and
+    /// not freed it: the span is not emptied meanwhile.
     #[inline]
     pub unsafe fn set_held(&self, span: u32, object: usize, owner: BackRef) {
         // SAFETY: the caller's promise.
         let entry = unsafe { self.entry(span, object) };
-        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an object's former owner finds
-        // that its slot holds something else.
+        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an
+        // object's former owner finds that its slot holds something else.
         entry.store(owner.0, Ordering::Relaxed);
     }
 

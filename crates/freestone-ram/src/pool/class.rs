@@ -1,5 +1,5 @@
-//! Size classes: objects are rounded up to a multiple of 16 bytes, and each class packs its objects into spans of as
-//! many pages as waste least.
+//! Size classes: objects are rounded up to a multiple of 16 bytes, and each class packs its objects
+//! into spans of as many pages as waste least.
 
 /// Objects begin at multiples of this, and classes are this far apart.
 pub const CLASS_STEP_BYTES: usize = 16;
@@ -21,7 +21,8 @@ pub struct Class {
     pub pages: u32,
     /// Objects in a span.
     pub objects: u32,
-    /// For the division of an offset (in 16-byte units) by the object's size; see [`Class::index_at`].
+    /// For the division of an offset (in 16-byte units) by the object's size; see
+    /// [`Class::index_at`].
     reciprocal: u32,
 }
 
@@ -35,7 +36,8 @@ impl Class {
         let mut pages = 1;
         while pages <= SPAN_PAGES {
             let objects = pages * freestone_core::PAGE_BYTES / bytes;
-            // Bytes that hold objects, per page, compared crosswise. On a tie more pages: fewer spans to keep.
+            // Bytes that hold objects, per page, compared crosswise. On a tie more pages: fewer
+            // spans to keep.
             if objects <= SPAN_OBJECTS && (best == 0 || objects * best >= best_objects * pages) {
                 best = pages;
                 best_objects = objects;
@@ -81,9 +83,9 @@ pub const fn class_of(bytes: usize) -> usize {
     (bytes - 1) / CLASS_STEP_BYTES
 }
 
-/// The class-waste line: an object larger than this takes as much memory as a whole page, because of what its class
-/// leaves unused at the end of each span. Such a page is stored uncompressed (zsmalloc's `huge_class_size` has the
-/// same meaning).
+/// The class-waste line: an object larger than this takes as much memory as a whole page, because
+/// of what its class leaves unused at the end of each span. Such a page is stored uncompressed
+/// (zsmalloc's `huge_class_size` has the same meaning).
 pub const HUGE_LINE_BYTES: usize = {
     let mut index = CLASSES - 1;
     while Class::new(index).cost_bytes() >= freestone_core::PAGE_BYTES {
@@ -102,7 +104,8 @@ mod tests {
             let span = class.pages as usize * freestone_core::PAGE_BYTES;
             let used = class.objects as usize * class.bytes as usize;
             assert!(used <= span && class.objects as usize <= SPAN_OBJECTS, "{class:?}");
-            // Above the line a place costs a page; that is why nothing is stored there but whole pages.
+            // Above the line a place costs a page; that is why nothing is stored there but whole
+            // pages.
             if class.bytes as usize <= HUGE_LINE_BYTES {
                 assert!((span - used) * 100 <= span * 3, "class {index} wastes over 3 %: {class:?}");
             }

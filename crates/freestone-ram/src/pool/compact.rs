@@ -8,13 +8,15 @@ use freestone_core::sync::Ordering;
 
 /// How compaction reaches the slot that holds an object.
 pub trait Owners {
-    /// Locks the slot that `owner` names and hands it to `work`. Does nothing where its table is gone.
+    /// Locks the slot that `owner` names and hands it to `work`. Does nothing where its table is
+    /// gone.
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>));
 }
 
 impl Pool {
-    /// Packs every class into as few pages as possible and returns how many pages went back to the system. Only one
-    /// runs at a time; a second caller gets 0, as in the kernel. Never needs memory of its own.
+    /// Packs every class into as few pages as possible and returns how many pages went back to the
+    /// system. Only one runs at a time; a second caller gets 0, as in the kernel. Never needs
+    /// memory of its own.
     pub fn compact(&self, owners: &dyn Owners) -> u64 {
         self.compact_classes(0..CLASSES, owners)
     }
@@ -60,7 +62,8 @@ impl Pool {
         }
     }
 
-    /// Moves the objects of an owned span into holes of others; false when there are no more holes in memory.
+    /// Moves the objects of an owned span into holes of others; false when there are no more holes
+    /// in memory.
     fn empty_span(
         &self,
         source: &Owned,
@@ -89,7 +92,8 @@ impl Pool {
         (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
     }
 
-    /// Moves the last objects of an owned span into its first holes, and returns the pages behind them.
+    /// Moves the last objects of an owned span into its first holes, and returns the pages behind
+    /// them.
     fn pack_span(&self, span: &Owned, class: usize, owners: &dyn Owners) {
         for object in self.objects_of(span, class).rev() {
             let Some(hole) = self.resident_hole(span, class, object) else { break };
@@ -99,8 +103,8 @@ impl Pool {
         self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
     }
 
-    /// Moves one object, if its slot still holds it. An object that no slot holds is about to be published or freed by
-    /// the thread that has it, and stays.
+    /// Moves one object, if its slot still holds it. An object that no slot holds is about to be
+    /// published or freed by the thread that has it, and stays.
     fn move_object(
         &self,
         class: usize,

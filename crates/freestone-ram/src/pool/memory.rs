@@ -1,6 +1,7 @@
 //! What the pool does with memory: bytes of objects, pages of spans.
 #![expect(unsafe_code)]
-// UNSAFETY: reads and writes objects in the arena's shared memory, and hands spans to the arena and back.
+// UNSAFETY: reads and writes objects in the arena's shared memory, and hands spans to the arena and
+// back.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -40,10 +41,12 @@ impl Pool {
         unsafe { self.put(taken.0.location(), data) };
     }
 
-    /// Replaces the bytes of a locked slot's object by `data` of the [same class](Self::same_class), in their place. The
-    /// caller publishes the word that says what they are now.
+    /// Replaces the bytes of a locked slot's object by `data` of the [same
+    /// class](Self::same_class), in their place. The caller publishes the word that says what they
+    /// are now.
     ///
-    /// The guard is borrowed as its only user's: nobody has what [`object`](Self::object) showed of it.
+    /// The guard is borrowed as its only user's: nobody has what [`object`](Self::object) showed of
+    /// it.
     #[inline]
     pub fn overwrite(&self, guard: &mut SlotGuard<'_>, data: &[u8]) {
         let word = guard.word();
@@ -58,20 +61,21 @@ impl Pool {
     }
 
     /// # Safety
-    /// The object has room for the data, lies in memory and is the caller's alone: its bit is set, and its location is in
-    /// no slot, or in one that the caller has locked.
+    /// The object has room for the data, lies in memory and is the caller's alone: its bit is set,
+    /// and its location is in no slot, or in one that the caller has locked.
     #[inline]
     unsafe fn put(&self, location: u64, data: &[u8]) {
         let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
-        // The place is rarely in the cache: its lines come side by side, not one after the other behind the copy,
-        // which the next locked instruction would wait for.
+        // The place is rarely in the cache: its lines come side by side, not one after the other
+        // behind the copy, which the next locked instruction would wait for.
         prefetch::<true>(to, data.len());
         // SAFETY: the caller's promise.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
     }
 
-    /// Fetches the object that a slot was seen to hold into the cache, to be read soon. A hint: the slot may change, and
-    /// who saw it without its lock may not see yet where the object's memory is.
+    /// Fetches the object that a slot was seen to hold into the cache, to be read soon. A hint: the
+    /// slot may change, and who saw it without its lock may not see yet where the object's memory
+    /// is.
     #[inline]
     pub fn prefetch_for_read(&self, word: Word) {
         self.prefetch::<false>(word);
@@ -105,8 +109,8 @@ impl Pool {
     /// The bytes of an object.
     ///
     /// # Safety
-    /// It has `len` bytes, and is neither written nor freed while the slice lives: the caller has locked the slot that
-    /// holds it, or no slot does and it is the caller's.
+    /// It has `len` bytes, and is neither written nor freed while the slice lives: the caller has
+    /// locked the slot that holds it, or no slot does and it is the caller's.
     #[inline]
     pub(super) unsafe fn view(&self, location: u64, len: usize) -> &[u8] {
         let from = self.arena.at(location * CLASS_STEP_BYTES as u64);
@@ -128,8 +132,8 @@ impl Pool {
         Ok(unsafe { Unused::new(span) })
     }
 
-    /// All spans there ever were. Everything that was known of them is forgotten, and with `&mut` nobody has a witness of one
-    /// but in what is forgotten here.
+    /// All spans there ever were. Everything that was known of them is forgotten, and with `&mut`
+    /// nobody has a witness of one but in what is forgotten here.
     pub(super) fn all_unused(&mut self) -> Vec<Unused> {
         self.spans = super::Spans::new(super::CLASSES);
         self.empties.lock().clear();
@@ -159,7 +163,8 @@ impl Pool {
     /// Returns the memory of pages of a span, in which no object lies.
     pub(super) fn send_out(&self, span: &Owned, pages: Range<u32>) {
         let (at, len) = bytes_of(span, &pages);
-        // SAFETY: the caller owns the span, so no object is made there meanwhile, and there is none.
+        // SAFETY: the caller owns the span, so no object is made there meanwhile, and there is
+        // none.
         unsafe { self.arena.release(at, len) };
     }
 }

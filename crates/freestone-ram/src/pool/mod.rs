@@ -1,21 +1,23 @@
 //! The object pool: memory for compressed pages, in zsmalloc's role.
 //!
-//! Objects of 1 to 4096 bytes are rounded up to a class (16-byte steps) and live in spans of their class. A CPU
-//! takes objects from a current span of its own for each class, so two CPUs allocate without meeting; an object is
-//! freed by clearing a bit. A class's lock is taken only when a span changes hands or fullness group. Pool-wide locks (the
-//! kept empties, the arena) are taken when a span begins or ends, and where the limit is reached.
+//! Objects of 1 to 4096 bytes are rounded up to a class (16-byte steps) and live in spans of their
+//! class. A CPU takes objects from a current span of its own for each class, so two CPUs allocate
+//! without meeting; an object is freed by clearing a bit. A class's lock is taken only when a span
+//! changes hands or fullness group. Pool-wide locks (the kept empties, the arena) are taken when a
+//! span begins or ends, and where the limit is reached.
 //!
-//! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to the slot that holds
-//! its location, and moves under that slot's lock.
+//! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to
+//! the slot that holds its location, and moves under that slot's lock.
 //!
-//! Memory is counted in pages that are really there: a span's pages come into memory from the front, as it fills (a few
-//! ahead of need in a large class).
+//! Memory is counted in pages that are really there: a span's pages come into memory from the
+//! front, as it fills (a few ahead of need in a large class).
 //!
-//! What a slot's word says of an object is believed: words with objects are published by those only who took the object, or took
-//! it over from a slot that they had locked, and it is freed by whoever took it out of the last slot.
+//! What a slot's word says of an object is believed: words with objects are published by those only
+//! who took the object, or took it over from a slot that they had locked, and it is freed by
+//! whoever took it out of the last slot.
 //!
-//! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under `scarce`), a class's lists, the
-//! kept empties, the arena.
+//! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under
+//! `scarce`), a class's lists, the kept empties, the arena.
 
 pub mod backrefs;
 pub mod class;
@@ -40,10 +42,11 @@ use freestone_core::device::{Error, Result};
 use freestone_core::percpu;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
-/// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no system calls.
+/// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no
+/// system calls.
 const KEPT_EMPTIES: usize = 16;
-/// A current span brings this share of its class's pages into memory ahead of need: few system calls while a large
-/// class fills, little waste in a small one.
+/// A current span brings this share of its class's pages into memory ahead of need: few system
+/// calls while a large class fills, little waste in a small one.
 const AHEAD_SHARE: u32 = 512;
 
 const UNITS_PER_SPAN: u64 = SPAN_BYTES / CLASS_STEP_BYTES as u64;
@@ -91,7 +94,8 @@ struct Place {
     class: usize,
 }
 
-/// The place of an object that was taken and that no slot holds yet: its bytes are the taker's alone.
+/// The place of an object that was taken and that no slot holds yet: its bytes are the taker's
+/// alone.
 struct Taken(Place);
 
 impl Place {
@@ -123,10 +127,11 @@ impl Pool {
         })
     }
 
-    // ---- the request path ------------------------------------------------------------------------------------------
+    // ---- the request path -----------------------------------------------------------------------
 
-    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location; of the limit, `kept` pages are left to others. It
-    /// may fault in memory, so it is called with no compression stream held. (A write to a part of a page holds the page's slot: what waits then is that page.)
+    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location; of the limit, `kept`
+    /// pages are left to others. It may fault in memory, so it is called with no compression stream
+    /// held. (A write to a part of a page holds the page's slot: what waits then is that page.)
     ///
     /// # Errors
     /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
@@ -218,8 +223,8 @@ impl Pool {
         Taken(Place { span: span.number(), object, class })
     }
 
-    /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current span or less full one
-    /// it lies. (A span that compaction works on is not found.)
+    /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current
+    /// span or less full one it lies. (A span that compaction works on is not found.)
     #[cold]
     fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Taken> {
         let _one = self.scarce.lock();
@@ -250,8 +255,8 @@ impl Pool {
         (pages_to_hold(&CLASS[class], hole) <= self.spans.resident(span)).then_some(hole)
     }
 
-    /// Sees to it that an object of an owned span lies in memory. A place once in memory stays there until its span
-    /// is retired or trimmed, so this is a comparison in the steady state.
+    /// Sees to it that an object of an owned span lies in memory. A place once in memory stays
+    /// there until its span is retired or trimmed, so this is a comparison in the steady state.
     #[expect(clippy::inline_always, reason = "as above")]
     #[inline(always)]
     fn make_resident(&self, span: &Owned, object: usize, class: usize, asker: Asker) -> Result<()> {
@@ -295,8 +300,8 @@ impl Pool {
         self.population[class].load(Ordering::Relaxed) * CLASS[class].pages / AHEAD_SHARE
     }
 
-    /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way: others would take that
-    /// for a pool that is over it.
+    /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way:
+    /// others would take that for a pool that is over it.
     fn charge(&self, pages: u32, kept: u64) -> bool {
         // Relaxed: a limit that changes at this moment counts from the next growth on.
         let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(kept);
@@ -321,7 +326,8 @@ impl Pool {
         self.pages.fetch_sub(u64::from(pages), Ordering::Relaxed);
     }
 
-    /// As in the kernel, the high-water mark is raised before the verdict, so it can exceed the limit.
+    /// As in the kernel, the high-water mark is raised before the verdict, so it can exceed the
+    /// limit.
     #[cold]
     fn over_limit(&self, pages: u32) -> Error {
         // Relaxed: statistics.
@@ -330,7 +336,7 @@ impl Pool {
         Error::NoSpace
     }
 
-    // ---- spans come and go -----------------------------------------------------------------------------------------
+    // ---- spans come and go ----------------------------------------------------------------------
 
     fn new_span(&self, class: usize) -> Result<Owned> {
         let kept = self.empties.lock().pop();
@@ -339,7 +345,8 @@ impl Pool {
             None => self.fresh_span()?,
         };
         let span = self.spans.adopt(span, class, CLASS[class].objects);
-        // A span that was kept has the memory of its former class, which may be more than this one needs.
+        // A span that was kept has the memory of its former class, which may be more than this one
+        // needs.
         self.trim(&span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
         self.backrefs.open(&span, CLASS[class].objects);
         // Relaxed: a hint.
@@ -387,14 +394,16 @@ impl Pool {
 
     /// Returns the memory of every kept empty span.
     pub fn release_empties(&self) {
-        // Locked until all is done: whoever comes meanwhile finds the memory gone, not the list empty.
+        // Locked until all is done: whoever comes meanwhile finds the memory gone, not the list
+        // empty.
         let mut empties = self.empties.lock();
         for span in empties.drain(..) {
             self.dispose(span);
         }
     }
 
-    /// The last object of some CPU's current span was freed: give the span up, unless its owner is at work on it.
+    /// The last object of some CPU's current span was freed: give the span up, unless its owner is
+    /// at work on it.
     #[cold]
     fn drop_empty_current(&self, place: Place) {
         let cpu = percpu::current();
@@ -420,7 +429,7 @@ impl Pool {
         }
     }
 
-    // ---- memory ----------------------------------------------------------------------------------------------------
+    // ---- memory ---------------------------------------------------------------------------------
 
     #[inline]
     fn place(&self, location: u64) -> Place {
@@ -429,9 +438,10 @@ impl Pool {
         Place { span, object: CLASS[class].index_at(location % UNITS_PER_SPAN), class }
     }
 
-    // ---- limits and statistics -------------------------------------------------------------------------------------
+    // ---- limits and statistics ------------------------------------------------------------------
 
-    /// Pages the pool may hold; `u64::MAX` is no limit. Lowering it below the present use evicts nothing.
+    /// Pages the pool may hold; `u64::MAX` is no limit. Lowering it below the present use evicts
+    /// nothing.
     pub fn set_limit_pages(&self, pages: u64) {
         // Relaxed: counts from the next allocation on.
         self.limit_pages.store(pages, Ordering::Relaxed);

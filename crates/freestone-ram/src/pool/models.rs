@@ -1,5 +1,5 @@
-//! loom models of the states of spans, and of compaction's moves against readers and writers: two objects a span, two
-//! spans.
+//! loom models of the states of spans, and of compaction's moves against readers and writers: two
+//! objects a span, two spans.
 #![expect(unsafe_code)]
 // UNSAFETY: objects are modelled by loom's raw cells, which check that every access is allowed.
 

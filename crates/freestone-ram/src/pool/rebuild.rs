@@ -23,8 +23,9 @@ pub enum RebuildError {
 }
 
 impl Pool {
-    /// Forgets everything about what is free and learns it again from the slots, which are given as pairs of owner and
-    /// word. Objects keep their places; spans that no slot needs go back to the system. Nobody else may use the pool.
+    /// Forgets everything about what is free and learns it again from the slots, which are given as
+    /// pairs of owner and word. Objects keep their places; spans that no slot needs go back to the
+    /// system. Nobody else may use the pool.
     ///
     /// # Errors
     /// The slots contradict each other; the pool is of no use then.

@@ -2,22 +2,26 @@
 //!
 //! # States of a span
 //! * **Nobody's**: in the arena or among the kept empties. Class 0. [`Unused`] stands for it.
-//! * **Owned**: one allocator (a CPU's current span, or the compactor) takes objects from it. Not listed. [`Owned`] stands
-//!   for it: what only the owner may do asks for that.
+//! * **Owned**: one allocator (a CPU's current span, or the compactor) takes objects from it. Not
+//!   listed. [`Owned`] stands for it: what only the owner may do asks for that.
 //! * **Listed** under its class by tenths of fullness, or **full** (not listed, not owned).
 //!
 //! # Protocol
-//! * Only the owner sets bits. Anyone who holds an object clears its bit, at any time, without a lock.
-//! * `meta` holds the number of used objects together with owner and group, so that whoever frees an object learns, in
-//!   the same atomic step, in which state the span was: where that leaves a listed or full span in the wrong
-//!   group, the freer refiles it. The group itself is written only under the class's lock.
-//! * `used` is raised before a bit is set and lowered after one is cleared: it is never below the number of set bits, so
-//!   a span with `used == 0` is empty for good, and whoever sees that under the class's lock takes it away.
+//! * Only the owner sets bits. Anyone who holds an object clears its bit, at any time, without a
+//!   lock.
+//! * `meta` holds the number of used objects together with owner and group, so that whoever frees
+//!   an object learns, in the same atomic step, in which state the span was: where that leaves a
+//!   listed or full span in the wrong group, the freer refiles it. The group itself is written only
+//!   under the class's lock.
+//! * `used` is raised before a bit is set and lowered after one is cleared: it is never below the
+//!   number of set bits, so a span with `used == 0` is empty for good, and whoever sees that under
+//!   the class's lock takes it away.
 //!
-//! [`Owned`] and [`Unused`] cannot be copied. One of them is made where a span leaves its list, and goes where it is listed again,
-//! both under the class's lock; so a span never has two.
+//! [`Owned`] and [`Unused`] cannot be copied. One of them is made where a span leaves its list, and
+//! goes where it is listed again, both under the class's lock; so a span never has two.
 //!
-//! Lock order: a class's `lists` is taken under a CPU's current-span lock; nothing is taken under it.
+//! Lock order: a class's `lists` is taken under a CPU's current-span lock; nothing is taken under
+//! it.
 
 use super::class::SPAN_OBJECTS;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
@@ -69,7 +73,8 @@ pub enum Freed {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Owned(u32);
 
-/// A span that is nobody's: empty, and of no class. Whoever has this may give it to a class, or to the arena.
+/// A span that is nobody's: empty, and of no class. Whoever has this may give it to a class, or to
+/// the arena.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unused(Owned);
 
@@ -100,7 +105,8 @@ impl Unused {
 
 mod fresh {
     #![expect(unsafe_code)]
-    // UNSAFETY: nothing but the caller's word says that a number which comes from outside is a span of nobody's.
+    // UNSAFETY: nothing but the caller's word says that a number which comes from outside is a span
+    // of nobody's.
 
     use super::{Owned, Unused};
 
@@ -108,8 +114,8 @@ mod fresh {
         /// A span that was not there before.
         ///
         /// # Safety
-        /// It is nobody's, and nobody has another witness of it: the arena has just handed it out, or all that was known of
-        /// spans was forgotten.
+        /// It is nobody's, and nobody has another witness of it: the arena has just handed it out,
+        /// or all that was known of spans was forgotten.
         pub unsafe fn new(span: u32) -> Self {
             Self(Owned(span))
         }
@@ -156,7 +162,8 @@ impl Spans {
             word.store(beyond, Ordering::Relaxed);
         }
         let _lists = self.lists(class);
-        // Relaxed: read by others under the class's lock only, or in `put` by the holder of an object.
+        // Relaxed: read by others under the class's lock only, or in `put` by the holder of an
+        // object.
         s.meta.store(OWNED, Ordering::Relaxed);
         // Relaxed: as for meta.
         s.class.store(class as u32 + 1, Ordering::Relaxed);
@@ -211,8 +218,8 @@ impl Spans {
         // Release: pairs with the Acquire in `take`.
         let before = s.bitmap[object / 64].fetch_and(!(1 << (object % 64)), Ordering::Release);
         debug_assert!(before & 1 << (object % 64) != 0, "object {object} of span {span} is freed twice");
-        // AcqRel: Release orders the cleared bit before the count, for whoever empties the span; Acquire orders the
-        // count before a refile's look at the rest.
+        // AcqRel: Release orders the cleared bit before the count, for whoever empties the span;
+        // Acquire orders the count before a refile's look at the rest.
         let meta = s.meta.fetch_sub(1, Ordering::AcqRel);
         let used = (meta & USED_MASK) - 1;
         if meta & OWNED != 0 {
@@ -221,12 +228,13 @@ impl Spans {
         if used == 0 || group_of(used, objects) != group(meta) { Freed::Refile } else { Freed::Fine }
     }
 
-    /// Moves a span to the group it belongs to. `Some`: it is empty, off the lists, and the caller's to dispose of.
+    /// Moves a span to the group it belongs to. `Some`: it is empty, off the lists, and the
+    /// caller's to dispose of.
     pub fn refile(&self, span: u32, class: usize, objects: u32) -> Option<Unused> {
         let mut lists = self.lists(class);
         let s = self.get(span);
-        // Relaxed: meta's group and owner, and the class, change only under this class's lock; a span that left the
-        // class meanwhile shows another class here.
+        // Relaxed: meta's group and owner, and the class, change only under this class's lock; a
+        // span that left the class meanwhile shows another class here.
         if s.class.load(Ordering::Relaxed) != class as u32 + 1 {
             return None;
         }
@@ -260,7 +268,8 @@ impl Spans {
                 return Some(Unused(span));
             }
             let to = group_of(used, objects);
-            // AcqRel and Acquire: pair with `put`, which may lower the count at the same time; then try again.
+            // AcqRel and Acquire: pair with `put`, which may lower the count at the same time; then
+            // try again.
             match s.meta.compare_exchange(meta, used | to << GROUP_SHIFT, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {

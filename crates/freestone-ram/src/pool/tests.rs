@@ -27,7 +27,8 @@ mod raw {
 }
 use raw::view;
 
-/// Whoever holds what `object` showed cannot overwrite it: one borrows the guard, the other one wants it alone.
+/// Whoever holds what `object` showed cannot overwrite it: one borrows the guard, the other one
+/// wants it alone.
 #[test]
 fn what_is_shown_is_not_overwritten() {
     let object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
@@ -41,7 +42,8 @@ fn what_is_shown_is_not_overwritten() {
     assert!(pool.object(&guard) == bytes(4, 700));
 }
 
-/// A word that was seen without its slot's lock may name memory that this thread does not see mapped yet.
+/// A word that was seen without its slot's lock may name memory that this thread does not see
+/// mapped yet.
 #[test]
 fn a_hint_names_memory_that_is_not_seen() {
     let pool = Pool::new().unwrap();
@@ -197,7 +199,8 @@ fn a_reached_limit_refuses_nobody_who_fits() {
     assert_eq!(pool.pages(), 100);
 }
 
-/// Threads allocate, check and free at random; objects also are handed to other threads to be freed.
+/// Threads allocate, check and free at random; objects also are handed to other threads to be
+/// freed.
 #[test]
 fn many_threads_share_the_pool() {
     let pool = Pool::new().unwrap();
@@ -321,7 +324,8 @@ fn the_free_state_is_rebuilt_from_the_tables() {
     pool.rebuild(slots()).unwrap();
     assert!(pool.pages() <= pages);
     table.check(&pool, (0..5000).filter(|s| s % 3 != 0), len);
-    // It works on: new objects go into the holes and hurt nobody, compaction finds every back-reference.
+    // It works on: new objects go into the holes and hurt nobody, compaction finds every
+    // back-reference.
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.put(&pool, slot, len(slot));
     }

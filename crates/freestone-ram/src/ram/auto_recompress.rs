@@ -1,13 +1,13 @@
-//! Recompression that runs by itself: pages that nobody touched for long are compressed again, with zstd and a
-//! dictionary trained on the disk's own pages.
+//! Recompression that runs by itself: pages that nobody touched for long are compressed again, with
+//! zstd and a dictionary trained on the disk's own pages.
 //!
-//! Pages of 4 KiB are too short for a compressor to learn much from each alone; a dictionary is what it would have learned
-//! from the others. It is trained once, on a sample of pages that are old enough, and stays for the life of the disk:
-//! objects that were made with it need it.
+//! Pages of 4 KiB are too short for a compressor to learn much from each alone; a dictionary is
+//! what it would have learned from the others. It is trained once, on a sample of pages that are
+//! old enough, and stays for the life of the disk: objects that were made with it need it.
 //!
-//! All of it happens in [steps](AutoRecompress::step) of bounded work. The idle marks of pages, which are the user's, are
-//! neither used nor changed; as always, a page that does not get smaller with the highest priority is marked
-//! incompressible, so that it is not tried again and again.
+//! All of it happens in [steps](AutoRecompress::step) of bounded work. The idle marks of pages,
+//! which are the user's, are neither used nor changed; as always, a page that does not get smaller
+//! with the highest priority is marked incompressible, so that it is not tried again and again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,8 +36,8 @@ const LEAST_BYTES: u64 = 4 << 20;
 const HELD_OUT: usize = 8;
 /// On real data 64 KiB pack 0.7 % worse, and 256 KiB, which take 2.3 MiB more memory, 0.1 % better.
 const DICTIONARY_BYTES: usize = 112 << 10;
-/// The first level at which zstd makes good use of a dictionary: on real data level 3 gains nothing by it, 6 gains 5 %,
-/// and 12 only 0.7 % more in three times the time.
+/// The first level at which zstd makes good use of a dictionary: on real data level 3 gains nothing
+/// by it, 6 gains 5 %, and 12 only 0.7 % more in three times the time.
 const LEVEL: i32 = 6;
 /// After a training that failed.
 const RETRY_MS: u64 = 600_000;
@@ -49,7 +49,8 @@ pub struct AutoRecompressed {
     pub pages: u64,
     /// Bytes by which their objects became smaller.
     pub saved_bytes: u64,
-    /// The dictionary's size; 0 as long as there is none, or where one is of no use on this disk's pages.
+    /// The dictionary's size; 0 as long as there is none, or where one is of no use on this disk's
+    /// pages.
     pub dictionary_bytes: u64,
 }
 
@@ -70,7 +71,7 @@ impl Ram {
 
 /// The automatic mode of a family.
 ///
-/// Lock order: `passes` of the family, then `state`; under them as requests do.
+/// Lock order: `background` of the family, then `state`; under them as requests do.
 pub(super) struct AutoRecompress {
     pages: Arc<Pages>,
     /// How long what is to be recompressed was not touched; `None`: the mode is off.
@@ -98,11 +99,11 @@ impl AutoRecompress {
         self.age.is_some()
     }
 
-    /// One step of the automatic mode, of about 100 ms at most (training goes on beside it). To be called about once a
-    /// second. Does nothing while another background pass runs.
+    /// One step of the automatic mode, of about 100 ms at most (training goes on beside it). To be
+    /// called about once a second. Does nothing while others are at work in the background.
     pub fn step(&self) {
         let Some(age) = self.age else { return };
-        let Some(_one) = self.pages.passes.try_lock() else { return };
+        let Some(_one) = self.pages.background.try_lock() else { return };
         let now_ms = clock::now_ms();
         let old = self.pages.ages.untouched_since(now_ms.saturating_sub(clock::millis(age)));
         let mut state = self.state.lock();
@@ -119,7 +120,7 @@ impl AutoRecompress {
         self.saved_bytes.store(0, Ordering::Relaxed);
     }
 
-    // ---- the dictionary --------------------------------------------------------------------------------------------
+    // ---- the dictionary -------------------------------------------------------------------------
 
     fn learn(&self, state: &mut AutoState, now_ms: u64, old: &[bool; AGES]) {
         if let Some(training) = state.training.take_if(|training| training.is_finished()) {
@@ -175,7 +176,7 @@ impl AutoRecompress {
         pages.into_iter().filter_map(read).collect()
     }
 
-    // ---- the pages -------------------------------------------------------------------------------------------------
+    // ---- the pages ------------------------------------------------------------------------------
 
     fn shrink(&self, state: &mut AutoState, streams: &Streams, old: &[bool; AGES]) {
         let began = Instant::now();
@@ -218,8 +219,9 @@ impl AutoRecompress {
         }
     }
 
-    /// Shows candidates from the cursor on, which goes with them, until `visit` has enough, or enough was looked at;
-    /// true where the last layer's end was reached, and the cursor is at the beginning again.
+    /// Shows candidates from the cursor on, which goes with them, until `visit` has enough, or
+    /// enough was looked at; true where the last layer's end was reached, and the cursor is at the
+    /// beginning again.
     fn walk(
         &self,
         cursor: &mut Cursor,
@@ -256,7 +258,8 @@ fn is_sample(word: Word) -> bool {
     word.kind() == Kind::Compressed
 }
 
-/// Trains a dictionary on pages and makes streams with it; without one where it is of no use. `None`: no memory.
+/// Trains a dictionary on pages and makes streams with it; without one where it is of no use.
+/// `None`: no memory.
 fn train(pages: &[Page]) -> Option<Streams> {
     let (mut learned, mut kept) = (Vec::new(), Vec::new());
     learned.try_reserve_exact(pages.len() * PAGE_BYTES).ok()?;

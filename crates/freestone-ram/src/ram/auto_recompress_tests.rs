@@ -13,7 +13,8 @@ fn disk(pages: u64) -> Ram {
     Ram::new(Config { auto_recompress: Some(AGE), ..config(pages * PAGE) }).unwrap()
 }
 
-/// Pages that share a vocabulary with each other: 1500 words of 12 bytes, a few of which make a page.
+/// Pages that share a vocabulary with each other: 1500 words of 12 bytes, a few of which make a
+/// page.
 fn page(seed: u64) -> Page {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut word = 0;
@@ -131,7 +132,7 @@ fn a_step_gives_way_to_other_passes() {
     let ram = disk(4096);
     write(&ram, 0..3000);
     grow_old(&ram, 0..3000);
-    let other = ram.0.pages.passes.lock();
+    let other = ram.0.pages.background.lock();
     ram.0.family.auto.step();
     assert_eq!(ram.0.family.auto.state.lock().sample.seen, 0);
     drop(other);

@@ -1,6 +1,7 @@
 //! How background work finds its pages: leaf by leaf, or the largest objects first.
 //!
-//! Words are peeked at, without their slots' locks: whoever takes a candidate on looks again under its lock.
+//! Words are peeked at, without their slots' locks: whoever takes a candidate on looks again under
+//! its lock.
 
 use std::ops::RangeInclusive;
 
@@ -62,8 +63,9 @@ impl Layer {
         }
     }
 
-    /// Shows the candidates of `ranges`, which were counted in `sizes`, largest objects first and then by address, until
-    /// `visit` has enough. The list of them takes bounded memory: it is made anew for the next smaller ones.
+    /// Shows the candidates of `ranges`, which were counted in `sizes`, largest objects first and
+    /// then by address, until `visit` has enough. The list of them takes bounded memory: it is made
+    /// anew for the next smaller ones.
     ///
     /// # Errors
     /// [`Error::NoMemory`] for the list.
@@ -119,8 +121,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Finds the candidates of the first leaf at or after `from`; returns where the next leaf begins, `None` where there
-    /// was none up to `last`.
+    /// Finds the candidates of the first leaf at or after `from`; returns where the next leaf
+    /// begins, `None` where there was none up to `last`.
     pub(super) fn peek_leaf(
         &self,
         from: u64,

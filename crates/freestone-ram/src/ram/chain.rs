@@ -1,4 +1,5 @@
-//! The chains of RAM disks ([`slot::chain`](freestone_core::slot::chain) has the protocol): what a word of theirs stands for.
+//! The chains of RAM disks ([`slot::chain`](freestone_core::slot::chain) has the protocol): what a
+//! word of theirs stands for.
 
 use std::sync::Arc;
 

@@ -25,8 +25,8 @@ pub struct Config {
     pub mem_limit: u64,
     /// Secondary algorithms for recompression, at the priorities 1 to 3.
     pub recomp_algorithms: [Option<Secondary>; 3],
-    /// Recompress by itself what nobody touched for so long, with zstd and a dictionary trained on the disk's own pages. It
-    /// uses priority 3, which must be free.
+    /// Recompress by itself what nobody touched for so long, with zstd and a dictionary trained on
+    /// the disk's own pages. It uses priority 3, which must be free.
     pub auto_recompress: Option<Duration>,
     /// Where pages go that memory has no room for.
     pub backing: Option<Backing>,
@@ -49,13 +49,15 @@ pub struct Secondary {
     pub params: Params,
 }
 
-/// A device that takes pages out of memory. Its former content is lost; what it holds means nothing to anybody else.
+/// A device that takes pages out of memory. Its former content is lost; what it holds means nothing
+/// to anybody else.
 #[derive(Clone)]
 pub struct Backing {
     /// Writable, without zones, at least a page.
     pub device: Arc<dyn Device>,
-    /// Objects go out as they are, packed tightly, and pages that are read come back to memory. Without it the layout
-    /// is the kernel's: one uncompressed page a block, which stays there until the page is overwritten.
+    /// Objects go out as they are, packed tightly, and pages that are read come back to memory.
+    /// Without it the layout is the kernel's: one uncompressed page a block, which stays there
+    /// until the page is overwritten.
     pub compressed_writeback: bool,
     /// Where the device is, for people.
     pub path: Option<PathBuf>,
@@ -74,7 +76,8 @@ impl fmt::Debug for Backing {
 /// What a fork is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ForkConfig {
-    /// Bytes, rounded up to a block of 512; the base's size where nothing is said. What lies beyond the base reads as zeroes.
+    /// Bytes, rounded up to a block of 512; the base's size where nothing is said. What lies beyond
+    /// the base reads as zeroes.
     pub size: Option<u64>,
     /// Most bytes that its own objects may take; 0 is no cap.
     pub mem_limit: u64,

@@ -1,24 +1,25 @@
 //! Rounds of spilling: pages leave memory when that gets short.
 //!
-//! Above the high mark of `mem_limit` the coldest pages of the family are written until the low mark. Requests are not
-//! slowed by that until the limit itself is reached; there a write waits until a batch has left memory, and goes on at the
-//! pace of the backing device. It fails with "no space" only where nothing can be spilled: the device is full, fails, does
-//! not answer, or `writeback_limit` is used up.
+//! Above the high mark of `mem_limit` the coldest pages of the family are written until the low
+//! mark. Requests are not slowed by that until the limit itself is reached; there a write waits
+//! until a batch has left memory, and goes on at the pace of the backing device. It fails with "no
+//! space" only where nothing can be spilled: the device is full, fails, does not answer, or
+//! `writeback_limit` is used up.
 //!
-//! A device with a cap of its own spills pages of its own in the same way. What is guaranteed to a device is not taken
-//! from it for others.
+//! A device with a cap of its own spills pages of its own in the same way. What is guaranteed to a
+//! device is not taken from it for others.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Ram;
 use super::candidates::is_spillable;
+use super::eviction::{Eviction, Offered};
 use super::idle::renumber_ages;
 use super::layer::Layer;
 use super::limits::{LOW_PERCENT, high_mark};
-use super::outcome::{Rounds, Spilled, WritebackError};
+use super::outcome::{Evicted, EvictionHistory, WritebackError};
 use super::pages::Pages;
-use super::pass::{Offered, Pass};
 use super::reclaim::Reclaim;
 use crate::clock::now_ms;
 use crate::pool::Pool;
@@ -31,7 +32,8 @@ use freestone_core::sync::{Instant, Mutex, thread};
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Least that a round frees while requests wait for memory.
 const ROUND_BYTES_MIN: u64 = 16 * PAGE;
-/// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for it.
+/// Blocks that a round reclaims where the device is full of holes, 4 MiB: writes may be waiting for
+/// it.
 const RECLAIMED_BLOCKS: u64 = 1024;
 /// No more than this is not worth another try on a device that was full.
 pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
@@ -43,7 +45,7 @@ pub(super) struct Evict {
     pages: Arc<Pages>,
     pub reclaim: Reclaim,
     /// How it went so far, for the family's limit.
-    rounds: Mutex<Rounds>,
+    history: Mutex<EvictionHistory>,
     /// What keeps pages from being spilled, as it was logged last.
     pub hindrance: Mutex<Option<WritebackError>>,
 }
@@ -52,7 +54,7 @@ impl Evict {
     /// Nothing was spilled yet.
     pub fn new(pages: Arc<Pages>) -> Self {
         let reclaim = Reclaim::new(Arc::clone(&pages));
-        Self { pages, reclaim, rounds: Mutex::default(), hindrance: Mutex::default() }
+        Self { pages, reclaim, history: Mutex::default(), hindrance: Mutex::default() }
     }
 
     /// Spills until the low mark, if memory is above the high one or requests wait.
@@ -71,10 +73,10 @@ impl Evict {
         if self.pages.pool.pages() <= high && !waiting {
             return;
         }
-        if self.rounds.lock().pause() {
+        if self.history.lock().pause() {
             return self.pages.keeper.give_up();
         }
-        let _one = self.pages.passes.lock();
+        let _one = self.pages.background.lock();
         renumber_ages(&self.pages);
         let (pages, charged) = (self.pages.pool.pages(), self.charged());
         if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.pages.compact() > 0 {
@@ -89,7 +91,7 @@ impl Evict {
         // Places are scattered: only whole pages can serve other sizes.
         let compacted = if spilled.taken > 0 { self.pages.compact() } else { 0 };
         let got_on = spilled.freed > 0 || compacted > 0;
-        let again = self.after(&self.rounds, &spilled, got_on);
+        let again = self.after(&self.history, &spilled, got_on);
         match (got_on, again) {
             (true, _) => self.pages.keeper.memory_freed(),
             (false, true) => {}
@@ -100,7 +102,8 @@ impl Evict {
         }
     }
 
-    /// Spills pages of devices that are near their own caps. Returns whether requests of other devices wait.
+    /// Spills pages of devices that are near their own caps. Returns whether requests of other
+    /// devices wait.
     fn make_room_under_caps(&self, waiting: bool) -> bool {
         let full: Vec<_> = self.pages.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
         if full.is_empty() {
@@ -125,12 +128,13 @@ impl Evict {
         self.pages.keeper.is_awaited(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
     }
 
-    /// Spills pages of a device that is near its own cap. Returns whether it has room, and whether another round makes sense.
+    /// Spills pages of a device that is near its own cap. Returns whether it has room, and whether
+    /// another round makes sense.
     fn make_room_under_cap(&self, layer: &Arc<Layer>) -> (bool, bool) {
-        if layer.rounds().lock().pause() {
+        if layer.history().lock().pause() {
             return (false, false);
         }
-        let _one = self.pages.passes.lock();
+        let _one = self.pages.background.lock();
         if !is_full(layer) {
             // Its pages left memory by hand meanwhile.
             return (true, false);
@@ -139,18 +143,18 @@ impl Evict {
         let low = (cap / 100 * LOW_PERCENT).min(cap.saturating_sub(4 * PAGE));
         let spilled = self.spill_and_reclaim(layer.charged().saturating_sub(low).max(1), Some(layer));
         let got_on = spilled.freed > 0 || !is_full(layer);
-        (got_on, self.after(layer.rounds(), &spilled, got_on))
+        (got_on, self.after(layer.history(), &spilled, got_on))
     }
 
     /// Notes what a round came to. Returns whether another one makes sense.
-    fn after(&self, rounds: &Mutex<Rounds>, spilled: &Spilled, got_on: bool) -> bool {
+    fn after(&self, history: &Mutex<EvictionHistory>, spilled: &Evicted, got_on: bool) -> bool {
         let error = spilled.outcome.err();
         let before = std::mem::replace(&mut *self.hindrance.lock(), error);
         // Once.
         if let Some(error) = error.filter(|_| before != error) {
             tracing::warn!("pages cannot be spilled: {error}");
         }
-        rounds.lock().after(spilled, got_on, self.is_silent())
+        history.lock().after(spilled, got_on, self.is_silent())
     }
 
     /// Bytes of the classes of all objects.
@@ -162,8 +166,9 @@ impl Evict {
         self.pages.store.as_ref().is_some_and(|store| store.unanswered() > 0)
     }
 
-    /// As [`spill`](Self::spill), on a device that may be full of what removed devices left, and of holes.
-    fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
+    /// As [`spill`](Self::spill), on a device that may be full of what removed devices left, and of
+    /// holes.
+    fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> Evicted {
         let first = self.spill(need, only);
         if first.outcome != Err(WritebackError::NoSpace)
             || !self.free_blocks_of_the_removed()
@@ -172,10 +177,11 @@ impl Evict {
             return first;
         }
         let again = self.spill(need.saturating_sub(first.taken).max(1), only);
-        Spilled { taken: first.taken + again.taken, freed: first.freed + again.freed, outcome: again.outcome }
+        Evicted { taken: first.taken + again.taken, freed: first.freed + again.freed, outcome: again.outcome }
     }
 
-    /// Frees pages that removed devices have on the backing device. Returns whether that made room there.
+    /// Frees pages that removed devices have on the backing device. Returns whether that made room
+    /// there.
     fn free_blocks_of_the_removed(&self) -> bool {
         let Some(store) = &self.pages.store else { return false };
         let before = store.free_blocks();
@@ -183,8 +189,8 @@ impl Evict {
         store.free_blocks() > before
     }
 
-    /// Frees pages that removed devices have on the backing device, and waits for those of devices that are about to be retired,
-    /// but not beyond `until`. Returns whether there is room.
+    /// Frees pages that removed devices have on the backing device, and waits for those of devices
+    /// that are about to be retired, but not beyond `until`. Returns whether there is room.
     pub(super) fn wait_for_blocks_of_the_removed(&self, store: &Store, until: Instant) -> bool {
         let is_full = || store.free_blocks() <= RECLAIMED_MIN_BLOCKS;
         while Instant::now() < until {
@@ -203,8 +209,8 @@ impl Evict {
     }
 
     /// Spills about `need` bytes of objects, the coldest first.
-    fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> Spilled {
-        let nothing = |outcome| Spilled { taken: 0, freed: 0, outcome };
+    fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> Evicted {
+        let nothing = |outcome| Evicted { taken: 0, freed: 0, outcome };
         let Some(store) = &self.pages.store else { return nothing(Ok(())) };
         if store.unanswered() > 0 {
             return nothing(Err(WritebackError::Device(Error::Media)));
@@ -240,7 +246,7 @@ impl Evict {
         let last = last as u8;
         // Of the last age only what is still needed.
         let mut left_of_last = need.saturating_sub(colder);
-        let mut pass = Pass::new(&self.pages, store);
+        let mut eviction = Eviction::new(&self.pages, store);
         let mut taken = 0;
         let mut outcome = Ok(());
         let cold = |word: Word| is_spillable(word) && rank(word) <= last;
@@ -254,7 +260,7 @@ impl Evict {
                 if age == last && left_of_last == 0 {
                     return true;
                 }
-                match pass.offer(layer, slot, |word| rank(word) <= last) {
+                match eviction.offer(layer, slot, |word| rank(word) <= last) {
                     Ok(Offered::Taken(stored)) => {
                         let charged = Pool::charged_bytes(stored);
                         taken += charged;
@@ -275,8 +281,8 @@ impl Evict {
                 break;
             }
         }
-        let (done, ended) = pass.end();
-        Spilled { taken, freed: done.pages, outcome: outcome.and(ended) }
+        let (done, ended) = eviction.end();
+        Evicted { taken, freed: done.pages, outcome: outcome.and(ended) }
     }
 
     /// The layers that pages may be taken from, and how many bytes of each.

@@ -1,9 +1,9 @@
-//! Pages out of a snapshot in the form in which they are stored, and into a new device in that form: what
-//! [saving](crate::save) needs.
+//! Pages out of a snapshot in the form in which they are stored, and into a new device in that
+//! form: what [saving](crate::save) needs.
 //!
-//! What is spilled is read from the backing device and stays there. No slot departs for that, so nobody waits: the page
-//! of a snapshot does not change, and the bytes that were read are the page's as long as no block of them began another
-//! life meanwhile (its generation tells).
+//! What is spilled is read from the backing device and stays there. No slot departs for that, so
+//! nobody waits: the page of a snapshot does not change, and the bytes that were read are the
+//! page's as long as no block of them began another life meanwhile (its generation tells).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -95,7 +95,7 @@ enum Found {
     Spilled(OnDevice),
 }
 
-// ---- out -----------------------------------------------------------------------------------------------------------
+// ---- out ----------------------------------------------------------------------------------------
 
 impl Ram {
     /// Tells devices apart.
@@ -112,7 +112,8 @@ impl Ram {
         }
     }
 
-    /// The chain that this snapshot is one of, and its number there: older ones have smaller numbers.
+    /// The chain that this snapshot is one of, and its number there: older ones have smaller
+    /// numbers.
     pub(crate) fn place_in_chain(&self) -> Option<(usize, u64)> {
         pin::pinned(|pin| match &self.0.view.load(pin).role {
             Role::Snapshot { chain, number } => Some((Arc::as_ptr(chain) as usize, *number)),
@@ -127,15 +128,17 @@ impl Ram {
         })
     }
 
-    /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one leaf.
+    /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one
+    /// leaf.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
         let end = self.0.slots();
         let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page.min(end), end));
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }
 
-    /// Copies those of these pages that this snapshot or its chain holds, as they are stored; ages and idle marks stay
-    /// as they are. With an older snapshot of the chain given, those that differ `since` then.
+    /// Copies those of these pages that this snapshot or its chain holds, as they are stored; ages
+    /// and idle marks stay as they are. With an older snapshot of the chain given, those that
+    /// differ `since` then.
     ///
     /// # Errors
     /// A page that the backing device does not give back; which one.
@@ -146,8 +149,9 @@ impl Ram {
         into: &mut Gathered,
     ) -> std::result::Result<(), (u64, Error)> {
         into.clear();
-        // What both find in one place is one page. A page that moves to a younger snapshot between the two looks is taken for
-        // another one, which does no harm; what lies in a snapshot before this one never moves to this one or behind it.
+        // What both find in one place is one page. A page that moves to a younger snapshot between
+        // the two looks is taken for another one, which does no harm; what lies in a snapshot
+        // before this one never moves to this one or behind it.
         let is_same = |page| since.is_some_and(|older| older.holder(page) == self.holder(page));
         let mut ask: Vec<u64> = pages.filter(|&page| !is_same(page)).collect();
         while !ask.is_empty() {
@@ -287,7 +291,7 @@ fn generations(store: &Store, spilled: Word) -> [u32; 2] {
     [store.map().generation(first), store.map().generation(last)]
 }
 
-// ---- in ------------------------------------------------------------------------------------------------------------
+// ---- in -----------------------------------------------------------------------------------------
 
 /// A page for a device that nobody uses yet.
 #[derive(Clone, Copy)]
@@ -357,7 +361,8 @@ impl Family {
         self.0.pages.codecs.primary().algorithm()
     }
 
-    /// The priority of which the algorithm reads objects of another one as they are; best the same one.
+    /// The priority of which the algorithm reads objects of another one as they are; best the same
+    /// one.
     pub(crate) fn reads(&self, algorithm: Algorithm, dictionary: Option<&Dictionary>) -> Option<u8> {
         let find = |fits: &dyn Fn(Algorithm) -> bool| {
             (0..=PRIORITIES).find(|&priority| {
@@ -372,7 +377,8 @@ impl Family {
         find(&|a| a == algorithm).or_else(|| find(&same_format)).map(|priority| priority as u8)
     }
 
-    /// Gives an automatic mode that has nothing yet, in a family without devices, what another one has learned.
+    /// Gives an automatic mode that has nothing yet, in a family without devices, what another one
+    /// has learned.
     pub(crate) fn adopt<E>(
         &self,
         learned: impl FnOnce() -> std::result::Result<Arc<Streams>, E>,

@@ -107,8 +107,8 @@ fn below_extents(
     Ok(beyond == to || row(Extent { offset: beyond, len: to - beyond, kind: ExtentKind::Hole }))
 }
 
-/// The runs from `slot` on, of as many pages as one call looks at; `next` tells of the first of them, and how far that
-/// goes.
+/// The runs from `slot` on, of as many pages as one call looks at; `next` tells of the first of
+/// them, and how far that goes.
 fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u64, K)) -> Runs<K> {
     let mut runs = Runs(Vec::new());
     let mut at = slot;
@@ -166,12 +166,14 @@ impl Changes for Ram {
     }
 }
 
-/// A snapshot, to be looked at as a layer over what its origin lies over: what [`Changes`] calls its own is what the origin
-/// held when the snapshot was taken, whatever became of the origin and of other snapshots since.
+/// A snapshot, to be looked at as a layer over what its origin lies over: what [`Changes`] calls
+/// its own is what the origin held when the snapshot was taken, whatever became of the origin and
+/// of other snapshots since.
 pub struct OverBase(Ram);
 
 impl Ram {
-    /// This snapshot with all that it does not read from below its origin as its changes; see [`OverBase`].
+    /// This snapshot with all that it does not read from below its origin as its changes; see
+    /// [`OverBase`].
     ///
     /// # Errors
     /// This is live: it changes while one looks.

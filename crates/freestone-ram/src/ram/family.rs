@@ -1,8 +1,8 @@
-//! A family: what disks, their snapshots and forks have in common. One pool and one limit, compression streams, one backing
-//! device, and the threads of the background.
+//! A family: what disks, their snapshots and forks have in common. One pool and one limit,
+//! compression streams, one backing device, and the threads of the background.
 //!
-//! Every device is charged for its own objects, can be given a cap of its own, and a guarantee: memory of the family that
-//! the others leave to it.
+//! Every device is charged for its own objects, can be given a cap of its own, and a guarantee:
+//! memory of the family that the others leave to it.
 
 use std::sync::{Arc, Weak};
 
@@ -79,7 +79,8 @@ impl Family {
         Ram::make(&self.0, round_size(disksize)?, Parent::Nothing, Arc::default())
     }
 
-    /// A fork: a disk whose pages are those of `base` until they are written. `base` must not change as long as it lives.
+    /// A fork: a disk whose pages are those of `base` until they are written. `base` must not
+    /// change as long as it lives.
     ///
     /// # Errors
     /// A base that can be written or has zones; the size; a guarantee that the family cannot give.
@@ -96,10 +97,12 @@ impl Family {
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
-    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use nothing is evicted, but
-    /// writes that need memory fail until enough is freed; with a backing device pages are spilled and writes wait.
+    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use
+    /// nothing is evicted, but writes that need memory fail until enough is freed; with a backing
+    /// device pages are spilled and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
-        // Two at one time would leave the pool with the one's limit and the keeper with the other's.
+        // Two at one time would leave the pool with the one's limit and the keeper with the
+        // other's.
         let _one = self.0.guarantees.hold();
         let pages = pages_of(bytes);
         // Relaxed: shown only; the pool has its own copy.
@@ -149,7 +152,8 @@ impl FamilyParts {
 impl Ticks for FamilyParts {
     fn tick(&self) {
         tick_ages(&self.pages);
-        // What others freed meanwhile; what is late is answered on the work queue, as this thread is everybody's.
+        // What others freed meanwhile; what is late is answered on the work queue, as this thread
+        // is everybody's.
         self.pages.keeper.memory_freed();
         self.fault_in.hand_over_late_reads();
     }

@@ -1,21 +1,23 @@
 //! Requests that cannot be done at once, and pages that come from the backing device for them.
 //!
 //! # The way of a page
-//! * A read, or a write to a part of the page, meets a `Spilled` slot: the slot becomes `InFlight`, whoever needs the page
-//!   meanwhile queues there, and the object is read from the device. No lock is held across that.
-//! * When it has come the slot *lands*. In the packed layout the object goes to the pool, as it is, if memory allows: the
-//!   page has come back, and its place on the device is free. Else the slot becomes `Spilled` as before. Either way those
-//!   that waited get the content.
-//! * A read that fails, is damaged, or is not answered in time lands the slot as it was, and is an I/O error for those
-//!   who waited for the content. Later requests ask the device again.
+//! * A read, or a write to a part of the page, meets a `Spilled` slot: the slot becomes `InFlight`,
+//!   whoever needs the page meanwhile queues there, and the object is read from the device. No lock
+//!   is held across that.
+//! * When it has come the slot *lands*. In the packed layout the object goes to the pool, as it is,
+//!   if memory allows: the page has come back, and its place on the device is free. Else the slot
+//!   becomes `Spilled` as before. Either way those that waited get the content.
+//! * A read that fails, is damaged, or is not answered in time lands the slot as it was, and is an
+//!   I/O error for those who waited for the content. Later requests ask the device again.
 //!
-//! A whole page that is overwritten or discarded needs no read: it replaces `Spilled`, and waits only for a flight.
+//! A whole page that is overwritten or discarded needs no read: it replaces `Spilled`, and waits
+//! only for a flight.
 //!
-//! A page that falls through to a base which would have to wait for a disk is read from there: no slot waits for it, as
-//! the base does not change.
+//! A page that falls through to a base which would have to wait for a disk is read from there: no
+//! slot waits for it, as the base does not change.
 //!
-//! Pages that one request needs are asked for together, those that lie near each other on the device in one read. A
-//! sequential reader's next pages are asked for along with them.
+//! Pages that one request needs are asked for together, those that lie near each other on the
+//! device in one read. A sequential reader's next pages are asked for along with them.
 
 use std::sync::Arc;
 
@@ -54,7 +56,8 @@ impl FaultIn {
             store.read(first, blocks, move |outcome| {
                 let Some(fault_in) = fault_in.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
-                    // One of them may be to blame. This is a thread of the device, which must not be asked from here.
+                    // One of them may be to blame. This is a thread of the device, which must not
+                    // be asked from here.
                     let weak = Arc::downgrade(&fault_in);
                     return fault_in.pages.keeper.run(move || {
                         if let Some(fault_in) = weak.upgrade() {
@@ -122,8 +125,8 @@ impl FaultIn {
         self.land(owner, wanted.flight, back, Ok(object));
     }
 
-    /// Changes a part of a page that came from the device for that: what goes to memory is the changed page, so memory
-    /// for one object is enough.
+    /// Changes a part of a page that came from the device for that: what goes to memory is the
+    /// changed page, so memory for one object is enough.
     fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &Wanted, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
         let unpacked = self.pages.unpack_spilled(wanted.spilled.word, object, &mut page);
@@ -144,8 +147,9 @@ impl FaultIn {
         }
     }
 
-    /// Ends a flight with the changed page, which is stored in memory; what the slot held goes to the snapshot that needs
-    /// it. Those that waited get the former content. `None`: it was not changed; `changed` is freed then.
+    /// Ends a flight with the changed page, which is stored in memory; what the slot held goes to
+    /// the snapshot that needs it. Those that waited get the former content. `None`: it was not
+    /// changed; `changed` is freed then.
     fn land_changed(
         &self,
         ram: &Ram,
@@ -194,8 +198,8 @@ impl FaultIn {
         location.map(|location| wanted.spilled.word.back_at(location))
     }
 
-    /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited get the content, or
-    /// the error. False: it had ended.
+    /// Ends a flight: `back` is where the page is in memory now, if it came back. Those that waited
+    /// get the content, or the error. False: it had ended.
     fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
         let landed = self.pages.at(BackRef::from_bits(owner), |layer, guard| {
             if guard.word() != Word::in_flight(flight) {
@@ -224,8 +228,8 @@ impl FaultIn {
         true
     }
 
-    /// Gives the content of a page that has landed, or the error, to those that waited for it. `still_spilled`: who would
-    /// change a part of it has to wait for memory.
+    /// Gives the content of a page that has landed, or the error, to those that waited for it.
+    /// `still_spilled`: who would change a part of it has to wait for memory.
     fn answer(&self, landed: Landed<Waiter>, still_spilled: bool, content: Result<&[u8]>) {
         let Landed { held, waiting } = landed;
         if waiting.is_empty() {

@@ -1,8 +1,8 @@
-//! Reads that cannot be done at once: their pages are gathered from the backing device, from a base that has to wait for a
-//! disk, and from memory; the request goes on when all are there.
+//! Reads that cannot be done at once: their pages are gathered from the backing device, from a base
+//! that has to wait for a disk, and from memory; the request goes on when all are there.
 //!
-//! Pages that one request needs are asked for together, those that lie near each other in one read. A sequential reader's
-//! next pages are asked for along with them.
+//! Pages that one request needs are asked for together, those that lie near each other in one read.
+//! A sequential reader's next pages are asked for along with them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -87,8 +87,8 @@ impl Inner {
 }
 
 impl Ram {
-    /// Reads the next pages of a request, from memory or from a device; at the first of them `look` found that it has to wait. The
-    /// request goes on when all are there.
+    /// Reads the next pages of a request, from memory or from a device; at the first of them `look`
+    /// found that it has to wait. The request goes on when all are there.
     pub(super) fn fetch<'a>(&'a self, job: Job, look: Look<'a>) {
         let first = job.request.offset;
         let end = (first / PAGE + FETCH_PAGES) * PAGE;
@@ -108,8 +108,8 @@ impl Ram {
         fetch.deliver(None, Ok(&[]));
     }
 
-    /// Gets a range for a read: what is in memory now, other pages by queueing on them. What comes from elsewhere is counted as
-    /// pending; what of it the caller has to read is returned.
+    /// Gets a range for a read: what is in memory now, other pages by queueing on them. What comes
+    /// from elsewhere is counted as pending; what of it the caller has to read is returned.
     fn gather<'a>(
         &'a self,
         fetch: &Arc<Fetch>,
@@ -166,7 +166,8 @@ impl Ram {
         (wanted, on_base)
     }
 
-    /// The pages from `first` on that are spilled, put in flight with nobody waiting; none where memory is short.
+    /// The pages from `first` on that are spilled, put in flight with nobody waiting; none where
+    /// memory is short.
     fn ahead(&self, first: u64, count: u64) -> Vec<Wanted> {
         let (pages, fault_in) = (&self.0.pages, &self.0.family.fault_in);
         // Not what would push out others at once.

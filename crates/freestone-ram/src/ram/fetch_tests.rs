@@ -78,7 +78,8 @@ fn a_read_of_cold_pages_asks_the_base_once() {
             assert_eq!(byte, expected, "at {at} of {len} from {offset}");
         }
         assert_eq!(*base.asked.lock().unwrap(), asked, "{len} from {offset}");
-        // A device that could have given them at once is asked first; not again for what it does not have.
+        // A device that could have given them at once is asked first; not again for what it does
+        // not have.
         assert_eq!(*base.tried.lock().unwrap(), asked.len(), "{len} from {offset}");
     };
     check(3 * PAGE, PAGE, &[], &[(3 * PAGE, PAGE)]);

@@ -1,5 +1,5 @@
-//! What nobody uses any more is freed leaf by leaf, by whoever needs the memory or by the [cleaner](super::retire); and writes without
-//! memory learn of what is about to be.
+//! What nobody uses any more is freed leaf by leaf, by whoever needs the memory or by the
+//! [cleaner](super::retire); and writes without memory learn of what is about to be.
 
 use super::pages::Pages;
 use super::removals::Step;
@@ -24,8 +24,8 @@ impl Pages {
         !self.retiring.is_empty()
     }
 
-    /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for what is on its way from
-    /// the backing device.
+    /// Frees a leaf of what is to be freed, or lets others do so. False: there is nothing, but for
+    /// what is on its way from the backing device.
     pub(super) fn help_to_free(&self) -> bool {
         match self.free_some() {
             Step::Freed => true,

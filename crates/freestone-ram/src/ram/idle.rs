@@ -18,8 +18,9 @@ const AGED_SLOTS_PER_SECOND: u64 = 1 << 20;
 pub enum Idle {
     /// All that are in memory.
     All,
-    /// Those that nobody touched for so long; the mark is taken from all others. Ages are known to the second at first, and
-    /// to about a third later on; a page is never taken for older than it is.
+    /// Those that nobody touched for so long; the mark is taken from all others. Ages are known to
+    /// the second at first, and to about a third later on; a page is never taken for older than it
+    /// is.
     OlderThan(Duration),
 }
 
@@ -62,7 +63,8 @@ fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
     marked
 }
 
-/// A second has passed: epochs are a second long, on families with much content longer, so that merging them stays cheap.
+/// A second has passed: epochs are a second long, on families with much content longer, so that
+/// merging them stays cheap.
 pub(super) fn tick_ages(pages: &Pages) {
     let leaves = pages.common.nodes.bytes() / PAGE_BYTES as u64;
     let long_ms = 1000 * (leaves * LEAF_SLOTS / AGED_SLOTS_PER_SECOND).max(1);

@@ -16,9 +16,11 @@ use freestone_core::handoff::progress;
 use freestone_core::pin;
 use freestone_core::slot::{LEAF_SLOTS, Table, Word};
 
-/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the algorithm says.)
+/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the
+/// algorithm says.)
 const TRY_READ_PAGES: u64 = 256;
-/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an object.
+/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an
+/// object.
 const TRY_FREE_LEAVES: u32 = 2;
 
 /// What an attempt at a request came to.
@@ -141,7 +143,8 @@ impl Inner {
         }
     }
 
-    /// What a write that found no memory can hope for. `ended`: see [`Removals::hope`](super::removals::Removals::hope).
+    /// What a write that found no memory can hope for. `ended`: see
+    /// [`Removals::hope`](super::removals::Removals::hope).
     #[cold]
     pub(super) fn hope(&self, ended: &mut u64) -> Hope {
         self.pages.removals.hope(ended)
@@ -175,9 +178,10 @@ impl Inner {
         Ok(progress(done, len))
     }
 
-    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under a pin, what lies on a base
-    /// without one. A page that was on the base at the look is still what the device had then when the base is read: a base
-    /// does not change. Returns how many bytes that were, and what has to be waited for then.
+    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under
+    /// a pin, what lies on a base without one. A page that was on the base at the look is still
+    /// what the device had then when the base is read: a base does not change. Returns how many
+    /// bytes that were, and what has to be waited for then.
     fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
         let target = into.len().min((TRY_READ_PAGES * PAGE) as usize);
         let mut done = 0;
@@ -200,7 +204,8 @@ impl Inner {
         Ok((done, Look::All))
     }
 
-    /// Reads as much as can be read at once. Returns how many bytes that were, and what has to be waited for then.
+    /// Reads as much as can be read at once. Returns how many bytes that were, and what has to be
+    /// waited for then.
     pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
         let len = into.len();
         let read = if self.is_snapshot || !matches!(self.parent, Parent::Nothing) {
@@ -243,9 +248,10 @@ impl Inner {
         Ok(Step::Tried(progress(done, len)))
     }
 
-    /// Empties the whole pages of a range, the last one of the device among them, also where the device ends within it; over a
-    /// base they become pages of zeroes. The parts of pages at its ends are zeroed where the range must be `exact` (write
-    /// zeroes) and skipped where it is a hint (discard), as in the kernel.
+    /// Empties the whole pages of a range, the last one of the device among them, also where the
+    /// device ends within it; over a base they become pages of zeroes. The parts of pages at its
+    /// ends are zeroed where the range must be `exact` (write zeroes) and skipped where it is a
+    /// hint (discard), as in the kernel.
     fn free(&self, view: &View, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
         let table = view.layer.table();
         let len = end - offset;
@@ -320,8 +326,8 @@ impl Inner {
         }
     }
 
-    /// Changes a part of a page that lies on a base: the head of a request. `None`: it does not lie there any more, or writers
-    /// are held up.
+    /// Changes a part of a page that lies on a base: the head of a request. `None`: it does not lie
+    /// there any more, or writers are held up.
     fn change_over(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
         let (slot, from, len) = piece(request.offset, request.len);
         let mut page = [0; PAGE_BYTES];
@@ -338,7 +344,8 @@ impl Inner {
         }
     }
 
-    /// Puts a page where it lies below the device until now. `None`: it does not any more, or writers are held up.
+    /// Puts a page where it lies below the device until now. `None`: it does not any more, or
+    /// writers are held up.
     pub(super) fn put_over(&self, slot: u64, page: &Page) -> Option<PageResult> {
         pin::pinned(|pin| {
             let view = self.view.load(pin);

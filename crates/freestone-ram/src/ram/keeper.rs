@@ -14,8 +14,8 @@ use freestone_core::work_queue::WorkQueue;
 pub(super) struct Keeper {
     state: Mutex<KeeperState>,
     kicked: Condvar,
-    /// Carries on with requests that waited, in slices, so that none holds up the others, and does what must not be done on a
-    /// thread of a device.
+    /// Carries on with requests that waited, in slices, so that none holds up the others, and does
+    /// what must not be done on a thread of a device.
     work_queue: Arc<WorkQueue>,
     starter: OnceLock<Starter>,
 }
@@ -115,7 +115,8 @@ impl Keeper {
         self.let_go(is, |job| job);
     }
 
-    /// Nothing can be freed: requests that wait for memory try once more, and fail if it is not there.
+    /// Nothing can be freed: requests that wait for memory try once more, and fail if it is not
+    /// there.
     pub fn give_up(&self) {
         self.let_go(|_| true, Job::for_the_last_time);
     }
@@ -157,8 +158,8 @@ impl Keeper {
         state.kick || !state.waiting.is_empty()
     }
 
-    /// Waits until there may be something for the keeper, for a tick after `last_tick` at most. Returns whether requests wait for
-    /// memory; `None`: it is to end.
+    /// Waits until there may be something for the keeper, for a tick after `last_tick` at most.
+    /// Returns whether requests wait for memory; `None`: it is to end.
     pub fn next_round(&self, last_tick: u64) -> Option<bool> {
         let mut state = self.lock();
         while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {

@@ -1,14 +1,14 @@
 //! A layer: one version of a device's content, as a slot table with its accounts.
 //!
-//! A disk or fork has one layer at a time; a reset or rewind gives it another, and the old one is freed in the
-//! background. A snapshot is a layer, too: see [`chain`](super::chain).
+//! A disk or fork has one layer at a time; a reset or rewind gives it another, and the old one is
+//! freed in the background. A snapshot is a layer, too: see [`chain`](super::chain).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
 use super::keeper::Keeper;
 use super::limits::{Limits, high_mark};
-use super::outcome::Rounds;
+use super::outcome::EvictionHistory;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use freestone_core::PAGE_BYTES;
@@ -17,14 +17,15 @@ use freestone_core::percpu::Counters;
 use freestone_core::slot::{Common, Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 
-/// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun by, for each CPU.
+/// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun
+/// by, for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
 
 /// One version of a device's content: a table with its accounts.
 pub(super) struct Layer {
     table: Table,
-    /// Names on the backing device whose an object is: the id of the chain's origin, for it and all of its snapshots, so that an
-    /// object can go from one to another.
+    /// Names on the backing device whose an object is: the id of the chain's origin, for it and all
+    /// of its snapshots, so that an object can go from one to another.
     chain: AtomicU32,
     counters: Counters<{ stored::COUNT }>,
     /// Bytes of the classes of all objects, but for what CPUs still have in their cells.
@@ -33,7 +34,7 @@ pub(super) struct Layer {
     /// What is kept of the family's memory for it, beside what it has.
     kept: Kept,
     /// How spilling under its cap went.
-    rounds: Mutex<Rounds>,
+    history: Mutex<EvictionHistory>,
     /// One of [`LIVE`], [`LOOSE`], [`RETIRED`].
     state: AtomicU32,
 }
@@ -78,7 +79,8 @@ impl Layer {
     }
 
     fn chain(&self) -> u32 {
-        // Relaxed: set before the layer is of use to anybody, which the swap of the chain's list orders.
+        // Relaxed: set before the layer is of use to anybody, which the swap of the chain's list
+        // orders.
         self.chain.load(Ordering::Relaxed)
     }
 
@@ -142,8 +144,8 @@ impl Layer {
     }
 
     /// Nothing is locked under it.
-    pub fn rounds(&self) -> &Mutex<Rounds> {
-        &self.rounds
+    pub fn history(&self) -> &Mutex<EvictionHistory> {
+        &self.history
     }
 
     /// Whether another object of `bytes` is within the cap.
@@ -245,18 +247,20 @@ impl Layer {
 
 /// Bytes that are kept for a layer, of which the family has the sum.
 ///
-/// Who changes what they depend on settles them anew. Of several at one time the one that comes last may have looked
-/// before the others' changes: it looks again.
+/// Who changes what they depend on settles them anew. Of several at one time the one that comes
+/// last may have looked before the others' changes: it looks again.
 #[derive(Default)]
 struct Kept(AtomicU64);
 
 impl Kept {
-    /// Keeps what `kept` makes of what is `seen`. `add` is told how many more those are, wrapping where they are less.
+    /// Keeps what `kept` makes of what is `seen`. `add` is told how many more those are, wrapping
+    /// where they are less.
     fn settle<S: PartialEq + Copy>(&self, seen: impl Fn() -> S, kept: impl Fn(S) -> u64, add: impl Fn(u64)) {
         loop {
             let now = seen();
             let bytes = kept(now);
-            // AcqRel: with the swaps of others that settle; the later one sees what the earlier one's thread changed before.
+            // AcqRel: with the swaps of others that settle; the later one sees what the earlier
+            // one's thread changed before.
             let before = self.0.swap(bytes, Ordering::AcqRel);
             add(bytes.wrapping_sub(before));
             if seen() == now {
@@ -317,7 +321,7 @@ impl Layers {
             charged: AtomicU64::new(0),
             limits,
             kept: Kept::default(),
-            rounds: Mutex::default(),
+            history: Mutex::default(),
             state: AtomicU32::new(LIVE),
         });
         map.by_id.insert(id, Arc::clone(&layer));
@@ -410,7 +414,8 @@ mod tests {
 
     use super::*;
 
-    /// A thread has looked at what is guaranteed to a layer; before it says so the layer is retired, and that is settled.
+    /// A thread has looked at what is guaranteed to a layer; before it says so the layer is
+    /// retired, and that is settled.
     #[test]
     fn nothing_is_kept_for_what_was_retired_meanwhile() {
         let (kept, sum) = (Kept::default(), AtomicU64::new(0));

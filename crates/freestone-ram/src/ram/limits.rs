@@ -14,8 +14,8 @@ pub(super) const HIGH_PERCENT: u64 = 95;
 /// Share of a limit at which spilling ends, in percent.
 pub(super) const LOW_PERCENT: u64 = 90;
 
-/// What of a family's memory a device may take, and what is kept for it; in bytes of charged objects. It goes with the
-/// device from layer to layer.
+/// What of a family's memory a device may take, and what is kept for it; in bytes of charged
+/// objects. It goes with the device from layer to layer.
 pub(super) struct Limits {
     /// Most; `u64::MAX` is no cap.
     cap: AtomicU64,
@@ -63,7 +63,8 @@ pub(super) fn high_mark(cap: u64) -> u64 {
 pub(super) struct Guarantees(Mutex<Vec<Weak<Limits>>>);
 
 impl Guarantees {
-    /// Sets a device's cap (0 is none) and what is guaranteed to it of `total` bytes, the family's limit.
+    /// Sets a device's cap (0 is none) and what is guaranteed to it of `total` bytes, the family's
+    /// limit.
     ///
     /// # Errors
     /// A guarantee above the cap, or above what the family's limit leaves beside other guarantees.

@@ -1,18 +1,24 @@
-//! The compressed RAM disk: zram's semantics in user space; and forks and snapshots, which are the same table over something.
+//! The compressed RAM disk: zram's semantics in user space; and forks and snapshots, which are the
+//! same table over something.
 //!
-//! A slot table, an object pool, and one compression stream a CPU. Pages that repeat a pattern of up to 64 bits store
-//! only that; pages that do not compress are stored as they are; everything else is compressed. Requests
-//! meet only in a page's own lock; beside it they use what belongs to their CPU (a stream, a current span), and a write
-//! takes a lock of the pool when that grows, shrinks or reaches its limit.
+//! A slot table, an object pool, and one compression stream a CPU. Pages that repeat a pattern of
+//! up to 64 bits store only that; pages that do not compress are stored as they are; everything
+//! else is compressed. Requests meet only in a page's own lock; beside it they use what belongs to
+//! their CPU (a stream, a current span), and a write takes a lock of the pool when that grows,
+//! shrinks or reaches its limit.
 //!
-//! A [`Ram`] is a disk, a fork (an empty slot reads through to its base), or a snapshot (read-only). Those
-//! that were made from one another are a [`Family`] and share pool, streams, limit and backing device.
+//! A [`Ram`] is a disk, a fork (an empty slot reads through to its base), or a snapshot
+//! (read-only). Those that were made from one another are a [`Family`] and share pool, streams,
+//! limit and backing device.
 //!
 //! Where it differs from zram on purpose:
-//! * Logical blocks are 512 bytes; a part of a page is patched under the page's lock (zram: 4096, no lock).
-//! * A write that the memory limit refuses is [`Error::NoSpace`](freestone_core::device::Error::NoSpace) (zram: an I/O error).
-//! * [`reset`](Ram::reset) wipes content and statistics and keeps size, algorithm and limit (zram forgets them), and it needs
-//!   no exclusive claim: who reads meanwhile sees the old or the new, empty content.
+//! * Logical blocks are 512 bytes; a part of a page is patched under the page's lock (zram: 4096,
+//!   no lock).
+//! * A write that the memory limit refuses is
+//!   [`Error::NoSpace`](freestone_core::device::Error::NoSpace) (zram: an I/O error).
+//! * [`reset`](Ram::reset) wipes content and statistics and keeps size, algorithm and limit (zram
+//!   forgets them), and it needs no exclusive claim: who reads meanwhile sees the old or the new,
+//!   empty content.
 //! * The disk can grow while it is used.
 //! * Pages are spilled to a backing device by themselves, packed; see [`Config::backing`].
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
@@ -22,6 +28,7 @@ mod candidates;
 mod chain;
 mod config;
 mod evict;
+mod eviction;
 mod export;
 mod extents;
 mod family;
@@ -40,7 +47,6 @@ mod outcome;
 mod pages;
 mod parent;
 mod parts;
-mod pass;
 mod read;
 mod reclaim;
 mod recompress;
@@ -108,7 +114,8 @@ struct Inner {
     pages: Arc<Pages>,
     family: Arc<FamilyParts>,
     view: Swap<View>,
-    /// Bytes. Over a base it can end within a page, of which the rest is zeroes: so it reads when the device has grown.
+    /// Bytes. Over a base it can end within a page, of which the rest is zeroes: so it reads when
+    /// the device has grown.
     size: AtomicU64,
     is_snapshot: bool,
     counters: Counters<{ counter::COUNT }>,
@@ -121,7 +128,7 @@ struct Inner {
     changing: Mutex<()>,
 }
 
-// ---- making and changing a device ----------------------------------------------------------------------------------
+// ---- making and changing a device ---------------------------------------------------------------
 
 impl Ram {
     /// An empty disk, which is a family of its own. Costs almost nothing before it is written.
@@ -162,7 +169,8 @@ impl Ram {
         Family(Arc::clone(&self.0.family))
     }
 
-    /// The device's settings as they are now. Those of a fork or snapshot are its family's, but for `disksize`.
+    /// The device's settings as they are now. Those of a fork or snapshot are its family's, but for
+    /// `disksize`.
     pub fn config(&self) -> Config {
         let family = &self.0.family;
         Config { disksize: self.0.size(), mem_limit: self.0.pages.mem_limit(), ..family.config.clone() }
@@ -178,8 +186,8 @@ impl Ram {
         self.0.pages.pool.reset_pages_max();
     }
 
-    /// Grows the disk to `disksize` bytes, rounded up to a page, or a fork to `disksize` bytes, rounded up to a block of 512;
-    /// what is new reads as zeroes, also over a base.
+    /// Grows the disk to `disksize` bytes, rounded up to a page, or a fork to `disksize` bytes,
+    /// rounded up to a block of 512; what is new reads as zeroes, also over a base.
     ///
     /// # Errors
     /// Smaller than now, or too large; a snapshot.
@@ -198,7 +206,8 @@ impl Ram {
         Ok(())
     }
 
-    /// Wipes content and statistics. Requests in flight finish on the old content. A fork is as its base after that.
+    /// Wipes content and statistics. Requests in flight finish on the old content. A fork is as its
+    /// base after that.
     ///
     /// # Errors
     /// A snapshot.
@@ -226,9 +235,9 @@ impl Ram {
         Ok(())
     }
 
-    /// Back to what the device was when it was made: a fork to its base, a disk to nothing. Takes no time that depends on
-    /// how much was written; what was, is freed in the background. Requests in flight finish on the old content.
-    /// Snapshots keep what they show.
+    /// Back to what the device was when it was made: a fork to its base, a disk to nothing. Takes
+    /// no time that depends on how much was written; what was, is freed in the background. Requests
+    /// in flight finish on the old content. Snapshots keep what they show.
     ///
     /// # Errors
     /// A snapshot.
@@ -251,17 +260,19 @@ impl Ram {
         Ok(())
     }
 
-    /// Packs the pool, under traffic, and returns how many pages went back to the system. A second caller gets 0. Packed
-    /// objects on a backing device are moved together as well; [`backing`](Self::backing) shows what that frees.
+    /// Packs the pool, under traffic, and returns how many pages went back to the system. A second
+    /// caller gets 0. Packed objects on a backing device are moved together as well;
+    /// [`backing`](Self::backing) shows what that frees.
     pub fn compact(&self) -> u64 {
         let pages = self.0.pages.compact();
         self.0.family.evict.reclaim.in_turns();
         pages
     }
 
-    // ---- snapshots and forks ---------------------------------------------------------------------------------------
+    // ---- snapshots and forks --------------------------------------------------------------------
 
-    /// Prepares a snapshot, which begins with [`consistency_group::take`], together with others where that is wanted.
+    /// Prepares a snapshot, which begins with [`consistency_group::take`], together with others
+    /// where that is wanted.
     ///
     /// # Errors
     /// This is a snapshot: it does not change. No memory.
@@ -314,17 +325,20 @@ impl Ram {
         if self.0.is_snapshot { 0 } else { self.0.chain.get().snapshots() }
     }
 
-    /// The cap on this device's own objects in bytes, 0 where there is none, and what is guaranteed to it.
+    /// The cap on this device's own objects in bytes, 0 where there is none, and what is guaranteed
+    /// to it.
     pub fn own_limits(&self) -> (u64, u64) {
         let cap = self.0.limits.cap();
         (if cap == u64::MAX { 0 } else { cap }, self.0.limits.least())
     }
 
-    /// Sets the cap on this device's own objects in bytes, 0 for none, and what of the family's memory is guaranteed to
-    /// it. Beyond its cap it spills pages of its own, where the family has a backing device; else writes fail.
+    /// Sets the cap on this device's own objects in bytes, 0 for none, and what of the family's
+    /// memory is guaranteed to it. Beyond its cap it spills pages of its own, where the family has
+    /// a backing device; else writes fail.
     ///
     /// # Errors
-    /// A snapshot; a cap below 64 KiB; a guarantee above the cap, or above what the family has left for guarantees.
+    /// A snapshot; a cap below 64 KiB; a guarantee above the cap, or above what the family has left
+    /// for guarantees.
     pub fn set_own_limits(&self, mem_limit: u64, mem_min: u64) -> Result<(), SetupError> {
         if self.0.is_snapshot {
             return Err(SetupError::Snapshot);
@@ -335,7 +349,7 @@ impl Ram {
         Ok(())
     }
 
-    // ---- statistics ------------------------------------------------------------------------------------------------
+    // ---- statistics -----------------------------------------------------------------------------
 
     /// The kernel's `mm_stat`.
     pub fn mm_stat(&self) -> MmStat {
@@ -415,7 +429,8 @@ fn next_multiple(at: u64, unit: u64) -> u64 {
     (at | (unit - 1)) + 1
 }
 
-/// The part of the page at `at` that a range of `len` bytes covers: slot, first byte in the page, bytes.
+/// The part of the page at `at` that a range of `len` bytes covers: slot, first byte in the page,
+/// bytes.
 #[inline]
 fn piece(at: u64, len: u64) -> (u64, usize, usize) {
     let from = at % PAGE;

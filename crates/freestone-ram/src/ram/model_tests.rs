@@ -102,7 +102,8 @@ proptest! {
     }
 }
 
-/// One thread's step: on its own MiB, or on its own blocks (every third one) of pages that it shares with the others.
+/// One thread's step: on its own MiB, or on its own blocks (every third one) of pages that it
+/// shares with the others.
 #[derive(Debug, Clone)]
 struct SharedStep {
     step: Step,
@@ -169,7 +170,8 @@ fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(48), ..ProptestConfig::default() })]
 
-    /// Threads that share pages, but no block, each find what they wrote, while the pool is compacted.
+    /// Threads that share pages, but no block, each find what they wrote, while the pool is
+    /// compacted.
     #[test]
     fn threads_that_share_pages_do_not_disturb_each_other(steps in prop::collection::vec(shared_steps(), SHARERS as usize)) {
         let ram = ram(8 * MIB);

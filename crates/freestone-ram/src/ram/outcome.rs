@@ -5,9 +5,11 @@ use thiserror::Error;
 use crate::clock::now_ms;
 use freestone_core::device;
 
-/// Rounds in a row that free nothing, although nothing fails, before requests that wait are refused.
+/// Rounds in a row that free nothing, although nothing fails, before requests that wait are
+/// refused.
 const EMPTY_ROUNDS_MAX: u32 = 16;
-/// Rounds in a row that failed and freed nothing, after which the device is not asked for every request.
+/// Rounds in a row that failed and freed nothing, after which the device is not asked for every
+/// request.
 const FAILURES_MAX: u32 = 3;
 /// Then nothing is tried for so long.
 const RETRY_MS: u64 = 1000;
@@ -43,14 +45,15 @@ pub enum WritebackError {
     /// The backing device has no room: ENOSPC.
     #[error("backing_dev is full")]
     NoSpace,
-    /// The backing device failed, or did not answer in time: EIO. Pages that could not be written stay in memory.
+    /// The backing device failed, or did not answer in time: EIO. Pages that could not be written
+    /// stay in memory.
     #[error("backing_dev: {0}")]
     Device(device::Error),
 }
 
-/// How the rounds for one limit went so far: the family's, or a device's own.
+/// How evictions for one limit went so far: the family's, or a device's own.
 #[derive(Default)]
-pub(super) struct Rounds {
+pub(super) struct EvictionHistory {
     /// How many in a row found nothing to spill.
     empty: u32,
     /// How many in a row failed, and when the last one did.
@@ -59,7 +62,7 @@ pub(super) struct Rounds {
 }
 
 /// What a round came to.
-pub(super) struct Spilled {
+pub(super) struct Evicted {
     /// Bytes of objects that were taken on.
     pub taken: u64,
     /// Pages that left memory.
@@ -67,21 +70,22 @@ pub(super) struct Spilled {
     pub outcome: Result<(), WritebackError>,
 }
 
-impl Rounds {
+impl EvictionHistory {
     /// Whether the device failed so often just now that it is not to be asked for every request.
     pub fn pause(&self) -> bool {
         self.failures >= FAILURES_MAX && now_ms() - self.failed_ms < RETRY_MS
     }
 
     /// Counts a round. Returns whether another one makes sense.
-    pub fn after(&mut self, spilled: &Spilled, got_on: bool, silent: bool) -> bool {
+    pub fn after(&mut self, spilled: &Evicted, got_on: bool, silent: bool) -> bool {
         let failed = matches!(spilled.outcome, Err(WritebackError::Device(_)));
         (self.failures, self.failed_ms) = if failed && !got_on {
             (if silent { FAILURES_MAX } else { self.failures + 1 }, now_ms())
         } else {
             (0, 0)
         };
-        // One failure may be of one place only; and what was taken on may have been changed meanwhile.
+        // One failure may be of one place only; and what was taken on may have been changed
+        // meanwhile.
         let again = match spilled.outcome {
             Ok(()) => {
                 self.empty = if got_on { 0 } else { self.empty + 1 };

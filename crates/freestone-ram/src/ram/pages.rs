@@ -1,4 +1,5 @@
-//! The pages of a family: where they are stored, in memory and on the backing device, and who is told when room gets short.
+//! The pages of a family: where they are stored, in memory and on the backing device, and who is
+//! told when room gets short.
 
 use std::sync::Arc;
 
@@ -17,8 +18,8 @@ use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
 /// The pages of a family: what its devices share of memory and of the backing device.
 ///
-/// Lock order: `passes`, then a slot; under a slot a compression stream or the pool's locks, one after the other. Requests do not
-/// take the first.
+/// Lock order: `background`, then a slot; under a slot a compression stream or the pool's locks, one
+/// after the other. Requests do not take the first.
 pub(super) struct Pages {
     pub common: Arc<Common>,
     pub layers: Layers,
@@ -35,7 +36,7 @@ pub(super) struct Pages {
     /// Bytes; 0 is no limit.
     pub mem_limit: AtomicU64,
     /// Held by whoever takes pages out of memory or recompresses them, for the whole of that.
-    pub passes: Mutex<()>,
+    pub background: Mutex<()>,
 }
 
 impl Pages {
@@ -72,7 +73,7 @@ impl Pages {
             removals: Removals::default(),
             compacted: AtomicU64::new(0),
             mem_limit: AtomicU64::new(0),
-            passes: Mutex::default(),
+            background: Mutex::default(),
         }))
     }
 

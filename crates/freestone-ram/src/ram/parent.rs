@@ -1,4 +1,5 @@
-//! What lies below a layer: nothing, another device, or a snapshot of the same family; and reads that fall through to it.
+//! What lies below a layer: nothing, another device, or a snapshot of the same family; and reads
+//! that fall through to it.
 
 use std::sync::Arc;
 
@@ -34,8 +35,8 @@ impl Base {
         Self { device, size: geometry.size, block: u64::from(geometry.logical_block) }
     }
 
-    /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0 where it would have to
-    /// wait. With nothing pinned: it calls the device.
+    /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0
+    /// where it would have to wait. With nothing pinned: it calls the device.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
         if there == 0 {
@@ -106,7 +107,8 @@ impl Parent {
         }
     }
 
-    /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an end.
+    /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an
+    /// end.
     fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
         let len = into.len();
         let there = self.size().saturating_sub(offset).min(len as u64) as usize;
@@ -141,8 +143,8 @@ pub(super) enum Look<'a> {
 }
 
 impl Inner {
-    /// Reads from `offset` on what is in memory, of a device that lies over something, or of a snapshot; how many bytes that were,
-    /// and why there was an end.
+    /// Reads from `offset` on what is in memory, of a device that lies over something, or of a
+    /// snapshot; how many bytes that were, and why there was an end.
     pub(super) fn look<'a>(
         &'a self,
         pin: &Pin<'_>,

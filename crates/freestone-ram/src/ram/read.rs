@@ -7,8 +7,9 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 
-/// The page cannot be worked on at once: its content is on the backing device or on its way from there, the base would have
-/// to wait for a disk, or it needs memory that can be had only by spilling.
+/// The page cannot be worked on at once: its content is on the backing device or on its way from
+/// there, the base would have to wait for a disk, or it needs memory that can be had only by
+/// spilling.
 pub(super) struct Waits;
 
 /// What an operation on one page comes to.

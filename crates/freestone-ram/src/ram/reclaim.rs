@@ -1,16 +1,18 @@
-//! Holes in packed blocks: pages that were overwritten, discarded or came back leave places in blocks that others still
-//! use. What is left in sparse blocks is read and written elsewhere, tightly; then those blocks are free.
+//! Holes in packed blocks: pages that were overwritten, discarded or came back leave places in
+//! blocks that others still use. What is left in sparse blocks is read and written elsewhere,
+//! tightly; then those blocks are free.
 //!
-//! Objects on the device say whose they are. One is moved only if its slot still points to where it was read, and
-//! the block has not been used anew since before it was read: then the bytes are the page's. The slot is picked
-//! meanwhile, as in every [pass](super::pass), and learns of the new place when the copy is on the device.
+//! Objects on the device say whose they are. One is moved only if its slot still points to where it
+//! was read, and the block has not been used anew since before it was read: then the bytes are the
+//! page's. The slot is picked meanwhile, as in every [eviction](super::eviction), and learns of the new
+//! place when the copy is on the device.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::eviction::{Eviction, Found, Offered};
 use super::outcome::WritebackError;
 use super::pages::Pages;
-use super::pass::{Found, Offered, Pass};
 use crate::pool::BackRef;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
@@ -45,7 +47,8 @@ impl Reclaim {
         Self { pages, cursor: Mutex::default() }
     }
 
-    /// Moves objects together, a part of the device at a time, where room gets short and holes are many.
+    /// Moves objects together, a part of the device at a time, where room gets short and holes are
+    /// many.
     pub fn if_worth_it(&self) {
         let Some(store) = self.pages.store.as_ref().filter(|store| store.unanswered() == 0) else { return };
         let (free, holes) = (store.free_blocks(), store.hole_blocks());
@@ -53,7 +56,7 @@ impl Reclaim {
         if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
             return;
         }
-        let Some(_one) = self.pages.passes.try_lock() else { return };
+        let Some(_one) = self.pages.background.try_lock() else { return };
         let mut cursor = self.cursor.lock();
         if *cursor >= blocks {
             *cursor = 0;
@@ -65,8 +68,8 @@ impl Reclaim {
         *cursor = end;
     }
 
-    /// Moves objects together until `enough` blocks are free that were not, or on the whole device. The caller holds `passes`.
-    /// Returns how many blocks that freed.
+    /// Moves objects together until `enough` blocks are free that were not, or on the whole device.
+    /// The caller holds `background`. Returns how many blocks that freed.
     pub fn until(&self, enough: u64) -> u64 {
         let Some(store) = self.store_with_holes() else { return 0 };
         let before = store.numbers().used;
@@ -79,16 +82,16 @@ impl Reclaim {
         freed()
     }
 
-    /// Moves objects together on the whole device, unless another pass is under way. Between two pieces who waits for memory
-    /// has its turn.
+    /// Moves objects together on the whole device, unless others are at work in the background. Between two
+    /// pieces who waits for memory has its turn.
     pub fn in_turns(&self) {
         let Some(store) = self.store_with_holes() else { return };
-        let Some(mut turn) = self.pages.passes.try_lock() else { return };
+        let Some(mut turn) = self.pages.background.try_lock() else { return };
         for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
             if self.pages.keeper.is_wanted() {
                 drop(turn);
                 freestone_core::sync::thread::sleep(GIVE_WAY);
-                turn = self.pages.passes.lock();
+                turn = self.pages.background.lock();
             }
             if !self.piece(store, from) {
                 break;
@@ -118,10 +121,10 @@ impl Reclaim {
             let stop = (start + WINDOW_BLOCKS).min(store.blocks());
             let last = if stop == store.blocks() { stop } else { stop - 1 };
             let sparse: Vec<u64> = (first..last.min(end)).filter(is_sparse).collect();
-            // A pass a window: nothing of its own is on its way while the next one is read.
-            let mut pass = Pass::to_move(&self.pages, store);
-            let moved = self.empty_window(store, start, stop, &sparse, &mut pass);
-            let (_, ended) = pass.end();
+            // An eviction a window: nothing of its own is on its way while the next one is read.
+            let mut eviction = Eviction::to_move(&self.pages, store);
+            let moved = self.empty_window(store, start, stop, &sparse, &mut eviction);
+            let (_, ended) = eviction.end();
             match moved.and(ended) {
                 Ok(()) => {}
                 // What cannot be read stays where it is.
@@ -140,7 +143,7 @@ impl Reclaim {
         start: u64,
         stop: u64,
         sparse: &[u64],
-        pass: &mut Pass<'_>,
+        eviction: &mut Eviction<'_>,
     ) -> Result<(), WritebackError> {
         let generations: Vec<u32> = (start..stop).map(|block| store.map().generation(block)).collect();
         let buffer = read(store, start, (stop - start) as u32).map_err(WritebackError::Device)?;
@@ -164,7 +167,7 @@ impl Reclaim {
                     }
                     done = next;
                     let generation = generations[(unit / BLOCK_UNITS - start) as usize];
-                    self.move_object(&Found { owner: header.owner(), unit, generation, bytes }, pass)?;
+                    self.move_object(&Found { owner: header.owner(), unit, generation, bytes }, eviction)?;
                 }
             }
         }
@@ -172,10 +175,10 @@ impl Reclaim {
     }
 
     /// Moves an object that whichever layer of its chain holds.
-    fn move_object(&self, object: &Found<'_>, pass: &mut Pass<'_>) -> Result<(), WritebackError> {
+    fn move_object(&self, object: &Found<'_>, eviction: &mut Eviction<'_>) -> Result<(), WritebackError> {
         let owner = BackRef::from_bits(object.owner);
         for layer in self.pages.layers.of_chain(owner.table()) {
-            if pass.relocate(&layer, object)? != Offered::Passed {
+            if eviction.relocate(&layer, object)? != Offered::Passed {
                 break;
             }
         }

@@ -1,21 +1,24 @@
-//! Recompression: pages that are in memory are compressed again, with a secondary algorithm, by the kernel's rules:
+//! Recompression: pages that are in memory are compressed again, with a secondary algorithm, by the
+//! kernel's rules:
 //!
-//! * One priority a run. Objects below the threshold, pages that are spilled, same-filled or marked incompressible, and
-//!   objects of the same or a higher priority are left alone.
+//! * One priority a run. Objects below the threshold, pages that are spilled, same-filled or marked
+//!   incompressible, and objects of the same or a higher priority are left alone.
 //! * Largest objects first.
-//! * It is worth it only where the new object falls in a lower class of the pool, and below the threshold. A failure at
-//!   the highest priority there is marks the page incompressible: it is not tried again until it is rewritten.
+//! * It is worth it only where the new object falls in a lower class of the pool, and below the
+//!   threshold. A failure at the highest priority there is marks the page incompressible: it is not
+//!   tried again until it is rewritten.
 //! * An attempt clears the idle mark, but a page does not become younger by it.
 //!
-//! What differs: no slot is locked while its page is compressed, so requests are not held up; a page that is read or written
-//! meanwhile stays as it is. And the memory limit holds. The new object is there before the old one goes, so
-//! that no failure loses a page; where the limit leaves no room for it the pool is compacted, since what the run has freed is
-//! scattered, and pages that find no room even so have another try at the end, if anything was freed since (the kernel exceeds
-//! the limit).
+//! What differs: no slot is locked while its page is compressed, so requests are not held up; a
+//! page that is read or written meanwhile stays as it is. And the memory limit holds. The new
+//! object is there before the old one goes, so that no failure loses a page; where the limit leaves
+//! no room for it the pool is compacted, since what the run has freed is scattered, and pages that
+//! find no room even so have another try at the end, if anything was freed since (the kernel
+//! exceeds the limit).
 //!
 //! A run is one pass over what is there when it begins, and ends, whatever is written meanwhile.
 //!
-//! Lock order: `passes` for the whole run; under it as requests do.
+//! Lock order: `background` for the whole run; under it as requests do.
 
 use std::time::Duration;
 
@@ -40,7 +43,7 @@ const GIVE_WAY: Duration = Duration::from_millis(1);
 const REFUSED_MAX: usize = 1 << 16;
 /// They are tried again as long as this share of them found room the last time.
 const AGAIN_SHARE: u64 = 64;
-/// The tag of slots that recompression has picked. `passes` keeps writeback and its tags out.
+/// The tag of slots that recompression has picked. `background` keeps writeback and its tags out.
 const TAG: u8 = 0;
 
 /// What is to be recompressed.
@@ -73,18 +76,20 @@ pub enum RecompressKind {
 /// What came of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Recompressed {
-    /// Pages that were compressed to see what comes of it. Those that found no room are not counted.
+    /// Pages that were compressed to see what comes of it. Those that found no room are not
+    /// counted.
     pub tried: u64,
     /// Pages that are stored smaller now.
     pub shrunk: u64,
     /// Pages that were marked incompressible.
     pub incompressible: u64,
-    /// Bytes by which objects became smaller. Of that, whole pages go back to the system as spans get empty; the rest
-    /// when the pool is compacted.
+    /// Bytes by which objects became smaller. Of that, whole pages go back to the system as spans
+    /// get empty; the rest when the pool is compacted.
     pub saved_bytes: u64,
 }
 
-/// Why a run was refused (the first five, EINVAL in the kernel; nothing was done) or broke off (what was done stays).
+/// Why a run was refused (the first five, EINVAL in the kernel; nothing was done) or broke off
+/// (what was done stays).
 #[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
 pub enum RecompressError {
     /// Not 1 to 3.
@@ -184,8 +189,8 @@ impl Recompress {
 }
 
 impl Ram {
-    /// Compresses pages again with a secondary algorithm; see the kernel's `recompress`. Takes as long as it takes; requests
-    /// go on meanwhile, other runs and writeback wait.
+    /// Compresses pages again with a secondary algorithm; see the kernel's `recompress`. Takes as
+    /// long as it takes; requests go on meanwhile, other runs and writeback wait.
     ///
     /// # Errors
     /// What was asked for does not fit the disk; or the run broke off.
@@ -193,7 +198,7 @@ impl Ram {
         let (family, pages, layer) = (&*self.0.family, &*self.0.pages, self.0.layer());
         let target = what.target(&pages.codecs);
         let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
-        let turn = pages.passes.lock();
+        let turn = pages.background.lock();
         let target = Target {
             priority,
             streams,
@@ -241,7 +246,7 @@ impl Target<'_> {
     }
 }
 
-// ---- a run over all pages, largest first ---------------------------------------------------------------------------
+// ---- a run over all pages, largest first --------------------------------------------------------
 
 struct Run<'a> {
     pages: &'a Pages,
@@ -256,7 +261,7 @@ struct Run<'a> {
     refused: Vec<u64>,
     /// Some of them never found any.
     gave_up: bool,
-    /// [`Pages::passes`].
+    /// [`Pages::background`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
 }
@@ -269,15 +274,17 @@ impl Run<'_> {
             self.turn = None;
             self.pages.keeper.memory_freed();
             freestone_core::sync::thread::sleep(GIVE_WAY);
-            self.turn = Some(self.pages.passes.lock());
+            self.turn = Some(self.pages.background.lock());
         }
     }
 
-    /// One pass over what is there now; pages that find no room are tried again while others make some.
+    /// One pass over what is there now; pages that find no room are tried again while others make
+    /// some.
     fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
         let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
-        // Where not all are listed at once, what was written since is listed as well: no more are tried than there are now.
+        // Where not all are listed at once, what was written since is listed as well: no more are
+        // tried than there are now.
         let mut left = 0_u64;
         layer.each_candidate(&everything, wants, |_, word| {
             sizes.count(word);
@@ -308,8 +315,9 @@ impl Run<'_> {
         }
     }
 
-    /// Tries pages again that found no room, round by round, as long as that makes room for enough of the others; the rest is
-    /// given up. Nothing is added to them meanwhile, so it ends however much is written. Whether the run goes on.
+    /// Tries pages again that found no room, round by round, as long as that makes room for enough
+    /// of the others; the rest is given up. Nothing is added to them meanwhile, so it ends however
+    /// much is written. Whether the run goes on.
     fn try_again(
         &mut self,
         wants: &impl Fn(Word) -> bool,
@@ -383,7 +391,7 @@ impl Recompressed {
     }
 }
 
-// ---- one page ------------------------------------------------------------------------------------------------------
+// ---- one page -----------------------------------------------------------------------------------
 
 /// The highest priority that a family has or, for the automatic mode's, will have.
 fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
@@ -395,10 +403,11 @@ fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
 }
 
 impl Target<'_> {
-    /// Compresses the page of a slot again, if it still is as `wants` says. Needs `passes`.
+    /// Compresses the page of a slot again, if it still is as `wants` says. Needs `background`.
     ///
-    /// The slot is not locked for long: its object is copied and the slot is marked as picked; the mark goes
-    /// when anybody writes or frees the page, and then what was made of the copy is dropped.
+    /// The slot is not locked for long: its object is copied and the slot is marked as picked; the
+    /// mark goes when anybody writes or frees the page, and then what was made of the copy is
+    /// dropped.
     pub fn recompress(
         &self,
         pages: &Pages,

@@ -18,8 +18,8 @@ fn disk(pages: u64, secondary: [Option<Algorithm>; 3]) -> Ram {
     Ram::new(Config { recomp_algorithms, ..config(pages * PAGE) }).unwrap()
 }
 
-/// A page that lz4 shrinks, and zstd a good deal more: `words` of its 8-byte words come from a small vocabulary of
-/// letters, the others are noise.
+/// A page that lz4 shrinks, and zstd a good deal more: `words` of its 8-byte words come from a
+/// small vocabulary of letters, the others are noise.
 fn page(seed: u64, words: usize) -> Page {
     let letters = content(3, 7, 512);
     let noise = content(5, seed, PAGE_BYTES);
@@ -357,7 +357,8 @@ fn writers_lose_nothing_while_their_pages_are_recompressed() {
                     let n = (round * 31 % PAGES) as usize;
                     let slot = thread * PAGES + n as u64;
                     assert!(read(ram, slot) == model[n], "thread {thread}, round {round}");
-                    // Often the same number of words, so that sizes and classes stay the same and only bytes differ.
+                    // Often the same number of words, so that sizes and classes stay the same and
+                    // only bytes differ.
                     match round % 8 {
                         0 => {
                             ram.discard(slot * PAGE, PAGE).unwrap();

@@ -1,4 +1,5 @@
-//! What is removed and not freed yet, as a family knows it: layers that are being freed, and devices that are about to leave some.
+//! What is removed and not freed yet, as a family knows it: layers that are being freed, and
+//! devices that are about to leave some.
 
 use std::collections::VecDeque;
 
@@ -9,8 +10,8 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 
-/// Layers of a family that are being freed, by as many threads as come to help. Lock order: taken for a look at what to
-/// do next; slots are not locked under it.
+/// Layers of a family that are being freed, by as many threads as come to help. Lock order: taken
+/// for a look at what to do next; slots are not locked under it.
 #[derive(Default)]
 pub(super) struct Retiring(Mutex<VecDeque<Draining>>);
 
@@ -60,7 +61,8 @@ impl Retiring {
         Err(if queue.is_empty() { Step::Nothing } else { Step::Later })
     }
 
-    /// What was taken is freed, but for what is on its way where something is `left`. Returns whether nothing of the layer is left.
+    /// What was taken is freed, but for what is on its way where something is `left`. Returns
+    /// whether nothing of the layer is left.
     pub fn done_with_leaf(&self, layer: &Arc<Layer>, start: u64, left: bool) -> bool {
         let mut queue = self.0.lock();
         let Some(at) = queue.iter().position(|draining| Arc::ptr_eq(&draining.layer, layer)) else {
@@ -96,9 +98,9 @@ impl Retiring {
     }
 }
 
-/// Removed devices whose pages cannot be freed before the cleaner has done something else, and rewinds that have not yet
-/// retired what was there, as writes without memory see them. One that is no longer `pending` is already among those that
-/// `ended`, and its pages among what is retired.
+/// Removed devices whose pages cannot be freed before the cleaner has done something else, and
+/// rewinds that have not yet retired what was there, as writes without memory see them. One that is
+/// no longer `pending` is already among those that `ended`, and its pages among what is retired.
 ///
 /// Lock order: `waiting` is innermost.
 #[derive(Default)]
@@ -130,7 +132,8 @@ impl Removals {
         self.ended.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// What was removed is retired, or of no use to anybody who waits for memory. Returns who tries again.
+    /// What was removed is retired, or of no use to anybody who waits for memory. Returns who tries
+    /// again.
     pub fn end(&self) -> Vec<(Ram, Job)> {
         self.ended.fetch_add(1, Ordering::SeqCst);
         self.pending.fetch_sub(1, Ordering::SeqCst);

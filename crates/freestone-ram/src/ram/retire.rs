@@ -1,7 +1,8 @@
-//! Layers that nobody uses any more are freed in the background: what a rewind, a reset or a removal leaves.
+//! Layers that nobody uses any more are freed in the background: what a rewind, a reset or a
+//! removal leaves.
 //!
-//! One thread does that for the whole process. It is charged to nobody, and never the cause of "no space": a write that
-//! finds no memory frees some of it itself, and tries again.
+//! One thread does that for the whole process. It is charged to nobody, and never the cause of "no
+//! space": a write that finds no memory frees some of it itself, and tries again.
 //!
 //! A pages that is gone altogether is not freed piece by piece: its memory goes as a whole.
 
@@ -37,8 +38,8 @@ pub(super) fn layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
     clean(Task { pages: Arc::downgrade(pages), work: Work::Drain });
 }
 
-/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot of a chain. `parent` is the device's
-/// own hold on what lies below the chain.
+/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot
+/// of a chain. `parent` is the device's own hold on what lies below the chain.
 pub(super) fn device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
     pages.removal_begins();
     let work = match number {
@@ -58,7 +59,8 @@ pub(super) fn pace() {
     }
 }
 
-/// Something for the cleaner. The pages is held weakly: one that nobody uses any more goes as a whole.
+/// Something for the cleaner. The pages is held weakly: one that nobody uses any more goes as a
+/// whole.
 struct Task {
     pages: Weak<Pages>,
     work: Work,
@@ -100,7 +102,8 @@ fn clean(task: Task) {
     }
 }
 
-/// A step of a task, which then waits for its next turn. Where none of them gets on the thread pauses.
+/// A step of a task, which then waits for its next turn. Where none of them gets on the thread
+/// pauses.
 fn take_turn(task: Task) {
     static IDLE_STEPS: AtomicU64 = AtomicU64::new(0);
     let (rest, got_on) = step(task);
@@ -213,7 +216,8 @@ impl PassingOn {
     }
 }
 
-/// Drops what lay below a device. The end of a device may have to wait for a disk: not on this thread.
+/// Drops what lay below a device. The end of a device may have to wait for a disk: not on this
+/// thread.
 fn drop_parent(parent: Parent) {
     if let Parent::Device(base) = &parent
         && Arc::strong_count(&base.device) == 1

@@ -60,7 +60,8 @@ fn without_anything_to_free_there_is_no_room() {
     assert_eq!(told.try_recv(), Ok(Err(Error::NoSpace)));
 }
 
-/// What is retired while a write waits for memory holds the backing device's blocks: the round frees them.
+/// What is retired while a write waits for memory holds the backing device's blocks: the round
+/// frees them.
 #[test]
 fn blocks_of_what_is_retired_are_room() {
     let (family, on_device, in_memory) = full();
@@ -108,8 +109,8 @@ fn writeback_waits_for_blocks_of_a_removal_that_has_not_begun() {
     });
 }
 
-/// Who has an answer may remove the device at once, and what it leaves must be known then to come back soon: so nothing else may
-/// hold the device any more.
+/// Who has an answer may remove the device at once, and what it leaves must be known then to come
+/// back soon: so nothing else may hold the device any more.
 #[test]
 fn a_request_that_waited_is_answered_when_only_its_user_holds_the_device() {
     let (family, on_device, in_memory) = full();

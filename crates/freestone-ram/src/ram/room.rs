@@ -2,10 +2,11 @@
 
 use super::PAGE;
 
-/// Pages in a row that find no room below the memory limit before those that found none are tried again.
+/// Pages in a row that find no room below the memory limit before those that found none are tried
+/// again.
 const REFUSALS_MAX: u32 = 4096;
-/// So much must have been freed before the pool is compacted again; to make room under the limit at first less, from a page
-/// on: what one page frees may be room for the next two.
+/// So much must have been freed before the pool is compacted again; to make room under the limit at
+/// first less, from a page on: what one page frees may be room for the next two.
 const COMPACT_AFTER_BYTES: u64 = 1 << 20;
 /// By itself the pool is packed when also this share of it was freed.
 const COMPACT_SHARE: u64 = 64;
@@ -33,14 +34,16 @@ pub(super) enum Attempt {
 pub(super) struct Room {
     /// So much must have been freed before the pool is compacted again.
     compact_after: u64,
-    /// Bytes of old objects since the last compaction, and how much of that is not used by new ones.
+    /// Bytes of old objects since the last compaction, and how much of that is not used by new
+    /// ones.
     freed_since: u64,
     saved_since: u64,
     refused_in_a_row: u32,
 }
 
 impl Room {
-    /// Whether it is worth trying to turn places that were freed into pages; who asks tries it then.
+    /// Whether it is worth trying to turn places that were freed into pages; who asks tries it
+    /// then.
     pub fn is_worth_compacting(&mut self) -> bool {
         if self.freed_since < self.compact_after {
             return false;
@@ -71,7 +74,8 @@ impl Room {
         (self.refused_in_a_row, self.compact_after) = (0, 0);
     }
 
-    /// Whether packing a pool of so many bytes gains enough by what was freed since it was last done.
+    /// Whether packing a pool of so many bytes gains enough by what was freed since it was last
+    /// done.
     pub fn is_compaction_due(&self, pool_bytes: u64) -> bool {
         self.saved_since >= COMPACT_AFTER_BYTES.max(pool_bytes / COMPACT_SHARE)
     }

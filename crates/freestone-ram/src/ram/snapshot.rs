@@ -25,7 +25,8 @@ impl PendingSnapshot {
     /// The snapshot, once it has begun.
     ///
     /// # Panics
-    /// If it has not: [`consistency_group::take`](freestone_core::consistency_group::take) comes first.
+    /// If it has not: [`consistency_group::take`](freestone_core::consistency_group::take) comes
+    /// first.
     pub fn into_snapshot(mut self) -> Ram {
         match self.snapshot.take() {
             Some(snapshot) => snapshot,

@@ -11,11 +11,11 @@ use freestone_core::sync::Ordering;
 pub struct MmStat {
     /// Bytes of pages that hold something, uncompressed; same-filled pages count.
     pub orig_data_size: u64,
-    /// Bytes of all objects as they are stored; a huge page counts whole, a same-filled one not at all (an 8-byte
-    /// pattern counts 8).
+    /// Bytes of all objects as they are stored; a huge page counts whole, a same-filled one not at
+    /// all (an 8-byte pattern counts 8).
     pub compr_data_size: u64,
-    /// Bytes of the pool's pages; where several devices share the pool, what this one's objects take of it. As in the
-    /// kernel, tables and descriptions are not in it: see [`Memory`].
+    /// Bytes of the pool's pages; where several devices share the pool, what this one's objects
+    /// take of it. As in the kernel, tables and descriptions are not in it: see [`Memory`].
     pub mem_used_total: u64,
     /// Largest allowed `mem_used_total` in bytes; 0 is no limit.
     pub mem_limit: u64,

@@ -1,5 +1,5 @@
-//! The device that a [`Ram`] is; and requests that were submitted to it: how they are carried on, and what they wait for when they
-//! change content.
+//! The device that a [`Ram`] is; and requests that were submitted to it: how they are carried on,
+//! and what they wait for when they change content.
 
 use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
@@ -59,7 +59,8 @@ impl Sliced {
 }
 
 impl Ram {
-    /// Begins a request. Where it does not have to wait, the work queue carries on with it; a family without one never waits.
+    /// Begins a request. Where it does not have to wait, the work queue carries on with it; a
+    /// family without one never waits.
     pub(super) fn go(&self, mut job: Job) {
         loop {
             job = match self.slice(job) {
@@ -73,8 +74,9 @@ impl Ram {
         }
     }
 
-    /// As [`slice`](Self::slice), on the work queue. A request is answered when this hold on its device is gone: who has the answer may
-    /// remove the device, and what it leaves is then known to be about to come back.
+    /// As [`slice`](Self::slice), on the work queue. A request is answered when this hold on its
+    /// device is gone: who has the answer may remove the device, and what it leaves is then known
+    /// to be about to come back.
     pub(super) fn carry_on(self, job: Job) {
         match self.slice(job) {
             Sliced::Again(job) => self.0.pages.keeper.resume(self.clone(), job),
@@ -116,7 +118,8 @@ impl Ram {
         Sliced::Gone
     }
 
-    /// Carries on with a read for a bounded time. Each page is looked up once: what is not in memory is asked for at that.
+    /// Carries on with a read for a bounded time. Each page is looked up once: what is not in
+    /// memory is asked for at that.
     fn read(&self, mut job: Job) -> Sliced {
         let (offset, len) = (job.request.offset, job.request.len);
         let into = job.buffer.get_mut(job.at..).filter(|into| into.len() as u64 == len);
@@ -156,8 +159,8 @@ impl Ram {
         })
     }
 
-    /// Queues a request on the page at which it stands; has the page read if it needs the content. Returned: it need not
-    /// wait any more.
+    /// Queues a request on the page at which it stands; has the page read if it needs the content.
+    /// Returned: it need not wait any more.
     fn wait_for_page(&self, job: Job) -> Option<Job> {
         let slot = job.slot();
         let mut job = Some(job);

@@ -43,6 +43,20 @@ pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
+fn a_page_that_repeats_but_for_one_byte_is_stored_whole() {
+    let ram = ram(MIB);
+    for at in [0, 3, 4, 7, 8, 2048, 4087, 4088, 4095] {
+        let mut page = [0xA5; PAGE_BYTES];
+        page[at] ^= 1;
+        ram.write_at(0, &page, Flags::empty()).unwrap();
+        let mut back = [0; PAGE_BYTES];
+        ram.read_at(0, &mut back).unwrap();
+        assert!(back == page, "byte {at}");
+        assert_eq!(ram.mm_stat().same_pages, 0, "byte {at}");
+    }
+}
+
+#[test]
 fn every_kind_of_page_comes_back() {
     for algorithm in Algorithm::ALL {
         let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(8 * MIB) }).unwrap();
@@ -461,8 +475,8 @@ fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
     assert!(back == full.2);
 }
 
-/// The page within which a device ends is emptied as a whole only where it ends there still when the slot is locked: else
-/// somebody may have written behind that end meanwhile.
+/// The page within which a device ends is emptied as a whole only where it ends there still when
+/// the slot is locked: else somebody may have written behind that end meanwhile.
 #[test]
 fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
     let config = ForkConfig { size: Some(PAGE + 1536), ..ForkConfig::default() };

@@ -1,5 +1,6 @@
-//! The keeper of a family: a thread that does the background's work (see [`evict`](super::evict)) and waits for the backing
-//! device. It holds the family by a weak reference while it has nothing to do.
+//! The keeper of a family: a thread that does the background's work (see [`evict`](super::evict))
+//! and waits for the backing device. It holds the family by a weak reference while it has nothing
+//! to do.
 
 use std::sync::{Arc, Weak};
 
@@ -8,8 +9,9 @@ use super::parts::FamilyParts;
 use crate::clock::{TICK, now_ms};
 use freestone_core::sync::thread;
 
-/// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to wait for it, and a neighbour that
-/// does not is held up less: it kept 0.75 of its speed at 0. Below, what else the machine does would hold up the spilling.
+/// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to
+/// wait for it, and a neighbour that does not is held up less: it kept 0.75 of its speed at 0.
+/// Below, what else the machine does would hold up the spilling.
 const NICE: i32 = 10;
 
 /// Says to a family's keeper how its thread is started.

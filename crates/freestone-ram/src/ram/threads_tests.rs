@@ -50,7 +50,8 @@ fn what_only_moves_on_the_device_frees_no_memory() {
     (0..160).for_each(|slot| put(&ram, slot, &half(slot)));
     let (written, error) = ram.writeback(&Writeback::Pages(vec![0..=159])).unwrap_err();
     assert!(error == WritebackError::NoSpace && written.pages > 100, "{written:?} {error:?}");
-    // Two blocks are half empty then. What they hold is moved, which makes room on the device for nothing.
+    // Two blocks are half empty then. What they hold is moved, which makes room on the device for
+    // nothing.
     for slot in [20, 60] {
         ram.discard(slot * PAGE, PAGE).unwrap();
     }

@@ -36,7 +36,8 @@ impl Ram {
         if !job.last_try {
             return pages.keeper.wait_for_memory(self.clone(), job);
         }
-        // What a removed device has, in memory and on the backing device, is no room for one that is at its own cap.
+        // What a removed device has, in memory and on the backing device, is no room for one that
+        // is at its own cap.
         let has_room = self.0.layer().has_room(PAGE_BYTES);
         let hope = if has_room { self.0.hope(&mut job.ended) } else { Hope::None };
         let job = Job { last_try: false, ..job };
@@ -54,8 +55,9 @@ impl Ram {
         }
     }
 
-    /// Does a request's change of a part of a page, of which `parent` is the content below the device. Where the
-    /// device has the page itself by now, or writers are held up, the request tries again.
+    /// Does a request's change of a part of a page, of which `parent` is the content below the
+    /// device. Where the device has the page itself by now, or writers are held up, the request
+    /// tries again.
     pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
         let slot = job.slot();
         let (_, from, len) = piece(job.request.offset, job.request.len);

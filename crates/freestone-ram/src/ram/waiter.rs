@@ -26,7 +26,8 @@ impl AsRef<Spilled> for Wanted {
 pub(super) enum Waiter {
     /// A read that wants the page's content.
     Page(Arc<Fetch>, Piece),
-    /// Another request, which will try again; for a page of the device's own, or for one that lies below it.
+    /// Another request, which will try again; for a page of the device's own, or for one that lies
+    /// below it.
     Retry { ram: Ram, job: Job, is_own: bool },
 }
 
@@ -44,7 +45,8 @@ pub(super) struct Fetch {
     pub state: Mutex<Fetching>,
 }
 
-/// Lock order: `state` is taken before a slot while pages are gathered, and with no slot held when they arrive.
+/// Lock order: `state` is taken before a slot while pages are gathered, and with no slot held when
+/// they arrive.
 pub(super) struct Fetching {
     pub job: Option<Job>,
     /// Bytes that are done when nothing is pending any more.
@@ -54,7 +56,8 @@ pub(super) struct Fetching {
 }
 
 impl Fetch {
-    /// Something that is pending has come, or failed; the last one carries the request on. What lies beyond the content is zeroes.
+    /// Something that is pending has come, or failed; the last one carries the request on. What
+    /// lies beyond the content is zeroes.
     pub fn deliver(&self, piece: Option<Piece>, outcome: Result<&[u8]>) {
         let mut fetching = self.state.lock();
         match (outcome, piece, &mut fetching.job) {

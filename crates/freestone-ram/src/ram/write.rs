@@ -27,7 +27,8 @@ pub(super) enum Patched {
 }
 
 impl Pages {
-    /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves the old data.
+    /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves
+    /// the old data.
     #[inline]
     pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
         let seen = leaf.peek(slot);
@@ -110,8 +111,8 @@ impl Pages {
         if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
     }
 
-    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then: where something lies below,
-    /// that is covered with zeroes.
+    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then:
+    /// where something lies below, that is covered with zeroes.
     #[inline]
     fn to_empty(view: &View, slot: u64) -> Result<Option<(Leaf<'_>, Word)>> {
         let table = view.layer.table();
@@ -130,7 +131,8 @@ impl Pages {
         };
         let is_free = |word: Word| word == Word::EMPTY && new == Word::EMPTY;
         if is_free(leaf.peek(slot)) {
-            // A write that is going on is not ordered against this request: the slot may as well be empty after it.
+            // A write that is going on is not ordered against this request: the slot may as well be
+            // empty after it.
             return Ok(Ok(false));
         }
         let guard = leaf.lock(slot);
@@ -143,8 +145,9 @@ impl Pages {
         Ok(self.replace(view, slot, guard, new).map(|()| true))
     }
 
-    /// Empties the slot of the page within which the device ends, if it `is_end` still when nobody writes to it. `None`: it is
-    /// not, so behind what is to be emptied there may be something. Else as [`free_page`](Self::free_page).
+    /// Empties the slot of the page within which the device ends, if it `is_end` still when nobody
+    /// writes to it. `None`: it is not, so behind what is to be emptied there may be something.
+    /// Else as [`free_page`](Self::free_page).
     #[cold]
     pub(super) fn free_end(
         &self,
@@ -220,14 +223,15 @@ impl Pages {
         self.store(layer, slot, &self.pack(page, &mut scratch))
     }
 
-    /// Whether the new content can go where the old object lies. Over its limit the pool takes nothing, as in the kernel.
+    /// Whether the new content can go where the old object lies. Over its limit the pool takes
+    /// nothing, as in the kernel.
     #[inline]
     fn fits(&self, packed: &Packed<'_>, old: Word) -> bool {
         Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.is_over_limit()
     }
 
-    /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old or the new: they need the
-    /// slot's lock.
+    /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old
+    /// or the new: they need the slot's lock.
     #[inline]
     fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
@@ -237,8 +241,8 @@ impl Pages {
         layer.account(&self.layers, old, new);
     }
 
-    /// Puts another word into a locked slot of the device; what it held goes to the snapshot that needs it, or is freed. On
-    /// failure `new` is freed.
+    /// Puts another word into a locked slot of the device; what it held goes to the snapshot that
+    /// needs it, or is freed. On failure `new` is freed.
     #[inline]
     fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
         view.replace(self, slot, guard, new).inspect_err(|_| self.release(new))
@@ -281,8 +285,8 @@ impl Packed<'_> {
 /// The 64-bit pattern that the page repeats, if it does.
 #[inline]
 fn same_filled(page: &Page) -> Option<u64> {
-    // Each word equals the next one. Nearly every other page differs in its first line. (The kernel looks at the last
-    // word first; here that is a cache miss more than it saves.)
+    // Each word equals the next one. Nearly every other page differs in its first line. (The kernel
+    // looks at the last word first; here that is a cache miss more than it saves.)
     let same = page[..PAGE_BYTES - 8] == page[8..];
     same.then(|| page[..8].try_into().ok().map(u64::from_ne_bytes)).flatten()
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::candidates::{Sizes, is_spillable};
 use super::evict::RECLAIMED_MIN_BLOCKS;
+use super::eviction::{Eviction, Offered};
 use super::layer::Layer;
 use super::outcome::{WritebackError, Written};
-use super::pass::{Offered, Pass};
 use super::{Inner, PAGE, Ram};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
@@ -66,8 +66,9 @@ pub struct BackingStat {
 }
 
 impl Ram {
-    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one waits for the first. Where removed
-    /// devices still have the room that it needs, it waits for that, for 10 s at most.
+    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one
+    /// waits for the first. Where removed devices still have the room that it needs, it waits for
+    /// that, for 10 s at most.
     ///
     /// # Errors
     /// As [`WritebackError`] says; the first part is what was done all the same.
@@ -129,17 +130,18 @@ impl Ram {
         self.0.pages.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
     }
 
-    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests of a quarter of it, of
-    /// at most 1 MiB, are in flight.
+    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests
+    /// of a quarter of it, of at most 1 MiB, are in flight.
     pub fn set_writeback_batch_size(&self, blocks: u32) {
         if let Some(store) = &self.0.pages.store {
             store.set_batch_blocks(blocks);
         }
     }
 
-    /// Sets how long the backing device may answer nothing at all while something is asked of it: 30 s unless set. After that
-    /// reads fail, and pages that were being written stay in memory. A single request that it has lost while it answers
-    /// others is given up after four times as long.
+    /// Sets how long the backing device may answer nothing at all while something is asked of it:
+    /// 30 s unless set. After that reads fail, and pages that were being written stay in memory. A
+    /// single request that it has lost while it answers others is given up after four times as
+    /// long.
     pub fn set_backing_timeout(&self, timeout: Duration) {
         if let Some(store) = &self.0.pages.store {
             store.set_timeout(timeout);
@@ -173,20 +175,21 @@ impl Inner {
             Writeback::Incompressible => word.is_incompressible(),
             Writeback::Pages(_) => true,
         };
-        let _one = pages.passes.lock();
+        let _one = pages.background.lock();
         let mut done = Written::default();
         let mut reclaimed = false;
         let until = Instant::now() + REMOVED_TIME_MAX;
         loop {
-            let mut pass = Pass::new(pages, store);
-            let outcome = layer.select(store, ranges, &wanted, &mut pass);
-            let (written, ended) = pass.end();
+            let mut eviction = Eviction::new(pages, store);
+            let outcome = layer.select(store, ranges, &wanted, &mut eviction);
+            let (written, ended) = eviction.end();
             done.pages += written.pages;
             done.blocks += written.blocks;
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
                 Err(WritebackError::NoSpace) if evict.wait_for_blocks_of_the_removed(store, until) => {}
-                // A device that is full of holes has room. Once: requests may go on making holes, and pages that are meant.
+                // A device that is full of holes has room. Once: requests may go on making holes,
+                // and pages that are meant.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
                         && evict.reclaim.until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
@@ -197,15 +200,15 @@ impl Inner {
 }
 
 impl Layer {
-    /// Offers what is wanted. Where everything will go, in the order of addresses, so that neighbours stay neighbours on
-    /// disk; where a limit or the device's size will end it early, the largest objects first, as in the kernel: they free
-    /// most.
+    /// Offers what is wanted. Where everything will go, in the order of addresses, so that
+    /// neighbours stay neighbours on disk; where a limit or the device's size will end it early,
+    /// the largest objects first, as in the kernel: they free most.
     fn select(
         self: &Arc<Self>,
         store: &Arc<Store>,
         ranges: &[RangeInclusive<u64>],
         wanted: &impl Fn(Word) -> bool,
-        pass: &mut Pass<'_>,
+        eviction: &mut Eviction<'_>,
     ) -> Result<(), WritebackError> {
         let wanted = &|word: Word| is_spillable(word) && wanted(word);
         let mut sizes = Sizes::default();
@@ -218,19 +221,20 @@ impl Layer {
             true
         });
         if store.is_packed() {
-            // Ends of runs stay empty: at most a page in 1 MiB, much of a run where the device is fragmented.
+            // Ends of runs stay empty: at most a page in 1 MiB, much of a run where the device is
+            // fragmented.
             blocks = units * layout::UNIT_BYTES as u64 / PAGE * 9 / 8 + 2 * u64::from(store.batch_blocks());
         }
         let budget = store.budget().get();
         let mut outcome = Ok(());
-        let mut offer = |slot, outcome: &mut Result<(), WritebackError>| match pass.offer(self, slot, wanted)
-        {
-            Ok(Offered::Taken(_) | Offered::Passed) => true,
-            Err(error) => {
-                *outcome = Err(error);
-                false
-            }
-        };
+        let mut offer =
+            |slot, outcome: &mut Result<(), WritebackError>| match eviction.offer(self, slot, wanted) {
+                Ok(Offered::Taken(_) | Offered::Passed) => true,
+                Err(error) => {
+                    *outcome = Err(error);
+                    false
+                }
+            };
         if blocks <= store.free_blocks() && (!budget.enabled || blocks <= budget.left) {
             self.each_candidate(ranges, wanted, |slot, _| offer(slot, &mut outcome));
             return outcome;

@@ -1,10 +1,12 @@
 //! Bases, which are not saved, and how one is known again.
 //!
-//! A base is known by its size and a hash (XXH3, 128 bits) of its content: of all of it, or, by default, of samples, so
-//! that a base of many gigabytes is not read from end to end. Samples are all of a base of up to 4 MiB; of a larger one the
-//! first MiB, the last 64 KiB, and 512 pages that are spread evenly. The beginning is where partition tables and most file
-//! systems keep what changes with every change (the superblock), so an image that was mounted and written to in between is
-//! recognised; one in which a few bytes in the middle were patched may be not. [`BaseCheck::Whole`] does recognise that.
+//! A base is known by its size and a hash (XXH3, 128 bits) of its content: of all of it, or, by
+//! default, of samples, so that a base of many gigabytes is not read from end to end. Samples are
+//! all of a base of up to 4 MiB; of a larger one the first MiB, the last 64 KiB, and 512 pages that
+//! are spread evenly. The beginning is where partition tables and most file systems keep what
+//! changes with every change (the superblock), so an image that was mounted and written to in
+//! between is recognised; one in which a few bytes in the middle were patched may be not.
+//! [`BaseCheck::Whole`] does recognise that.
 
 use std::fmt;
 use std::ops::Range;

@@ -10,8 +10,8 @@ use super::{BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX};
 use crate::ram::SetupError;
 use freestone_core::device;
 
-/// Why devices could not be saved. The old file, if there was one, is as it was; only where the very last step failed, to
-/// make the new one's name durable, either may be there after a crash.
+/// Why devices could not be saved. The old file, if there was one, is as it was; only where the
+/// very last step failed, to make the new one's name durable, either may be there after a crash.
 #[derive(Debug, Error)]
 pub enum SaveError {
     /// It was asked to stop.

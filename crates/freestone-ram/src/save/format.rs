@@ -1,11 +1,13 @@
-//! The file's structures. All integers are little-endian; the map with all offsets is in `docs/save-format.md`.
+//! The file's structures. All integers are little-endian; the map with all offsets is in
+//! `docs/save-format.md`.
 //!
 //! ```text
 //! header | bases, nodes, names | block | block | ... | end block
 //! ```
 //!
-//! Every checksum is an XXH3 of 64 bits over what follows it; those behind the header are seeded with the file's salt, so that
-//! what an older file left in the same place on the disk is no block of this one.
+//! Every checksum is an XXH3 of 64 bits over what follows it; those behind the header are seeded
+//! with the file's salt, so that what an older file left in the same place on the disk is no block
+//! of this one.
 
 use std::mem::offset_of;
 
@@ -17,9 +19,11 @@ use crate::codec::{Algorithm, DICTIONARY_BYTES_MAX};
 
 /// The first bytes of every file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
-/// The newest format that this program reads, and which it writes where a device ends within a page.
+/// The newest format that this program reads, and which it writes where a device ends within a
+/// page.
 pub const VERSION: u32 = 2;
-/// The format in which devices have whole pages, which it writes where they have, so that older programs read it.
+/// The format in which devices have whole pages, which it writes where they have, so that older
+/// programs read it.
 pub const VERSION_WHOLE_PAGES: u32 = 1;
 /// What sizes of devices are multiples of since version 2, in bytes.
 pub const SIZE_UNIT_BYTES: u64 = 512;
@@ -99,7 +103,8 @@ pub enum Over {
     Nothing,
     Base(u32),
     Node(u32),
-    /// It is what became of a snapshot's origin later: over the same, and with pages that differ since then only.
+    /// It is what became of a snapshot's origin later: over the same, and with pages that differ
+    /// since then only.
     After(u32),
 }
 
@@ -140,7 +145,8 @@ pub struct AlgorithmRecord {
     pub level: I32,
 }
 
-/// One page, or a run of pages of one 32-bit pattern or of none. All records of a block come first, then their bytes.
+/// One page, or a run of pages of one 32-bit pattern or of none. All records of a block come first,
+/// then their bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct PageRecord {

@@ -1,13 +1,15 @@
 //! Saving RAM disks, forks and whole families to a file, and restoring them.
 //!
-//! [`save`] takes a snapshot of everything live at one moment and writes it out while the devices go on; what was
-//! compressed stays compressed, what was spilled is read from the backing device and stays there. A fork of a device
-//! saves only what it holds itself; so does one of a snapshot, of which the content is saved once for all of its forks. Of
-//! snapshots of one origin, and of that itself, each saves only what differs from the one before.
-//! A base that is not of this family is not saved: [`restore`] is given it again, and checks that it is the same.
+//! [`save`] takes a snapshot of everything live at one moment and writes it out while the devices
+//! go on; what was compressed stays compressed, what was spilled is read from the backing device
+//! and stays there. A fork of a device saves only what it holds itself; so does one of a snapshot,
+//! of which the content is saved once for all of its forks. Of snapshots of one origin, and of that
+//! itself, each saves only what differs from the one before. A base that is not of this family is
+//! not saved: [`restore`] is given it again, and checks that it is the same.
 //!
-//! The file is complete or it is not there: it is written beside its target, made durable, and renamed. It ends with a
-//! commit record, and every byte is under a checksum; the map of it is in `docs/save-format.md`.
+//! The file is complete or it is not there: it is written beside its target, made durable, and
+//! renamed. It ends with a commit record, and every byte is under a checksum; the map of it is in
+//! `docs/save-format.md`.
 
 mod base;
 mod errors;
@@ -88,14 +90,16 @@ pub enum DeviceKind {
     Snapshot,
 }
 
-/// Saves devices to a file: of each live one a snapshot, all at one moment; a snapshot as it is. Names are what they are
-/// restored under. Bases are identified as `check` says. `progress` is given what was looked through and all there is,
-/// in bytes of the devices where they may hold something.
+/// Saves devices to a file: of each live one a snapshot, all at one moment; a snapshot as it is.
+/// Names are what they are restored under. Bases are identified as `check` says. `progress` is
+/// given what was looked through and all there is, in bytes of the devices where they may hold
+/// something.
 ///
-/// `to` is the old file or the whole new one at any moment. An old file is replaced if it is a saved one too, or empty. The new one
-/// is written beside it, without a name where the file system can do that (else under one that begins with
-/// `.freestone-save-`, which a failure removes), and belongs to this process's user alone (mode 0600).
-/// While it is written the origins' writers leave what they overwrite to the snapshots, so that takes memory.
+/// `to` is the old file or the whole new one at any moment. An old file is replaced if it is a
+/// saved one too, or empty. The new one is written beside it, without a name where the file system
+/// can do that (else under one that begins with `.freestone-save-`, which a failure removes), and
+/// belongs to this process's user alone (mode 0600). While it is written the origins' writers leave
+/// what they overwrite to the snapshots, so that takes memory.
 ///
 /// # Errors
 /// [`SaveError`]; the old file is kept.
@@ -210,8 +214,8 @@ pub fn inspect(path: &Path) -> Result<Contents, RestoreError> {
     Reader::open(path).map(|reader| contents(&reader))
 }
 
-/// Reads a whole file and checks everything that can be checked without a family. `progress` is given bytes of the file, done
-/// and in all.
+/// Reads a whole file and checks everything that can be checked without a family. `progress` is
+/// given bytes of the file, done and in all.
 ///
 /// # Errors
 /// As [`restore`], but for what concerns bases and memory.

@@ -1,4 +1,5 @@
-//! What is written: the snapshots that are saved, and those that they lie over, each before what lies over it.
+//! What is written: the snapshots that are saved, and those that they lie over, each before what
+//! lies over it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -72,7 +73,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Has snapshots of one origin follow each other, and brings all into an order in which each comes after what it needs.
+    /// Has snapshots of one origin follow each other, and brings all into an order in which each
+    /// comes after what it needs.
     fn link_chains(&mut self) {
         let place = |(number, node): (usize, &Node)| node.ram.place_in_chain().map(|place| (place, number));
         let mut places: Vec<_> = self.nodes.iter().enumerate().filter_map(place).collect();

@@ -144,7 +144,7 @@ impl Reader {
         }
     }
 
-    // ---- beginning and end -----------------------------------------------------------------------------------------
+    // ---- beginning and end ----------------------------------------------------------------------
 
     fn header(&mut self, len: u64) -> Result<Header, RestoreError> {
         let mut start = [0; size_of::<Header>()];
@@ -297,7 +297,7 @@ impl Reader {
         Ok((Node { size, over, snapshot, name, algorithm, level, is_disk }, depth))
     }
 
-    // ---- blocks ----------------------------------------------------------------------------------------------------
+    // ---- blocks ---------------------------------------------------------------------------------
 
     /// The next block; `None` after the last one, when all of the file has been seen to be right.
     pub fn next(&mut self) -> Result<Option<Block<'_>>, RestoreError> {

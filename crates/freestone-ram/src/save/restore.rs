@@ -1,5 +1,5 @@
-//! Restoring: devices are made one after the other, each before those that lie over it, and nobody gets any of them
-//! before the last byte of the file has been seen to be right.
+//! Restoring: devices are made one after the other, each before those that lie over it, and nobody
+//! gets any of them before the last byte of the file has been seen to be right.
 
 use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
@@ -32,16 +32,17 @@ impl Base {
     }
 }
 
-/// Restores the devices of a file into a family, and returns them with their names. `bases` are what those lie over that
-/// are forks of something which is not in the file: each is looked for among them, by what the file knows it by.
-/// `progress` is given bytes of the file, done and in all.
+/// Restores the devices of a file into a family, and returns them with their names. `bases` are
+/// what those lie over that are forks of something which is not in the file: each is looked for
+/// among them, by what the file knows it by. `progress` is given bytes of the file, done and in
+/// all.
 ///
-/// Objects that an algorithm of the family can read go in as they are; others are compressed anew. Where memory is
-/// short pages are spilled, in a family that can do that.
+/// Objects that an algorithm of the family can read go in as they are; others are compressed anew.
+/// Where memory is short pages are spilled, in a family that can do that.
 ///
 /// # Errors
-/// The file is foreign, newer, not complete or damaged; a base is missing or another one; no room for a page. What
-/// was made is gone again.
+/// The file is foreign, newer, not complete or damaged; a base is missing or another one; no room
+/// for a page. What was made is gone again.
 pub fn restore(
     path: &Path,
     family: &Family,
@@ -298,7 +299,8 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// The content of a page, of which the device has so many bytes, and the form in which it goes in.
+    /// The content of a page, of which the device has so many bytes, and the form in which it goes
+    /// in.
     fn unpack<'p>(
         &self,
         page: &Page<'p>,

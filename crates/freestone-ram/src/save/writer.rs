@@ -126,7 +126,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// The number of a node's algorithm, which is written before anything refers to it. `None`: there is none.
+    /// The number of a node's algorithm, which is written before anything refers to it. `None`:
+    /// there is none.
     fn number(&mut self, node: u32, priority: u8) -> Result<Option<u8>, SaveError> {
         if let Some(&number) = self.numbers.get(&(node, priority)) {
             return Ok(Some(number));

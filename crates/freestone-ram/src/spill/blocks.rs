@@ -1,4 +1,5 @@
-//! What is known of each block of the backing: how much of it lives, where its first header is, how often it was used.
+//! What is known of each block of the backing: how much of it lives, where its first header is, how
+//! often it was used.
 //!
 //! | bits  | field      | meaning |
 //! |-------|------------|---------|
@@ -7,9 +8,10 @@
 //! | 18-31 | generation | how often the block was opened, modulo 2^14 |
 //!
 //! # Life of a block
-//! Whoever took it from the [space](super::space) *opens* it, *places* objects in it and writes them. From then on objects
-//! are *removed* by anyone, in any order. Who removes the last one gives the block back to the space. Nothing
-//! of a block is removed before all of it is placed, or it would be given back under the hands of who fills it.
+//! Whoever took it from the [space](super::space) *opens* it, *places* objects in it and writes
+//! them. From then on objects are *removed* by anyone, in any order. Who removes the last one gives
+//! the block back to the space. Nothing of a block is removed before all of it is placed, or it
+//! would be given back under the hands of who fills it.
 //!
 //! An object is of one block or straddles two, and counts in each.
 
@@ -21,7 +23,8 @@ use freestone_core::sync::{AtomicU32, Ordering};
 pub const UNIT_BYTES: usize = 16;
 /// Units in a block.
 pub const BLOCK_UNITS: u64 = (super::space::BLOCK_BYTES / UNIT_BYTES) as u64;
-/// Units of the largest object, a whole page behind its header. It never touches more than two blocks.
+/// Units of the largest object, a whole page behind its header. It never touches more than two
+/// blocks.
 pub const MAX_UNITS: u32 = BLOCK_UNITS as u32 + 1;
 
 const LIVE_MASK: u32 = (1 << 9) - 1;
@@ -37,7 +40,8 @@ const _: () = assert!(BLOCK_UNITS <= LIVE_MASK as u64);
 pub struct Blocks(Box<[AtomicU32]>);
 
 impl Blocks {
-    /// A backing of `blocks` blocks of which none was used. Blocks that are never opened cost no memory.
+    /// A backing of `blocks` blocks of which none was used. Blocks that are never opened cost no
+    /// memory.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
@@ -48,7 +52,8 @@ impl Blocks {
         Ok(Self(zeroed(blocks)?))
     }
 
-    /// Begins new lives of blocks that the caller took from the space and that nobody else knows yet.
+    /// Begins new lives of blocks that the caller took from the space and that nobody else knows
+    /// yet.
     pub fn open(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
@@ -61,7 +66,8 @@ impl Blocks {
         }
     }
 
-    /// An object of `units` units (1 to [`MAX_UNITS`], its header included) begins at unit number `unit` of the backing.
+    /// An object of `units` units (1 to [`MAX_UNITS`], its header included) begins at unit number
+    /// `unit` of the backing.
     pub fn place(&self, unit: u64, units: u32) {
         let mut header = Some((unit % BLOCK_UNITS) as u32);
         for (index, part) in parts(unit, units) {
@@ -81,12 +87,13 @@ impl Blocks {
         }
     }
 
-    /// The object that [was placed](Self::place) there is no more; nobody will read it. `freed` is called with each block
-    /// of which it was the last, by one caller only, who owns the block from then on.
+    /// The object that [was placed](Self::place) there is no more; nobody will read it. `freed` is
+    /// called with each block of which it was the last, by one caller only, who owns the block from
+    /// then on.
     pub fn remove(&self, unit: u64, units: u32, mut freed: impl FnMut(u64)) {
         for (index, part) in parts(unit, units) {
-            // AcqRel: pairs with itself. Release: this object's use is over before it stops counting; Acquire: whoever
-            // takes the last one away comes after the use of all others.
+            // AcqRel: pairs with itself. Release: this object's use is over before it stops
+            // counting; Acquire: whoever takes the last one away comes after the use of all others.
             let before = self.0[index].fetch_sub(part, Ordering::AcqRel) & LIVE_MASK;
             debug_assert!(before >= part, "block {index} has {before} live units, {part} are removed");
             if before == part {
@@ -95,12 +102,14 @@ impl Blocks {
         }
     }
 
-    /// What was placed in blocks that the caller opened never came to be (they could not be written): nothing lives in
-    /// them, and no slot was told of it. `remove` is not called for any of it; the caller gives the blocks back.
+    /// What was placed in blocks that the caller opened never came to be (they could not be
+    /// written): nothing lives in them, and no slot was told of it. `remove` is not called for any
+    /// of it; the caller gives the blocks back.
     pub fn forget(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
-            // Relaxed: the caller alone knows of the objects; the space's lock orders this before the next life.
+            // Relaxed: the caller alone knows of the objects; the space's lock orders this before
+            // the next life.
             block.fetch_and(!(LIVE_MASK | FIRST_MASK), Ordering::Relaxed);
         }
     }
@@ -111,15 +120,17 @@ impl Blocks {
         self.0[block as usize].load(Ordering::Relaxed) & LIVE_MASK
     }
 
-    /// The unit within the block at which its first header begins, if one does. It stays there when that
-    /// object is removed: the bytes on the backing are the same until the block is opened again.
+    /// The unit within the block at which its first header begins, if one does. It stays there when
+    /// that object is removed: the bytes on the backing are the same until the block is opened
+    /// again.
     pub fn first(&self, block: u64) -> Option<u32> {
-        // Relaxed: fixed once the block is filled, of which the caller learned through a slot's lock.
+        // Relaxed: fixed once the block is filled, of which the caller learned through a slot's
+        // lock.
         ((self.0[block as usize].load(Ordering::Relaxed) & FIRST_MASK) >> FIRST_SHIFT).checked_sub(1)
     }
 
-    /// How often the block was opened, modulo 2^14. The same before and after a look at the block: what was seen
-    /// is of one life (but not that it was written by then).
+    /// How often the block was opened, modulo 2^14. The same before and after a look at the block:
+    /// what was seen is of one life (but not that it was written by then).
     pub fn generation(&self, block: u64) -> u32 {
         // Acquire: pairs with the Release in `open`.
         self.0[block as usize].load(Ordering::Acquire) >> GENERATION_SHIFT
@@ -154,7 +165,8 @@ mod tests {
 
     const BLOCKS: u64 = 6;
 
-    /// Objects placed one behind another from a run's start, as sizes; true leaves the following units empty.
+    /// Objects placed one behind another from a run's start, as sizes; true leaves the following
+    /// units empty.
     fn any_objects() -> impl Strategy<Value = Vec<(u32, bool)>> {
         let units = prop_oneof![1..10_u32, 1..=MAX_UNITS, Just(MAX_UNITS), Just(1)];
         proptest::collection::vec((units, any::<bool>()), 1..60)

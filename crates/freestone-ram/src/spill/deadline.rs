@@ -1,16 +1,19 @@
 //! When a device is given up.
 //!
-//! A deadline is for a device that makes no progress, not for one that has much to do: how long a request takes says
-//! little where hundreds are before it. So:
+//! A deadline is for a device that makes no progress, not for one that has much to do: how long a
+//! request takes says little where hundreds are before it. So:
 //!
-//! * Whatever the device answers, to whatever it was asked, well or with an error, puts off the deadline of all that it has
-//!   been given: they are late when for a whole `timeout` *nothing at all* was answered. A hung device is found after that
-//!   time, and one that was idle has the whole of it for its first request.
-//! * One request that a working device has lost would be put off for ever. It is late [`LOST_TIMES`] timeouts after the device was
-//!   given it, whatever is answered meanwhile. What a device is given at once is bounded (256 reads and 4 writes), so with the
-//!   usual 30 s only one that does fewer than about two requests a second would be wronged.
-//! * A request that waits for room was not given to the device, and its time there has not begun. It is late when for
-//!   a whole timeout no request of its kind was answered, so that none of those before it got on.
+//! * Whatever the device answers, to whatever it was asked, well or with an error, puts off the
+//!   deadline of all that it has been given: they are late when for a whole `timeout` *nothing at
+//!   all* was answered. A hung device is found after that time, and one that was idle has the whole
+//!   of it for its first request.
+//! * One request that a working device has lost would be put off for ever. It is late
+//!   [`LOST_TIMES`] timeouts after the device was given it, whatever is answered meanwhile. What a
+//!   device is given at once is bounded (256 reads and 4 writes), so with the usual 30 s only one
+//!   that does fewer than about two requests a second would be wronged.
+//! * A request that waits for room was not given to the device, and its time there has not begun.
+//!   It is late when for a whole timeout no request of its kind was answered, so that none of those
+//!   before it got on.
 
 use std::time::Duration;
 

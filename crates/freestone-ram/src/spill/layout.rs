@@ -9,8 +9,9 @@
 //! bytes 16-    object, then zeroes up to a multiple of 16 bytes, where the next header begins
 //! ```
 //!
-//! Integers are little-endian. A run of blocks begins with a header; objects straddle blocks of their run, never its end.
-//! Behind the last one zeroes fill its block. Zeroes are no header (no length, no version), so a walk ends there.
+//! Integers are little-endian. A run of blocks begins with a header; objects straddle blocks of
+//! their run, never its end. Behind the last one zeroes fill its block. Zeroes are no header (no
+//! length, no version), so a walk ends there.
 
 use xxhash_rust::xxh3::xxh3_64;
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
@@ -76,14 +77,15 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// Will fill as much of the run as `buf` can hold of it in whole blocks. What is in `buf` does not matter.
+    /// Will fill as much of the run as `buf` can hold of it in whole blocks. What is in `buf` does
+    /// not matter.
     pub fn new(buf: IoBuf, run: Run) -> Self {
         let capacity = (run.blocks as usize).min(buf.len() / BLOCK_BYTES) * BLOCK_BYTES;
         Self { buf, run, at: 0, capacity }
     }
 
-    /// Adds an object of 1 to 4096 bytes. Returns the unit of the backing at which its header begins, or `None`: there is
-    /// no room for it.
+    /// Adds an object of 1 to 4096 bytes. Returns the unit of the backing at which its header
+    /// begins, or `None`: there is no room for it.
     #[inline]
     pub fn push(&mut self, owner: u64, algorithm: u8, object: &[u8]) -> Option<u64> {
         assert!((1..=PAGE_BYTES).contains(&object.len()), "an object of {} bytes is packed", object.len());
@@ -107,7 +109,8 @@ impl Packer {
         Some(unit)
     }
 
-    /// The buffer, and how many blocks from its start are to be written to the run's start. The rest of the run is unused.
+    /// The buffer, and how many blocks from its start are to be written to the run's start. The
+    /// rest of the run is unused.
     pub fn finish(mut self) -> (IoBuf, u32) {
         let blocks = self.at.div_ceil(BLOCK_BYTES);
         // The buffer's memory had other uses: none of that may reach the disk.
@@ -129,15 +132,16 @@ fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     (checksum(whole) == header.checksum.get()).then(|| (header, &whole[HEADER_BYTES..]))
 }
 
-/// The object whose header begins at byte `at` of `buf`, if it is there, whole, undamaged, and what it should be.
+/// The object whose header begins at byte `at` of `buf`, if it is there, whole, undamaged, and what
+/// it should be.
 #[inline]
 pub fn object_at(buf: &[u8], at: usize, owner: u64, len: usize, algorithm: u8) -> Option<&[u8]> {
     let (header, object) = parse(buf, at)?;
     (header.owner() == owner && object.len() == len && header.algorithm == algorithm).then_some(object)
 }
 
-/// The objects one after another from the header at byte `from` of `buf`, each with the byte at which its header begins,
-/// up to the first that is not whole and undamaged.
+/// The objects one after another from the header at byte `from` of `buf`, each with the byte at
+/// which its header begins, up to the first that is not whole and undamaged.
 pub fn walk(buf: &[u8], from: usize) -> impl Iterator<Item = (usize, Header, &[u8])> {
     let mut next = from;
     std::iter::from_fn(move || {
@@ -286,7 +290,8 @@ mod tests {
             prop_assert!(object_at(&bytes, from, 1, 100, 0).is_none());
         }
 
-        /// Headers with a checksum that fits, but with lengths and versions of somebody else's making.
+        /// Headers with a checksum that fits, but with lengths and versions of somebody else's
+        /// making.
         #[test]
         fn forged_headers_are_walked_without_harm(
             version in prop_oneof![3 => Just(VERSION), 1 => any::<u8>()],

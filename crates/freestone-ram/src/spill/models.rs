@@ -32,7 +32,8 @@ impl Model {
         }
     }
 
-    /// Takes a run and writes it whole. loom reports it if somebody is not through with an object that lay there.
+    /// Takes a run and writes it whole. loom reports it if somebody is not through with an object
+    /// that lay there.
     fn take_and_write(&self, want: u32) -> Option<Run> {
         let run = self.space.take(want)?;
         for block in run.start..run.start + u64::from(run.blocks) {
@@ -81,7 +82,8 @@ impl Model {
     }
 }
 
-/// A full backing, from which two threads remove what they are told while a third takes runs and gives them back.
+/// A full backing, from which two threads remove what they are told while a third takes runs and
+/// gives them back.
 fn remove_against_take(one: &'static [(u64, u32)], other: &'static [(u64, u32)]) {
     loom::model(move || {
         let model = Arc::new(Model::new());

@@ -1,4 +1,5 @@
-//! Pages that are read back from the backing device: near ones in one read, each checked before it is used.
+//! Pages that are read back from the backing device: near ones in one read, each checked before it
+//! is used.
 
 use super::blocks::BLOCK_UNITS;
 use super::layout;
@@ -54,8 +55,8 @@ impl Store {
         groups
     }
 
-    /// The object of a page, or its whole content where that lies there as it is, out of what was read from block `first` on.
-    /// `None`: it is damaged, which is counted.
+    /// The object of a page, or its whole content where that lies there as it is, out of what was
+    /// read from block `first` on. `None`: it is damaged, which is counted.
     pub fn object<'b>(&self, spilled: &Spilled, first: u64, buffer: &'b [u8]) -> Option<&'b [u8]> {
         let Spilled { slot, word, header_owner } = *spilled;
         let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;

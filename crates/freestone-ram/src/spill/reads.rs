@@ -1,11 +1,13 @@
 //! Reads of the backing device: those that it was given, and those that wait until there is room.
 //!
-//! A device is given [`READS_MAX`] at once. Further ones wait in the order in which they came, without a buffer: too many is
-//! no error. Whoever answers a read makes room; it is a thread of the device, from which that must not be
-//! called, so the next one is handed over by a thread of the store's owner, who is told by [`Reads::on_room`].
+//! A device is given [`READS_MAX`] at once. Further ones wait in the order in which they came,
+//! without a buffer: too many is no error. Whoever answers a read makes room; it is a thread of the
+//! device, from which that must not be called, so the next one is handed over by a thread of the
+//! store's owner, who is told by [`Reads::on_room`].
 //!
-//! Each read is answered once: who takes it out of here, the device's answer or [`late`](Reads::late), answers it. A read that
-//! was late keeps its place until the device answers after all, so a silent device does not heap up buffers.
+//! Each read is answered once: who takes it out of here, the device's answer or
+//! [`late`](Reads::late), answers it. A read that was late keeps its place until the device answers
+//! after all, so a silent device does not heap up buffers.
 //!
 //! Lock order: `state` and the spare buffers are innermost. Answers are given outside of them.
 
@@ -62,15 +64,16 @@ struct Given {
 /// Reads of the backing device on their way, and those that wait for room.
 #[derive(Default)]
 pub(super) struct Reads {
-    state: Mutex<State>,
+    state: Mutex<ReadsState>,
     on_room: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 #[derive(Default)]
-struct State {
+struct ReadsState {
     next: u64,
     given: HashMap<u64, Given>,
-    /// Places that are taken: those of `given`, of reads that were late, and of one that is just being handed over.
+    /// Places that are taken: those of `given`, of reads that were late, and of one that is just
+    /// being handed over.
     taken: usize,
     waiting: VecDeque<Waiting>,
     /// When a read was last answered.
@@ -80,8 +83,8 @@ struct State {
 }
 
 impl Reads {
-    /// Has `tell` called whenever reads wait and there is room; it has [`next`](Self::next) called until that gives nothing,
-    /// by a thread that may call the device.
+    /// Has `tell` called whenever reads wait and there is room; it has [`next`](Self::next) called
+    /// until that gives nothing, by a thread that may call the device.
     pub fn on_room(&self, tell: Box<dyn Fn() + Send + Sync>) {
         // The first one stays.
         let _ = self.on_room.set(tell);
@@ -135,7 +138,7 @@ impl Reads {
         self.leave(self.state.lock());
     }
 
-    fn leave(&self, mut state: MutexGuard<'_, State>) {
+    fn leave(&self, mut state: MutexGuard<'_, ReadsState>) {
         state.taken -= 1;
         let tell = !state.waiting.is_empty() && !std::mem::replace(&mut state.starting, true);
         drop(state);
@@ -163,7 +166,8 @@ impl Reads {
     }
 }
 
-/// Buffers of small reads, kept for the next ones: a new one would have to be zeroed first. Each CPU has its own.
+/// Buffers of small reads, kept for the next ones: a new one would have to be zeroed first. Each
+/// CPU has its own.
 pub(super) struct Spare {
     per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
 }

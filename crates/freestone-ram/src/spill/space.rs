@@ -1,8 +1,9 @@
 //! Which blocks of the backing are free.
 //!
-//! One bit a block, in groups of 4096 (16 MiB of disk); groups without a free block are skipped by a bit of their own.
-//! Space is taken in contiguous runs, searched for from where the last one ended, so that runs taken one after another
-//! are neighbours and the disk is written from front to back.
+//! One bit a block, in groups of 4096 (16 MiB of disk); groups without a free block are skipped by
+//! a bit of their own. Space is taken in contiguous runs, searched for from where the last one
+//! ended, so that runs taken one after another are neighbours and the disk is written from front to
+//! back.
 //!
 //! All of it lies under one lock, which is held for a bounded search and never across I/O. Of all
 //! reads only those come here whose page goes back to memory and was the last of its block.
@@ -48,7 +49,8 @@ struct Map {
     bits: Box<[u64]>,
     /// Set bits of each group.
     set: Box<[u16]>,
-    /// A bit for each group without a clear one. A last group that is cut short never counts as full.
+    /// A bit for each group without a clear one. A last group that is cut short never counts as
+    /// full.
     full: Box<[u64]>,
     /// Where the next search begins.
     cursor: u64,
@@ -73,8 +75,8 @@ impl Space {
         Ok(Self { blocks, used: AtomicU64::new(0), map: Mutex::new(map) })
     }
 
-    /// Takes a run of `want` blocks, or a shorter one (of at least one block) where a bounded search finds none so
-    /// long. `None`: no block is free, or none was wanted.
+    /// Takes a run of `want` blocks, or a shorter one (of at least one block) where a bounded
+    /// search finds none so long. `None`: no block is free, or none was wanted.
     pub fn take(&self, want: u32) -> Option<Run> {
         let mut map = self.map.lock();
         let run = map.find(self.blocks, want)?;
@@ -143,7 +145,8 @@ impl Map {
         cleared
     }
 
-    /// The first run of `want` free blocks from the cursor on, once around; else the longest that was seen.
+    /// The first run of `want` free blocks from the cursor on, once around; else the longest that
+    /// was seen.
     fn find(&self, blocks: u64, want: u32) -> Option<Run> {
         let mut search = Search { want: u64::from(want), ..Search::default() };
         let mut looked = 0;

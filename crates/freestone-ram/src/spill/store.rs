@@ -1,10 +1,12 @@
-//! The backing device: whole runs of blocks are written to it, pages are read from it, and what each holds is counted.
+//! The backing device: whole runs of blocks are written to it, pages are read from it, and what
+//! each holds is counted.
 //!
-//! The device is any [`Device`]; what it does with requests (threads, `io_uring`, overlap) is its business. What is
-//! written is worth nothing after this process, so nothing is ever flushed.
+//! The device is any [`Device`]; what it does with requests (threads, `io_uring`, overlap) is its
+//! business. What is written is worth nothing after this process, so nothing is ever flushed.
 //!
-//! A write that is not answered in time is given up: its pages stay in memory, and its blocks are not used again until
-//! the device has answered after all. When that is, [`deadline`](super::deadline) says.
+//! A write that is not answered in time is given up: its pages stay in memory, and its blocks are
+//! not used again until the device has answered after all. When that is,
+//! [`deadline`](super::deadline) says.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -132,14 +134,16 @@ impl Store {
         self.packed
     }
 
-    // ---- writing ---------------------------------------------------------------------------------------------------
+    // ---- writing --------------------------------------------------------------------------------
 
-    /// Blocks that only the moving of objects may use: without them a device full of holes could not be tidied up.
+    /// Blocks that only the moving of objects may use: without them a device full of holes could
+    /// not be tidied up.
     pub fn reserve(&self) -> u64 {
         if self.packed { (self.space.blocks() / 16).min(u64::from(WRITE_BLOCKS_MAX)) } else { 0 }
     }
 
-    /// Reserves up to `wanted` contiguous blocks, out of the budget as well, where more than `reserve` are free.
+    /// Reserves up to `wanted` contiguous blocks, out of the budget as well, where more than
+    /// `reserve` are free.
     pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<(Run, Charge), Refused> {
         let free = self.space.free();
         if free <= reserve {
@@ -183,19 +187,19 @@ impl Store {
     /// Writes a run. `buffer` has as many blocks.
     pub fn write(self: &Arc<Self>, run: Run, charge: Charge, buffer: IoBuf) -> Write {
         debug_assert_eq!(buffer.len(), run.blocks as usize * BLOCK_BYTES);
-        let answer = Arc::new(Answer { state: Mutex::new(State::Flying), answered: Condvar::new() });
+        let answer = Arc::new(Answer { state: Mutex::new(WriteState::Flying), answered: Condvar::new() });
         let done = {
             let (store, answer) = (Arc::clone(self), Arc::clone(&answer));
             Completion::new(move |outcome, buffer| {
                 store.deadline.answered();
                 let mut state = answer.state.lock();
-                if matches!(*state, State::GivenUp) {
+                if matches!(*state, WriteState::GivenUp) {
                     drop(state);
                     store.give(run);
                     // Relaxed: a count that is looked at now and then.
                     store.unanswered.fetch_sub(1, Ordering::Relaxed);
                 } else {
-                    *state = State::Answered(outcome, buffer);
+                    *state = WriteState::Answered(outcome, buffer);
                     answer.answered.notify_one();
                 }
             })
@@ -211,19 +215,19 @@ impl Store {
         let Write { run, charge, given_ms, answer } = write;
         let mut state = answer.state.lock();
         loop {
-            match std::mem::replace(&mut *state, State::GivenUp) {
-                State::Answered(Ok(()), buffer) => {
+            match std::mem::replace(&mut *state, WriteState::GivenUp) {
+                WriteState::Answered(Ok(()), buffer) => {
                     self.counters.add(counter::WRITES, i64::from(run.blocks));
                     return Written::Done(buffer);
                 }
-                State::Answered(Err(error), _) => {
+                WriteState::Answered(Err(error), _) => {
                     drop(state);
                     self.counters.add(counter::FAILED_WRITES, 1);
                     self.give(run);
                     self.budget.refund(run.blocks, charge);
                     return Written::Failed(error);
                 }
-                State::Flying | State::GivenUp => {
+                WriteState::Flying | WriteState::GivenUp => {
                     // What the device answers meanwhile puts it off: it is looked at again then.
                     let left = self.deadline.due_ms(given_ms).saturating_sub(now_ms());
                     if left == 0 {
@@ -232,7 +236,7 @@ impl Store {
                         self.unanswered.fetch_add(1, Ordering::Relaxed);
                         return Written::Unanswered;
                     }
-                    *state = State::Flying;
+                    *state = WriteState::Flying;
                     let waited = answer.answered.wait_timeout(state, Duration::from_millis(left));
                     state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
@@ -262,7 +266,7 @@ impl Store {
         if self.packed { layout::units(stored) } else { BLOCK_UNITS as u32 }
     }
 
-    // ---- reading ---------------------------------------------------------------------------------------------------
+    // ---- reading --------------------------------------------------------------------------------
 
     /// The blocks in which a spilled slot's object lies: the first, and how many.
     pub fn blocks_of(&self, spilled: Word) -> (u64, u32) {
@@ -272,8 +276,9 @@ impl Store {
         (first, (last - first + 1) as u32)
     }
 
-    /// Reads blocks; `done` runs on a thread of the device, on this one, or on one that [looks after](Self::on_room) the
-    /// store. It is told something within a bounded time. Where the device has much to do the read waits for room.
+    /// Reads blocks; `done` runs on a thread of the device, on this one, or on one that [looks
+    /// after](Self::on_room) the store. It is told something within a bounded time. Where the
+    /// device has much to do the read waits for room.
     pub fn read(
         self: &Arc<Self>,
         first: u64,
@@ -287,8 +292,8 @@ impl Store {
     }
 
     /// Has `tell` called, on a thread of the device, when reads that wait can be handed over: by
-    /// [`start_reads`](Self::start_reads), on another thread. Who does that also looks now and then at what is
-    /// [late](Self::late_reads).
+    /// [`start_reads`](Self::start_reads), on another thread. Who does that also looks now and then
+    /// at what is [late](Self::late_reads).
     pub fn on_room(&self, tell: impl Fn() + Send + Sync + 'static) {
         self.reads.on_room(Box::new(tell));
     }
@@ -337,14 +342,14 @@ impl Store {
         self.counters.add(counter::FAILED_READS, 1);
     }
 
-    // ---- holes -----------------------------------------------------------------------------------------------------
+    // ---- holes ----------------------------------------------------------------------------------
 
     /// What is known of the blocks, for who moves objects together.
     pub fn map(&self) -> &Blocks {
         &self.blocks
     }
 
-    // ---- settings and numbers --------------------------------------------------------------------------------------
+    // ---- settings and numbers -------------------------------------------------------------------
 
     /// The budget of writes.
     pub fn budget(&self) -> &Budget {
@@ -433,11 +438,11 @@ pub struct Write {
 }
 
 struct Answer {
-    state: Mutex<State>,
+    state: Mutex<WriteState>,
     answered: Condvar,
 }
 
-enum State {
+enum WriteState {
     Flying,
     Answered(Result<()>, IoBuf),
     /// Nobody waits any more: the completion frees the blocks.
@@ -450,7 +455,8 @@ pub enum Written {
     Done(IoBuf),
     /// It is not.
     Failed(Error),
-    /// The device has not answered in time. It may yet write the blocks, which are kept out of use until it answers.
+    /// The device has not answered in time. It may yet write the blocks, which are kept out of use
+    /// until it answers.
     Unanswered,
 }
 

@@ -1,6 +1,7 @@
 //! The simulation. See the crate.
 //!
-//! A thread that was not started within [`run`] is left alone: for it everything behaves as `std`'s does.
+//! A thread that was not started within [`run`] is left alone: for it everything behaves as `std`'s
+//! does.
 
 mod schedule;
 pub mod sync;

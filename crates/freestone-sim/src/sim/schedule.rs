@@ -1,8 +1,8 @@
 //! Who runs.
 //!
-//! Each task is a thread of its own. One of them has the turn; all others sleep until it is theirs. What makes a task wait, and
-//! what wakes it, are numbers (`key`): the address of a lock, of a condition variable, of a channel. They are only compared, so
-//! that addresses do not matter.
+//! Each task is a thread of its own. One of them has the turn; all others sleep until it is theirs.
+//! What makes a task wait, and what wakes it, are numbers (`key`): the address of a lock, of a
+//! condition variable, of a channel. They are only compared, so that addresses do not matter.
 
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -43,7 +43,7 @@ pub struct Summary {
     pub elapsed: Duration,
 }
 
-struct State {
+struct ScheduleState {
     config: Config,
     random: u64,
     nanos: u64,
@@ -70,10 +70,11 @@ enum Status {
     Done,
 }
 
-static STATE: Mutex<Option<State>> = Mutex::new(None);
+static STATE: Mutex<Option<ScheduleState>> = Mutex::new(None);
 
 thread_local! {
-    /// First of a task's own, so it is the last to be dropped: what other thread locals do when they are dropped is still in turn.
+    /// First of a task's own, so it is the last to be dropped: what other thread locals do when
+    /// they are dropped is still in turn.
     static ME: Me = const { Me { task: Cell::new(None), cpu: Cell::new(0) } };
 }
 
@@ -90,7 +91,7 @@ impl Drop for Me {
     }
 }
 
-type Locked = MutexGuard<'static, Option<State>>;
+type Locked = MutexGuard<'static, Option<ScheduleState>>;
 
 fn lock() -> Locked {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -106,8 +107,8 @@ pub fn cpu() -> usize {
     ME.try_with(|me| me.cpu.get()).unwrap_or(0)
 }
 
-/// Runs `work` as the first task of a simulation. A process has one simulation, as what is static in it outlives it: tasks that are
-/// still there when `work` returns never go on.
+/// Runs `work` as the first task of a simulation. A process has one simulation, as what is static
+/// in it outlives it: tasks that are still there when `work` returns never go on.
 ///
 /// # Panics
 /// There was one before, or as `work` does.
@@ -115,7 +116,7 @@ pub fn run<T>(config: Config, work: impl FnOnce() -> T) -> (T, Summary) {
     {
         let mut state = lock();
         assert!(state.is_none(), "one simulation a process");
-        *state = Some(State {
+        *state = Some(ScheduleState {
             config,
             random: config.seed,
             nanos: 0,
@@ -192,7 +193,8 @@ pub(super) fn give_way() -> bool {
     true
 }
 
-/// Waits for [`wake`] with this key, at most so long; true where that time has passed. Only for a task.
+/// Waits for [`wake`] with this key, at most so long; true where that time has passed. Only for a
+/// task.
 pub(super) fn block(key: usize, most: Option<Duration>) -> bool {
     let me = me().expect("only a task waits in a simulation");
     let mut locked = lock();
@@ -279,7 +281,7 @@ fn finish(me: usize) {
     }
 }
 
-fn running(locked: &mut Locked) -> &mut State {
+fn running(locked: &mut Locked) -> &mut ScheduleState {
     locked.as_mut().expect("a task runs in a simulation")
 }
 
@@ -323,7 +325,7 @@ fn await_turn(mut locked: Locked, me: usize) {
     }
 }
 
-impl State {
+impl ScheduleState {
     fn add(&mut self, name: &str) -> usize {
         self.tasks.push(Task {
             name: name.to_owned(),
@@ -410,7 +412,7 @@ fn stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
     process::exit(STUCK_STATUS);
 }
 
-fn show(state: &State, task: usize) {
+fn show(state: &ScheduleState, task: usize) {
     let Task { name, status, .. } = &state.tasks[task];
     let waits = match status {
         Status::Blocked { until: Some(until), .. } => format!("waits until {until} ns"),

@@ -165,7 +165,7 @@ impl Made for Fork {
     }
 }
 
-// ---- attributes -----------------------------------------------------------------------------------------------------
+// ---- attributes ---------------------------------------------------------------------------------
 
 /// Of a fork. `mem_limit` and `mem_min` are its own.
 const NAMES: [&str; 10] = [
@@ -212,7 +212,7 @@ pub fn over_stat(ram: &Ram) -> Value {
     })
 }
 
-// ---- changes --------------------------------------------------------------------------------------------------------
+// ---- changes ------------------------------------------------------------------------------------
 
 /// Checks what is to be set of a fork; `None` where there is no such attribute.
 fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {

@@ -1,6 +1,6 @@
-//! The kinds of devices. Each has a file of its own: its keys and how they are parsed, how it is set up, its attributes, and what
-//! else is not the same for all of them. Here is what they have in common: [`Spec`] is a device as it was asked for, [`Entry`]
-//! one that is there.
+//! The kinds of devices. Each has a file of its own: its keys and how they are parsed, how it is
+//! set up, its attributes, and what else is not the same for all of them. Here is what they have in
+//! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
 mod file;
 mod fork;
@@ -69,7 +69,7 @@ const LAYER_KEYS: [&str; 16] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
 /// Why a snapshot is no origin.
 const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 
-// ---- asked for ------------------------------------------------------------------------------------------------------
+// ---- asked for ----------------------------------------------------------------------------------
 
 /// A device as it was asked for; every value is checked, nothing is opened yet.
 #[derive(Debug, Clone, PartialEq)]
@@ -124,10 +124,12 @@ impl Deref for KindSpec {
 
 /// What is not the same for all that can be asked for. What a kind does not say is the usual.
 pub trait Asked {
-    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error does not name the device.
+    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
+    /// does not name the device.
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
 
-    /// What it shares with others: with its own snapshots and their forks, or its forks with one another.
+    /// What it shares with others: with its own snapshots and their forks, or its forks with one
+    /// another.
     fn family(&self) -> Option<&FamilySpec> {
         None
     }
@@ -201,7 +203,7 @@ fn parse_name(text: &str) -> Result<String, String> {
     }
 }
 
-// ---- set up ---------------------------------------------------------------------------------------------------------
+// ---- set up -------------------------------------------------------------------------------------
 
 /// What came of setting up.
 pub struct Built {
@@ -298,7 +300,8 @@ pub trait Made: Send + Sync {
         false
     }
 
-    /// Which of the files of a base is not what it was when it was opened, as of the last look, and what became of it.
+    /// Which of the files of a base is not what it was when it was opened, as of the last look, and
+    /// what became of it.
     fn changed(&self) -> Option<(PathBuf, Changed)> {
         None
     }
@@ -308,14 +311,14 @@ pub trait Made: Send + Sync {
         false
     }
 
-    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on request the counters of a
-    /// RAM disk or fork as well.
+    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on
+    /// request the counters of a RAM disk or fork as well.
     fn wipe(&self, _counters: bool) -> device::Result<()> {
         Err(device::Error::Unsupported)
     }
 
-    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that was under way when its
-    /// store was closed. When this returns its origin shows the snapshot.
+    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that
+    /// was under way when its store was closed. When this returns its origin shows the snapshot.
     fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
         Ok(())
     }
@@ -341,8 +344,8 @@ pub trait Made: Send + Sync {
     /// The value of one of them. Sizes are numbers of bytes.
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
 
-    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the forks of a base share has a
-    /// limit, all else is fixed.
+    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the
+    /// forks of a base share has a limit, all else is fixed.
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
         if attr == "mem_limit" && entry.is_outer_base() {
@@ -379,7 +382,7 @@ fn is_live(base: &Entry) -> String {
     format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
 }
 
-// ---- there ----------------------------------------------------------------------------------------------------------
+// ---- there --------------------------------------------------------------------------------------
 
 /// A device with its name.
 pub struct Entry {
@@ -491,7 +494,8 @@ impl Entry {
         Ok(family)
     }
 
-    /// The value of an attribute that the forks of a base share; before the first one, what was asked for.
+    /// The value of an attribute that the forks of a base share; before the first one, what was
+    /// asked for.
     fn family_value(&self, attr: &str) -> Option<Value> {
         family::value(self.spec.kind.family()?, self.family_made(), attr)
     }

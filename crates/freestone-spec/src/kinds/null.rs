@@ -1,4 +1,5 @@
-//! Null devices: test drives with the keys of the kernel's `null_blk`, and why some of them mean nothing here.
+//! Null devices: test drives with the keys of the kernel's `null_blk`, and why some of them mean
+//! nothing here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -256,7 +257,7 @@ fn parse_completion(text: &str) -> Result<Duration, String> {
     })
 }
 
-// ---- setting up -----------------------------------------------------------------------------------------------------
+// ---- setting up ---------------------------------------------------------------------------------
 
 impl Asked for NullSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {

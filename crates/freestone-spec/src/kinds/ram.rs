@@ -114,7 +114,8 @@ impl Made for RamDisk {
     }
 }
 
-/// Sets the data of a disk or fork back to what it was in the beginning; on request the counters as well.
+/// Sets the data of a disk or fork back to what it was in the beginning; on request the counters as
+/// well.
 pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     let done = if counters { ram.reset() } else { ram.rewind() };
     done.map_err(|error| match error {
@@ -123,7 +124,7 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     })
 }
 
-// ---- attributes -----------------------------------------------------------------------------------------------------
+// ---- attributes ---------------------------------------------------------------------------------
 
 /// Their names, in the order in which they are shown.
 const NAMES: [&str; 17] = [
@@ -261,7 +262,7 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
     }))
 }
 
-// ---- changes --------------------------------------------------------------------------------------------------------
+// ---- changes ------------------------------------------------------------------------------------
 
 /// A disk or fork with zones stays as large as it is.
 pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusal> {

@@ -40,8 +40,9 @@ impl Refused {
     }
 }
 
-/// Devices in the order in which they came. One lock, held to look up, to change or to list, never during work on a
-/// device. Nothing but listing depends on how many devices there are, search trees apart.
+/// Devices in the order in which they came. One lock, held to look up, to change or to list, never
+/// during work on a device. Nothing but listing depends on how many devices there are, search trees
+/// apart.
 #[derive(Default)]
 pub struct Registry {
     tables: Mutex<Tables>,
@@ -131,7 +132,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Takes a device out, unless others stand on it: then it answers who. One that is not there (any more) is out already.
+    /// Takes a device out, unless others stand on it: then it answers who. One that is not there
+    /// (any more) is out already.
     pub fn remove(&self, entry: &Arc<Entry>) -> Result<(), Users> {
         let mut tables = self.lock();
         let Some(number) = tables.number(entry) else { return Ok(()) };

@@ -1,4 +1,5 @@
-//! What lies over a device's data: bad blocks, zones, pace, faults, loss of power. From the data up:
+//! What lies over a device's data: bad blocks, zones, pace, faults, loss of power. From the data
+//! up:
 //!
 //! ```text
 //! faults        answers late or wrong              keys faults, seed
@@ -87,7 +88,8 @@ impl LayerSpec {
         *self == Self::default()
     }
 
-    /// Refuses what has nothing to do over data of `size` bytes, where that is known, or in the file that it is.
+    /// Refuses what has nothing to do over data of `size` bytes, where that is known, or in the
+    /// file that it is.
     pub(crate) fn check(
         &self,
         keys: &Keys,
@@ -168,7 +170,8 @@ pub enum CutError {
 }
 
 impl Layers {
-    /// Why what is done to the data alone would not be what users of the device see; `None` where it is.
+    /// Why what is done to the data alone would not be what users of the device see; `None` where
+    /// it is.
     pub fn hide(&self) -> Option<&'static str> {
         if self.zones.is_some() {
             Some("it is zoned, and the state of its zones would be missing")
@@ -179,7 +182,8 @@ impl Layers {
         }
     }
 
-    /// The seed of the next cut: each cut has another one, and they come again for the same seed of the device.
+    /// The seed of the next cut: each cut has another one, and they come again for the same seed of
+    /// the device.
     pub fn next_seed(&self) -> u64 {
         let seed = self.faults.as_ref().map_or(self.seed, |faults| faults.seed());
         seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
@@ -240,7 +244,7 @@ impl Layers {
     }
 }
 
-// ---- setting up ----------------------------------------------------------------------------------------------------
+// ---- setting up ---------------------------------------------------------------------------------
 
 /// What layers have to know of the data below them.
 #[derive(Debug, Default)]
@@ -335,7 +339,7 @@ fn stack(
     Ok((top, layers))
 }
 
-// ---- attributes ----------------------------------------------------------------------------------------------------
+// ---- attributes ---------------------------------------------------------------------------------
 
 impl Layers {
     /// The attributes that these layers have.
@@ -380,7 +384,7 @@ pub fn ops(counts: &Counted) -> Value {
     })
 }
 
-// ---- changes -------------------------------------------------------------------------------------------------------
+// ---- changes ------------------------------------------------------------------------------------
 
 /// What a `set` does to the layers, once everything was checked.
 #[derive(Debug, Default)]
@@ -393,7 +397,8 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// Takes an attribute of the layers of the device `name`; `false` where it is none that could be set.
+    /// Takes an attribute of the layers of the device `name`; `false` where it is none that could
+    /// be set.
     pub(crate) fn take(
         &mut self,
         layers: &Layers,

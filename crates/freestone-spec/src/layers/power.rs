@@ -12,7 +12,8 @@ use crate::refusal::{Errno, Refusal};
 /// Its attributes; the first two are its keys.
 pub(super) const ATTRS: [&str; 3] = ["power_cut", "record", "unflushed"];
 
-/// Keeps unflushed writes of `device` apart, `capacity` bytes of them where it has a cache, and records where that was asked for.
+/// Keeps unflushed writes of `device` apart, `capacity` bytes of them where it has a cache, and
+/// records where that was asked for.
 pub(super) fn over(device: Arc<dyn Device>, capacity: u64, to: Option<&Path>) -> Result<Power, Refusal> {
     let record = to.map(record).transpose()?;
     let config = power::Config { capacity, record };

@@ -88,7 +88,7 @@ impl ZoneSpec {
     }
 }
 
-// ---- values --------------------------------------------------------------------------------------------------------
+// ---- values -------------------------------------------------------------------------------------
 
 fn parse_zone_size(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|e| e.to_string())?;
@@ -129,9 +129,10 @@ fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
     }
 }
 
-// ---- setting up ----------------------------------------------------------------------------------------------------
+// ---- setting up ---------------------------------------------------------------------------------
 
-/// Zones over `device`, which `stores` what is written or not. Those of a file are remembered beside it.
+/// Zones over `device`, which `stores` what is written or not. Those of a file are remembered
+/// beside it.
 pub(super) fn over(
     asked: &ZoneSpec,
     device: Arc<dyn Device>,
@@ -170,7 +171,8 @@ pub(super) fn conditions(asked: &ZoneSpec) -> Vec<(&'static str, u64)> {
     readonly.chain(asked.offline.iter().map(|&offset| ("zone_offline", offset))).collect()
 }
 
-/// Makes the zone that holds `offset` read-only or offline, from whatever it is; an error is half a sentence.
+/// Makes the zone that holds `offset` read-only or offline, from whatever it is; an error is half a
+/// sentence.
 fn condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String> {
     put(zones, key, offset).map_err(|error| match error {
         device::Error::OutOfRange => "lies behind the end of the device".to_owned(),
@@ -227,12 +229,13 @@ fn refused(error: &zone::SetupError) -> Refusal {
     Refusal::failed(errno, why)
 }
 
-/// Makes the zone that holds `offset` read-only or offline, from whatever it is; empty where it is that already.
+/// Makes the zone that holds `offset` read-only or offline, from whatever it is; empty where it is
+/// that already.
 pub(super) fn put(zones: &Zones, attr: &str, offset: u64) -> device::Result<()> {
     if attr == "zone_offline" { zones.set_offline(offset) } else { zones.set_read_only(offset) }
 }
 
-// ---- attributes ----------------------------------------------------------------------------------------------------
+// ---- attributes ---------------------------------------------------------------------------------
 
 /// The value of an attribute of a zoned device.
 pub(super) fn value(asked: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, attr: &str) -> Option<Value> {

@@ -60,8 +60,8 @@ pub fn geometry(device: &dyn Device) -> Checked {
     Ok(())
 }
 
-/// Checks that bad requests are refused, with the error that the contract's order of checks gives, in both halves
-/// alike and without effect; and that the first and the last blocks are in reach.
+/// Checks that bad requests are refused, with the error that the contract's order of checks gives,
+/// in both halves alike and without effect; and that the first and the last blocks are in reach.
 pub fn errors(device: &dyn Device, options: &Options) -> Checked {
     let mut driver = Driver::new(device, options, "errors", 1);
     let geometry = device.geometry();

@@ -1,4 +1,5 @@
-//! Several threads on one device: regions of their own, and shared blocks that must never be torn or stale.
+//! Several threads on one device: regions of their own, and shared blocks that must never be torn
+//! or stale.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -29,11 +30,12 @@ struct Board {
     failed: AtomicBool,
 }
 
-/// Threads write and read at once. Each has a region of its own, which must behave as if it were alone; and
-/// each owns some of the blocks at the start of the device, which it stamps with rising numbers while the others read:
-/// every block (or what of it [`Options::whole`] says) must be one stamp as a whole, not older than the last that was
-/// answered before the read began. Some more blocks are written by all threads, several at once: each must always be one
-/// of the writes as a whole.
+/// Threads write and read at once. Each has a region of its own, which must behave as if it were
+/// alone; and each owns some of the blocks at the start of the device, which it stamps with rising
+/// numbers while the others read: every block (or what of it [`Options::whole`] says) must be one
+/// stamp as a whole, not older than the last that was answered before the read began. Some more
+/// blocks are written by all threads, several at once: each must always be one of the writes as a
+/// whole.
 pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);

@@ -18,8 +18,8 @@ struct Window {
     stores: bool,
 }
 
-/// Runs random operations in every way and compares with a byte vector, at the start and the end of the device. On
-/// a read-only device: reads only.
+/// Runs random operations in every way and compares with a byte vector, at the start and the end of
+/// the device. On a read-only device: reads only.
 pub fn content(device: &dyn Device, options: &Options) -> Checked {
     let size = device.geometry().size;
     let len = options.window.min(size);
@@ -52,7 +52,8 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
     Ok(())
 }
 
-/// Checks that a device which `grow` makes larger keeps its content, reads zeroes in the new part and stores there.
+/// Checks that a device which `grow` makes larger keeps its content, reads zeroes in the new part
+/// and stores there.
 pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked {
     let mut driver = Driver::new(device, options, "grown", 3);
     let old = device.geometry();
@@ -181,7 +182,8 @@ impl Window {
         self.around(driver, Way::Submit, at, len, &format!("{request:?} by {way:?}"))
     }
 
-    /// A write that is tried once and then given up: what was not reported done may be old, nothing else changes.
+    /// A write that is tried once and then given up: what was not reported done may be old, nothing
+    /// else changes.
     fn put_off(&mut self, driver: &mut Driver<'_>) -> Checked {
         let (at, len) = self.range(driver);
         let mut data = vec![0; len as usize];

@@ -9,7 +9,8 @@ const CHECK: &str = "extents";
 /// Calls that one walk over the device may take.
 const MAX_CALLS: u32 = 1_000_000;
 
-/// Checks extents over a device into which data, zeroes and holes are put first, where it can be written.
+/// Checks extents over a device into which data, zeroes and holes are put first, where it can be
+/// written.
 pub fn extents(device: &dyn Device, options: &Options) -> Checked {
     let mut driver = Driver::new(device, options, CHECK, 4);
     let geometry = device.geometry();
@@ -93,7 +94,8 @@ fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
     Err(driver.violation(format!("({offset}, {len}) took more than {MAX_CALLS} calls")))
 }
 
-/// Rows in order, without gaps, inside the range, at block boundaries; the sum is what was returned.
+/// Rows in order, without gaps, inside the range, at block boundaries; the sum is what was
+/// returned.
 fn ordered(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> Checked {
     let block = u64::from(driver.device.geometry().logical_block);
     let mut at = from;

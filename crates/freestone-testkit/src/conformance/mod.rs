@@ -1,12 +1,13 @@
 //! Checks any device against the contract of [`freestone_core::device`].
 //!
-//! [`check`] is the entry point: it makes fresh devices and panics with the name, the seed and what was violated. [`run`]
-//! is the same as a `Result`. The finer functions check one part of the contract on a device that the caller made:
-//! [`geometry`], [`errors`], [`content`], [`extents`], [`concurrent`], [`abandoned`], [`grown`].
-//! A device with zones is checked with [`check_zoned`].
+//! [`check`] is the entry point: it makes fresh devices and panics with the name, the seed and what
+//! was violated. [`run`] is the same as a `Result`. The finer functions check one part of the
+//! contract on a device that the caller made: [`geometry`], [`errors`], [`content`], [`extents`],
+//! [`concurrent`], [`abandoned`], [`grown`]. A device with zones is checked with [`check_zoned`].
 //!
-//! The suite drives a device as an export does (try, then submit the rest), through `submit` alone, and mixed (a random
-//! prefix tried, the rest submitted). It assumes nothing of the first content, but reads it.
+//! The suite drives a device as an export does (try, then submit the rest), through `submit` alone,
+//! and mixed (a random prefix tried, the rest submitted). It assumes nothing of the first content,
+//! but reads it.
 
 mod basics;
 mod concurrent;
@@ -30,14 +31,15 @@ pub use zoned::{check_zoned, run_zoned};
 /// What the suite should know of a device, and how long it may take.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Written data can be read back. False for a device that forgets writes: its content must then never change.
+    /// Written data can be read back. False for a device that forgets writes: its content must then
+    /// never change.
     pub stores: bool,
     /// The byte that is read behind the write pointer of a zone.
     pub unwritten: u8,
     /// Determines every random choice.
     pub seed: u64,
-    /// Random operations per window and way; a way is one of try, submit, mixed. There are two windows where
-    /// the device is larger than one.
+    /// Random operations per window and way; a way is one of try, submit, mixed. There are two
+    /// windows where the device is larger than one.
     pub rounds: u32,
     /// Bytes at the start and at the end of the device that are compared with the model.
     pub window: u64,
@@ -47,8 +49,8 @@ pub struct Options {
     pub threads: u32,
     /// Requests per thread of the concurrent part.
     pub thread_rounds: u32,
-    /// Bytes that requests which overlap write and read as a whole: no more than the logical block, and less for a device over
-    /// one with smaller blocks.
+    /// Bytes that requests which overlap write and read as a whole: no more than the logical block,
+    /// and less for a device over one with smaller blocks.
     pub whole: u64,
     /// An answer that takes longer than this counts as lost.
     pub patience: Duration,

@@ -13,9 +13,11 @@ const CHECK: &str = "zoned";
 /// Threads that append to one zone at once.
 const APPENDERS: u64 = 4;
 
-/// Runs the suite for zoned devices: geometry, refusals, extents, write pointer rules, conditions, limits, appends.
+/// Runs the suite for zoned devices: geometry, refusals, extents, write pointer rules, conditions,
+/// limits, appends.
 ///
-/// A fresh device has its sequential zones empty, at least two of them, each with a capacity of eight blocks or more.
+/// A fresh device has its sequential zones empty, at least two of them, each with a capacity of
+/// eight blocks or more.
 ///
 /// # Panics
 /// When the contract is violated; the message has `name`, the seed and the rule.

@@ -1,4 +1,5 @@
-//! The suite can fail: devices that each break one rule are each caught, by the part of the suite that is meant to.
+//! The suite can fail: devices that each break one rule are each caught, by the part of the suite
+//! that is meant to.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -58,8 +59,8 @@ enum Fault {
     LosesConcurrent,
 }
 
-/// Lets others come between. Where the suite has several threads at work it is for long enough that one does, whatever else the
-/// machine has to do.
+/// Lets others come between. Where the suite has several threads at work it is for long enough that
+/// one does, whatever else the machine has to do.
 fn give_way(at: usize) {
     if at < 16 * BLOCK as usize { thread::sleep(Duration::from_micros(50)) } else { thread::yield_now() }
 }

@@ -271,7 +271,8 @@ impl Draw {
         }
     }
 
-    /// Of what the library's faults can do, what is judged: errors without effect, and late answers.
+    /// Of what the library's faults can do, what is judged: errors without effect, and late
+    /// answers.
     fn rules(&mut self) -> String {
         let rules = (0..=self.below(2)).map(|_| self.rule());
         rules.collect::<Vec<_>>().join("; ")

@@ -10,8 +10,8 @@
 //!   answered well.
 //! * A **read** that no write overlapped shows which of several versions it is, and that stays.
 //! * A **crash** brings back what no flush and no FUA made sure of. The next read of a sector
-//!   settles it for good. What is in flight is over then. At a **cut** it is not: who asked for it lives
-//!   on, and it may come before or after.
+//!   settles it for good. What is in flight is over then. At a **cut** it is not: who asked for it
+//!   lives on, and it may come before or after.
 //!
 //! A **tick** is the time of an oracle: a counter of all beginnings and ends. What runs beside
 //! something else is known by its ticks, so the caller begins each thing before he asks the device,
@@ -310,7 +310,8 @@ impl Oracle {
         judged
     }
 
-    /// When the youngest of the writes began, since `verb` did, that these bytes of the whole device have.
+    /// When the youngest of the writes began, since `verb` did, that these bytes of the whole
+    /// device have.
     pub fn latest(&self, verb: &ReadToken, bytes: &[u8]) -> Tick {
         let began = (0..).zip(bytes.chunks(SECTOR_BYTES)).filter_map(|(at, bytes)| {
             let sector = self.sectors.get(&at)?;
@@ -322,8 +323,8 @@ impl Oracle {
         began.max().unwrap_or(0).max(verb.began)
     }
 
-    /// Whether these bytes of the whole device can be of a moment since `verb` began at which what was
-    /// answered before `moment` was there.
+    /// Whether these bytes of the whole device can be of a moment since `verb` began at which what
+    /// was answered before `moment` was there.
     ///
     /// # Errors
     /// A sector has a version that was superseded before.
@@ -351,7 +352,8 @@ impl Oracle {
         self.fall(Sector::crash);
     }
 
-    /// The power of the disk went, and who asked for what is in flight lives on: that may come before or after.
+    /// The power of the disk went, and who asked for what is in flight lives on: that may come
+    /// before or after.
     pub fn cut(&mut self) {
         self.fall(Sector::cut);
     }
@@ -424,8 +426,8 @@ impl Oracle {
         taken
     }
 
-    /// A verb is about to be asked for that gives the device what `other` has, as a rewind: from now on
-    /// reads may find that. Ends with [`turn_into`](Self::turn_into).
+    /// A verb is about to be asked for that gives the device what `other` has, as a rewind: from
+    /// now on reads may find that. Ends with [`turn_into`](Self::turn_into).
     pub fn begin_turn(&mut self, other: &Arc<Self>) -> ReadToken {
         let token = self.begin_read();
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();

@@ -1,5 +1,5 @@
-//! Clients that do what no client should, on the NBD sockets and on the control socket. What they get is their own affair;
-//! nobody else may notice.
+//! Clients that do what no client should, on the NBD sockets and on the control socket. What they
+//! get is their own affair; nobody else may notice.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;

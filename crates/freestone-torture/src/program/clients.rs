@@ -108,7 +108,8 @@ fn visit(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, talk: Talk
         }
     };
     if disk.may_have_ended(mark) {
-        // This may be the device after a loss of power already, of which the oracle is not told yet.
+        // This may be the device after a loss of power already, of which the oracle is not told
+        // yet.
         return;
     }
     let own = (disk.kind == Kind::Template).then(|| {

@@ -1,4 +1,5 @@
-//! Verbs by the program's own command line, beside all others: what reads, what sets, and what is refused.
+//! Verbs by the program's own command line, beside all others: what reads, what sets, and what is
+//! refused.
 
 use freestone_testkit::Rng;
 use serde_json::Value;

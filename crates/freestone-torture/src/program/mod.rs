@@ -1,10 +1,11 @@
-//! The built program, over its sockets: clients that are judged by the oracle, clients that misbehave, verbs beside them,
-//! `kill -9`, restarts, and at the end nothing may be left.
+//! The built program, over its sockets: clients that are judged by the oracle, clients that
+//! misbehave, verbs beside them, `kill -9`, restarts, and at the end nothing may be left.
 //!
-//! Time goes in rounds. A round has random devices and some lives of a server; each life ends by `kill -9` or SIGTERM in the
-//! middle of everything, the last one by removing all devices. Everything that is random is drawn from the seed. With real
-//! processes and threads the same seed does not give the same run: it gives the same devices, and each thread the same
-//! numbers to choose by.
+//! Time goes in rounds. A round has random devices and some lives of a server; each life ends by
+//! `kill -9` or SIGTERM in the middle of everything, the last one by removing all devices.
+//! Everything that is random is drawn from the seed. With real processes and threads the same seed
+//! does not give the same run: it gives the same devices, and each thread the same numbers to
+//! choose by.
 
 mod bad;
 mod clients;

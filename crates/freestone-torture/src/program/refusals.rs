@@ -1,7 +1,9 @@
-//! The errors that a verb may answer with here, and why. Verbs run side by side and choose their devices at random, so
-//! most of what stands in another one's way is allowed; what a disk or memory has to do with is not.
+//! The errors that a verb may answer with here, and why. Verbs run side by side and choose their
+//! devices at random, so most of what stands in another one's way is allowed; what a disk or memory
+//! has to do with is not.
 
-/// Any verb on a device that another one removes meanwhile, or that waits for another one for too long.
+/// Any verb on a device that another one removes meanwhile, or that waits for another one for too
+/// long.
 const ALWAYS: [(&str, &str); 2] = [
     ("ENODEV", "another verb removed it meanwhile"),
     ("EBUSY", "devices stand on it, clients are connected, or another verb runs there"),

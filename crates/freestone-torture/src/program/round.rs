@@ -1,4 +1,5 @@
-//! A round: random devices, some lives of a server with them, and the end, at which nothing may be left.
+//! A round: random devices, some lives of a server with them, and the end, at which nothing may be
+//! left.
 
 use std::fs;
 use std::path::Path;
@@ -16,11 +17,13 @@ use super::server::{self, Held, Server};
 use super::world::{Disk, Kind, VERB_MAX, World};
 use super::{bad, clients, look, plan, stall, verbs};
 
-/// How long a server may take until it has ended: 5 s for clients that hang, 2 s for verbs, 60 s for what is not flushed.
+/// How long a server may take until it has ended: 5 s for clients that hang, 2 s for verbs, 60 s
+/// for what is not flushed.
 const END_MAX: Duration = Duration::from_secs(90);
 /// How long threads and descriptors may take to go after the last verb.
 const QUIET_MAX: Duration = Duration::from_secs(60);
-/// More memory of its own than an empty server has: of small pieces that were freed some stay with the process.
+/// More memory of its own than an empty server has: of small pieces that were freed some stay with
+/// the process.
 const LEFT_BYTES_MAX: u64 = 64 << 20;
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -114,7 +117,8 @@ fn again(world: &World, dir: &Path, killed: bool) {
     let merged = world.disks(|disk| disk.words.is_some() && disk.is_merging());
     let half_merged: Vec<_> = merged.iter().filter_map(|disk| disk.of.as_ref()).collect();
     for disk in world.disks(|disk| disk.words.is_some()) {
-        // A snapshot whose COW device ends with the server begins anew, and none begins with what is half merged.
+        // A snapshot whose COW device ends with the server begins anew, and none begins with what
+        // is half merged.
         let is_new = disk.kind == Kind::Cow && !disk.kept;
         let is_of = |origin: &Arc<Disk>| disk.of.as_ref().is_some_and(|of| of.name == origin.name);
         if is_new && half_merged.iter().any(|origin| is_of(origin)) {
@@ -257,7 +261,8 @@ fn remove_all(world: &World, server: &Server) -> Result<(), String> {
         for name in left.iter().rev() {
             match ask("remove", &json!({ "name": name, "force": true })) {
                 Ok(_) => world.counts.add("verbs", "remove ok", 1),
-                // Forks of connections that are just ending go by themselves, as may those that we come to next.
+                // Forks of connections that are just ending go by themselves, as may those that we
+                // come to next.
                 Err(No::Refused { errno, .. }) if errno == "ENODEV" => {}
                 Err(No::Refused { errno, message, .. }) if errno == "EBUSY" => why.push(message),
                 Err(no) => return Err(format!("remove {name} at the end: {no:?}")),
@@ -316,7 +321,8 @@ fn no_files(world: &World, dir: &Path) -> Result<(), String> {
     let ours = [".img", ".cow", ".saved", ".qcow2"];
     for entry in fs::read_dir(dir).map_err(|e| e.to_string())?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        // A kill leaves sockets behind, and may leave the new name of a file that was just being replaced.
+        // A kill leaves sockets behind, and may leave the new name of a file that was just being
+        // replaced.
         let left = killed && (name.starts_with(".freestone-save-") || is_socket(&entry.path()));
         if !(ours.iter().any(|end| name.ends_with(end)) || name == "log" || left) {
             return Err(format!("{name} is left in the directory of the server"));

@@ -29,7 +29,8 @@ pub struct Server {
     pub control: PathBuf,
 }
 
-/// What a process holds: each kind of descriptor and each name of a thread, with how many there are.
+/// What a process holds: each kind of descriptor and each name of a thread, with how many there
+/// are.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Held {
     pub descriptors: BTreeMap<String, usize>,
@@ -44,7 +45,8 @@ impl Server {
         command.arg("serve").args(devices);
         command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
         command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
-        // What is freed goes back to the kernel, so that what is left at the end is what was not freed.
+        // What is freed goes back to the kernel, so that what is left at the end is what was not
+        // freed.
         command.env("MALLOC_MMAP_THRESHOLD_", "65536").env("MALLOC_TRIM_THRESHOLD_", "65536");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().map_err(|e| format!("{}: {e}", program.display()))?;

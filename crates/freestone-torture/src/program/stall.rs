@@ -1,5 +1,6 @@
-//! A verb that waits for a disk which does not answer, and others beside it, on devices that have nothing to do with it: those
-//! are answered while it waits. The disk is let go only after that, so it does not matter how fast anything is.
+//! A verb that waits for a disk which does not answer, and others beside it, on devices that have
+//! nothing to do with it: those are answered while it waits. The disk is let go only after that, so
+//! it does not matter how fast anything is.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

@@ -401,7 +401,8 @@ impl Hand<'_> {
         let base = fork.of.clone().expect("a fork has a base");
         let size = oracle.size() * SECTOR;
         let same = size == base.oracle().size() * SECTOR;
-        // The size of the fork is not known for certain where it was grown; only one that is as its base is applied.
+        // The size of the fork is not known for certain where it was grown; only one that is as its
+        // base is applied.
         if same && self.ask("fork", &json!({ "base": base.name, "name": name })).is_some() {
             let applied =
                 self.ask_of("delta.apply", &json!({ "name": name, "file": file }), Some(&base)).is_some();
@@ -449,7 +450,8 @@ impl Hand<'_> {
     }
 
     fn merge(&mut self) {
-        // Nobody knows whether a merge that was begun before is through, so nobody knows whether another one would begin.
+        // Nobody knows whether a merge that was begun before is through, so nobody knows whether
+        // another one would begin.
         let stored = |disk: &Disk| {
             disk.kind == Kind::Cow && disk.words.is_some() && !disk.from_start && !disk.merged_before
         };

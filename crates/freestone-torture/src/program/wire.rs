@@ -1,4 +1,5 @@
-//! An NBD client with many requests on their way. Every number is written out here: nothing is shared with the server.
+//! An NBD client with many requests on their way. Every number is written out here: nothing is
+//! shared with the server.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};

@@ -10,10 +10,11 @@ use std::time::Duration;
 use super::watch::Watch;
 use crate::oracle::{Durability, Fill, Oracle, ReadToken, SECTOR_BYTES};
 
-/// A request that has no answer by then has failed. On a machine whose disk is busy with other things, `compact` was seen to
-/// hold up writes at a memory limit for 90 s.
+/// A request that has no answer by then has failed. On a machine whose disk is busy with other
+/// things, `compact` was seen to hold up writes at a memory limit for 90 s.
 pub const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// A verb that has no answer by then has failed. Verbs wait for one another for 30 s at most, and for a pass as requests do.
+/// A verb that has no answer by then has failed. Verbs wait for one another for 30 s at most, and
+/// for a pass as requests do.
 pub const VERB_MAX: Duration = Duration::from_secs(240);
 
 /// Verbs that are told with a failure.
@@ -56,7 +57,8 @@ pub struct Disk {
     pub writable: bool,
     /// Requests are multiples of this many bytes.
     pub block: u64,
-    /// It loses what is not flushed when its power is cut, and with a file also when the server is killed.
+    /// It loses what is not flushed when its power is cut, and with a file also when the server is
+    /// killed.
     pub cut: bool,
     /// Faults were asked for, or can be set.
     pub faults: bool,
@@ -70,14 +72,15 @@ pub struct Disk {
     pub made_by: String,
     /// The words of every life; others were made by a verb.
     pub from_start: bool,
-    /// It was merged, or going to be, when the server was started again: where that was finished, it is a new snapshot now.
+    /// It was merged, or going to be, when the server was started again: where that was finished,
+    /// it is a new snapshot now.
     pub merged_before: bool,
     /// What it may hold.
     pub oracle: Mutex<Oracle>,
     /// Held for reading while a client has requests on their way; for writing by who must see none.
     pub gate: RwLock<()>,
-    /// Held over `publish`, `unpublish` and `merge`: of two at once nobody could say which addresses are left, or which of them began
-    /// the merge.
+    /// Held over `publish`, `unpublish` and `merge`: of two at once nobody could say which
+    /// addresses are left, or which of them began the merge.
     pub publishing: Mutex<()>,
     /// What changes while it lives.
     pub state: Mutex<State>,
@@ -106,7 +109,8 @@ pub struct State {
     removed: bool,
     /// Verbs under way that replace its content.
     turning: u32,
-    /// Reads that were answered meanwhile: they may show the new content already, and are judged when it is known.
+    /// Reads that were answered meanwhile: they may show the new content already, and are judged
+    /// when it is known.
     held: Vec<Held>,
 }
 
@@ -292,7 +296,8 @@ impl Disk {
         if self.cut { Durability::Flushed } else { Durability::Answered }
     }
 
-    /// The same device when the server is started again. `killed`: without a chance to write anything.
+    /// The same device when the server is started again. `killed`: without a chance to write
+    /// anything.
     pub fn again(&self, killed: bool, of: Option<Arc<Disk>>, at: PathBuf) -> Self {
         let mut oracle = self.oracle();
         let (name, size) = (self.name.as_str(), oracle.size());

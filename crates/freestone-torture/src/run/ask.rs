@@ -1,5 +1,5 @@
-//! Asking a device as an export does: a try, and what that leaves submitted; on the thread that knows
-//! the world, or on one of several.
+//! Asking a device as an export does: a try, and what that leaves submitted; on the thread that
+//! knows the world, or on one of several.
 
 use std::panic::{self, AssertUnwindSafe};
 

@@ -1,4 +1,5 @@
-//! Ops other than requests: which nodes each is about, what has to be quiet for it, and who does it.
+//! Ops other than requests: which nodes each is about, what has to be quiet for it, and who does
+//! it.
 
 use super::{Act, FAMILIES_MAX, Kind, NODES_MAX, Node, NodeId, World};
 use crate::disk::DiskControl;

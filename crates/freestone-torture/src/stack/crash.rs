@@ -63,7 +63,8 @@ impl World {
         let Some(node) = self.nodes.get(&id) else { return false };
         let origin = self.origin_on(id).and_then(|id| self.nodes.get(&id));
         let is_half = origin.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half));
-        // Merges whose store does not come back would leave an origin of which nobody knows what it holds.
+        // Merges whose store does not come back would leave an origin of which nobody knows what it
+        // holds.
         let persistent = self.persistent(id);
         let lost_merge = self.tree(id).into_iter().any(|id| {
             let is_merging = |node: &Node| matches!(&node.kind, Kind::Cow(cow) if cow.merging);
@@ -283,8 +284,8 @@ impl World {
             self.plays_origin(id, None);
         }
         if merging && !plays && is_half {
-            // It was merged to its end before another one began to be: now it is a new snapshot of what
-            // is half merged, which only an origin with notes would refuse.
+            // It was merged to its end before another one began to be: now it is a new snapshot of
+            // what is half merged, which only an origin with notes would refuse.
             self.take(id, &mut Vec::new());
             return Ok(());
         }

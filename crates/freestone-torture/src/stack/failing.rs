@@ -1,4 +1,5 @@
-//! What fails on purpose beside simulated disks: the library's faults, its bad blocks, and files that are cut off below.
+//! What fails on purpose beside simulated disks: the library's faults, its bad blocks, and files
+//! that are cut off below.
 //!
 //! Each has a number as a disk has, under which what it did is counted as a cause.
 

@@ -1,4 +1,5 @@
-//! Files: as devices, as bases of forks, and what forks of them hold as qcow2 images over them, which are bases again.
+//! Files: as devices, as bases of forks, and what forks of them hold as qcow2 images over them,
+//! which are bases again.
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,6 @@
-//! What ops are about for a while: a number that an op has is then taken modulo what belongs to one disk, or to one family, where
-//! there is any of that. What goes wrong between devices needs several ops that meet the same ones.
+//! What ops are about for a while: a number that an op has is then taken modulo what belongs to one
+//! disk, or to one family, where there is any of that. What goes wrong between devices needs
+//! several ops that meet the same ones.
 
 use super::{DiskId, Kind, NodeId, World, pick};
 use crate::ops::Focus;

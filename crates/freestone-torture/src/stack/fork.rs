@@ -1,6 +1,7 @@
 //! Forks of what does not change: snapshots, files and images.
 //!
-//! Some stay, as nodes. Others are those of a template: one for each client, for as long as he stays, several at once.
+//! Some stay, as nodes. Others are those of a template: one for each client, for as long as he
+//! stays, several at once.
 
 use freestone::device::{Blocking as _, Device, Error, Flags, Result as Answer};
 use freestone::ram::{Family, ForkConfig, Ram, SetupError};

@@ -252,9 +252,10 @@ impl World {
         }
     }
 
-    /// Whether what filled a RAM disk's family was what removed devices had left: writes wait for that. Where
-    /// time is virtual it is let pass, and what goes with a layer since the request began was theirs, but for
-    /// what nodes gave up meanwhile. Nothing may have been removed beside the request: it may have come before.
+    /// Whether what filled a RAM disk's family was what removed devices had left: writes wait for
+    /// that. Where time is virtual it is let pass, and what goes with a layer since the request
+    /// began was theirs, but for what nodes gave up meanwhile. Nothing may have been removed beside
+    /// the request: it may have come before.
     fn was_leaving(&self, node: &Node, before: Before) -> bool {
         let Kind::Ram(ram) = &node.kind else { return false };
         let stat = || self.families[ram.family].family.stat();
@@ -280,8 +281,8 @@ impl World {
         self.nodes.values().map(charged).sum()
     }
 
-    /// Whether a disk below it has died. That may be told by another one that died with it: a request can wait for a copy to the
-    /// store of a snapshot beside its own.
+    /// Whether a disk below it has died. That may be told by another one that died with it: a
+    /// request can wait for a copy to the store of a snapshot beside its own.
     fn is_dead(&self, node: &Node) -> bool {
         node.disks.iter().filter_map(|id| self.disks.get(id)).any(DiskControl::is_dead)
     }

@@ -15,8 +15,8 @@ use crate::rt::sync::Arc;
 const READ_BYTES: usize = 256 << 10;
 
 impl World {
-    /// What can say what it holds over something that is known: forks and snapshots of RAM disks, and
-    /// snapshots with a store of origins that are not being merged into.
+    /// What can say what it holds over something that is known: forks and snapshots of RAM disks,
+    /// and snapshots with a store of origins that are not being merged into.
     pub(super) fn changing(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => ram.ram.is_snapshot() || ram.ram.is_fork() && !node.covered,
@@ -47,8 +47,8 @@ impl World {
         }
     }
 
-    /// Whatever a device does not call its own is what lies below it, or its origin, has there; so a
-    /// delta of it gives its content, also behind the end of that.
+    /// Whatever a device does not call its own is what lies below it, or its origin, has there; so
+    /// a delta of it gives its content, also behind the end of that.
     pub(super) fn changes(&mut self, id: NodeId) -> Option<Act> {
         let node = &self.nodes[&id];
         let device = Arc::clone(&node.device);

@@ -1,8 +1,8 @@
 //! Snapshots of several devices at one moment: of RAM disks and forks, and of origins with stores.
 //!
-//! Each shows a moment of its device that lies within the verb. That it is the same moment for all of
-//! them is judged by what they show: where one has a write that began after another was answered, that
-//! other one is in the snapshots, too, on whatever device of the set it was.
+//! Each shows a moment of its device that lies within the verb. That it is the same moment for all
+//! of them is judged by what they show: where one has a write that began after another was
+//! answered, that other one is in the snapshots, too, on whatever device of the set it was.
 
 use freestone::consistency_group::{self, Pending};
 use freestone::cow::{self, Snapshot};

@@ -1,5 +1,6 @@
-//! Compares two sets of answers. What differs on purpose is listed in [`DIFFERENCES`], with its reason; a difference that is not in the
-//! list is a failure, and so is one in the list that did not show.
+//! Compares two sets of answers. What differs on purpose is listed in [`DIFFERENCES`], with its
+//! reason; a difference that is not in the list is a failure, and so is one in the list that did
+//! not show.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +24,8 @@ struct Difference {
     is_this: fn(&Seen<'_>) -> bool,
 }
 
-/// What the kernel sends to `null_blk` at once where nothing else is said: 255 sectors, in whole blocks.
+/// What the kernel sends to `null_blk` at once where nothing else is said: 255 sectors, in whole
+/// blocks.
 fn request_max_bytes(device: &Config) -> u64 {
     255 * SECTOR_BYTES / u64::from(device.blocksize) * u64::from(device.blocksize)
 }

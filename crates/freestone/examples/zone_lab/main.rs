@@ -1,5 +1,6 @@
-//! The zones and test drives of this crate beside the kernel's `null_blk`: both do the same random operations, and every answer is
-//! compared, as are the conditions and write pointers after each. `lab/run-zones.sh` runs it.
+//! The zones and test drives of this crate beside the kernel's `null_blk`: both do the same random
+//! operations, and every answer is compared, as are the conditions and write pointers after each.
+//! `lab/run-zones.sh` runs it.
 //!
 //! ```text
 //! zone_lab make SEED               a script

@@ -98,7 +98,8 @@ impl Stack {
     fn write(&self, offset: u64, len: u64, seed: u64, fua: bool) -> device::Result<()> {
         let flags = if fua { Flags::FUA } else { Flags::empty() };
         self.top.write_at(offset, &script::data(len, seed), flags)?;
-        // The kernel's block devices flush after a write that is to be durable, also where it was FUA.
+        // The kernel's block devices flush after a write that is to be durable, also where it was
+        // FUA.
         if fua { self.top.flush() } else { Ok(()) }
     }
 
@@ -116,7 +117,8 @@ impl Stack {
         })
     }
 
-    /// Zone by zone, all of them whatever happens, as the kernel does it; the last error is the answer.
+    /// Zone by zone, all of them whatever happens, as the kernel does it; the last error is the
+    /// answer.
     fn zone_ops(&self, op: ZoneOp, offset: u64, len: u64) -> Result<device::Result<()>> {
         let (zones, geometry) = (self.zones()?, self.top.geometry());
         let zone_size = geometry.zones.ok_or("no zones")?.zone_size;

@@ -1,5 +1,6 @@
-//! Scripts: what the kernel and we are told to do. Random operations, but such that zones fill, limits are met, and every condition
-//! comes about: ours goes along, and its report shows where the next write belongs.
+//! Scripts: what the kernel and we are told to do. Random operations, but such that zones fill,
+//! limits are met, and every condition comes about: ours goes along, and its report shows where the
+//! next write belongs.
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneType};
 
@@ -8,7 +9,8 @@ use crate::ours::{Ours, Result};
 use crate::scenes;
 use crate::script::{Config, Random, SECTOR_BYTES};
 
-/// One request of the kernel must be one of ours. `null_blk` takes 255 sectors at once; the block layer cuts what is longer.
+/// One request of the kernel must be one of ours. `null_blk` takes 255 sectors at once; the block
+/// layer cuts what is longer.
 const MAX_REQUEST_BYTES: u64 = 64 << 10;
 /// Operations after which all zones are looked at. The zone of an operation is looked at each time.
 const FULL_REPORT_INTERVAL: u64 = 64;
@@ -94,8 +96,9 @@ impl Writer {
         self.ours.line(line).map_err(|error| format!("{line}: {error}").into())
     }
 
-    /// Adds a write or an append that begins in this zone. If it is the zone's first one and fails, `null_blk`'s zone may be open
-    /// nevertheless, which ours is not: it is closed, so that they are alike again.
+    /// Adds a write or an append that begins in this zone. If it is the zone's first one and fails,
+    /// `null_blk`'s zone may be open nevertheless, which ours is not: it is closed, so that they
+    /// are alike again.
     fn say_write(&mut self, zone: &Zone, line: &str) -> Result<Vec<String>> {
         let answer = self.say(line)?;
         let failed = matches!(answer[0].as_str(), "EIO" | "failed");
@@ -191,8 +194,9 @@ impl Writer {
         Ok(())
     }
 
-    /// Whether `null_blk` would close another zone, or forget to give back a resource, when this one becomes read-only or offline: it
-    /// finishes it first, and that needs what opening needs. There are scenes of both.
+    /// Whether `null_blk` would close another zone, or forget to give back a resource, when this
+    /// one becomes read-only or offline: it finishes it first, and that needs what opening needs.
+    /// There are scenes of both.
     fn has_side_effects(&self, zone: &Zone) -> Result<bool> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let zones = self.ours.zones()?;
@@ -201,8 +205,9 @@ impl Writer {
         Ok(matches!(zone.condition, Empty | Closed) && most != 0 && open >= most)
     }
 
-    /// The kernel's block layer knows write pointers, too, and refuses writes elsewhere. It does not see it when a zone becomes empty
-    /// by an attribute, or by a reset of several of which one fails: a reset of its own tells it, and is nothing to an empty zone.
+    /// The kernel's block layer knows write pointers, too, and refuses writes elsewhere. It does
+    /// not see it when a zone becomes empty by an attribute, or by a reset of several of which one
+    /// fails: a reset of its own tells it, and is nothing to an empty zone.
     fn tell_empty(&mut self, at: u64) -> Result<()> {
         let zone = self.zone(at)?;
         if zone.condition == ZoneCondition::Empty {
@@ -260,7 +265,8 @@ impl Writer {
             zone.start + self.random.below(zone.len / block) * block
         };
         let offset = offset.min(end - block);
-        // The kernel's block layer cuts reads at zones and does all parts, also when one fails; that uses bad blocks up.
+        // The kernel's block layer cuts reads at zones and does all parts, also when one fails;
+        // that uses bad blocks up.
         let end = if self.config.badblocks_once { (offset / zone_size + 1) * zone_size } else { end };
         self.say(&format!("read {offset} {}", len.min(end - offset)))?;
         Ok(())

@@ -1,5 +1,6 @@
-//! What is asked word for word: what `null_blk` makes of its attributes, and the differences that random operations would only stumble
-//! on. A comment says what the next line is about: see `compare.rs`.
+//! What is asked word for word: what `null_blk` makes of its attributes, and the differences that
+//! random operations would only stumble on. A comment says what the next line is about: see
+//! `compare.rs`.
 
 /// Attributes that the kernel takes, refuses, or changes to what can be.
 pub const SETUP: [&str; 33] = [

@@ -1,4 +1,5 @@
-//! What a script says, and the numbers that both sides reckon alike: `lab/zone_guest.c` has the same.
+//! What a script says, and the numbers that both sides reckon alike: `lab/zone_guest.c` has the
+//! same.
 
 use std::str::FromStr;
 
@@ -34,7 +35,8 @@ pub struct Config {
     /// Sectors.
     pub zone_append_max_sectors: Option<u64>,
     pub zone_full: bool,
-    /// Not the kernel's: the script changes the bad blocks, also where neither of the two above is set.
+    /// Not the kernel's: the script changes the bad blocks, also where neither of the two above is
+    /// set.
     pub bad: bool,
     /// Not the kernel's: the script appends, so its lab puts an `NVMe` target before the device.
     pub append: bool,
@@ -83,7 +85,8 @@ impl Config {
     }
 }
 
-/// Random numbers that repeat; also the data that is written, of which word `i` is `mixed(seed + i)`.
+/// Random numbers that repeat; also the data that is written, of which word `i` is `mixed(seed +
+/// i)`.
 pub struct Random(u64);
 
 fn mixed(x: u64) -> u64 {

@@ -1,5 +1,6 @@
-//! The library's tests, from outside: one program, as each more is linked again with every change and under each sanitizer.
-//! What counts something of the whole process has a program of its own (resident.rs), or runs itself as a child.
+//! The library's tests, from outside: one program, as each more is linked again with every change
+//! and under each sanitizer. What counts something of the whole process has a program of its own
+//! (resident.rs), or runs itself as a child.
 
 mod cow;
 mod devices;

@@ -1,5 +1,5 @@
-//! No device is called and nothing waits while a thread is pinned: what lies below a device may wait for a change of something
-//! else, and that waits for all pins.
+//! No device is called and nothing waits while a thread is pinned: what lies below a device may
+//! wait for a change of something else, and that waits for all pins.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
@@ -33,10 +33,10 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
     data
 }
 
-// ---- who calls a device is not pinned ----------------------------------------------------------------------------------------
+// ---- who calls a device is not pinned -----------------------------------------------------------
 
-/// A device below others. Each call of it waits until a snapshot of something else has been taken, by another thread: that waits for
-/// all pins of the process, the caller's own among them.
+/// A device below others. Each call of it waits until a snapshot of something else has been taken,
+/// by another thread: that waits for all pins of the process, the caller's own among them.
 struct Below {
     inner: Model,
     other: Ram,
@@ -206,7 +206,7 @@ fn a_fork_calls_its_base_unpinned() {
     assert!(base.calls("a write across the end of the base") > 0);
 }
 
-// ---- a change of one device beside requests of another ----------------------------------------------------------------------------
+// ---- a change of one device beside requests of another ------------------------------------------
 
 /// Runs `work` on a thread of its own; panics where it does not end.
 fn ends(what: &str, work: impl FnOnce() + Send + 'static) {
@@ -260,7 +260,8 @@ fn a_power_device_over_a_family_at_its_limit_that_drops_a_snapshot() {
             Power::new(Arc::new(disk.clone()), PowerConfig { capacity: 64 << 10, ..Default::default() });
         let power = power.unwrap();
         for round in 0..20_u64 {
-            // Half of what there is; then the same again, so that the snapshot keeps the first half.
+            // Half of what there is; then the same again, so that the snapshot keeps the first
+            // half.
             let write = |seed: u64| -> Result<()> {
                 for page in 0..480 {
                     power.write_at(page * PAGE as u64, &noise(seed << 32 | page, PAGE), NONE)?;
@@ -275,7 +276,7 @@ fn a_power_device_over_a_family_at_its_limit_that_drops_a_snapshot() {
     });
 }
 
-// ---- a snapshot that is beginning ----------------------------------------------------------------------------------------------
+// ---- a snapshot that is beginning ---------------------------------------------------------------
 
 /// Submits a request; what it was answered, when it was.
 fn submit(device: &dyn Device, request: Request, data: &[u8]) -> mpsc::Receiver<Result<()>> {

@@ -1,13 +1,15 @@
-//! Which lock a slot has and whom a compression stream is borrowed from, chosen while the program runs.
+//! Which lock a slot has and whom a compression stream is borrowed from, chosen while the program
+//! runs.
 //!
-//! Part of the library only in the copy of the sources that `cargo xtask bench reproduce` makes for the kernel's experiments.
-//! There `slot::lock` and `codec::lend` are the files beside this one: they have the product's interface, contain the
-//! product's own file as one of their variants, and look here which one to use. So all columns of a table take turns in one
-//! run of one binary.
+//! Part of the library only in the copy of the sources that `cargo xtask bench reproduce` makes for
+//! the kernel's experiments. There `slot::lock` and `codec::lend` are the files beside this one:
+//! they have the product's interface, contain the product's own file as one of their variants, and
+//! look here which one to use. So all columns of a table take turns in one run of one binary.
 //!
-//! What can be chosen is process-wide. It is changed only while no thread works on a device, and a device that is driven with
-//! another lock than the product's is a plain RAM disk: neither backed nor a fork nor with snapshots, whose background threads
-//! would hold locks across the change, and where a thread holds several slots at once.
+//! What can be chosen is process-wide. It is changed only while no thread works on a device, and a
+//! device that is driven with another lock than the product's is a plain RAM disk: neither backed
+//! nor a fork nor with snapshots, whose background threads would hold locks across the change, and
+//! where a thread holds several slots at once.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -79,7 +81,8 @@ pub fn set_lock(lock: Lock) {
     LOCK.store(lock as u8, Ordering::Relaxed);
 }
 
-/// From now on streams come from there. The lists are made with a device's streams where one of them is chosen then.
+/// From now on streams come from there. The lists are made with a device's streams where one of
+/// them is chosen then.
 pub fn set_streams(streams: Streams) {
     // Relaxed: as in `set_lock`.
     STREAMS.store(streams as u8, Ordering::Relaxed);
@@ -90,8 +93,8 @@ pub fn intend(intent: Intent) {
     INTENT.set(intent);
 }
 
-/// For how long this thread has held slots with [`Lock::Timed`], and how many, since it was last asked. One reading of the clock is in
-/// the time of each.
+/// For how long this thread has held slots with [`Lock::Timed`], and how many, since it was last
+/// asked. One reading of the clock is in the time of each.
 pub fn held() -> (Duration, u64) {
     HELD.take()
 }

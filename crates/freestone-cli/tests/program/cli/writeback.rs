@@ -1,4 +1,5 @@
-//! Backing devices and recompression, by the program: keys, attributes, verbs, and what is left behind.
+//! Backing devices and recompression, by the program: keys, attributes, verbs, and what is left
+//! behind.
 
 use std::fs;
 use std::io::{Read as _, Write as _};

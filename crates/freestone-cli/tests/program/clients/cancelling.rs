@@ -20,7 +20,8 @@ const END_MAX: Duration = Duration::from_secs(15);
 const SAVE: [&str; 4] = ["save", "f", "f.saved", "--whole-base"];
 const DELTA: [&str; 4] = ["delta", "save", "g", "g.qcow2"];
 
-/// Two forks: `f` of a base without end, `g` of a base that is slow from `slow` on. Both have been saved.
+/// Two forks: `f` of a base without end, `g` of a base that is slow from `slow` on. Both have been
+/// saved.
 fn start() -> Serve {
     let dir = tempfile::tempdir().unwrap();
     for (name, size) in [("endless.img", ENDLESS_BYTES), ("slow.img", 64 * MIB)] {

@@ -1,4 +1,5 @@
-//! Forks as CI machines use them: many disks over one image, rewound and thrown away; and one for every connection.
+//! Forks as CI machines use them: many disks over one image, rewound and thrown away; and one for
+//! every connection.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -310,7 +311,8 @@ fn a_killed_server_leaves_no_files_of_forks() {
     assert_eq!(left, ["control", "golden.img", "job", "nbd", "noise"]);
 }
 
-/// Creating and exporting the thousandth must not take longer than the first; generous, as other tests run beside.
+/// Creating and exporting the thousandth must not take longer than the first; generous, as other
+/// tests run beside.
 #[test]
 fn a_thousand_forks_on_sockets_of_their_own() {
     const FORKS: usize = 1000;
@@ -355,8 +357,8 @@ fn a_thousand_forks_on_sockets_of_their_own() {
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
 }
 
-/// A fork has its base's size to the byte, whatever the base is, and so have its snapshots, their forks, its delta and its save:
-/// the backup header of a GPT lies in the last sector.
+/// A fork has its base's size to the byte, whatever the base is, and so have its snapshots, their
+/// forks, its delta and its save: the backup header of a GPT lies in the last sector.
 #[test]
 fn a_fork_is_as_large_as_its_base() {
     const TINY: u64 = 1536;

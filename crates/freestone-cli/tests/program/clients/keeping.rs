@@ -1,4 +1,5 @@
-//! What is in use is not replaced, by whatever name, and what is no saved file or overlay only where that is said.
+//! What is in use is not replaced, by whatever name, and what is no saved file or overlay only
+//! where that is said.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};

@@ -33,7 +33,8 @@ fn mem_limit_in_the_middle_of_a_large_write() {
     assert!(stat(&serve, "ram0", "mm_stat", "mem_used_max") >= 16 * MIB);
     assert!(stat(&serve, "ram0", "io_stat", "failed_writes") > 0);
 
-    // What was there before is there, on both sides; so is what lies around the place that was written.
+    // What was there before is there, on both sides; so is what lies around the place that was
+    // written.
     let out = serve.path("out");
     ok(tool("nbdcopy").arg(&ram0).arg(&out));
     let mut bytes = Vec::new();

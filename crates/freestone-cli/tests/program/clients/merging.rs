@@ -1,4 +1,5 @@
-//! Merges that a killed server leaves behind: the next one never shows an origin that is half old, half new.
+//! Merges that a killed server leaves behind: the next one never shows an origin that is half old,
+//! half new.
 
 use std::fs;
 use std::path::Path;

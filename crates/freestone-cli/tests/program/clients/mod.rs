@@ -1,6 +1,7 @@
 //! Freestone as its users meet it: the built program, and the clients that Debian ships.
 //!
-//! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is needed.
+//! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is
+//! needed.
 
 mod cancelling;
 mod copy;

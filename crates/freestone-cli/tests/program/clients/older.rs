@@ -1,4 +1,5 @@
-//! Stores that missed writes of their origin: told as certain where both were closed in order, else a warning.
+//! Stores that missed writes of their origin: told as certain where both were closed in order, else
+//! a warning.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -20,7 +21,8 @@ const UNKNOWN: &str = "it is unknown whether the origin was written without this
 const OLDER: &str = "its origin was written or used without it since it was closed, so the snapshot would be a mixture of old and \
      new; force opens it all the same (force=yes)";
 
-/// A directory with a disk, on a file system with extended attributes: without them nothing could be told here.
+/// A directory with a disk, on a file system with extended attributes: without them nothing could
+/// be told here.
 fn with_disk() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let disk = dir.path().join("disk.img");

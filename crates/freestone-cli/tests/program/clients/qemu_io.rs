@@ -83,8 +83,8 @@ fn pieces_smaller_than_a_page() {
             "read -P 0 1049600 3072",
         ],
     );
-    // A whole page that is discarded piece by piece reads as zeroes, or as before: the client was told nothing else.
-    // What lies beside it stays.
+    // A whole page that is discarded piece by piece reads as zeroes, or as before: the client was
+    // told nothing else. What lies beside it stays.
     all(&uri, &["read -P 0x55 16384 512", "read -P 0x55 17408 4096"]);
 }
 

@@ -293,8 +293,8 @@ fn a_delta_is_a_qcow2_overlay() {
     assert!(raw.ends_with("golden.img: is not a qcow2 image; a raw image is of kind file"), "{raw}");
 }
 
-/// Pages behind the base's end are in a delta: of a snapshot whatever its origin became since, of a fork as they were when the
-/// save began.
+/// Pages behind the base's end are in a delta: of a snapshot whatever its origin became since, of a
+/// fork as they were when the save began.
 #[test]
 fn a_delta_has_what_lies_behind_the_end_of_the_base() {
     let dir = tempfile::tempdir().unwrap();

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::clients::tools::{KIB, MIB, noise, ok, tool};
 
-/// Where real files are: our own sources, programs and documents, whatever this machine has of them.
+/// Where real files are: our own sources, programs and documents, whatever this machine has of
+/// them.
 const PLACES: [&str; 4] =
     [concat!(env!("CARGO_MANIFEST_DIR"), "/.."), "/usr/share/doc", "/usr/bin", "/usr/lib"];
 /// No file takes more of a tree than this: many small ones are what a file system is tested by.

@@ -13,8 +13,8 @@ use crate::clients::tools::{MIB, json, noise, ok, root_tool, sha256, stat, tool,
 use crate::clients::tree::plant;
 use crate::harness::Serve;
 
-/// The test of the kernel's own writeback patches: a tarball goes to the disk, all of it is written back, and what is copied
-/// from there again is the same.
+/// The test of the kernel's own writeback patches: a tarball goes to the disk, all of it is written
+/// back, and what is copied from there again is the same.
 #[test]
 fn a_tarball_survives_writeback() {
     for layout in ["yes", "no"] {
@@ -57,7 +57,8 @@ fn a_tarball_survives_writeback() {
             assert_eq!(count, data - same);
         }
 
-        // The caches of the client are empty after it was away: what is read comes from the server, and that has it from the file.
+        // The caches of the client are empty after it was away: what is read comes from the server,
+        // and that has it from the file.
         mounted.mount();
         let back = dir.path().join("back.tar");
         ok(root_tool("cp").arg(&there).arg(&back));

@@ -201,8 +201,8 @@ fn a_store_of_copies_that_does_not_answer_holds_up_only_its_own_verb() {
     });
 }
 
-/// A server that is told to end while a verb waits for a disk that hangs: `ended` goes on from there, when the other device is
-/// safe.
+/// A server that is told to end while a verb waits for a disk that hangs: `ended` goes on from
+/// there, when the other device is safe.
 fn told_to_end_beside_a_hanging_verb(ended: impl FnOnce(&Disk, Serve)) {
     let disk = Disk::new();
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! What stalls holds up nobody else: clients of exports and of the control socket that do not read or do not speak, disks that
-//! do not answer, verbs that take long.
+//! What stalls holds up nobody else: clients of exports and of the control socket that do not read
+//! or do not speak, disks that do not answer, verbs that take long.
 
 mod clients;
 mod disks;

@@ -12,17 +12,17 @@ use crate::sync::{Arc, Mutex};
 
 /// See [`chain`](super).
 ///
-/// Lock order: `state`, then `held`. `state` is held while views and lists are swapped, so across waits for pins: no
-/// request takes it.
+/// Lock order: `state`, then `held`. `state` is held while views and lists are swapped, so across
+/// waits for pins: no request takes it.
 pub struct Chain<K: Kin> {
     list: Swap<List<K>>,
     parent: K::Parent,
-    state: Mutex<State<K>>,
+    state: Mutex<MembersState<K>>,
     /// Writers' requests, shut while they are held up.
     held: Held<K::Job>,
 }
 
-struct State<K: Kin> {
+struct MembersState<K: Kin> {
     origin: Arc<K::Layer>,
     /// The live device; nobody's once that is gone or has another layer.
     device: Option<Weak<K::Device>>,
@@ -32,10 +32,11 @@ struct State<K: Kin> {
     freezes: u32,
 }
 
-/// What a live device leaves that goes: the origin's layer, if nobody needs it, and what was held up.
+/// What a live device leaves that goes: the origin's layer, if nobody needs it, and what was held
+/// up.
 type Left<K> = (Option<Arc<<K as Kin>::Layer>>, Vec<<K as Kin>::Job>);
 
-impl<K: Kin> State<K> {
+impl<K: Kin> MembersState<K> {
     fn list(&self) -> List<K> {
         List { origin: Arc::clone(&self.origin), snapshots: self.snapshots.clone() }
     }
@@ -59,7 +60,7 @@ impl<K: Kin> Chain<K> {
         Arc::new(Self {
             list: Swap::new(Box::new(list)),
             parent,
-            state: Mutex::new(State {
+            state: Mutex::new(MembersState {
                 origin,
                 device: None,
                 snapshots: Vec::new(),
@@ -88,7 +89,7 @@ impl<K: Kin> Chain<K> {
         self.live_view(&state)
     }
 
-    fn live_view(&self, state: &State<K>) -> View<K> {
+    fn live_view(&self, state: &MembersState<K>) -> View<K> {
         let snapshots = if state.snapshots.is_empty() { None } else { Some(Arc::new(state.list())) };
         View {
             layer: Arc::clone(&state.origin),
@@ -97,22 +98,22 @@ impl<K: Kin> Chain<K> {
         }
     }
 
-    /// Has requests see what the state says. The device is for the caller to drop, with the state unlocked: it may be the
-    /// last handle.
+    /// Has requests see what the state says. The device is for the caller to drop, with the state
+    /// unlocked: it may be the last handle.
     #[must_use]
-    fn publish(&self, state: &State<K>) -> Option<Handle<K::Device>> {
+    fn publish(&self, state: &MembersState<K>) -> Option<Handle<K::Device>> {
         self.list.replace(Box::new(state.list()));
         self.publish_live(state)
     }
 
     #[must_use]
-    fn publish_live(&self, state: &State<K>) -> Option<Handle<K::Device>> {
+    fn publish_live(&self, state: &MembersState<K>) -> Option<Handle<K::Device>> {
         let device = state.device.as_ref().and_then(Weak::upgrade)?;
         K::view(&device).replace(Box::new(self.live_view(state)));
         Some(device)
     }
 
-    // ---- a snapshot begins -----------------------------------------------------------------------------------------
+    // ---- a snapshot begins ----------------------------------------------------------------------
 
     /// Returns when no write is under way any more; new ones wait.
     fn freeze(&self) {
@@ -156,19 +157,21 @@ impl<K: Kin> Chain<K> {
         self.held.hold(job)
     }
 
-    // ---- the device goes -------------------------------------------------------------------------------------------
+    // ---- the device goes ------------------------------------------------------------------------
 
-    /// The live device is gone: its slots change no more. Returns the origin's layer, if nobody needs it, and what was held
-    /// up, for the caller to carry on.
+    /// The live device is gone: its slots change no more. Returns the origin's layer, if nobody
+    /// needs it, and what was held up, for the caller to carry on.
     #[must_use]
     pub fn abandon(&self, kin: &K) -> Left<K> {
         self.leave(kin, || ())
     }
 
-    /// The live device goes to another chain: its slots change no more here. Else as [`abandon`](Self::abandon).
+    /// The live device goes to another chain: its slots change no more here. Else as
+    /// [`abandon`](Self::abandon).
     fn abandon_for(&self, kin: &K, other: &Self, device: &Handle<K::Device>) -> Left<K> {
         let view = Box::new(other.first_view(Handle::downgrade(device)));
-        // Under the state: until writers have left the view none of the snapshots can be taken for passed on.
+        // Under the state: until writers have left the view none of the snapshots can be taken for
+        // passed on.
         self.leave(kin, || drop(K::view(device).replace(view)))
     }
 
@@ -180,9 +183,10 @@ impl<K: Kin> Chain<K> {
         (state.unused_origin(), self.held.open())
     }
 
-    // ---- a snapshot ends -------------------------------------------------------------------------------------------
+    // ---- a snapshot ends ------------------------------------------------------------------------
 
-    /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed on](Self::pass_on).
+    /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed
+    /// on](Self::pass_on).
     pub fn begin_delete(&self, number: u64) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let at = state.place(number)?;
@@ -194,9 +198,9 @@ impl<K: Kin> Chain<K> {
         Some(layer)
     }
 
-    /// Gives what a dying snapshot has in the slots `[start, end)` of one leaf to the snapshot that reads it, or frees it.
-    /// Returns whether something is left that is on its way from the backing device. For the cleaner only: no other member
-    /// ends meanwhile.
+    /// Gives what a dying snapshot has in the slots `[start, end)` of one leaf to the snapshot that
+    /// reads it, or frees it. Returns whether something is left that is on its way from the backing
+    /// device. For the cleaner only: no other member ends meanwhile.
     pub fn pass_on(&self, kin: &K, number: u64, start: u64, end: u64) -> Result<bool> {
         let (origin, from, older) = {
             let state = self.state.lock();
@@ -238,8 +242,8 @@ impl<K: Kin> Chain<K> {
         Ok(left)
     }
 
-    /// A dying snapshot is empty. Returns the layers that nobody needs any more: its own, and the origin's, if it was the
-    /// last to need that.
+    /// A dying snapshot is empty. Returns the layers that nobody needs any more: its own, and the
+    /// origin's, if it was the last to need that.
     pub fn unlink(&self, number: u64) -> Vec<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let Some(at) = state.place(number) else { return Vec::new() };
@@ -278,14 +282,16 @@ impl<K: Kin> Current<K> {
         Arc::clone(&self.0.lock())
     }
 
-    /// Holds up writers, until the chain is thawed, which is not exchanged meanwhile without that being known to it.
+    /// Holds up writers, until the chain is thawed, which is not exchanged meanwhile without that
+    /// being known to it.
     pub fn freeze(&self) -> Arc<Chain<K>> {
         let chain = self.0.lock();
         chain.freeze();
         Arc::clone(&chain)
     }
 
-    /// A live device begins anew, in an empty chain. Returns what the former chain [leaves](Chain::abandon).
+    /// A live device begins anew, in an empty chain. Returns what the former chain
+    /// [leaves](Chain::abandon).
     #[must_use]
     pub fn rewind(&self, kin: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> Left<K> {
         let mut chain = self.0.lock();

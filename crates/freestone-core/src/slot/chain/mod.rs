@@ -1,29 +1,34 @@
 //! Chains: a live device and its snapshots, and who of them holds a page.
 //!
-//! A snapshot is a layer that begins empty. An empty slot of it means "as the next younger one", and past the youngest
-//! "as the origin". Before the origin's slot changes, what it holds *moves* to the youngest snapshot, if neither that
-//! one nor a removed one before it has anything there: one word moves, the object stays where it is. An origin's slot
-//! that is empty moves as [`Word::BASE`].
+//! A snapshot is a layer that begins empty. An empty slot of it means "as the next younger one",
+//! and past the youngest "as the origin". Before the origin's slot changes, what it holds *moves*
+//! to the youngest snapshot, if neither that one nor a removed one before it has anything there:
+//! one word moves, the object stays where it is. An origin's slot that is empty moves as
+//! [`Word::BASE`].
 //!
 //! # Protocol
-//! * Words go from a slot of one layer to the same slot of another only under the origin's slot lock. So under it the
-//!   whole chain stands still, but for what happens to an object where it is (it moves in the pool, it is spilled).
-//! * A reader of a snapshot looks at the snapshot's own slot; where that is empty, it locks the origin's slot and looks
-//!   again from the snapshot to the origin. Where the origin has no leaf nobody has ever written there.
-//! * Whose an object is, is noted while both slots are locked: who takes the word out of its new slot may free the object,
-//!   and its place has another owner then.
-//! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one that says so, which
-//!   waits for the pins of those that are at work), the list of snapshots is swapped, writers go on. No page lock is
-//!   taken, and no thread waits: a write that is tried meanwhile would block, one that is submitted is held.
-//! * A removed snapshot is *dying*: nothing moves to it any more, what it has goes to the next older one that lives,
-//!   slot by slot, in the background; older ones read through it until then. Where an older one that is dying, too, has
-//!   the page, that is what is read, and the younger one's is freed.
+//! * Words go from a slot of one layer to the same slot of another only under the origin's slot
+//!   lock. So under it the whole chain stands still, but for what happens to an object where it is
+//!   (it moves in the pool, it is spilled).
+//! * A reader of a snapshot looks at the snapshot's own slot; where that is empty, it locks the
+//!   origin's slot and looks again from the snapshot to the origin. Where the origin has no leaf
+//!   nobody has ever written there.
+//! * Whose an object is, is noted while both slots are locked: who takes the word out of its new
+//!   slot may free the object, and its place has another owner then.
+//! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one
+//!   that says so, which waits for the pins of those that are at work), the list of snapshots is
+//!   swapped, writers go on. No page lock is taken, and no thread waits: a write that is tried
+//!   meanwhile would block, one that is submitted is held.
+//! * A removed snapshot is *dying*: nothing moves to it any more, what it has goes to the next
+//!   older one that lives, slot by slot, in the background; older ones read through it until then.
+//!   Where an older one that is dying, too, has the page, that is what is read, and the younger
+//!   one's is freed.
 //!
-//! Who holds a page is here, how snapshots come and go in `members`. The RAM disk and the loom models use it with a
-//! [`Kin`] of their own.
+//! Who holds a page is here, how snapshots come and go in `members`. The RAM disk and the loom
+//! models use it with a [`Kin`] of their own.
 //!
-//! Lock order: the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before those of the chain
-//! that it is a fork of.
+//! Lock order: the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
+//! those of the chain that it is a fork of.
 
 mod members;
 #[cfg(all(test, loom))]
@@ -54,8 +59,8 @@ pub trait Kin: Sized {
     fn view(device: &Self::Device) -> &Swap<View<Self>>;
     /// The present epoch.
     fn now(&self) -> u8;
-    /// Notes that an object is a slot's of this layer. Both that slot and the one that the object was in are locked, or
-    /// nobody can take it out of either.
+    /// Notes that an object is a slot's of this layer. Both that slot and the one that the object
+    /// was in are locked, or nobody can take it out of either.
     fn set_owner(&self, object: u64, layer: &Self::Layer, slot: u64);
     /// Frees the object of a word that no slot holds.
     fn free(&self, word: Word);
@@ -122,8 +127,9 @@ impl<K: Kin> List<K> {
     }
 }
 
-/// Who of `members`, from the younger to the older, must be given a word that nobody younger keeps any more: the first
-/// that lives, if neither it nor a dying one before it has that page already. The origin's slot is locked.
+/// Who of `members`, from the younger to the older, must be given a word that nobody younger keeps
+/// any more: the first that lives, if neither it nor a dying one before it has that page already.
+/// The origin's slot is locked.
 fn receiver<'a, K: Kin + 'a>(
     members: impl Iterator<Item = &'a Member<K>>,
     slot: u64,
@@ -139,8 +145,8 @@ fn receiver<'a, K: Kin + 'a>(
     None
 }
 
-/// Moves the word of a slot, which is locked or was just taken out under the origin's lock, to an empty slot of a
-/// snapshot.
+/// Moves the word of a slot, which is locked or was just taken out under the origin's lock, to an
+/// empty slot of a snapshot.
 fn hand_over<K: Kin>(kin: &K, from: &K::Layer, to: &K::Layer, slot: u64, word: Word) -> Result<()> {
     let guard = K::table(to).leaf_or_new(slot)?.lock(slot);
     debug_assert_eq!(guard.word(), Word::EMPTY, "a snapshot's page is set once");
@@ -159,8 +165,8 @@ fn hand_over<K: Kin>(kin: &K, from: &K::Layer, to: &K::Layer, slot: u64, word: W
     Ok(())
 }
 
-/// Frees what a leaf of a layer holds that nobody uses any more. Returns whether it freed anything, and whether something
-/// is left that is on its way from the backing device.
+/// Frees what a leaf of a layer holds that nobody uses any more. Returns whether it freed anything,
+/// and whether something is left that is on its way from the backing device.
 pub fn free_leaf<K: Kin>(kin: &K, layer: &K::Layer, start: u64) -> (bool, bool) {
     let Some(leaf) = K::table(layer).leaf(start) else { return (false, false) };
     let (mut freed, mut left) = (false, false);
@@ -183,7 +189,7 @@ pub fn free_leaf<K: Kin>(kin: &K, layer: &K::Layer, start: u64) -> (bool, bool) 
     (freed, left)
 }
 
-// ---- reads ---------------------------------------------------------------------------------------------------------
+// ---- reads --------------------------------------------------------------------------------------
 
 impl<K: Kin> View<K> {
     /// The slot of a page that the device's own layer holds, locked.
@@ -197,13 +203,14 @@ impl<K: Kin> View<K> {
         Some(leaf.lock(slot)).filter(|guard| holds(guard.word()))
     }
 
-    /// Whether a snapshot knows that a page is the base's. That does not change as long as there is a snapshot.
+    /// Whether a snapshot knows that a page is the base's. That does not change as long as there is
+    /// a snapshot.
     fn is_base(&self, slot: u64) -> bool {
         K::table(&self.layer).leaf(slot).is_some_and(|leaf| leaf.peek(slot).kind() == Kind::Base)
     }
 
-    /// Hands the page of a slot to `found`, locked in the layer that holds it; `None` where that is no layer of this
-    /// chain, and the page is what lies below.
+    /// Hands the page of a slot to `found`, locked in the layer that holds it; `None` where that is
+    /// no layer of this chain, and the page is what lies below.
     pub fn with_page<R>(
         &self,
         pin: &Pin<'_>,
@@ -253,7 +260,7 @@ impl<K: Kin> View<K> {
     }
 }
 
-// ---- changes -------------------------------------------------------------------------------------------------------
+// ---- changes ------------------------------------------------------------------------------------
 
 impl<K: Kin> View<K> {
     /// Whether writers are held up.
@@ -274,7 +281,8 @@ impl<K: Kin> View<K> {
         }
     }
 
-    /// Has what a locked slot holds move to the snapshot that needs it. Returns what is left to be freed.
+    /// Has what a locked slot holds move to the snapshot that needs it. Returns what is left to be
+    /// freed.
     #[inline]
     fn preserve(&self, kin: &K, slot: u64, held: Word) -> Result<Word> {
         match &self.role {
@@ -292,15 +300,15 @@ impl<K: Kin> View<K> {
         }
     }
 
-    /// Puts another word into a locked slot of the live device; what it held goes to the snapshot that needs it, or is
-    /// freed. An error leaves the slot as it was, and `new` to the caller.
+    /// Puts another word into a locked slot of the live device; what it held goes to the snapshot
+    /// that needs it, or is freed. An error leaves the slot as it was, and `new` to the caller.
     #[inline]
     pub fn replace(&self, kin: &K, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
         self.exchange(kin, slot, guard.word(), new, || guard.publish(new))
     }
 
-    /// As [`replace`](Self::replace), of a slot that `held` this word (before it departed, if it is in flight) and is
-    /// unlocked by `publish`.
+    /// As [`replace`](Self::replace), of a slot that `held` this word (before it departed, if it is
+    /// in flight) and is unlocked by `publish`.
     #[inline]
     pub fn exchange<R>(
         &self,

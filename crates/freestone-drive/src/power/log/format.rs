@@ -1,4 +1,5 @@
-//! The bytes of dm-log-writes' log, version 1, as the kernel's target writes and `replay-log` reads them.
+//! The bytes of dm-log-writes' log, version 1, as the kernel's target writes and `replay-log` reads
+//! them.
 //!
 //! | bytes | what |
 //! |---|---|
@@ -6,8 +7,8 @@
 //! | then, for each entry | [`Entry`], for a mark followed by its text, padded to a sector |
 //! | | its data: `nr_sectors` sectors, none for a discard, a flush and a mark |
 //!
-//! A sector is the logical block of the recorded device; `sector` and `nr_sectors` count those. All numbers are
-//! little-endian.
+//! A sector is the logical block of the recorded device; `sector` and `nr_sectors` count those. All
+//! numbers are little-endian.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

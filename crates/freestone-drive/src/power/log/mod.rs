@@ -1,8 +1,9 @@
-//! The log of everything that was written: dm-log-writes' own on-disk format, so that its `replay-log` works on what is
-//! recorded here and what the kernel recorded can be replayed here.
+//! The log of everything that was written: dm-log-writes' own on-disk format, so that its
+//! `replay-log` works on what is recorded here and what the kernel recorded can be replayed here.
 //!
-//! [`Reader`] gives the entries, [`replay`] brings a device to the state at any of them, [`Reader::epochs`] gives the points
-//! between two flushes, and [`replay_cut`] cuts the power at one.
+//! [`Reader`] gives the entries, [`replay`] brings a device to the state at any of them,
+//! [`Reader::epochs`] gives the points between two flushes, and [`replay_cut`] cuts the power at
+//! one.
 
 pub mod format;
 mod reader;

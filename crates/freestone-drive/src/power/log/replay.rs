@@ -22,11 +22,13 @@ pub struct CutPoint {
     pub lost_blocks: u64,
 }
 
-/// Does to `device` what the first `entries` entries say, in order, and flushes it. The device must have the content that the
-/// recorded one had when the recording began. Zeroes and discards become zeroes that may be holes.
+/// Does to `device` what the first `entries` entries say, in order, and flushes it. The device must
+/// have the content that the recorded one had when the recording began. Zeroes and discards become
+/// zeroes that may be holes.
 ///
 /// # Errors
-/// [`Error::NoEntry`] before anything is written; those of the file, [`Error::Damaged`] and [`Error::Device`] then.
+/// [`Error::NoEntry`] before anything is written; those of the file, [`Error::Damaged`] and
+/// [`Error::Device`] then.
 pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<(), Error> {
     check(reader, entries)?;
     reader.rewind();
@@ -34,8 +36,9 @@ pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<
     flush(entries, device)
 }
 
-/// As [`replay`], with a power cut after `entries` entries: what stands before the last flush, and what was written with
-/// FUA, is done; of each other block the seed decides whether it has its content of that time or one of those written since.
+/// As [`replay`], with a power cut after `entries` entries: what stands before the last flush, and
+/// what was written with FUA, is done; of each other block the seed decides whether it has its
+/// content of that time or one of those written since.
 ///
 /// # Errors
 /// As [`replay`]; [`Error::TooManyUnflushed`] before anything is written.

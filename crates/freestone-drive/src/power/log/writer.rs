@@ -13,16 +13,18 @@ use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
 use freestone_core::file_locks::Held;
 use freestone_core::replace::Place;
 
-/// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a whole.
+/// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a
+/// whole.
 const ZEROES_MAX_BYTES: u64 = 8 << 20;
-/// The most that one entry discards, in bytes: `replay-log` passes over larger ones where it has to write zeroes.
+/// The most that one entry discards, in bytes: `replay-log` passes over larger ones where it has to
+/// write zeroes.
 const DISCARD_MAX_BYTES: u64 = 128 << 20;
 
 /// Writes a log. Entries are gathered in memory until they are committed.
 ///
-/// The head counts an entry only when all of it is in the file, and it is rewritten with each commit. So when the process
-/// dies the head is right. When the machine dies it is right up to the last mark: there, entries are synced before the head is
-/// written, and the head after it.
+/// The head counts an entry only when all of it is in the file, and it is rewritten with each
+/// commit. So when the process dies the head is right. When the machine dies it is right up to the
+/// last mark: there, entries are synced before the head is written, and the head after it.
 #[derive(Debug)]
 pub struct Writer {
     file: File,
@@ -163,7 +165,8 @@ impl Writer {
         self.added += 1;
     }
 
-    /// Puts what was gathered into the file, then counts it in the head. With `sync` it is durable then.
+    /// Puts what was gathered into the file, then counts it in the head. With `sync` it is durable
+    /// then.
     pub(in crate::power) fn commit(&mut self, sync: bool) -> Result<(), Error> {
         self.write_gathered()?;
         // Zeroes at the end are not in the file yet.

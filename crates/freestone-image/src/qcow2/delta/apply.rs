@@ -1,4 +1,5 @@
-//! Applying: the clusters that an overlay has itself, onto a device. The whole overlay is checked before the first write.
+//! Applying: the clusters that an overlay has itself, onto a device. The whole overlay is checked
+//! before the first write.
 
 use std::fs;
 use std::path::Path;
@@ -24,10 +25,11 @@ pub struct Applied {
     pub zero_bytes: u64,
 }
 
-/// Writes what the overlay `from` has itself to a device, which should be a fork of the same base with no changes of its own:
-/// what the overlay does not have is left as it is. Ends with a flush.
+/// Writes what the overlay `from` has itself to a device, which should be a fork of the same base
+/// with no changes of its own: what the overlay does not have is left as it is. Ends with a flush.
 ///
-/// With `base`, the overlay must name that file as its backing file. `progress` gets bytes done and in all.
+/// With `base`, the overlay must name that file as its backing file. `progress` gets bytes done and
+/// in all.
 ///
 /// # Errors
 /// [`DeltaError`]: all but the ones of [`save`](super::save). Only [`DeltaError::Apply`] leaves the device changed.
@@ -139,7 +141,8 @@ fn check_clusters(from: &Path, chain: &Chain, layer: &Layer, table: &Table) -> R
         match found {
             Found::Zero { .. } => all.zero_bytes += run,
             Found::Data { host, .. } => {
-                // Whole clusters, also where the disk ends within one: but for the last, as in qemu.
+                // Whole clusters, also where the disk ends within one: but for the last, as in
+                // qemu.
                 let end = (host + run).next_multiple_of(cluster);
                 if host + run > layer.source.len() || !seen.add(host, end) {
                     let what = format!("the data for byte {at} is cut off or has two places");

@@ -1,11 +1,13 @@
-//! What a fork or snapshot holds itself: shown, saved as a qcow2 overlay on its base, applied to another fork of that base.
+//! What a fork or snapshot holds itself: shown, saved as a qcow2 overlay on its base, applied to
+//! another fork of that base.
 //!
-//! A delta is an ordinary qcow2 image of version 3 whose backing file is the base: `qemu-img check`, `map`, `compare`,
-//! `rebase` and `convert` take it, and so does [`Image`](super::Image). Its clusters have 64 KiB. A cluster of which a part
-//! was changed is saved whole, filled up from the device; one that is all zeroes is a mark without data.
+//! A delta is an ordinary qcow2 image of version 3 whose backing file is the base: `qemu-img
+//! check`, `map`, `compare`, `rebase` and `convert` take it, and so does [`Image`](super::Image).
+//! Its clusters have 64 KiB. A cluster of which a part was changed is saved whole, filled up from
+//! the device; one that is all zeroes is a mark without data.
 //!
-//! These calls wait for disks and devices. They see the device as it is while they run: of a fork that is in use save a
-//! snapshot, over its base (`Ram::over_base`), which is of one moment.
+//! These calls wait for disks and devices. They see the device as it is while they run: of a fork
+//! that is in use save a snapshot, over its base (`Ram::over_base`), which is of one moment.
 
 mod apply;
 mod runs;
@@ -121,7 +123,8 @@ pub struct Summary {
     pub zero_bytes: u64,
 }
 
-/// Calls `row` for what the device holds itself, in order, until it returns false; adds up what was given.
+/// Calls `row` for what the device holds itself, in order, until it returns false; adds up what was
+/// given.
 ///
 /// # Errors
 /// [`DeltaError::NoChanges`], [`DeltaError::Read`].

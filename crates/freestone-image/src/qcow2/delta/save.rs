@@ -1,4 +1,5 @@
-//! Saving: what the device holds itself, into a new overlay, which then takes the place of an old one.
+//! Saving: what the device holds itself, into a new overlay, which then takes the place of an old
+//! one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -33,11 +34,12 @@ pub struct Saved {
 
 /// Saves what `device` holds itself as a qcow2 overlay on its base.
 ///
-/// The overlay is written beside `to`, without a name where the file system can do that (else under one that begins with
-/// `.freestone-delta-`, which a failure removes), made durable, and put there; so `to` is the old file or the new one at any moment,
-/// also after a crash. An old file is replaced if it is an overlay too, or empty. It belongs to this process's user alone (mode
-/// 0600). The base is named by its file name where both are in one directory, so that they can
-/// be moved together, else by its absolute path. `progress` gets changed bytes done and in all.
+/// The overlay is written beside `to`, without a name where the file system can do that (else under
+/// one that begins with `.freestone-delta-`, which a failure removes), made durable, and put there;
+/// so `to` is the old file or the new one at any moment, also after a crash. An old file is
+/// replaced if it is an overlay too, or empty. It belongs to this process's user alone (mode 0600).
+/// The base is named by its file name where both are in one directory, so that they can be moved
+/// together, else by its absolute path. `progress` gets changed bytes done and in all.
 ///
 /// # Errors
 /// [`DeltaError`]: all but the ones of [`apply`](super::apply). The old file is kept; only where the very last step failed, to make the

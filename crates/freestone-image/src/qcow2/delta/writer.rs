@@ -1,5 +1,6 @@
-//! Writes a qcow2 overlay from front to back: data and L2 tables as they come, then the L1 table and the refcounts, and the
-//! header last. Every cluster of the file has one user, so every refcount is 1.
+//! Writes a qcow2 overlay from front to back: data and L2 tables as they come, then the L1 table
+//! and the refcounts, and the header last. Every cluster of the file has one user, so every
+//! refcount is 1.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write as _};
@@ -163,7 +164,8 @@ fn refcount_clusters(others: u64) -> (u64, u64) {
 mod tests {
     use super::{REFCOUNTS, refcount_clusters};
 
-    /// Refcounts count themselves: around the sizes at which one more block is due, exactly as many as needed.
+    /// Refcounts count themselves: around the sizes at which one more block is due, exactly as many
+    /// as needed.
     #[test]
     fn refcounts_cover_themselves() {
         for full in [1, 2, 3, 8192, 8193] {

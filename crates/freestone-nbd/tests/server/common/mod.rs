@@ -54,7 +54,8 @@ impl Fixture {
         Client::connect(&self.address)
     }
 
-    /// A client in the transmission phase of "disk", with structured replies and `base:allocation`, or without.
+    /// A client in the transmission phase of "disk", with structured replies and `base:allocation`,
+    /// or without.
     pub fn enter(&self, structured: bool) -> Client {
         let mut client = self.connect();
         client.greet(3);

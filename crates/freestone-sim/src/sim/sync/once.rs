@@ -1,5 +1,5 @@
-//! Values that are made once, with the interfaces of `std::sync::OnceLock` and `LazyLock`. There whoever comes second sleeps in
-//! the kernel, which would stop the simulation.
+//! Values that are made once, with the interfaces of `std::sync::OnceLock` and `LazyLock`. There
+//! whoever comes second sleeps in the kernel, which would stop the simulation.
 
 use std::fmt;
 use std::ops::Deref;

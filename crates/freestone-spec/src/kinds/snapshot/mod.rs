@@ -148,7 +148,7 @@ fn parse_chunk(text: &str) -> Result<u64, String> {
     Err(format!("must be a power of two from {min} to {max}"))
 }
 
-// ---- setting up -----------------------------------------------------------------------------------------------------
+// ---- setting up ---------------------------------------------------------------------------------
 
 impl Asked for SnapshotSpec {
     fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {

@@ -1,5 +1,5 @@
-//! Scenes: ops that belong together, for what takes several of them on the same few devices. In a run that is drawn op by op
-//! those seldom meet.
+//! Scenes: ops that belong together, for what takes several of them on the same few devices. In a
+//! run that is drawn op by op those seldom meet.
 
 use super::Draw;
 use crate::disk::{Chances, Plan};

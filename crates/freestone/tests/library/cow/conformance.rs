@@ -1,4 +1,5 @@
-//! Origins and snapshots keep the device contract, on every kind of device, with every kind of store.
+//! Origins and snapshots keep the device contract, on every kind of device, with every kind of
+//! store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -53,8 +54,9 @@ fn snapshots_conform_with_large_chunks_and_discards() {
     }
 }
 
-/// What a device with smaller blocks than the other one does at once need not be whole blocks of the snapshot, and the rest of
-/// one may follow behind another request: only its own blocks are never torn.
+/// What a device with smaller blocks than the other one does at once need not be whole blocks of
+/// the snapshot, and the rest of one may follow behind another request: only its own blocks are
+/// never torn.
 #[test]
 fn snapshots_conform_with_blocks_of_two_sizes() {
     for (number, (origin, cow)) in [(4096, 512), (512, 4096)].into_iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Exception stores whose writes fail, or fail although they were done: what was answered well is there after a crash, and after any
-//! later merge. A crash here is the bytes that both disks hold.
+//! Exception stores whose writes fail, or fail although they were done: what was answered well is
+//! there after a crash, and after any later merge. A crash here is the bytes that both disks hold.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -102,7 +102,8 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
     }
 }
 
-/// Merges that fail at any step and are begun again, while the origin is written; both disks fail in every way.
+/// Merges that fail at any step and are begun again, while the origin is written; both disks fail
+/// in every way.
 #[test]
 fn merges_that_fail_lose_nothing() {
     let mut failed = 0;
@@ -167,10 +168,10 @@ fn merges_that_fail_lose_nothing() {
     assert!(failed > 12, "{failed} merges failed");
 }
 
-// ---- a record that is read, and not durable ----------------------------------------------------------------------------
+// ---- a record that is read, and not durable -----------------------------------------------------
 
-/// A disk with a volatile cache. When it is told to, the next write that should be durable gets only there, and the ones after it
-/// nowhere; all of them fail.
+/// A disk with a volatile cache. When it is told to, the next write that should be durable gets
+/// only there, and the ones after it nowhere; all of them fail.
 struct Cached {
     power: Power,
     next_arrives: AtomicBool,
@@ -213,7 +214,8 @@ impl Device for Cached {
     }
 }
 
-/// The program ends after a step of a merge got into a cache; the next one finds it done, and then the power goes.
+/// The program ends after a step of a merge got into a cache; the next one finds it done, and then
+/// the power goes.
 #[test]
 fn a_merge_that_a_store_was_found_with_is_durable() {
     for seed in 0..10 {

@@ -1,5 +1,5 @@
-//! Snapshots that are given up: what their users and the origin's are answered meanwhile, and what is there after a crash. A crash here
-//! is the bytes that both disks hold.
+//! Snapshots that are given up: what their users and the origin's are answered meanwhile, and what
+//! is there after a crash. A crash here is the bytes that both disks hold.
 
 use std::sync::Arc;
 use std::thread;
@@ -134,7 +134,8 @@ fn an_origin_does_not_wait_for_a_snapshot_that_is_removed() {
     });
 }
 
-/// A moment after its store is lost a snapshot is too; nobody is told in between that there is no room.
+/// A moment after its store is lost a snapshot is too; nobody is told in between that there is no
+/// room.
 #[test]
 fn a_store_that_is_being_given_up_is_not_full() {
     for kind in [StoreKind::Persistent, StoreKind::PersistentOverflow] {

@@ -33,7 +33,8 @@ fn a_snapshot_shows_what_the_origin_held() {
             let (origin, content) = origin(kind, SIZE + 1536);
             let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
             assert!(read_all(&snapshot) == content, "{kind:?} at first");
-            // A part of a chunk, several whole ones, across a boundary, the short last one, and zeroes.
+            // A part of a chunk, several whole ones, across a boundary, the short last one, and
+            // zeroes.
             origin.write_at(512, &bytes(1, 512), NONE).unwrap();
             origin.write_at(2 * chunk, &bytes(2, 2 * chunk), NONE).unwrap();
             origin.write_at(5 * chunk - 1024, &bytes(3, 2048), Flags::FUA).unwrap();
@@ -185,8 +186,8 @@ fn failing_devices_cost_the_snapshot_and_never_the_origin() {
     }
 }
 
-/// A read of the snapshot that is under way while the origin is overwritten shows the old content, and does not hold up the
-/// write.
+/// A read of the snapshot that is under way while the origin is overwritten shows the old content,
+/// and does not hold up the write.
 #[test]
 fn a_slow_read_sees_old_content_and_holds_up_nobody() {
     let device = Arc::new(Faulty::new(SIZE as usize, 512));
@@ -297,7 +298,8 @@ fn a_snapshot_begins_at_one_moment() {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let _stop = Stop(&stop);
-            // Each writer counts upwards, in the first device and then in the second, so the second never is ahead.
+            // Each writer counts upwards, in the first device and then in the second, so the second
+            // never is ahead.
             for writer in 0..2 {
                 let (one, other, stop) = (&one, &other, &stop);
                 scope.spawn(move || {
@@ -327,7 +329,8 @@ fn a_snapshot_begins_at_one_moment() {
                         data.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect()
                     };
                     let (first, second) = (numbers(&first), numbers(&second));
-                    // A device that does a part of a request divides it: what it has done of one shows.
+                    // A device that does a part of a request divides it: what it has done of one
+                    // shows.
                     let whole = !matches!(kind, Kind::Sometimes);
                     for numbers in [&first, &second].into_iter().filter(|_| whole) {
                         assert!(numbers.iter().all(|number| number == &numbers[0]), "{kind:?}: a torn write");
@@ -460,7 +463,8 @@ fn impossible_snapshots_are_refused() {
     file.snapshot(Kind::File.make(COW_SIZE), &unforced).unwrap();
 }
 
-/// Writes that do not end hold up the set that waits for them, for so long, and nobody else; then all is as it was.
+/// Writes that do not end hold up the set that waits for them, for so long, and nobody else; then
+/// all is as it was.
 #[test]
 fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() {
     let disk = Arc::new(Faulty::new(SIZE as usize, 512));
@@ -503,7 +507,8 @@ fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() 
     assert_eq!(read_all(&snapshot)[..8192], [1; 8192]);
 }
 
-/// Nothing keeps the devices when the last handle is gone: not the ring of origin and snapshots, and not a merge that was stopped.
+/// Nothing keeps the devices when the last handle is gone: not the ring of origin and snapshots,
+/// and not a merge that was stopped.
 #[test]
 fn everything_is_given_back() {
     for kind in [Kind::Model, Kind::Deferred, Kind::File] {

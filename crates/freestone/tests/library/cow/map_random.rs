@@ -1,4 +1,5 @@
-//! An origin and its snapshots against plain bytes: random operations, with readers that check what is frozen meanwhile.
+//! An origin and its snapshots against plain bytes: random operations, with readers that check what
+//! is frozen meanwhile.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -141,8 +142,8 @@ fn random_operations_agree_with_plain_bytes() {
     }
 }
 
-/// Writers of the origin and of snapshots, each with blocks of its own, snapshots that come and go, and readers that know what a
-/// snapshot must show.
+/// Writers of the origin and of snapshots, each with blocks of its own, snapshots that come and go,
+/// and readers that know what a snapshot must show.
 #[test]
 fn frozen_content_stays_while_all_write() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred, Kind::Ram] {
@@ -211,7 +212,8 @@ fn concurrent(kind: Kind, seed: u64) {
     });
 }
 
-/// Many requests in flight at once to one snapshot and its origin, blocks of which no two requests share.
+/// Many requests in flight at once to one snapshot and its origin, blocks of which no two requests
+/// share.
 #[test]
 fn many_requests_in_flight_do_not_mix() {
     for kind in KINDS {

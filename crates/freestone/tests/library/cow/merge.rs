@@ -1,7 +1,9 @@
-//! Snapshots are merged into their origin while I/O goes on, are stopped and begun again, and survive a crash at every step.
+//! Snapshots are merged into their origin while I/O goes on, are stopped and begun again, and
+//! survive a crash at every step.
 //!
-//! Fault model of the crash tests: what a device was given and not flushed may be there or not after a crash, block by block of
-//! 512 bytes; what was flushed, or written with FUA, is there. A crash happens between any two requests of either device.
+//! Fault model of the crash tests: what a device was given and not flushed may be there or not
+//! after a crash, block by block of 512 bytes; what was flushed, or written with FUA, is there. A
+//! crash happens between any two requests of either device.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -215,7 +217,8 @@ fn a_failed_merge_loses_nothing_and_goes_on_later() {
     }
 }
 
-/// A part of the device that is stopped in the middle goes on showing the snapshot, also when the snapshot's handle is gone.
+/// A part of the device that is stopped in the middle goes on showing the snapshot, also when the
+/// snapshot's handle is gone.
 #[test]
 fn the_origin_never_shows_what_is_half_merged() {
     let device = Kind::Deferred.make(SIZE);
@@ -241,7 +244,7 @@ fn the_origin_never_shows_what_is_half_merged() {
     assert!(read_all(&*device) == content);
 }
 
-// ---- crashes -----------------------------------------------------------------------------------------------------------------
+// ---- crashes ------------------------------------------------------------------------------------
 
 /// What several devices did, in one order.
 type Log = Arc<Mutex<Vec<(usize, Done)>>>;
@@ -359,7 +362,8 @@ fn model(content: &[u8]) -> Arc<Model> {
     Arc::new(model)
 }
 
-/// Cuts a merge after every request, opens what is left, checks that nothing is lost, and merges to the end.
+/// Cuts a merge after every request, opens what is left, checks that nothing is lost, and merges to
+/// the end.
 #[test]
 fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     let size = 128 << 10;
@@ -399,8 +403,9 @@ fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     }
 }
 
-/// Cuts a merge during which the origin is written after every request, and opens what is left with the same calls: what users see of
-/// the origin is never half merged, and what was answered as durable is there, then, after more writes, and when all is merged.
+/// Cuts a merge during which the origin is written after every request, and opens what is left with
+/// the same calls: what users see of the origin is never half merged, and what was answered as
+/// durable is there, then, after more writes, and when all is merged.
 #[test]
 fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
     let size = 128 << 10;
@@ -420,8 +425,8 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
     origin.flush().unwrap();
     let images = [read_all(&*below), read_all(&*cow)];
     log.lock().unwrap().clear();
-    // While a run is copied: a write to what is not merged yet, to what is, and to what never had an exception. The log has the
-    // answer of each under the number 2.
+    // While a run is copied: a write to what is not merged yet, to what is, and to what never had
+    // an exception. The log has the answer of each under the number 2.
     let mut writes = [3, 12, 6, 22, 4].into_iter();
     let (user, answers) = (origin.clone(), Arc::clone(&log));
     *below.at_flush.lock().unwrap() = Some(Box::new(move || {
@@ -501,8 +506,8 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
     assert!(taken_up > 50, "{taken_up} merges were taken up");
 }
 
-/// Cuts writes to an origin with snapshots after every request: what was answered and flushed is there, and the snapshots show what
-/// they showed.
+/// Cuts writes to an origin with snapshots after every request: what was answered and flushed is
+/// there, and the snapshots show what they showed.
 #[test]
 fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
     let size = 128 << 10;
@@ -533,7 +538,8 @@ fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
     }
 }
 
-/// A merge begins when no write of the origin is under way; where one does not end, it does not begin.
+/// A merge begins when no write of the origin is under way; where one does not end, it does not
+/// begin.
 #[test]
 fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
     let disk = Arc::new(Faulty::new(SIZE as usize, 512));
@@ -557,7 +563,8 @@ fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
     assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
 }
 
-/// The end of the snapshot's last chunk is the origin's, which has grown, whatever the exception says of the rest.
+/// The end of the snapshot's last chunk is the origin's, which has grown, whatever the exception
+/// says of the rest.
 #[test]
 fn a_read_behind_a_snapshot_that_is_merged_ends() {
     let device = Arc::new(Model::new(SIZE as usize + 1024, 512));

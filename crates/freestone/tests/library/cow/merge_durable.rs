@@ -1,4 +1,5 @@
-//! While a snapshot is merged into an origin without a volatile cache, what is written is as durable as it is there.
+//! While a snapshot is merged into an origin without a volatile cache, what is written is as
+//! durable as it is there.
 
 use std::sync::{Arc, Mutex};
 

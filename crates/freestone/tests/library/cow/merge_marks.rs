@@ -1,4 +1,5 @@
-//! The marks of a merge under way, on the store and beside the origin: when they come and go, and what is refused because of them.
+//! The marks of a merge under way, on the store and beside the origin: when they come and go, and
+//! what is refused because of them.
 
 use std::sync::{Arc, Mutex};
 
@@ -126,7 +127,8 @@ fn the_store_of_a_merge_is_not_overwritten() {
     assert_eq!(read_all(&*cow), before);
 }
 
-/// A crash before the mark was taken away; or the kernel, which does not know of it, finished the merge.
+/// A crash before the mark was taken away; or the kernel, which does not know of it, finished the
+/// merge.
 #[test]
 fn a_marked_store_without_exceptions_is_whole() {
     let (below, cow) = half_merged();
@@ -198,7 +200,7 @@ fn a_mark_that_cannot_be_written_begins_no_merge() {
     }
 }
 
-// ---- what the origin says ----------------------------------------------------------------------------------------------------
+// ---- what the origin says -----------------------------------------------------------------------
 
 /// Notes that outlive an origin.
 #[derive(Clone, Default)]

@@ -1,4 +1,5 @@
-//! Snapshots of origins: what they show, their exception stores, merges, and what is there after a crash.
+//! Snapshots of origins: what they show, their exception stores, merges, and what is there after a
+//! crash.
 
 mod conformance;
 mod failed_writes;

@@ -1,4 +1,5 @@
-//! The file device keeps the device contract: in every mode, on both engines, over a disk, over tmpfs, over a loop device.
+//! The file device keeps the device contract: in every mode, on both engines, over a disk, over
+//! tmpfs, over a loop device.
 
 use std::cell::Cell;
 use std::fs;

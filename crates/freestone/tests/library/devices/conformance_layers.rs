@@ -1,5 +1,5 @@
-//! The device contract, asked of every combination of bases, forks and snapshots two levels deep, with and without a
-//! backing device.
+//! The device contract, asked of every combination of bases, forks and snapshots two levels deep,
+//! with and without a backing device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,5 @@
-//! A file that changes underneath: truncated, grown, full, punched; and a device that goes away under load.
+//! A file that changes underneath: truncated, grown, full, punched; and a device that goes away
+//! under load.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -272,7 +273,8 @@ fn everything_in_flight_is_answered_when_the_device_is_dropped() {
         for _ in 0..count {
             let (i, outcome) = rx.try_recv().expect("answered before the drop returned");
             assert_eq!(outcome, Ok(()));
-            // Overlapping requests run in the order of their submission. (The threads may answer in another.)
+            // Overlapping requests run in the order of their submission. (The threads may answer in
+            // another.)
             let before = order[i as usize % 50].replace(i);
             assert!(mode.1 == Engine::Threads || before < Some(i));
         }

@@ -204,7 +204,8 @@ fn a_thread_that_ends_takes_no_request_with_it() {
     }
 }
 
-/// A buffered read of what is not in the page cache goes on in the name of the thread that submitted it.
+/// A buffered read of what is not in the page cache goes on in the name of the thread that
+/// submitted it.
 #[test]
 fn a_thread_that_ends_leaves_its_cold_reads() {
     const ROUNDS: u64 = 200;

@@ -1,4 +1,5 @@
-//! The device contract, asked of RAM disks, files and null devices, and what is particular to files and null devices.
+//! The device contract, asked of RAM disks, files and null devices, and what is particular to files
+//! and null devices.
 
 mod conformance_file;
 mod conformance_layers;

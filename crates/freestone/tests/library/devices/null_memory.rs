@@ -1,4 +1,5 @@
-//! The drive in plain memory against a model. That its memory comes back is a program of its own, resident.rs.
+//! The drive in plain memory against a model. That its memory comes back is a program of its own,
+//! resident.rs.
 
 use freestone::device::{Blocking, Buffer, Device, ExtentKind, Flags, Op, Request, Tried};
 use freestone::null::{Config, MEMORY_BYTES_MAX, Memory, SetupError};

@@ -12,7 +12,8 @@ fn paced(mbps: u32, completion: Duration) -> Paced {
     Paced::new(null, PaceConfig { mbps, completion }).unwrap()
 }
 
-/// Submits `depth` requests at once; how long it takes until all are answered. None is answered before its time.
+/// Submits `depth` requests at once; how long it takes until all are answered. None is answered
+/// before its time.
 fn at_once(device: &dyn Device, depth: u64, completion: Duration) -> Duration {
     let begun = Instant::now();
     let (tx, rx) = mpsc::channel();
@@ -89,7 +90,8 @@ fn rate(device: &Paced, bytes: u64, issue: &mut dyn FnMut(&Paced)) -> f64 {
 fn the_bandwidth_is_about_what_was_asked_for() {
     const MIB: u64 = 1 << 20;
     let mut out = vec![0; MIB as usize];
-    // Requests of 4 KiB, and such as no budget of 20 ms has room for; reads and writes share one budget.
+    // Requests of 4 KiB, and such as no budget of 20 ms has room for; reads and writes share one
+    // budget.
     for (mbps, size, write) in [(20, 4096, false), (20, 4096, true), (50, 256 << 10, true), (8, MIB, false)] {
         let device = paced(mbps, Duration::ZERO);
         let mut issue = |device: &Paced| {
@@ -101,7 +103,8 @@ fn the_bandwidth_is_about_what_was_asked_for() {
             }
         };
         let wanted = f64::from(mbps) * MIB as f64;
-        // Never faster; slower only where the machine is busy elsewhere, which it is not every time.
+        // Never faster; slower only where the machine is busy elsewhere, which it is not every
+        // time.
         let reached = (0..5).any(|_| {
             let rate = rate(&device, size, &mut issue);
             assert!(

@@ -1,4 +1,5 @@
-//! Forks, snapshots and rewinds of RAM disks: what each device shows, whatever happens to the others.
+//! Forks, snapshots and rewinds of RAM disks: what each device shows, whatever happens to the
+//! others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -140,7 +141,8 @@ fn a_fork_shows_its_base_until_it_is_written() {
     }
 }
 
-/// A base of 16 pages and a half has forks of that size, and so have their snapshots and the forks of those.
+/// A base of 16 pages and a half has forks of that size, and so have their snapshots and the forks
+/// of those.
 #[test]
 fn a_fork_is_as_large_as_its_base() {
     const SIZE: u64 = 16 * PAGE + 2048;

@@ -46,7 +46,8 @@ fn zero_base(size: u64) -> Arc<dyn Device> {
     Arc::new(Model::read_only(vec![0; size as usize], 4096))
 }
 
-/// Two removed snapshots in a row, of which the younger one's pages go to the oldest, past the other one that goes as well.
+/// Two removed snapshots in a row, of which the younger one's pages go to the oldest, past the
+/// other one that goes as well.
 #[test]
 fn what_dying_snapshots_hand_down_arrives() {
     // More leaves than are passed on in one turn.
@@ -90,7 +91,8 @@ fn submit_write(device: &Ram, offset: u64, data: &[u8]) -> std::sync::mpsc::Rece
     rx
 }
 
-/// A write to a part of a spilled page waits for the page; meanwhile the device goes back to its base.
+/// A write to a part of a spilled page waits for the page; meanwhile the device goes back to its
+/// base.
 #[test]
 fn a_rewind_leaves_nothing_of_a_page_that_was_in_flight() {
     for packed in [true, false] {
@@ -100,7 +102,8 @@ fn a_rewind_leaves_nothing_of_a_page_that_was_in_flight() {
         write(&fork, 3, 5);
         fork.writeback(&Writeback::Pages(vec![3..=3])).unwrap();
         disk.fault(Some(Op::Read), When::From(0), What::Hang);
-        // The first is the one that the page is changed for when it comes, the others wait for the content.
+        // The first is the one that the page is changed for when it comes, the others wait for the
+        // content.
         let waits: Vec<_> =
             (0..3).map(|at| submit_write(&fork, 3 * PAGE + at * 512, &[at as u8 + 1; 512])).collect();
         disk.await_held(1);
@@ -253,7 +256,8 @@ fn a_write_beyond_a_cap_does_not_wait_for_ever() {
     let family = Family::new(config.backed_by(disk, true)).unwrap();
     let capped = ForkConfig { mem_limit: 64 << 10, ..ForkConfig::default() };
     let capped = family.fork(zero_base(32 * MIB), &capped).unwrap();
-    // Patterns of 8 bytes are not spilled: after about 4096 of them nothing more can ever be stored.
+    // Patterns of 8 bytes are not spilled: after about 4096 of them nothing more can ever be
+    // stored.
     let pattern = |n: u64| (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes().repeat(512);
     for n in 0..3900 {
         capped.write_at(n * PAGE, &pattern(n), Flags::empty()).unwrap();

@@ -1,4 +1,5 @@
-//! Memory that a device gives back is there for others, and for itself, as soon as anybody can see that it was given back.
+//! Memory that a device gives back is there for others, and for itself, as soon as anybody can see
+//! that it was given back.
 
 use std::sync::Barrier;
 use std::thread;
@@ -24,7 +25,8 @@ fn fill(ram: &Ram, rng: &mut Rng) {
     panic!("the limit of the pool is none");
 }
 
-/// Who reads that a disk was rewound, and then writes to it, finds the memory that its old content had.
+/// Who reads that a disk was rewound, and then writes to it, finds the memory that its old content
+/// had.
 #[test]
 fn a_disk_that_shows_its_rewind_has_the_memory() {
     let family = Family::new(Config { mem_limit: LIMIT_BYTES, ..Config::default() }).unwrap();
@@ -48,7 +50,8 @@ fn a_disk_that_shows_its_rewind_has_the_memory() {
                 ram.read_at(0, &mut page).unwrap();
             }
             rng.fill(&mut page);
-            // What comes of it is told when the other thread is through, or that would wait for ever.
+            // What comes of it is told when the other thread is through, or that would wait for
+            // ever.
             refused += u32::from(ram.write_at(0, &page, Flags::empty()).is_err());
             written.wait();
             ram.rewind().unwrap();

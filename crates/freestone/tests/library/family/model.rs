@@ -1,7 +1,9 @@
-//! Families against a model: disks and forks, chains of snapshots, forks of snapshots, and everything that can be done to
-//! them, in random order. Every device is a map of pages in the model; after each step all of them must show just that.
+//! Families against a model: disks and forks, chains of snapshots, forks of snapshots, and
+//! everything that can be done to them, in random order. Every device is a map of pages in the
+//! model; after each step all of them must show just that.
 //!
-//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` runs each of the tests for so long.
+//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` runs each of
+//! the tests for so long.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +21,8 @@ const BASE_BYTES: usize = 1031 * PAGE + 1536;
 /// Pages of a disk, and the most that one grows to.
 const PAGES: u64 = 1032;
 const PAGES_MAX: u64 = 1100;
-/// The parts of a device that are used: the beginnings of leaves, ends of leaves, the end of the base.
+/// The parts of a device that are used: the beginnings of leaves, ends of leaves, the end of the
+/// base.
 const HOT: [(u64, u64); 4] = [(0, 10), (507, 10), (1020, 14), (1034, 6)];
 /// Devices and snapshots at one time.
 const DEVICES_MAX: usize = 5;
@@ -109,7 +112,8 @@ impl Shown {
         }
     }
 
-    /// A change was refused half-way: pages before that have the new content, those behind the old one.
+    /// A change was refused half-way: pages before that have the new content, those behind the old
+    /// one.
     fn settle(&mut self, offset: u64, before: &Self) {
         let last =
             HOT.iter().find(|(first, pages)| (*first..first + pages).contains(&(offset / PAGE as u64)));

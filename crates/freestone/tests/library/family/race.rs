@@ -1,13 +1,16 @@
-//! Families under load: writers on pages of their own and on shared ones, snapshots, forks, rewinds, removals, compaction and
-//! writeback, all at one time.
+//! Families under load: writers on pages of their own and on shared ones, snapshots, forks,
+//! rewinds, removals, compaction and writeback, all at one time.
 //!
 //! What every reader can check without knowing what the others do:
-//! * A block of 512 bytes says who wrote it, when and where, and the rest of it follows from that: no torn block, none
-//!   from another place.
-//! * A writer whose pages nobody else writes reads what it wrote last, unless the device was rewound meanwhile.
-//! * A writer writes its pages round and round. So what a snapshot shows of them is what was there between two of its
-//!   writes: each page is as old as its place behind the newest says, and what a rewind has wiped is wiped up to the oldest.
-//! * A snapshot never changes, and a fork of it shows the same until it is written, and again after a rewind.
+//! * A block of 512 bytes says who wrote it, when and where, and the rest of it follows from that:
+//!   no torn block, none from another place.
+//! * A writer whose pages nobody else writes reads what it wrote last, unless the device was
+//!   rewound meanwhile.
+//! * A writer writes its pages round and round. So what a snapshot shows of them is what was there
+//!   between two of its writes: each page is as old as its place behind the newest says, and what a
+//!   rewind has wiped is wiped up to the oldest.
+//! * A snapshot never changes, and a fork of it shows the same until it is written, and again after
+//!   a rewind.
 //!
 //! `FREESTONE_MODEL_SECONDS` runs each of the tests for so long.
 
@@ -21,7 +24,8 @@ use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, first_difference};
 
 const PAGE: usize = 4096;
 const BLOCK: usize = 512;
-/// Pages that each writer has for itself, written whole, round and round; then pages that all write, in parts.
+/// Pages that each writer has for itself, written whole, round and round; then pages that all
+/// write, in parts.
 const OWN: u64 = 12;
 const WRITERS: u64 = 3;
 const SHARED: u64 = 8;
@@ -48,7 +52,8 @@ fn page(writer: u64, number: u64, slot: u64) -> Vec<u8> {
     (0..8).flat_map(|at| block(writer, number, slot * 8 + at)).collect()
 }
 
-/// The number of a block's write; 0 where it was never written. Panics where it is no block that anybody wrote there.
+/// The number of a block's write; 0 where it was never written. Panics where it is no block that
+/// anybody wrote there.
 fn number(bytes: &[u8], place: u64, what: &str) -> u64 {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     if word(0) == 0 {

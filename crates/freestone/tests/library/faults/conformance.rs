@@ -10,7 +10,8 @@ use freestone_testkit::{Deferred, Model, ModelZoned, Policy, ZonedConfig};
 
 use crate::faults::support::{faults, rules};
 
-/// No rule; rules that look at and count everything, and fire at nothing; one that keeps all old content.
+/// No rule; rules that look at and count everything, and fire at nothing; one that keeps all old
+/// content.
 const QUIET: [&str; 3] =
     ["", "all error=EIO chance=1/18446744073709551615; all hang nth=16777214", "read stale nth=16777214"];
 const DELAYS: &str = "all delay=30us; reset delay=1us at=0+1M; writes delay=100us chance=10%";

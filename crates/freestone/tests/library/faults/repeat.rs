@@ -35,7 +35,8 @@ fn fails(device: &dyn Device, operation: usize, offset: u64) -> bool {
     outcome.is_err()
 }
 
-/// Runs all of it on `threads` threads, in an order that is another one each time. Each offset is one thread's.
+/// Runs all of it on `threads` threads, in an order that is another one each time. Each offset is
+/// one thread's.
 fn run(seed: u64, threads: u64, order: u64) -> Failed {
     let device = device(seed, RULES);
     thread::scope(|scope| {
@@ -98,8 +99,9 @@ fn a_seed_does_what_it_always_did() {
 
 const EXPECTED_READS: [(u64, u64); 7] = [(0, 6), (1, 4), (2, 8), (2, 10), (2, 12), (3, 4), (3, 9)];
 
-/// Threads that meet at an offset: a rule fires as often there as it would for one thread. (With two rules for writes the sum may
-/// differ: of requests that meet, each rule may count another one first, and both may fire at one.)
+/// Threads that meet at an offset: a rule fires as often there as it would for one thread. (With
+/// two rules for writes the sum may differ: of requests that meet, each rule may count another one
+/// first, and both may fire at one.)
 #[test]
 fn threads_at_one_offset_share_its_sequence() {
     let alone = write_together(1, "write error=EIO chance=1/7").0;

@@ -23,7 +23,8 @@ const RULES: [&str; 7] = [
     "read delay=1us; write error=EIO nth=2; flush error=EIO",
 ];
 
-/// Every request is answered, with what one of the rules answers; what failed is not written, what did not is.
+/// Every request is answered, with what one of the rules answers; what failed is not written, what
+/// did not is.
 fn threads_and_rules(inner: Arc<dyn Device>) {
     let faults = faults(inner, "");
     let (running, over) = (AtomicU64::new(THREADS), AtomicBool::new(false));

@@ -1,4 +1,5 @@
-//! A device with unflushed writes kept apart keeps the device contract, over every kind of device and with any capacity.
+//! A device with unflushed writes kept apart keeps the device contract, over every kind of device
+//! and with any capacity.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Cuts: the same seed gives the same loss; threads that write meanwhile; what else switches the power.
+//! Cuts: the same seed gives the same loss; threads that write meanwhile; what else switches the
+//! power.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -94,8 +95,8 @@ fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
     }
 }
 
-/// Writes, with FUA and flushes now and then, until the power is about to go. What each block may hold then. The last
-/// request meets the cut, or comes just before or after it.
+/// Writes, with FUA and flushes now and then, until the power is about to go. What each block may
+/// hold then. The last request meets the cut, or comes just before or after it.
 fn until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed: u64) -> Vec<Vec<u64>> {
     let mut allowed = vec![vec![0]; own];
     let mut rng = Rng::new(seed * 100 + first as u64);

@@ -1,4 +1,5 @@
-//! A real database, redb, whose power is cut at any of its writes: sound with its fsyncs, caught without them.
+//! A real database, redb, whose power is cut at any of its writes: sound with its fsyncs, caught
+//! without them.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -20,7 +21,8 @@ const SIZE: u64 = 16 << 20;
 const LENGTH_AT: u64 = SIZE - BLOCK;
 const TRANSACTIONS: u64 = 12;
 
-/// One file on a device, as a simple file system has it: its length is always durable, its data when it is synced.
+/// One file on a device, as a simple file system has it: its length is always durable, its data
+/// when it is synced.
 struct Storage {
     power: Arc<Power>,
     /// Whether a sync does anything.

@@ -1,4 +1,5 @@
-//! Power loss and recordings: the contract, what a cut may leave, what the log says, and a real database.
+//! Power loss and recordings: the contract, what a cut may leave, what the log says, and a real
+//! database.
 
 mod conformance;
 mod cuts;

@@ -9,8 +9,8 @@ use freestone_testkit::{Deferred, Model, Policy, Rng};
 pub const BLOCK: usize = 512;
 pub const BLOCKS: usize = 1500;
 
-/// What a block may hold after a cut: the durable content first, then everything since. A block's content is told by its
-/// first eight bytes.
+/// What a block may hold after a cut: the durable content first, then everything since. A block's
+/// content is told by its first eight bytes.
 pub struct Shadow {
     blocks: Vec<Vec<u64>>,
 }
@@ -24,7 +24,8 @@ impl Shadow {
         *self.blocks[block].last().unwrap()
     }
 
-    /// Looks at the device after a cut: every block has to be one of the allowed; it is durable now.
+    /// Looks at the device after a cut: every block has to be one of the allowed; it is durable
+    /// now.
     fn settle(&mut self, device: &dyn Device, context: &str) -> Ends {
         let mut ends = Ends::default();
         for (number, content) in contents(device).into_iter().enumerate() {

@@ -24,7 +24,8 @@ fn all(device: &dyn Device) -> Vec<u8> {
     data
 }
 
-/// (sector, sectors, flags, text, data) of each entry, read as the kernel's structures say and in no other way.
+/// (sector, sectors, flags, text, data) of each entry, read as the kernel's structures say and in
+/// no other way.
 fn parse(bytes: &[u8]) -> Vec<(u64, u64, u64, String, Vec<u8>)> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     assert_eq!(word(0), 0x006a_7366_7773_6872);
@@ -201,7 +202,8 @@ fn every_point_can_be_visited_also_with_a_cut() {
             let cut = log::replay_cut(&mut reader, point, point, &again).unwrap();
             outcomes[0] += cut.kept_blocks;
             outcomes[1] += cut.lost_blocks;
-            // Each block as at some moment since the last flush before the point; at a flush there is one.
+            // Each block as at some moment since the last flush before the point; at a flush there
+            // is one.
             let flushed = if epoch.entries.end == point && point < 61 { point } else { epoch.entries.start };
             let between = &states[flushed as usize..=point.min(60) as usize];
             for (block, found) in all(&again).chunks(512).enumerate() {

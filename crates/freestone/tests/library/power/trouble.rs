@@ -65,7 +65,8 @@ fn a_full_cache_over_a_failing_device_refuses_writes_and_recovers() {
     }
 }
 
-/// A device that answers a write while it is being submitted, as RAM disks do: what fails there is tried once for each write above.
+/// A device that answers a write while it is being submitted, as RAM disks do: what fails there is
+/// tried once for each write above.
 #[test]
 fn a_write_that_waits_for_room_ends_when_nothing_can_be_written_below() {
     let disk = ram::Config { disksize: 8 << 20, mem_limit: 256 << 10, ..ram::Config::default() };

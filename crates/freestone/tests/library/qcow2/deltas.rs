@@ -1,4 +1,5 @@
-//! Deltas: what is saved is an overlay that qemu takes for one, and applied to another fork it gives the same disk.
+//! Deltas: what is saved is an overlay that qemu takes for one, and applied to another fork it
+//! gives the same disk.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -361,7 +362,8 @@ fn apply_refuses_before_it_writes() {
     refused("base.raw", None, "is not a qcow2 image");
     refused("none", None, "none");
     let sound = fs::read(dir.path("delta")).unwrap();
-    // Cut off: at the first kilobytes, somewhere, one byte short. The refcounts lie last, and a reader needs none of them.
+    // Cut off: at the first kilobytes, somewhere, one byte short. The refcounts lie last, and a
+    // reader needs none of them.
     let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;
     for len in [600, 65536, l1 / 2, l1 - 1, l1, l1 + 7] {
         fs::write(dir.path("cut"), &sound[..len]).unwrap();

@@ -1,6 +1,8 @@
-//! A delta that does not fit on its disk: the old one stays, and nothing lies about. And one that does can be opened at once.
+//! A delta that does not fit on its disk: the old one stays, and nothing lies about. And one that
+//! does can be opened at once.
 //!
-//! The first test runs itself again, alone in a process, under a limit for the size of files, which fails a write as a full disk does.
+//! The first test runs itself again, alone in a process, under a limit for the size of files, which
+//! fails a write as a full disk does.
 
 use std::env;
 use std::fs;
@@ -67,7 +69,8 @@ fn a_full_disk_keeps_the_old_delta() {
     let device = All(Model::read_only(vec![9; SIZE], 4096));
     save(&device, &dir.path().join("base"), Format::Raw, &dir.path().join("delta"), &mut |_, _| {}).unwrap();
     let old = fs::read(dir.path().join("delta")).unwrap();
-    // In steps of 512 or 1024 bytes, as the shell has it; the whole takes 8.5 MiB. The limit hits data, tables, and almost the end.
+    // In steps of 512 or 1024 bytes, as the shell has it; the whole takes 8.5 MiB. The limit hits
+    // data, tables, and almost the end.
     let whole = old.len() / 1024;
     for limit in [40, 1000, 4000, whole / 2 - 1] {
         let script = format!("trap '' XFSZ; ulimit -f {limit} && exec \"$0\" --exact \"$1\" --nocapture");

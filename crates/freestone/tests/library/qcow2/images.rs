@@ -86,7 +86,8 @@ fn data_files() {
     }
 }
 
-/// Overlays over overlays, of other sizes and cluster sizes, in other directories, with zeroed and discarded parts.
+/// Overlays over overlays, of other sizes and cluster sizes, in other directories, with zeroed and
+/// discarded parts.
 #[test]
 fn chains() {
     Dir::both().iter().for_each(chain_in);

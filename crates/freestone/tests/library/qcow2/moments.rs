@@ -1,5 +1,5 @@
-//! A fork that is written, discarded, grown, rewound and frozen in any order: each delta and each save shows the moment that it
-//! is of, read by our own reader, applied to another fork, restored.
+//! A fork that is written, discarded, grown, rewound and frozen in any order: each delta and each
+//! save shows the moment that it is of, read by our own reader, applied to another fork, restored.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,8 @@ use proptest::prelude::*;
 use super::tools::{Dir, content};
 
 const SECTOR: u64 = 512;
-/// Most sectors of a base, and most that a fork is larger than it. Together they are more than a leaf has.
+/// Most sectors of a base, and most that a fork is larger than it. Together they are more than a
+/// leaf has.
 const BASE_MAX: u64 = 50 * 8;
 const MORE_MAX: u64 = 600 * 8;
 const MOMENTS_MAX: usize = 4;

@@ -59,7 +59,8 @@ fn what_is_not_supported_has_a_name() {
     assert_eq!(fault(changed(&dir, "image", &[(24, &[0; 8])])), Fault::Empty);
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0x7f, 0xff])])), Fault::TooLarge(_)));
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0, 0x10])])), Fault::TooLarge(_)));
-    // Larger, with the L1 table of 10 MiB; clusters of 4 GiB; an L1 table behind the end, or not aligned.
+    // Larger, with the L1 table of 10 MiB; clusters of 4 GiB; an L1 table behind the end, or not
+    // aligned.
     for change in [(27, &[1][..]), (23, &[32]), (40, &[0, 0, 1]), (46, &[2]), (100, &[0, 0, 0, 8])] {
         assert!(matches!(fault(changed(&dir, "image", &[change])), Fault::Corrupt(_)), "{change:?}");
     }
@@ -118,7 +119,8 @@ fn endless_chains() {
     assert_eq!(fault(dir.path("64")), Fault::TooDeep(64));
 }
 
-/// As with qemu, a reader can do with refcounts that may be wrong, and with what is left of a broken image.
+/// As with qemu, a reader can do with refcounts that may be wrong, and with what is left of a
+/// broken image.
 #[test]
 fn dirty_and_corrupt_images_are_read() {
     let dir = Dir::new();

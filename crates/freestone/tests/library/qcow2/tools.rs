@@ -20,7 +20,8 @@ impl Dir {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// One on a disk, and one on tmpfs, where no read is done without waiting: all has to be submitted.
+    /// One on a disk, and one on tmpfs, where no read is done without waiting: all has to be
+    /// submitted.
     pub fn both() -> Vec<Self> {
         let mut both = vec![Self::new()];
         let shm = Path::new("/dev/shm");
@@ -55,8 +56,8 @@ impl Dir {
         self.run("qemu-img", &args.split_whitespace().collect::<Vec<_>>())
     }
 
-    /// An image of 1 MiB, encrypted with LUKS. qemu-img looks first how fast the machine is, and gives up where that took less than a
-    /// tick of the kernel's: on a fast one it often does.
+    /// An image of 1 MiB, encrypted with LUKS. qemu-img looks first how fast the machine is, and
+    /// gives up where that took less than a tick of the kernel's: on a fast one it often does.
     pub fn luks(&self, name: &str) {
         const TRIES: u32 = 100;
         const TOO_FAST: &str = "Unable to get accurate CPU usage";
@@ -85,7 +86,8 @@ impl Dir {
         assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
     }
 
-    /// Takes the files of the directory out of the page cache, as far as their file system has a disk.
+    /// Takes the files of the directory out of the page cache, as far as their file system has a
+    /// disk.
     pub fn chill(&self) {
         for entry in fs::read_dir(self.0.path()).unwrap() {
             let path = entry.unwrap().path();

@@ -1,4 +1,5 @@
-//! Files that are no saved disks, not any more, or not yet: refused with a clear sentence, whatever is wrong.
+//! Files that are no saved disks, not any more, or not yet: refused with a clear sentence, whatever
+//! is wrong.
 
 use std::path::Path;
 
@@ -90,7 +91,8 @@ fn a_file_that_was_cut_anywhere_is_not_complete() {
     assert_eq!(restore(&file, &family(), &[base]).unwrap().len(), 4);
 }
 
-/// Blocks of the disk that did not get there before the power failed: zeroes, or what an older file had there.
+/// Blocks of the disk that did not get there before the power failed: zeroes, or what an older file
+/// had there.
 #[test]
 fn a_file_with_stale_parts_is_refused() {
     let dir = tempfile::tempdir().unwrap();

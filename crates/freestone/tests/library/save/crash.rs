@@ -1,4 +1,5 @@
-//! Saves that are killed, and that find no room: the old file stays as it was. And what a save takes of memory.
+//! Saves that are killed, and that find no room: the old file stays as it was. And what a save
+//! takes of memory.
 //!
 //! Each test runs itself as a child, which the environment tells what to do.
 
@@ -65,7 +66,8 @@ fn a_killed_save_leaves_an_old_file() {
     let mut found = [0, 0];
     for _ in 0..12 {
         let mut process: Child = child("a_killed_save_leaves_an_old_file", &file, "").spawn().unwrap();
-        // What is being written has no name; the one after the first is under way when that is there.
+        // What is being written has no name; the one after the first is under way when that is
+        // there.
         let inode = std::fs::metadata(&file).unwrap().ino();
         eventually("the child saves", || std::fs::metadata(&file).unwrap().ino() != inode);
         std::thread::sleep(Duration::from_millis(rng.below(60)));

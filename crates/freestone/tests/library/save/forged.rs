@@ -1,5 +1,6 @@
-//! Files with checksums that are right around fields that are not: written by the byte map of `docs/save-format.md`, not
-//! by the library. Nothing of that may panic, hang or take memory without bound, whatever it restores.
+//! Files with checksums that are right around fields that are not: written by the byte map of
+//! `docs/save-format.md`, not by the library. Nothing of that may panic, hang or take memory
+//! without bound, whatever it restores.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -122,8 +123,8 @@ fn forged_fields_do_no_harm() {
     assert!(taken > scaled(300) && damaged > scaled(300), "{taken} taken, {damaged} damaged");
 }
 
-/// Of a device that ends within a page the file has a version of its own; nothing can lie behind that end, and a version in
-/// which there are only whole pages has no such device.
+/// Of a device that ends within a page the file has a version of its own; nothing can lie behind
+/// that end, and a version in which there are only whole pages has no such device.
 #[test]
 fn nothing_lies_behind_the_end_of_a_device() {
     let dir = tempfile::tempdir().unwrap();

@@ -12,7 +12,8 @@ use crate::save::support::*;
 
 const PAGES: u64 = 2000;
 
-/// What a writer writes with its number `n`: always another page, in a different order each time around.
+/// What a writer writes with its number `n`: always another page, in a different order each time
+/// around.
 fn slot(n: u64) -> u64 {
     let (round, at) = (n / PAGES, n % PAGES);
     (at * 7 + round * 13) % PAGES

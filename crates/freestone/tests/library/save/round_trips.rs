@@ -1,4 +1,5 @@
-//! What was saved is restored: every kind of device, in every form of page, into families that are alike and that are not.
+//! What was saved is restored: every kind of device, in every form of page, into families that are
+//! alike and that are not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -201,7 +202,8 @@ fn a_family_comes_back_with_what_it_shares() {
     let names = ["f0", "f1", "f2", "f3", "f4"];
     devices.extend(names.into_iter().zip(&forks));
     let saved = save(&devices, &file);
-    // golden once for its forks, and what differs in later and disk; middle once, and what f0 did after it.
+    // golden once for its forks, and what differs in later and disk; middle once, and what f0 did
+    // after it.
     let (fork, discarded) = (30 - 2, 50);
     assert_eq!(saved.pages, 1000 + 200 + 200 + 5 * (fork + discarded) + 20 + 20 + 3);
     let contents = save::inspect(&file).unwrap();
@@ -358,7 +360,8 @@ fn what_the_automatic_mode_learned_goes_along() {
     assert_same(&old, &restore_one(&file, &family(), &[]));
 }
 
-/// Devices keep their sizes to the block: forks and snapshots that end within a page, at any time of a chain, grown or not.
+/// Devices keep their sizes to the block: forks and snapshots that end within a page, at any time
+/// of a chain, grown or not.
 #[test]
 fn sizes_are_kept_to_the_block() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! Spilled pages are saved from where they are, and stay there; memory that is short is no hindrance.
+//! Spilled pages are saved from where they are, and stay there; memory that is short is no
+//! hindrance.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -14,7 +14,8 @@ use freestone_testkit::{Model, Rng, first_difference};
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 
-/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set there, for other tests.)
+/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set
+/// there, for other tests.)
 pub fn scaled(usual: u32) -> u32 {
     if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
 }

@@ -17,8 +17,9 @@ const OFTEN: u64 = 24;
 /// It took a quarter of that to be refused.
 const WHILE: Duration = Duration::from_secs(2);
 
-/// Writers change again and again what is being spilled, and pages leave memory by hand as well: a round may find nothing
-/// that it can free, but there is room on the device, and nobody is told otherwise.
+/// Writers change again and again what is being spilled, and pages leave memory by hand as well: a
+/// round may find nothing that it can free, but there is room on the device, and nobody is told
+/// otherwise.
 #[test]
 fn a_device_at_its_cap_waits_while_its_pages_leave_by_hand() {
     for packed in LAYOUTS {

@@ -57,7 +57,8 @@ impl Disk {
         self.ram.backing().unwrap().spilled_pages
     }
 
-    /// Discards everything; then nothing may be left anywhere, and nobody may have misused the backing.
+    /// Discards everything; then nothing may be left anywhere, and nobody may have misused the
+    /// backing.
     #[track_caller]
     pub fn ends_clean(&self) {
         self.backing.heal();
@@ -90,7 +91,8 @@ pub fn eventually(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise. No two pages are alike, also within `len`.
+/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise. No two pages are
+/// alike, also within `len`.
 pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let word = rng.word() | 1;
@@ -146,8 +148,8 @@ impl Plain {
         }
     }
 
-    /// After a failed request that would have made `wanted` of the range, each block has its old content or its new one.
-    /// Learns which.
+    /// After a failed request that would have made `wanted` of the range, each block has its old
+    /// content or its new one. Learns which.
     #[track_caller]
     pub fn after_failure(&mut self, ram: &Ram, offset: u64, wanted: &[u8]) {
         for (at, new) in (offset..).step_by(BLOCK as usize).zip(wanted.chunks(BLOCK as usize)) {

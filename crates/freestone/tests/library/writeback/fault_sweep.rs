@@ -32,7 +32,8 @@ struct Failures {
     writebacks: u64,
 }
 
-/// The same steps every time. What fails must leave the old content, or the new one where it is asked to change it.
+/// The same steps every time. What fails must leave the old content, or the new one where it is
+/// asked to change it.
 fn sequence(disk: &Disk, plain: &mut Plain) -> Failures {
     let mut rng = Rng::new(77);
     let mut failures = Failures::default();
@@ -194,7 +195,8 @@ fn each_operation_hangs_for_a_while() {
                 ended.store(true, Ordering::SeqCst);
                 assert_eq!(failures, Failures::default(), "operation {n}");
             });
-            // How many operations there are depends on their timing: it may not have come to this one yet.
+            // How many operations there are depends on their timing: it may not have come to this
+            // one yet.
             disk.backing.heal();
             plain.is_on(&disk.ram);
             disk.ends_clean();

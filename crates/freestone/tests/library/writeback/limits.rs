@@ -33,7 +33,8 @@ fn source_test_of_the_limit() {
     disk.ends_clean();
 }
 
-/// In the packed layout the limit counts the blocks that are written, however many pages are in them.
+/// In the packed layout the limit counts the blocks that are written, however many pages are in
+/// them.
 #[test]
 fn packed_blocks_are_counted_as_they_are_written() {
     let disk = Disk::manual(16 * MIB, 4096, true);

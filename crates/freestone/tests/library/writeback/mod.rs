@@ -1,5 +1,5 @@
-//! The RAM disk with a backing device below it: spilled pages against plain bytes, with every fault that a disk can have.
-//! Written against the public API only.
+//! The RAM disk with a backing device below it: spilled pages against plain bytes, with every fault
+//! that a disk can have. Written against the public API only.
 
 mod caps;
 mod disk;

@@ -1,5 +1,5 @@
-//! Random operations against plain bytes, while pages go to the backing and come back: by hand and by themselves, in one
-//! thread and in several.
+//! Random operations against plain bytes, while pages go to the backing and come back: by hand and
+//! by themselves, in one thread and in several.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -163,7 +163,8 @@ proptest! {
         disk.ends_clean();
     }
 
-    /// The backing has less room than the data: writes may fail, but nothing that was written is lost.
+    /// The backing has less room than the data: writes may fail, but nothing that was written is
+    /// lost.
     #[test]
     fn a_full_disk_keeps_what_it_has(
         steps in prop::collection::vec(placed(prop_oneof![6 => io(), 2 => upkeep()]), 1..120),
@@ -213,7 +214,8 @@ fn may_be_full<W, D>(outcome: &Result<W, (D, WritebackError)>) {
     }
 }
 
-/// Threads on one disk, each with a megabyte of its own, and every third block of one that they share.
+/// Threads on one disk, each with a megabyte of its own, and every third block of one that they
+/// share.
 const SHARERS: u64 = 3;
 
 fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
@@ -247,8 +249,9 @@ fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
 proptest! {
     #![proptest_config(cases(32))]
 
-    /// Threads that share pages, but no block, each find what they wrote, while all that can be done to pages is done to them
-    /// again and again, on a backing that answers late and in any order.
+    /// Threads that share pages, but no block, each find what they wrote, while all that can be
+    /// done to pages is done to them again and again, on a backing that answers late and in any
+    /// order.
     #[test]
     fn threads_do_not_disturb_each_other(
         steps in prop::collection::vec(prop::collection::vec((placed(io()), any::<bool>()), 1..150), SHARERS as usize),
@@ -290,7 +293,8 @@ proptest! {
     }
 }
 
-/// A reset in the middle of everything: what was written after it is there, the rest is old content or zeroes.
+/// A reset in the middle of everything: what was written after it is there, the rest is old content
+/// or zeroes.
 #[test]
 fn resets_under_traffic_leak_nothing() {
     for packed in LAYOUTS {
@@ -305,7 +309,8 @@ fn resets_under_traffic_leak_nothing() {
                         for round in 0..1500_u64 {
                             let page = thread * 512 + rng.below(512);
                             ram.read_at(page * PAGE, &mut back).unwrap();
-                            // The page's number is on every page, beside what makes it another one each time.
+                            // The page's number is on every page, beside what makes it another one
+                            // each time.
                             let number = u64::from_le_bytes(back[..8].try_into().unwrap());
                             assert!(number == page || back == [0; PAGE as usize], "page {page} has {number}");
                             let mut data = content(3 + (round % 3) as u8, round, PAGE as usize);

@@ -17,7 +17,8 @@ use crate::writeback::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
 /// A load that never ends by itself does after so long.
 const LOAD: Duration = Duration::from_secs(15);
 
-/// A page that lz4 shrinks, and zstd a good deal more: so many of its words are of a small vocabulary, the others noise.
+/// A page that lz4 shrinks, and zstd a good deal more: so many of its words are of a small
+/// vocabulary, the others noise.
 fn text(seed: u64, words: usize) -> Vec<u8> {
     let (letters, noise) = (content(3, 7, 512), content(5, seed, PAGE as usize));
     let byte =
@@ -25,8 +26,8 @@ fn text(seed: u64, words: usize) -> Vec<u8> {
     (0..PAGE as usize).map(byte).collect()
 }
 
-/// At the limit pages find no room, and writers make large ones again of those that got smaller: still each page that was
-/// there is tried once.
+/// At the limit pages find no room, and writers make large ones again of those that got smaller:
+/// still each page that was there is tried once.
 #[test]
 fn recompression_at_the_limit_is_one_pass() {
     let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
@@ -94,8 +95,8 @@ impl Device for Restless {
     }
 }
 
-/// A device that is full, and in which requests make holes all the time, and pages that are meant as well: what was there is
-/// written once.
+/// A device that is full, and in which requests make holes all the time, and pages that are meant
+/// as well: what was there is written once.
 #[test]
 fn writeback_to_a_full_device_ends() {
     const PAGES: u64 = 1000;
@@ -125,7 +126,8 @@ fn writeback_to_a_full_device_ends() {
     }
 }
 
-/// A page that is on its way to another place on the device while it is read, and stays there: it can be moved later.
+/// A page that is on its way to another place on the device while it is read, and stays there: it
+/// can be moved later.
 #[test]
 fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
     const PAGES: u64 = 96;

@@ -1,4 +1,5 @@
-//! Disks that are slow, or have much to do, and get on: nothing is given up. Disks that do not: what waits ends.
+//! Disks that are slow, or have much to do, and get on: nothing is given up. Disks that do not:
+//! what waits ends.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver};
@@ -27,8 +28,8 @@ fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<
     rx
 }
 
-/// A disk without limit in the kernel's layout, with a page of noise at each of its pages, all of them spilled: page `n`
-/// to block `n * stride`, modulo their number.
+/// A disk without limit in the kernel's layout, with a page of noise at each of its pages, all of
+/// them spilled: page `n` to block `n * stride`, modulo their number.
 fn spilled(pages: u64, stride: u64, backing: Faulty) -> Disk {
     let disk = Disk::new(Config { disksize: pages * PAGE, ..Config::default() }, backing, false);
     for page in 0..pages {
@@ -45,8 +46,8 @@ fn blocks(count: u64) -> Faulty {
     Faulty::new((count * PAGE) as usize, PAGE as u32)
 }
 
-/// 256 reads of 64 KiB, whose pages are scattered: four thousand reads of the disk, which take three times as long as it is
-/// given for an answer. It answers all the time.
+/// 256 reads of 64 KiB, whose pages are scattered: four thousand reads of the disk, which take
+/// three times as long as it is given for an answer. It answers all the time.
 #[test]
 fn a_disk_with_much_to_do_fails_no_reader() {
     const TIMEOUT: Duration = Duration::from_secs(2);
@@ -69,7 +70,8 @@ fn a_disk_with_much_to_do_fails_no_reader() {
     disk.ends_clean();
 }
 
-/// Four writes are under way at once; the last one's turn comes after it would have been given up by itself.
+/// Four writes are under way at once; the last one's turn comes after it would have been given up
+/// by itself.
 #[test]
 fn a_disk_that_writes_slowly_is_not_given_up() {
     const EACH: Duration = Duration::from_millis(400);
@@ -110,7 +112,8 @@ fn too_many_reads_wait() {
     disk.ends_clean();
 }
 
-/// A disk that answers nothing: those whose requests it has fail in time, and so do those that wait for room.
+/// A disk that answers nothing: those whose requests it has fail in time, and so do those that wait
+/// for room.
 #[test]
 fn a_hung_disk_fails_those_that_wait_for_room_too() {
     const READS: u64 = 1500;

@@ -197,7 +197,8 @@ fn a_device_full_of_holes_takes_pages_again() {
     let backing = File::open_for_spilling(dir.path().join("small"), Some(size)).unwrap();
     let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
     let ram = Ram::new(config.backed_by(Arc::new(backing), true)).unwrap();
-    // Each round replaces every third page of the last: the device never has a whole block free for long.
+    // Each round replaces every third page of the last: the device never has a whole block free for
+    // long.
     for round in 0..12 {
         for page in (round % 3..pages).step_by(3) {
             ram.write_at(page * PAGE, &content(page, round / 3), Flags::empty()).unwrap();

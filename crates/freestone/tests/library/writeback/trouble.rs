@@ -130,7 +130,8 @@ fn what_is_in_memory_does_not_wait_for_a_silent_disk() {
         });
         disk.backing.await_held(3);
 
-        // Everybody else goes on: pages that are being written, that are in memory, and that are spilled and overwritten.
+        // Everybody else goes on: pages that are being written, that are in memory, and that are
+        // spilled and overwritten.
         let ram = disk.ram.clone();
         in_time("pages in memory", move || {
             let mut back = vec![0; PAGE as usize];
@@ -249,7 +250,8 @@ fn writers_at_the_limit_wait_for_a_silent_disk_and_others_do_not() {
     }
 }
 
-/// Neighbours that a reader needs together are asked for together; what one of them costs is not charged to the others.
+/// Neighbours that a reader needs together are asked for together; what one of them costs is not
+/// charged to the others.
 #[test]
 fn a_failed_read_is_the_error_of_its_page_only() {
     for packed in LAYOUTS {
@@ -289,7 +291,8 @@ fn a_disk_that_goes_away_takes_its_requests_along() {
     disk.ends_clean();
 }
 
-/// A page that is changed and taken on again while its batch is being filled: the batch has it twice.
+/// A page that is changed and taken on again while its batch is being filled: the batch has it
+/// twice.
 #[test]
 fn a_page_that_a_batch_takes_twice_keeps_its_last_content() {
     for packed in LAYOUTS {

@@ -92,7 +92,8 @@ fn finishing_brings_nothing_to_light_that_a_cut_took_back() {
     }
 }
 
-/// The completion of a read is the last that holds the zones, and with them the device that keeps unflushed writes.
+/// The completion of a read is the last that holds the zones, and with them the device that keeps
+/// unflushed writes.
 #[test]
 fn a_device_may_be_dropped_by_an_answer() {
     let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));

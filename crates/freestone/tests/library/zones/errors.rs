@@ -60,7 +60,8 @@ fn a_failed_write_leaves_the_write_pointer() {
         write(&zones, 1, 0, 2).unwrap();
         zones.zone_op(ZoneOp::Close, ZONE).unwrap();
         disk.fault(Some(Op::Write), When::Always, What::Fail(Error::NoSpace));
-        // A closed zone stays open, as in the kernel; an empty one is empty again, and its resources are free.
+        // A closed zone stays open, as in the kernel; an empty one is empty again, and its
+        // resources are free.
         assert_eq!(write(&zones, 0, 0, 1), Err(Error::NoSpace));
         assert_eq!(state(&zones, 0), (ZoneCondition::Empty, 0));
         assert_eq!(zones.counts().open(), 0);
@@ -141,7 +142,8 @@ fn what_waits_for_a_zone() {
     disk.fault(Some(Op::Write), When::At(0), What::Hang);
     let first = submit(&zones, Request::write(0, BLOCK));
     disk.await_held(1);
-    // The zone is its own: a try would block, what is submitted queues, another zone goes on (and closes this one for it).
+    // The zone is its own: a try would block, what is submitted queues, another zone goes on (and
+    // closes this one for it).
     let tried = zones.try_io(&Request::write(BLOCK, BLOCK), Buffer::Write(&vec![0; BLOCK as usize]));
     assert_eq!(tried, Ok(Tried::WouldBlock));
     let second = submit(&zones, Request::write(BLOCK, BLOCK));
@@ -211,7 +213,8 @@ fn geometry_and_the_bare_null_device() {
     let zones = Zones::new(null(), Config { stores: false, ..config() }, State::Volatile, None).unwrap();
     let geometry = zones.geometry();
     assert_eq!((geometry.discard_granularity, geometry.zones.unwrap().max_open), (0, 1));
-    // Nothing is stored there: what is read is the device's own zeroes, behind the write pointer, too.
+    // Nothing is stored there: what is read is the device's own zeroes, behind the write pointer,
+    // too.
     let mut found = vec![1; BLOCK as usize];
     zones.read_at(ZONE, &mut found).unwrap();
     assert!(found.iter().all(|&byte| byte == 0));

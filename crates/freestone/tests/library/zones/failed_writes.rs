@@ -1,5 +1,5 @@
-//! Zones whose state could not be written, or not for certain: a write that was answered with an error may be on disk. Whatever was
-//! answered well after it holds after a crash all the same.
+//! Zones whose state could not be written, or not for certain: a write that was answered with an
+//! error may be on disk. Whatever was answered well after it holds after a crash all the same.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -188,7 +188,8 @@ fn no_crash_shows_more_than_there_is_or_loses_what_was_durable() {
         let mut rng = Rng::new(seed);
         let mut generations = [0_u64; ZONES as usize];
         let mut written = [0_u64; ZONES as usize];
-        // Blocks that a crash must leave. None where a reset was begun that failed: it may have happened.
+        // Blocks that a crash must leave. None where a reset was begun that failed: it may have
+        // happened.
         let mut durable = [Some(0_u64); ZONES as usize];
         for round in 0..150 {
             setup.state.heal();
@@ -246,7 +247,7 @@ fn no_crash_shows_more_than_there_is_or_loses_what_was_durable() {
     assert!(failed > 50, "{failed} operations failed");
 }
 
-// ---- a state that is read, and not durable -----------------------------------------------------------------------------
+// ---- a state that is read, and not durable ------------------------------------------------------
 
 /// A disk with a volatile cache, whose flushes can be made to fail without effect.
 struct Cached {
@@ -272,7 +273,8 @@ impl Device for Cached {
     }
 }
 
-/// The program ends between writing the state and syncing it; the next one reads it, and then the power goes.
+/// The program ends between writing the state and syncing it; the next one reads it, and then the
+/// power goes.
 #[test]
 fn what_was_read_when_the_zones_were_opened_is_durable() {
     for seed in 0..10 {

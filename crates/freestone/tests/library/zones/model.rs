@@ -1,4 +1,5 @@
-//! Random operations against a model of `null_blk`'s zones that was written from its description, over every kind of device below.
+//! Random operations against a model of `null_blk`'s zones that was written from its description,
+//! over every kind of device below.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -13,12 +14,13 @@ use freestone_testkit::{Deferred, Model, Policy, Rng};
 
 const BLOCK: u64 = 512;
 
-/// Fewer under a sanitizer, which makes everything ten times slower. (The variable is set there, for other tests.)
+/// Fewer under a sanitizer, which makes everything ten times slower. (The variable is set there,
+/// for other tests.)
 fn scaled(usual: u64) -> u64 {
     if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
 }
 
-// ---- the model: sectors of 512 bytes, conditions and counters, one thing at a time -----------------------------------
+// ---- the model: sectors of 512 bytes, conditions and counters, one thing at a time --------------
 
 struct ModelZone {
     start: u64,
@@ -223,7 +225,7 @@ impl Oracle {
     }
 }
 
-// ---- the comparison --------------------------------------------------------------------------------------------------
+// ---- the comparison -----------------------------------------------------------------------------
 
 fn append(zones: &Zones, offset: u64, data: &[u8]) -> Result<u64, Error> {
     if let Some(at) = zones.try_append(offset, data, Flags::empty())? {

@@ -1,5 +1,5 @@
-//! The state of zones after restarts, crashes and power cuts: a write pointer never exceeds durable data, and nothing that was
-//! acknowledged as durable is lost.
+//! The state of zones after restarts, crashes and power cuts: a write pointer never exceeds durable
+//! data, and nothing that was acknowledged as durable is lost.
 
 use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +31,7 @@ fn config() -> Config {
     Config { zone_size: ZONE, zone_capacity: BLOCKS * BLOCK, zone_max_open: 3, ..Config::default() }
 }
 
-// ---- two disks that remember the order of everything -------------------------------------------------------------------
+// ---- two disks that remember the order of everything --------------------------------------------
 
 #[derive(Debug, Clone)]
 enum Event {
@@ -108,7 +108,8 @@ fn content(zone: u64, generation: u64, index: u64) -> Vec<u8> {
     word.to_le_bytes().repeat((BLOCK / 8) as usize)
 }
 
-/// What a crash after the first `events` leaves on a disk: what was flushed, and of the rest any sectors in any order.
+/// What a crash after the first `events` leaves on a disk: what was flushed, and of the rest any
+/// sectors in any order.
 fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
     let mut bytes = vec![0; size as usize];
     let flushed = log.iter().rposition(|event| matches!(event, Event::Flush { disk: of } if *of == disk));
@@ -325,7 +326,7 @@ fn a_crash_while_the_state_is_made() {
     }
 }
 
-// ---- files ------------------------------------------------------------------------------------------------------------
+// ---- files --------------------------------------------------------------------------------------
 
 struct Place {
     dir: tempfile::TempDir,
@@ -492,7 +493,7 @@ fn a_state_device_too_small_is_refused() {
     ));
 }
 
-// ---- power cuts --------------------------------------------------------------------------------------------------------
+// ---- power cuts ---------------------------------------------------------------------------------
 
 #[test]
 fn power_cuts() {

@@ -1,7 +1,8 @@
 //! The state machine of zones as a table: every operation in every state, with and without limits.
 //!
-//! A zone has eight blocks, six of which can be written. A row is a state, an operation, the answer, and the state, the write pointer
-//! (in blocks) and the resources (implicitly open, explicitly open, closed) that follow.
+//! A zone has eight blocks, six of which can be written. A row is a state, an operation, the
+//! answer, and the state, the write pointer (in blocks) and the resources (implicitly open,
+//! explicitly open, closed) that follow.
 
 use std::sync::Arc;
 
@@ -214,7 +215,8 @@ const TABLE: &[Row] = &[
     (From::Conventional, Read, OK, (NotWritePointer, 8)),
 ];
 
-/// Finishing a full zone differs: the kernel moves the write pointer to the end where nothing is limited.
+/// Finishing a full zone differs: the kernel moves the write pointer to the end where nothing is
+/// limited.
 const FINISH_OF_FULL: [(bool, Row); 2] =
     [(false, (From::Full, Finish, OK, (Full, 8))), (true, (From::Full, Finish, OK, (Full, 6)))];
 
@@ -364,7 +366,8 @@ fn every_operation_in_every_state() {
                 assert_eq!(bench.resources(), resources(condition), "{context}");
                 let others = (0..ZONES).filter(|&zone| zone != target && zone > 1);
                 assert!(others.map(|zone| bench.state(zone)).all(|state| state == (Empty, 0)), "{context}");
-                // What the resources hold shows in what they still admit: a released one can be taken again.
+                // What the resources hold shows in what they still admit: a released one can be
+                // taken again.
                 if max_open == 1 {
                     let free = resources(condition) == (0, 0, 0);
                     let next = bench.op(ZoneOp::Open, TARGET + 1);
@@ -375,7 +378,8 @@ fn every_operation_in_every_state() {
     }
 }
 
-/// With the limits reached by others: zones 8 and 9 are open or closed, and zone 5 wants to be open.
+/// With the limits reached by others: zones 8 and 9 are open or closed, and zone 5 wants to be
+/// open.
 #[test]
 #[rustfmt::skip]
 fn operations_at_the_limits() {
@@ -400,7 +404,8 @@ fn operations_at_the_limits() {
         ((2, 4), [From::Closed, From::Implicit, From::Implicit], Write(2), OK, [Implicit, Closed, Implicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Write(2), OPEN, [Closed, Explicit, Explicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Finish, OPEN, [Closed, Explicit, Explicit]),
-        // At the limit of active zones nothing new is opened, and no room is made even for a closed zone.
+        // At the limit of active zones nothing new is opened, and no room is made even for a closed
+        // zone.
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Write(0), ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Open, ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Finish, ACTIVE, [Empty, Closed, Implicit]),
@@ -410,7 +415,8 @@ fn operations_at_the_limits() {
         // Open zones go on, and change from implicit to explicit, at the limit.
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Write(2), OK, [Implicit, Implicit, Empty]),
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Open, OK, [Explicit, Implicit, Empty]),
-        // Read-only and offline need no resource. (The kernel would close another zone for an empty one.)
+        // Read-only and offline need no resource. (The kernel would close another zone for an empty
+        // one.)
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], SetReadOnly, OK, [ReadOnly, Implicit, Implicit]),
         ((2, 2), [From::Empty, From::Implicit, From::Implicit], SetOffline, OK, [Offline, Implicit, Implicit]),
     ];

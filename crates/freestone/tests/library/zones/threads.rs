@@ -50,7 +50,8 @@ fn check_limits(zones: &Zones) {
     assert!(geometry.max_active == 0 || counts.active() <= geometry.max_active, "{counts:?}");
 }
 
-/// Appends of all threads get places of their own, their data is there, and the limits hold at the end.
+/// Appends of all threads get places of their own, their data is there, and the limits hold at the
+/// end.
 fn appends(backing: Arc<dyn Device>, max_open: u32, max_active: u32, rounds: u64) {
     let config =
         Config { zone_size: ZONE, zone_max_open: max_open, zone_max_active: max_active, ..Config::default() };
@@ -135,7 +136,8 @@ fn appends_with_and_without_limits() {
     }
 }
 
-/// Readers take no lock: what they see of a zone is blocks of one generation, in order, and nothing behind.
+/// Readers take no lock: what they see of a zone is blocks of one generation, in order, and nothing
+/// behind.
 fn readers(backing: Arc<dyn Device>, rounds: u64) {
     const BLOCKS: u64 = 16;
     let config = Config { zone_size: BLOCKS * BLOCK, zone_max_open: 2, ..Config::default() };

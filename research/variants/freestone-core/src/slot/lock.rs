@@ -1,8 +1,9 @@
-//! `slot::lock` with a choice: the product's own file, or one of the locks that the kernel's experiment compared.
+//! `slot::lock` with a choice: the product's own file, or one of the locks that the kernel's
+//! experiment compared.
 //!
-//! Locks that do not fit into the word lie in an array of four bytes an entry. A slot's entry is found by its address: the
-//! slots of disks below 4 GiB have one each, of larger ones some share. In the kernel the lock lay in the entry; here it
-//! is another cache line.
+//! Locks that do not fit into the word lie in an array of four bytes an entry. A slot's entry is
+//! found by its address: the slots of disks below 4 GiB have one each, of larger ones some share.
+//! In the kernel the lock lay in the entry; here it is another cache line.
 
 mod ours;
 mod spinlocks;
@@ -107,7 +108,8 @@ impl<'a> Held<'a> {
                 spin_until(|| {
                     // Relaxed: only a guess for the exchange below.
                     let seen = slot.load(Ordering::Relaxed) & !LOCK;
-                    // Acquire: pairs with the Release of the unlock that stored the word (Relaxed on failure: tried again).
+                    // Acquire: pairs with the Release of the unlock that stored the word (Relaxed
+                    // on failure: tried again).
                     slot.compare_exchange(seen, seen | LOCK, Ordering::Acquire, Ordering::Relaxed).is_ok()
                 });
                 if lock == Lock::Timed { How::Timed(Instant::now()) } else { How::Cas }
@@ -139,7 +141,8 @@ impl<'a> Held<'a> {
             How::Shared(lock) => {
                 if old != bits {
                     assert!(is_touch(self.word, new), "a thread that only reads changed a slot");
-                    // Relaxed: the age carries no data; a reader that was first has brought it up to date.
+                    // Relaxed: the age carries no data; a reader that was first has brought it up
+                    // to date.
                     let _ = self.slot.compare_exchange(old, bits, Ordering::Relaxed, Ordering::Relaxed);
                 }
                 lock.unlock_shared();

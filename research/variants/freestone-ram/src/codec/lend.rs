@@ -1,8 +1,10 @@
-//! `codec::lend` with a choice: the product's own file, or the shared list that the kernel had before.
+//! `codec::lend` with a choice: the product's own file, or the shared list that the kernel had
+//! before.
 //!
-//! As there, the list of idle streams is behind one lock, the one that came back last goes first, and who finds none sleeps until
-//! one comes back. A spinlock there, a mutex here that spins before it sleeps. Those who sleep are counted, so that one
-//! that gives a stream back makes a system call only for them.
+//! As there, the list of idle streams is behind one lock, the one that came back last goes first,
+//! and who finds none sleeps until one comes back. A spinlock there, a mutex here that spins before
+//! it sleeps. Those who sleep are counted, so that one that gives a stream back makes a system call
+//! only for them.
 
 mod ours;
 
@@ -113,8 +115,8 @@ impl<T> List<T> {
                 return Listed { list: self, stream: Some(stream) };
             }
             idle.sleepers += 1;
-            // Not `pin::wait`: whoever needs a stream is pinned, and here, unlike in the product, may sleep for it. Who has
-            // one gives it back without waiting for pins.
+            // Not `pin::wait`: whoever needs a stream is pinned, and here, unlike in the product,
+            // may sleep for it. Who has one gives it back without waiting for pins.
             idle = self.returned.wait(idle).unwrap_or_else(std::sync::PoisonError::into_inner);
             idle.sleepers -= 1;
         }

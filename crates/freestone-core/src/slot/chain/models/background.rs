@@ -1,5 +1,5 @@
-//! What happens to an object where it is, while its word goes from slot to slot: it is written over in place, it is on its
-//! way from the backing device, it is spilled, compaction moves it.
+//! What happens to an object where it is, while its word goes from slot to slot: it is written over
+//! in place, it is on its way from the backing device, it is spilled, compaction moves it.
 
 use super::{Family, Kin as _, SLOT, World, bounded, spawn};
 use crate::pin::pinned;
@@ -10,8 +10,9 @@ use crate::sync::{Arc, AtomicU32, Ordering};
 const TAG: u8 = 1;
 
 impl Family {
-    /// As a pass does that spills: the slot is picked, and when the write is answered the object goes, if nobody has
-    /// changed the page. (A page that shows what the object did stands for the one on the device.)
+    /// As a pass does that spills: the slot is picked, and when the write is answered the object
+    /// goes, if nobody has changed the page. (A page that shows what the object did stands for the
+    /// one on the device.)
     fn spill(&self, layer: &Table) {
         let Some(leaf) = layer.leaf(SLOT) else { return };
         let guard = leaf.lock(SLOT);
@@ -100,7 +101,8 @@ fn rewrites_in_place_versus_a_snapshot_that_begins() {
     });
 }
 
-/// A pass picks a page that moves before its write is answered: it stays in memory, and is no longer of any batch.
+/// A pass picks a page that moves before its write is answered: it stays in memory, and is no
+/// longer of any batch.
 #[test]
 fn a_page_goes_over_while_the_origin_is_spilled() {
     bounded(3, || {
@@ -115,7 +117,8 @@ fn a_page_goes_over_while_the_origin_is_spilled() {
     });
 }
 
-/// A pass needs no other lock than that of the slot which has the page: it may free the object as soon as that has it.
+/// A pass needs no other lock than that of the slot which has the page: it may free the object as
+/// soon as that has it.
 #[test]
 fn an_object_that_goes_over_is_spilled_at_once() {
     bounded(3, || {

@@ -1,7 +1,8 @@
 //! loom models of a chain: the protocol itself, with the real slots, over tables of a few.
 //!
-//! One page. An object is a number; reading one that was freed, freeing one twice, forgetting one, and a note that names
-//! another owner than the slot that has it are errors, as are accounts that do not fit.
+//! One page. An object is a number; reading one that was freed, freeing one twice, forgetting one,
+//! and a note that names another owner than the slot that has it are errors, as are accounts that
+//! do not fit.
 //!
 //! Run with `cargo xtask models`.
 
@@ -134,7 +135,8 @@ impl Family {
         assert_eq!(free_leaf(self, layer, SLOT), (false, false), "it is empty now");
     }
 
-    /// Every object that lives is in one slot of these layers, and no other; notes and accounts say the same.
+    /// Every object that lives is in one slot of these layers, and no other; notes and accounts say
+    /// the same.
     fn holds(&self, layers: &[&Table]) {
         let mut held = [0; OBJECTS];
         let mut stored = [0; LAYERS];
@@ -213,7 +215,7 @@ impl World {
         self.family.holds(layers);
     }
 
-    // ---- requests --------------------------------------------------------------------------------------------------
+    // ---- requests -------------------------------------------------------------------------------
 
     fn write(&self, object: u64) {
         self.change(|view| {
@@ -295,7 +297,7 @@ impl World {
         })
     }
 
-    // ---- changes of the chain --------------------------------------------------------------------------------------
+    // ---- changes of the chain -------------------------------------------------------------------
 
     fn snapshot(&self) -> Snapshot {
         let chain = self.device.chain.freeze();
@@ -319,7 +321,8 @@ impl World {
         }
     }
 
-    /// A step of the cleaner for a removed snapshot. Returns whether something is left that is in flight.
+    /// A step of the cleaner for a removed snapshot. Returns whether something is left that is in
+    /// flight.
     fn pass_on(&self, chain: &Chain<Family>, number: u64) -> bool {
         chain.pass_on(&self.family, number, 0, LEAF_SLOTS).unwrap()
     }

@@ -1,4 +1,5 @@
-//! Requests beside snapshots that begin and end, and rewinds: who does what at one time, and what must come of it.
+//! Requests beside snapshots that begin and end, and rewinds: who does what at one time, and what
+//! must come of it.
 
 use loom::thread;
 
@@ -81,7 +82,8 @@ fn origin_write_with_a_chain_of_two() {
     }
 }
 
-/// A snapshot begins while the page is written: it shows one moment, which is not before what was answered.
+/// A snapshot begins while the page is written: it shows one moment, which is not before what was
+/// answered.
 #[test]
 fn creation_versus_writes() {
     bounded(3, || {
@@ -106,7 +108,8 @@ fn creation_versus_writes() {
     });
 }
 
-/// Two devices at one moment: what was written to the second after the first had it is not shown without that.
+/// Two devices at one moment: what was written to the second after the first had it is not shown
+/// without that.
 #[test]
 fn creation_on_two_devices_is_one_moment() {
     bounded(3, || {
@@ -228,7 +231,8 @@ fn deletion_in_the_middle_versus_readers_and_writers() {
     }
 }
 
-/// The two younger ones of three snapshots are removed at one time: what the youngest has goes past the other.
+/// The two younger ones of three snapshots are removed at one time: what the youngest has goes past
+/// the other.
 #[test]
 fn two_in_a_row_are_removed_while_the_page_is_written() {
     bounded(3, || {
@@ -251,8 +255,8 @@ fn two_in_a_row_are_removed_while_the_page_is_written() {
     });
 }
 
-/// The two younger ones of three snapshots are removed, each with a page of its own: what the oldest reads is the nearer
-/// one's, and the other is freed.
+/// The two younger ones of three snapshots are removed, each with a page of its own: what the
+/// oldest reads is the nearer one's, and the other is freed.
 #[test]
 fn two_in_a_row_are_removed_with_pages_of_their_own() {
     bounded(3, || {

@@ -114,7 +114,8 @@ fn what_a_torn_write_left_does_not_come_back() {
         Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
     };
     drop(open(&disk));
-    // Ten entries, and from the second block on the rest of a group whose first block was not written.
+    // Ten entries, and from the second block on the rest of a group whose first block was not
+    // written.
     for at in (0..10u64).chain(256..600) {
         let entry: Vec<u8> = [at.to_le_bytes(), (at + 2).to_le_bytes()].concat();
         let sector = chunk as u64 + at / 32 * 512;
@@ -224,7 +225,7 @@ fn an_origin_with_larger_blocks_is_refused() {
     assert!(matches!(open(2048), Err(SetupError::Chunk(2048))));
 }
 
-// ---- many of them ----------------------------------------------------------------------------------------------------
+// ---- many of them -------------------------------------------------------------------------------
 
 fn good_inputs() -> Vec<Vec<u8>> {
     let run = |count: u64| (0..count).map(|at| (at, at + 2)).collect::<Vec<_>>();

@@ -25,7 +25,7 @@ fn disk(chunks: u64) -> Arc<Disk> {
     Disk::new(vec![0; (chunks * CHUNK) as usize])
 }
 
-// ---- groups and order -----------------------------------------------------------------------------------------------
+// ---- groups and order ---------------------------------------------------------------------------
 
 #[test]
 fn a_group_waits_for_the_copies_that_are_pending() {
@@ -148,9 +148,10 @@ fn entries_are_in_the_order_of_places_whoever_comes_first() {
     }
 }
 
-// ---- callbacks ------------------------------------------------------------------------------------------------------
+// ---- callbacks ----------------------------------------------------------------------------------
 
-/// A callback may take a place and hand it in; the last reference may go away in one; one that panics ends itself only.
+/// A callback may take a place and hand it in; the last reference may go away in one; one that
+/// panics ends itself only.
 #[test]
 fn callbacks_may_use_the_store() {
     fn chain(store: &Arc<Store>, left: u64, tx: mpsc::Sender<u64>) {
@@ -219,7 +220,7 @@ fn a_disk_that_goes_away_makes_the_snapshot_invalid() {
     assert!(!store.is_valid());
 }
 
-// ---- full and lost --------------------------------------------------------------------------------------------------
+// ---- full and lost ------------------------------------------------------------------------------
 
 #[test]
 fn a_full_store_keeps_what_it_has() {
@@ -292,7 +293,8 @@ fn a_commit_that_failed_makes_the_snapshot_invalid_on_disk_first() {
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
 }
 
-/// A device that fails for a while learns in the end that its snapshot is lost: else it would be opened again as a good one.
+/// A device that fails for a while learns in the end that its snapshot is lost: else it would be
+/// opened again as a good one.
 #[test]
 fn an_invalidation_that_failed_is_written_again() {
     for dropped in [false, true] {
@@ -323,7 +325,8 @@ fn an_invalidation_that_failed_is_written_again() {
     }
 }
 
-/// Each operation of a run fails once: whoever was told that an exception is durable finds it, or an invalid snapshot.
+/// Each operation of a run fails once: whoever was told that an exception is durable finds it, or
+/// an invalid snapshot.
 #[test]
 fn any_operation_may_fail() {
     for what in [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear] {
@@ -361,7 +364,7 @@ fn any_operation_may_fail() {
     }
 }
 
-// ---- transient ------------------------------------------------------------------------------------------------------
+// ---- transient ----------------------------------------------------------------------------------
 
 #[test]
 fn a_transient_store_has_no_metadata() {

@@ -1,17 +1,22 @@
 //! Power cuts, at every point of what the store does.
 //!
 //! # Fault model
-//! * A sector of 512 bytes is written whole or not at all. Nothing larger is: of a request that was not answered, or that was
-//!   answered and not flushed, any sectors may be on disk, in any combination, whatever the order of the requests was.
-//! * A flush makes durable what was answered before it was begun, and only when it is answered itself.
+//! * A sector of 512 bytes is written whole or not at all. Nothing larger is: of a request that was
+//!   not answered, or that was answered and not flushed, any sectors may be on disk, in any
+//!   combination, whatever the order of the requests was.
+//! * A flush makes durable what was answered before it was begun, and only when it is answered
+//!   itself.
 //! * A write with FUA is durable when it is answered. It says nothing of other writes.
 //! * What is durable stays as it is. Sectors that nobody wrote stay as they are.
 //!
 //! # What every image must show
-//! * It opens, and everything that was reported durable is in it (unless a merge was told that it may go).
-//! * Nothing is in it that was not handed in, nothing that was reported removed, and nothing at another place.
+//! * It opens, and everything that was reported durable is in it (unless a merge was told that it
+//!   may go).
+//! * Nothing is in it that was not handed in, nothing that was reported removed, and nothing at
+//!   another place.
 //! * The copy of everything that is in it is there.
-//! * Work can go on from it: an exception that is added is in it when it is opened again, and nothing else has changed.
+//! * Work can go on from it: an exception that is added is in it when it is opened again, and
+//!   nothing else has changed.
 //! * If the snapshot was reported invalid, it is.
 //!
 //! Where few sectors are unsure all combinations are tried; else both extremes and a seeded choice.
@@ -52,7 +57,7 @@ fn used_disk(chunks: u64, seed: u64) -> Vec<u8> {
     bytes
 }
 
-// ---- what the store does ---------------------------------------------------------------------------------------------
+// ---- what the store does ------------------------------------------------------------------------
 
 /// Does random things to a store and records them.
 struct Session {
@@ -68,7 +73,8 @@ impl Session {
         Self { disk, rng: Rng::new(seed), places: Places::new(), next: 0 }
     }
 
-    /// Preserves `count` chunks with up to `depth` copies in flight, which are handed in in any order. Some places are not used.
+    /// Preserves `count` chunks with up to `depth` copies in flight, which are handed in in any
+    /// order. Some places are not used.
     fn preserve(&mut self, store: &Arc<Store>, count: usize, depth: usize) {
         let (tx, rx) = mpsc::channel();
         let mut copying = Vec::new();
@@ -118,7 +124,7 @@ impl Session {
     }
 }
 
-// ---- what may be left of it -----------------------------------------------------------------------------------------
+// ---- what may be left of it ---------------------------------------------------------------------
 
 struct Check<'a> {
     places: &'a Places,
@@ -215,7 +221,7 @@ impl<'a> Check<'a> {
     }
 }
 
-// ---- the tests -------------------------------------------------------------------------------------------------------
+// ---- the tests ----------------------------------------------------------------------------------
 
 #[test]
 fn making_a_store_can_be_cut() {

@@ -1,4 +1,5 @@
-//! A disk that remembers the order of all that was asked of it, and the images that a power cut could leave behind.
+//! A disk that remembers the order of all that was asked of it, and the images that a power cut
+//! could leave behind.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -13,7 +14,8 @@ use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
 
-/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set there, for other tests.)
+/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set
+/// there, for other tests.)
 pub fn scaled(usual: usize) -> usize {
     if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
 }
@@ -279,9 +281,10 @@ impl Device for Disk {
     }
 }
 
-// ---- power cuts ----------------------------------------------------------------------------------------------------
+// ---- power cuts ---------------------------------------------------------------------------------
 
-/// Goes through a recording, and knows at every point what the disk may hold if the power is cut there.
+/// Goes through a recording, and knows at every point what the disk may hold if the power is cut
+/// there.
 pub struct Cut<'a> {
     recording: &'a Recording,
     /// Events that happened.
@@ -373,7 +376,8 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Images that the cut may leave: all of them if they are few, else the extremes and some at random.
+    /// Images that the cut may leave: all of them if they are few, else the extremes and some at
+    /// random.
     pub fn images(&self, most: usize, rng: &mut Rng) -> Vec<Vec<u8>> {
         let differs = |sector: usize, write: usize| {
             self.content(write, sector) != &self.durable[sector * SECTOR..][..SECTOR]

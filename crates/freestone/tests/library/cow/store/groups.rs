@@ -18,7 +18,8 @@ fn slow_store(seed: u64) -> Arc<Store> {
     open(Arc::new(Slow(disk)) as Arc<dyn Device>).0
 }
 
-/// Workers that each wait for their own exception before they go on, as writers of one block at a time do.
+/// Workers that each wait for their own exception before they go on, as writers of one block at a
+/// time do.
 #[test]
 fn waiting_workers_share_flushes() {
     const EACH: u64 = 60;
@@ -55,7 +56,8 @@ fn waiting_workers_share_flushes() {
     }
 }
 
-/// One caller with many copies in flight, as an export with a deep queue is: every answer lets the next one in.
+/// One caller with many copies in flight, as an export with a deep queue is: every answer lets the
+/// next one in.
 #[test]
 fn a_deep_queue_shares_flushes() {
     const DEPTH: u64 = 64;

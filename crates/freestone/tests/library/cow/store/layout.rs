@@ -124,7 +124,8 @@ fn the_order_of_a_commit_is_flush_then_area_then_answer() {
     assert_eq!(disk.history(), ["flush", "4096+4096 fua", "Durable(5)"]);
 }
 
-/// The next area is zeroed before the flush, which makes it durable before this area counts as full.
+/// The next area is zeroed before the flush, which makes it durable before this area counts as
+/// full.
 #[test]
 fn a_full_area_is_written_behind_the_next_one() {
     let mut bytes = vec![0x77; 600 * CHUNK as usize];
@@ -145,7 +146,8 @@ fn a_full_area_is_written_behind_the_next_one() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 257);
 }
 
-/// With room for all places of an area but not for the next area, the last place stays free: the list must end on the device.
+/// With room for all places of an area but not for the next area, the last place stays free: the
+/// list must end on the device.
 #[test]
 fn a_device_that_ends_before_the_next_area_is_full_one_place_earlier() {
     let disk = Disk::new(vec![0; 258 * CHUNK as usize]);
@@ -166,7 +168,8 @@ fn a_device_that_ends_before_the_next_area_is_full_one_place_earlier() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 256);
 }
 
-/// Only the blocks that change are written, and what is on disk is the same as if whole areas had been.
+/// Only the blocks that change are written, and what is on disk is the same as if whole areas had
+/// been.
 #[test]
 fn a_large_area_is_written_block_by_block() {
     let chunk = 64 << 10;

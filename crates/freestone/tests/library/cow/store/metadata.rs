@@ -1,5 +1,5 @@
-//! What must hold for any bytes that are found where an exception store should be. Shared with the fuzz target
-//! `cow_metadata`; the oracle is stated there.
+//! What must hold for any bytes that are found where an exception store should be. Shared with the
+//! fuzz target `cow_metadata`; the oracle is stated there.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -154,7 +154,7 @@ fn go_on(disk: &Arc<Disk>, origin: &Geometry, store: Arc<Store>, mut expected: V
     assert_eq!(open(disk, origin).expect("a store that was merged opens").1, []);
 }
 
-// ---- inputs ---------------------------------------------------------------------------------------------------------
+// ---- inputs -------------------------------------------------------------------------------------
 
 /// An input that is a good store.
 pub fn input(blocks: u16, origin_chunks: u16, chunk_sectors: u32, entries: &[(u64, u64)]) -> Vec<u8> {

@@ -1,7 +1,8 @@
-//! The kernel's spinning locks of four bytes, for threads that can lose their CPU: after some tries a waiter yields it.
+//! The kernel's spinning locks of four bytes, for threads that can lose their CPU: after some tries
+//! a waiter yields it.
 //!
-//! The read-write lock is the simple one that the kernel had when the experiment was made: readers count up, a writer needs it
-//! to be free, nobody queues.
+//! The read-write lock is the simple one that the kernel had when the experiment was made: readers
+//! count up, a writer needs it to be free, nobody queues.
 
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
@@ -81,13 +82,15 @@ impl ReadWrite {
 
     #[inline]
     pub fn lock(&self) {
-        // Acquire: pairs with the Release of all who held it before (Relaxed on failure: tried again).
+        // Acquire: pairs with the Release of all who held it before (Relaxed on failure: tried
+        // again).
         spin_until(|| self.0.compare_exchange(0, WRITER, Ordering::Acquire, Ordering::Relaxed).is_ok());
     }
 
     #[inline]
     pub fn unlock(&self) {
-        // Release: pairs with the Acquire of whoever is next. A reader that tried meanwhile keeps its count.
+        // Release: pairs with the Acquire of whoever is next. A reader that tried meanwhile keeps
+        // its count.
         self.0.fetch_sub(WRITER, Ordering::Release);
     }
 }

@@ -1,4 +1,5 @@
-//! Every variant excludes whom it has to, and nobody else. The choice is process-wide, so the locks are tested below it.
+//! Every variant excludes whom it has to, and nobody else. The choice is process-wide, so the locks
+//! are tested below it.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};

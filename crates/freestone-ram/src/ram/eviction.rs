@@ -1,15 +1,17 @@
-//! A pass: pages leave memory for the backing device, many in one write, several writes at a time.
+//! An eviction: pages leave memory for the backing device, many in one write, several writes at a time.
 //!
 //! # Protocol
-//! * A page that is taken on stays where it is, and is read and written as before. Under its slot's lock its bytes are copied
-//!   into the batch, and the slot is *picked* with the batch's tag. Whoever changes the page takes that mark away; a read
-//!   does not.
-//! * When the batch is on the device, each slot that still has the mark becomes `Spilled`, under its lock, and its old
-//!   object is freed. A slot without it keeps what it has, and the page's place on the device is free again.
-//! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot any more. So the mark
-//!   of an earlier batch is never taken for that of a later one, and stale bytes never become a page.
+//! * A page that is taken on stays where it is, and is read and written as before. Under its slot's
+//!   lock its bytes are copied into the batch, and the slot is *picked* with the batch's tag.
+//!   Whoever changes the page takes that mark away; a read does not.
+//! * When the batch is on the device, each slot that still has the mark becomes `Spilled`, under
+//!   its lock, and its old object is freed. A slot without it keeps what it has, and the page's
+//!   place on the device is free again.
+//! * Tags are distinct among the batches in flight, and a batch that was given up looks at no slot
+//!   any more. So the mark of an earlier batch is never taken for that of a later one, and stale
+//!   bytes never become a page.
 //!
-//! Passes run one after the other ([`Pages::passes`]).
+//! Evictions run one after the other ([`Pages::background`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -41,7 +43,7 @@ pub(super) enum Offered {
 }
 
 /// Takes pages out of memory, or moves them on the backing device, in batches.
-pub(super) struct Pass<'a> {
+pub(super) struct Eviction<'a> {
     pages: &'a Pages,
     store: &'a Arc<Store>,
     /// Those that entries name.
@@ -112,7 +114,7 @@ struct Left {
 }
 
 struct Entry {
-    /// Place among [`Pass::layers`].
+    /// Place among [`Eviction::layers`].
     layer: usize,
     slot: u64,
     unit: u64,
@@ -121,8 +123,8 @@ struct Entry {
     age: u8,
 }
 
-impl<'a> Pass<'a> {
-    /// Begins; the caller holds [`Pages::passes`].
+impl<'a> Eviction<'a> {
+    /// Begins; the caller holds [`Pages::background`].
     pub fn new(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
         let batch = store.batch_blocks();
         let least = if store.is_packed() { PACKED_RUN_BLOCKS_MIN } else { 1 };
@@ -146,15 +148,15 @@ impl<'a> Pass<'a> {
 
     /// Begins to move what is spilled; the blocks that are kept for that can be used.
     pub fn to_move(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
-        let mut pass = Self::new(pages, store);
-        pass.reserve = 0;
-        pass
+        let mut eviction = Self::new(pages, store);
+        eviction.reserve = 0;
+        eviction
     }
 
     /// Takes a page on if its slot holds an object and is what is `wanted`.
     ///
     /// # Errors
-    /// Nothing more can be written: the pass should end.
+    /// Nothing more can be written: the eviction should end.
     pub fn offer(
         &mut self,
         layer: &Arc<Layer>,
@@ -162,17 +164,17 @@ impl<'a> Pass<'a> {
         wanted: impl Fn(Word) -> bool,
     ) -> Result<Offered, WritebackError> {
         let at = self.place_of(layer);
-        self.put(|pass, batch| pass.copy(batch, at, slot, &wanted))
+        self.put(|eviction, batch| eviction.copy(batch, at, slot, &wanted))
     }
 
-    /// Takes a page on that is spilled already, to another place: `object` is what was read from where it lies, and the slot
-    /// of the layer may hold it.
+    /// Takes a page on that is spilled already, to another place: `object` is what was read from
+    /// where it lies, and the slot of the layer may hold it.
     ///
     /// # Errors
     /// As [`offer`](Self::offer).
     pub fn relocate(&mut self, layer: &Arc<Layer>, object: &Found<'_>) -> Result<Offered, WritebackError> {
         let at = self.place_of(layer);
-        self.put(|pass, batch| pass.pick_spilled(batch, at, object).map(Word::spilled_bytes))
+        self.put(|eviction, batch| eviction.pick_spilled(batch, at, object).map(Word::spilled_bytes))
     }
 
     fn place_of(&mut self, layer: &Arc<Layer>) -> usize {
@@ -240,7 +242,8 @@ impl<'a> Pass<'a> {
         Ok(word.stored_bytes())
     }
 
-    /// The part of [`copy`](Self::copy) that is done under the slot's lock. The plain layout's object goes to `object`.
+    /// The part of [`copy`](Self::copy) that is done under the slot's lock. The plain layout's
+    /// object goes to `object`.
     fn pick(
         &self,
         batch: &mut Batch,
@@ -384,7 +387,8 @@ impl<'a> Pass<'a> {
             store::Written::Done(mut buffer) => {
                 self.done.blocks += u64::from(batch.run.blocks);
                 let mut left = Left::default();
-                // The newest first: a page that was changed and taken on again is twice in the batch.
+                // The newest first: a page that was changed and taken on again is twice in the
+                // batch.
                 for entry in batch.entries.iter().rev() {
                     self.publish(batch.tag, entry, &mut left);
                 }
@@ -392,14 +396,16 @@ impl<'a> Pass<'a> {
                 self.done.pages += left.pages;
                 buffer.show(usize::MAX);
                 self.spare.push(buffer);
-                // Who is told so in vain tries again, waits again, and has the next round begin: without an end.
+                // Who is told so in vain tries again, waits again, and has the next round begin:
+                // without an end.
                 if left.from_memory > 0 {
                     self.pages.keeper.memory_freed();
                 }
             }
             store::Written::Failed(error) => {
                 self.failed = Some(error);
-                // A full file system stays full; other errors may be of this place alone, and the kernel goes on, too.
+                // A full file system stays full; other errors may be of this place alone, and the
+                // kernel goes on, too.
                 self.stopped |= error != Error::Media;
                 self.give_all_back(&batch);
             }
@@ -467,8 +473,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-impl Drop for Pass<'_> {
-    /// A pass that is not ended in peace leaves no page picked and no block taken.
+impl Drop for Eviction<'_> {
+    /// An eviction that is not ended in peace leaves no page picked and no block taken.
     fn drop(&mut self) {
         if let Some(batch) = self.open.take() {
             self.give_all_back(&batch);
