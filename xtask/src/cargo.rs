@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 /// How many tests passed and failed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +110,19 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
         println!("{}: {status}", line(command));
     }
     Ok(Outcome { ok: status.success(), counts })
+}
+
+/// What is in the tree, whether git knows it yet or not, but for what is ignored.
+pub fn files() -> Result<Vec<PathBuf>> {
+    let output = Command::new("git")
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+        .output()
+        .context("cannot start git")?;
+    if !output.status.success() {
+        bail!("git ls-files: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    let names = String::from_utf8(output.stdout).context("the name of a file is not UTF-8")?;
+    Ok(names.split_terminator('\0').map(PathBuf::from).collect())
 }
 
 /// The manifest of the sources' experiments, which are a workspace of their own.

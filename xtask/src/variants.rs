@@ -12,12 +12,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::cargo::{RESEARCH, cargo, output, target_dir};
+use crate::cargo::{RESEARCH, cargo, files, target_dir};
 
 /// Where the copy is.
 const TREE: &str = "target/variants/tree";
 /// Of the sources what is built there.
-const COPIED: [&str; 6] = ["Cargo.toml", "Cargo.lock", "crates/", "benches/", "research/", "xtask/"];
+const COPIED: [&str; 6] = ["Cargo.toml", "Cargo.lock", "crates", "benches", "research", "xtask"];
 const VARIANTS: &str = "research/variants";
 /// What says which of them is used has no place in the product; there it is declared.
 const DECLARED_IN: &str = "crates/freestone-core/src/lib.rs";
@@ -62,28 +62,27 @@ fn make() -> Result<()> {
 }
 
 fn sources() -> Result<BTreeMap<PathBuf, Vec<u8>>> {
-    let listed =
-        output(Command::new("git").args(["ls-files", "--cached", "--others", "--exclude-standard"]))?;
-    let mut files = BTreeMap::new();
-    for name in listed.lines().filter(|name| COPIED.iter().any(|copied| name.starts_with(copied))) {
+    let is_copied = |path: &PathBuf| COPIED.iter().any(|copied| path.starts_with(copied));
+    let mut sources = BTreeMap::new();
+    for path in files()?.into_iter().filter(is_copied) {
         // Git lists what was deleted, too.
-        if let Ok(content) = fs::read(name) {
-            files.insert(PathBuf::from(name), content);
+        if let Ok(content) = fs::read(&path) {
+            sources.insert(path, content);
         }
     }
     let is_variant = |path: &&PathBuf| path.starts_with(VARIANTS);
-    for variant in files.keys().filter(is_variant).cloned().collect::<Vec<_>>() {
+    for variant in sources.keys().filter(is_variant).cloned().collect::<Vec<_>>() {
         let place = Path::new("crates").join(variant.strip_prefix(VARIANTS)?);
-        if let Some(ours) = files.remove(&place) {
-            files.insert(place.with_extension("").join("ours.rs"), ours);
+        if let Some(ours) = sources.remove(&place) {
+            sources.insert(place.with_extension("").join("ours.rs"), ours);
         }
-        if let Some(content) = files.get(&variant).cloned() {
-            files.insert(place, content);
+        if let Some(content) = sources.get(&variant).cloned() {
+            sources.insert(place, content);
         }
     }
-    let lib = files.get_mut(Path::new(DECLARED_IN)).with_context(|| format!("no {DECLARED_IN}"))?;
+    let lib = sources.get_mut(Path::new(DECLARED_IN)).with_context(|| format!("no {DECLARED_IN}"))?;
     lib.extend_from_slice(DECLARATION.as_bytes());
-    Ok(files)
+    Ok(sources)
 }
 
 fn remove_others(tree: &Path, dir: &Path, wanted: &BTreeMap<PathBuf, Vec<u8>>) -> Result<()> {

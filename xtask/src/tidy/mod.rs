@@ -8,10 +8,10 @@ mod source;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
+use crate::cargo::files;
 use crate::docs;
 
 /// Where a rule is broken, and how.
@@ -86,17 +86,4 @@ fn check(path: &Path, text: &str) -> Vec<Problem> {
         _ => {}
     }
     problems
-}
-
-/// What is in the tree, whether git knows it yet or not, but for what is ignored.
-fn files() -> Result<Vec<PathBuf>> {
-    let output = Command::new("git")
-        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
-        .output()
-        .context("cannot start git")?;
-    if !output.status.success() {
-        bail!("git ls-files: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    let names = String::from_utf8(output.stdout).context("the name of a file is not UTF-8")?;
-    Ok(names.split_terminator('\0').map(PathBuf::from).collect())
 }
