@@ -8,7 +8,8 @@ use crate::clock::{TICK, now_ms};
 use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use freestone_core::work_queue::WorkQueue;
 
-/// What the two threads are told. The family owns it, they share it.
+/// What the keeper is told, and the work queue of the family. The family owns it, its threads share
+/// it.
 ///
 /// Lock order: `state` is taken last, and nothing under it.
 pub(super) struct Keeper {
