@@ -3,6 +3,7 @@
 
 mod cli;
 mod clients;
+mod docs;
 mod drives;
 mod harness;
 mod stalls;

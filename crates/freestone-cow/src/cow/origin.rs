@@ -3,7 +3,7 @@
 //! Reads and flushes go to the device below, writes by way of [`origin_write`].
 //!
 //! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it
-//! had come to that snapshot. So what is half merged is never seen.
+//! had come to that snapshot. So nobody sees what is half merged.
 
 use std::fmt;
 use std::sync::Arc;

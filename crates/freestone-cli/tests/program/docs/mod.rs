@@ -1,0 +1,236 @@
+//! The commands that README and docs show are run, and print what is shown there.
+//!
+//! A section (what is below one heading) is one session of bash in a directory of its own, begun
+//! with the files that [`sections`] makes for it. Of what a command prints, the lines that are shown
+//! must come in this order; others may stand between them. Numbers and sizes are not compared.
+
+mod page;
+mod sections;
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use page::{Section, Shown};
+use sections::{NOT_RUN, prepared};
+
+/// A session that takes longer hangs.
+const SESSION_MAX: Duration = Duration::from_secs(120);
+const STEP: Duration = Duration::from_millis(20);
+/// What the docs say instead of the directories of a session.
+const DIRS_SHOWN: [&str; 4] = ["/tmp/freestone-0", "/tmp/try", "/run/ci", "/run"];
+
+#[test]
+fn the_readme() {
+    run_page("README.md");
+}
+
+#[test]
+fn devices() {
+    run_page("docs/devices.md");
+}
+
+#[test]
+fn nbd() {
+    run_page("docs/nbd.md");
+}
+
+#[test]
+fn forks() {
+    run_page("docs/forks.md");
+}
+
+#[test]
+fn snapshots() {
+    run_page("docs/snapshots.md");
+}
+
+#[test]
+fn control() {
+    run_page("docs/control.md");
+}
+
+#[test]
+fn faults_and_power() {
+    run_page("docs/faults.md");
+    run_page("docs/power.md");
+}
+
+#[test]
+fn zones() {
+    run_page("docs/zones.md");
+}
+
+#[test]
+fn every_page_with_commands_is_run() {
+    let run = [
+        "README.md",
+        "docs/control.md",
+        "docs/devices.md",
+        "docs/faults.md",
+        "docs/forks.md",
+        "docs/nbd.md",
+        "docs/power.md",
+        "docs/snapshots.md",
+        "docs/zones.md",
+    ];
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let docs = docs.filter(|path| path.extension().is_some_and(|ext| ext == "md"));
+    let docs = docs.map(|path| format!("docs/{}", path.file_name().unwrap().to_str().unwrap()));
+    let pages = docs.chain(["README.md".to_owned()]);
+    let with_commands: BTreeSet<_> = pages
+        .filter(|page| {
+            sections_of(page).iter().any(|section| !NOT_RUN.contains(&(page, section.title.as_str())))
+        })
+        .collect();
+    assert_eq!(with_commands, run.map(str::to_owned).into());
+    for (page, title) in NOT_RUN {
+        assert!(sections_of(page).iter().any(|section| section.title == title), "{page}: no section {title}");
+    }
+}
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+/// The sections of a page that show commands.
+fn sections_of(page: &str) -> Vec<Section> {
+    page::sections(&fs::read_to_string(root().join(page)).unwrap())
+}
+
+fn run_page(page: &str) {
+    let mut wrong = String::new();
+    for section in sections_of(page) {
+        if !NOT_RUN.contains(&(page, section.title.as_str())) {
+            wrong += &run_section(page, &section);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}
+
+/// What is not as shown.
+fn run_section(page: &str, section: &Section) -> String {
+    let Section { title, shown, blocks } = section;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for (n, block) in blocks.iter().enumerate() {
+        fs::write(dir.join(format!(".block.{n}")), block).unwrap();
+    }
+    let session = session(dir, &prepared(page, title), shown);
+    let log = run_bash(dir, &session);
+    let mut wrong = String::new();
+    for (n, Shown { command, output }) in shown.iter().enumerate() {
+        let read = |name: &str| fs::read_to_string(dir.join(format!(".{name}.{n}"))).unwrap_or_default();
+        let printed = read("out");
+        let status = read("status");
+        let failed = output.is_empty() && status.trim() != "0";
+        let missing = missing(dir, output, &printed);
+        if failed || missing.is_some() {
+            let _ = writeln!(
+                wrong,
+                "\n{page}, {title}: $ {command}\nstatus {status}is shown and not printed: {missing:?}\n\
+                 printed:\n{printed}{log}"
+            );
+        }
+    }
+    wrong
+}
+
+/// The first line that is shown and not printed.
+fn missing(dir: &Path, shown: &[String], printed: &str) -> Option<String> {
+    let mut lines = printed.lines().map(|line| normal(dir, line));
+    let shown = shown.iter().map(|line| normal(dir, line)).filter(|line| line != "...");
+    shown.into_iter().find(|line| !lines.any(|printed| printed == *line))
+}
+
+/// A line without what differs from run to run: directories, numbers, sizes, widths of columns.
+fn normal(dir: &Path, line: &str) -> String {
+    let mut line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let dir = dir.to_str().unwrap();
+    for name in [&format!("{dir}/freestone"), dir] {
+        line = line.replace(name, "DIR");
+    }
+    for name in DIRS_SHOWN {
+        line = line.replace(name, "DIR");
+    }
+    let mut out = String::new();
+    let mut rest = line.chars().peekable();
+    while let Some(c) = rest.next() {
+        if c == '0' && rest.next_if_eq(&'x').is_some() {
+            while rest.next_if(char::is_ascii_hexdigit).is_some() {}
+            out.push('#');
+            continue;
+        }
+        if !c.is_ascii_digit() {
+            out.push(c);
+            continue;
+        }
+        let mut fraction = false;
+        while rest.next_if(|&next| next.is_ascii_digit() || (next == '.' && !fraction)).is_some_and(|next| {
+            fraction |= next == '.';
+            true
+        }) {}
+        rest.next_if(|next| "BKMGT".contains(*next));
+        out.push('#');
+    }
+    out
+}
+
+/// The commands of a section as a script. What each prints goes to a file of its own; a server is
+/// ready before the next command, as a person would wait for its prompt.
+fn session(dir: &Path, prepare: &str, shown: &[Shown]) -> String {
+    let mut script = format!("{prepare}\n");
+    for (n, Shown { command, .. }) in shown.iter().enumerate() {
+        let out = format!(".out.{n}");
+        // The command may be, or end with, a comment.
+        let _ = writeln!(script, "{{ :\n{command}\n}} >{out} 2>&1\necho $? >.status.{n}");
+        if command.starts_with("freestone serve") && command.trim_end().ends_with('&') {
+            let _ = writeln!(script, "ready {out}");
+        }
+    }
+    for name in DIRS_SHOWN {
+        let own = if name == DIRS_SHOWN[0] { dir.join("freestone") } else { dir.to_owned() };
+        script = script.replace(&format!("{name}/"), &format!("{}/", own.display()));
+    }
+    script
+}
+
+/// Runs it and ends what it left. Returns what bash itself said.
+fn run_bash(dir: &Path, script: &str) -> String {
+    let file = dir.join(".session");
+    fs::write(&file, script).unwrap();
+    let log = fs::File::create(dir.join(".log")).unwrap();
+    let bin = Path::new(env!("CARGO_BIN_EXE_freestone")).parent().unwrap();
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
+    let mut bash = Command::new("bash");
+    bash.arg(&file).current_dir(dir).env("PATH", path).env("XDG_RUNTIME_DIR", dir).env("TMPDIR", dir);
+    bash.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    let mut child = bash.process_group(0).spawn().unwrap();
+    let group = Pid::from_child(&child);
+    let start = Instant::now();
+    let late = loop {
+        if child.try_wait().unwrap().is_some() {
+            break false;
+        }
+        if start.elapsed() > SESSION_MAX {
+            break true;
+        }
+        std::thread::sleep(STEP);
+    };
+    // Orderly first: nbdfuse unmounts, a server removes its sockets.
+    let _ = kill_process_group(group, Signal::TERM);
+    let _ = child.wait();
+    let end = Instant::now() + Duration::from_secs(5);
+    while kill_process_group(group, Signal::CONT).is_ok() && Instant::now() < end {
+        std::thread::sleep(STEP);
+    }
+    let _ = kill_process_group(group, Signal::KILL);
+    let said = fs::read_to_string(dir.join(".log")).unwrap();
+    if late { format!("{said}\nthe session took longer than {SESSION_MAX:?}") } else { said }
+}
