@@ -22,7 +22,7 @@ Sizes take K, M, G and T (1024-based).";
 const SERVE_EXAMPLES: &str = "\
 Devices:
   NAME=ram,disksize=SIZE    compressed RAM disk
-      comp_algorithm=lz4|lz4hc|zstd|store   default lz4
+      comp_algorithm=lz4|lz4hc|lzo|zstd|store   default lz4
       algorithm_params=WORDS                for example 'level=3'
       mem_limit=SIZE|none                   default half of the machine's memory
       backing_dev=PATH                      pages go to this file or disk when mem_limit is near

@@ -119,7 +119,7 @@ pub(crate) fn parse_limit(text: &str) -> Result<u64, String> {
 /// The name of an algorithm.
 pub fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
     text.parse().map_err(|e| {
-        if let ParamsError::Lzo(_) = e {
+        if let ParamsError::LzoRle = e {
             return e.to_string();
         }
         let names = Algorithm::ALL.map(|a| a.to_string());

@@ -12,6 +12,7 @@ mod codecs;
 mod dictionary;
 mod lend;
 mod lz4;
+mod lzo;
 mod params;
 mod zstd;
 
@@ -54,6 +55,7 @@ impl Default for Scratch {
 enum Stream {
     Lz4(lz4::Lz4),
     Lz4hc(lz4::Lz4hc),
+    Lzo(lzo::Lzo),
     Zstd(zstd::Zstd),
     Store,
 }
@@ -64,6 +66,7 @@ impl Stream {
         match self {
             Self::Lz4(stream) => stream.compress(page, out),
             Self::Lz4hc(stream) => stream.compress(page, out),
+            Self::Lzo(stream) => stream.compress(page, out),
             Self::Zstd(stream) => stream.compress(page, out),
             Self::Store => None,
         }
@@ -73,6 +76,7 @@ impl Stream {
         match self {
             Self::Lz4(stream) => stream.bytes(),
             Self::Lz4hc(stream) => stream.bytes(),
+            Self::Lzo(stream) => stream.bytes(),
             Self::Zstd(stream) => stream.bytes(),
             Self::Store => 0,
         }
@@ -125,6 +129,7 @@ impl Streams {
             let mut stream = match algorithm {
                 Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
                 Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
+                Algorithm::Lzo => Stream::Lzo(lzo::Lzo::new()),
                 Algorithm::Zstd => Stream::Zstd(zstd::Zstd::new(level, digest.clone())?),
                 Algorithm::Store => Stream::Store,
             };
@@ -150,6 +155,7 @@ impl Streams {
     pub fn decompress(&self, object: &[u8], page: &mut Page) -> Result<()> {
         let whole = match self.algorithm {
             Algorithm::Lz4 | Algorithm::Lz4hc => lz4::decompress(object, page),
+            Algorithm::Lzo => lzo::decompress(object, page),
             Algorithm::Zstd => {
                 touch::page(page);
                 match &mut *self.per_cpu.take() {
@@ -168,6 +174,7 @@ impl Streams {
             Algorithm::Lz4 | Algorithm::Store => 256,
             Algorithm::Zstd if self.level <= 3 => 64,
             Algorithm::Lz4hc if self.level <= 9 => 32,
+            Algorithm::Lzo => 4,
             Algorithm::Zstd | Algorithm::Lz4hc => 8,
         }
     }

@@ -53,6 +53,38 @@ fn every_algorithm_gives_back_what_it_took() {
     }
 }
 
+/// By the description of the format in the kernel's documentation.
+#[test]
+fn lzo_reads_what_others_wrote() {
+    let streams = Streams::new(Algorithm::Lzo, &Params::default()).unwrap();
+    // Three literals; a match of 4093 bytes at distance 3: 33 by the instruction, zeroes for 255
+    // each, the rest; the end.
+    let mut object = vec![17 + 3, b'a', b'b', b'c', 0x20];
+    object.extend([0; 15]);
+    object.extend([(4093 - 33 - 15 * 255) as u8, 2 << 2, 0, 0x11, 0, 0]);
+    let mut page = [0; PAGE_BYTES];
+    streams.decompress(&object, &mut page).unwrap();
+    assert!(page == std::array::from_fn::<u8, PAGE_BYTES, _>(|i| b"abc"[i % 3]));
+}
+
+#[test]
+fn damaged_objects_are_refused_or_make_some_page() {
+    for algorithm in [Algorithm::Lz4, Algorithm::Lzo, Algorithm::Zstd] {
+        let streams = Streams::new(algorithm, &Params::default()).unwrap();
+        let mut refused = 0;
+        for (n, page) in pages().iter().enumerate() {
+            let mut scratch = Scratch::new();
+            let Some(object) = streams.compress(page, &mut scratch) else { continue };
+            for at in 0..object.len() {
+                let mut object = object.to_vec();
+                object[at] ^= (1 + at * 7 + n) as u8 | 1;
+                refused += usize::from(streams.decompress(&object, &mut [0; PAGE_BYTES]).is_err());
+            }
+        }
+        assert!(refused > 100, "{algorithm}: {refused}");
+    }
+}
+
 #[test]
 fn a_dictionary_pays() {
     let (_file, params) = dictionary();

@@ -137,7 +137,7 @@ pub mod kind {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct AlgorithmRecord {
-    /// 1: lz4, 2: lz4hc, 3: zstd, 4: store.
+    /// 1: lz4, 2: lz4hc, 3: zstd, 4: store, 5: lzo.
     pub algorithm: u8,
     /// 1: the automatic mode learned it.
     pub trained: u8,
@@ -198,8 +198,13 @@ pub fn block_sum(block: &[u8], salt: u64) -> u64 {
     xxh3_64_with_seed(&block[size_of::<U64>()..], salt)
 }
 
-const ALGORITHMS: [(u8, Algorithm); 4] =
-    [(1, Algorithm::Lz4), (2, Algorithm::Lz4hc), (3, Algorithm::Zstd), (4, Algorithm::Store)];
+const ALGORITHMS: [(u8, Algorithm); 5] = [
+    (1, Algorithm::Lz4),
+    (2, Algorithm::Lz4hc),
+    (3, Algorithm::Zstd),
+    (4, Algorithm::Store),
+    (5, Algorithm::Lzo),
+];
 
 /// An algorithm's number in the file.
 pub fn algorithm_id(algorithm: Algorithm) -> u8 {

@@ -64,7 +64,7 @@ fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
 
 /// Keys of what packs pages.
 fn packing(rng: &mut Rng) -> String {
-    let algorithm = ["lz4", "lz4hc", "zstd", "store"][rng.below(4) as usize];
+    let algorithm = ["lz4", "lz4hc", "lzo", "zstd", "store"][rng.below(5) as usize];
     let mut words = format!(",comp_algorithm={algorithm}");
     if rng.chance(40) {
         words += ",recomp_algorithm=algo=zstd priority=1";

@@ -189,7 +189,7 @@ fn pages_are_recompressed() {
 
     assert_eq!(
         serve.text(&["get", "r", "recomp_algorithm"]),
-        "#1: lz4 lz4hc [zstd] store\n#2: lz4 lz4hc [zstd] store\n"
+        "#1: lz4 lz4hc lzo [zstd] store\n#2: lz4 lz4hc lzo [zstd] store\n"
     );
     assert_eq!(
         serve.json(&["get", "r", "recomp_algorithm"]),
@@ -197,7 +197,7 @@ fn pages_are_recompressed() {
     );
     assert_eq!(serve.text(&["get", "r", "algorithm_params"]), "priority=1 level=1; priority=2 level=19\n");
     let all = serve.text(&["get", "r"]);
-    let second = format!("\nrecomp_algorithm        #1: lz4 lz4hc [zstd] store\n{:24}#2: lz4 ", "");
+    let second = format!("\nrecomp_algorithm        #1: lz4 lz4hc lzo [zstd] store\n{:24}#2: lz4 ", "");
     assert!(all.contains(&second), "{all}");
 }
 
@@ -353,7 +353,7 @@ fn verbs_refuse_what_cannot_be_meant() {
         (
             2,
             &["recompress", "big", "algo=zst"],
-            "big: recompress: algo=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, zstd, store".into(),
+            "big: recompress: algo=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, lzo, zstd, store".into(),
         ),
     ] {
         assert_eq!(serve.refused(status, args), sentence, "{args:?}");

@@ -168,7 +168,7 @@ fn refusals_name_device_key_and_what_is_allowed() {
         ),
         (
             "r=ram,disksize=1G,comp_algorithm=lzo-rle",
-            "r: comp_algorithm=lzo-rle: lzo-rle is not offered (its crates are under the GPL); there are lz4, lz4hc, zstd and store".into(),
+            "r: comp_algorithm=lzo-rle: lzo-rle is not offered, as no library has it; there are lz4, lz4hc, lzo, zstd and store".into(),
         ),
         (
             "r=ram,disksize=1G,comp_algorithm=store,algorithm_params=level=1",
@@ -213,7 +213,7 @@ fn refusals_name_device_key_and_what_is_allowed() {
         ),
         (
             "r=ram,disksize=1G,comp_algorithm=zst",
-            "r: comp_algorithm=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, zstd, store".into(),
+            "r: comp_algorithm=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, lzo, zstd, store".into(),
         ),
         ("n=null,size=1G,blocksize=513", "n: blocksize=513: must be 512, 1024, 2048 or 4096 (bytes)".into()),
         ("n=null,size=1G,blocksize=8K", "n: blocksize=8K: must be 512, 1024, 2048 or 4096 (bytes)".into()),
@@ -333,7 +333,7 @@ fn refusals_of_writeback_and_recompression() {
         ),
         (
             "recomp_algorithm=zst",
-            "recomp_algorithm=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, zstd, store",
+            "recomp_algorithm=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, lzo, zstd, store",
         ),
         (
             "recomp_algorithm=zstd,algorithm_params=priority=2 level=3",
