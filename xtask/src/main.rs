@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum as _};
 
 use sanitize::Sanitizer;
 use steps::Step;
@@ -103,12 +103,8 @@ fn run(cli: Cli) -> Result<bool> {
             steps::list();
             return Ok(true);
         }
-        Command::Test { all: true, .. } => return slow::run(),
-        Command::Test { only, .. } => {
-            let all_went_well = steps::run(&steps::chosen(&only)).ok();
-            slow::tell();
-            return Ok(all_went_well);
-        }
+        Command::Test { all: true, .. } => Step::value_variants().to_vec(),
+        Command::Test { only, .. } => steps::chosen(&only),
         Command::Models => vec![Step::Models],
         Command::Sanitize { sanitizer: Some(Sanitizer::Thread) } => vec![Step::Tsan, Step::TsanRest],
         Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan, Step::AsanRest],
@@ -124,5 +120,8 @@ fn run(cli: Cli) -> Result<bool> {
         }
         Command::Bench { args } => return bench::bench(&args),
     };
-    Ok(steps::run(&steps).ok())
+    let done = steps::run(&steps);
+    slow::record(&done)?;
+    slow::tell();
+    Ok(done.iter().all(|done| done.ok))
 }

@@ -73,7 +73,7 @@ pub enum Step {
 const FIRST_SLOW: Step = Step::Reproduce;
 
 impl Step {
-    fn name(self) -> String {
+    pub fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
@@ -203,35 +203,17 @@ pub fn chosen(only: &[Step]) -> Vec<Step> {
     Step::value_variants().iter().copied().filter(wanted).collect()
 }
 
-/// What a run came to.
-#[derive(Debug, Clone, Copy)]
-pub struct Sum {
-    /// Tests of all steps.
-    pub counts: Counts,
-    /// How long it took.
-    pub took: Duration,
-    /// A step failed for another reason.
-    failed: bool,
-}
-
-impl Sum {
-    /// All went well.
-    pub fn ok(&self) -> bool {
-        !self.failed && self.counts.failed == 0
-    }
-}
-
 /// A step that has run.
-struct Done {
-    step: Step,
-    took: Duration,
-    ok: bool,
-    counts: Counts,
+pub struct Done {
+    pub step: Step,
+    pub took: Duration,
+    pub ok: bool,
+    pub counts: Counts,
 }
 
-/// Runs the steps, all of them even if one fails, and sums up. A step counts as its tests, or as
-/// one test where it runs none or fails for another reason.
-pub fn run(steps: &[Step]) -> Sum {
+/// Runs the steps, all of them even if one fails, and prints the sum. A step counts as its tests, or
+/// as one test where it runs none or fails for another reason.
+pub fn run(steps: &[Step]) -> Vec<Done> {
     let start = Instant::now();
     let mut done = Vec::new();
     for &step in steps {
@@ -262,7 +244,7 @@ pub fn run(steps: &[Step]) -> Sum {
     }
     println!("{:<14} {:>8}\n", "all", seconds(start.elapsed()));
     println!("{} passed, {} failed", sum.passed, sum.failed);
-    Sum { counts: sum, took: start.elapsed(), failed: done.iter().any(|d| !d.ok) }
+    done
 }
 
 fn verdict(ok: bool) -> &'static str {

@@ -353,7 +353,8 @@ fn verbs_refuse_what_cannot_be_meant() {
         (
             2,
             &["recompress", "big", "algo=zst"],
-            "big: recompress: algo=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, lzo, zstd, store".into(),
+            "big: recompress: algo=zst: unknown algorithm; zstd?; allowed are lz4, lz4hc, lzo, zstd, store"
+                .into(),
         ),
     ] {
         assert_eq!(serve.refused(status, args), sentence, "{args:?}");
