@@ -321,7 +321,8 @@ impl Service {
         let description = format!("freestone {} device", entry.kind.name());
         let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
         let read_only = read_only || entry.is_read_only();
-        let export = ExportOptions { read_only, default, without_fua, description };
+        let failures = Arc::clone(&entry.failures);
+        let export = ExportOptions { read_only, default, without_fua, description, failures };
         match (entry.device(), &entry.spec.kind) {
             (Some(device), _) => self.nbd.publish(at, entry.name(), Arc::clone(device), export),
             (None, KindSpec::Template(spec)) => {

@@ -7,6 +7,7 @@
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the
 //!   memory that it points to.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
+//! * [`log_limit`]: lines of what happens again and again.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
@@ -35,6 +36,8 @@ pub mod freeze_gate;
 #[cfg(not(loom))]
 pub mod handoff;
 pub mod held;
+#[cfg(not(loom))]
+pub mod log_limit;
 pub mod mutants;
 pub mod parking;
 #[cfg(not(loom))]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use freestone_core::device::Error;
+use freestone_core::device::{Error, Failed};
 
 /// The closed set of error numbers of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,13 +29,29 @@ pub enum Errno {
 /// What a command does, as far as its errors go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Read, cache, block status, flush, trim: outside the device is EINVAL.
+    /// Read, cache, block status: outside the device is EINVAL.
     Plain,
+    /// Trim, as `Plain`.
+    Trim,
+    /// Flush, as `Plain`.
+    Flush,
     /// Write and write zeroes: outside the device is ENOSPC.
     Store,
     /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, and the only one that may answer
     /// ENOTSUP.
     StoreFast,
+}
+
+impl Action {
+    /// What failed, for who looks after the device.
+    const fn failed(self) -> Failed {
+        match self {
+            Self::Plain => Failed::Read,
+            Self::Trim => Failed::Trim,
+            Self::Flush => Failed::Flush,
+            Self::Store | Self::StoreFast => Failed::Write,
+        }
+    }
 }
 
 /// Why a request failed: a number, and a text for people that structured replies carry.
@@ -45,17 +61,20 @@ pub struct Failure {
     pub errno: Errno,
     /// The text.
     pub text: Cow<'static, str>,
+    /// What the device answered, where it was asked.
+    pub cause: Option<(Failed, Error)>,
 }
 
 impl Failure {
     /// A failure that the server found itself.
     pub const fn new(errno: Errno, text: &'static str) -> Self {
-        Self { errno, text: Cow::Borrowed(text) }
+        Self { errno, text: Cow::Borrowed(text), cause: None }
     }
 
     /// What a device answered.
     pub fn of(error: Error, action: Action) -> Self {
-        Self { errno: errno(error, action), text: Cow::Owned(error.to_string()) }
+        let text = Cow::Owned(error.to_string());
+        Self { errno: errno(error, action), text, cause: Some((action.failed(), error)) }
     }
 }
 
@@ -64,7 +83,7 @@ impl Failure {
 pub const fn errno(error: Error, action: Action) -> Errno {
     match error {
         Error::OutOfRange => match action {
-            Action::Plain => Errno::Inval,
+            Action::Plain | Action::Trim | Action::Flush => Errno::Inval,
             Action::Store | Action::StoreFast => Errno::NoSpc,
         },
         Error::Misaligned => Errno::Inval,
@@ -73,8 +92,8 @@ pub const fn errno(error: Error, action: Action) -> Errno {
         Error::NoMemory => Errno::NoMem,
         Error::Gone => Errno::Shutdown,
         Error::Unsupported => match action {
-            Action::Plain | Action::Store => Errno::Inval,
             Action::StoreFast => Errno::NotSup,
+            _ => Errno::Inval,
         },
         Error::Media
         | Error::ZoneWritePointer
@@ -98,7 +117,7 @@ mod tests {
     #[test]
     fn not_supported_is_for_fast_zeroes_only() {
         for error in Error::ALL {
-            for action in [Action::Plain, Action::Store] {
+            for action in [Action::Plain, Action::Trim, Action::Flush, Action::Store] {
                 assert_ne!(errno(error, action), Errno::NotSup, "{error}");
                 assert_ne!(errno(error, action), Errno::Overflow, "{error}");
             }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use freestone_core::device::{Device, Geometry};
+use freestone_core::device::{Device, Failures, Geometry};
 
 use crate::address::Address;
 use crate::proto::TransmissionFlags;
 use crate::template::{Facts, OnEnd, Template};
 
 /// How a device is published.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct ExportOptions {
     /// Writes are refused, also where the device takes them.
     pub read_only: bool,
@@ -22,10 +22,13 @@ pub struct ExportOptions {
     pub without_fua: bool,
     /// A text for people, at most 4096 bytes; may be empty.
     pub description: String,
+    /// Where requests that fail are counted: of a device that is published more than once, all in
+    /// one; of a template, those of all connections.
+    pub failures: Arc<Failures>,
 }
 
 /// How a template is published.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct TemplateOptions {
     /// As for a device.
     pub export: ExportOptions,
@@ -70,6 +73,8 @@ pub struct Export {
     pub without_fua: bool,
     /// For people.
     pub description: String,
+    /// Requests that failed.
+    pub failures: Arc<Failures>,
     /// Connections that use it; changed under the server's lock.
     pub users: AtomicUsize,
 }

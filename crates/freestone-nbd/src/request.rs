@@ -334,11 +334,12 @@ impl Session<'_> {
     /// Flush, trim, write zeroes: requests without a payload either way.
     fn plain(&mut self, incoming: Incoming, op: Op, allowed: CommandFlags) -> Result<Step, Lost> {
         self.accept();
-        let mut action = Action::Plain;
-        if op == Op::WriteZeroes {
-            let fast = incoming.flags & CommandFlags::FAST_ZERO.bits() != 0;
-            action = if fast { Action::StoreFast } else { Action::Store };
-        }
+        let action = match op {
+            Op::Flush => Action::Flush,
+            Op::Discard => Action::Trim,
+            _ if incoming.flags & CommandFlags::FAST_ZERO.bits() != 0 => Action::StoreFast,
+            _ => Action::Store,
+        };
         let (mut request, flags) = match self.vet(incoming, op, allowed, action) {
             Ok(vetted) => vetted,
             Err(failure) => {

@@ -144,6 +144,7 @@ impl Server {
             default: options.default,
             without_fua: options.without_fua,
             description: options.description,
+            failures: options.failures,
             users: 0.into(),
         });
         // Where it is refused, the device goes after the lock.

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request};
+use freestone_core::device::{Completion, Device, Error, Failed, Geometry, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 
@@ -361,6 +361,9 @@ impl Session<'_> {
     pub(crate) fn reply_failure(&mut self, cookie: u64, failure: &Failure) -> Result<(), Lost> {
         self.tally.replies += 1;
         self.tally.errors += 1;
+        if let Some((failed, error)) = failure.cause {
+            self.tell_failure(failed, error);
+        }
         let error = failure.errno as u32;
         if self.structured {
             let text = failure.text.as_bytes();
@@ -376,6 +379,17 @@ impl Session<'_> {
             self.replies.put(&simple(cookie, error));
         }
         Ok(())
+    }
+
+    /// Counts what a device answered for who looks after it, and logs it, though seldom.
+    #[cold]
+    fn tell_failure(&self, failed: Failed, error: Error) {
+        let (name, peer) = (&self.export.name, self.link.peer());
+        if let Some(held_back) = self.export.failures.count(failed, error) {
+            tracing::warn!(peer, "{name}: a {failed} failed: {error}{held_back}");
+        } else {
+            tracing::debug!(peer, "{name}: a {failed} failed: {error}");
+        }
     }
 
     /// Data of a read, from an owned buffer.

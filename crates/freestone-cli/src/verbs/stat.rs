@@ -34,8 +34,8 @@ pub struct Params {
 
 /// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
-/// "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`,
-/// statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+/// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
+/// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
 pub type Reply = Map<String, Value>;
 
 impl Verb for Stat {
@@ -104,6 +104,11 @@ fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemo
         insert("merge", kinds::merge(&snapshot.merge_status()));
         insert("missed_writes", Some(kinds::missed_writes(snapshot)));
         insert("cow_stat", Some(kinds::cow_stat(snapshot)));
+    }
+    let failed: Map<_, _> =
+        entry.failures.counts().map(|(error, count)| (error.word().to_owned(), json!(count))).collect();
+    if !failed.is_empty() {
+        reply.insert("failed".into(), Value::Object(failed));
     }
     for (key, value) in of_layers(entry) {
         reply.insert(key.to_owned(), value);

@@ -65,6 +65,25 @@ impl Error {
         Self::ZoneTooManyActive,
     ];
 
+    /// A word for programs: statistics are kept under it.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::OutOfRange => "out_of_range",
+            Self::Misaligned => "misaligned",
+            Self::ReadOnly => "read_only",
+            Self::NoSpace => "no_space",
+            Self::NoMemory => "no_memory",
+            Self::Media => "io_error",
+            Self::Gone => "gone",
+            Self::Unsupported => "not_supported",
+            Self::ZoneWritePointer => "zone_write_pointer",
+            Self::ZoneCondition => "zone_condition",
+            Self::ZoneBoundary => "zone_boundary",
+            Self::ZoneTooManyOpen => "zone_too_many_open",
+            Self::ZoneTooManyActive => "zone_too_many_active",
+        }
+    }
+
     /// The Linux errno that a block device of the kernel would answer with. Exports whose protocol
     /// knows fewer numbers map from the variant, not from this.
     pub const fn errno(self) -> i32 {

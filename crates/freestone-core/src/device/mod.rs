@@ -11,6 +11,8 @@ mod completion;
 #[cfg(not(loom))]
 mod counts;
 mod error;
+#[cfg(not(loom))]
+mod failures;
 mod geometry;
 mod request;
 pub mod zoned;
@@ -22,6 +24,8 @@ pub use completion::Completion;
 #[cfg(not(loom))]
 pub use counts::{Counted, OpCounts};
 pub use error::{Error, Result};
+#[cfg(not(loom))]
+pub use failures::{Failed, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
 #[cfg(not(loom))]
 pub use request::range_end;

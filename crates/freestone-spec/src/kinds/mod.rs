@@ -21,7 +21,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 
 use freestone::cow;
-use freestone::device::{self, Device};
+use freestone::device::{self, Device, Failures};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, Ram};
@@ -396,6 +396,8 @@ pub struct Entry {
     pub layers: Layers,
     /// As exports see it, with its layers; a template has none.
     device: Option<Arc<dyn Device>>,
+    /// Requests of its clients that failed.
+    pub failures: Arc<Failures>,
     /// What has to be there as long as this is.
     needs: Vec<Arc<Entry>>,
     /// What the forks of a base share, from the first one on. Locked also while it is made.
@@ -420,6 +422,7 @@ impl Entry {
             template: None,
             layers: Layers::default(),
             device,
+            failures: Arc::default(),
             needs,
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
