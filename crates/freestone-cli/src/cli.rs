@@ -32,6 +32,9 @@ Devices:
       writeback_batch_size=N                blocks
       recomp_algorithm=WORDS                for example 'algo=zstd priority=1'
       auto_recompress=no|SECONDS            recompress what is idle for so long; default no
+      full=error|wait                       what a write does that finds no room; default error
+      full_timeout=SECONDS                  how long it waits; default 60
+      full_warn=PERCENT|off                 share of the limit above which the log warns; default 90%
   NAME=null,size=SIZE       test drive; without memory_backed writes vanish and reads are zeroes
       blocksize=512..4096                   default 4096
       memory_backed=yes|no                  keeps what is written; comp_algorithm: compressed; discard=yes

@@ -237,6 +237,7 @@ impl Running {
                 faults.close();
             }
         }
+        let waits: Vec<_> = self.service.registry.all().iter().filter_map(|e| e.no_waiting()).collect();
         let (service, control) = (Arc::clone(&self.service), self.control.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
             service.nbd.shutdown(SHUTDOWN_GRACE);
@@ -246,7 +247,7 @@ impl Running {
             }
             let end = Instant::now() + ending::FLUSH_MAX;
             let failed = ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
-            drop(service);
+            drop((service, waits));
             // The main thread is there until it hears this, or does not want to hear it any more.
             let _ = events.send(Event::Ended);
             Flushed { failed, end }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use freestone::ram::Ram;
+use freestone::ram::{NoWaiting, Ram};
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
 use freestone_spec::entries::nearest;
 use freestone_spec::kinds::registry::Registry;
@@ -341,6 +341,8 @@ impl Service {
         }
         let exports = self.exports_of(name);
         let connections = self.nbd.connections(name);
+        // Connections wait for their answers.
+        let _now = force.then(|| self.no_waiting(entry));
         // Between the check and here somebody may have connected.
         let done = self.nbd.unpublish(name, force);
         done.map_err(|e| Fault::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
@@ -348,6 +350,15 @@ impl Service {
             self.leave(&export.address);
         }
         Ok(connections)
+    }
+
+    /// Has no connection to a device, or to a template, wait for room.
+    fn no_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
+        if entry.device().is_some() {
+            return entry.no_waiting().into_iter().collect();
+        }
+        let of_template = |fork: &&Arc<Entry>| fork.template.as_deref() == Some(entry.name());
+        self.registry.all().iter().filter(of_template).filter_map(|fork| fork.no_waiting()).collect()
     }
 
     /// An address has one export less. Closes it where that was the last one.

@@ -29,6 +29,15 @@ mod pool {
 }
 
 #[cfg(loom)]
+mod ram {
+    //! What of RAM disks is modelled: requests that wait for room.
+    mod room_waiters;
+
+    #[cfg(test)]
+    mod room_models;
+}
+
+#[cfg(loom)]
 mod spill {
     //! What of spilling is modelled: how blocks of the backing go round.
     pub mod blocks;

@@ -7,20 +7,21 @@ use std::time::Duration;
 use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, ParamsError};
 use freestone::file::File;
-use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary};
+use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary, WhenFull};
 use serde_json::{Value, json};
 use tracing::warn;
 
 use crate::advice::{self, Place};
 use crate::entries::SpecError;
 use crate::files::{errno_of, in_typed_sizes};
+use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::machine;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// The keys.
-pub const KEYS: [&str; 11] = [
+pub const KEYS: [&str; 14] = [
     "comp_algorithm",
     "algorithm_params",
     "mem_limit",
@@ -32,7 +33,13 @@ pub const KEYS: [&str; 11] = [
     "writeback_limit",
     "writeback_limit_enable",
     "writeback_batch_size",
+    full::KEYS[0],
+    full::KEYS[1],
+    full::KEYS[2],
 ];
+/// Attributes of a base that its forks share.
+pub(crate) const NAMES: [&str; 6] =
+    ["comp_algorithm", "mem_limit", full::KEYS[0], full::KEYS[1], full::KEYS[2], "family"];
 /// Keys that mean nothing where nothing can be written back.
 const BACKING_KEYS: [&str; 5] = [
     "backing_size",
@@ -64,6 +71,8 @@ pub struct FamilySpec {
     pub auto_recompress: Option<Duration>,
     /// Where pages are written to.
     pub backing: Option<BackingSpec>,
+    /// What is done where there is no room for a write.
+    pub when_full: WhenFull,
 }
 
 /// A secondary algorithm.
@@ -110,6 +119,7 @@ impl FamilySpec {
             recomp_algorithms,
             auto_recompress,
             backing: backing(keys)?,
+            when_full: full::take(keys)?,
         })
     }
 }
@@ -316,6 +326,7 @@ pub(crate) fn new(
     let place = spec.backing.as_ref().map(|backing| Place::of(&backing.path));
     let config = config(spec)?;
     let family = Family::new(config.clone()).map_err(refused)?;
+    family.set_name(name);
     if let Some(backing) = &spec.backing {
         // The family's settings are reached through its disks.
         let disk = family.ram(PAGE_BYTES as u64).map_err(refused)?;
@@ -363,6 +374,7 @@ fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
         algorithm_params: params(&spec.algorithm_params)?,
         mem_limit,
         auto_recompress: spec.auto_recompress,
+        when_full: spec.when_full,
         ..ram::Config::default()
     };
     for (secondary, asked) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
@@ -397,6 +409,9 @@ pub(crate) fn value(asked: &FamilySpec, made: Option<Family>, attr: &str) -> Opt
         ("mem_limit", Some(family)) => json!(family.mem_limit()),
         ("mem_limit", None) => {
             json!(asked.mem_limit.or_else(|| machine::half_of_memory().ok()).unwrap_or(0))
+        }
+        (attr, made) if full::KEYS.contains(&attr) => {
+            return full::value(made.map_or(asked.when_full, |family| family.when_full()), attr);
         }
         ("family", Some(family)) => family_stat(&family),
         ("family", None) => shown(&FamilyStat::default()),

@@ -12,6 +12,7 @@ pub mod config;
 pub mod entries;
 pub mod family;
 mod files;
+mod full;
 pub mod keys;
 pub mod kinds;
 pub mod layers;

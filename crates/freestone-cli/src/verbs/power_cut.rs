@@ -95,6 +95,8 @@ impl Verb for PowerCut {
         let _job = service.jobs.begin(&name, "power-cut")?;
         let layers = &entry.layers;
         let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
+        // What waits for room would be waited for.
+        let _now = entry.no_waiting();
         let (connections_ended, outcome) = service.nbd.restart(&name, || match &at {
             None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
             Some(at) => {

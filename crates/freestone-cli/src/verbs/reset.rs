@@ -56,6 +56,8 @@ impl Verb for Reset {
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "reset")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
+        // Writes that were held back are waited for, and may wait for room.
+        let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
         let wiped = entry.layers.wipe(&|| entry.kind.wipe(true));
         wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })

@@ -127,6 +127,7 @@ fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemo
             reply.insert("auto_recompress".into(), done);
         }
         reply.insert("over_stat".into(), kinds::over_stat(ram));
+        reply.insert("full".into(), kinds::full_stat(ram));
     }
     // What many have in common is told once, where all are listed.
     let tells = entry.kind.own_family().is_some() || entry.is_outer_base();

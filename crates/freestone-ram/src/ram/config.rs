@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use super::full::WhenFull;
 use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
 use freestone_core::consistency_group::NotInTime;
@@ -30,6 +31,8 @@ pub struct Config {
     pub auto_recompress: Option<Duration>,
     /// Where pages go that memory has no room for.
     pub backing: Option<Backing>,
+    /// What is done where there is no room for a write.
+    pub when_full: WhenFull,
 }
 
 impl Config {

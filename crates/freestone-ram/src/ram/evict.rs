@@ -26,6 +26,7 @@ use crate::pool::Pool;
 use crate::spill::store::Store;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::Error;
+use freestone_core::log_limit::LogLimit;
 use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
 use freestone_core::sync::{Instant, Mutex, thread};
 
@@ -47,14 +48,21 @@ pub(super) struct Evict {
     /// How it went so far, for the family's limit.
     history: Mutex<EvictionHistory>,
     /// What keeps pages from being spilled, as it was logged last.
-    pub hindrance: Mutex<Option<WritebackError>>,
+    hindrance: Mutex<Option<WritebackError>>,
+    lines: LogLimit<WritebackError>,
 }
 
 impl Evict {
     /// Nothing was spilled yet.
     pub fn new(pages: Arc<Pages>) -> Self {
         let reclaim = Reclaim::new(Arc::clone(&pages));
-        Self { pages, reclaim, history: Mutex::default(), hindrance: Mutex::default() }
+        Self {
+            pages,
+            reclaim,
+            history: Mutex::default(),
+            hindrance: Mutex::default(),
+            lines: LogLimit::default(),
+        }
     }
 
     /// Spills until the low mark, if memory is above the high one or requests wait.
@@ -63,7 +71,7 @@ impl Evict {
         let Some((high, low)) = self.pages.marks() else {
             // The limit was lifted.
             if waiting {
-                self.pages.keeper.memory_freed();
+                self.pages.memory_freed();
             }
             return;
         };
@@ -80,7 +88,7 @@ impl Evict {
         renumber_ages(&self.pages);
         let (pages, charged) = (self.pages.pool.pages(), self.charged());
         if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.pages.compact() > 0 {
-            self.pages.keeper.memory_freed();
+            self.pages.memory_freed();
         }
         let need = self.pages.pool.pages().saturating_sub(low) * PAGE;
         let need = if waiting { need.max(ROUND_BYTES_MIN) } else { need };
@@ -93,7 +101,7 @@ impl Evict {
         let got_on = spilled.freed > 0 || compacted > 0;
         let again = self.after(&self.history, &spilled, got_on);
         match (got_on, again) {
-            (true, _) => self.pages.keeper.memory_freed(),
+            (true, _) => self.pages.memory_freed(),
             (false, true) => {}
             (false, false) => return self.pages.keeper.give_up(),
         }
@@ -114,7 +122,10 @@ impl Evict {
             let (got_on, again) = self.make_room_under_cap(&layer);
             let is_its = |ram: &Ram| ram.layer_id() == layer.id();
             match (got_on, again) {
-                (true, _) => self.pages.keeper.memory_freed_for(is_its),
+                (true, _) => {
+                    self.pages.keeper.memory_freed_for(is_its);
+                    self.pages.room_came();
+                }
                 (false, true) => {}
                 (false, false) => self.pages.keeper.give_up_for(is_its),
             }
@@ -150,9 +161,11 @@ impl Evict {
     fn after(&self, history: &Mutex<EvictionHistory>, spilled: &Evicted, got_on: bool) -> bool {
         let error = spilled.outcome.err();
         let before = std::mem::replace(&mut *self.hindrance.lock(), error);
-        // Once.
-        if let Some(error) = error.filter(|_| before != error) {
-            tracing::warn!("pages cannot be spilled: {error}");
+        // Once, also where it comes and goes.
+        if let Some(error) = error.filter(|_| before != error)
+            && let Some(held_back) = self.lines.line(error)
+        {
+            tracing::warn!("{}: pages cannot be spilled: {error}{held_back}", self.pages.name());
         }
         history.lock().after(spilled, got_on, self.is_silent())
     }

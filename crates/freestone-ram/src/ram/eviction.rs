@@ -399,7 +399,7 @@ impl<'a> Eviction<'a> {
                 // Who is told so in vain tries again, waits again, and has the next round begin:
                 // without an end.
                 if left.from_memory > 0 {
-                    self.pages.keeper.memory_freed();
+                    self.pages.memory_freed();
                 }
             }
             store::Written::Failed(error) => {

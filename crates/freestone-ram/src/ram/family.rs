@@ -7,6 +7,7 @@
 use std::sync::{Arc, Weak};
 
 use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
+use super::full::WhenFull;
 use super::idle::tick_ages;
 use super::layer::pages_of;
 use super::limits::Limits;
@@ -109,12 +110,29 @@ impl Family {
         self.0.pages.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
         self.0.pages.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
         self.0.pages.pool.set_alarm_pages(self.0.pages.marks().map_or(u64::MAX, |(high, _)| high));
+        self.0.pages.room_came();
         self.0.pages.keeper.kick();
     }
 
     /// The bound of the pool in bytes; 0 is none.
     pub fn mem_limit(&self) -> u64 {
         self.0.pages.mem_limit()
+    }
+
+    /// What is done where there is no room for a write.
+    pub fn when_full(&self) -> WhenFull {
+        self.0.pages.full.when()
+    }
+
+    /// Changes that, also for writes that wait.
+    pub fn set_when_full(&self, when: WhenFull) {
+        self.0.pages.full.set_when(when);
+        self.0.pages.begin_anew();
+    }
+
+    /// Says what the log calls it, once.
+    pub fn set_name(&self, name: &str) {
+        self.0.pages.set_name(name);
     }
 
     /// The family's numbers.
@@ -155,6 +173,7 @@ impl Ticks for FamilyParts {
         // What others freed meanwhile; what is late is answered on the work queue, as this thread
         // is everybody's.
         self.pages.keeper.memory_freed();
+        self.pages.look_at_room();
         self.fault_in.hand_over_late_reads();
     }
 }

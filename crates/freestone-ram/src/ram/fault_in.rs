@@ -30,7 +30,9 @@ use super::{Ram, piece};
 use crate::pool::BackRef;
 use crate::spill::objects::{Near, Spilled};
 use crate::spill::reads::{Late, ReadError};
+use crate::spill::store::Store;
 use freestone_core::device::{Error, Result};
+use freestone_core::log_limit::LogLimit;
 use freestone_core::slot::{Flights, Landed, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 
@@ -39,12 +41,14 @@ pub(super) struct FaultIn {
     pages: Arc<Pages>,
     pub flights: Flights<Waiter>,
     pub readers: Readers,
+    /// `None` is of pages that came back damaged.
+    lines: LogLimit<Option<ReadError>>,
 }
 
 impl FaultIn {
     /// Nothing is on its way.
     pub fn new(pages: Arc<Pages>) -> Self {
-        Self { pages, flights: Flights::default(), readers: Readers::default() }
+        Self { pages, flights: Flights::default(), readers: Readers::default(), lines: LogLimit::default() }
     }
 
     /// Reads pages that are in flight, near ones together.
@@ -106,11 +110,9 @@ impl FaultIn {
         let Some(store) = &self.pages.store else { return };
         // Else it landed by other hands: its layer is gone.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
-        if outcome == Err(ReadError::Late) {
-            store.failed_read();
-        }
         let object = outcome.ok().and_then(|buffer| store.object(&wanted.spilled, first, buffer));
         let Some(object) = object else {
+            self.tell_failed(store, wanted.spilled.slot, outcome.err());
             self.land(owner, wanted.flight, None, Err(Error::Media));
             return;
         };
@@ -123,6 +125,22 @@ impl FaultIn {
         // In the kernel's layout it stays there, as it does in the kernel.
         let back = if store.is_packed() { self.take_back(owner, object, wanted) } else { None };
         self.land(owner, wanted.flight, back, Ok(object));
+    }
+
+    /// Logs that a page could not be read, `None`: what came back is damaged.
+    #[cold]
+    fn tell_failed(&self, store: &Store, slot: u64, error: Option<ReadError>) {
+        if error == Some(ReadError::Late) {
+            // Those are told of together.
+            return store.failed_read();
+        }
+        let Some(held_back) = self.lines.line(error) else { return };
+        let name = self.pages.name();
+        if let Some(ReadError::Failed(error)) = error {
+            tracing::warn!("{name}: page {slot} cannot be read from backing_dev: {error}{held_back}");
+        } else {
+            tracing::warn!("{name}: page {slot} came back damaged from backing_dev{held_back}");
+        }
     }
 
     /// Changes a part of a page that came from the device for that: what goes to memory is the
@@ -262,9 +280,13 @@ impl FaultIn {
         let late = store.late_reads();
         if !late.is_empty() {
             let (reads, ms) = (late.len(), store.timeout_ms());
-            tracing::warn!(
-                "{reads} reads of the backing device fail: it has answered nothing for {ms} ms, or has lost them"
-            );
+            if let Some(held_back) = self.lines.line(Some(ReadError::Late)) {
+                let name = self.pages.name();
+                tracing::warn!(
+                    "{name}: {reads} reads of backing_dev fail: it has answered nothing for {ms} ms, or has lost \
+                     them{held_back}"
+                );
+            }
             self.pages.keeper.run(move || late.into_iter().for_each(Late::give_up));
         }
     }

@@ -47,5 +47,6 @@ impl Pages {
         for (ram, job) in self.removals.end() {
             self.keeper.resume(ram, job);
         }
+        self.room_came();
     }
 }

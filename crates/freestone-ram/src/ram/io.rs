@@ -30,6 +30,8 @@ pub(super) enum Attempt {
     Frozen,
     /// It found no memory, and a removed device is about to give back its own.
     Removing,
+    /// It found no room, and is to wait until there is some.
+    Full,
 }
 
 /// How far a change came under one pin.
@@ -64,7 +66,7 @@ impl Inner {
     pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
         self.attempt(request, buffer).map(|attempt| match attempt {
             Attempt::Tried(tried) => tried,
-            Attempt::Frozen | Attempt::Removing => Tried::WouldBlock,
+            Attempt::Frozen | Attempt::Removing | Attempt::Full => Tried::WouldBlock,
         })
     }
 
@@ -102,8 +104,14 @@ impl Inner {
                 self.change(request, data, |view| self.write(view, offset, data))
             }
             (Op::Write, _) => Err(Error::Misaligned),
-            (Op::Discard, _) => self.change(request, &[], |view| self.free(view, offset, end, false)),
-            (Op::WriteZeroes, _) => self.change(request, &[], |view| self.free(view, offset, end, true)),
+            (Op::Discard, _) => {
+                let freed = self.change(request, &[], |view| self.free(view, offset, end, false));
+                freed.inspect(|_| self.room_came())
+            }
+            (Op::WriteZeroes, _) => {
+                let freed = self.change(request, &[], |view| self.free(view, offset, end, true));
+                freed.inspect(|_| self.room_came())
+            }
         }
     }
 
@@ -135,11 +143,33 @@ impl Inner {
             match if error == Error::NoSpace { self.hope(&mut ended) } else { Hope::None } {
                 Hope::Again => {}
                 Hope::Later => return Ok(Attempt::Removing),
-                Hope::None => {
-                    self.counters.add(counter::FAILED_WRITES, 1);
-                    return Err(error);
-                }
+                Hope::None => return self.no_hope(error),
             }
+        }
+    }
+
+    /// What becomes of a change that failed.
+    #[cold]
+    fn no_hope(&self, error: Error) -> device::Result<Attempt> {
+        match if error == Error::NoSpace { self.no_room() } else { Err(error) } {
+            Ok(()) => Ok(Attempt::Full),
+            Err(error) => {
+                self.counters.add(counter::FAILED_WRITES, 1);
+                Err(error)
+            }
+        }
+    }
+
+    /// What becomes of a request that found no room: it waits, or fails so.
+    #[cold]
+    pub(super) fn no_room(&self) -> device::Result<()> {
+        if self.pages.full.waits(&self.limits.room) { Ok(()) } else { Err(Error::NoSpace) }
+    }
+
+    /// What waits for room may have some now.
+    fn room_came(&self) {
+        if self.pages.full.waiters.is_wanted() {
+            self.pages.room_came();
         }
     }
 

@@ -1,6 +1,8 @@
 //! A submitted request, and how far it came.
 
+use super::device_room::Waits;
 use super::{PAGE, piece};
+use crate::clock::now_ms;
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Completion, IoBuf, Op, Request};
@@ -14,12 +16,18 @@ pub(super) struct Job {
     pub last_try: bool,
     /// What was last said of [removals](super::removals::Removals::hope).
     pub ended: u64,
+    pub began_ms: u64,
+    /// Where there is no room.
+    pub waits: Option<Waits>,
+    /// How often [room](super::room_waiters::RoomWaiters::wait) had come.
+    pub room: u64,
 }
 
 impl Job {
     /// A request that has just been submitted.
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self { request, at: 0, buffer, done, last_try: false, ended: 0 }
+        let began_ms = now_ms();
+        Self { request, at: 0, buffer, done, last_try: false, ended: 0, began_ms, waits: None, room: 0 }
     }
 
     /// It fails if it finds no memory now.
@@ -31,6 +39,7 @@ impl Job {
         self.request = self.request.rest(bytes);
         self.at += if self.buffer.is_empty() { 0 } else { bytes as usize };
         self.last_try = false;
+        self.waits = None;
     }
 
     pub fn slot(&self) -> u64 {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 
 use super::PAGE;
 use super::config::SetupError;
+use super::device_room::DeviceRoom;
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Least cap of a device.
@@ -21,11 +22,13 @@ pub(super) struct Limits {
     cap: AtomicU64,
     /// What others leave to it while it has less.
     least: AtomicU64,
+    /// What waits at their end.
+    pub room: Arc<DeviceRoom>,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { cap: AtomicU64::new(u64::MAX), least: AtomicU64::new(0) }
+        Self { cap: AtomicU64::new(u64::MAX), least: AtomicU64::new(0), room: Arc::default() }
     }
 }
 

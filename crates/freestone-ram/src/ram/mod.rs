@@ -27,6 +27,7 @@ mod auto_recompress;
 mod candidates;
 mod chain;
 mod config;
+mod device_room;
 mod evict;
 mod eviction;
 mod export;
@@ -35,6 +36,9 @@ mod family;
 mod fault_in;
 mod fetch;
 mod freeing;
+mod full;
+#[cfg(test)]
+mod full_tests;
 mod idle;
 mod io;
 mod job;
@@ -53,6 +57,8 @@ mod recompress;
 mod removals;
 mod retire;
 mod room;
+mod room_waiters;
+mod room_watch;
 mod sample;
 mod snapshot;
 mod stats;
@@ -74,6 +80,7 @@ use self::config::{round_fork_size, round_size};
 pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
 pub use self::extents::OverBase;
 pub use self::family::{Family, FamilyStat};
+pub use self::full::WhenFull;
 pub use self::idle::Idle;
 use self::layer::Layer;
 use self::limits::Limits;
@@ -107,6 +114,22 @@ const _: () = assert!(DISKSIZE_BYTES_MAX == 256 << 40, "SetupError::TooLarge say
 /// A compressed RAM disk, a fork, or a snapshot. Clones are handles to one device.
 #[derive(Clone)]
 pub struct Ram(Arc<Inner>);
+
+impl PartialEq for Ram {
+    /// Handles to one device.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// No write of a device waits for room until this is dropped.
+pub struct NoWaiting(Ram);
+
+impl Drop for NoWaiting {
+    fn drop(&mut self) {
+        self.0.0.limits.room.open();
+    }
+}
 
 /// Lock order: `changing`, then `chain`.
 struct Inner {
@@ -173,7 +196,12 @@ impl Ram {
     /// `disksize`.
     pub fn config(&self) -> Config {
         let family = &self.0.family;
-        Config { disksize: self.0.size(), mem_limit: self.0.pages.mem_limit(), ..family.config.clone() }
+        Config {
+            disksize: self.0.size(),
+            mem_limit: self.0.pages.mem_limit(),
+            when_full: self.0.pages.full.when(),
+            ..family.config.clone()
+        }
     }
 
     /// As [`Family::set_mem_limit`].
@@ -222,7 +250,7 @@ impl Ram {
             store.clear_counts();
         }
         inner.family.auto.clear();
-        inner.pages.keeper.memory_freed();
+        inner.pages.memory_freed();
         inner.pages.pool.release_empties();
         inner.pages.pool.reset_pages_max();
         // Relaxed: a statistic.
@@ -266,6 +294,7 @@ impl Ram {
     pub fn compact(&self) -> u64 {
         let pages = self.0.pages.compact();
         self.0.family.evict.reclaim.in_turns();
+        self.0.pages.room_came();
         pages
     }
 
@@ -345,8 +374,22 @@ impl Ram {
         }
         self.0.family.set_device_limits(&self.0.limits, mem_limit, mem_min)?;
         self.0.layer().reckon(&self.0.pages.layers);
+        self.0.pages.room_came();
         self.0.pages.keeper.kick();
         Ok(())
+    }
+
+    /// Says what the log calls it, once.
+    pub fn set_name(&self, name: &str) {
+        self.0.limits.room.set_name(name);
+    }
+
+    /// Ends waiting for room, as long as what is returned is there: writes that wait, and those
+    /// that come and find none, fail.
+    pub fn no_waiting(&self) -> NoWaiting {
+        self.0.limits.room.close();
+        self.0.pages.end_waiting(self);
+        NoWaiting(self.clone())
     }
 
     // ---- statistics -----------------------------------------------------------------------------
@@ -364,6 +407,11 @@ impl Ram {
     /// What a fork or snapshot holds itself, and what moved to snapshots.
     pub fn over_stat(&self) -> OverStat {
         self.0.over_stat()
+    }
+
+    /// Requests that wait for room now.
+    pub fn waiting(&self) -> u64 {
+        self.0.limits.room.waiting()
     }
 
     /// What the disk takes beside the pool.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::PAGE;
 use super::config::{Backing, Config, Secondary, SetupError};
+use super::full::Full;
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
@@ -14,13 +15,15 @@ use crate::codec::{Codecs, PRIORITIES, Streams};
 use crate::pool::{self, BackRef, Pool};
 use crate::spill::store::Store;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
-use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+use freestone_core::sync::{AtomicU64, Mutex, OnceLock, Ordering};
 
 /// The pages of a family: what its devices share of memory and of the backing device.
 ///
 /// Lock order: `background`, then a slot; under a slot a compression stream or the pool's locks, one
 /// after the other. Requests do not take the first.
 pub(super) struct Pages {
+    /// What the log calls the family.
+    name: OnceLock<Box<str>>,
     pub common: Arc<Common>,
     pub layers: Layers,
     pub pool: Pool,
@@ -31,6 +34,7 @@ pub(super) struct Pages {
     pub keeper: Arc<Keeper>,
     pub retiring: Retiring,
     pub removals: Removals,
+    pub full: Full,
     /// Pages that compaction has returned to the system.
     pub compacted: AtomicU64,
     /// Bytes; 0 is no limit.
@@ -62,6 +66,7 @@ impl Pages {
         };
         let keeper = Arc::<Keeper>::default();
         Ok(Arc::new(Self {
+            name: OnceLock::new(),
             common: Arc::new(Common::new()?),
             layers: Layers::new(Arc::clone(&keeper)),
             pool: Pool::new()?,
@@ -71,10 +76,20 @@ impl Pages {
             keeper,
             retiring: Retiring::default(),
             removals: Removals::default(),
+            full: Full::new(config.when_full),
             compacted: AtomicU64::new(0),
             mem_limit: AtomicU64::new(0),
             background: Mutex::default(),
         }))
+    }
+
+    /// What the log calls the family. The first name stays.
+    pub fn set_name(&self, name: &str) {
+        let _ = self.name.set(name.into());
+    }
+
+    pub fn name(&self) -> &str {
+        self.name.get().map_or("a family of RAM disks", |name| name)
     }
 
     /// Locks the slot that `owner` names, if its layer is still there.

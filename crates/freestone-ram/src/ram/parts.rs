@@ -39,6 +39,9 @@ impl FamilyParts {
     /// # Errors
     /// As [`Guarantees::set`].
     pub fn set_device_limits(&self, limits: &Arc<Limits>, cap: u64, least: u64) -> Result<(), SetupError> {
+        if cap > 0 {
+            self.pages.full.note_cap();
+        }
         self.guarantees.set(limits, cap, least, || self.pages.mem_limit())
     }
 }

@@ -272,7 +272,7 @@ impl Run<'_> {
         self.visited += 1;
         if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.pages.keeper.is_wanted() {
             self.turn = None;
-            self.pages.keeper.memory_freed();
+            self.pages.memory_freed();
             freestone_core::sync::thread::sleep(GIVE_WAY);
             self.turn = Some(self.pages.background.lock());
         }

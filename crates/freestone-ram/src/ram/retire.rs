@@ -167,7 +167,7 @@ fn drain(pages: &Pages) -> (Option<Work>, bool) {
             Step::Later => return (Some(Work::Drain), false),
             Step::Nothing => {
                 pages.pool.release_empties();
-                pages.keeper.memory_freed();
+                pages.memory_freed();
                 return (None, true);
             }
         }
@@ -195,6 +195,7 @@ impl PassingOn {
                 }
                 if self.stalled {
                     pages.removals.got_on();
+                    pages.room_came();
                 } else {
                     pages.removal_ended();
                 }

@@ -105,6 +105,7 @@ impl Ram {
             }
             Ok(Attempt::Frozen) => return Sliced::again_or_gone(self.wait_for_thaw(job)),
             Ok(Attempt::Removing) => return Sliced::again_or_gone(self.wait_for_removal(job)),
+            Ok(Attempt::Full) => return Sliced::again_or_gone(self.wait_for_room(job)),
             Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
                 return Sliced::again_or_gone(self.wait_for_page(job));
             }

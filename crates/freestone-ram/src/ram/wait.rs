@@ -31,6 +31,31 @@ impl Ram {
         self.wait_for_work_queue(job, |job| self.0.pages.removals.wait(self, job))
     }
 
+    /// A request that found no room, and no hope for any, goes on when others have made some.
+    pub(super) fn wait_for_room(&self, mut job: Job) -> Option<Job> {
+        let full = &self.0.pages.full;
+        job.waits.get_or_insert_with(|| self.0.limits.room.begin(full.when().timeout));
+        self.wait_for_work_queue(job, |job| {
+            let again = full.waiters.wait((self.clone(), job), |(_, job)| &mut job.room);
+            // Who ended all waiting meanwhile may not have seen it.
+            if again.is_none() && self.0.limits.room.is_closed() {
+                self.0.pages.end_waiting(self);
+            }
+            again.map(|(_, job)| job)
+        })
+    }
+
+    /// A request without room waits for some, or fails.
+    fn without_room(&self, job: Job) -> Option<Job> {
+        match self.0.no_room() {
+            Ok(()) => self.wait_for_room(job),
+            Err(error) => {
+                self.fail_write(job, error);
+                None
+            }
+        }
+    }
+
     pub(super) fn wait_for_memory(&self, mut job: Job) {
         let pages = &self.0.pages;
         if !job.last_try {
@@ -48,7 +73,7 @@ impl Ram {
             Hope::None if has_room && pages.is_freeing() => {
                 return pages.keeper.wait_for_tick(self.clone(), job);
             }
-            Hope::None => return self.fail_write(job, Error::NoSpace),
+            Hope::None => self.without_room(job),
         };
         if let Some(job) = job {
             pages.keeper.resume(self.clone(), job);
@@ -70,6 +95,7 @@ impl Ram {
         };
         let hope = if error == Error::NoSpace { self.0.hope(&mut job.ended) } else { Hope::None };
         let job = match hope {
+            Hope::None if error == Error::NoSpace => self.without_room(job),
             Hope::None => return self.fail_write(job, error),
             Hope::Again => Some(job),
             Hope::Later => self.wait_for_removal(job),

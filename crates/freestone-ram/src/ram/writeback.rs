@@ -61,6 +61,8 @@ pub struct BackingStat {
     pub failed_writes: u64,
     /// Writes that were given up and are not answered yet.
     pub unanswered_writes: u32,
+    /// Whether the page that was read last could not be, or came back damaged.
+    pub reads_fail: bool,
     /// Whether objects are packed, or lie uncompressed in a block each.
     pub compressed_writeback: bool,
 }
@@ -95,6 +97,7 @@ impl Ram {
             failed_reads: n.failed_reads,
             failed_writes: n.failed_writes,
             unanswered_writes: n.unanswered,
+            reads_fail: n.reads_fail,
             compressed_writeback: store.is_packed(),
         })
     }

@@ -58,16 +58,17 @@ impl Store {
     /// The object of a page, or its whole content where that lies there as it is, out of what was
     /// read from block `first` on. `None`: it is damaged, which is counted.
     pub fn object<'b>(&self, spilled: &Spilled, first: u64, buffer: &'b [u8]) -> Option<&'b [u8]> {
-        let Spilled { slot, word, header_owner } = *spilled;
+        let Spilled { slot: _, word, header_owner } = *spilled;
         let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
         let object = if self.is_packed() {
             layout::object_at(buffer, at, header_owner, word.spilled_bytes(), word.algorithm() as u8)
         } else {
             buffer.get(at..at + BLOCK_BYTES)
         };
-        if object.is_none() {
+        if object.is_some() {
+            self.good_read();
+        } else {
             self.failed_read();
-            tracing::warn!("page {slot} came back damaged from the backing device");
         }
         object
     }

@@ -45,6 +45,8 @@ pub struct Store {
     reads: Reads,
     /// Writes that were given up and are not answered yet.
     unanswered: AtomicU32,
+    /// The last read failed, or what came back was damaged.
+    reads_fail: AtomicU32,
 }
 
 mod counter {
@@ -93,6 +95,8 @@ pub struct Numbers {
     pub live_bytes: u64,
     /// Writes that are not answered in time.
     pub unanswered: u32,
+    /// Whether the last read failed, or brought back something damaged.
+    pub reads_fail: bool,
 }
 
 impl Store {
@@ -126,6 +130,7 @@ impl Store {
             deadline: Deadline::default(),
             reads: Reads::default(),
             unanswered: AtomicU32::new(0),
+            reads_fail: AtomicU32::new(0),
         })
     }
 
@@ -325,7 +330,7 @@ impl Store {
             store.deadline.answered();
             match outcome {
                 Ok(()) => store.counters.add(counter::READS, i64::from(blocks)),
-                Err(_) => store.counters.add(counter::FAILED_READS, 1),
+                Err(_) => store.failed_read(),
             }
             if let Some(done) = store.reads.answered(number) {
                 // A device that is gone answers without a buffer.
@@ -337,9 +342,21 @@ impl Store {
         self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, answered);
     }
 
-    /// Counts a page that the device gave back damaged, or not in time.
+    /// Counts a read that failed, or a page that came back damaged, or not in time.
+    #[cold]
     pub fn failed_read(&self) {
         self.counters.add(counter::FAILED_READS, 1);
+        // Relaxed: a statistic.
+        self.reads_fail.store(1, Ordering::Relaxed);
+    }
+
+    /// Notes that a page came back as it was.
+    pub(super) fn good_read(&self) {
+        // Relaxed: a statistic. Most find nothing to change.
+        if self.reads_fail.load(Ordering::Relaxed) != 0 {
+            // Relaxed: as above.
+            self.reads_fail.store(0, Ordering::Relaxed);
+        }
     }
 
     // ---- holes ----------------------------------------------------------------------------------
@@ -418,6 +435,8 @@ impl Store {
             pages: get(counter::PAGES),
             live_bytes: get(counter::LIVE_BYTES),
             unanswered: self.unanswered(),
+            // Relaxed: a statistic.
+            reads_fail: self.reads_fail.load(Ordering::Relaxed) != 0,
         }
     }
 

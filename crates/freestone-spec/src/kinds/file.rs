@@ -20,7 +20,7 @@ use crate::notes::{self, FileNotes};
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "file";
-const KEYS: [&str; 31] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 34] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 
 /// A file as it was asked for.
 #[derive(Debug, Clone, PartialEq)]
@@ -163,5 +163,5 @@ impl Made for FileDisk {
 
 /// Its attributes.
 const NAMES: [&str; 4] = ["path", "readonly", "direct", "size"];
-/// Of one that is only read. The last three are of the forks' family.
-const BASE_NAMES: [&str; 7] = ["path", "readonly", "direct", "size", "comp_algorithm", "mem_limit", "family"];
+/// Of one that is only read: also those of the forks' family.
+const BASE_NAMES: [&str; 10] = joined(&NAMES, &family::NAMES, &[]);

@@ -24,21 +24,21 @@ use freestone::cow;
 use freestone::device::{self, Device, Failures};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
-use freestone::ram::{Family, Ram};
+use freestone::ram::{Family, NoWaiting, Ram};
 use serde_json::Value;
 
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
-pub use self::ram::{Change, RamSpec, auto_recompressed, backing, bd_stat, io_stat, mm_stat};
+pub use self::ram::{Change, RamSpec, auto_recompressed, backing, bd_stat, full_stat, io_stat, mm_stat};
 use self::registry::Registry;
 pub use self::restored::{RestoredSpec, restored};
 pub use self::snapshot::{CowPlace, CowSpec, SnapshotSpec, cow_stat, merge, missed_writes, snapshots};
 pub use self::template::TemplateSpec;
 use crate::entries::{Entries, SpecError, check_name, nearest};
 use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool, parse_limit};
+use crate::keys::{Keys, joined, parse_bool};
 use crate::layers::{self, Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
 use crate::refusal::{Errno, Refusal};
 
@@ -345,12 +345,11 @@ pub trait Made: Send + Sync {
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
 
     /// Checks what an attribute is to be set to; `None` where there is none of that name. What the
-    /// forks of a base share has a limit, all else is fixed.
+    /// forks of a base share has a limit, and what is done there; all else is fixed.
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
-        if attr == "mem_limit" && entry.is_outer_base() {
-            let limit = parse_limit(text).map(Change::MemLimit);
-            return Some(limit.map_err(|why| Refusal::invalid(format!("{name}: mem_limit={text}: {why}"))));
+        if let Some(change) = Change::of_family(attr, text).filter(|_| entry.is_outer_base()) {
+            return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
         self.attrs().contains(&attr).then(|| {
             let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
@@ -365,8 +364,12 @@ pub trait Made: Send + Sync {
         registry: &Registry,
         changes: &[(Change, &String, String)],
     ) -> Result<(), Refusal> {
-        if let Some((Change::MemLimit(bytes), ..)) = changes.first() {
-            entry.family_of(registry)?.set_mem_limit(*bytes);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let family = entry.family_of(registry)?;
+        for (change, ..) in changes {
+            change.make_of_family(&family);
         }
         Ok(())
     }
@@ -416,6 +419,9 @@ impl Entry {
         device: Option<Arc<dyn Device>>,
         needs: Vec<Arc<Entry>>,
     ) -> Self {
+        if let Some(ram) = kind.ram() {
+            ram.set_name(&spec.name);
+        }
         Self {
             spec,
             kind,
@@ -438,6 +444,11 @@ impl Entry {
     /// The device as exports see it. A template has none.
     pub fn device(&self) -> Option<&Arc<dyn Device>> {
         self.device.as_ref()
+    }
+
+    /// Its writes do not wait for room until what is returned is dropped.
+    pub fn no_waiting(&self) -> Option<NoWaiting> {
+        self.kind.ram().map(|ram| ram.no_waiting())
     }
 
     /// Its size in bytes; of a template that of its forks.

@@ -17,9 +17,9 @@ use crate::keys::{Keys, joined, parse_bool, parse_path};
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "qcow2";
-const KEYS: [&str; 14] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
-/// Its attributes. The last three are of the forks' family.
-const NAMES: [&str; 6] = ["path", "standalone", "size", "comp_algorithm", "mem_limit", "family"];
+const KEYS: [&str; 17] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
+/// Its attributes, and those of the forks' family.
+const NAMES: [&str; 9] = joined(&["path", "standalone", "size"], &family::NAMES, &[]);
 
 /// An image as it was asked for.
 #[derive(Debug, Clone, PartialEq)]

@@ -5,18 +5,19 @@ use std::sync::Arc;
 
 use freestone::device;
 use freestone::ram::{Config, Family, Ram, SetupError};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::registry::Registry;
 use super::{Asked, Built, Entry, LAYER_KEYS, Made, Source, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
+use crate::full::{self, FullChange};
 use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 pub(super) const NAME: &str = "ram";
-const KEYS: [&str; 28] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 31] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
 
 /// A RAM disk as it was asked for.
 #[derive(Debug, Clone, PartialEq)]
@@ -127,7 +128,7 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Their names, in the order in which they are shown.
-const NAMES: [&str; 17] = [
+const NAMES: [&str; 20] = [
     "disksize",
     "initstate",
     "comp_algorithm",
@@ -142,14 +143,17 @@ const NAMES: [&str; 17] = [
     "writeback_limit",
     "writeback_limit_enable",
     "writeback_batch_size",
+    "full",
+    "full_timeout",
+    "full_warn",
     "mm_stat",
     "io_stat",
     "bd_stat",
 ];
 
 /// Attributes that can be set, for the sentence that says so.
-const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable and \
-                        writeback_batch_size can be set";
+const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
+                        writeback_batch_size, full, full_timeout and full_warn can be set";
 
 /// The value of an attribute that the disk has.
 fn value(ram: &Ram, attr: &str) -> Option<Value> {
@@ -176,7 +180,7 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "mm_stat" => mm_stat(ram),
         "io_stat" => io_stat(ram),
         "bd_stat" => bd_stat(ram),
-        _ => return None,
+        _ => return full::value(ram.family().when_full(), attr),
     })
 }
 
@@ -247,8 +251,21 @@ pub fn backing(ram: &Ram) -> Option<Value> {
         "failed_reads": s.failed_reads,
         "failed_writes": s.failed_writes,
         "unanswered_writes": s.unanswered_writes,
-        "state": if s.unanswered_writes > 0 { "does not answer" } else { "ok" },
+        "state": match s {
+            _ if s.unanswered_writes > 0 => "does not answer",
+            _ if s.reads_fail => "reads fail",
+            _ => "ok",
+        },
     }))
+}
+
+/// What is done where there is no room for a write, and how many wait for some.
+pub fn full_stat(ram: &Ram) -> Value {
+    let when = ram.family().when_full();
+    let shown = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
+    let mut stat: Map<_, _> = full::KEYS.iter().filter_map(shown).collect();
+    stat.insert("waiting".into(), json!(ram.waiting()));
+    Value::Object(stat)
 }
 
 /// What recompression by itself has done, where it is on.
@@ -290,6 +307,8 @@ pub enum Change {
     WritebackLimitEnable(bool),
     /// `writeback_batch_size`, in blocks of 4 KiB.
     WritebackBatchSize(u32),
+    /// `full` and what belongs to it.
+    Full(FullChange),
 }
 
 impl Change {
@@ -297,6 +316,9 @@ impl Change {
     pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Refusal>> {
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
         let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
+        if let Some(change) = Self::of_family(attr, text) {
+            return Some(change.map_err(invalid));
+        }
         Some(match attr {
             "disksize" => parse_disksize(text).map_err(invalid).and_then(|new| {
                 let old = ram.config().disksize;
@@ -304,7 +326,6 @@ impl Change {
                     || format!("smaller than the present {}; a device only grows", size::exact(old));
                 if new < old { Err(failed(Errno::EINVAL, &smaller())) } else { Ok(Self::Grow(new)) }
             }),
-            "mem_limit" => parse_limit(text).map(Self::MemLimit).map_err(invalid),
             "mem_used_max" if text == "0" => Ok(Self::ResetMemUsedMax),
             "mem_used_max" => Err(invalid("only 0 can be set, which starts the maximum anew".into())),
             "writeback_limit" | "writeback_limit_enable" | "writeback_batch_size"
@@ -330,11 +351,28 @@ impl Change {
         })
     }
 
+    /// Checks a value of what a family has one of; `None` where there is no such attribute.
+    pub(super) fn of_family(attr: &str, text: &str) -> Option<Result<Self, String>> {
+        match attr {
+            "mem_limit" => Some(parse_limit(text).map(Self::MemLimit)),
+            _ => FullChange::check(attr, text).map(|checked| checked.map(Self::Full)),
+        }
+    }
+
+    /// Makes it so for a family, which has nothing of what it does not share.
+    pub(super) fn make_of_family(self, family: &Family) {
+        match self {
+            Self::MemLimit(bytes) => family.set_mem_limit(bytes),
+            Self::Full(change) => family.set_when_full(change.of(family.when_full())),
+            _ => {}
+        }
+    }
+
     /// Makes it so.
     pub fn make(self, ram: &Ram) -> Result<(), SetupError> {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
-            Self::MemLimit(bytes) => ram.set_mem_limit(bytes),
+            Self::MemLimit(_) | Self::Full(_) => self.make_of_family(&ram.family()),
             Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),

@@ -238,8 +238,8 @@ fn attributes_of_the_backing_device() {
         ("writeback_batch_size=0", "must be a whole number of 4 KiB blocks, 1 to 4294967295"),
         (
             "bd_stat=0",
-            "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable and \
-             writeback_batch_size can be set",
+            "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
+             writeback_batch_size, full, full_timeout and full_warn can be set",
         ),
     ] {
         assert_eq!(serve.refused(2, &["set", "big", "mem_limit=1M", set]), format!("big: {set}: {sentence}"));

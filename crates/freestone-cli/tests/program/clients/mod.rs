@@ -8,6 +8,7 @@ mod copy;
 mod ending;
 mod fio;
 mod forks;
+mod full;
 mod info;
 mod keeping;
 mod limits;

@@ -15,6 +15,7 @@ use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made, Source};
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
+use crate::keys::joined;
 use crate::machine;
 use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
@@ -69,7 +70,9 @@ fn prepare(
             // Memory has pages.
             let chunk = asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN);
             config.chunk_bytes = Some(chunk);
-            Arc::new(private_cow(origin.geometry().size, chunk)?)
+            let copies = private_cow(origin.geometry().size, chunk)?;
+            copies.family().set_name(&format!("copies of {}", asked.origin));
+            Arc::new(copies)
         }
         Some(cow) => {
             (config.kind, config.force) = (cow.store, cow.force);
@@ -220,21 +223,10 @@ impl Made for FileSnapshot {
     }
 }
 
-/// Attributes of a snapshot of a file.
-const NAMES: [&str; 12] = [
-    "origin",
-    "size",
-    "readonly",
-    "cow",
-    "store",
-    "chunk_size",
-    "status",
-    "missed_writes",
-    "cow_stat",
-    "comp_algorithm",
-    "mem_limit",
-    "family",
-];
+/// Attributes of a snapshot of a file, and those of its forks' family.
+const NAMES: [&str; 15] = joined(&OWN_NAMES, &family::NAMES, &[]);
+const OWN_NAMES: [&str; 9] =
+    ["origin", "size", "readonly", "cow", "store", "chunk_size", "status", "missed_writes", "cow_stat"];
 
 /// Whether a file's snapshot missed writes of its origin before it was opened.
 pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {

@@ -35,7 +35,7 @@ const OWN_KEYS: [&str; 10] = [
     "force",
     "merge",
 ];
-const KEYS: [&str; 22] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
+const KEYS: [&str; 25] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
 /// Keys that mean nothing where the copies are kept in memory.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 

@@ -132,8 +132,8 @@ fn refusals_name_device_key_and_what_is_allowed() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
     let ram = "the keys of a ram device are disksize, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
-               writeback_limit_enable, writeback_batch_size, zoned, zone_size, zone_capacity, zone_nr_conv, \
-               zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
+               writeback_limit_enable, writeback_batch_size, full, full_timeout, full_warn, zoned, zone_size, \
+               zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
                zone_state, faults, seed, power_cut, record, publish";
     let unit = "(K, M, G and T are known, 1024-based)";
     for (text, sentence) in [

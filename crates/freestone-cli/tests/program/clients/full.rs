@@ -1,0 +1,297 @@
+//! What is said of a device that fails its clients, and what a RAM disk does that is full.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::clients::tools::{KIB, MIB, noise, ok, tool, uri};
+use crate::drives::raw::{EIO, Raw};
+use crate::harness::Serve;
+
+const PAGE: u64 = 4 * KIB;
+const TRIM: u16 = 4;
+const ENOSPC: u32 = 28;
+/// A disk with room for 1M of noise, in which writes wait for more than the test does.
+const WAITING: &str = "small=ram,disksize=64M,mem_limit=1M,full=wait,full_timeout=3600";
+/// What is not there by then has failed; on a slow machine, too.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// What waits for nothing takes less: the grace of connections that do not end is 5 s.
+const AT_ONCE: Duration = Duration::from_secs(4);
+
+fn serve(devices: &[&str]) -> Serve {
+    let ends = ["--nbd", "unix:nbd", "--control", "control"];
+    Serve::logged_in(tempfile::tempdir().unwrap(), &[devices, &ends].concat())
+}
+
+/// Lines of the log that say this.
+fn logged(serve: &Serve, what: &str) -> Vec<String> {
+    let log = fs::read_to_string(serve.path("log")).unwrap();
+    log.lines().filter(|line| line.contains(what)).map(Into::into).collect()
+}
+
+#[track_caller]
+fn until(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        sleep(Duration::from_millis(10));
+    }
+}
+
+/// Writes noise until a write fails with `error`; how many did not.
+fn fill(client: &mut Raw, error: u32) -> u64 {
+    let wrong = |page: &u64| match client.write(0, page * PAGE, &noise(*page + 1, PAGE)) {
+        0 => false,
+        found => {
+            assert_eq!(found, error);
+            true
+        }
+    };
+    (0..1000).find(wrong).unwrap()
+}
+
+/// A client that has filled the disk, and whose next write waits; its cookie, and where it is.
+fn waiting(serve: &Serve) -> (Raw, u64, u64) {
+    let mut client = Raw::connect(serve, "small");
+    let waits = || serve.json(&["stat", "small"])["full"]["waiting"] == 1;
+    for page in 0.. {
+        let cookie = client.send_write(page * PAGE, &noise(page + 1, PAGE));
+        // It is full before that.
+        if page == 256 {
+            until("a write waits", waits);
+        }
+        let full = page > 200 && {
+            sleep(Duration::from_millis(20));
+            waits()
+        };
+        if full {
+            return (client, cookie, page);
+        }
+        assert_eq!(client.reply(), Ok((cookie, 0)));
+    }
+    unreachable!()
+}
+
+#[test]
+fn a_full_disk_is_told_of_before_and_when_it_is() {
+    let serve = serve(&["small=ram,disksize=64M,mem_limit=1M", "other=ram,disksize=1M"]);
+    let mut client = Raw::connect(&serve, "small");
+    let fits = fill(&mut client, ENOSPC);
+    assert!((200..=256).contains(&fits), "{fits}");
+    until("a warning", || !logged(&serve, "% of mem_limit is used").is_empty());
+    for page in fits..fits + 500 {
+        assert_eq!(client.write(0, page * PAGE, &noise(page, PAGE)), ENOSPC);
+    }
+    let line = "small: a write failed: no space left on the device";
+    assert_eq!(logged(&serve, line).len(), 1, "once a minute");
+    assert_eq!(logged(&serve, "of mem_limit is used").len(), 1);
+    assert!(logged(&serve, "WARN").iter().all(|line| line.contains("small: ")), "and of no other device");
+    let stat = serve.json(&["stat", "small"]);
+    assert_eq!(stat["failed"], json!({ "no_space": 501 }));
+    let full = json!({ "full": "error", "full_timeout": 60, "full_warn": 90, "waiting": 0 });
+    assert_eq!(stat["full"], full);
+    assert!(serve.text(&["stat", "small"]).contains("\n  failed\n    no_space  501\n"));
+    assert_eq!(serve.json(&["stat", "other"]).get("failed"), None);
+    // What clients get wrong is counted, and not logged.
+    assert_ne!(client.write(0, 64 * MIB, &[0; 512]), 0);
+    assert_eq!(serve.json(&["stat", "small"])["failed"]["out_of_range"], 1);
+    assert_eq!(logged(&serve, "out of range").len(), 0);
+    // The count is the device's, wherever it is published.
+    drop(client);
+    until("it has left", || serve.json(&["list"])["devices"][0]["exports"][0]["connections"] == 0);
+    serve.json(&["unpublish", "small"]);
+    assert_eq!(serve.json(&["stat", "small"])["failed"]["no_space"], 501);
+}
+
+#[test]
+fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
+    let serve = serve(&[
+        "z=null,size=1G,zoned=1,zone_size=64M,zone_max_open=1,zone_nr_conv=0",
+        "f=ram,disksize=1M,faults=read error=EIO",
+    ]);
+    let mut client = Raw::connect(&serve, "z");
+    assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
+    assert_eq!(logged(&serve, "z: a write failed: not at the zone's write pointer").len(), 1);
+    assert_eq!(serve.json(&["stat", "z"])["failed"], json!({ "zone_write_pointer": 1 }));
+    let mut client = Raw::connect(&serve, "f");
+    for _ in 0..1000 {
+        assert_eq!(client.read(0, 4096), Err(EIO));
+    }
+    assert_eq!(logged(&serve, "f: a read failed: I/O error").len(), 1);
+    assert_eq!(serve.json(&["stat", "f"])["failed"], json!({ "io_error": 1000 }));
+}
+
+#[test]
+fn a_write_waits_for_a_trim_or_for_the_limit_to_grow() {
+    let serve = serve(&[WAITING]);
+    let (mut client, cookie, page) = waiting(&serve);
+    let full = &serve.json(&["stat", "small"])["full"];
+    assert_eq!(full, &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "waiting": 1 }));
+    assert_eq!(logged(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
+    // Reads go on beside it, on the same connection as well.
+    let mut other = Raw::connect(&serve, "small");
+    assert_eq!(other.read(0, 4096), Ok(noise(1, PAGE)));
+    let trim = client.send(0, TRIM, 0, 4096, &[]);
+    let mut answers = [client.reply().unwrap(), client.reply().unwrap()];
+    answers.sort_unstable();
+    assert_eq!(answers, [(cookie, 0), (trim, 0)]);
+
+    let cookie = client.send_write(0, &noise(1, PAGE));
+    until("it waits again", || serve.json(&["stat", "small"])["full"]["waiting"] == 1);
+    serve.json(&["set", "small", "mem_limit=2M"]);
+    assert_eq!(client.reply(), Ok((cookie, 0)));
+    assert_eq!(client.read(page * PAGE, 4096), Ok(noise(page + 1, PAGE)));
+    assert_eq!(client.read(0, 4096), Ok(noise(1, PAGE)));
+    until("nobody waits", || serve.json(&["stat", "small"])["full"]["waiting"] == 0);
+    assert_eq!(serve.json(&["stat", "small"]).get("failed"), None);
+}
+
+#[test]
+fn a_write_waits_until_its_time_is_up_or_waiting_is_over() {
+    let serve = serve(&[WAITING]);
+    let (mut client, cookie, page) = waiting(&serve);
+    let set = serve.json(&["set", "small", "full_timeout=2", "full_warn=off"]);
+    assert_eq!(set, json!({ "full_timeout": 2, "full_warn": 0 }));
+    assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+    assert_eq!(logged(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
+    let began = Instant::now();
+    assert_eq!(client.write(0, page * PAGE, &noise(9, PAGE)), ENOSPC, "it has given up");
+    assert!(began.elapsed() < Duration::from_secs(2));
+    // With room comes patience.
+    serve.json(&["set", "small", "full_timeout=3600", "mem_limit=1028K"]);
+    let cookie = (0..).map(|n| client.send_write((page + n) * PAGE, &noise(9 + n, PAGE))).nth(20).unwrap();
+    until("one waits again", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
+    serve.json(&["set", "small", "full=error"]);
+    while let Ok((answered, error)) = client.reply() {
+        assert!(error == 0 || error == ENOSPC);
+        if answered == cookie {
+            break;
+        }
+    }
+    assert_eq!(serve.text(&["get", "small", "full"]), "error\n");
+    let said = serve.refused(2, &["set", "small", "full=maybe"]);
+    assert_eq!(said, "small: full=maybe: must be error or wait");
+}
+
+#[test]
+fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("img"), vec![0; 4 << 20]).unwrap();
+    let ends = ["--nbd", "unix:nbd", "--control", "control"];
+    let devices = [
+        "golden=file,path=img,readonly=yes,mem_limit=1M,full=wait,full_timeout=3600,publish=no",
+        "small=fork,base=golden",
+        "other=fork,base=golden,mem_limit=64K",
+    ];
+    let serve = Serve::logged_in(dir, &[&devices[..], &ends].concat());
+    // The other one is at its own cap.
+    let mut other = Raw::connect(&serve, "other");
+    let asked: Vec<_> = (0..32).map(|n| other.send_write(n * PAGE, &noise(n + 1, PAGE))).collect();
+    until("writes wait", || serve.json(&["stat", "other"])["full"]["waiting"].as_u64() > Some(10));
+    until("a warning", || {
+        logged(&serve, "other: ").iter().any(|line| line.contains("of its own mem_limit is used"))
+    });
+    serve.json(&["set", "other", "mem_limit=none"]);
+    for _ in asked {
+        assert_eq!(other.reply().unwrap().1, 0);
+    }
+    let (mut client, cookie, _) = waiting(&serve);
+    until("a warning", || !logged(&serve, "golden: ").is_empty());
+    assert_eq!(serve.json(&["get", "golden", "full_timeout"]), json!({ "full_timeout": 3600 }));
+    let began = Instant::now();
+    serve.json(&["remove", "small", "--force"]);
+    assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
+    assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+}
+
+#[test]
+fn the_end_of_the_server_ends_the_waiting() {
+    let serve = serve(&[WAITING]);
+    let (mut client, cookie, _) = waiting(&serve);
+    let began = Instant::now();
+    serve.signal(Signal::TERM);
+    assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+    let (code, dir) = serve.wait();
+    assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
+    assert_eq!(code, Some(0));
+    let log = fs::read_to_string(dir.path().join("log")).unwrap();
+    assert!(!log.contains("did not end in time"), "{log}");
+}
+
+#[test]
+fn a_power_cut_ends_the_waiting() {
+    let serve = serve(&["small=ram,disksize=64M,mem_limit=1M,full=wait,full_timeout=3600,power_cut=yes"]);
+    let mut client = Raw::connect(&serve, "small");
+    for page in 0..400 {
+        assert_eq!(client.write(0, page * PAGE, &noise(page + 1, PAGE)), 0, "it is kept apart");
+    }
+    client.send(0, 3, 0, 0, &[]);
+    until("the flush waits for room", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
+    let began = Instant::now();
+    let said = serve.refused(1, &["power-cut", "small", "--seed", "1"]);
+    assert!(said.contains("no space left on the device"), "{said}");
+    assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
+    serve.json(&["set", "small", "mem_limit=8M"]);
+    serve.json(&["power-cut", "small", "--seed", "1"]);
+}
+
+#[test]
+fn a_large_write_waits_as_a_whole() {
+    let serve = serve(&[WAITING]);
+    fs::write(serve.path("large"), noise(1, 3 * MIB)).unwrap();
+    let large = serve.path("large").display().to_string();
+    std::thread::scope(|scope| {
+        let copies = scope.spawn(|| ok(tool("nbdcopy").args([&large, &uri(&serve, "small")])));
+        until("it waits", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
+        assert!(!copies.is_finished());
+        serve.json(&["set", "small", "mem_limit=8M"]);
+        copies.join().unwrap();
+    });
+    let out = serve.path("out");
+    ok(tool("nbdcopy").arg(uri(&serve, "small")).arg(&out));
+    assert!(fs::read(out).unwrap()[..3 << 20] == noise(1, 3 * MIB)[..]);
+}
+
+#[test]
+fn a_backing_device_that_gives_back_damage_is_told_of() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("spill"), vec![0; 32 << 20]).unwrap();
+    let serve = Serve::logged_in(
+        dir,
+        &[
+            "small=ram,disksize=64M,mem_limit=1M,backing_dev=spill",
+            "--nbd",
+            "unix:nbd",
+            "--control",
+            "control",
+        ],
+    );
+    let state = || serve.json(&["stat", "small"])["backing"]["state"].clone();
+    let mut client = Raw::connect(&serve, "small");
+    let pages = 4 * MIB / PAGE;
+    let fill = |client: &mut Raw, first: u64| {
+        for page in first..first + pages {
+            assert_eq!(client.write(0, page * PAGE, &noise(page + 1, PAGE)), 0);
+        }
+    };
+    fill(&mut client, 0);
+    assert_eq!(client.read(0, 4096), Ok(noise(1, PAGE)));
+    assert_eq!(state(), "ok");
+    let spill = OpenOptions::new().write(true).open(serve.path("spill")).unwrap();
+    spill.write_all_at(&vec![0x5a; 32 << 20], 0).unwrap();
+    spill.sync_all().unwrap();
+    let bad = (1..pages / 2).filter(|page| client.read(page * PAGE, 4096) == Err(EIO)).count();
+    assert!(bad > 100, "{bad}");
+    assert_eq!(state(), "reads fail");
+    let lines = logged(&serve, "came back damaged from backing_dev");
+    assert!(matches!(&lines[..], [line] if line.contains("small: page ")), "{lines:?}");
+    assert_eq!(logged(&serve, "small: a read failed: I/O error").len(), 1);
+    // What is written from here on comes back.
+    fill(&mut client, pages);
+    assert_eq!(client.read(pages * PAGE, 4096), Ok(noise(pages + 1, PAGE)));
+    assert_eq!(state(), "ok");
+}
