@@ -264,7 +264,7 @@ impl FaultIn {
                     fetch.deliver(Some(piece), outcome.map(|()| &page[..]));
                 }
                 Waiter::Retry { ram, job, is_own } => match outcome {
-                    Err(error) if job.needs_content() => job.done.complete(Err(error), job.buffer),
+                    Err(error) if job.needs_content() => ram.fail_write(job, error),
                     // What lies below stays as it is, whatever became of the device meanwhile.
                     Ok(()) if job.needs_content() && !is_own => ram.put_over(job, &mut page.clone()),
                     Ok(()) if job.needs_content() && still_spilled => ram.wait_for_memory(job),

@@ -179,12 +179,12 @@ impl Ram {
         let len = (base.size - slot * PAGE).min(PAGE);
         let buffer = match IoBuf::zeroed(len as usize) {
             Ok(buffer) => buffer,
-            Err(error) => return job.done.complete(Err(error), job.buffer),
+            Err(error) => return self.fail_write(job, error),
         };
         let ram = self.clone();
         let done = Completion::new(move |outcome: Result<()>, buffer: IoBuf| {
             if let Err(error) = outcome {
-                return job.done.complete(Err(error), job.buffer);
+                return ram.fail_write(job, error);
             }
             let mut page = [0; PAGE_BYTES];
             page[..buffer.len()].copy_from_slice(&buffer);

@@ -279,6 +279,23 @@ fn a_failed_read_is_the_error_of_its_page_only() {
 }
 
 #[test]
+fn a_failed_write_to_a_part_of_a_spilled_page_is_counted() {
+    for packed in LAYOUTS {
+        let disk = Disk::manual(8 * MIB, 3000, packed);
+        disk.write(0, &noise(1, 16));
+        disk.ram.writeback(&Writeback::Huge).unwrap();
+        disk.backing.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+        assert_eq!(disk.ram.write_at(PAGE + 512, &[1; 512], NONE), Err(Error::Media));
+        let stat = disk.ram.io_stat();
+        assert_eq!((stat.failed_reads, stat.failed_writes), (0, 1));
+        disk.backing.heal();
+        disk.ram.write_at(PAGE + 512, &[1; 512], NONE).unwrap();
+        assert_eq!(disk.ram.io_stat().failed_writes, 1);
+        disk.ends_clean();
+    }
+}
+
+#[test]
 fn a_disk_that_goes_away_takes_its_requests_along() {
     let disk = Disk::manual(8 * MIB, 3000, true);
     disk.write(0, &noise(1, 64));
