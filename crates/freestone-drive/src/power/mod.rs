@@ -110,7 +110,7 @@ pub enum RecordError {
     #[error("the recording has stopped: {0}")]
     Stopped(String),
     /// The text is no mark.
-    #[error("a mark is text of 1 to {max} bytes without NUL")]
+    #[error("a mark is text of 1 to {max} bytes without NUL, and not \"{beginning}\"", beginning = log::BEGINNING)]
     BadMark {
         /// Longest mark in bytes.
         max: usize,
@@ -193,7 +193,8 @@ impl Power {
         self.shared.cut(seed)
     }
 
-    /// Drops all that is unflushed and has `below` wipe the device below. This is no loss of power:
+    /// Drops all that is unflushed and has `below` wipe the device below, to what it was when the
+    /// recording began, where there is one: the recording goes on. This is no loss of power:
     /// requests that wait are finished before, and what comes meanwhile waits for the end of it.
     ///
     /// # Errors

@@ -187,7 +187,7 @@ impl Recorder {
     /// good.
     pub fn mark(&self, text: &str) -> Result<u64, RecordError> {
         let max = format::mark_max_bytes(self.shared.block_bytes);
-        if text.is_empty() || text.len() > max || text.contains('\0') {
+        if text.is_empty() || text.len() > max || text.contains('\0') || text == log::BEGINNING {
             return Err(RecordError::BadMark { max });
         }
         let (tell, told) = mpsc::sync_channel(1);

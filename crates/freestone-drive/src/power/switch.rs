@@ -158,8 +158,7 @@ impl PowerShared {
         self.cache.take();
         below()?;
         if let Some(record) = &self.cache.record {
-            record.push(0, self.inner.geometry().size, What::Zeroes);
-            record.push(0, 0, What::Flush);
+            record.note(log::BEGINNING);
         }
         Ok(())
     }

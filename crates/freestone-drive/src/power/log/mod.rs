@@ -15,6 +15,10 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+/// The mark of a device that was set back to what it was when the recording began. A replay to a
+/// later point starts there.
+pub const BEGINNING: &str = "freestone: back to the beginning";
+
 pub use reader::{Entry, Epoch, Reader};
 pub(in crate::power) use replay::APART_MAX_BLOCKS;
 pub use replay::{CUT_BLOCKS_MAX, CutPoint, replay, replay_cut};

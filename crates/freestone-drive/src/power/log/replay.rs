@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Entry, Error, Reader};
+use super::{BEGINNING, Entry, Error, Reader};
 use crate::power::choice::Choice;
 use freestone_core::device::{Blocking, Device, Flags};
 
@@ -23,16 +23,18 @@ pub struct CutPoint {
 }
 
 /// Does to `device` what the first `entries` entries say, in order, and flushes it. The device must
-/// have the content that the recorded one had when the recording began. Zeroes and discards become
-/// zeroes that may be holes.
+/// have the content that the recorded one had when the recording began; so it had again at each
+/// mark [`BEGINNING`], and what stands before the last one of them is passed over. Zeroes and
+/// discards become zeroes that may be holes.
 ///
 /// # Errors
 /// [`Error::NoEntry`] before anything is written; those of the file, [`Error::Damaged`] and
 /// [`Error::Device`] then.
 pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<(), Error> {
     check(reader, entries)?;
+    let from = beginning(reader, entries)?;
     reader.rewind();
-    whole(reader, entries, device)?;
+    whole(reader, from, entries, device)?;
     flush(entries, device)
 }
 
@@ -49,11 +51,12 @@ pub fn replay_cut(
     device: &dyn Device,
 ) -> Result<CutPoint, Error> {
     check(reader, entries)?;
-    let mut flushed = 0;
+    let from = beginning(reader, entries)?;
+    let mut flushed = from;
     reader.rewind();
     while let Some(entry) = reader.next_before(entries)? {
         if entry.is_flush() {
-            flushed = entry.number + 1;
+            flushed = flushed.max(entry.number + 1);
         }
     }
     let mut versions: BTreeMap<u64, Tail> = BTreeMap::new();
@@ -80,7 +83,7 @@ pub fn replay_cut(
     }
 
     reader.rewind();
-    whole(reader, flushed, device)?;
+    whole(reader, from, flushed, device)?;
     let choice = Choice::new(seed);
     while let Some(entry) = reader.next_before(entries)? {
         if is_durable(&entry, block) {
@@ -138,8 +141,23 @@ fn check(reader: &Reader, asked: u64) -> Result<(), Error> {
     if asked > entries { Err(Error::NoEntry { asked, entries }) } else { Ok(()) }
 }
 
-fn whole(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<(), Error> {
+/// Where a replay starts: behind the last return to the beginning.
+fn beginning(reader: &mut Reader, entries: u64) -> Result<u64, Error> {
+    let mut from = 0;
+    reader.rewind();
     while let Some(entry) = reader.next_before(entries)? {
+        if entry.mark.as_deref() == Some(BEGINNING) {
+            from = entry.number + 1;
+        }
+    }
+    Ok(from)
+}
+
+fn whole(reader: &mut Reader, from: u64, entries: u64, device: &dyn Device) -> Result<(), Error> {
+    while let Some(entry) = reader.next_before(entries)? {
+        if entry.number < from {
+            continue;
+        }
         apply(reader, &entry, 0, entry.len, device)?;
     }
     Ok(())
