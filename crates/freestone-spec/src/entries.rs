@@ -6,6 +6,8 @@ use std::path::Path;
 
 use thiserror::Error;
 
+use crate::path_text;
+
 /// Longest name of a device in bytes: what NBD clients accept everywhere.
 const MAX_NAME_BYTES: usize = 255;
 
@@ -151,7 +153,7 @@ impl Entries {
                 // Without a slash it is the name of a device.
                 "cow" if !value.contains('/') => {}
                 "path" | "backing_dev" | "cow" | "record" | "zone_state" if !value.is_empty() => {
-                    *value = base.join(&*value).to_string_lossy().into_owned();
+                    *value = path_text::text(&base.join(path_text::path(value)));
                 }
                 "algorithm_params" => {
                     let based = |word: &str| match word.strip_prefix("dict=") {

@@ -7,6 +7,7 @@ use freestone::null::MAX_SIZE_BYTES;
 use freestone::ram::DISKSIZE_BYTES_MAX;
 
 use crate::entries::{Entries, SpecError, nearest};
+use crate::path_text;
 use crate::size::{self, SizeError};
 
 /// The kernel's unit of counts.
@@ -130,7 +131,7 @@ pub fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
 }
 
 pub(crate) fn parse_path(text: &str) -> Result<PathBuf, String> {
-    if text.is_empty() { Err("a path is missing".into()) } else { Ok(text.into()) }
+    if text.is_empty() { Err("a path is missing".into()) } else { Ok(path_text::path(text)) }
 }
 
 /// `yes` or `no`, in the usual ways to say it.

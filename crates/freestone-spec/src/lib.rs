@@ -19,6 +19,7 @@ pub mod layers;
 pub mod machine;
 mod notes;
 mod open;
+pub mod path_text;
 mod readonly;
 pub mod refusal;
 mod shape;

@@ -14,6 +14,7 @@ use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::errno_of;
 use crate::keys::{Keys, joined, parse_bool, parse_path};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "qcow2";
@@ -101,7 +102,7 @@ impl Made for Qcow2 {
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         let KindSpec::Qcow2(spec) = &entry.spec.kind else { return None };
         Some(match attr {
-            "path" => json!(spec.path.to_string_lossy()),
+            "path" => json!(path_text::text(&spec.path)),
             "standalone" => json!(spec.standalone),
             "size" => json!(entry.size()),
             _ => return entry.family_value(attr),

@@ -13,6 +13,7 @@ use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, FullChange};
 use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
@@ -167,7 +168,7 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "mem_limit" => json!(ram.config().mem_limit),
         "mem_used_max" => json!(ram.mm_stat().mem_used_max),
         "backing_dev" => match ram.config().backing {
-            Some(backing) => json!(backing.path.unwrap_or_default().to_string_lossy()),
+            Some(backing) => json!(path_text::text(&backing.path.unwrap_or_default())),
             None => json!("none"),
         },
         "backing_size" => json!(ram.backing().map_or(0, |backing| backing.size)),
@@ -243,7 +244,7 @@ pub fn bd_stat(ram: &Ram) -> Value {
 pub fn backing(ram: &Ram) -> Option<Value> {
     let (path, s) = (ram.config().backing?.path.unwrap_or_default(), ram.backing()?);
     Some(json!({
-        "path": path.to_string_lossy(),
+        "path": path_text::text(&path),
         "backing_size": s.size,
         "used_bytes": s.used_bytes,
         "live_bytes": s.live_bytes,

@@ -7,6 +7,7 @@ use freestone::device::Device;
 use freestone::power::{self, Power, log};
 use serde_json::{Value, json};
 
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 /// Its attributes; the first two are its keys.
@@ -33,7 +34,7 @@ pub(super) fn value(power: &Power, can_cut: bool, record: Option<&Path>, attr: &
         "power_cut" => json!(u8::from(can_cut)),
         "unflushed" => json!(power.unflushed_bytes()),
         _ => match record {
-            Some(path) => json!(path.to_string_lossy()),
+            Some(path) => json!(path_text::text(path)),
             None => json!("none"),
         },
     }

@@ -17,6 +17,7 @@ use crate::family;
 use crate::files::open;
 use crate::keys::joined;
 use crate::machine;
+use crate::path_text;
 use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
 
@@ -211,7 +212,7 @@ impl Made for FileSnapshot {
             "cow" => match spec.cow.as_ref().map(|cow| &cow.place) {
                 None => json!("none"),
                 Some(CowPlace::Device(name)) => json!(name),
-                Some(CowPlace::Path(path)) => json!(path.to_string_lossy()),
+                Some(CowPlace::Path(path)) => json!(path_text::text(path)),
             },
             "store" => json!(self.0.kind().to_string()),
             "chunk_size" => json!(self.0.chunk_bytes()),

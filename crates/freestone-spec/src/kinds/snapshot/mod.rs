@@ -19,6 +19,7 @@ use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Source, Spec, finished, pars
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 
@@ -128,7 +129,7 @@ impl SnapshotSpec {
 /// A path has a slash, a device's name has none.
 fn parse_cow(text: &str) -> Result<CowPlace, String> {
     if text.contains('/') {
-        return Ok(CowPlace::Path(text.into()));
+        return Ok(CowPlace::Path(path_text::path(text)));
     }
     let device = parse_name(text);
     device.map(CowPlace::Device).map_err(|_| "must be a path with a slash, ./x.cow, or a device".into())
