@@ -153,6 +153,14 @@ impl Medium {
     }
 }
 
+/// Whether what lies at `path` says to be a zone state file.
+pub fn is_state_file(path: &Path) -> bool {
+    let mut magic = [0; MAGIC.len()];
+    // A pipe would be waited for.
+    let is_file = path.metadata().is_ok_and(|meta| meta.is_file());
+    is_file && File::open(path).and_then(|file| file.read_exact_at(&mut magic, 0)).is_ok() && magic == MAGIC
+}
+
 /// An open zone state file.
 pub struct StateFile {
     medium: Medium,

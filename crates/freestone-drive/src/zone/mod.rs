@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 pub use config::{Config, SetupError, ZONE_SIZE_MAX_BYTES, ZONES_MAX};
 pub use counts::ZoneCounts;
-pub use file::StateError;
+pub use file::{StateError, is_state_file};
 
 use crate::null::BadBlocks;
 use crate::power;

@@ -15,8 +15,9 @@ use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::open;
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
-use crate::layers::Below;
+use crate::layers::{Below, check_unzoned};
 use crate::notes::{self, FileNotes};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "file";
@@ -68,6 +69,9 @@ impl Asked for FileSpec {
     fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
         let mut config = file::Config::new(&self.path);
         (config.read_only, config.direct, config.size) = (self.readonly, self.direct, self.size);
+        if !self.readonly && spec.layers.zones.is_none() {
+            check_unzoned(&self.path)?;
+        }
         let file = Arc::new(open(&config, "size")?);
         if file.geometry().read_only {
             if let Some(why) = notes::half_merged(&file, &spec.name) {
@@ -152,7 +156,7 @@ impl Made for FileDisk {
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         Some(match attr {
-            "path" => json!(self.file.path().to_string_lossy()),
+            "path" => json!(path_text::text(self.file.path())),
             "direct" => json!(if self.file.is_direct() { "on" } else { "off" }),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),

@@ -40,7 +40,8 @@ pub(super) fn value(faults: &Faults, attr: &str) -> Value {
     if attr == "seed" { json!(faults.seed()) } else { json!(rules(faults)) }
 }
 
-fn rules(faults: &Faults) -> String {
+/// The rules as they are typed.
+pub(super) fn rules(faults: &Faults) -> String {
     match faults.rules().to_string() {
         none if none.is_empty() => NO_RULES.to_owned(),
         rules => rules,

@@ -33,7 +33,7 @@ use serde_json::{Value, json};
 pub(crate) use self::bad_blocks::{bad_ranges, parse_badblocks};
 pub use self::faults::fault_stat;
 pub use self::power::power_stat;
-pub(crate) use self::zones::KEYS as ZONE_KEYS;
+pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
 pub use self::zones::{ZoneSpec, parse_offset, place, zone_stat};
 use crate::entries::SpecError;
 use crate::keys::{Keys, parse_bool, parse_path};
@@ -41,7 +41,7 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// The keys of faults and of the loss of power.
-pub(crate) const FAULT_KEYS: [&str; 4] = ["faults", "seed", "power_cut", "record"];
+pub const FAULT_KEYS: [&str; 4] = ["faults", "seed", "power_cut", "record"];
 
 /// How long a loss of power waits for what is on its way, on a slow disk.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
@@ -187,6 +187,15 @@ impl Layers {
     pub fn next_seed(&self) -> u64 {
         let seed = self.faults.as_ref().map_or(self.seed, |faults| faults.seed());
         seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
+    }
+
+    /// What was asked for, with the faults as they are now.
+    pub fn as_now(&self, asked: &LayerSpec) -> LayerSpec {
+        let mut layers = asked.clone();
+        if let Some(layer) = &self.faults {
+            (layers.faults, layers.seed) = (Some(faults::rules(layer)), Some(layer.seed()));
+        }
+        layers
     }
 
     /// Cuts the power. Nobody should be connected any more.

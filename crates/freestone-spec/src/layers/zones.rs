@@ -103,8 +103,17 @@ fn parse_count(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| "must be a whole number: a count of zones".into())
 }
 
-/// A place on the device: 0, or a size.
+/// A place on the device: 0, a size, bytes with a `B`, or sectors as `blkzone report` and ours
+/// show them, which nothing else is written like: `0x80000`.
 pub fn parse_offset(text: &str) -> Result<u64, String> {
+    if let Some(digits) = text.strip_prefix("0x") {
+        let sectors = u64::from_str_radix(digits, 16).ok().and_then(|n| n.checked_mul(SECTOR_BYTES));
+        return sectors
+            .ok_or_else(|| format!("0x and hexadecimal digits are a count of {SECTOR_BYTES}-byte sectors"));
+    }
+    if let Some(Ok(bytes)) = text.strip_suffix(['B', 'b']).map(str::parse) {
+        return Ok(bytes);
+    }
     match size::parse(text) {
         Ok(bytes) => Ok(bytes),
         Err(SizeError::Zero) => Ok(0),
@@ -196,6 +205,26 @@ pub fn place(offset: u64) -> String {
     if offset == 0 { "0".to_owned() } else { exact(offset) }
 }
 
+/// Where the zones of a file are remembered where nothing else was said.
+fn beside(path: &Path) -> PathBuf {
+    let mut state = path.as_os_str().to_owned();
+    state.push(".zones");
+    state.into()
+}
+
+/// Refuses to write to a file without its zones, which would say then what is not so.
+pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
+    let state = beside(path);
+    if !zone::is_state_file(&state) {
+        return Ok(());
+    }
+    let why = format!(
+        "{} remembers its zones, which writes would pass over; give zoned=1, or readonly=yes, or remove that file",
+        state.display()
+    );
+    Err(Refusal::failed(Errno::EBUSY, why))
+}
+
 /// Where the zones of a file are remembered.
 pub(super) fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
     if let Some(state) = &asked.state {
@@ -208,9 +237,7 @@ pub(super) fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refus
         );
         return Err(Refusal::failed(Errno::EINVAL, why));
     }
-    let mut state = path.as_os_str().to_owned();
-    state.push(".zones");
-    Ok(state.into())
+    Ok(beside(path))
 }
 
 fn refused(error: &zone::SetupError) -> Refusal {

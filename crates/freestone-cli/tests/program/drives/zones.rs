@@ -218,7 +218,11 @@ fn zones_of_a_file_survive_a_restart() {
     assert_eq!(client.write(0, 0, &noise(1, 2 * MIB)), 0);
     assert_eq!(client.write(0, 2 * MIB, &noise(2, MIB)), 0);
     assert_eq!(client.flush(), 0);
-    serve.text(&["zones", "f", "finish", "--offset", "4M", "--count", "1"]);
+    // In the unit of the report, as it is shown there.
+    assert!(serve.text(&["zones", "f"]).lines().nth(2).unwrap().starts_with("  start: 0x000002000,"));
+    serve.text(&["zones", "f", "finish", "--offset", "0x000002000", "--count", "1"]);
+    let first = serve.text(&["zones", "f", "--offset", "4M", "--count", "1"]);
+    assert_eq!(serve.text(&["zones", "f", "--offset", "4194816B", "--count", "1"]), first);
     drop(client);
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
@@ -235,6 +239,14 @@ fn zones_of_a_file_survive_a_restart() {
     drop(client);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
+
+    // Writes that pass over the zones would make the file contradict them; who only reads may look.
+    let bare = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk"]);
+    let zones = dir.path().join("disk.zones").canonicalize().unwrap();
+    let why = "remembers its zones, which writes would pass over; give zoned=1, or readonly=yes, or remove that file";
+    assert_eq!(bare, format!("f: {} {why}", zones.display()));
+    let look = ["serve", "f=file,path=disk,readonly=yes", "--run", "true"];
+    assert_eq!(crate::harness::finish(crate::harness::freestone(dir.path()).args(look)).0, 0);
 
     // Other zones than those of the state file are refused, and so is a file that is none.
     let other = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk,zoned=1,zone_size=4M"]);
