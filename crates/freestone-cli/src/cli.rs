@@ -5,7 +5,7 @@ use clap::{ArgAction, Parser, Subcommand};
 use crate::serve::ServeArgs;
 use crate::verbs::{
     Call, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish, recompress,
-    release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, writeback, zones,
+    release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -70,7 +70,7 @@ Devices:
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
   ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
-  Without any device: ram0=ram,disksize=1G
+  Without any device and without --config: ram0=ram,disksize=1G
 
 Examples:
   freestone serve ram0=ram,disksize=4G ram1=ram,disksize=16G,mem_limit=2G
@@ -79,6 +79,14 @@ Examples:
   freestone serve golden=file,path=golden.img,readonly=yes,mem_limit=8G vm1=fork,base=golden vm2=fork,base=golden
   freestone serve n0=null,size=4G,zoned=1,zone_size=64M,memory_backed=1,faults='write error=EIO chance=1%',seed=7
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
+
+const WAIT_EXAMPLES: &str = "\
+Examples:
+  freestone serve ram0=ram,disksize=4G & freestone wait && freestone list
+  freestone wait --timeout 1m --control ctl.sock
+
+A server is ready when all its devices are there, its NBD addresses take clients, and it answers. Status 1: it was not
+in time.";
 
 const LIST_COLUMNS: &str = "\
 Columns (the names are zramctl's; after the names in brackets see stat and get):
@@ -223,12 +231,17 @@ pub enum Command {
     /// Serve devices over NBD until SIGINT or SIGTERM
     #[command(after_help = SERVE_EXAMPLES)]
     Serve(ServeArgs),
+    /// Wait until a server is ready
+    #[command(after_help = WAIT_EXAMPLES)]
+    Wait(Call<wait::Line>),
     /// List the devices of a server
     #[command(after_help = LIST_COLUMNS)]
     List(Call<list::Params>),
     /// Show statistics
-    #[command(after_help = "Examples:\n  freestone stat\n  freestone stat job-7 --json")]
-    Stat(Call<stat::Params>),
+    #[command(
+        after_help = "Examples:\n  freestone stat\n  freestone stat job-7 --json\n  freestone stat 'job-*' ram0"
+    )]
+    Stat(Call<stat::Line>),
     /// Show attributes
     #[command(after_help = "Examples:\n  freestone get ram0\n  freestone get ram0 mm_stat")]
     Get(Call<get::Params>),
@@ -258,15 +271,19 @@ pub enum Command {
     /// Make the devices of a saved file again
     #[command(after_help = RESTORE_EXAMPLES)]
     Restore(Call<restore::Line>),
-    /// Set a fork back to its base, at once
-    #[command(after_help = "Example:\n  freestone rewind job-7")]
-    Rewind(Call<rewind::Params>),
+    /// Set a fork back to its base, at once, or a ram device or fork to a snapshot of it
+    #[command(
+        after_help = "Examples:\n  freestone rewind job-7\n  freestone rewind 'job-*' trial\n  freestone rewind ram0 --to ram0-monday"
+    )]
+    Rewind(Call<rewind::Line>),
     /// Unpublish and remove a device
-    #[command(after_help = "Example:\n  freestone remove job-7 --force")]
-    Remove(Call<remove::Params>),
+    #[command(
+        after_help = "Examples:\n  freestone remove job-7 --force\n  freestone remove 'job-*' golden      forks go before what they stand on"
+    )]
+    Remove(Call<remove::Line>),
     /// Wipe a ram or null device; a fork is as its base after that
-    #[command(after_help = "Example:\n  freestone reset ram0")]
-    Reset(Call<reset::Params>),
+    #[command(after_help = "Examples:\n  freestone reset ram0\n  freestone reset 'ram*'")]
+    Reset(Call<reset::Line>),
     /// Give memory back that a ram device holds in partly used places
     #[command(after_help = "Example:\n  freestone compact ram0")]
     Compact(Call<compact::Params>),

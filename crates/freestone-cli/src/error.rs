@@ -1,7 +1,10 @@
 //! What goes wrong for a user, and the exit status that says so.
 
-use std::io;
+use std::env;
+use std::io::{self, Write as _};
 
+use freestone_spec::refusal::Errno;
+use serde_json::json;
 use thiserror::Error;
 
 use crate::control::protocol::Fault;
@@ -25,6 +28,52 @@ pub const STATUS_USAGE: u8 = 2;
 pub fn status(error: &anyhow::Error) -> u8 {
     let usage = error.is::<Usage>() || error.downcast_ref::<Fault>().is_some_and(Fault::is_usage);
     if usage { STATUS_USAGE } else { STATUS_FAILURE }
+}
+
+/// Whether the command line asks for JSON. Errors are told in it then, those of the command line
+/// itself among them: so it is looked for before that is understood.
+pub fn wants_json() -> bool {
+    env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
+}
+
+/// Tells an error on stderr: one line for people, or `{"error": ...}` with the object that the
+/// control socket answers with.
+pub fn tell(error: &anyhow::Error) {
+    // One line, whatever the parts hold.
+    let sentence = format!("{error:#}").replace('\n', " ");
+    let line = if wants_json() {
+        let fault = match error.downcast_ref::<Fault>() {
+            Some(fault) => fault.clone(),
+            None if error.is::<Usage>() => Fault::invalid(sentence),
+            None => Fault::failed(errno(error), sentence),
+        };
+        json!({ "error": fault }).to_string()
+    } else {
+        format!("freestone: {sentence}")
+    };
+    // If stderr is gone, there is nobody to tell.
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+fn errno(error: &anyhow::Error) -> Errno {
+    match error.chain().find_map(|part| part.downcast_ref::<io::Error>()).map(io::Error::kind) {
+        Some(io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => Errno::ETIMEDOUT,
+        Some(io::ErrorKind::StorageFull) => Errno::ENOSPC,
+        _ => Errno::EIO,
+    }
+}
+
+/// Tells what is wrong with the command line; help and version come here as well.
+pub fn tell_usage(error: &clap::Error) -> ! {
+    if error.use_stderr() && wants_json() {
+        let text = error.to_string();
+        // The rest is a hint, and how the command is used.
+        let first = text.split("\n\n").next().unwrap_or_default();
+        let words: Vec<_> = first.trim_start_matches("error: ").split_whitespace().collect();
+        tell(&Usage(words.join(" ")).into());
+        std::process::exit(i32::from(STATUS_USAGE));
+    }
+    error.exit()
 }
 
 /// The reader of our output went away (`| head`): nothing to complain about.

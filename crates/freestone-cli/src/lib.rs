@@ -18,7 +18,8 @@ mod until;
 mod verbs;
 
 use std::env;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::ffi::OsStr;
+use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -27,19 +28,18 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
-use verbs::{ask, ask_long, delta};
+use verbs::names::{Order, ask_each};
+use verbs::{Call, ask, ask_long, delta};
 
 /// The whole program: reads the command line, does what it says, returns the exit status.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| error::tell_usage(&error));
     start_log(&cli);
     match run(cli.command) {
         Ok(code) => code,
         Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line, whatever the parts hold. If stderr is gone, there is nobody to tell.
-            let sentence = format!("{error:#}").replace('\n', " ");
-            let _ = writeln!(io::stderr(), "freestone: {sentence}");
+            error::tell(&error);
             ExitCode::from(error::status(&error))
         }
     }
@@ -48,13 +48,23 @@ pub fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve::serve(args),
+        Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
-        Command::Stat(call) => ask::<verbs::stat::Stat>(&call.args, &call.common),
+        Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),
         Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
         Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
         Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
-        Command::Remove(call) => ask::<verbs::remove::Remove>(&call.args, &call.common),
-        Command::Reset(call) => ask::<verbs::reset::Reset>(&call.args, &call.common),
+        Command::Remove(Call { args, common }) => {
+            return ask_each::<verbs::remove::Remove>(
+                &args.names,
+                Order::LastFirst,
+                |name| args.of(name),
+                &common,
+            );
+        }
+        Command::Reset(Call { args, common }) => {
+            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, |name| args.of(name), &common);
+        }
         Command::Compact(call) => ask::<verbs::compact::Compact>(&call.args, &call.common),
         Command::Idle(call) => ask::<verbs::idle::Idle>(&call.args, &call.common),
         Command::Writeback(call) => ask::<verbs::writeback::Writeback>(&call.args.try_into()?, &call.common),
@@ -88,7 +98,14 @@ fn run(command: Command) -> Result<ExitCode> {
             let name = params.file.display().to_string();
             ask_long::<verbs::restore::Restore>(&params, &name, &call.common)
         }
-        Command::Rewind(call) => ask::<verbs::rewind::Rewind>(&call.args, &call.common),
+        Command::Rewind(Call { args, common }) => {
+            return ask_each::<verbs::rewind::Rewind>(
+                &args.names,
+                Order::Named,
+                |name| args.of(name),
+                &common,
+            );
+        }
         Command::Zones(call) => ask::<verbs::zones::Zones>(&call.args, &call.common),
         Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),
         Command::Mark(call) => ask::<verbs::mark::Mark>(&call.args, &call.common),
@@ -104,6 +121,11 @@ fn named<P>(params: P, name: impl Fn(&P) -> &String) -> (P, String) {
     (params, name)
 }
 
+/// Whether a variable of the environment says anything (<https://no-color.org>).
+fn is_said(variable: Option<&OsStr>) -> bool {
+    variable.is_some_and(|value| !value.is_empty())
+}
+
 fn start_log(cli: &Cli) {
     let level = match (cli.quiet, cli.verbose) {
         (true, _) => LevelFilter::ERROR,
@@ -115,7 +137,7 @@ fn start_log(cli: &Cli) {
     let asked: Option<Targets> = env::var("RUST_LOG").ok().and_then(|asked| asked.parse().ok());
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
+        .with_ansi(io::stderr().is_terminal() && !is_said(env::var_os("NO_COLOR").as_deref()))
         // A closed stderr must not end the server.
         .log_internal_errors(false)
         .with_filter(asked.unwrap_or_else(|| Targets::new().with_default(level)));

@@ -8,11 +8,20 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use freestone_nbd::Address;
+use freestone_spec::path_text;
 
 /// Name of the NBD socket in the directory.
 pub const NBD_SOCKET: &str = "nbd.sock";
 /// Name of the control socket in the directory.
 pub const CONTROL_SOCKET: &str = "control.sock";
+
+/// The path of a control socket, for who says none with `--control`.
+pub const CONTROL_VARIABLE: &str = "FREESTONE_CONTROL";
+
+/// What that variable says.
+pub fn control_of_environment() -> Option<PathBuf> {
+    std::env::var_os(CONTROL_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
 
 /// The directory. Not created here; where it exists it is checked to be ours, so that nobody can
 /// put a socket of their own in our way.
@@ -36,10 +45,19 @@ fn fallback(tmp: &Path) -> PathBuf {
 pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String> {
     match text.parse::<Address>().map_err(|e| e.to_string())? {
         Address::Unix(path) => {
+            let path = path_text::path(&path.to_string_lossy());
             let path = base.map_or_else(|| path.clone(), |base| base.join(&path));
             std::path::absolute(&path).map(Address::Unix).map_err(|e| format!("{}: {e}", path.display()))
         }
         tcp @ Address::Tcp { .. } => Ok(tcp),
+    }
+}
+
+/// An address as [`parse_address`] takes it, whatever bytes its path has.
+pub fn address_text(address: &Address) -> String {
+    match address {
+        Address::Unix(path) => format!("unix:{}", path_text::text(path)),
+        tcp @ Address::Tcp { .. } => tcp.to_string(),
     }
 }
 

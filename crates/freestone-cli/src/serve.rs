@@ -42,6 +42,9 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
                         $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
 
+const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
+                            in the same directory]";
+
 const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 33 MiB \
                                     [default: 1024]";
 
@@ -49,13 +52,13 @@ const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time;
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
-    #[arg(value_name = "DEVICE")]
+    #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
     devices: Vec<String>,
     /// NBD addresses.
-    #[arg(long, value_name = "ADDR", help = NBD_HELP)]
+    #[arg(long, value_name = "ADDR", help = NBD_HELP, value_parser = verbs::keys::words_parser())]
     nbd: Vec<String>,
-    /// Where the control socket goes [default: control.sock in the same directory]
-    #[arg(long, value_name = "PATH")]
+    /// The control socket.
+    #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
     control: Option<PathBuf>,
     /// Most connections.
     #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
@@ -103,8 +106,9 @@ impl Plan {
         }
         let mut control = match (&args.control, control) {
             (Some(path), _) => Some(path.clone()),
-            (None, Some(path)) => Some(file_dir.join(path)),
-            (None, None) => None,
+            // A server for one command is nobody else's.
+            (None, path) if args.run.is_some() => path.map(|path| file_dir.join(path)),
+            (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
         if addresses.is_empty() || control.is_none() {
@@ -159,7 +163,8 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Spec>> {
         let entries = Entries::parse(text).map_err(|e| usage(&e))?;
         add(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(&e))?)?;
     }
-    if devices.is_empty() {
+    // A file without devices means none: they come later.
+    if devices.is_empty() && file.is_none() {
         devices.push(DEFAULT_DEVICE.parse()?);
     }
     Ok(devices)
@@ -194,9 +199,8 @@ struct Running {
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
         let Plan { devices, addresses, control, limits, private } = plan;
-        // First of all, because that tells whether another server is there. Who connects waits
-        // until all is ready.
-        let socket = PrivateSocket::bind(&control)?;
+        // First of all, because that tells whether another server is there.
+        PrivateSocket::clear(&control)?;
         let service = Arc::new(Service::new(Arc::new(Server::new(limits))));
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
@@ -223,6 +227,8 @@ impl Running {
             }
         }
         tell_left(&service);
+        // Last of all: where it is, all is ready.
+        let socket = PrivateSocket::bind(&control)?;
         running.control = Some(Arc::new(ControlServer::start(socket, service)?));
         Ok(running)
     }
@@ -357,7 +363,8 @@ fn run_command(command: &str, open_files: Option<u64>, service: &Service, contro
         Some(most) => format!("ulimit -S -n {most}; {command}"),
         None => command.to_owned(),
     };
-    shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri).env("control", control);
+    shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
+    shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
     let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
     match unix {
         Some(path) => shell.env("unixsocket", path),

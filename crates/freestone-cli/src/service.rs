@@ -85,6 +85,11 @@ impl Service {
         self.claims.devices(verb, names, &[])
     }
 
+    /// Waits for the right to change a device, while another one stays as it is.
+    pub fn claim_over(&self, verb: &'static str, name: &str, below: &str) -> Result<Claim<'_>, Fault> {
+        self.claims.devices(verb, &[name], &[below])
+    }
+
     /// Waits for the right to make these devices of what they are to stand on.
     pub fn claim_new<'a>(
         &self,
@@ -318,7 +323,7 @@ impl Service {
         read_only: bool,
         default: bool,
     ) -> Result<(), PublishError> {
-        let description = format!("freestone {} device", entry.kind.name());
+        let description = description(entry);
         let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
         let read_only = read_only || entry.is_read_only();
         let failures = Arc::clone(&entry.failures);
@@ -427,7 +432,7 @@ impl Service {
     }
 
     /// Refuses what was made for one connection.
-    fn check_own(entry: &Entry) -> Result<(), Fault> {
+    pub fn check_own(entry: &Entry) -> Result<(), Fault> {
         let Some(template) = &entry.template else { return Ok(()) };
         let why =
             format!("{}: belongs to a connection to the template {template}, and goes with it", entry.name());
@@ -450,6 +455,11 @@ impl Service {
         // It has no other users then.
         users.some.iter().find_map(holds)
     }
+}
+
+/// What clients are told that an export is.
+pub fn description(entry: &Entry) -> String {
+    format!("freestone {} device", entry.kind.name())
 }
 
 fn warn_of_exposure(address: &Address) {

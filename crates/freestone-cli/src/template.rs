@@ -15,6 +15,10 @@ pub fn make(registry: &Arc<Registry>, template: &Arc<Entry>) -> Make {
         let device = Arc::clone(fork.device().expect("a fork is a device"));
         let registry = Arc::clone(&registry);
         let on_end = move || {
+            if let Some(faults) = &fork.layers.faults {
+                // What hangs is not waited for: nobody has its answer.
+                faults.close();
+            }
             if let Err(users) = registry.remove(&fork) {
                 // Snapshots do not stand on their origin.
                 tracing::error!("{}: {users} stand on it", fork.name());

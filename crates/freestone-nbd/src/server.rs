@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use freestone_core::device::Device;
+use freestone_core::device::{Device, Failures};
 
 use crate::address::Address;
 use crate::arrivals;
@@ -182,6 +182,14 @@ impl Server {
         let ended = links.len();
         self.shared.cut(links);
         (ended, action())
+    }
+
+    /// Shows `device` under a name that is published, wherever it is; who uses the export goes on with
+    /// the device that was there, and is best sent away before, by a [`restart`](Self::restart).
+    pub fn replace(&self, name: &str, device: &Arc<dyn Device>, description: &str, failures: &Arc<Failures>) {
+        // The old device may go with it, which may wait for a disk: not under the lock.
+        let replaced = self.shared.lock().replace(name, device, description, failures);
+        drop(replaced);
     }
 
     /// Everything that is published, in the order of publishing at each address.

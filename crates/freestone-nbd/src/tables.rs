@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use freestone_core::device::{Device, Failures};
 use thiserror::Error;
 
 use crate::address::Address;
-use crate::export::{Export, ExportInfo};
+use crate::export::{Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
 use crate::listen::SocketFile;
@@ -241,6 +242,36 @@ impl Tables {
         self.change_name(name, |_| ());
         let removed = at.iter().filter_map(|at| self.listeners.get_mut(at)?.remove(name)).collect();
         Ok((removed, links))
+    }
+
+    /// Shows another device under a name, at all its addresses. What was shown is returned.
+    pub fn replace(
+        &mut self,
+        name: &str,
+        device: &Arc<dyn Device>,
+        description: &str,
+        failures: &Arc<Failures>,
+    ) -> Vec<Arc<Export>> {
+        let at = self.names.get(name).into_iter().flat_map(|known| &known.listeners);
+        let mut replaced = Vec::new();
+        for at in at {
+            let Some(listener) = self.listeners.get_mut(at) else { continue };
+            let export = listener.by_name.get(name).and_then(|id| listener.exports.get_mut(id));
+            let Some(export) = export else { continue };
+            let new = Export {
+                name: export.name.clone(),
+                address: export.address.clone(),
+                source: Source::Device(Arc::clone(device)),
+                read_only: export.read_only,
+                default: export.default,
+                without_fua: export.without_fua,
+                description: description.to_owned(),
+                failures: Arc::clone(failures),
+                users: 0.into(),
+            };
+            replaced.push(std::mem::replace(export, Arc::new(new)));
+        }
+        replaced
     }
 
     /// Changes what is known of a name, and forgets it where nothing is left.

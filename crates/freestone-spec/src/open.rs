@@ -101,6 +101,7 @@ const fn number(errno: Errno) -> i32 {
         Errno::ETOOMANYREFS => libc::ETOOMANYREFS,
         Errno::EOVERFLOW => libc::EOVERFLOW,
         Errno::ECANCELED => libc::ECANCELED,
+        Errno::ECONNREFUSED => libc::ECONNREFUSED,
     }
 }
 

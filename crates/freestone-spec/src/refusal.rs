@@ -39,6 +39,8 @@ pub enum Errno {
     EOVERFLOW,
     /// The client went away, or the server ends.
     ECANCELED,
+    /// No server answers: said by the program, not by a server.
+    ECONNREFUSED,
 }
 
 /// Why something is not done: one sentence that names device and key.

@@ -5,11 +5,14 @@ use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use freestone_spec::refusal::Errno;
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::protocol::{MAX_LINE_BYTES, Response};
+use super::protocol::{Fault, MAX_LINE_BYTES, Response};
 use super::socket;
 use crate::paths;
 
@@ -23,10 +26,14 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server at `path`, or at the default path.
+    /// Connects to the server at `path`, or where the environment says, or at the default path.
     pub fn connect(path: Option<&Path>) -> Result<Self> {
+        let path = path.map(Path::to_path_buf).or_else(paths::control_of_environment);
         let (path, start) = match path {
-            Some(path) => (path.to_path_buf(), format!("freestone serve --control {}", path.display())),
+            Some(path) => {
+                let start = format!("freestone serve --control {}", path.display());
+                (path, start)
+            }
             None => (paths::runtime_dir()?.join(paths::CONTROL_SOCKET), "freestone serve".into()),
         };
         socket::check_length(&path)?;
@@ -38,14 +45,27 @@ impl Client {
             }
             Ok(stream) => Ok(Self { stream, path }),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-                bail!("no server at {at}; start one with `{start}`")
+                let why = format!("no server at {at}; start one with `{start}`");
+                Err(Fault::failed(Errno::ECONNREFUSED, why).into())
             }
             Err(e) => Err(e).with_context(|| format!("{at}: cannot connect to the control socket")),
         }
     }
 
-    /// Runs one method; an error of the server comes as a [`Fault`](super::protocol::Fault).
-    pub fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
+    /// Where it is connected to.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// From now on an answer that does not come within `time` is an error.
+    pub fn answers_within(&self, time: Duration) -> Result<()> {
+        let at = self.path.display();
+        let set = self.stream.set_read_timeout(Some(time)).and(self.stream.set_write_timeout(Some(time)));
+        set.with_context(|| format!("{at}: cannot limit the time of an answer"))
+    }
+
+    /// Runs one method; an error of the server comes as a [`Fault`].
+    pub fn call(&mut self, method: &str, params: &Value) -> Result<Box<RawValue>> {
         let at = self.path.display();
         let mut request =
             json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string();
@@ -66,7 +86,7 @@ impl Client {
             .with_context(|| format!("{at}: the answer is not understood; is it a freestone server?"))?;
         match response.error {
             Some(fault) => Err(fault.into()),
-            None => Ok(response.result.unwrap_or_default()),
+            None => Ok(response.result.unwrap_or_else(|| RawValue::NULL.to_owned())),
         }
     }
 }

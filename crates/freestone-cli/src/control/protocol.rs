@@ -3,6 +3,7 @@
 
 use freestone_spec::refusal::{Errno, Refusal, one_line};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use thiserror::Error;
 
@@ -75,6 +76,11 @@ impl Fault {
     /// nothing to a terminal.
     fn plain(code: i32, message: String) -> Self {
         Self { code, message: one_line(message), data: None }
+    }
+
+    /// Whether it failed so.
+    pub fn is(&self, errno: Errno) -> bool {
+        self.data.as_ref().is_some_and(|data| data["errno"] == json!(errno))
     }
 
     /// The caller's mistake rather than the state of things.
@@ -164,7 +170,7 @@ pub struct Response {
     jsonrpc: String,
     /// The result, where the verb succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub result: Option<Value>,
+    pub result: Option<Box<RawValue>>,
     /// The error, where it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Fault>,
@@ -174,7 +180,7 @@ pub struct Response {
 
 impl Response {
     /// The answer to the request with this id.
-    pub fn new(id: Value, outcome: Result<Value, Fault>) -> Self {
+    pub fn new(id: Value, outcome: Result<Box<RawValue>, Fault>) -> Self {
         let (result, error) = match outcome {
             Ok(value) => (Some(value), None),
             Err(fault) => (None, Some(fault)),

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::Value;
+use serde_json::value::RawValue;
 use tracing::{debug, warn};
 
 use super::caller::Caller;
@@ -31,8 +32,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// What answers the requests.
 pub trait Handler: Send + Sync + 'static {
-    /// Runs one method.
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Value, Fault>;
+    /// Runs one method. The result is JSON already: a tree of it would take many times the memory.
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault>;
 }
 
 /// A running control server. Dropping it stops it and removes its socket.
@@ -181,7 +182,7 @@ fn answer_line(writer: &mut impl Write, line: &[u8], run: Run<'_>) -> io::Result
 }
 
 /// Runs one method.
-type Handle<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Value, Fault>;
+type Handle<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
 /// What a connection says to a line, without one.
 pub fn answer_to(line: &[u8], handle: Handle<'_>) -> Vec<u8> {
@@ -240,15 +241,16 @@ mod tests {
     use std::path::Path;
     use std::sync::{Arc, Condvar, Mutex};
 
+    use serde_json::value::{RawValue, to_raw_value};
     use serde_json::{Value, json};
 
     use super::{ControlServer, Fault, Handler, PrivateSocket};
 
     struct Echo;
     impl Handler for Echo {
-        fn call(&self, method: &str, params: Option<Value>) -> Result<Value, Fault> {
+        fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
             assert_ne!(method, "panic");
-            Ok(json!([method, params]))
+            Ok(to_raw_value(&json!([method, params])).unwrap())
         }
     }
 
@@ -293,12 +295,12 @@ mod tests {
         changed: Condvar,
     }
     impl Handler for Held {
-        fn call(&self, method: &str, _: Option<Value>) -> Result<Value, Fault> {
+        fn call(&self, method: &str, _: Option<Value>) -> Result<Box<RawValue>, Fault> {
             let mut running = self.running.lock().unwrap();
             running.0 += 1;
             self.changed.notify_all();
             drop(self.changed.wait_while(running, |running| !running.1 && method == "wait").unwrap());
-            Ok(json!(method))
+            Ok(to_raw_value(method).unwrap())
         }
     }
 

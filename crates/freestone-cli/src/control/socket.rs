@@ -68,21 +68,26 @@ pub struct PrivateSocket {
 }
 
 impl PrivateSocket {
+    /// Looks whether [`bind`](Self::bind) would work, and removes a socket that nobody serves any
+    /// more: from here on what is at the path is a server that is ready.
+    pub fn clear(path: &Path) -> Result<()> {
+        let at = path.display();
+        let _lock = lock_for(path)?;
+        if refuse_taken(path)? {
+            fs::remove_file(path).with_context(|| format!("{at}: cannot remove the old control socket"))?;
+        }
+        Ok(())
+    }
+
     /// Listens at `path`, mode 0600. A socket that nobody serves any more is replaced; one with a
     /// living server, and anything that is no socket, is refused.
     pub fn bind(path: &Path) -> Result<Self> {
         let at = path.display();
-        check_length(path)?;
-        let parent = match path.parent() {
-            Some(p) if p.as_os_str().is_empty() => Path::new("."),
-            Some(p) => p,
-            None => bail!("{at}: not the path of a socket"),
-        };
         // Two servers that start at one time must not both find the path free.
-        let _lock = lock_dir(parent).with_context(|| format!("{at}: cannot create the control socket"))?;
+        let _lock = lock_for(path)?;
         refuse_taken(path)?;
-        let listener =
-            bind_private(parent, path).with_context(|| format!("{at}: cannot create the control socket"))?;
+        let listener = bind_private(parent(path)?, path)
+            .with_context(|| format!("{at}: cannot create the control socket"))?;
         let path =
             SocketPath::adopt(path).with_context(|| format!("{at}: cannot look at the control socket"))?;
         Ok(Self { listener, path })
@@ -99,6 +104,20 @@ impl PrivateSocket {
     }
 }
 
+fn parent(path: &Path) -> Result<&Path> {
+    match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Ok(Path::new(".")),
+        Some(parent) => Ok(parent),
+        None => bail!("{}: not the path of a socket", path.display()),
+    }
+}
+
+/// The lock of the directory of a socket.
+fn lock_for(path: &Path) -> Result<File> {
+    check_length(path)?;
+    lock_dir(parent(path)?).with_context(|| format!("{}: cannot create the control socket", path.display()))
+}
+
 fn lock_dir(dir: &Path) -> io::Result<File> {
     let file = File::open(dir)?;
     for _ in 1..LOCK_TRIES {
@@ -110,17 +129,18 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::WouldBlock, "another program holds a lock on the directory"))
 }
 
-fn refuse_taken(path: &Path) -> Result<()> {
+/// Whether there is a socket that nobody serves any more.
+fn refuse_taken(path: &Path) -> Result<bool> {
     let at = path.display();
     match fs::symlink_metadata(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(e) => return Err(e).with_context(|| format!("{at}: cannot create the control socket")),
         Ok(meta) if !meta.file_type().is_socket() => bail!("{at}: exists and is no socket; it is left alone"),
         Ok(_) => {}
     }
     match UnixStream::connect(path) {
         Ok(_) => bail!("{at}: a server is running there; stop it, or name another path with --control"),
-        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(true),
         Err(e) => Err(e).with_context(|| format!("{at}: cannot find out whether a server is running there")),
     }
 }

@@ -23,6 +23,7 @@ pub struct Create;
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// NAME=KIND[,key=value]... as for serve; publish=yes publishes it on serve's addresses
+    #[arg(value_parser = super::keys::words_parser())]
     device: String,
     /// If it is there, made with the same words, that is success as well
     #[arg(long)]

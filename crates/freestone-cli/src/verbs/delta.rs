@@ -14,6 +14,7 @@ use freestone::qcow2::delta::{self, Changed, DeltaError};
 use freestone::replace::Replace;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::KindSpec;
+use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
@@ -54,6 +55,7 @@ pub struct NameAndFile {
     /// A fork of a file or image, or a snapshot of one
     pub name: String,
     /// The overlay; one that is there is replaced when the new one is complete
+    #[serde(with = "path_text")]
     file: PathBuf,
     /// Also replace a file that is no overlay; never one that is in use
     #[arg(long)]
@@ -68,6 +70,7 @@ pub struct ApplyParams {
     /// A fork of the file or image that the overlay stands on
     pub name: String,
     /// The overlay
+    #[serde(with = "path_text")]
     file: PathBuf,
     /// Also where clients are connected, and over changes that the fork has already
     #[arg(long)]
@@ -179,6 +182,7 @@ pub struct Save;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Saved {
     name: String,
+    #[serde(with = "path_text")]
     file: PathBuf,
     /// Bytes that the device holds itself.
     bytes: u64,
@@ -189,7 +193,7 @@ pub struct Saved {
     /// Length of the file.
     file_bytes: u64,
     /// Unfinished files beside it that a crash left.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
 
@@ -247,6 +251,7 @@ pub struct Apply;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Applied {
     name: String,
+    #[serde(with = "path_text")]
     file: PathBuf,
     data_bytes: u64,
     zero_bytes: u64,

@@ -4,24 +4,24 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_nbd::Address;
-use freestone_spec::entries::Entries;
+use freestone_spec::entries::{Entries, SpecError};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::list::Export;
-use super::{Verb, words};
+use super::{Verb, keys};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::paths::parse_address;
+use crate::paths::{address_text, parse_address};
 use crate::service::Service;
 
 /// Stands for the number of a fork, in its name and address.
 const NUMBER: &str = "%n";
-const KEYS: [&str; 3] = ["size", "mem_limit", "mem_min"];
 
 /// The verb.
 pub struct Fork;
@@ -35,12 +35,14 @@ pub struct Line {
     name: String,
     /// Of the fork.
     #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_parser = keys::words_parser())]
     #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
-                  mem_min=SIZE (guaranteed of the family's mem_limit)")]
+                  mem_min=SIZE (guaranteed of the family's mem_limit), and faults, seed, power_cut, record as for \
+                  serve; with --count, %n in a value is the number, with --template that of a connection")]
     words: Vec<String>,
     /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is
     /// the number
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = keys::words_parser())]
     nbd: Option<String>,
     /// A fork for every connection, gone when that ends
     #[arg(long, conflicts_with = "count")]
@@ -58,16 +60,9 @@ pub struct Line {
 
 /// Its parameters.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Params {
     base: String,
     name: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    size: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    mem_limit: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    mem_min: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
     #[serde(default)]
@@ -79,6 +74,9 @@ pub struct Params {
     count: Option<usize>,
     #[serde(default)]
     if_absent: bool,
+    /// All else is keys of the device, which refuse what is unknown.
+    #[serde(flatten)]
+    keys: Map<String, Value>,
 }
 
 impl TryFrom<Line> for Params {
@@ -86,23 +84,15 @@ impl TryFrom<Line> for Params {
 
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { base, name, words, nbd, template, ttl, count, if_absent } = line;
-        let mut values = words::parse(&name, "fork", &words, &KEYS)?;
-        let mut params = Self {
-            size: values.remove("size"),
-            mem_limit: values.remove("mem_limit"),
-            mem_min: values.remove("mem_min"),
-            base,
-            name,
-            nbd,
-            template,
-            ttl,
-            count,
-            if_absent,
-        };
+        let keys = keys::of_words(&name, if template { "template" } else { "fork" }, &words)?;
+        if let Some(key) = ["base", "ttl", "publish"].into_iter().find(|key| keys.contains_key(*key)) {
+            return Err(Usage(format!("{name}: fork: {key}: not as a key here; see --help")));
+        }
+        let mut params = Self { base, name, nbd, template, ttl, count, if_absent, keys };
         if let Some(nbd) = &params.nbd {
             let absolute = parse_address(nbd, None);
             let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
-            params.nbd = Some(absolute.to_string());
+            params.nbd = Some(address_text(&absolute));
         }
         // Everything that the words alone can tell.
         params.plan().map_err(|fault| Usage(fault.message))?;
@@ -148,18 +138,19 @@ impl Params {
             _ => at(&self.name),
         };
         let kind = if self.template { "template" } else { "fork" };
-        let entries = Entries::new(&name, kind).and_then(|mut entries| {
-            let ttl = self.ttl.map(|ttl| ttl.to_string());
-            entries.add("base", &self.base)?;
-            let all = [&self.size, &self.mem_limit, &self.mem_min, &ttl];
-            for (key, value) in ["size", "mem_limit", "mem_min", "ttl"].iter().zip(all) {
-                if let Some(value) = value {
-                    entries.add(key, value)?;
-                }
+        let invalid = |e: SpecError| Fault::invalid(e.to_string());
+        let mut entries = Entries::new(&name, kind).map_err(invalid)?;
+        entries.add("base", &self.base).map_err(invalid)?;
+        if let Some(ttl) = self.ttl {
+            entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
+        }
+        keys::add(&mut entries, &self.keys)?;
+        if number.is_some() {
+            for (_, value) in &mut entries.pairs {
+                *value = at(value);
             }
-            Spec::from_entries(entries)
-        });
-        let spec = entries.map_err(|e| Fault::invalid(e.to_string()))?;
+        }
+        let spec = Spec::from_entries(entries).map_err(invalid)?;
         let address = self.nbd.as_deref().map(|nbd| {
             parse_address(&at(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
         });
@@ -183,6 +174,9 @@ struct Made {
     disksize: u64,
     /// False where it was there.
     created: bool,
+    /// What faults are decided by, where nobody chose it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
     exports: Vec<Export>,
 }
 
@@ -215,13 +209,17 @@ impl Verb for Fork {
             base: params.base.clone(),
             disksize: entry.size(),
             created: *created,
+            seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
             exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
         };
         Ok(Reply { forks: made.iter().map(told).collect() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        for Made { name, kind, base, disksize, created, exports } in &reply.forks {
+        for Made { name, kind, base, disksize, created, seed, exports } in &reply.forks {
+            if let Some(seed) = seed {
+                writeln!(out, "{name}: faults with seed={seed}")?;
+            }
             let there = if *created { "" } else { " (was there)" };
             let what = format!("{name}: {kind} of {base}, {}{there}", human(*disksize));
             match exports.as_slice() {

@@ -8,9 +8,13 @@ mod foreground;
 pub mod fork;
 pub mod get;
 pub mod idle;
+mod indent;
+pub mod keys;
 pub mod list;
 pub mod mark;
 pub mod merge;
+pub mod names;
+mod pattern;
 pub mod power_cut;
 pub mod publish;
 pub mod recompress;
@@ -24,6 +28,7 @@ pub mod set;
 pub mod snapshot;
 pub mod stat;
 pub mod unpublish;
+pub mod wait;
 mod words;
 pub mod writeback;
 pub mod zones;
@@ -42,6 +47,7 @@ use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value, json};
 
 use crate::control::client::Client;
@@ -49,6 +55,7 @@ use crate::control::protocol::Fault;
 use crate::control::server::Handler;
 use crate::error::Stdout;
 use crate::service::Service;
+use indent::indented;
 
 /// A verb of the control socket.
 pub trait Verb {
@@ -112,17 +119,6 @@ fn show_left(left: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
     })
 }
 
-/// Refuses what the log of a device could not tell.
-fn check_unrecorded(entry: &Entry, done: &str) -> Result<(), Fault> {
-    if entry.spec.layers.record.is_none() {
-        return Ok(());
-    }
-    let name = entry.name();
-    let why =
-        format!("cannot be {done}: its log would not tell; `freestone power-cut {name} --at 0` goes back");
-    Err(Fault::failed(Errno::EINVAL, format!("{name}: {why}")))
-}
-
 /// The answer of a device, as the control socket tells it.
 fn errno_of(error: device::Error) -> Errno {
     match error {
@@ -141,7 +137,7 @@ fn errno_of(error: device::Error) -> Errno {
     }
 }
 
-type Run = fn(&Service, Option<Value>) -> Result<Value, Fault>;
+type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
 const VERBS: [(&str, Run); 26] = [
     entry::<list::List>(),
@@ -176,19 +172,19 @@ const fn entry<V: Verb>() -> (&'static str, Run) {
     (V::METHOD, run::<V>)
 }
 
-fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Value, Fault> {
+fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
     let params = params.unwrap_or_else(|| Value::Object(Map::new()));
     if !params.is_object() {
         return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
     }
     let params = serde_json::from_value(params).map_err(|e| Fault::invalid(format!("{}: {e}", V::METHOD)))?;
     let reply = V::run(service, params)?;
-    serde_json::to_value(reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
+    to_raw_value(&reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
 }
 
 impl Handler for Service {
     /// Runs the verb of that name.
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Value, Fault> {
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
         match VERBS.iter().find(|(name, _)| *name == method) {
             Some((_, run)) => run(self, params),
             None => Err(Fault::no_method(method, &VERBS.map(|(name, _)| name))),
@@ -196,8 +192,8 @@ impl Handler for Service {
     }
 }
 
-const CONTROL_HELP: &str = "The control socket of the server [default: $XDG_RUNTIME_DIR/freestone/control.sock, \
-                            else /tmp/freestone-UID/control.sock]";
+const CONTROL_HELP: &str = "The control socket of the server [default: $FREESTONE_CONTROL, \
+                            else $XDG_RUNTIME_DIR/freestone/control.sock, else /tmp/freestone-UID/control.sock]";
 
 /// What every verb takes besides its parameters.
 #[derive(Debug, Args)]
@@ -227,7 +223,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// The client's part of any verb: ask, and show the answer.
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     let answer = call::<V>(params, common)?;
-    show::<V>(params, answer, common)
+    show::<V>(params, &answer, common)
 }
 
 /// The same for a verb that takes long: a terminal is shown how far it is.
@@ -242,26 +238,29 @@ pub fn ask_long<V: Verb>(params: &V::Params, name: &str, common: &Common) -> Res
         drop(ended);
         answer
     })?;
-    show::<V>(params, answer, common)
+    show::<V>(params, &answer, common)
 }
 
-fn call<V: Verb>(params: &V::Params, common: &Common) -> Result<Value> {
+fn call<V: Verb>(params: &V::Params, common: &Common) -> Result<Box<RawValue>> {
     let mut client = Client::connect(common.control.as_deref())?;
     let request = serde_json::to_value(params).context("cannot write the request")?;
     client.call(V::METHOD, &request)
 }
 
-fn show<V: Verb>(params: &V::Params, answer: Value, common: &Common) -> Result<()> {
+fn show<V: Verb>(params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
     let mut out = io::stdout().lock();
-    let written = if common.json {
-        let json = serde_json::to_writer_pretty(&mut out, &answer).map_err(io::Error::from);
-        json.and_then(|()| writeln!(out))
-    } else {
-        let reply = serde_json::from_value(answer)
-            .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
-        V::show(params, &reply, &mut out)
-    };
-    written.and_then(|()| out.flush()).map_err(Stdout::from)?;
+    if !common.json {
+        return print::<V>(params, answer, &mut out);
+    }
+    out.write_all(&indented(answer.get())).and_then(|()| out.flush()).map_err(Stdout::from)?;
+    Ok(())
+}
+
+/// Shows an answer to a person.
+fn print<V: Verb>(params: &V::Params, answer: &RawValue, out: &mut dyn Write) -> Result<()> {
+    let reply = serde_json::from_str(answer.get())
+        .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
+    V::show(params, &reply, out).and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
 }
 
@@ -273,6 +272,7 @@ fn watch(name: &str, common: &Common, end: &mpsc::Receiver<()>) {
         let look = || {
             let mut client = Client::connect(common.control.as_deref()).ok()?;
             let stat = client.call(stat::Stat::METHOD, &json!({ "name": name })).ok()?;
+            let stat: Value = serde_json::from_str(stat.get()).ok()?;
             let number = |key: &str| stat["progress"][key].as_u64();
             let (done, total) = (number("done_bytes")?, number("total_bytes")?);
             let verb = stat["progress"]["verb"].as_str()?;

@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
-use freestone_spec::entries::Entries;
+use freestone_spec::entries::{Entries, SpecError};
 use freestone_spec::kinds::Spec;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use super::Verb;
+use super::{Verb, keys};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::paths::parse_address;
+use crate::paths::{address_text, parse_address};
 use crate::service::Service;
 
 /// The verb.
@@ -20,7 +21,6 @@ pub struct Publish;
 
 /// Its parameters, and the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Params {
     /// The device; with --template the base
     name: String,
@@ -28,7 +28,7 @@ pub struct Params {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     export: Option<String>,
     /// unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not yet
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = super::keys::words_parser())]
     nbd: String,
     /// Clients cannot write
     #[arg(long)]
@@ -42,16 +42,29 @@ pub struct Params {
     #[arg(long, value_name = "SECONDS")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
+    /// Of the template.
+    #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
+    #[arg(help = "With --template: size, mem_limit, mem_min, faults, seed, power_cut, record as for serve")]
+    #[serde(skip)]
+    words: Vec<String>,
+    /// All else is keys of the template, which refuse what is unknown.
+    #[arg(skip)]
+    #[serde(flatten)]
+    keys: Map<String, Value>,
 }
 
 impl Params {
     /// Checks the address before the server is asked, and makes its path independent of our
     /// directory.
     pub fn checked(mut self) -> Result<Self, Usage> {
+        // The name can be left out.
+        if self.export.as_ref().is_some_and(|export| export.contains('=')) {
+            self.words.insert(0, self.export.take().unwrap_or_default());
+        }
+        self.keys = keys::of_words(&self.name, "template", &self.words)?;
         self.template_spec().map_err(|fault| Usage(fault.message))?;
-        self.nbd = parse_address(&self.nbd, None)
-            .map_err(|e| Usage(format!("{}: --nbd: {e}", self.name)))?
-            .to_string();
+        let nbd = parse_address(&self.nbd, None);
+        self.nbd = address_text(&nbd.map_err(|e| Usage(format!("{}: --nbd: {e}", self.name)))?);
         Ok(self)
     }
 
@@ -59,8 +72,13 @@ impl Params {
     fn template_spec(&self) -> Result<Option<Spec>, Fault> {
         let name = &self.name;
         if !self.template {
+            let name_of_key = self.keys.keys().next();
             return match (&self.export, self.ttl) {
-                (None, None) => Ok(None),
+                (None, None) if name_of_key.is_none() => Ok(None),
+                (None, None) => {
+                    let key = name_of_key.map_or("", String::as_str);
+                    Err(Fault::invalid(format!("{name}: publish: {key}: only with --template")))
+                }
                 (Some(export), _) => Err(Fault::invalid(format!(
                     "{name}: publish: {export}: a name of its own is for --template"
                 ))),
@@ -70,14 +88,14 @@ impl Params {
             };
         }
         let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
-        let spec = Entries::new(&export, "template").and_then(|mut entries| {
-            entries.add("base", name)?;
-            if let Some(ttl) = self.ttl {
-                entries.add("ttl", &ttl.to_string())?;
-            }
-            Spec::from_entries(entries)
-        });
-        spec.map(Some).map_err(|e| Fault::invalid(e.to_string()))
+        let invalid = |e: SpecError| Fault::invalid(e.to_string());
+        let mut entries = Entries::new(&export, "template").map_err(invalid)?;
+        entries.add("base", name).map_err(invalid)?;
+        if let Some(ttl) = self.ttl {
+            entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
+        }
+        keys::add(&mut entries, &self.keys)?;
+        Spec::from_entries(entries).map(Some).map_err(invalid)
     }
 }
 

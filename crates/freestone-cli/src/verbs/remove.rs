@@ -1,4 +1,4 @@
-//! `remove NAME`: unpublishes a device and forgets it.
+//! `remove NAME...`: unpublishes a device and forgets it.
 
 use std::io::{self, Write};
 
@@ -15,14 +15,30 @@ use crate::service::Service;
 /// The verb.
 pub struct Remove;
 
-/// Its parameters.
-#[derive(Debug, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    /// The device; what it holds in memory is gone with it
-    name: String,
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Devices, by name or pattern (* stands for any characters, ? for one); what they hold in
+    /// memory is gone with them
+    #[arg(required = true, value_name = "NAME|PATTERN")]
+    pub names: Vec<String>,
     /// Also where clients are connected; they are cut off
     #[arg(long)]
+    force: bool,
+}
+
+impl Line {
+    /// What is asked for one of the devices.
+    pub fn of(&self, name: &str) -> Params {
+        Params { name: name.to_owned(), force: self.force }
+    }
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    name: String,
     #[serde(default)]
     force: bool,
 }

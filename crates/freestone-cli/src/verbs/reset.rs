@@ -1,4 +1,4 @@
-//! `reset NAME`: wipes a ram or null device; a fork is as its base after that.
+//! `reset NAME...`: wipes a ram or null device; a fork is as its base after that.
 
 use std::io::{self, Write};
 use std::sync::atomic::Ordering;
@@ -7,22 +7,37 @@ use clap::Args;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{Verb, check_unrecorded, errno_of};
+use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
 /// The verb.
 pub struct Reset;
 
-/// Its parameters.
-#[derive(Debug, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    /// The device: ram, null, or a fork
-    name: String,
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Ram and null devices and forks, by name or pattern (* stands for any characters, ? for one)
+    #[arg(required = true, value_name = "NAME|PATTERN")]
+    pub names: Vec<String>,
     /// Also where clients are connected; they stay, and read zeroes (of a fork its base) from then
     /// on
     #[arg(long)]
+    force: bool,
+}
+
+impl Line {
+    /// What is asked for one of the devices.
+    pub fn of(&self, name: &str) -> Params {
+        Params { name: name.to_owned(), force: self.force }
+    }
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    name: String,
     #[serde(default)]
     force: bool,
 }
@@ -52,7 +67,6 @@ impl Verb for Reset {
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
-        check_unrecorded(&entry, "reset")?;
         service.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, "reset")?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);

@@ -7,11 +7,13 @@ use std::sync::Arc;
 use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Family, Ram};
-use freestone::save::{Base, BaseIdentity, Contents, RestoreError, inspect, restore};
+use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::{self, KindSpec, Spec};
+use freestone_spec::layers::FAULT_KEYS;
+use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
@@ -34,10 +36,11 @@ pub struct Line {
     /// The name of the device, where the file has only one [default: as it was saved]
     name: Option<String>,
     /// Of the devices' family.
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
-                  family has; of forks, these are their base's"
+                  family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, record as \
+                  for serve"
     )]
     words: Vec<String>,
 }
@@ -46,12 +49,16 @@ pub struct Line {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
+    #[serde(with = "path_text")]
     pub file: PathBuf,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
     /// `{"mem_limit": "2G"}`
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     family: Map<String, Value>,
+    /// What lies over each disk and fork: `{"faults": "none"}`
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    layers: Map<String, Value>,
 }
 
 impl TryFrom<Line> for Params {
@@ -64,7 +71,8 @@ impl TryFrom<Line> for Params {
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
-        let values = words::parse(&label, "restore", &words, &family::KEYS)?;
+        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).collect();
+        let values = words::parse(&label, "restore", &words, &allowed)?;
         let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
         for (key, value) in values {
             entries.add(&key, &value).map_err(|e| Usage(e.to_string()))?;
@@ -72,8 +80,9 @@ impl TryFrom<Line> for Params {
         let here = std::env::current_dir();
         let here = here.map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let entries = entries.with_base(&here);
-        let family = entries.pairs.into_iter().map(|(key, value)| (key, value.into())).collect();
-        let params = Self { file: absolute(&label, &file)?, name, family };
+        let pairs = entries.pairs.into_iter().map(|(key, value)| (key, Value::from(value)));
+        let (layers, family) = pairs.partition(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
+        let params = Self { file: absolute(&label, &file)?, name, family, layers };
         params.checked().map_err(|fault| Usage(fault.message))?;
         Ok(params)
     }
@@ -87,7 +96,7 @@ impl Params {
         let entries = Entries::new(label, "ram").and_then(|mut entries| {
             // The size is the file's.
             entries.add("disksize", "1M")?;
-            for (key, value) in &self.family {
+            for (key, value) in self.family.iter().chain(&self.layers) {
                 let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
                 entries.add(key, &text)?;
             }
@@ -100,6 +109,7 @@ impl Params {
 /// What was made.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
+    #[serde(with = "path_text")]
     file: PathBuf,
     devices: Vec<Made>,
 }
@@ -111,6 +121,9 @@ struct Made {
     kind: String,
     /// Bytes.
     disksize: u64,
+    /// What faults are decided by, where nobody chose it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
 }
 
 impl Verb for Restore {
@@ -134,6 +147,12 @@ impl Verb for Restore {
             }
         }
         let job = service.jobs.begin(&at.to_string(), "restore")?;
+        let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
+        if asked.layers.record.is_some() && live > 1 {
+            let why = format!("{at}: restore: record: {live} disks and forks, and one log");
+            return Err(Fault::failed(Errno::EINVAL, why));
+        }
+        let layers = asked.layers.clone();
         let base = base(service, &contents)?;
         let (family, bases) = match &base {
             Some(base) if params.family.is_empty() => {
@@ -159,26 +178,31 @@ impl Verb for Restore {
         let restored = restored.map_err(|error| failed(&error))?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
-            let entry = Arc::new(kinds::restored(name, told.kind, ram, file.clone(), base.as_ref()));
-            if let Err(fault) = service.add(&entry) {
+            let entry = kinds::restored(name, told.kind, ram, file.clone(), base.as_ref(), &layers);
+            let added = entry.map(Arc::new).map_err(Fault::from);
+            let added = added.and_then(|entry| service.add(&entry).map(|()| entry));
+            let entry = added.inspect_err(|_| {
                 for before in made.iter().rev() {
                     // Nobody can stand on it yet.
                     let _ = service.registry.remove(before);
                 }
-                return Err(fault);
-            }
+            })?;
             made.push(entry);
         }
         let devices = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),
             disksize: entry.size(),
+            seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
         });
         Ok(Reply { devices: devices.collect(), file: file.clone() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply.devices.iter().try_for_each(|Made { name, kind, disksize }| {
+        reply.devices.iter().try_for_each(|Made { name, kind, disksize, seed }| {
+            if let Some(seed) = seed {
+                writeln!(out, "{name}: faults with seed={seed}")?;
+            }
             writeln!(out, "{name}: {kind} {}, not published", human(*disksize))
         })
     }

@@ -10,6 +10,7 @@ use freestone::ram::Ram;
 use freestone::replace::Replace;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
 use freestone_spec::kinds::Entry;
+use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
@@ -49,6 +50,7 @@ pub struct Line {
 #[serde(deny_unknown_fields)]
 pub struct Params {
     pub names: Vec<String>,
+    #[serde(with = "path_text")]
     file: PathBuf,
     #[serde(default)]
     family: bool,
@@ -72,13 +74,14 @@ impl TryFrom<Line> for Params {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     names: Vec<String>,
+    #[serde(with = "path_text")]
     file: PathBuf,
     /// Pages of 4 KiB that are in the file.
     pages: u64,
     /// Length of the file.
     file_bytes: u64,
     /// Unfinished files beside it that a crash left.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
 

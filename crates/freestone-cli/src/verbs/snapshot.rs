@@ -42,7 +42,7 @@ pub struct Line {
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
     /// Of snapshots of files.
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
         help = "For files: cow=PATH|DEVICE (where copies go; default memory), cow_size=SIZE, store=P|PO|N, \
                   chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \

@@ -1,8 +1,12 @@
-//! `stat [NAME]`: the statistics of one device, or of all and of the server.
+//! `stat [NAME...]`: the statistics of one device, of some, or of all and of the server.
 
+use std::collections::HashSet;
 use std::io::{self, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use anyhow::Context as _;
 use clap::Args;
 use freestone::file;
 use freestone_spec::attrs;
@@ -10,33 +14,66 @@ use freestone_spec::family::family_stat;
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
 use freestone_spec::layers;
+use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
+use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value, json};
 
-use super::Verb;
 use super::list::{Changed, Export, LOOK_MAX};
+use super::pattern::Pattern;
+use super::{Common, Verb};
 use crate::control::protocol::Fault;
+use crate::error;
 use crate::process;
 use crate::service::Service;
 
 /// The verb.
 pub struct Stat;
 
+/// Patterns of one call: each is tried on every device.
+const PATTERNS_MAX: usize = 64;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Devices, by name or pattern (* stands for any characters, ? for one); without any, all devices
+    /// and the server
+    #[arg(value_name = "NAME|PATTERN")]
+    names: Vec<String>,
+}
+
 /// Its parameters.
-#[derive(Debug, Args, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device; without it, all devices and the server
+    /// One device, of which all is told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
+    /// Names and patterns; what many devices have in common is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    names: Option<Vec<String>>,
 }
 
 /// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
-pub type Reply = Map<String, Value>;
+pub type Reply = Box<RawValue>;
+
+/// What is told of one device, or a part of that.
+type Section = Map<String, Value>;
+
+/// What is told of many. Each becomes text when it is there: a tree of all would take long.
+#[derive(Serialize)]
+struct Many {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    server: Option<Value>,
+    devices: Vec<Box<RawValue>>,
+    /// Names and patterns that no device has.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    missing: Vec<String>,
+}
 
 impl Verb for Stat {
     const METHOD: &'static str = "stat";
@@ -51,40 +88,101 @@ impl Verb for Stat {
             if service.registry.find(&name).is_none()
                 && let Some(progress) = service.jobs.show(&name)
             {
-                return Ok(object(json!({ "name": name, "progress": progress })));
+                return text(&json!({ "name": name, "progress": progress }));
             }
-            return device(service, &*service.find(&name)?, Some(process));
+            return text(&device(service, &*service.find(&name)?, Some(process))?);
+        }
+        if let Some(words) = &params.names {
+            return some(service, words);
         }
         let devices: Result<Vec<_>, _> =
-            service.registry.all().iter().map(|entry| device(service, entry, None)).collect();
+            service.registry.all().iter().map(|entry| text(&device(service, entry, None)?)).collect();
         let addresses: Vec<_> = service.nbd.addresses().iter().map(ToString::to_string).collect();
-        Ok(object(json!({
-            "server": {
-                "version": env!("CARGO_PKG_VERSION"),
-                "pid": std::process::id(),
-                "addresses": addresses,
-                "process_rss_bytes": process.rss_bytes,
-                "process_pss_bytes": process.pss_bytes,
-            },
-            "devices": devices?,
-        })))
+        let server = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "pid": std::process::id(),
+            "addresses": addresses,
+            "process_rss_bytes": process.rss_bytes,
+            "process_pss_bytes": process.pss_bytes,
+        });
+        text(&Many { server: Some(server), devices: devices?, missing: Vec::new() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Some(Value::Array(devices)) = reply.get("devices") else { return show_device(reply, out) };
+        let reply: Section = serde_json::from_str(reply.get())?;
+        let Some(Value::Array(devices)) = reply.get("devices") else { return show_device(&reply, out) };
         if let Some(Value::Object(server)) = reply.get("server") {
             writeln!(out, "server")?;
             show_section(server, "  ", out)?;
         }
-        for device in devices.iter().filter_map(Value::as_object) {
-            writeln!(out)?;
+        let alone = reply.get("server").is_none();
+        for (number, device) in devices.iter().filter_map(Value::as_object).enumerate() {
+            if number > 0 || !alone {
+                writeln!(out)?;
+            }
             show_device(device, out)?;
         }
         Ok(())
     }
 }
 
-fn device(service: &Service, entry: &Entry, process: Option<process::ProcessMemory>) -> Result<Reply, Fault> {
+/// The devices that these words mean, each once.
+fn some(service: &Service, words: &[String]) -> Result<Reply, Fault> {
+    if words.iter().filter(|word| Pattern::is_meant(word)).count() > PATTERNS_MAX {
+        return Err(Fault::invalid(format!("stat: names: at most {PATTERNS_MAX} patterns")));
+    }
+    let all = service.registry.all();
+    let (mut devices, mut missing, mut known) = (Vec::new(), Vec::new(), HashSet::new());
+    for word in words {
+        let found: Vec<Arc<Entry>> = match service.registry.find(word) {
+            Some(entry) => vec![entry],
+            None if Pattern::is_meant(word) => {
+                let pattern = Pattern::new(word);
+                all.iter().filter(|entry| pattern.matches(entry.name())).cloned().collect()
+            }
+            None => Vec::new(),
+        };
+        if found.is_empty() {
+            missing.push(word.clone());
+        }
+        for entry in found.iter().filter(|entry| known.insert(entry.name().to_owned())) {
+            devices.push(text(&device(service, entry, None)?)?);
+        }
+    }
+    text(&Many { server: None, devices, missing })
+}
+
+/// The client's part. What is missing among several is told, and the others are shown.
+pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
+    #[derive(Deserialize)]
+    struct Missing {
+        #[serde(default)]
+        missing: Vec<String>,
+    }
+    let params = match line.names.as_slice() {
+        [] => Params::default(),
+        [name] if !Pattern::is_meant(name) => Params { name: Some(name.clone()), names: None },
+        words => Params { name: None, names: Some(words.to_vec()) },
+    };
+    let answer = super::call::<Stat>(&params, common)?;
+    super::show::<Stat>(&params, &answer, common)?;
+    if params.names.is_none() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let Missing { missing } =
+        serde_json::from_str(answer.get()).context("stat: the server's answer is not understood")?;
+    for word in &missing {
+        let why = if Pattern::is_meant(word) { "no device matches" } else { "no such device" };
+        error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: {why}")).into());
+    }
+    Ok(if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(error::STATUS_FAILURE) })
+}
+
+fn device(
+    service: &Service,
+    entry: &Entry,
+    process: Option<process::ProcessMemory>,
+) -> Result<Section, Fault> {
     let mut reply = object(json!({
         "name": entry.name(),
         "kind": entry.kind.name(),
@@ -175,14 +273,18 @@ fn of_layers(entry: &Entry) -> Vec<(&'static str, Value)> {
     sections
 }
 
-fn object(value: Value) -> Reply {
+fn text<T: Serialize>(told: &T) -> Result<Box<RawValue>, Fault> {
+    to_raw_value(told).map_err(|e| Fault::internal(format!("stat: {e}")))
+}
+
+fn object(value: Value) -> Section {
     match value {
         Value::Object(map) => map,
         _ => Map::new(),
     }
 }
 
-fn show_device(device: &Reply, out: &mut dyn Write) -> io::Result<()> {
+fn show_device(device: &Section, out: &mut dyn Write) -> io::Result<()> {
     let text = |key: &str| device.get(key).and_then(Value::as_str).unwrap_or_default();
     let size = device.get("disksize").and_then(Value::as_u64).unwrap_or_default();
     let head = format!("{}: {} {} {}", text("name"), text("kind"), human(size), text("comp_algorithm"));

@@ -19,7 +19,12 @@ const NOBODY: u32 = 65534;
 /// The program, with its default paths in `dir`.
 pub fn freestone(dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freestone"));
-    command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG").current_dir(dir).stdin(Stdio::null());
+    command
+        .env("XDG_RUNTIME_DIR", dir)
+        .env_remove("RUST_LOG")
+        .env_remove("FREESTONE_CONTROL")
+        .current_dir(dir)
+        .stdin(Stdio::null());
     command
 }
 

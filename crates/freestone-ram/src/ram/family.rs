@@ -135,6 +135,11 @@ impl Family {
         self.0.pages.set_name(name);
     }
 
+    /// Whether it is this one.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The family's numbers.
     pub fn stat(&self) -> FamilyStat {
         let layers = self.0.pages.layers.all();

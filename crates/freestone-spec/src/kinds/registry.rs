@@ -115,20 +115,21 @@ impl Registry {
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), Refused> {
         let mut tables = self.lock();
         tables.check_free(entry.name())?;
-        let mut below = Vec::new();
-        for needed in entry.needs() {
-            match tables.number(needed) {
-                Some(number) => below.push(number),
-                None => return Err(Refused::Gone(needed.name().to_owned())),
-            }
-        }
-        let number = tables.next;
-        tables.next += 1;
-        for needed in below {
-            tables.users.entry(needed).or_default().insert(number, entry.name().to_owned());
-        }
-        tables.names.insert(entry.name().to_owned(), number);
-        tables.entries.insert(number, Arc::clone(entry));
+        let below = tables.below(entry)?;
+        tables.put(entry, below);
+        Ok(())
+    }
+
+    /// Puts another device in the place of one of the same name that nobody stands on; in the order
+    /// it comes last.
+    pub fn replace(&self, old: &Arc<Entry>, new: &Arc<Entry>) -> Result<(), Refused> {
+        let mut tables = self.lock();
+        let below = tables.below(new)?;
+        let gone = || Refused::Gone(old.name().to_owned());
+        let number =
+            tables.number(old).filter(|number| !tables.users.contains_key(number)).ok_or_else(gone)?;
+        tables.take(old, number);
+        tables.put(new, below);
         Ok(())
     }
 
@@ -140,17 +141,7 @@ impl Registry {
         if let Some(users) = tables.users_of(number) {
             return Err(users);
         }
-        for needed in entry.needs() {
-            let Some(below) = tables.number(needed) else { continue };
-            if let Some(users) = tables.users.get_mut(&below) {
-                users.remove(&number);
-                if users.is_empty() {
-                    tables.users.remove(&below);
-                }
-            }
-        }
-        tables.names.remove(entry.name());
-        tables.entries.remove(&number);
+        tables.take(entry, number);
         Ok(())
     }
 
@@ -175,6 +166,36 @@ impl Tables {
             return Err(Refused::Duplicate);
         }
         if self.entries.len() >= MAX_DEVICES { Err(Refused::Full) } else { Ok(()) }
+    }
+
+    /// The numbers of what a device is to stand on.
+    fn below(&self, entry: &Entry) -> Result<Vec<u64>, Refused> {
+        let gone = |needed: &Arc<Entry>| Refused::Gone(needed.name().to_owned());
+        entry.needs().iter().map(|needed| self.number(needed).ok_or_else(|| gone(needed))).collect()
+    }
+
+    fn put(&mut self, entry: &Arc<Entry>, below: Vec<u64>) {
+        let number = self.next;
+        self.next += 1;
+        for needed in below {
+            self.users.entry(needed).or_default().insert(number, entry.name().to_owned());
+        }
+        self.names.insert(entry.name().to_owned(), number);
+        self.entries.insert(number, Arc::clone(entry));
+    }
+
+    fn take(&mut self, entry: &Entry, number: u64) {
+        for needed in entry.needs() {
+            let Some(below) = self.number(needed) else { continue };
+            if let Some(users) = self.users.get_mut(&below) {
+                users.remove(&number);
+                if users.is_empty() {
+                    self.users.remove(&below);
+                }
+            }
+        }
+        self.names.remove(entry.name());
+        self.entries.remove(&number);
     }
 
     /// The number of this very device.

@@ -10,7 +10,7 @@ use super::fork::Fork;
 use super::ram::RamDisk;
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::layers::LayerSpec;
 use crate::refusal::Refusal;
 
@@ -33,18 +33,26 @@ impl Asked for RestoredSpec {
     }
 }
 
-/// A device that was in `file`, and stood on `base`.
-pub fn restored(name: String, kind: DeviceKind, ram: Ram, file: PathBuf, base: Option<&Arc<Entry>>) -> Entry {
+/// A device that was in `file`, and stood on `base`; with these layers, where it can be written.
+pub fn restored(
+    name: String,
+    kind: DeviceKind,
+    ram: Ram,
+    file: PathBuf,
+    base: Option<&Arc<Entry>>,
+    layers: &LayerSpec,
+) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
-    let spec = Spec { name, publish: None, kind: kind_spec, layers: LayerSpec::default() };
-    let device = Arc::clone(&ram) as _;
+    let layers = if kind == DeviceKind::Snapshot { LayerSpec::default() } else { layers.clone() };
+    let spec = Spec { name, publish: None, kind: kind_spec, layers };
+    let device = Some(Arc::clone(&ram) as _);
     let kind: Box<dyn Made> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),
         DeviceKind::Fork => Box::new(Fork(ram)),
         DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
     };
-    Entry::new(spec, kind, Some(device), needs)
+    finished(spec, Built { kind, device, needs, origin: None })
 }

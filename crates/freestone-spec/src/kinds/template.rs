@@ -1,5 +1,6 @@
 //! Templates: a fork for every connection.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,14 +9,17 @@ use serde_json::{Value, json};
 
 use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{Refused, Registry};
-use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec};
+use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec, finished};
 use crate::entries::SpecError;
-use crate::keys::Keys;
-use crate::layers::LayerSpec;
+use crate::keys::{Keys, joined};
+use crate::layers::{FAULT_KEYS, LayerSpec};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 6] = ["base", "size", "mem_limit", "mem_min", "ttl", "publish"];
+const KEYS: [&str; 10] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
+/// Stands in `record` for the number of a connection.
+const NUMBER: &str = "%n";
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -31,6 +35,9 @@ pub struct TemplateSpec {
 impl TemplateSpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
         keys.allow(&KEYS)?;
+        if keys.typed("record").is_some_and(|record| !record.contains(NUMBER)) {
+            return Err(keys.refuse("record", "each connection has a log of its own; %n is its number"));
+        }
         Ok(Self { fork: ForkSpec::take_allowed(NAME, keys)?, ttl: keys.take("ttl", parse_ttl)?.flatten() })
     }
 }
@@ -90,7 +97,7 @@ impl Made for Template {
             "mem_min" => json!(spec.fork.mem_min),
             "ttl" => json!(spec.ttl.map_or(0, |ttl| ttl.as_secs())),
             "made" => json!(self.0.load(Ordering::SeqCst)),
-            _ => return None,
+            _ => return asked_of_layers(&entry.spec.layers, attr),
         })
     }
 
@@ -104,15 +111,15 @@ impl Made for Template {
         loop {
             let number = self.0.fetch_add(1, Ordering::SeqCst) + 1;
             let name = format!("{}@{number}", template.name());
-            let spec = Spec {
-                name,
-                publish: None,
-                kind: KindSpec::Fork(spec.clone()),
-                layers: LayerSpec::default(),
-            };
-            let device = Arc::clone(&fork);
-            let mut entry =
-                Entry::new(spec, Box::new(Fork(Arc::clone(&fork))), Some(device), vec![Arc::clone(base)]);
+            // Before its log is made.
+            if registry.check_free(&name) == Err(Refused::Duplicate) {
+                continue;
+            }
+            let layers = numbered(&template.spec.layers, number);
+            let spec = Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
+            let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
+            let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
+            let mut entry = made.map_err(|error| failed(error.errno, &error.sentence))?;
             entry.template = Some(template.name().to_owned());
             let entry = Arc::new(entry);
             return match registry.add(&entry) {
@@ -126,5 +133,27 @@ impl Made for Template {
     }
 }
 
+/// What its forks have over their data.
+fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
+    let or_none = |text: Option<String>| json!(text.unwrap_or_else(|| "none".to_owned()));
+    Some(match attr {
+        "faults" => or_none(layers.faults.clone()),
+        "seed" => layers.seed.map_or(json!("none"), |seed| json!(seed)),
+        "power_cut" => json!(u8::from(layers.power_cut)),
+        "record" => or_none(layers.record.as_deref().map(path_text::text)),
+        _ => return None,
+    })
+}
+
+/// The layers of the fork of a connection: those of the template, with a log of its own.
+fn numbered(layers: &LayerSpec, number: u64) -> LayerSpec {
+    let of_number = |path: &PathBuf| {
+        let text = path_text::text(path).replace(NUMBER, &number.to_string());
+        path_text::path(&text)
+    };
+    LayerSpec { record: layers.record.as_ref().map(of_number), ..layers.clone() }
+}
+
 /// Its attributes.
-const NAMES: [&str; 6] = ["base", "size", "mem_limit", "mem_min", "ttl", "made"];
+const NAMES: [&str; 10] =
+    ["base", "size", "mem_limit", "mem_min", "ttl", "made", "faults", "seed", "power_cut", "record"];

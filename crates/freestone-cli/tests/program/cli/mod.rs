@@ -1,5 +1,6 @@
 //! The whole program: the built binary, its sockets, its sentences and exit statuses.
 
+mod scripts;
 mod sentences;
 mod writeback;
 
@@ -81,6 +82,7 @@ fn every_verb_shows_examples() {
     let dir = tempdir().unwrap();
     for verb in [
         "serve",
+        "wait",
         "stat",
         "get",
         "set",

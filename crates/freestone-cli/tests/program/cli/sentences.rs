@@ -186,7 +186,14 @@ fn a_full_stdout_is_a_failure() {
         let output = list.spawn().unwrap().wait_with_output().unwrap();
         let err = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert_eq!(sentence(&err), "cannot write to stdout: No space left on device (os error 28)");
+        let why = "cannot write to stdout: No space left on device (os error 28)";
+        if args.contains(&"--json") {
+            let error: serde_json::Value = serde_json::from_str(&err).unwrap();
+            let error = &error["error"];
+            assert_eq!((&error["message"], &error["data"]["errno"]), (&why.into(), &"ENOSPC".into()));
+        } else {
+            assert_eq!(sentence(&err), why);
+        }
     }
 }
 

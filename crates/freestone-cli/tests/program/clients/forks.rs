@@ -180,7 +180,8 @@ fn what_is_no_base_is_told() {
     let unit = "(K, M, G and T are known, 1024-based)";
     for (args, sentence) in [
         (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
-        (&["fork", "golden", "f", "siez=20G"], "f: fork: unknown key \"siez\"; size?; the keys are size, mem_limit, mem_min".into()),
+        (&["fork", "golden", "f", "siez=20G"], "f: unknown key \"siez\"; size?; the keys of a fork device are base, size, mem_limit, mem_min, faults, seed, \
+             power_cut, record, publish".into()),
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
@@ -203,7 +204,10 @@ fn what_is_no_base_is_told() {
             &["fork", "golden", "f", "mem_min=1G"],
             "f: mem_min=1G: the family's mem_limit has 256M left for guarantees",
         ),
-        (&["rewind", "ram0"], "ram0: a ram device has no base; `freestone reset ram0` wipes it"),
+        (
+            &["rewind", "ram0"],
+            "ram0: a ram device has no base; `freestone reset ram0` wipes it, --to goes to a snapshot of it",
+        ),
         (&["rewind", "golden"], "golden: a file device is not rewound; only forks are"),
         (&["snapshot", "golden", "s"], "s: origin=golden: is read-only, so it does not change; fork it"),
         (&["merge", "ram0", "--into-origin"], "ram0: merge: a ram device is no snapshot of a file"),
@@ -456,4 +460,52 @@ fn a_fork_is_as_large_as_its_base() {
         assert_eq!(ok(tool("nbdinfo").args(["--size", &second])).trim(), (2 * MIB).to_string());
         qemu_io(&second, &[&format!("read -P 5 {last} 512"), &format!("read -P 0 {size} 4k")]);
     }
+}
+
+#[test]
+fn a_disk_goes_back_to_its_snapshots() {
+    let serve = Serve::start(&["r=ram,disksize=4M,mem_limit=64M,faults=none", "q=ram,disksize=4M"]);
+    let disk = uri(&serve, "r");
+    qemu_io(&disk, &["write -P 1 0 1M"]);
+    serve.text(&["snapshot", "r", "r-1"]);
+    qemu_io(&disk, &["write -P 2 0 64k", "write -P 3 3M 64k"]);
+    serve.text(&["snapshot", "r", "r-2"]);
+    qemu_io(&disk, &["write -P 4 0 64k"]);
+    serve.text(&["set", "r", "faults=read error=EIO at=2M+4K", "seed=9"]);
+
+    assert_eq!(serve.json(&["rewind", "r", "--to", "r-1"]), json!({"name": "r", "connections_ended": 0}));
+    let first = ["read -P 1 0 1M", "read -P 0 3M 64k"];
+    qemu_io(&disk, &first);
+    let row = &serve.json(&["list", "r"])["devices"][0];
+    assert_eq!(
+        (&row["kind"], &row["base"], &row["disksize"]),
+        (&json!("fork"), &json!("r-1"), &json!(4 * MIB))
+    );
+    assert_eq!((&row["exports"][0]["default"], &row["exports"][0]["uri"]), (&json!(true), &json!(disk)));
+    // What else was set stays, and so does the name's family.
+    assert_eq!(serve.json(&["get", "r"])["faults"], "read error=EIO at=2M+4K");
+    assert_eq!(serve.json(&["stat", "r"])["family"]["mem_limit"], 64 * MIB);
+    // From now on that is its base.
+    qemu_io(&disk, &["write -P 5 0 64k"]);
+    serve.text(&["rewind", "r"]);
+    qemu_io(&disk, &first);
+
+    // The other one, which was taken of the disk as it was then; clients do not see it change.
+    let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
+    connect_nbd(&mut client, "r");
+    let busy = serve.refused(1, &["rewind", "r", "--to", "r-2"]);
+    assert_eq!(busy, "r: a client is connected; --force goes ahead");
+    assert_eq!(serve.json(&["rewind", "r", "--to", "r-2", "--force"])["connections_ended"], 1);
+    assert_eq!(std::io::Read::read(&mut client, &mut [0]).unwrap(), 0);
+    qemu_io(&disk, &["read -P 2 0 64k", "read -P 1 64k 64k", "read -P 3 3M 64k"]);
+
+    assert_eq!(serve.refused(1, &["remove", "r-2"]), "r-2: cannot be removed: r stands on it");
+    assert_eq!(serve.refused(1, &["rewind", "q", "--to", "r-2"]), "q: to=r-2: is no snapshot of it");
+    assert_eq!(serve.refused(1, &["rewind", "r", "--to", "q"]), "r: to=q: is no snapshot of it");
+    let snapshot = serve.refused(1, &["rewind", "r-1", "--to", "r-2"]);
+    assert_eq!(snapshot, "r-1: to=r-2: only a ram device or fork goes back to a snapshot of it");
+    // Nothing hangs on what is not used any more; what does goes first.
+    serve.text(&["remove", "r-1"]);
+    serve.text(&["remove", "*"]);
+    assert_eq!(serve.json(&["list"])["devices"], json!([]));
 }

@@ -210,7 +210,11 @@ fn run_bash(dir: &Path, script: &str) -> String {
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let mut bash = Command::new("bash");
     bash.arg(&file).current_dir(dir).env("PATH", path).env("XDG_RUNTIME_DIR", dir).env("TMPDIR", dir);
-    bash.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    bash.env_remove("RUST_LOG")
+        .env_remove("FREESTONE_CONTROL")
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().unwrap())
+        .stderr(log);
     let mut child = bash.process_group(0).spawn().unwrap();
     let group = Pid::from_child(&child);
     let start = Instant::now();

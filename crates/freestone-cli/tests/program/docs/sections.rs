@@ -16,6 +16,11 @@ pub fn prepared(page: &str, section: &str) -> String {
     let own = match (page, section) {
         // More than the limit, however it is compressed.
         ("README.md", "Little RAM: a disk larger than its memory") => "head -c 320M /dev/urandom > t.tar",
+        ("docs/control.md", "The control socket") => {
+            "serve golden=file,path=golden.img,readonly=yes
+             freestone fork golden job --count 2
+             freestone fork golden trial"
+        }
         ("docs/control.md", "An example") => "cp .block.0 example.py",
         ("docs/devices.md", "Several at once, and a file that says so") => {
             "cp .block.0 freestone.toml; truncate -s 256M img"

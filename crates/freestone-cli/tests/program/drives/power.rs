@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use crate::clients::tools::{MIB, stat};
-use crate::drives::raw::{FUA, Raw};
+use crate::drives::raw::{EIO, FUA, Raw};
 use crate::harness::Serve;
 
 const BLOCKS: u64 = 64;
@@ -172,4 +172,121 @@ fn points_of_the_log_are_visited() {
     }
     let again = serve.refused(1, &["create", "x=ram,disksize=1M,record=r.log"]);
     assert!(again.starts_with("x: record: ") && again.contains("exists"), "{again}");
+}
+
+#[test]
+fn a_recording_goes_on_after_a_rewind_or_reset() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
+    let devices = [
+        "golden=file,path=golden,readonly=yes",
+        "f=fork,base=golden,power_cut=yes,record=f.log",
+        "r=ram,disksize=1M,power_cut=yes,record=r.log",
+    ];
+    let serve = Serve::start_in(dir, &devices, true);
+    for (name, verb, before) in [("f", "rewind", 0xee), ("f", "reset", 0xee), ("r", "reset", 0)] {
+        let page = |at: u64| Raw::connect(&serve, name).read(at * 4096, 4096).unwrap()[0];
+        let trial = if verb == "rewind" { "first" } else { "second" };
+        if verb == "rewind" || name == "r" {
+            let mut client = Raw::connect(&serve, name);
+            assert_eq!((client.write(0, 0, &[1; 4096]), client.flush()), (0, 0));
+            assert_eq!(client.write(0, 4096, &[2; 4096]), 0);
+        }
+        while serve.json(&["list", name])["devices"][0]["exports"][0]["connections"] != 0 {
+            std::thread::yield_now();
+        }
+        serve.text(&["mark", name, &format!("before {trial}")]);
+        serve.text(&[verb, name]);
+        assert_eq!((page(0), page(1)), (before, before), "{name} {verb}");
+        let mut client = Raw::connect(&serve, name);
+        assert_eq!((client.write(0, 8192, &[3; 4096]), client.flush()), (0, 0));
+        drop(client);
+        serve.text(&["mark", name, &format!("after {trial}")]);
+        assert_eq!(serve.json(&["stat", name])["power"]["log"], "records");
+        while serve.json(&["list", name])["devices"][0]["exports"][0]["connections"] != 0 {
+            std::thread::yield_now();
+        }
+    }
+    for (name, trial, before) in [("f", "first", 0xee), ("r", "second", 0)] {
+        let page = |at: u64| Raw::connect(&serve, name).read(at * 4096, 4096).unwrap()[0];
+        let pages = |point: &str| {
+            serve.text(&["power-cut", name, "--at", &format!("{point} {trial}")]);
+            [page(0), page(1), page(2)]
+        };
+        // What was written before the way back is not there behind it.
+        assert_eq!(pages("after"), [before, before, 3], "{name}");
+        assert_eq!(pages("before"), [1, 2, before], "{name}");
+        serve.text(&["power-cut", name, "--at", &format!("after {trial}"), "--seed", "1"]);
+        assert_eq!([page(0), page(1), page(2)], [before, before, 3], "{name}");
+    }
+    let taken = serve.refused(1, &["mark", "f", "freestone: back to the beginning"]);
+    assert!(taken.contains("a mark is text of"), "{taken}");
+}
+
+#[test]
+fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
+    let serve = Serve::start_in(dir, &["golden=file,path=golden,readonly=yes"], true);
+    let layers = ["faults=read error=EIO at=4K+4K", "seed=7", "power_cut=yes"];
+    let nbd = format!("unix:{}", serve.path("nbd").display());
+    serve.text(
+        &[&["fork", "golden", "f-%n", "record=f-%n.log", "--count", "2", "--nbd", &nbd][..], &layers]
+            .concat(),
+    );
+    serve.text(&["create", &format!("c=fork,base=golden,record=c.log,publish=yes,{}", layers.join(","))]);
+    for name in ["f-0", "f-1", "c"] {
+        let mut client = Raw::connect(&serve, name);
+        assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+        assert_eq!(client.read(4096, 4096), Err(EIO), "{name}");
+        serve.text(&["mark", name, "written"]);
+        assert_eq!(serve.json(&["power-cut", name])["connections_ended"], 1, "{name}");
+        assert_eq!(serve.json(&["get", name])["seed"], 7);
+        assert!(serve.path(&format!("{name}.log")).exists());
+    }
+
+    serve.text(
+        &[&["fork", "golden", "t", "--template", "record=t-%n.log", "--nbd", &nbd][..], &layers].concat(),
+    );
+    serve.text(
+        &[&["publish", "golden", "p", "--template", "record=p-%n.log", "--nbd", &nbd][..], &layers].concat(),
+    );
+    serve.text(&[
+        "create",
+        &format!("m=template,base=golden,record=m-%n.log,publish=yes,{}", layers.join(",")),
+    ]);
+    for name in ["t", "p", "m"] {
+        let get = serve.json(&["get", name]);
+        assert_eq!(
+            (&get["seed"], &get["power_cut"], &get["faults"]),
+            (&7.into(), &1.into(), &"read error=EIO at=4K+4K".into())
+        );
+        for number in 1..3 {
+            let own = format!("{name}@{number}");
+            let mut client = Raw::connect(&serve, name);
+            assert_eq!(client.write(0, 0, &[number; 4096]), 0);
+            assert_eq!(client.read(4096, 4096), Err(EIO), "{own}");
+            serve.text(&["mark", &own, "written"]);
+            // The connection stays: with it the disk would go.
+            let cut = serve.json(&["power-cut", &own, "--seed", "1"]);
+            assert_eq!((&cut["connections_ended"], &cut["seed"]), (&0.into(), &1.into()));
+            assert!([number, 0xee].contains(&client.read(0, 4096).unwrap()[0]));
+            assert!(serve.path(&format!("{name}-{number}.log")).exists());
+        }
+    }
+    serve.text(&["fork", "golden", "plain"]);
+    serve.text(&["save", "plain", "plain.saved"]);
+    serve.text(&[&["restore", "plain.saved", "back", "record=back.log"][..], &layers].concat());
+    serve.text(&["publish", "back", "--nbd", &nbd]);
+    let mut client = Raw::connect(&serve, "back");
+    assert_eq!((client.write(0, 0, &[1; 4096]), client.read(4096, 4096)), (0, Err(EIO)));
+    assert_eq!(serve.json(&["power-cut", "back"])["connections_ended"], 1);
+    assert!(serve.path("back.log").exists());
+
+    let one = serve.refused(2, &["fork", "golden", "x", "--template", "record=x.log"]);
+    assert!(one.contains("each connection has a log of its own; %n is its number"), "{one}");
+    let unknown = serve.refused(2, &["fork", "golden", "x", "fualts=none"]);
+    assert!(unknown.starts_with("x: unknown key \"fualts\"; faults?"), "{unknown}");
+    let plain = serve.refused(2, &["publish", "golden", "seed=1", "--nbd", &nbd]);
+    assert_eq!(plain, "golden: publish: seed: only with --template");
 }

@@ -37,10 +37,6 @@ fn nothing_goes_behind_the_back_of_a_layer() {
             &["set", "zoned", "disksize=2M"],
             "zoned: disksize=2M: a zoned device does not grow: the table of its zones is made once".into(),
         ),
-        (
-            &["reset", "log"],
-            "log: cannot be reset: its log would not tell; `freestone power-cut log --at 0` goes back".into(),
-        ),
         (&["power-cut", "faulty"], "faulty: its power cannot be cut: create it with power_cut=yes".into()),
         (
             &["power-cut", "n"],

@@ -1,0 +1,53 @@
+//! Keys of a fork or template in the verbs that make them: those that `serve` takes for the kind,
+//! where they are all checked.
+
+use std::env;
+use std::io;
+
+use freestone_spec::entries::{Entries, SpecError};
+use freestone_spec::path_text;
+use serde_json::{Map, Value};
+
+use crate::control::protocol::Fault;
+use crate::error::Usage;
+
+/// Takes `KEY=VALUE` words. Relative paths start at our directory.
+pub fn of_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, Value>, Usage> {
+    let usage = |e: SpecError| Usage(e.to_string());
+    // What a name stands for may not be one yet: it is checked with the numbers in it.
+    let mut entries = Entries::new("device", kind).map_err(usage)?;
+    for word in words {
+        let Some((key, value)) = word.split_once('=') else {
+            return Err(Usage(format!("{name}: {kind}: {word}: a value is missing; write {word}=VALUE")));
+        };
+        if entries.add(key, value).is_err() {
+            return Err(Usage(format!("{name}: {kind}: {key}: given twice")));
+        }
+    }
+    let here = env::current_dir();
+    let here = here.map_err(|e: io::Error| Usage(format!("the working directory cannot be found: {e}")))?;
+    Ok(entries.with_base(&here).pairs.into_iter().map(|(key, value)| (key, value.into())).collect())
+}
+
+/// Adds keys as they came, in words or in JSON, to those of a device.
+pub fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), Fault> {
+    for (key, value) in keys {
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
+            Value::Number(number) => number.to_string(),
+            _ => {
+                let name = &entries.name;
+                return Err(Fault::invalid(format!("{name}: {key}: must be a text, a number or a boolean")));
+            }
+        };
+        entries.add(key, &text).map_err(|e| Fault::invalid(e.to_string()))?;
+    }
+    Ok(())
+}
+
+/// A command line has any bytes, the words of a device are text.
+pub fn words_parser() -> impl clap::builder::TypedValueParser<Value = String> {
+    use clap::builder::TypedValueParser as _;
+    clap::builder::OsStringValueParser::new().map(|word| path_text::text(word.as_ref()))
+}

@@ -1,0 +1,70 @@
+//! Patterns of names.
+
+/// `*` stands for any characters, `?` for one.
+pub struct Pattern(Vec<char>);
+
+impl Pattern {
+    /// Takes any text; one without `*` and `?` matches itself.
+    pub fn new(text: &str) -> Self {
+        Self(text.chars().collect())
+    }
+
+    /// Whether a word is more than a name. What has a slash is the path of a file.
+    pub fn is_meant(word: &str) -> bool {
+        word.contains(['*', '?']) && !word.contains('/')
+    }
+
+    /// Whether `*` and `?` can be filled to give the name. Goes back only to the last `*`, so the
+    /// work is bounded by the product of the lengths.
+    pub fn matches(&self, name: &str) -> bool {
+        let pattern = &self.0;
+        let name: Vec<char> = name.chars().collect();
+        let (mut p, mut n) = (0, 0);
+        let mut last_star = None;
+        while n < name.len() {
+            match pattern.get(p) {
+                Some('*') => {
+                    last_star = Some((p, n));
+                    p += 1;
+                }
+                Some(&c) if c == '?' || c == name[n] => {
+                    p += 1;
+                    n += 1;
+                }
+                _ => {
+                    // Let the last star take one character more.
+                    let Some((star, taken)) = last_star else { return false };
+                    last_star = Some((star, taken + 1));
+                    (p, n) = (star + 1, taken + 1);
+                }
+            }
+        }
+        pattern[p..].iter().all(|c| *c == '*')
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Pattern;
+
+    #[test]
+    fn patterns() {
+        for (pattern, name, yes) in [
+            ("*", "ram0", true),
+            ("ram?", "ram0", true),
+            ("ram?", "ram10", false),
+            ("r*0", "ram10", true),
+            ("r*1", "ram10", false),
+            ("*a*m*", "ram", true),
+            ("", "ram", false),
+            ("ram", "ram", true),
+            ("ram**", "ram", true),
+            ("?", "ß", true),
+            ("*ab", "aab", true),
+        ] {
+            assert_eq!(Pattern::new(pattern).matches(name), yes, "{pattern} {name}");
+        }
+        assert!(!Pattern::new(&"*a".repeat(2000)).matches(&"a".repeat(255).replace("aaa", "aab")));
+        assert!(Pattern::is_meant("job-?") && !Pattern::is_meant("job-1") && !Pattern::is_meant("./a*"));
+    }
+}

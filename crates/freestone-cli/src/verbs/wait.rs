@@ -1,0 +1,103 @@
+//! `wait`: until a server is ready.
+
+use std::io::{self, Write as _};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Args;
+use freestone::quantity::{self, Wrong};
+use freestone_spec::path_text;
+use freestone_spec::refusal::Errno;
+use serde_json::json;
+
+use super::{Common, Verb as _, list};
+use crate::control::client::Client;
+use crate::control::protocol::Fault;
+use crate::error::Stdout;
+
+/// How often it is looked.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Units of times: name, milliseconds.
+const TIMES: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)];
+const TIMEOUT_MAX: Duration = Duration::from_secs(7 * 86_400);
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// Give up after so long: a whole number with ms, s, m or h
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_time)]
+    timeout: Duration,
+}
+
+fn parse_time(text: &str) -> Result<Duration, String> {
+    match quantity::parse(text, &TIMES) {
+        Ok(ms) if Duration::from_millis(ms) <= TIMEOUT_MAX => Ok(Duration::from_millis(ms)),
+        Ok(_) | Err(Wrong::Overflow | Wrong::Long) => Err("at most 168h".into()),
+        Err(Wrong::Bare(number)) => Err(format!("give a unit; {number}s?")),
+        Err(Wrong::NoNumber | Wrong::Unit { .. }) => {
+            Err("must be a whole number with ms, s, m or h, for example 10s".into())
+        }
+    }
+}
+
+/// Waits. What keeps a server from ever being found there is told at once.
+pub fn wait(line: &Line, common: &Common) -> Result<()> {
+    let end = Instant::now() + line.timeout;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        match look(common, left.max(LOOK_EVERY)) {
+            Ok(client) => return show(&client, common),
+            Err(error) if !is_absent(&error) => return Err(error),
+            Err(error) if left.is_zero() => {
+                let why = format!("{error:#}; waited {:?} for it", line.timeout);
+                return Err(Fault::failed(Errno::ETIMEDOUT, why).into());
+            }
+            Err(_) => thread::sleep(LOOK_EVERY.min(left)),
+        }
+    }
+}
+
+/// The socket is bound when all else is ready; that it also answers is asked with the least there
+/// is to ask.
+fn look(common: &Common, time: Duration) -> Result<Client> {
+    let mut client = Client::connect(common.control.as_deref())?;
+    client.answers_within(time)?;
+    match client.call(list::List::METHOD, &json!({ "pattern": "" })) {
+        Err(error) if !error.is::<Fault>() => {
+            // One that ends, or hangs: the next one may do better.
+            Err(Fault::failed(Errno::ECONNREFUSED, format!("{error:#}")).into())
+        }
+        answer => answer.map(|_| client),
+    }
+}
+
+fn is_absent(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(Errno::ECONNREFUSED))
+}
+
+fn show(client: &Client, common: &Common) -> Result<()> {
+    if common.json {
+        let ready = json!({ "control": path_text::text(client.path()) });
+        writeln!(io::stdout(), "{ready:#}").map_err(Stdout::from)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::parse_time;
+
+    #[test]
+    fn times_have_a_unit() {
+        assert_eq!(parse_time("10s"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_time("0s"), Ok(Duration::ZERO));
+        assert_eq!(parse_time("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(parse_time("10").unwrap_err(), "give a unit; 10s?");
+        for bad in ["", "s", "1.5s", "169h", "99999999999999999999s"] {
+            assert!(parse_time(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! What scripts count on: errors as JSON, several devices at once, waiting for a server, paths of any
+//! bytes.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::Read as _;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::net::UnixListener;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
+
+impl Serve {
+    /// A verb with `--json` that fails with `status`: what is on stdout, and the errors.
+    fn failed(&self, status: i32, args: &[&str]) -> (String, Vec<Value>) {
+        let mut command = freestone(self.dir.path());
+        command.args(args).args(["--json", "--control"]).arg(self.path("control"));
+        let (code, out, err) = finish(&mut command);
+        assert_eq!(code, status, "{args:?}: {err}");
+        (out, err.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
+    }
+
+    fn names(&self) -> String {
+        let list = self.json(&["list"]);
+        let names = list["devices"].as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap());
+        names.collect::<Vec<_>>().join(" ")
+    }
+}
+
+#[test]
+fn errors_are_json_with_the_codes_of_the_control_socket() {
+    let serve = Serve::start(&["r=ram,disksize=1M"]);
+    for (status, args, code, errno, sentence) in [
+        (1, &["stat", "x"][..], -32000, "ENODEV", "x: no such device"),
+        (1, &["rewind", "r"], -32000, "EOPNOTSUPP", "r: a ram device has no base"),
+        (2, &["set", "r", "mem_limit=1"], -32602, "EINVAL", "r: mem_limit=1: give a unit"),
+        (2, &["create", "r"], -32602, "EINVAL", "\"r\": a device is NAME=KIND"),
+        // What clap finds out.
+        (2, &["remove", "r", "--what"], -32602, "EINVAL", "unexpected argument '--what' found"),
+        (
+            2,
+            &["remove"],
+            -32602,
+            "EINVAL",
+            "the following required arguments were not provided: <NAME|PATTERN>...",
+        ),
+    ] {
+        let (out, errors) = serve.failed(status, args);
+        let [error] = errors.as_slice() else { panic!("{args:?}: {errors:?}") };
+        let error = &error["error"];
+        assert_eq!(
+            (out.as_str(), &error["code"], &error["data"]["errno"]),
+            ("", &json!(code), &json!(errno))
+        );
+        assert!(error["message"].as_str().unwrap().starts_with(sentence), "{args:?}: {error}");
+    }
+    // The very object that the socket answers with.
+    let told = ask(&serve.control(), br#"{"jsonrpc":"2.0","id":1,"method":"stat","params":{"name":"x"}}"#);
+    assert_eq!(serve.failed(1, &["stat", "x"]).1, [json!({ "error": told["error"] })]);
+    let dir = tempdir().unwrap();
+    let (code, out, err) = finish(freestone(dir.path()).args(["list", "--json"]));
+    let error: Value = serde_json::from_str(&err).unwrap();
+    assert_eq!((code, out.as_str(), &error["error"]["data"]["errno"]), (1, "", &json!("ECONNREFUSED")));
+    // What is asked of people is told to people.
+    let (_, _, err) = finish(freestone(dir.path()).args(["list", "--", "--json"]));
+    assert!(err.starts_with("freestone: no server at "), "{err}");
+}
+
+#[test]
+fn several_names_and_patterns() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), [7; 1 << 20]).unwrap();
+    let devices = [
+        "golden=file,path=golden.img,readonly=yes",
+        "a1=fork,base=golden",
+        "a2=snapshot,origin=a1",
+        "a3=fork,base=a2",
+        "b=ram,disksize=1M",
+        "ci=template,base=golden",
+    ];
+    let serve = Serve::start_in(dir, &devices, true);
+
+    let stat = serve.json(&["stat", "a*", "b"]);
+    let told: Vec<_> =
+        stat["devices"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
+    assert_eq!((told.join(" ").as_str(), stat.get("server")), ("a1 a2 a3 b", None));
+    assert!(serve.text(&["stat", "b", "a1"]).starts_with("b: ram 1M lz4\n"));
+    let (out, errors) = serve.failed(1, &["stat", "b", "x", "y*"]);
+    let out: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&out["devices"][0]["name"], &out["missing"]), (&json!("b"), &json!(["x", "y*"])));
+    assert_eq!(errors[1]["error"]["message"], "y*: no device matches");
+    let many = json!({"jsonrpc": "2.0", "id": 1, "method": "stat", "params": {"names": vec!["*"; 65]}});
+    let refused = ask(&serve.control(), many.to_string().as_bytes());
+    assert_eq!(refused["error"]["message"], "stat: names: at most 64 patterns");
+
+    // One that fails does not keep the others.
+    let (out, errors) = serve.failed(1, &["rewind", "b", "a?", "nobody*"]);
+    assert_eq!(
+        serde_json::from_str::<Value>(&out).unwrap(),
+        json!({"devices": [{"name": "a1"}, {"name": "a3"}]})
+    );
+    let errnos: Vec<_> = errors.iter().map(|e| e["error"]["data"]["errno"].as_str().unwrap()).collect();
+    // The pattern that matches nothing; a ram device; a snapshot.
+    assert_eq!(errnos, ["ENODEV", "EOPNOTSUPP", "EOPNOTSUPP"], "{errors:?}");
+    assert_eq!(serve.json(&["reset", "b", "a3"])["devices"].as_array().unwrap().len(), 2);
+    // One name is answered as ever.
+    assert_eq!(serve.json(&["rewind", "a3"]), json!({"name": "a3"}));
+
+    // A connection's own fork goes with its connection, and is not meant.
+    let mut client = std::os::unix::net::UnixStream::connect(serve.path("nbd")).unwrap();
+    connect_nbd(&mut client, "ci");
+    assert!(serve.names().ends_with(" ci ci@1"), "{}", serve.names());
+    // What stands on others goes first, whatever the order of the words.
+    assert_eq!(serve.text(&["remove", "golden", "*", "--force"]), "");
+    assert_eq!(serve.names(), "");
+    assert_eq!(serve.refused(1, &["remove", "*"]), "*: no device matches");
+}
+
+#[test]
+fn wait_for_a_server_until_all_is_ready() {
+    let dir = tempdir().unwrap();
+    let control = dir.path().join("ctl");
+    let wait = |time: &str, verb: &str| {
+        let mut command = freestone(dir.path());
+        command.args([verb]).env("FREESTONE_CONTROL", &control);
+        if verb == "wait" {
+            command.args(["--timeout", time]);
+        }
+        command
+    };
+    let begin = Instant::now();
+    let (code, _, err) = finish(wait("200ms", "wait").arg("--json"));
+    let error: Value = serde_json::from_str(&err).unwrap();
+    assert_eq!((code, &error["error"]["data"]["errno"]), (1, &json!("ETIMEDOUT")), "{err}");
+    assert!(begin.elapsed() >= Duration::from_millis(200));
+    // What can never be a server is told at once.
+    fs::write(&control, "").unwrap();
+    let (code, _, err) = finish(&mut wait("1h", "wait"));
+    assert!(code == 1 && err.contains("is no socket"), "{err}");
+    fs::remove_file(&control).unwrap();
+    assert_eq!(finish(wait("1", "wait").arg("--json")).0, 2);
+
+    // Somebody who crashed left a socket.
+    drop(UnixListener::bind(&control).unwrap());
+    let waiting = wait("60s", "wait").stdout(Stdio::piped()).spawn().unwrap();
+    // A server that is not ready before somebody writes its configuration.
+    let fifo = dir.path().join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let config = format!(
+        "nbd = 'unix:{}'\n[[device]]\nname='r'\nkind='ram'\ndisksize='1M'\n",
+        dir.path().join("n").display()
+    );
+    let mut serve = freestone(dir.path())
+        .args(["serve", "--config", "fifo"])
+        .env("FREESTONE_CONTROL", &control)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    fs::write(&fifo, config).unwrap();
+    assert!(waiting.wait_with_output().unwrap().status.success());
+    // Then everything is there.
+    let list: Value = serde_json::from_str(&finish(wait("", "list").arg("--json")).1).unwrap();
+    assert!(list["devices"][0]["exports"][0]["uri"].as_str().unwrap().starts_with("nbd+unix:///r?socket="));
+    // The option wins.
+    let other = dir.path().join("other");
+    let (code, _, err) = finish(wait("", "list").arg("--control").arg(&other));
+    assert!(code == 1 && err.contains("other"), "{err}");
+    kill_process(Pid::from_raw(serve.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+    assert!(serve.wait().unwrap().success());
+}
+
+#[test]
+fn the_control_socket_is_there_when_the_nbd_addresses_are() {
+    let dir = tempdir().unwrap();
+    let control = dir.path().join("control");
+    // Who connects at the first moment finds every device.
+    for _ in 0..10 {
+        let mut serve = freestone(dir.path())
+            .args([
+                "serve",
+                "a=ram,disksize=1M",
+                "b=null,size=1M",
+                "--nbd",
+                "unix:nbd",
+                "--control",
+                "control",
+            ])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        // What the one before left is there at first.
+        while std::os::unix::net::UnixStream::connect(&control).is_err() {
+            std::thread::yield_now();
+        }
+        let mut client = std::os::unix::net::UnixStream::connect(dir.path().join("nbd")).unwrap();
+        assert_eq!(connect_nbd(&mut client, "b"), 1 << 20);
+        // As after a crash: sockets stay.
+        serve.kill().unwrap();
+        serve.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_server_for_a_command_tells_it_its_socket_and_takes_none_from_the_environment() {
+    let dir = tempdir().unwrap();
+    let command = format!("{} list", env!("CARGO_BIN_EXE_freestone"));
+    let mut serve = freestone(dir.path());
+    serve.args(["serve", "n=null,size=1M", "--run", &command]).env("FREESTONE_CONTROL", "/nowhere/control");
+    let (code, out, err) = finish(&mut serve);
+    assert!(code == 0 && out.contains("\nn    null"), "{out}{err}");
+}
+
+#[test]
+fn a_config_without_devices_serves_none() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("none.toml"), "nbd = 'unix:nbd'\ncontrol = 'control'\n").unwrap();
+    let serve = Serve::start_in(dir, &["--config", "none.toml"], false);
+    assert_eq!(serve.said.lines().count(), 1, "{}", serve.said);
+    assert_eq!(serve.names(), "");
+    serve.text(&["create", "r=ram,disksize=1M,publish=yes"]);
+    assert_eq!(serve.names(), "r");
+}
+
+/// Runs at a terminal; returns what it says there.
+fn at_terminal(dir: &std::path::Path, command: &str, no_color: Option<&str>) -> String {
+    let mut script = Command::new("script");
+    script.args(["-qec", command, "/dev/null"]).current_dir(dir).stdin(Stdio::null()).stdout(Stdio::piped());
+    script.env("XDG_RUNTIME_DIR", dir).env_remove("NO_COLOR").env_remove("RUST_LOG").env("TERM", "xterm");
+    if let Some(value) = no_color {
+        script.env("NO_COLOR", value);
+    }
+    let mut said = String::new();
+    let mut child = script.spawn().unwrap();
+    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    child.wait().unwrap();
+    said
+}
+
+#[test]
+fn the_log_has_no_colors_where_they_are_not_wanted() {
+    let dir = tempdir().unwrap();
+    let command = format!("{} -v serve n=null,size=1M --run true", env!("CARGO_BIN_EXE_freestone"));
+    for (no_color, colored) in [(None, true), (Some(""), true), (Some("1"), false)] {
+        let said = at_terminal(dir.path(), &command, no_color);
+        assert!(said.contains("listening"), "{said}");
+        assert_eq!(said.contains('\u{1b}'), colored, "{no_color:?}: {said:?}");
+    }
+}
+
+#[test]
+fn paths_have_any_bytes() {
+    let dir = tempdir().unwrap();
+    let odd = dir.path().join(OsStr::from_bytes(b"odd\xff\xfe"));
+    fs::create_dir(&odd).unwrap();
+    // Relative, so that the working directory is what is odd.
+    let mut words = OsString::from("d=file,size=1M,path=disk");
+    words.push(OsString::from_vec(vec![0xe9]));
+    let mut serve = freestone(&odd);
+    serve.args(["serve", "r=ram,disksize=1M", "--control"]).arg(dir.path().join("control")).arg(&words);
+    let mut serve = serve.args(["--nbd", "unix:n"]).stdout(Stdio::null()).spawn().unwrap();
+    let run = |args: &[&OsStr]| {
+        let mut command = freestone(&odd);
+        let (code, out, err) =
+            finish(command.args(args).arg("--json").arg("--control").arg(dir.path().join("control")));
+        assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
+        out
+    };
+    let os = OsStr::new;
+    run(&[os("wait")]);
+    assert_eq!(fs::metadata(odd.join(OsStr::from_bytes(b"disk\xe9"))).unwrap().len(), 1 << 20);
+    let get: Value = serde_json::from_str(&run(&[os("get"), os("d"), os("path")])).unwrap();
+    assert!(get["path"].as_str().unwrap().ends_with("odd\u{efff}\u{effe}/disk\u{efe9}"), "{get}");
+    run(&[os("save"), os("r"), OsStr::from_bytes(b"saved\xff")]);
+    assert!(odd.join(OsStr::from_bytes(b"saved\xff")).exists());
+    run(&[os("restore"), OsStr::from_bytes(b"saved\xff"), os("again")]);
+    run(&[os("publish"), os("again"), os("--nbd"), OsStr::from_bytes(b"unix:more\xff")]);
+    assert!(odd.join(OsStr::from_bytes(b"more\xff")).exists());
+    // As the answer has it, JSON takes it.
+    let word = format!("other=file,path={},readonly=yes", get["path"].as_str().unwrap());
+    run(&[os("remove"), os("d")]);
+    let create = json!({"jsonrpc": "2.0", "id": 1, "method": "create", "params": {"device": word}});
+    let control = std::os::unix::net::UnixStream::connect(dir.path().join("control")).unwrap();
+    let made = ask(&control, create.to_string().as_bytes());
+    assert_eq!(made["result"]["disksize"], 1 << 20, "{made}");
+    kill_process(Pid::from_raw(serve.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+    assert!(serve.wait().unwrap().success());
+}
+
+/// In the release build, on a machine that does nothing else, it is 0.2 s and 1 s.
+#[test]
+fn very_many_forks_are_told_of_soon() {
+    const FORKS: usize = 20_000;
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), [7; 1 << 20]).unwrap();
+    let serve = Serve::start_in(dir, &["golden=file,path=golden.img,readonly=yes,publish=no"], true);
+    serve.text(&["fork", "golden", "job", "--count", &FORKS.to_string()]);
+    let begin = Instant::now();
+    assert_eq!(serve.text(&["list"]).lines().count(), FORKS + 2);
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    let begin = Instant::now();
+    let stat = serve.json(&["stat"]);
+    assert!(begin.elapsed() < Duration::from_secs(40), "{:?}", begin.elapsed());
+    assert_eq!(stat["devices"][FORKS]["name"], format!("job-{}", FORKS - 1));
+    assert_eq!(serve.text(&["remove", "job-*"]), "");
+    assert_eq!(serve.names(), "golden");
+}
