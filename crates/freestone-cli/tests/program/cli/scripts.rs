@@ -74,7 +74,7 @@ fn errors_are_json_with_the_codes_of_the_control_socket() {
 #[test]
 fn several_names_and_patterns() {
     let dir = tempdir().unwrap();
-    fs::write(dir.path().join("golden.img"), [7; 1 << 20]).unwrap();
+    fs::write(dir.path().join("golden.img"), vec![7; 1 << 20]).unwrap();
     let devices = [
         "golden=file,path=golden.img,readonly=yes",
         "a1=fork,base=golden",
@@ -296,7 +296,7 @@ fn paths_have_any_bytes() {
 fn very_many_forks_are_told_of_soon() {
     const FORKS: usize = 20_000;
     let dir = tempdir().unwrap();
-    fs::write(dir.path().join("golden.img"), [7; 1 << 20]).unwrap();
+    fs::write(dir.path().join("golden.img"), vec![7; 1 << 20]).unwrap();
     let serve = Serve::start_in(dir, &["golden=file,path=golden.img,readonly=yes,publish=no"], true);
     serve.text(&["fork", "golden", "job", "--count", &FORKS.to_string()]);
     let begin = Instant::now();
