@@ -4,7 +4,6 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_nbd::Address;
-use freestone_spec::entries::{Entries, SpecError};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
@@ -138,19 +137,13 @@ impl Params {
             _ => at(&self.name),
         };
         let kind = if self.template { "template" } else { "fork" };
-        let invalid = |e: SpecError| Fault::invalid(e.to_string());
-        let mut entries = Entries::new(&name, kind).map_err(invalid)?;
-        entries.add("base", &self.base).map_err(invalid)?;
-        if let Some(ttl) = self.ttl {
-            entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
-        }
-        keys::add(&mut entries, &self.keys)?;
+        let mut entries = keys::over(&self.base, &name, kind, self.ttl, &self.keys)?;
         if number.is_some() {
             for (_, value) in &mut entries.pairs {
                 *value = at(value);
             }
         }
-        let spec = Spec::from_entries(entries).map_err(invalid)?;
+        let spec = Spec::from_entries(entries).map_err(|e| Fault::invalid(e.to_string()))?;
         let address = self.nbd.as_deref().map(|nbd| {
             parse_address(&at(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
         });

@@ -29,8 +29,26 @@ pub fn of_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, 
     Ok(entries.with_base(&here).pairs.into_iter().map(|(key, value)| (key, value.into())).collect())
 }
 
+/// The words of a fork or template of `base`.
+pub fn over(
+    base: &str,
+    name: &str,
+    kind: &str,
+    ttl: Option<u64>,
+    keys: &Map<String, Value>,
+) -> Result<Entries, Fault> {
+    let invalid = |e: SpecError| Fault::invalid(e.to_string());
+    let mut entries = Entries::new(name, kind).map_err(invalid)?;
+    entries.add("base", base).map_err(invalid)?;
+    if let Some(ttl) = ttl {
+        entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
+    }
+    add(&mut entries, keys)?;
+    Ok(entries)
+}
+
 /// Adds keys as they came, in words or in JSON, to those of a device.
-pub fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), Fault> {
+fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), Fault> {
     for (key, value) in keys {
         let text = match value {
             Value::String(text) => text.clone(),

@@ -248,11 +248,13 @@ fn call<V: Verb>(params: &V::Params, common: &Common) -> Result<Box<RawValue>> {
 }
 
 fn show<V: Verb>(params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
+    if common.json { print_json(answer.get()) } else { print::<V>(params, answer, &mut io::stdout().lock()) }
+}
+
+/// Shows JSON that a server wrote.
+fn print_json(json: &str) -> Result<()> {
     let mut out = io::stdout().lock();
-    if !common.json {
-        return print::<V>(params, answer, &mut out);
-    }
-    out.write_all(&indented(answer.get())).and_then(|()| out.flush()).map_err(Stdout::from)?;
+    out.write_all(&indented(json)).and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 //! what was not begun yet ends with the program.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{self, Write as _};
+use std::io;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
@@ -11,9 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::indent::indented;
 use super::pattern::Pattern;
-use super::{Common, Verb, ask, list, print};
+use super::{Common, Verb, ask, list, print, print_json};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error;
@@ -87,7 +86,7 @@ pub fn ask_each<V: Verb>(
     }
     if common.json {
         let json = serde_json::to_string(&done).context("cannot write the answer")?;
-        io::stdout().write_all(&indented(&json)).map_err(error::Stdout::from)?;
+        print_json(&json)?;
     }
     Ok(if failed { ExitCode::from(error::STATUS_FAILURE) } else { ExitCode::SUCCESS })
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
-use freestone_spec::entries::{Entries, SpecError};
 use freestone_spec::kinds::Spec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -88,14 +87,8 @@ impl Params {
             };
         }
         let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
-        let invalid = |e: SpecError| Fault::invalid(e.to_string());
-        let mut entries = Entries::new(&export, "template").map_err(invalid)?;
-        entries.add("base", name).map_err(invalid)?;
-        if let Some(ttl) = self.ttl {
-            entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
-        }
-        keys::add(&mut entries, &self.keys)?;
-        Spec::from_entries(entries).map(Some).map_err(invalid)
+        let entries = keys::over(name, &export, "template", self.ttl, &self.keys)?;
+        Spec::from_entries(entries).map(Some).map_err(|e| Fault::invalid(e.to_string()))
     }
 }
 

@@ -58,7 +58,8 @@ pub struct Params {
 /// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
-/// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..}, "devices": [..]}`. Sizes in bytes.
+/// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
+/// "devices": [..]}`. Sizes in bytes.
 pub type Reply = Box<RawValue>;
 
 /// What is told of one device, or a part of that.

@@ -172,10 +172,9 @@ fn normal(dir: &Path, line: &str) -> String {
             continue;
         }
         let mut fraction = false;
-        while rest.next_if(|&next| next.is_ascii_digit() || (next == '.' && !fraction)).is_some_and(|next| {
+        while let Some(next) = rest.next_if(|next| next.is_ascii_digit() || (*next == '.' && !fraction)) {
             fraction |= next == '.';
-            true
-        }) {}
+        }
         rest.next_if(|next| "BKMGT".contains(*next));
         out.push('#');
     }
