@@ -68,7 +68,7 @@ Devices:
   ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
                             zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
-  ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, record=FILE
+  ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE, record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
   Without any device and without --config: ram0=ram,disksize=1G
 
@@ -195,6 +195,7 @@ const POWER_CUT_EXAMPLES: &str = "\
 Examples:
   freestone power-cut n0                       tells the seed
   freestone power-cut n0 --seed 7              the same unflushed blocks are lost again
+  freestone power-cut n0 --after 1000writes    by itself, after so many more of them
   freestone power-cut f0 --at 'commit 17'      with record=FILE: as it was at the mark
   freestone power-cut f0 --at 120 --seed 7     after 120 entries of the log, and the power cut there
 

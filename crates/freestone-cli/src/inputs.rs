@@ -12,7 +12,7 @@ use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
 
 /// Devices behind a control socket that is not there.
-pub struct Control(Service);
+pub struct Control(Arc<Service>);
 
 impl Control {
     /// With these devices, each as on the command line.

@@ -201,7 +201,7 @@ impl Running {
         let Plan { devices, addresses, control, limits, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
-        let service = Arc::new(Service::new(Arc::new(Server::new(limits))));
+        let service = Service::new(Arc::new(Server::new(limits)));
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
             let mut published = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use freestone::ram::{NoWaiting, Ram};
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
@@ -39,6 +39,7 @@ pub struct Service {
     addresses: Mutex<Addresses>,
     /// The server ends.
     ending: AtomicBool,
+    this: Weak<Self>,
 }
 
 /// Where the server listens.
@@ -53,8 +54,9 @@ struct Addresses {
 
 impl Service {
     /// A service without devices.
-    pub fn new(nbd: Arc<Server>) -> Self {
-        Self {
+    pub fn new(nbd: Arc<Server>) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
+            this: Weak::clone(this),
             registry: Arc::default(),
             nbd,
             jobs: Jobs::default(),
@@ -62,7 +64,12 @@ impl Service {
             claims: Claims::default(),
             addresses: Mutex::default(),
             ending: false.into(),
-        }
+        })
+    }
+
+    /// Itself, for what goes on when a verb has ended.
+    pub fn weak(&self) -> Weak<Self> {
+        Weak::clone(&self.this)
     }
 
     /// From now on verbs that take long end early.

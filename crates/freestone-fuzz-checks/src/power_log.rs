@@ -165,7 +165,7 @@ fn replay(reader: &mut Reader, entries: &[Plain], count: u64, point: u8) -> bool
         let known = matches!(error, Error::NoEntry { .. } | Error::Damaged { .. } | Error::Device { .. });
         assert!(known, "{error}");
         // What has no place may be among what is lost.
-        let _ = log::replay_cut(reader, asked, point.into(), &device);
+        let _ = log::replay_cut(reader, asked, (point.into(), sector), &device);
         return false;
     }
     let mut bytes = vec![0; DEVICE_BYTES];
@@ -188,7 +188,7 @@ fn replay(reader: &mut Reader, entries: &[Plain], count: u64, point: u8) -> bool
     }
     assert!(content(&device) == bytes, "replayed to {asked}");
     let after = Model::new(DEVICE_BYTES, sector as u32);
-    let cut = log::replay_cut(reader, asked, point.into(), &after).expect("it was replayed before");
+    let cut = log::replay_cut(reader, asked, (point.into(), sector), &after).expect("it was replayed before");
     let open = versions.values().filter(|versions| versions.len() > 1).count() as u64;
     assert_eq!(cut.kept_blocks + cut.lost_blocks, open, "{cut:?}");
     for (number, found) in content(&after).chunks(sector as usize).enumerate() {

@@ -2,13 +2,14 @@
 //! log.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::thread;
 
 use clap::Args;
 use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
 use freestone_spec::kinds::{Entry, KindSpec};
-use freestone_spec::layers::CutError;
+use freestone_spec::layers::{CutError, parse_after};
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -35,6 +36,11 @@ pub struct Params {
     #[arg(long, value_name = "N|MARK")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<String>,
+    /// Not now, but by itself after so many more writes (with zeroes and discards) or flushes, as in
+    /// 1000writes or 3flushes; none: not any more
+    #[arg(long, value_name = "COUNT", conflicts_with = "at")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after: Option<String>,
 }
 
 /// What was done.
@@ -53,6 +59,9 @@ pub struct Reply {
     /// Entries of the log that the device now shows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     entries: Option<u64>,
+    /// When it will go off by itself; nothing is done yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after: Option<String>,
     /// How many connections that ended.
     connections_ended: usize,
 }
@@ -84,55 +93,27 @@ impl Verb for PowerCut {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        let Params { name, seed, at } = params;
+        let Params { name, seed, at, after } = params;
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        let power = power_of(&entry)?;
-        service.registry.check_unused(&entry, "cut off")?;
-        if at.is_some() {
-            check_visit(&entry)?;
-        }
-        let _job = service.jobs.begin(&name, "power-cut")?;
-        let layers = &entry.layers;
-        let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
-        // What waits for room would be waited for.
-        let _now = entry.no_waiting();
-        let (connections_ended, outcome) = service.nbd.restart(&name, || match &at {
-            None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
-            Some(at) => {
-                entry.rewinds.fetch_add(1, Ordering::SeqCst);
-                let below = || entry.kind.wipe(false);
-                layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
+        if let Some(after) = after {
+            if at.is_some() {
+                return Err(Fault::invalid(format!("{name}: power-cut: either at or after")));
             }
-        });
-        let outcome = outcome.map_err(|error| refused(&name, at.as_deref(), &error))?;
-        let reply = Reply {
-            name,
-            seed: None,
-            kept_blocks: None,
-            lost_blocks: None,
-            entries: None,
-            connections_ended,
-        };
-        Ok(match outcome {
-            Outcome::Cut(Cut { seed, kept_blocks, lost_blocks }) => Reply {
-                seed: Some(seed),
-                kept_blocks: Some(kept_blocks),
-                lost_blocks: Some(lost_blocks),
-                ..reply
-            },
-            Outcome::Visited(Visited { entries, cut }) => Reply {
-                seed,
-                kept_blocks: cut.map(|cut| cut.kept_blocks),
-                lost_blocks: cut.map(|cut| cut.lost_blocks),
-                entries: Some(entries),
-                ..reply
-            },
-        })
+            return later(service, &entry, &after, seed);
+        }
+        now(service, &entry, at.as_deref(), seed)
     }
 
     fn show(params: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, seed, kept_blocks, lost_blocks, entries, connections_ended } = reply;
+        let Reply { name, seed, kept_blocks, lost_blocks, entries, after, connections_ended } = reply;
+        match (after.as_deref(), seed) {
+            (Some(after), Some(seed)) => {
+                return writeln!(out, "{name}: the power goes off after {after}, seed {seed}");
+            }
+            (Some(_), None) => return writeln!(out, "{name}: the power does not go off by itself"),
+            (None, _) => {}
+        }
         match connections_ended {
             0 => {}
             1 => writeln!(out, "{name}: a connection ended")?,
@@ -147,6 +128,114 @@ impl Verb for PowerCut {
             out,
             "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
         )
+    }
+}
+
+/// Cuts the power, or goes to a point of the log. The device is claimed.
+fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64>) -> Result<Reply, Fault> {
+    let name = entry.name().to_owned();
+    let power = power_of(entry)?;
+    service.registry.check_unused(entry, "cut off")?;
+    if at.is_some() {
+        check_visit(entry)?;
+    }
+    let _job = service.jobs.begin(&name, "power-cut")?;
+    let layers = &entry.layers;
+    let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
+    // What waits for room would be waited for.
+    let _now = entry.no_waiting();
+    let (connections_ended, outcome) = service.nbd.restart(&name, || match at {
+        None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
+        Some(at) => {
+            entry.rewinds.fetch_add(1, Ordering::SeqCst);
+            let below = || entry.kind.wipe(false);
+            layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
+        }
+    });
+    let outcome = outcome.map_err(|error| refused(&name, at, &error))?;
+    let reply = Reply {
+        name,
+        seed: None,
+        kept_blocks: None,
+        lost_blocks: None,
+        entries: None,
+        after: None,
+        connections_ended,
+    };
+    Ok(match outcome {
+        Outcome::Cut(Cut { seed, kept_blocks, lost_blocks }) => Reply {
+            seed: Some(seed),
+            kept_blocks: Some(kept_blocks),
+            lost_blocks: Some(lost_blocks),
+            ..reply
+        },
+        Outcome::Visited(Visited { entries, cut }) => Reply {
+            seed,
+            kept_blocks: cut.map(|cut| cut.kept_blocks),
+            lost_blocks: cut.map(|cut| cut.lost_blocks),
+            entries: Some(entries),
+            ..reply
+        },
+    })
+}
+
+/// Has the power go off by itself, or not any more. The device is claimed.
+fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, Fault> {
+    let name = entry.name();
+    let power = power_of(entry)?;
+    service.registry.check_unused(entry, "cut off")?;
+    let refused = |why| Fault::invalid(format!("{name}: power-cut: after={after}: {why}"));
+    let asked = parse_after(after).map_err(refused)?;
+    let mut reply = Reply {
+        name: name.to_owned(),
+        seed: None,
+        kept_blocks: None,
+        lost_blocks: None,
+        entries: None,
+        after: Some("none".to_owned()),
+        connections_ended: 0,
+    };
+    let Some(after) = asked else {
+        power.keep_on();
+        return Ok(reply);
+    };
+    let seed = seed.unwrap_or_else(|| entry.layers.next_seed());
+    let (off, went_off) = mpsc::channel();
+    let (weak, device) = (service.weak(), Arc::downgrade(entry));
+    // It ends as well where the count ends, or the device.
+    let wait = move || {
+        if went_off.recv().is_ok()
+            && let (Some(service), Some(entry)) = (weak.upgrade(), device.upgrade())
+        {
+            by_itself(&service, &entry, seed);
+        }
+    };
+    let thread = thread::Builder::new().name("power-cut".into()).spawn(wait);
+    thread.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: power-cut: no thread: {e}")))?;
+    let armed = entry.layers.cut_after(power, after, seed, move || {
+        // Nobody waits where the server ends.
+        let _ = off.send(());
+    });
+    armed.map_err(|_| Fault::failed(Errno::EBUSY, format!("{name}: power-cut: it is just going off")))?;
+    (reply.seed, reply.after) = (Some(seed), Some(after.to_string()));
+    Ok(reply)
+}
+
+/// The power has gone off: what is left is what [`now`] does.
+fn by_itself(service: &Service, entry: &Arc<Entry>, seed: u64) {
+    let cut = service.claim(PowerCut::METHOD, entry.name()).and_then(|_claim| {
+        let there = service.registry.find(entry.name());
+        // One that was removed meanwhile ends as every other.
+        if there.is_none_or(|there| !Arc::ptr_eq(&there, entry)) {
+            return Ok(());
+        }
+        now(service, entry, None, Some(seed)).map(drop)
+    });
+    if let Err(fault) = cut {
+        tracing::warn!("the power did not go off by itself: {}", fault.message);
+        if let Some(power) = &entry.layers.power {
+            power.keep_on();
+        }
     }
 }
 

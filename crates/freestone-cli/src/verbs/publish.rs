@@ -43,7 +43,9 @@ pub struct Params {
     ttl: Option<u64>,
     /// Of the template.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
-    #[arg(help = "With --template: size, mem_limit, mem_min, faults, seed, power_cut, record as for serve")]
+    #[arg(
+        help = "With --template: size, mem_limit, mem_min, faults, seed, power_cut, power_cut_unit, record as for serve"
+    )]
     #[serde(skip)]
     words: Vec<String>,
     /// All else is keys of the template, which refuse what is unknown.

@@ -39,7 +39,7 @@ pub struct Line {
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
-                  family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, record as \
+                  family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
                   for serve"
     )]
     words: Vec<String>,

@@ -4,7 +4,6 @@ use std::collections::HashSet;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use clap::Args;
@@ -266,7 +265,7 @@ fn of_layers(entry: &Entry) -> Vec<(&'static str, Value)> {
         sections.push(("zones", layers::zone_stat(zones)));
     }
     if let Some(power) = &entry.layers.power {
-        sections.push(("power", layers::power_stat(power, entry.layers.cuts.load(Ordering::SeqCst))));
+        sections.push(("power", layers::power_stat(power, &entry.layers)));
     }
     if let Some(faults) = &entry.layers.faults {
         sections.push(("faults", layers::fault_stat(faults)));

@@ -1,12 +1,14 @@
 //! The unflushed blocks of the whole device: which shard holds what, how much there is, and who may
 //! write below.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crossbeam_utils::CachePadded;
 
+use super::UNIT_MAX_BYTES;
 use super::record::{Recorder, What};
-use super::shard::{Content, Kind, Shard, ZERO_COST_BYTES};
+use super::shard::{Block, Content, Kind, Shard, ZERO_COST_BYTES};
 use freestone_core::device::{Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst};
 
@@ -14,6 +16,7 @@ use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst};
 const SHARDS: usize = 64;
 /// Neighbouring blocks that share a shard, in bytes: the longest write below.
 const REGION_BYTES: u64 = 128 << 10;
+const _: () = assert!(UNIT_MAX_BYTES as u64 <= REGION_BYTES, "the blocks of a unit share a shard");
 
 /// The unflushed blocks.
 ///
@@ -21,6 +24,8 @@ const REGION_BYTES: u64 = 128 << 10;
 pub struct Cache {
     /// log2 of a block in bytes.
     shift: u32,
+    /// log2 of the blocks that a cut does not tear.
+    unit_shift: u32,
     capacity: u64,
     shards: Box<[CachePadded<Cell>]>,
     /// Gives every version and every claim its moment.
@@ -61,10 +66,12 @@ impl Locked<'_> {
 }
 
 impl Cache {
-    pub fn new(block_bytes: u32, capacity: u64, record: Option<Recorder>) -> Self {
+    /// `unit_bytes`: what a cut does not tear, a power of two from one block to a region.
+    pub fn new(block_bytes: u32, unit_bytes: u32, capacity: u64, record: Option<Recorder>) -> Self {
         let cell = || Cell { shard: Mutex::default(), oldest: AtomicU64::new(u64::MAX) };
         Self {
             shift: block_bytes.trailing_zeros(),
+            unit_shift: unit_bytes.trailing_zeros() - block_bytes.trailing_zeros(),
             capacity,
             shards: (0..SHARDS).map(|_| CachePadded::new(cell())).collect(),
             clock: AtomicU64::new(1),
@@ -75,6 +82,26 @@ impl Cache {
 
     pub const fn block_bytes(&self) -> u64 {
         1 << self.shift
+    }
+
+    /// What a cut does not tear, in bytes.
+    pub const fn unit_bytes(&self) -> u64 {
+        1 << (self.shift + self.unit_shift)
+    }
+
+    /// The unit of a block.
+    pub const fn unit_of(&self, block: u64) -> u64 {
+        block >> self.unit_shift
+    }
+
+    /// The first block of its unit.
+    const fn unit_start(&self, block: u64) -> u64 {
+        self.unit_of(block) << self.unit_shift
+    }
+
+    /// The first block that is not before this one and begins a unit.
+    const fn unit_end(&self, block: u64) -> u64 {
+        self.unit_start(block + (1 << self.unit_shift) - 1)
     }
 
     /// The blocks of a range of bytes.
@@ -140,15 +167,15 @@ impl Cache {
 
     // ---- writes ---------------------------------------------------------------------------------
 
-    /// Caches as much from the start of a write (`data`) or zeroing as there is room for. Returns
-    /// the bytes; 0 is no room.
+    /// Caches as much from the start of a write (`data`) or zeroing as there is room for, up to the
+    /// end of a unit. Returns the bytes; 0 is no room.
     pub fn insert(&self, request: &Request, data: Option<&[u8]>) -> Result<u64> {
         let Request { op, flags, offset, len } = *request;
         if self.is_log_full() {
             return Ok(0);
         }
         let cost = if data.is_some() { self.block_bytes() } else { ZERO_COST_BYTES };
-        let count = self.reserve(len >> self.shift, cost);
+        let count = self.reserve(self.blocks(offset, len), cost);
         if count == 0 {
             return Ok(0);
         }
@@ -194,13 +221,20 @@ impl Cache {
         self.record.as_ref().is_some_and(Recorder::is_full)
     }
 
-    /// Takes room for up to `count` blocks; for one at least where nothing is cached, so that any
-    /// capacity works.
-    fn reserve(&self, count: u64, cost: u64) -> u64 {
+    /// Takes room for the first of these blocks, up to the end of a unit: no version of a unit is
+    /// a part of a write to it. For a unit at least where nothing is cached, so that any capacity
+    /// works.
+    fn reserve(&self, blocks: Range<u64>, cost: u64) -> u64 {
+        let count = blocks.end - blocks.start;
         let mut used = self.used.load(SeqCst);
         loop {
             let room = (self.capacity.saturating_sub(used) / cost).min(count);
-            let granted = if room == 0 && used == 0 { 1 } else { room };
+            let end = blocks.start + room;
+            let end = if room == count { end } else { self.unit_start(end) };
+            let granted = match end.saturating_sub(blocks.start) {
+                0 if used == 0 => self.unit_end(blocks.start + 1).min(blocks.end) - blocks.start,
+                whole => whole,
+            };
             if granted == 0 {
                 return 0;
             }
@@ -320,7 +354,8 @@ impl Cache {
         }
     }
 
-    /// Gives a claim back. The first `done` bytes of it are below.
+    /// Gives a claim back. The first `done` bytes of it are below: of the units that this reaches
+    /// into, nothing that is older than the claim can be lost any more, or they would be torn.
     pub fn release(&self, claimed: Claimed, done: u64, failed: bool) {
         let Claimed { moment, blocks, mask, slot } = claimed;
         let settled = blocks.start + (done >> self.shift);
@@ -328,6 +363,10 @@ impl Cache {
         for shard in bits(mask) {
             let mut held = self.shards[shard].shard.lock();
             freed += held.settle(blocks.start..settled, moment);
+            if settled > blocks.start {
+                held.secure(self.unit_start(blocks.start)..blocks.start, moment);
+                held.secure(settled..self.unit_end(settled), moment);
+            }
             if failed {
                 // Not `now`: a flush that is issued after this must find the blocks before its
                 // bound.
@@ -351,14 +390,11 @@ impl Cache {
     }
 
     /// Takes everything out. For a device whose power is off: nobody is here, nothing is claimed.
-    pub fn take(&self) -> std::collections::BTreeMap<u64, Vec<Content>> {
-        let mut all = std::collections::BTreeMap::new();
+    pub fn take(&self) -> BTreeMap<u64, Block> {
+        let mut all = BTreeMap::new();
         for (shard, cell) in self.shards.iter().enumerate() {
             let mut held = cell.shard.lock();
-            let blocks = held.take().into_iter();
-            all.extend(blocks.map(|(number, block)| {
-                (number, block.versions.into_iter().map(|(_, content)| content).collect())
-            }));
+            all.append(&mut held.take());
             self.note_oldest(shard, &held);
         }
         self.used.store(0, SeqCst);

@@ -1,13 +1,13 @@
-//! What a power cut leaves of a block: a hash of seed and block decides, so the same seed gives the
-//! same loss, whatever the order of the blocks.
+//! What a power cut leaves of a unit, which it does not tear: a hash of seed and unit decides, so the
+//! same seed gives the same loss, whatever the order of the units.
 
-/// The chance, in 256ths, that a block loses all that is unflushed: at least [`LOSS_MIN`], below
+/// The chance, in 256ths, that a unit loses all that is unflushed: at least [`LOSS_MIN`], below
 /// `LOSS_MIN + LOSS_SPAN`. It differs from seed to seed, so that some cuts lose nearly all and some
 /// nearly nothing.
 const LOSS_MIN: u64 = 16;
 const LOSS_SPAN: u64 = 224;
 
-/// Decides for all blocks of one cut.
+/// Decides for all units of one cut.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice {
     seed: u64,
@@ -19,10 +19,10 @@ impl Choice {
         Self { seed, loss: LOSS_MIN + mix(seed ^ 0x6c6f_7373) % LOSS_SPAN }
     }
 
-    /// What becomes of a block with `versions` unflushed versions (at least one): `None` for its
-    /// old content, else the version's index, 0 for the oldest.
-    pub const fn of(&self, block: u64, versions: u64) -> Option<u64> {
-        let word = mix(mix(self.seed).wrapping_add(block));
+    /// What becomes of a unit to which `versions` unflushed writes came (at least one): `None` for
+    /// its old content, else the last of them that happened, 0 for the oldest.
+    pub const fn of(&self, unit: u64, versions: u64) -> Option<u64> {
+        let word = mix(mix(self.seed).wrapping_add(unit));
         if word % 256 < self.loss { None } else { Some((word >> 8) % versions) }
     }
 }

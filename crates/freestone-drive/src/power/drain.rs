@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::bell::Bell;
 use super::cache::{Cache, Claimed, Recorded, Run};
 use super::completion;
+use super::countdown::Countdown;
 use super::queue::Queue;
 use super::record::What;
 use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
@@ -33,6 +34,8 @@ pub struct PowerShared {
     /// Bytes of unflushed blocks that the device below is writing.
     pub draining: AtomicU64,
     failures: Mutex<Failures>,
+    /// Lock order: last; see there.
+    pub countdown: Countdown,
     /// Held by who switches the power off, until it is on again.
     pub change: Mutex<()>,
     /// 1: the power is off for a wipe only, which is no loss of power. Who comes waits for the end
@@ -58,6 +61,7 @@ impl PowerShared {
             in_flight: AtomicU64::new(0),
             draining: AtomicU64::new(0),
             failures: Mutex::new(Failures { count: 0, last: Error::Media }),
+            countdown: Countdown::default(),
             change: Mutex::default(),
             wiping: AtomicU32::new(0),
         }
@@ -206,21 +210,52 @@ impl PowerShared {
 
     // ---- writes past the cache ------------------------------------------------------------------
 
-    pub fn try_through(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let data = if let Buffer::Write(data) = &buffer { Some(&**data) } else { None };
+    pub fn try_through(self: &Arc<Self>, request: Request, buffer: Buffer<'_>) -> Result<Tried> {
+        let data = if let Buffer::Write(data) = buffer { Some(data) } else { None };
         if self.cache.is_log_full() {
             return Ok(Tried::WouldBlock);
         }
-        let Some(claimed) = self.claim(request, data) else { return Ok(Tried::WouldBlock) };
-        let outcome = self.inner.try_io(&as_zeroes(*request), buffer);
+        let Some(claimed) = self.claim(&request, data) else { return Ok(Tried::WouldBlock) };
+        let outcome = self.inner.try_io(&as_zeroes(request), buffer);
         let done = match outcome {
             Ok(Tried::Done) => request.len,
-            Ok(Tried::Partly(part)) => part,
+            Ok(Tried::Partly(part)) => match (request.offset + part) % self.cache.unit_bytes() {
+                0 => part,
+                into => return self.finish_unit(claimed, request, data, (part, into)),
+            },
             Ok(Tried::WouldBlock) | Err(_) => 0,
         };
         self.cache.release(claimed, done, false);
         self.bell.ring();
         outcome
+    }
+
+    /// A write past the cache stopped after `part` bytes, `into` bytes into a unit. What is below
+    /// of that unit cannot be taken back, so the device below gets the rest of it, and nobody else
+    /// writes there until that is done: a cut waits for it and finds the unit whole. The request
+    /// goes on with the unit as if nothing of it were done.
+    #[cold]
+    fn finish_unit(
+        self: &Arc<Self>,
+        claimed: Claimed,
+        request: Request,
+        data: Option<&[u8]>,
+        (part, into): (u64, u64),
+    ) -> Result<Tried> {
+        let whole = part.saturating_sub(into);
+        let end = (part + self.cache.unit_bytes() - into).min(request.len);
+        let buffer = match data.map(|data| IoBuf::copy_of(&data[part as usize..end as usize])).transpose() {
+            Ok(buffer) => buffer.unwrap_or_else(IoBuf::empty),
+            Err(error) => {
+                self.cache.release(claimed, part, false);
+                return Err(error);
+            }
+        };
+        let rest = Request { len: end - part, ..request.rest(part) };
+        self.below(as_zeroes(rest), buffer, move |shared, outcome, _| {
+            shared.cache.release(claimed, if outcome.is_ok() { end } else { part }, false);
+        });
+        Ok(if whole == 0 { Tried::WouldBlock } else { Tried::Partly(whole) })
     }
 
     /// Submits a write past the cache; gives it back where another write to the range is on its

@@ -55,7 +55,7 @@ impl PowerShared {
         }
     }
 
-    pub fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_io(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let geometry = self.geometry();
         request.check(&geometry)?;
         let _under_way = match self.admit(|| {}) {
@@ -68,7 +68,7 @@ impl PowerShared {
             (Op::Read, _) | (Op::Write, Buffer::None | Buffer::Read(_)) => Err(Error::Misaligned),
             (Op::Flush, _) => self.try_flush(),
             (Op::Discard, _) if ignores_discards(&geometry) => Ok(Tried::Done),
-            (_, buffer) if self.goes_past(request) => self.try_through(request, buffer),
+            (_, buffer) if self.goes_past(request) => self.try_through(*request, buffer),
             (_, Buffer::Write(data)) => self.try_write(request, Some(data)),
             (_, _) => self.try_write(request, None),
         }
@@ -115,8 +115,12 @@ impl PowerShared {
             return Ok(Tried::WouldBlock);
         }
         let piece = match data {
-            Some(_) => Request { len: request.len.min(PIECE_BYTES), ..*request },
-            None => *request,
+            // Up to the end of a unit.
+            Some(_) if request.len > PIECE_BYTES => {
+                let past = (request.offset + PIECE_BYTES) % self.cache.unit_bytes();
+                Request { len: PIECE_BYTES - past, ..*request }
+            }
+            _ => *request,
         };
         let mut done = self.cache.insert(&piece, data)?;
         if done == 0 {

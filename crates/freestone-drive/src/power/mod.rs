@@ -4,12 +4,13 @@
 //! does. Each write that was not made durable leaves a version of each of its blocks in memory. A
 //! flush writes the newest below and flushes the device below; a write with FUA goes below at once,
 //! and so does a range of zeroes of more than 4096 blocks. When [`Power::cut`] takes the power
-//! away, each unflushed block ends with its old content or any of its versions, whatever its
-//! neighbours do: a hash of the seed and the block's number decides.
+//! away, each unit of [`Config::unit`] bytes ends as it was below or as it was after any of the
+//! unflushed writes to it, whatever its neighbours do: a hash of the seed and the unit's number
+//! decides. No write to a unit is torn.
 //!
 //! The cache is bounded; when it is full its oldest blocks are written below, with what lies beside
 //! them. That only means that a cut cannot take them back: a drive may write its cache whenever it
-//! likes.
+//! likes. Where a part of a unit went below, a cut takes back nothing of the rest that is as old.
 //!
 //! Discards become zeroes, for every byte of them; where the device below frees nothing, or writing
 //! zeroes is work, a discard does nothing. A failed write below keeps the blocks unflushed: the
@@ -21,6 +22,8 @@ mod bell;
 mod cache;
 mod choice;
 mod completion;
+mod countdown;
+mod counted;
 mod drain;
 mod io;
 pub mod log;
@@ -37,6 +40,7 @@ use thiserror::Error;
 
 use bell::Bell;
 use cache::Cache;
+pub use countdown::After;
 use drain::PowerShared;
 use freestone_core::device::{
     self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result, Tried,
@@ -50,12 +54,18 @@ use record::Recorder;
 /// [`Config::capacity`] where none is given, in bytes.
 pub const CAPACITY_DEFAULT_BYTES: u64 = 64 << 20;
 
+/// The largest [`Config::unit`] in bytes.
+pub const UNIT_MAX_BYTES: u32 = 64 << 10;
+
 /// How a [`Power`] is made.
 #[derive(Debug, Default)]
 pub struct Config {
     /// Bytes of unflushed data that are kept, 0 for [`CAPACITY_DEFAULT_BYTES`]. One block is kept
-    /// with any capacity; a block of zeroes counts 64 bytes.
+    /// with any capacity (a whole unit); a block of zeroes counts 64 bytes.
     pub capacity: u64,
+    /// What a cut does not tear: a power of two from the device's logical block to
+    /// [`UNIT_MAX_BYTES`]. 0 for its physical block (or [`UNIT_MAX_BYTES`], where that is larger).
+    pub unit: u32,
     /// Where every write, discard and flush is recorded.
     pub record: Option<log::Writer>,
 }
@@ -65,9 +75,9 @@ pub struct Config {
 pub struct Cut {
     /// The seed it was made with.
     pub seed: u64,
-    /// Unflushed blocks that ended as one of their unflushed versions.
+    /// Unflushed units that ended as after one of the writes since.
     pub kept_blocks: u64,
-    /// Unflushed blocks that ended as they were before.
+    /// Unflushed units that ended as they were before.
     pub lost_blocks: u64,
 }
 
@@ -136,19 +146,28 @@ impl Power {
     /// Decorates `inner`, which from now on must be used through this only.
     ///
     /// # Errors
-    /// The device below has zones (put the zones on top); the log's head could not be written; no
-    /// thread was to be had.
+    /// The device below has zones (put the zones on top); its blocks are no multiples of the unit;
+    /// the log's head could not be written; no thread was to be had.
     pub fn new(inner: Arc<dyn Device>, config: Config) -> std::io::Result<Self> {
         let geometry = inner.geometry();
         if geometry.zones.is_some() {
             let why = "the device below has zones: a power cut goes below them";
             return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, why));
         }
+        let unit = match config.unit {
+            0 => geometry.physical_block.min(UNIT_MAX_BYTES).max(geometry.logical_block),
+            unit => unit,
+        };
+        if !unit.is_power_of_two() || !(geometry.logical_block..=UNIT_MAX_BYTES).contains(&unit) {
+            let (least, most) = (geometry.logical_block, UNIT_MAX_BYTES);
+            let why = format!("a unit is a power of two from {least} to {most} bytes, not {unit}");
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, why));
+        }
         let capacity = if config.capacity == 0 { CAPACITY_DEFAULT_BYTES } else { config.capacity };
         let bell = Arc::new(Bell::default());
         let start = |writer| Recorder::start(writer, geometry.logical_block, Arc::clone(&bell));
         let record = config.record.map(start).transpose()?;
-        let cache = Cache::new(geometry.logical_block, capacity, record);
+        let cache = Cache::new(geometry.logical_block, unit, capacity, record);
         let shared = Arc::new(PowerShared::new(inner, cache, bell));
         let work = {
             let shared = Arc::clone(&shared);
@@ -161,6 +180,11 @@ impl Power {
     /// Bytes of the capacity that unflushed blocks take.
     pub fn unflushed_bytes(&self) -> u64 {
         self.shared.cache.used()
+    }
+
+    /// What a cut does not tear, in bytes.
+    pub fn unit(&self) -> u64 {
+        self.shared.cache.unit_bytes()
     }
 
     /// Writes what is unflushed of these bytes below, so that it survives the next cut. Waits for
@@ -191,6 +215,33 @@ impl Power {
     /// doing for 10 s, and nothing was lost. The power is back all the same.
     pub fn cut(&self, seed: u64) -> Result<Cut> {
         self.shared.cut(seed)
+    }
+
+    /// Switches the power off by itself after so many more writes or flushes: what comes then is
+    /// not answered, and `then` is called once, on a thread that answers requests, which must not
+    /// wait: it has somebody else [`cut`](Self::cut) the power, with which the device is back. A
+    /// cut before that ends the count, and so does another call of this.
+    ///
+    /// # Errors
+    /// [`Gone`](DeviceError::Gone): the power is just going off.
+    pub fn cut_after(&self, after: After, then: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.shared.countdown.begin(after, Box::new(then))
+    }
+
+    /// How many writes or flushes are left until the power goes off by itself.
+    pub fn cuts_after(&self) -> Option<After> {
+        self.shared.countdown.left()
+    }
+
+    /// Answers [`Gone`](DeviceError::Gone) to what is not answered because the power went off by
+    /// itself, and to what comes until it is cut or [`keep_on`](Self::keep_on) is called.
+    pub fn let_go(&self) {
+        self.shared.let_go();
+    }
+
+    /// The power does not go off by itself, or not for good: what waits for that goes on.
+    pub fn keep_on(&self) {
+        self.shared.stop_counting();
     }
 
     /// Drops all that is unflushed and has `below` wipe the device below, to what it was when the
@@ -241,10 +292,16 @@ impl Device for Power {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if self.shared.countdown.runs() {
+            return self.shared.try_counted(request, buffer);
+        }
         self.shared.try_io(request, buffer)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        if self.shared.countdown.runs() {
+            return self.shared.submit_counted(request, buffer, done);
+        }
         self.shared.submit(request, buffer, done);
     }
 
@@ -259,6 +316,7 @@ impl Device for Power {
 
 impl Drop for Power {
     fn drop(&mut self) {
+        self.shared.let_go();
         let (tell, told) = mpsc::sync_channel(1);
         let done = Completion::new(move |outcome, _| {
             // Nobody listens where nobody can wait.

@@ -363,7 +363,7 @@ mod tests {
         let disk = file.try_clone().unwrap();
         let below = Family::new(ram::Config::default()).unwrap().ram(1 << 20).unwrap();
         let record = Some(Writer::on(file, Path::new("the log")));
-        let device = Power::new(Arc::new(below), Config { capacity: 0, record }).unwrap();
+        let device = Power::new(Arc::new(below), Config { record, ..Config::default() }).unwrap();
         device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         assert_eq!(device.mark("before").unwrap(), 1);
         let good = device.recording().unwrap();

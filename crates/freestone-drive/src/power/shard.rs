@@ -58,6 +58,9 @@ pub struct Block {
     /// Its place in the order of eviction: the moment when it came, or of the last failure to write
     /// it below. Never later than a flush that has to write it.
     order: u64,
+    /// No version from before this moment can be lost: another part of the unit, as it was then, is
+    /// below.
+    pub floor: u64,
     /// The moment of each version and what was written, oldest first; moments grow.
     pub versions: Vec<(u64, Content)>,
 }
@@ -91,7 +94,7 @@ impl Shard {
     pub fn push(&mut self, block: u64, now: u64, content: Content) {
         let entry = self.blocks.entry(block).or_insert_with(|| {
             self.by_order.insert((now, block));
-            Block { order: now, versions: Vec::with_capacity(1) }
+            Block { order: now, floor: 0, versions: Vec::with_capacity(1) }
         });
         entry.versions.push((now, content));
     }
@@ -179,6 +182,13 @@ impl Shard {
             self.blocks.remove(&number);
         }
         freed
+    }
+
+    /// From now on no cut loses what is older than `bound` of the blocks of `range`.
+    pub fn secure(&mut self, range: Range<u64>, bound: u64) {
+        for (_, block) in self.blocks.range_mut(range) {
+            block.floor = block.floor.max(bound);
+        }
     }
 
     /// Moves the blocks of `range` to the end of the order: they could not be written below, others

@@ -9,7 +9,7 @@ use super::choice::Choice;
 use super::drain::PowerShared;
 use super::log::{self, Reader};
 use super::record::{Recorder, What};
-use super::shard::{Content, Kind};
+use super::shard::{Block, Content, Kind};
 use super::{Cut, Point, RecordError, Visited};
 use freestone_core::device::{Blocking, Error, Flags, Result};
 use freestone_core::sync::{Instant, MutexGuard};
@@ -69,24 +69,35 @@ impl PowerShared {
         if quiet { Ok(off) } else { Err(Error::Gone) }
     }
 
-    pub fn cut(&self, seed: u64) -> Result<Cut> {
+    pub fn cut(self: &Arc<Self>, seed: u64) -> Result<Cut> {
+        self.let_go();
+        let cut = self.lose(seed);
+        self.stop_counting();
+        cut
+    }
+
+    fn lose(&self, seed: u64) -> Result<Cut> {
         let _off = self.switch_off(false)?;
         let choice = Choice::new(seed);
         let mut cut = Cut { seed, kept_blocks: 0, lost_blocks: 0 };
         // Blocks that did not end as their newest version, which is what the recording has last.
         let mut set_back = Vec::new();
         let mut kept = BTreeMap::new();
-        for (block, mut versions) in self.cache.take() {
-            let picked = choice.of(block, versions.len() as u64);
-            if picked != Some(versions.len() as u64 - 1) {
-                set_back.push(block);
+        let mut blocks = self.cache.take().into_iter().peekable();
+        while let Some((block, first)) = blocks.next() {
+            let unit = self.cache.unit_of(block);
+            let mut parts = vec![(block, first)];
+            while let Some(part) = blocks.next_if(|(block, _)| self.cache.unit_of(*block) == unit) {
+                parts.push(part);
             }
-            match picked {
-                None => cut.lost_blocks += 1,
-                Some(version) => {
-                    cut.kept_blocks += 1;
-                    kept.insert(block, versions.swap_remove(version as usize));
+            let until = decide(choice, unit, &parts, &mut cut);
+            for (block, Block { mut versions, .. }) in parts {
+                let stays = versions.partition_point(|(moment, _)| *moment < until);
+                if stays < versions.len() {
+                    set_back.push(block);
                 }
+                versions.truncate(stays);
+                kept.extend(versions.pop().map(|(_, content)| (block, content)));
             }
         }
         let written = self.write_kept(&kept, &mut set_back);
@@ -185,9 +196,33 @@ impl PowerShared {
         reset()?;
         let cut = match cut {
             None => log::replay(&mut reader, entries, &*self.inner).map(|()| None)?,
-            Some(seed) => Some(log::replay_cut(&mut reader, entries, seed, &*self.inner)?),
+            Some(seed) => {
+                Some(log::replay_cut(&mut reader, entries, (seed, self.cache.unit_bytes()), &*self.inner)?)
+            }
         };
         Ok(Visited { entries, cut })
+    }
+}
+
+/// The moment up to which the writes to a unit happened, of which `parts` are unflushed.
+fn decide(choice: Choice, unit: u64, parts: &[(u64, Block)], cut: &mut Cut) -> u64 {
+    let floor = parts.iter().map(|(_, block)| block.floor).max().unwrap_or_default();
+    let versions = parts.iter().flat_map(|(_, block)| &block.versions);
+    let mut open: Vec<u64> = versions.map(|(moment, _)| *moment).filter(|moment| *moment >= floor).collect();
+    open.sort_unstable();
+    open.dedup();
+    if open.is_empty() {
+        return u64::MAX;
+    }
+    match choice.of(unit, open.len() as u64) {
+        None => {
+            cut.lost_blocks += 1;
+            open[0]
+        }
+        Some(version) => {
+            cut.kept_blocks += 1;
+            open[version as usize] + 1
+        }
     }
 }
 

@@ -23,7 +23,7 @@ impl Inner {
             let mut after = Vec::new();
             for zone in layout.conventional..layout.zones {
                 let word = inner.table.look(zone);
-                let left = inner.left_by_cut(zone, word, seed);
+                let left = inner.left_by_cut(zone, word, seed, power.unit());
                 let kept = left.pointer().min(layout.capacity(zone));
                 if kept > 0 {
                     power.keep(layout.start(zone), kept)?;
@@ -39,8 +39,8 @@ impl Inner {
         })
     }
 
-    /// A zone after the cut.
-    fn left_by_cut(&self, zone: u32, word: Word, seed: u64) -> Word {
+    /// A zone after the cut, which tears no unit of `unit` bytes.
+    fn left_by_cut(&self, zone: u32, word: Word, seed: u64, unit: u64) -> Word {
         let layout = &self.table.layout;
         let (durable, present) = match &self.durable {
             Some(durable) => (durable.mark(zone), Mark::of(word)),
@@ -51,9 +51,17 @@ impl Inner {
         if durable.is_final() || present.is_final() && word.pointer() != layout.capacity(zone) {
             return next;
         }
-        let blocks = word.pointer().saturating_sub(durable.pointer()) / u64::from(layout.block);
-        let kept = mix(seed ^ mix(u64::from(zone))) % (blocks + 1);
-        let pointer = durable.pointer() + kept * u64::from(layout.block);
+        // The units that the unflushed bytes reach into.
+        let start = layout.start(zone);
+        let first = (start + durable.pointer()) / unit;
+        let units = match word.pointer() {
+            pointer if pointer > durable.pointer() => (start + pointer).div_ceil(unit) - first,
+            _ => 0,
+        };
+        let pointer = match mix(seed ^ mix(u64::from(zone))) % (units + 1) {
+            0 => durable.pointer(),
+            kept => ((first + kept) * unit - start).min(word.pointer()),
+        };
         let condition = match pointer {
             0 => ZoneCondition::Empty,
             _ if pointer == layout.capacity(zone) => ZoneCondition::Full,

@@ -18,7 +18,7 @@ use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 
 pub(super) const NAME: &str = "fork";
-const KEYS: [&str; 9] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 10] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
 
 /// A fork as it was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -65,7 +65,7 @@ const KINDS: [&str; ALL.len()] = {
     names
 };
 /// What those take that can have layers.
-const LAYER_KEYS: [&str; 16] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
+const LAYER_KEYS: [&str; 17] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
 /// Why a snapshot is no origin.
 const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 

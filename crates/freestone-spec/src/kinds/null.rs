@@ -38,10 +38,13 @@ const NAMES: [&str; 14] = [
     "readonly",
 ];
 const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_params"], &[]);
-const OTHER_KEYS: [&str; 17] =
-    joined(&["mem_limit"], &ZONE_KEYS, &["faults", "seed", "power_cut", "record", "publish"]);
-const KEYS: [&str; 33] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
-const _: () = assert!(FAULT_KEYS.len() == 4, "they are all in the list above");
+const OTHER_KEYS: [&str; 18] = joined(
+    &["mem_limit"],
+    &ZONE_KEYS,
+    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish"],
+);
+const KEYS: [&str; 34] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
+const _: () = assert!(FAULT_KEYS.len() == 5, "they are all in the list above");
 /// Keys of compressed memory.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
 

@@ -18,7 +18,7 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 pub(super) const NAME: &str = "ram";
-const KEYS: [&str; 31] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 32] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
 
 /// A RAM disk as it was asked for.
 #[derive(Debug, Clone, PartialEq)]

@@ -17,7 +17,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 10] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
 /// Stands in `record` for the number of a connection.
 const NUMBER: &str = "%n";
 /// The longest life of a connection to a template.
@@ -140,6 +140,7 @@ fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
         "faults" => or_none(layers.faults.clone()),
         "seed" => layers.seed.map_or(json!("none"), |seed| json!(seed)),
         "power_cut" => json!(u8::from(layers.power_cut)),
+        "power_cut_unit" => layers.power_cut_unit.map_or(json!("none"), |bytes| json!(bytes)),
         "record" => or_none(layers.record.as_deref().map(path_text::text)),
         _ => return None,
     })
@@ -155,5 +156,16 @@ fn numbered(layers: &LayerSpec, number: u64) -> LayerSpec {
 }
 
 /// Its attributes.
-const NAMES: [&str; 10] =
-    ["base", "size", "mem_limit", "mem_min", "ttl", "made", "faults", "seed", "power_cut", "record"];
+const NAMES: [&str; 11] = [
+    "base",
+    "size",
+    "mem_limit",
+    "mem_min",
+    "ttl",
+    "made",
+    "faults",
+    "seed",
+    "power_cut",
+    "power_cut_unit",
+    "record",
+];

@@ -7,7 +7,7 @@
 //! quiesce       counts, and can be shut            where there is any of the others
 //! zones         write pointers                     zoned=1
 //! bad blocks                                       null
-//! power         unflushed writes apart, the log    power_cut, cache_size, record
+//! power         unflushed writes apart, the log    power_cut, power_cut_unit, cache_size, record
 //! data          null, memory, ram, fork, file
 //! ```
 
@@ -18,21 +18,21 @@ mod zones;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use freestone::device::{self, Counted, Device};
 use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
-use freestone::power::{Cut, Point, Power, RecordError, Visited};
+use freestone::power::{After, Cut, Point, Power, RecordError, Visited};
 use freestone::quiesce::Quiesce;
 use freestone::zone::Zones;
 use serde_json::{Value, json};
 
 pub(crate) use self::bad_blocks::{bad_ranges, parse_badblocks};
 pub use self::faults::fault_stat;
-pub use self::power::power_stat;
+pub use self::power::{parse_after, power_stat};
 pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
 pub use self::zones::{ZoneSpec, parse_offset, place, zone_stat};
 use crate::entries::SpecError;
@@ -41,7 +41,7 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// The keys of faults and of the loss of power.
-pub const FAULT_KEYS: [&str; 4] = ["faults", "seed", "power_cut", "record"];
+pub const FAULT_KEYS: [&str; 5] = ["faults", "seed", "power_cut", "power_cut_unit", "record"];
 
 /// How long a loss of power waits for what is on its way, on a slow disk.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
@@ -57,6 +57,8 @@ pub struct LayerSpec {
     pub seed: Option<u64>,
     /// Unflushed writes are kept apart, so that the power can be cut.
     pub power_cut: bool,
+    /// Bytes that a cut does not tear, where that was said.
+    pub power_cut_unit: Option<u32>,
     /// Where every write is recorded.
     pub record: Option<PathBuf>,
 }
@@ -68,6 +70,7 @@ impl LayerSpec {
             faults: keys.take("faults", faults::parse_faults)?,
             seed: keys.take("seed", faults::parse_seed)?,
             power_cut: keys.take("power_cut", parse_bool)?.unwrap_or(false),
+            power_cut_unit: keys.take("power_cut_unit", power::parse_unit)?,
             record: keys.take("record", parse_path)?,
         };
         let cached = matches!(keys.take("cache_size", parse_cache), Ok(Some(Some(_))));
@@ -75,6 +78,11 @@ impl LayerSpec {
             return Err(keys.refuse("power_cut", "cache_size is a cache that a loss of power loses"));
         }
         let cut = layers.power_cut || cached;
+        if layers.power_cut_unit.is_some() && !cut {
+            return Err(
+                keys.refuse("power_cut_unit", "what a power cut does not tear; only with power_cut=yes")
+            );
+        }
         if layers.seed.is_some() && layers.faults.is_none() && !cut {
             return Err(
                 keys.refuse("seed", "decides about faults and power cuts; only with faults or power_cut=yes")
@@ -153,6 +161,17 @@ pub struct Layers {
     pub seed_is_random: bool,
     /// How often the power was cut.
     pub cuts: AtomicU64,
+    /// The last time and the next one. Locked for a look or a change.
+    known: Mutex<KnownCuts>,
+}
+
+/// What is told of cuts.
+#[derive(Debug, Default, Clone, Copy)]
+struct KnownCuts {
+    /// What the last one did.
+    last: Option<Cut>,
+    /// The seed of the next one, where the power goes off by itself.
+    seed: Option<u64>,
 }
 
 /// Why the power could not be cut.
@@ -200,12 +219,36 @@ impl Layers {
 
     /// Cuts the power. Nobody should be connected any more.
     pub fn cut(&self, power: &Power, seed: u64) -> Result<Cut, CutError> {
-        self.quietly(|| {
+        let cut = self.quietly(power, || {
             Ok(match &self.zones {
                 Some(zones) => zones.power_cut(power, seed)?,
                 None => power.cut(seed)?,
             })
-        })
+        })?;
+        self.known().last = Some(cut);
+        Ok(cut)
+    }
+
+    /// The power goes off by itself then; `off` is told, and has to see that it is
+    /// [`cut`](Self::cut) with this seed.
+    ///
+    /// # Errors
+    /// It is just going off.
+    pub fn cut_after(
+        &self,
+        power: &Power,
+        after: After,
+        seed: u64,
+        off: impl FnOnce() + Send + 'static,
+    ) -> device::Result<()> {
+        power.cut_after(after, off)?;
+        self.known().seed = Some(seed);
+        Ok(())
+    }
+
+    fn known(&self) -> MutexGuard<'_, KnownCuts> {
+        // Nothing in here can be half done.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Goes to a point of the log. Nobody should be connected any more.
@@ -216,10 +259,20 @@ impl Layers {
         seed: Option<u64>,
         below: &dyn Fn() -> device::Result<()>,
     ) -> Result<Visited, CutError> {
-        self.quietly(|| Ok(power.visit(point, seed, below)?))
+        self.quietly(power, || Ok(power.visit(point, seed, below)?))
     }
 
-    fn quietly<T>(&self, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
+    fn quietly<T>(&self, power: &Power, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
+        // Who waits for the power to be cut is gone.
+        power.let_go();
+        let done = self.shut_for(action);
+        power.keep_on();
+        let done = done?;
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+        Ok(done)
+    }
+
+    fn shut_for<T>(&self, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
         // What hangs is done already; who waited for the answer is gone.
         if let Some(faults) = &self.faults {
             faults.release();
@@ -229,13 +282,11 @@ impl Layers {
             None => None,
         };
         // Gone is what the power switch answers where the device below does not.
-        let done = action().map_err(|error| match error {
+        action().map_err(|error| match error {
             CutError::Device(device::Error::Gone)
             | CutError::Record(RecordError::Device(device::Error::Gone)) => CutError::Busy,
             error => error,
-        })?;
-        self.cuts.fetch_add(1, Ordering::SeqCst);
-        Ok(done)
+        })
     }
 
     /// Wipes the device; `below` wipes its data.
@@ -312,7 +363,7 @@ fn stack(
     let cache_size = drive.and_then(|drive| drive.cache_size);
     layers.can_cut = asked.power_cut || cache_size.is_some();
     if layers.can_cut || asked.record.is_some() {
-        let power = Arc::new(power::over(top, cache_size.unwrap_or(0), asked.record.as_deref())?);
+        let power = Arc::new(power::over(top, cache_size.unwrap_or(0), asked)?);
         layers.power = Some(Arc::clone(&power));
         top = power;
     }

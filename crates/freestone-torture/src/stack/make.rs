@@ -225,7 +225,7 @@ impl World {
     pub(super) fn make_power(&mut self, below: NodeId) -> Option<Act> {
         let device = Arc::clone(&self.nodes[&below].device);
         act(move || {
-            let made = Power::new(device, power::Config { capacity: 1 << 20, record: None });
+            let made = Power::new(device, power::Config { capacity: 1 << 20, ..power::Config::default() });
             finish(move |world| {
                 let power = match made {
                     Ok(power) => Arc::new(power),

@@ -45,7 +45,7 @@ impl Stack {
         if config.cache_size != 0 && config.memory_backed {
             let cache = Arc::new(Power::new(
                 device,
-                power::Config { capacity: config.cache_size * MIB, record: None },
+                power::Config { capacity: config.cache_size * MIB, ..power::Config::default() },
             )?);
             device = Arc::clone(&cache) as Arc<dyn Device>;
             power = Some(cache);

@@ -27,6 +27,9 @@ pub fn prepared(page: &str, section: &str) -> String {
         }
         ("docs/faults.md", "Faults") => "serve disk=null,size=1G,faults=none",
         ("docs/nbd.md", "A scratch disk, start to end") => "trap 'umount mnt' EXIT",
+        ("docs/power.md", "After so many writes or flushes") => {
+            "serve golden=file,path=golden.img,readonly=yes f=fork,base=golden,power_cut=yes"
+        }
         ("docs/power.md", "The log") => {
             "serve golden=file,path=golden.img,readonly=yes f=fork,base=golden,power_cut=yes,record=f.log
              nbdcopy t.tar 'nbd+unix:///f?socket=/tmp/freestone-0/nbd.sock'

@@ -38,11 +38,11 @@ fn blocks(serve: &Serve, name: &str) -> Vec<u8> {
 #[test]
 fn clients_end_and_find_the_rebooted_disk() {
     let dir = tempfile::tempdir().unwrap();
-    let file = format!("f=file,path={}/disk,size=4M,power_cut=yes", dir.path().display());
+    let file = format!("f=file,path={}/disk,size=4M,power_cut=yes,power_cut_unit=512", dir.path().display());
     let devices = [
         "n=null,size=4M,blocksize=512,memory_backed=1,cache_size=1M",
-        "r=ram,disksize=4M,power_cut=yes",
-        "packed=null,size=4M,blocksize=512,memory_backed=1,comp_algorithm=zstd,power_cut=yes",
+        "r=ram,disksize=4M,power_cut=yes,power_cut_unit=512",
+        "packed=null,size=4M,blocksize=512,memory_backed=1,comp_algorithm=zstd,power_cut=yes,power_cut_unit=512",
         &file,
     ];
     let serve = Serve::start(&devices);
@@ -75,6 +75,127 @@ fn clients_end_and_find_the_rebooted_disk() {
     }
     // The same seed, the same loss, on whatever the data lies.
     assert!(results.iter().all(|found| *found == results[0]));
+}
+
+#[test]
+fn a_physical_block_is_not_torn_and_the_unit_is_a_key() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0; 4 << 20]).unwrap();
+    let serve = Serve::start(&[
+        &format!("golden=file,path={}/golden,readonly=yes", dir.path().display()),
+        "r=ram,disksize=4M,power_cut=yes",
+        "f=fork,base=golden,power_cut=yes",
+        "n=null,size=4M,blocksize=512,memory_backed=1,cache_size=1M,power_cut_unit=16K",
+        "torn=ram,disksize=4M,power_cut=yes,power_cut_unit=512",
+    ]);
+    for (name, unit) in [("r", 4096), ("f", 4096), ("n", 16384), ("torn", 512)] {
+        assert_eq!(stat(&serve, name, "power", "unit_bytes"), unit, "{name}");
+        assert_eq!(serve.text(&["get", name, "power_cut_unit"]), format!("{unit}\n"));
+        let mut client = Raw::connect(&serve, name);
+        dirty(&mut client);
+        let cut = serve.json(&["power-cut", name, "--seed", "11"]);
+        let count = |key: &str| cut[key].as_u64().unwrap();
+        assert_eq!(count("kept_blocks") + count("lost_blocks"), BLOCKS * 4096 / unit, "{name}: {cut}");
+        assert_eq!(stat(&serve, name, "power", "last_lost_blocks"), count("lost_blocks"));
+        assert_eq!(stat(&serve, name, "power", "last_seed"), 11);
+        let found = blocks(&serve, name);
+        let torn = found.chunks(8).filter(|page| page.iter().any(|byte| *byte != page[0])).count();
+        assert_eq!(torn > 0, name == "torn", "{name}: {torn} pages are torn");
+        // Of a unit of several pages each is as after the same write: pages of threes come last.
+        for pages in found[..BLOCKS as usize * 8].chunks(unit as usize / 512) {
+            let old = pages.iter().all(|byte| *byte == 1);
+            let later = pages.iter().position(|byte| *byte == 1).is_none_or(|first| {
+                pages[..first].iter().all(|byte| *byte == 2) && pages[first..].iter().all(|byte| *byte == 1)
+            });
+            assert!(old || later, "{name}: {pages:?}");
+        }
+    }
+    for (status, device, why) in [
+        (
+            2,
+            "x=ram,disksize=1M,power_cut_unit=4K",
+            "power_cut_unit=4K: what a power cut does not tear; only with power_cut=yes",
+        ),
+        (
+            1,
+            "x=null,size=1M,memory_backed=1,power_cut=yes,power_cut_unit=1K",
+            "power_cut_unit=1024: smaller than a block of the device, 4096 bytes",
+        ),
+    ] {
+        let refused = serve.refused(status, &["create", device]);
+        assert!(refused.contains(why), "{refused}");
+    }
+}
+
+/// Writes, and flushes now and then, until the power is gone. Returns what was answered.
+fn until_it_is_gone(client: &mut Raw) -> u64 {
+    for n in 0.. {
+        let written = client.try_write(0, n % BLOCKS * 4096, &[n as u8; 4096]);
+        if written.is_err() {
+            return n;
+        }
+        if n % 10 == 9 && client.try_flush().is_err() {
+            return n + 1;
+        }
+    }
+    unreachable!()
+}
+
+#[test]
+fn the_power_goes_off_by_itself_after_so_many_writes_or_flushes() {
+    let serve = Serve::start(&["r=ram,disksize=4M,power_cut=yes", "golden=null,size=1M"]);
+    let run = |after: &str, seed: &str| {
+        serve.text(&["reset", "r"]);
+        let cuts = stat(&serve, "r", "power", "cuts");
+        let said = serve.json(&["power-cut", "r", "--after", after, "--seed", seed]);
+        assert_eq!((&said["seed"].to_string()[..], &said["connections_ended"]), (seed, &json!(0)), "{said}");
+        let mut client = Raw::connect(&serve, "r");
+        let answered = until_it_is_gone(&mut client);
+        // Who connects finds the rebooted disk.
+        let found = blocks(&serve, "r");
+        assert_eq!(stat(&serve, "r", "power", "cuts"), cuts + 1);
+        let of_cut = |key: &str| stat(&serve, "r", "power", key);
+        assert_eq!(of_cut("last_seed").to_string(), seed);
+        (answered, found, of_cut("last_kept_blocks") + of_cut("last_lost_blocks"))
+    };
+    // The last answer may not arrive any more.
+    let (answered, found, unflushed) = run("27writes", "5");
+    assert!((26..=27).contains(&answered), "{answered}");
+    assert_eq!(unflushed, 7, "20 writes were flushed");
+    assert_eq!(run("27 writes", "5").1, found, "the same seed leaves the same");
+    let others: Vec<_> = (6..12).map(|seed| run("27writes", &seed.to_string()).1).collect();
+    assert!(others.iter().any(|other| *other != found), "every seed leaves the same");
+    let (answered, _, unflushed) = run("2flushes", "1");
+    assert!((19..=20).contains(&answered), "{answered}");
+    assert_eq!(unflushed, 0);
+
+    // It is told, and can be taken back.
+    let said = serve.text(&["power-cut", "r", "--after", "3flushes", "--seed", "8"]);
+    assert_eq!(said, "r: the power goes off after 3 flushes, seed 8\n");
+    let mut client = Raw::connect(&serve, "r");
+    assert_eq!(client.flush(), 0);
+    let power = &serve.json(&["stat", "r"])["power"];
+    assert_eq!((&power["cut_after"], &power["next_seed"]), (&json!("2 flushes"), &json!(8)), "{power}");
+    let said = serve.text(&["power-cut", "r", "--after", "none"]);
+    assert_eq!(said, "r: the power does not go off by itself\n");
+    assert_eq!((client.flush(), client.flush(), client.flush()), (0, 0, 0));
+    assert_eq!(serve.json(&["stat", "r"])["power"].get("cut_after"), None);
+    // A cut by hand ends the count.
+    serve.text(&["power-cut", "r", "--after", "1 write"]);
+    serve.text(&["power-cut", "r"]);
+    let mut client = Raw::connect(&serve, "r");
+    assert_eq!((client.write(0, 0, &[1; 512]), client.write(0, 0, &[1; 512])), (0, 0));
+    for bad in ["0writes", "writes", "12", "3 reads", "-1writes"] {
+        let refused = serve.refused(2, &["power-cut", "r", &format!("--after={bad}")]);
+        let why = "must be a number of writes or flushes, 1 at least, as in 1000writes or 3flushes; or none";
+        assert!(refused.contains(&format!("r: power-cut: after={bad}: {why}")), "{refused}");
+    }
+    assert!(
+        serve.refused(1, &["power-cut", "golden", "--after", "1write"]).contains("its power cannot be cut")
+    );
+    // A server ends, and a device goes, with a count that has not come to its end.
+    serve.text(&["power-cut", "r", "--after", "1000writes"]);
+    serve.text(&["remove", "r", "--force"]);
 }
 
 #[test]

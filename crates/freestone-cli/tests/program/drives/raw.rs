@@ -9,6 +9,7 @@ use crate::harness::{Serve, connect_nbd};
 const READ: u16 = 0;
 const WRITE: u16 = 1;
 const FLUSH: u16 = 3;
+const WRITE_ZEROES: u16 = 6;
 pub const FUA: u16 = 1;
 
 pub const EIO: u32 = 5;
@@ -80,7 +81,16 @@ impl Raw {
     }
 
     pub fn flush(&mut self) -> u32 {
-        self.run(0, FLUSH, 0, 0, &[]).unwrap()
+        self.try_flush().unwrap()
+    }
+
+    pub fn try_flush(&mut self) -> Result<u32, Ended> {
+        self.run(0, FLUSH, 0, 0, &[])
+    }
+
+    /// Zeroes; answers as a write.
+    pub fn zero(&mut self, offset: u64, len: u32) -> u32 {
+        self.run(0, WRITE_ZEROES, offset, len, &[]).unwrap()
     }
 
     pub fn read(&mut self, offset: u64, len: u32) -> Result<Vec<u8>, u32> {

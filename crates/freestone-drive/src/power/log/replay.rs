@@ -8,7 +8,7 @@ use freestone_core::device::{Blocking, Device, Flags};
 
 /// How much is read and written at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// The most unflushed blocks that a cut at a point decides on; each takes some 40 bytes of memory.
+/// The most unflushed units that a cut at a point decides on; each takes some 40 bytes of memory.
 pub const CUT_BLOCKS_MAX: usize = 16 << 20;
 /// Entries of more blocks are never undone: the device did not keep them apart either.
 pub(in crate::power) const APART_MAX_BLOCKS: u64 = 4096;
@@ -16,7 +16,7 @@ pub(in crate::power) const APART_MAX_BLOCKS: u64 = 4096;
 /// What a cut at a point did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CutPoint {
-    /// Blocks written since the last flush that ended as one of the versions written since.
+    /// Units written since the last flush that ended as after one of the writes since.
     pub kept_blocks: u64,
     /// Those that ended as they were at that flush.
     pub lost_blocks: u64,
@@ -39,15 +39,15 @@ pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<
 }
 
 /// As [`replay`], with a power cut after `entries` entries: what stands before the last flush, and
-/// what was written with FUA, is done; of each other block the seed decides whether it has its
-/// content of that time or one of those written since.
+/// what was written with FUA, is done; of each other unit of `unit` bytes (at least a sector of the
+/// log) the seed decides whether it is as it was then, or as after one of the writes to it since.
 ///
 /// # Errors
 /// As [`replay`]; [`Error::TooManyUnflushed`] before anything is written.
 pub fn replay_cut(
     reader: &mut Reader,
     entries: u64,
-    seed: u64,
+    (seed, unit): (u64, u64),
     device: &dyn Device,
 ) -> Result<CutPoint, Error> {
     check(reader, entries)?;
@@ -59,24 +59,25 @@ pub fn replay_cut(
             flushed = flushed.max(entry.number + 1);
         }
     }
-    let mut versions: BTreeMap<u64, Tail> = BTreeMap::new();
+    let mut tails: BTreeMap<u64, Tail> = BTreeMap::new();
     let block = u64::from(reader.sector_bytes());
+    let unit = unit.max(block);
+    let units = |entry: &Entry| entry.offset / unit..(entry.offset + entry.len).div_ceil(unit);
     reader.rewind();
     while let Some(entry) = reader.next_before(entries)? {
         if entry.number < flushed {
             continue;
         }
         if is_durable(&entry, block) {
-            let blocks = entry.offset / block..(entry.offset + entry.len) / block;
-            let gone: Vec<u64> = versions.range(blocks).map(|(block, _)| *block).collect();
-            for block in gone {
-                versions.insert(block, Tail { from: entry.number, count: 0, seen: 0 });
+            // With a part of a unit all that came before is there.
+            for (_, tail) in tails.range_mut(units(&entry)) {
+                *tail = Tail { from: entry.number, count: 0, seen: 0 };
             }
             continue;
         }
-        for block in entry.offset / block..(entry.offset + entry.len) / block {
-            versions.entry(block).or_insert(Tail { from: flushed, count: 0, seen: 0 }).count += 1;
-            if versions.len() > CUT_BLOCKS_MAX {
+        for at in units(&entry) {
+            tails.entry(at).or_insert(Tail { from: flushed, count: 0, seen: 0 }).count += 1;
+            if tails.len() > CUT_BLOCKS_MAX {
                 return Err(Error::TooManyUnflushed);
             }
         }
@@ -91,30 +92,35 @@ pub fn replay_cut(
             continue;
         }
         // Neighbours that are kept are written together.
-        let first = entry.offset / block;
         let mut run = 0..0;
-        for at in 0..entry.len / block {
-            let keep =
-                versions.get_mut(&(first + at)).is_some_and(|tail| tail.keeps(&entry, first + at, choice));
-            if keep && run.end == at && at > run.start {
-                run.end = at + 1;
-            } else if keep {
-                apply(reader, &entry, run.start * block, run.end * block, device)?;
-                run = at..at + 1;
+        for at in units(&entry) {
+            if !tails.get_mut(&at).is_some_and(|tail| tail.keeps(&entry, at, choice)) {
+                continue;
             }
+            let from = (at * unit).saturating_sub(entry.offset);
+            let to = ((at + 1).saturating_mul(unit) - entry.offset).min(entry.len);
+            if run.end != from {
+                apply(reader, &entry, run.start, run.end, device)?;
+                run.start = from;
+            }
+            run.end = to;
         }
-        apply(reader, &entry, run.start * block, run.end * block, device)?;
+        apply(reader, &entry, run.start, run.end, device)?;
     }
     flush(entries, device)?;
-    let unflushed = || versions.iter().filter(|(_, tail)| tail.count > 0);
-    let lost_blocks =
-        unflushed().filter(|(block, tail)| choice.of(**block, tail.count).is_none()).count() as u64;
-    Ok(CutPoint { kept_blocks: unflushed().count() as u64 - lost_blocks, lost_blocks })
+    let mut cut = CutPoint { kept_blocks: 0, lost_blocks: 0 };
+    for (at, tail) in tails.iter().filter(|(_, tail)| tail.count > 0) {
+        match choice.of(*at, tail.count) {
+            None => cut.lost_blocks += 1,
+            Some(_) => cut.kept_blocks += 1,
+        }
+    }
+    Ok(cut)
 }
 
-/// The versions of a block that a cut decides on.
+/// The writes to a unit that a cut decides on.
 struct Tail {
-    /// Entries before this one are durable, or overwritten by what is.
+    /// Entries before this one are durable.
     from: u64,
     count: u64,
     /// Of those, how many were replayed.
@@ -122,13 +128,13 @@ struct Tail {
 }
 
 impl Tail {
-    /// Whether the block's version in this entry is the one to keep.
-    fn keeps(&mut self, entry: &Entry, block: u64, choice: Choice) -> bool {
+    /// Whether this entry's write to the unit happened.
+    fn keeps(&mut self, entry: &Entry, unit: u64, choice: Choice) -> bool {
         if entry.number < self.from {
-            return false;
+            return true;
         }
         self.seen += 1;
-        choice.of(block, self.count) == Some(self.seen - 1)
+        choice.of(unit, self.count).is_some_and(|last| self.seen - 1 <= last)
     }
 }
 

@@ -63,6 +63,10 @@ fn layers_are_taken() {
     }
     let spec: Spec = "r=ram,disksize=1G,zoned=1".parse().unwrap();
     assert_eq!(spec.layers.zones.unwrap().size, 256 << 20);
+    for (text, bytes) in [("512", 512), ("4K", 4096), ("65536", 65536)] {
+        let spec: Spec = format!("f=fork,base=b,power_cut=yes,power_cut_unit={text}").parse().unwrap();
+        assert_eq!(spec.layers.power_cut_unit, Some(bytes));
+    }
     let spec: Spec = "f=fork,base=b,faults=none,power_cut=yes,record=/l".parse().unwrap();
     assert_eq!((spec.layers.faults.as_deref(), spec.layers.power_cut), (Some("none"), true));
     assert_eq!(spec.layers.record.unwrap().to_str(), Some("/l"));
@@ -140,6 +144,18 @@ fn refusals_of_test_drives() {
             "seed=1",
             "seed=1: decides about faults and power cuts; only with faults or power_cut=yes".into(),
         ),
+        (
+            "memory_backed=1,power_cut_unit=4K",
+            "power_cut_unit=4K: what a power cut does not tear; only with power_cut=yes".into(),
+        ),
+        (
+            "memory_backed=1,power_cut=1,power_cut_unit=128K",
+            "power_cut_unit=128K: must be a power of two from 512 (bytes) to 64K".into(),
+        ),
+        (
+            "memory_backed=1,power_cut=1,power_cut_unit=3000",
+            "power_cut_unit=3000: must be a power of two from 512 (bytes) to 64K".into(),
+        ),
         ("faults=none,seed=-1", "seed=-1: must be a whole number from 0 to 18446744073709551615".into()),
     ];
     for (keys, sentence) in cases {
@@ -159,7 +175,7 @@ fn refusals_of_test_drives() {
         (
             "f=fork,base=b,zoned=1",
             "f: unknown key \"zoned\"; the keys of a fork device are base, size, mem_limit, mem_min, faults, seed, \
-             power_cut, record, publish",
+             power_cut, power_cut_unit, record, publish",
         ),
     ] {
         assert_eq!(text.parse::<Spec>().unwrap_err().to_string(), sentence, "{text}");

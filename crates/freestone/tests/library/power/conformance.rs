@@ -19,7 +19,7 @@ fn options() -> Options {
 fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
     for (capacity, max_io) in [(0, 256 << 10), (1, 64 << 10), (100 << 10, 256 << 10)] {
         let make = || -> Arc<dyn Device> {
-            Arc::new(Power::new(below(), Config { capacity, record: None }).unwrap())
+            Arc::new(Power::new(below(), Config { capacity, ..Config::default() }).unwrap())
         };
         // A cache of one block writes below all the time.
         let rounds = if capacity == 1 { 30 } else { 60 };
@@ -62,7 +62,9 @@ fn while_it_is_recorded() {
         number.set(number.get() + 1);
         let record = Some(log::Writer::create(&folder.path().join(number.get().to_string())).unwrap());
         let below = Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Sometimes(50), 9);
-        Arc::new(Power::new(Arc::new(below), Config { capacity: 1 << 20, record }).unwrap())
+        Arc::new(
+            Power::new(Arc::new(below), Config { capacity: 1 << 20, record, ..Config::default() }).unwrap(),
+        )
     };
     conformance::check("recorded", &make, options());
 }

@@ -14,7 +14,7 @@ use freestone_testkit::{Faulty, Model, Rng, What, When};
 use crate::power::model::{BLOCK, BLOCKS, Shadow, below, contents, filled, operate};
 
 fn run(kind: usize, capacity: u64, seed: u64, cut: u64) -> Vec<u64> {
-    let device = Power::new(below(kind, 77), Config { capacity, record: None }).unwrap();
+    let device = Power::new(below(kind, 77), Config { capacity, ..Config::default() }).unwrap();
     let mut rng = Rng::new(seed);
     let mut shadow = Shadow::new();
     let mut next = 1;
@@ -66,7 +66,7 @@ fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
     for seed in 0..40 {
         let capacity = [0, 4 << 10, 60 << 10][seed as usize % 3];
         let device = Arc::new(
-            Power::new(below(seed as usize % 2 * 2, seed), Config { capacity, record: None }).unwrap(),
+            Power::new(below(seed as usize % 2 * 2, seed), Config { capacity, ..Config::default() }).unwrap(),
         );
         let stop = AtomicBool::new(false);
         let shared = Arc::new(thread::scope(|scope| {
@@ -140,7 +140,7 @@ fn keep_newest(block: &mut Vec<u64>) {
 #[test]
 fn what_waits_is_answered_gone_and_what_hangs_below_is_waited_for() {
     let disk = Arc::new(Faulty::new(1 << 20, 512));
-    let device = Arc::new(Power::new(disk.clone(), Config { capacity: 4096, record: None }).unwrap());
+    let device = Arc::new(Power::new(disk.clone(), Config { capacity: 4096, ..Config::default() }).unwrap());
     disk.fault(Some(freestone::device::Op::Write), When::Always, What::Hang);
     device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
     let (tell, told) = mpsc::channel();

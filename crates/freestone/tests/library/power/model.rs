@@ -144,7 +144,8 @@ fn a_cut_leaves_each_block_old_or_one_of_its_versions_and_flushed_data_alone() {
         let below = below(rng.below(3) as usize, seed);
         let path = folder.path().join(seed.to_string());
         let record = Some(log::Writer::create(&path).unwrap());
-        let device = Power::new(Arc::clone(&below), Config { capacity, record }).unwrap();
+        let device =
+            Power::new(Arc::clone(&below), Config { capacity, record, ..Config::default() }).unwrap();
         let mut shadow = Shadow::new();
         let mut next = 1;
         for round in 0..4 {

@@ -14,7 +14,7 @@ const SIZE: usize = 1 << 20;
 
 fn recorded(path: &Path) -> (Arc<Model>, Power) {
     let model = Arc::new(Model::new(SIZE, 512));
-    let config = Config { capacity: 0, record: Some(Writer::create(path).unwrap()) };
+    let config = Config { record: Some(Writer::create(path).unwrap()), ..Config::default() };
     (model.clone(), Power::new(model, config).unwrap())
 }
 
@@ -85,7 +85,7 @@ fn long_ranges_come_in_pieces_that_replay_tools_can_hold() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let model = Arc::new(Model::new(300 << 20, 4096));
-    let config = Config { capacity: 0, record: Some(Writer::create(&path).unwrap()) };
+    let config = Config { record: Some(Writer::create(&path).unwrap()), ..Config::default() };
     let device = Power::new(model, config).unwrap();
     device.discard(0, 300 << 20).unwrap();
     device.write_zeroes(4096, 20 << 20, Flags::empty()).unwrap();
@@ -116,7 +116,7 @@ fn a_write_after_a_flush_was_issued_stands_behind_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let disk = Arc::new(Faulty::new(SIZE, 512));
-    let config = Config { capacity: 0, record: Some(Writer::create(&path).unwrap()) };
+    let config = Config { record: Some(Writer::create(&path).unwrap()), ..Config::default() };
     let device = Arc::new(Power::new(disk.clone(), config).unwrap());
     disk.fault(Some(Op::Flush), When::Always, What::Hang);
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
@@ -147,7 +147,7 @@ fn a_cut_that_fails_is_recorded_as_it_is() {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("log");
             let disk = Arc::new(Faulty::new(SIZE, 512));
-            let config = Config { capacity: 0, record: Some(Writer::create(&path).unwrap()) };
+            let config = Config { record: Some(Writer::create(&path).unwrap()), ..Config::default() };
             let device = Power::new(disk.clone(), config).unwrap();
             for at in (0..64).step_by(3) {
                 device.write_at(at * 512, &filled(at + 1, 2), Flags::empty()).unwrap();
@@ -198,17 +198,19 @@ fn every_point_can_be_visited_also_with_a_cut() {
             let whole = &states[point.min(60) as usize];
             assert_eq!(&all(&fresh), whole, "point {point}");
 
-            let again = Model::new(SIZE, 512);
-            let cut = log::replay_cut(&mut reader, point, point, &again).unwrap();
-            outcomes[0] += cut.kept_blocks;
-            outcomes[1] += cut.lost_blocks;
-            // Each block as at some moment since the last flush before the point; at a flush there
+            // Each unit as at some moment since the last flush before the point; at a flush there
             // is one.
             let flushed = if epoch.entries.end == point && point < 61 { point } else { epoch.entries.start };
             let between = &states[flushed as usize..=point.min(60) as usize];
-            for (block, found) in all(&again).chunks(512).enumerate() {
-                let range = block * 512..(block + 1) * 512;
-                assert!(between.iter().any(|state| &state[range.clone()] == found), "{point}: block {block}");
+            for unit in [512, 4096] {
+                let again = Model::new(SIZE, 512);
+                let cut = log::replay_cut(&mut reader, point, (point, unit as u64), &again).unwrap();
+                outcomes[0] += cut.kept_blocks;
+                outcomes[1] += cut.lost_blocks;
+                for (at, found) in all(&again).chunks(unit).enumerate() {
+                    let range = at * unit..(at + 1) * unit;
+                    assert!(between.iter().any(|state| &state[range.clone()] == found), "{point}: unit {at}");
+                }
             }
         }
     }

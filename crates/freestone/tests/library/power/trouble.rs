@@ -50,7 +50,7 @@ fn a_full_cache_over_a_failing_device_refuses_writes_and_recovers() {
     for inline in [false, true] {
         let disk = Faulty::new(1 << 20, 512);
         let disk = Arc::new(if inline { disk.inline() } else { disk });
-        let device = Power::new(disk.clone(), Config { capacity: 8192, record: None }).unwrap();
+        let device = Power::new(disk.clone(), Config { capacity: 8192, ..Config::default() }).unwrap();
         disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
         device.write_at(0, &filled(1, 16), Flags::empty()).unwrap();
         assert_eq!(device.write_at(1 << 19, &filled(50, 16), Flags::empty()), Err(Error::Media));
@@ -71,7 +71,7 @@ fn a_full_cache_over_a_failing_device_refuses_writes_and_recovers() {
 fn a_write_that_waits_for_room_ends_when_nothing_can_be_written_below() {
     let disk = ram::Config { disksize: 8 << 20, mem_limit: 256 << 10, ..ram::Config::default() };
     let ram = Ram::new(disk).unwrap();
-    let power = Power::new(Arc::new(ram.clone()), Config { capacity: 1 << 20, record: None }).unwrap();
+    let power = Power::new(Arc::new(ram.clone()), Config { capacity: 1 << 20, ..Config::default() }).unwrap();
     let mut noise = vec![0; 4 << 20];
     Rng::new(1).fill(&mut noise);
     let (tx, rx) = mpsc::channel();
@@ -120,7 +120,7 @@ fn a_slow_block_below_holds_up_only_its_own_readers_and_writers() {
 #[test]
 fn the_cache_keeps_to_its_capacity() {
     let disk = Arc::new(Faulty::new(4 << 20, 512));
-    let device = Power::new(disk.clone(), Config { capacity: 64 << 10, record: None }).unwrap();
+    let device = Power::new(disk.clone(), Config { capacity: 64 << 10, ..Config::default() }).unwrap();
     for round in 0..20 {
         device.write_at(round * 100_352, &filled(round * 1000, 196), Flags::empty()).unwrap();
         assert!(device.unflushed_bytes() <= 64 << 10);

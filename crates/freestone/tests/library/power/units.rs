@@ -1,0 +1,192 @@
+//! The unit that a cut does not tear: each ends as it was after one of the writes to it, in their
+//! order, whatever the size of the writes, of the cache, and of the pieces that are written below.
+
+use std::sync::Arc;
+
+use freestone::device::{Blocking, Buffer, Device, Flags, Request, Tried};
+use freestone::power::{Config, Power, log};
+use freestone_testkit::{Deferred, Model, Policy, Rng};
+
+use crate::power::model::filled;
+
+const BLOCK: usize = 512;
+const SIZE: usize = 200 << 10;
+
+/// What each unit may hold: as it was at the last moment from which nothing can be lost, and after
+/// each write since.
+struct Units {
+    unit: usize,
+    states: Vec<Vec<Vec<u8>>>,
+}
+
+impl Units {
+    fn new(unit: usize) -> Self {
+        let state = |at: usize| vec![vec![0; unit.min(SIZE - at)]];
+        Self { unit, states: (0..SIZE).step_by(unit).map(state).collect() }
+    }
+
+    fn write(&mut self, offset: usize, data: &[u8], durable: bool) {
+        for at in offset / self.unit..(offset + data.len()).div_ceil(self.unit) {
+            let states = &mut self.states[at];
+            let mut state = states.last().unwrap().clone();
+            let start = at * self.unit;
+            let (from, to) = (offset.max(start), (offset + data.len()).min(start + state.len()));
+            state[from - start..to - start].copy_from_slice(&data[from - offset..to - offset]);
+            if durable {
+                states.clear();
+            }
+            states.push(state);
+        }
+    }
+
+    fn flush(&mut self) {
+        for states in &mut self.states {
+            states.drain(..states.len() - 1);
+        }
+    }
+
+    fn now(&self) -> Vec<u8> {
+        self.states.iter().flat_map(|states| states.last().unwrap().clone()).collect()
+    }
+
+    /// Looks at what a cut left. Returns how many ended old, between, and newest, of those that
+    /// could end in more than one way.
+    fn settle(&mut self, device: &dyn Device, context: &str) -> [u32; 3] {
+        let mut ends = [0; 3];
+        for (number, states) in self.states.iter_mut().enumerate() {
+            let mut found = vec![0; states[0].len()];
+            device.read_at((number * self.unit) as u64, &mut found).unwrap();
+            let end = states.iter().position(|state| *state == found);
+            let end = end.unwrap_or_else(|| panic!("{context}: unit {number} is torn"));
+            if states.len() > 1 {
+                let which = if end == 0 { 0 } else { 1 + usize::from(end == states.len() - 1) };
+                ends[which] += 1;
+            }
+            *states = vec![found];
+        }
+        ends
+    }
+}
+
+#[test]
+fn no_unit_is_torn_whatever_is_written_and_whatever_goes_below_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut total = [0; 3];
+    for seed in 0..120 {
+        let mut rng = Rng::new(seed);
+        let unit = [512, 2048, 4096, 64 << 10][rng.below(4) as usize];
+        let capacity = [0, 1, 5000, 40 << 10][rng.below(4) as usize];
+        let model = Arc::new(Model::new(SIZE, BLOCK as u32));
+        let below: Arc<dyn Device> = match rng.below(3) {
+            0 => model,
+            // A part of a request is done on the caller's thread.
+            1 => Arc::new(Deferred::new(model, Policy::Sometimes(60), seed)),
+            _ => Arc::new(Deferred::new(model, Policy::Always, seed)),
+        };
+        let path = folder.path().join(seed.to_string());
+        let record = Some(log::Writer::create(&path).unwrap());
+        let config = Config { capacity, record, unit: unit as u32 };
+        let device = Power::new(Arc::clone(&below), config).unwrap();
+        let mut units = Units::new(unit);
+        let mut value = 1;
+        for round in 0..3 {
+            let context = format!("seed {seed}, unit {unit}, capacity {capacity}, round {round}");
+            for _ in 0..rng.below(60) {
+                let most = if rng.chance(15) { 200 } else { 2 * unit.min(8192) / BLOCK };
+                let count = 1 + rng.below(most as u64) as usize;
+                let first = rng.below((SIZE / BLOCK - count) as u64) as usize;
+                let (offset, len) = (first * BLOCK, count * BLOCK);
+                let durable = rng.chance(10);
+                let flags = if durable { Flags::FUA } else { Flags::empty() };
+                match rng.below(12) {
+                    0 => {
+                        device.flush().unwrap();
+                        units.flush();
+                    }
+                    1 | 2 => {
+                        device.write_zeroes(offset as u64, len as u64, flags).unwrap();
+                        units.write(offset, &vec![0; len], durable);
+                    }
+                    3 => {
+                        device.discard(offset as u64, len as u64).unwrap();
+                        units.write(offset, &vec![0; len], false);
+                    }
+                    _ => {
+                        let data = filled(value, count);
+                        value += count as u64;
+                        device.write_at(offset as u64, &data, flags).unwrap();
+                        units.write(offset, &data, durable);
+                    }
+                }
+            }
+            let mut now = vec![0; SIZE];
+            device.read_at(0, &mut now).unwrap();
+            assert!(now == units.now(), "{context}: before the cut");
+            device.cut(seed * 5 + round).unwrap();
+            let ends = units.settle(&device, &context);
+            (0..3).for_each(|end| total[end] += ends[end]);
+        }
+        drop(device);
+        let replayed = Model::new(SIZE, BLOCK as u32);
+        let mut reader = log::Reader::open(&path).unwrap();
+        let entries = reader.entries();
+        log::replay(&mut reader, entries, &replayed).unwrap();
+        let mut all = vec![0; SIZE];
+        replayed.read_at(0, &mut all).unwrap();
+        assert!(all == units.now(), "seed {seed}: what the log says");
+    }
+    assert!(total.iter().all(|&ends| ends > 300), "{total:?}");
+}
+
+#[test]
+fn the_unit_is_the_physical_block_unless_another_is_asked_for() {
+    use freestone::ram::{self, Family};
+    let below = || Arc::new(Family::new(ram::Config::default()).unwrap().ram(1 << 20).unwrap());
+    let unit = |unit| Power::new(below(), Config { unit, ..Config::default() }).map(|power| power.unit());
+    assert_eq!((unit(0).unwrap(), unit(512).unwrap(), unit(65536).unwrap()), (4096, 512, 65536));
+    for bad in [256, 1000, 128 << 10] {
+        let error = unit(bad).unwrap_err().to_string();
+        assert_eq!(error, format!("a unit is a power of two from 512 to 65536 bytes, not {bad}"));
+    }
+    // Whole pages end whole; only with the smaller unit are they torn.
+    let torn = |unit: u32| {
+        let device = Power::new(below(), Config { unit, ..Config::default() }).unwrap();
+        device.write_at(0, &vec![1; 400 << 10], Flags::empty()).unwrap();
+        let cut = device.cut(7).unwrap();
+        assert_eq!(cut.kept_blocks + cut.lost_blocks, (400 << 10) / device.unit());
+        let mut data = vec![0; 400 << 10];
+        device.read_at(0, &mut data).unwrap();
+        data.chunks(4096).filter(|page| page.iter().any(|byte| *byte != page[0])).count()
+    };
+    assert_eq!((torn(0), torn(16384)), (0, 0));
+    assert!(torn(512) > 50);
+}
+
+/// The device below does a part of a write on the caller's thread, and the power is cut before the
+/// rest is asked for.
+#[test]
+fn a_write_past_the_cache_that_stops_in_a_unit_leaves_the_unit_whole() {
+    const LEN: usize = 32 << 10;
+    let mut stopped = 0;
+    for seed in 0..300 {
+        let model = Arc::new(Model::new(SIZE, BLOCK as u32));
+        let below = Arc::new(Deferred::new(model, Policy::Sometimes(60), seed));
+        let device = Power::new(below, Config { unit: 4096, ..Config::default() }).unwrap();
+        device.write_at(0, &vec![1; LEN], Flags::FUA).unwrap();
+        // It does not begin where a unit does.
+        let request = Request::write(1024, LEN as u64 - 2048).with(Flags::FUA);
+        let tried = device.try_io(&request, Buffer::Write(&vec![2; LEN - 2048])).unwrap();
+        device.cut(seed).unwrap();
+        let mut data = vec![0; LEN];
+        device.read_at(0, &mut data).unwrap();
+        let new: Vec<_> = data[1024..LEN - 1024].iter().map(|byte| *byte == 2).collect();
+        let done = new.iter().take_while(|new| **new).count();
+        assert!(new[done..].iter().all(|new| !new), "seed {seed}: {tried:?}: not one piece");
+        assert!(done == new.len() || (done + 1024) % 4096 == 0 || done == 0, "seed {seed}: {done} bytes");
+        if let Tried::Partly(bytes) = tried {
+            assert!(bytes as usize <= done, "seed {seed}: {bytes} of {done} were answered");
+        }
+        stopped += u32::from(tried != Tried::Done && done > 0);
+    }
+    assert!(stopped > 30, "{stopped}");
+}
