@@ -4,8 +4,9 @@ use clap::{ArgAction, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
 use crate::verbs::{
-    Call, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish, recompress,
-    release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait, writeback, zones,
+    Call, block_state, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish,
+    recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait,
+    writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -184,6 +185,14 @@ Examples:
 
 The algorithms are those of recomp_algorithm, given when the device was created.";
 
+const BLOCK_STATE_EXAMPLES: &str = "\
+Examples:
+  freestone block-state ram0                         number, time of the last access (seconds since boot), flags
+  freestone block-state ram0 --offset 1G --length 2M
+
+Flags: s one repeated pattern, w on the backing device, h does not compress, i idle, r compressed by a secondary
+algorithm, n no algorithm compresses it. Pages that hold nothing are left out. --json prints one answer after another.";
+
 const ZONES_EXAMPLES: &str = "\
 Examples:
   freestone zones n0                                 as blkzone report shows them, in sectors; --json: in bytes
@@ -297,6 +306,9 @@ pub enum Command {
     /// Pack pages of a ram device smaller with a secondary algorithm
     #[command(after_help = RECOMPRESS_EXAMPLES)]
     Recompress(Call<recompress::Line>),
+    /// Show the state of each page of a ram device, in the lines of the kernel
+    #[command(after_help = BLOCK_STATE_EXAMPLES)]
+    BlockState(Call<block_state::Params>),
     /// Show the zones of a device, or open, close, finish or reset them
     #[command(after_help = ZONES_EXAMPLES)]
     Zones(Call<zones::Params>),

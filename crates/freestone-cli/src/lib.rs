@@ -29,7 +29,7 @@ use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
 use verbs::names::{Order, ask_each};
-use verbs::{Call, ask, ask_long, delta};
+use verbs::{Call, ask, ask_in_parts, ask_long, delta};
 
 /// The whole program: reads the command line, does what it says, returns the exit status.
 pub fn main() -> ExitCode {
@@ -105,6 +105,10 @@ fn run(command: Command) -> Result<ExitCode> {
                 |name| args.of(name),
                 &common,
             );
+        }
+        Command::BlockState(call) => {
+            let next = verbs::block_state::Params::next;
+            ask_in_parts::<verbs::block_state::BlockState>(call.args, next, &call.common)
         }
         Command::Zones(call) => ask::<verbs::zones::Zones>(&call.args, &call.common),
         Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),

@@ -126,6 +126,18 @@ impl Ages {
         *merging = false;
     }
 
+    /// For each number the end of its epoch, `now_ms` for the present one; `None` where nobody
+    /// knows.
+    pub fn ends(&self, now_ms: u64) -> [Option<u64>; AGES] {
+        let epochs = self.epochs.lock();
+        let mut ends = [None; AGES];
+        for epoch in &epochs.past {
+            ends[usize::from(epoch.number)] = Some(epoch.to_ms);
+        }
+        ends[usize::from(self.now())] = Some(now_ms);
+        ends
+    }
+
     /// For each number, whether a page with it was last touched at or before `ms`.
     pub fn untouched_since(&self, ms: u64) -> [bool; AGES] {
         let epochs = self.epochs.lock();

@@ -30,24 +30,36 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     value.ok_or_else(|| unknown(entry, attr))
 }
 
-/// A value as sysfs shows it: statistics are a row of numbers, secondary algorithms a line each
-/// with all that could be chosen.
+/// A value as sysfs shows it: statistics are a row of numbers, algorithms a line each with all that
+/// could be chosen.
 pub fn plain(attr: &str, value: &Value) -> String {
     match value {
         Value::Object(chosen) if attr == "recomp_algorithm" => {
-            let line = |(priority, chosen): (&String, &Value)| {
-                let all = Algorithm::ALL.map(|algorithm| match algorithm.name() {
-                    name if chosen == name => format!("[{name}]"),
-                    name => name.to_owned(),
-                });
-                format!("#{priority}: {}", all.join(" "))
-            };
+            let line = |(priority, chosen)| format!("#{priority}: {}", among_all(chosen));
             chosen.iter().map(line).collect::<Vec<_>>().join("\n")
+        }
+        // Where memory is not compressed there is nothing to choose from.
+        Value::String(chosen) if attr == "comp_algorithm" && chosen.parse::<Algorithm>().is_ok() => {
+            among_all(value)
+        }
+        // The kernel's first line says how the second one is read.
+        Value::Object(columns) if attr == "debug_stat" => {
+            let of = |key: &str| columns.get(key).map(ToString::to_string).unwrap_or_default();
+            format!("version: {}\n{} {}", of("version"), of("writestall"), of("miss_free"))
         }
         Value::String(text) => text.clone(),
         Value::Object(columns) => columns.values().map(|v| plain("", v)).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
+}
+
+/// All algorithms, with the chosen one in brackets.
+fn among_all(chosen: &Value) -> String {
+    let all = Algorithm::ALL.map(|algorithm| match algorithm.name() {
+        name if chosen == name => format!("[{name}]"),
+        name => name.to_owned(),
+    });
+    all.join(" ")
 }
 
 /// Checks every attribute, then sets them; after a refusal nothing has changed.

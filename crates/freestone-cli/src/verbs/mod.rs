@@ -1,6 +1,7 @@
 //! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
 //! the server does, and how the answer is shown to people.
 
+pub mod block_state;
 pub mod compact;
 pub mod create;
 pub mod delta;
@@ -139,7 +140,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 26] = [
+const VERBS: [(&str, Run); 27] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -162,6 +163,7 @@ const VERBS: [(&str, Run); 26] = [
     entry::<recompress::Recompress>(),
     entry::<publish::Publish>(),
     entry::<unpublish::Unpublish>(),
+    entry::<block_state::BlockState>(),
     entry::<zones::Zones>(),
     entry::<power_cut::PowerCut>(),
     entry::<mark::Mark>(),
@@ -224,6 +226,25 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     let answer = call::<V>(params, common)?;
     show::<V>(params, &answer, common)
+}
+
+/// The same for a verb whose answer comes in parts, each shown before the next is asked for: `next`
+/// is what asks for what is behind an answer.
+pub fn ask_in_parts<V: Verb>(
+    mut params: V::Params,
+    next: impl Fn(&V::Params, &V::Reply) -> Option<V::Params>,
+    common: &Common,
+) -> Result<()> {
+    loop {
+        let answer = call::<V>(&params, common)?;
+        show::<V>(&params, &answer, common)?;
+        let reply = serde_json::from_str(answer.get())
+            .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
+        match next(&params, &reply) {
+            Some(then) => params = then,
+            None => return Ok(()),
+        }
+    }
 }
 
 /// The same for a verb that takes long: a terminal is shown how far it is.

@@ -55,7 +55,7 @@ pub struct Params {
 }
 
 /// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
-/// "bd_stat": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
+/// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
 /// "devices": [..]}`. Sizes in bytes.
@@ -218,6 +218,7 @@ fn device(
         reply.insert("mm_stat".into(), kinds::mm_stat(ram));
         reply.insert("io_stat".into(), kinds::io_stat(ram));
         reply.insert("bd_stat".into(), kinds::bd_stat(ram));
+        reply.insert("debug_stat".into(), kinds::debug_stat(ram));
         if let Some(backing) = kinds::backing(ram) {
             reply.insert("backing".into(), backing);
         }
@@ -226,6 +227,9 @@ fn device(
         }
         reply.insert("over_stat".into(), kinds::over_stat(ram));
         reply.insert("full".into(), kinds::full_stat(ram));
+    }
+    if let Some(counts) = entry.io() {
+        reply.insert("io".into(), layers::io(&counts));
     }
     // What many have in common is told once, where all are listed.
     let tells = entry.kind.own_family().is_some() || entry.is_outer_base();

@@ -12,7 +12,10 @@ const APPENDS: usize = 5;
 const READ_BYTES: usize = 6;
 const WRITTEN_BYTES: usize = 7;
 const ERRORS: usize = 8;
-const COUNT: usize = 9;
+const DISCARDED_BYTES: usize = 9;
+const ZEROED_BYTES: usize = 10;
+const IN_FLIGHT: usize = 11;
+const COUNT: usize = 12;
 
 /// Counters of a device's operations. Adding is one or two additions to the CPU's own cells.
 #[derive(Default)]
@@ -39,6 +42,12 @@ pub struct Counted {
     pub written_bytes: u64,
     /// Operations that failed.
     pub errors: u64,
+    /// Bytes that were discarded.
+    pub discarded_bytes: u64,
+    /// Bytes that were zeroed.
+    pub zeroed_bytes: u64,
+    /// Submitted requests that are not answered, where they were [told](OpCounts::begun).
+    pub in_flight: u64,
 }
 
 impl OpCounts {
@@ -78,10 +87,20 @@ impl OpCounts {
         match op {
             Op::Read => self.0.add_both([(READS, 1), (READ_BYTES, bytes as i64)]),
             Op::Write => self.0.add_both([(WRITES, 1), (WRITTEN_BYTES, bytes as i64)]),
-            Op::Discard => self.0.add(DISCARDS, 1),
-            Op::WriteZeroes => self.0.add(ZEROES, 1),
+            Op::Discard => self.0.add_both([(DISCARDS, 1), (DISCARDED_BYTES, bytes as i64)]),
+            Op::WriteZeroes => self.0.add_both([(ZEROES, 1), (ZEROED_BYTES, bytes as i64)]),
             Op::Flush => self.0.add(FLUSHES, 1),
         }
+    }
+
+    /// A request is submitted: it is in flight until it has [`ended`](Self::ended).
+    pub fn begun(&self) {
+        self.0.add(IN_FLIGHT, 1);
+    }
+
+    /// A submitted request is answered.
+    pub fn ended(&self) {
+        self.0.add(IN_FLIGHT, -1);
     }
 
     /// Counts an operation that failed.
@@ -95,7 +114,9 @@ impl OpCounts {
         match op {
             Op::Read => self.0.add(READ_BYTES, bytes as i64),
             Op::Write => self.0.add(WRITTEN_BYTES, bytes as i64),
-            Op::Discard | Op::WriteZeroes | Op::Flush => {}
+            Op::Discard => self.0.add(DISCARDED_BYTES, bytes as i64),
+            Op::WriteZeroes => self.0.add(ZEROED_BYTES, bytes as i64),
+            Op::Flush => {}
         }
     }
 
@@ -112,6 +133,9 @@ impl OpCounts {
             read_bytes: get(READ_BYTES),
             written_bytes: get(WRITTEN_BYTES),
             errors: get(ERRORS),
+            discarded_bytes: get(DISCARDED_BYTES),
+            zeroed_bytes: get(ZEROED_BYTES),
+            in_flight: get(IN_FLIGHT),
         }
     }
 }
@@ -132,7 +156,11 @@ mod tests {
         counts.tried(&Request::write(0, 512), &Err(Error::Media));
         counts.answered(&Request::flush(), &Ok(()));
         counts.answered(&Request::flush(), &Err(Error::Gone));
-        counts.tried(&Request::new(Op::Discard, 0, 512), &Ok(Tried::Done));
+        counts.tried(&Request::new(Op::Discard, 0, 1536), &Ok(Tried::Partly(1024)));
+        counts.tried(&Request::new(Op::Discard, 1024, 512), &Ok(Tried::Done));
+        counts.begun();
+        counts.begun();
+        counts.ended();
         counts.tried(&Request::new(Op::WriteZeroes, 0, 512), &Ok(Tried::Done));
         counts.appended(1024, &Ok(77));
         counts.appended(1024, &Err::<u64, _>(Error::ZoneCondition));
@@ -146,6 +174,9 @@ mod tests {
             read_bytes: 8192,
             written_bytes: 512 + 1024,
             errors: 3,
+            discarded_bytes: 512 + 1024,
+            zeroed_bytes: 512,
+            in_flight: 1,
         };
         assert_eq!(counts.snapshot(), expected);
     }

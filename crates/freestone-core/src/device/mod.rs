@@ -9,6 +9,8 @@ mod buffer;
 mod changes;
 mod completion;
 #[cfg(not(loom))]
+mod counting;
+#[cfg(not(loom))]
 mod counts;
 mod error;
 #[cfg(not(loom))]
@@ -21,6 +23,8 @@ pub use blocking::Blocking;
 pub use buffer::{IO_ALIGN_BYTES, IoBuf};
 pub use changes::{Change, Changes};
 pub use completion::Completion;
+#[cfg(not(loom))]
+pub use counting::Counting;
 #[cfg(not(loom))]
 pub use counts::{Counted, OpCounts};
 pub use error::{Error, Result};

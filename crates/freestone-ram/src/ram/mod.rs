@@ -24,6 +24,7 @@
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 
 mod auto_recompress;
+mod block_state;
 mod candidates;
 mod chain;
 mod config;
@@ -74,6 +75,7 @@ mod writeback;
 use std::sync::Arc;
 
 pub use self::auto_recompress::AutoRecompressed;
+pub use self::block_state::BlockState;
 use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
@@ -91,7 +93,7 @@ use self::parts::FamilyParts;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
 pub use self::snapshot::PendingSnapshot;
 use self::stats::counter;
-pub use self::stats::{IoStat, Memory, MmStat, OverStat};
+pub use self::stats::{DebugStat, IoStat, Memory, MmStat, OverStat};
 pub use self::writeback::{BackingStat, BdStat, Writeback};
 use freestone_core::PAGE_BYTES;
 use freestone_core::consistency_group::{self, NotInTime};
@@ -255,11 +257,7 @@ impl Ram {
         inner.pages.pool.reset_pages_max();
         // Relaxed: a statistic.
         inner.pages.compacted.store(0, Ordering::Relaxed);
-        for counter in
-            [counter::FAILED_READS, counter::FAILED_WRITES, counter::INVALID_IO, counter::NOTIFY_FREE]
-        {
-            inner.counters.clear(counter);
-        }
+        (0..counter::COUNT).for_each(|counter| inner.counters.clear(counter));
         Ok(())
     }
 
@@ -402,6 +400,11 @@ impl Ram {
     /// The kernel's `io_stat`.
     pub fn io_stat(&self) -> IoStat {
         self.0.io_stat()
+    }
+
+    /// The kernel's `debug_stat`.
+    pub fn debug_stat(&self) -> DebugStat {
+        self.0.debug_stat()
     }
 
     /// What a fork or snapshot holds itself, and what moved to snapshots.

@@ -44,6 +44,17 @@ pub struct IoStat {
     pub notify_free: u64,
 }
 
+/// `debug_stat`: the two columns of the kernel's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DebugStat {
+    /// How often a write had to wait at the limit until pages had left memory. (In the kernel: how
+    /// often one had to wait for memory to be allocated, until 6.14.)
+    pub writestall: u64,
+    /// How often a discard met a page that was on its way from a disk, and had to wait for it. (In
+    /// the kernel: how often a page was not freed because its slot was locked.)
+    pub miss_free: u64,
+}
+
 /// What the device takes from the machine beside `mem_used_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
@@ -80,7 +91,9 @@ pub(super) mod counter {
     pub const FAILED_WRITES: usize = 1;
     pub const INVALID_IO: usize = 2;
     pub const NOTIFY_FREE: usize = 3;
-    pub const COUNT: usize = 4;
+    pub const WRITESTALL: usize = 4;
+    pub const MISS_FREE: usize = 5;
+    pub const COUNT: usize = 6;
 }
 
 impl Inner {
@@ -111,6 +124,11 @@ impl Inner {
             invalid_io: get(counter::INVALID_IO),
             notify_free: get(counter::NOTIFY_FREE),
         }
+    }
+
+    pub(super) fn debug_stat(&self) -> DebugStat {
+        let get = |counter| self.counters.get(counter);
+        DebugStat { writestall: get(counter::WRITESTALL), miss_free: get(counter::MISS_FREE) }
     }
 
     pub(super) fn over_stat(&self) -> OverStat {

@@ -5,6 +5,7 @@ use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
 use super::job::Job;
 use super::parent::{Base, Look};
+use super::stats::counter;
 use super::waiter::Waiter;
 use super::{PAGE, Ram};
 use freestone_core::device::{
@@ -164,6 +165,9 @@ impl Ram {
     /// Returned: it need not wait any more.
     fn wait_for_page(&self, job: Job) -> Option<Job> {
         let slot = job.slot();
+        if matches!(job.request.op, Op::Discard | Op::WriteZeroes) && !job.needs_content() {
+            self.0.counters.add(counter::MISS_FREE, 1);
+        }
         let mut job = Some(job);
         let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
         match self.0.queue(slot, waiter) {

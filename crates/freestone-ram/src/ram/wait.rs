@@ -59,6 +59,7 @@ impl Ram {
     pub(super) fn wait_for_memory(&self, mut job: Job) {
         let pages = &self.0.pages;
         if !job.last_try {
+            self.0.counters.add(counter::WRITESTALL, 1);
             return pages.keeper.wait_for_memory(self.clone(), job);
         }
         // What a removed device has, in memory and on the backing device, is no room for one that

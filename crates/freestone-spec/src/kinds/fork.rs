@@ -7,7 +7,7 @@ use freestone::file;
 use freestone::ram::{ForkConfig, Ram, SetupError};
 use serde_json::{Value, json};
 
-use super::ram::{Change, bd_stat, check_grow, io_stat, mm_stat, wipe};
+use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, wipe};
 use super::registry::Registry;
 use super::{Asked, Built, Entry, Made, Source, Spec, is_live, parse_name};
 use crate::entries::SpecError;
@@ -168,7 +168,7 @@ impl Made for Fork {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Of a fork. `mem_limit` and `mem_min` are its own.
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "base",
     "disksize",
     "mem_limit",
@@ -179,6 +179,7 @@ const NAMES: [&str; 10] = [
     "mm_stat",
     "io_stat",
     "bd_stat",
+    "debug_stat",
 ];
 
 /// The value of an attribute of a fork, or of a snapshot in memory.
@@ -195,6 +196,7 @@ pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
         "mm_stat" => mm_stat(ram),
         "io_stat" => io_stat(ram),
         "bd_stat" => bd_stat(ram),
+        "debug_stat" => debug_stat(ram),
         _ => return None,
     })
 }

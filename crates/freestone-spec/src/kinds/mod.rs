@@ -21,7 +21,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 
 use freestone::cow;
-use freestone::device::{self, Device, Failures};
+use freestone::device::{self, Counted, Counting, Device, Failures};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
@@ -31,7 +31,9 @@ pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
-pub use self::ram::{Change, RamSpec, auto_recompressed, backing, bd_stat, full_stat, io_stat, mm_stat};
+pub use self::ram::{
+    Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
+};
 use self::registry::Registry;
 pub use self::restored::{RestoredSpec, restored};
 pub use self::snapshot::{CowPlace, CowSpec, SnapshotSpec, cow_stat, merge, missed_writes, snapshots};
@@ -401,6 +403,8 @@ pub struct Entry {
     device: Option<Arc<dyn Device>>,
     /// Requests of its clients that failed.
     pub failures: Arc<Failures>,
+    /// Counts what is asked of that.
+    counting: Option<Arc<Counting>>,
     /// What has to be there as long as this is.
     needs: Vec<Arc<Entry>>,
     /// What the forks of a base share, from the first one on. Locked also while it is made.
@@ -422,6 +426,8 @@ impl Entry {
         if let Some(ram) = kind.ram() {
             ram.set_name(&spec.name);
         }
+        let counting = device.map(|device| Arc::new(Counting::new(device)));
+        let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
         Self {
             spec,
             kind,
@@ -429,6 +435,7 @@ impl Entry {
             layers: Layers::default(),
             device,
             failures: Arc::default(),
+            counting,
             needs,
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
@@ -449,6 +456,11 @@ impl Entry {
     /// Its writes do not wait for room until what is returned is dropped.
     pub fn no_waiting(&self) -> Option<NoWaiting> {
         self.kind.ram().map(|ram| ram.no_waiting())
+    }
+
+    /// What was asked of it, and how that ended.
+    pub fn io(&self) -> Option<Counted> {
+        self.counting.as_ref().map(|counting| counting.counts())
     }
 
     /// Its size in bytes; of a template that of its forks.

@@ -129,7 +129,7 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Their names, in the order in which they are shown.
-const NAMES: [&str; 20] = [
+const NAMES: [&str; 21] = [
     "disksize",
     "initstate",
     "comp_algorithm",
@@ -150,6 +150,7 @@ const NAMES: [&str; 20] = [
     "mm_stat",
     "io_stat",
     "bd_stat",
+    "debug_stat",
 ];
 
 /// Attributes that can be set, for the sentence that says so.
@@ -181,6 +182,7 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "mm_stat" => mm_stat(ram),
         "io_stat" => io_stat(ram),
         "bd_stat" => bd_stat(ram),
+        "debug_stat" => debug_stat(ram),
         _ => return full::value(ram.family().when_full(), attr),
     })
 }
@@ -238,6 +240,12 @@ pub fn io_stat(ram: &Ram) -> Value {
 pub fn bd_stat(ram: &Ram) -> Value {
     let s = ram.bd_stat();
     json!({ "bd_count": s.bd_count, "bd_reads": s.bd_reads, "bd_writes": s.bd_writes })
+}
+
+/// The kernel's two columns, in its order, behind the version of its format.
+pub fn debug_stat(ram: &Ram) -> Value {
+    let s = ram.debug_stat();
+    json!({ "version": 1, "writestall": s.writestall, "miss_free": s.miss_free })
 }
 
 /// The backing device, where there is one.

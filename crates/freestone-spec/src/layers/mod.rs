@@ -429,7 +429,25 @@ impl Layers {
     }
 }
 
-/// What came to a device, by operation.
+/// What users asked of a device, whatever it lies on, as the block layer's `stat` file has it of a
+/// disk: zone appends are writes.
+pub fn io(counts: &Counted) -> Value {
+    json!({
+        "reads": counts.reads,
+        "read_bytes": counts.read_bytes,
+        "writes": counts.writes + counts.appends,
+        "written_bytes": counts.written_bytes,
+        "discards": counts.discards,
+        "discarded_bytes": counts.discarded_bytes,
+        "zeroes": counts.zeroes,
+        "zeroed_bytes": counts.zeroed_bytes,
+        "flushes": counts.flushes,
+        "errors": counts.errors,
+        "in_flight": counts.in_flight,
+    })
+}
+
+/// What came to the data of a test drive, by operation.
 pub fn ops(counts: &Counted) -> Value {
     json!({
         "reads": counts.reads,

@@ -2,6 +2,7 @@
 
 mod scripts;
 mod sentences;
+mod statistics;
 mod writeback;
 
 use std::fs;
@@ -143,7 +144,7 @@ fn statistics_have_the_kernels_columns() {
 fn attributes_are_read_and_set() {
     let serve = Serve::start(&["ram0=ram,disksize=64M,comp_algorithm=zstd,mem_limit=none"]);
     assert_eq!(serve.text(&["get", "ram0", "disksize"]), "67108864\n");
-    assert_eq!(serve.text(&["get", "ram0", "comp_algorithm"]), "zstd\n");
+    assert_eq!(serve.text(&["get", "ram0", "comp_algorithm"]), "lz4 lz4hc lzo [zstd] store\n");
     assert_eq!(serve.text(&["get", "ram0", "io_stat"]), "0 0 0 0\n");
     assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit               0\n"));
     assert_eq!(serve.json(&["get", "ram0", "disksize"]), json!({ "disksize": 64 << 20 }));

@@ -68,6 +68,11 @@ fn zones() {
 }
 
 #[test]
+fn zram() {
+    run_page("docs/zram.md");
+}
+
+#[test]
 fn every_page_with_commands_is_run() {
     let run = [
         "README.md",
@@ -79,6 +84,7 @@ fn every_page_with_commands_is_run() {
         "docs/power.md",
         "docs/snapshots.md",
         "docs/zones.md",
+        "docs/zram.md",
     ];
     let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
     let docs = docs.filter(|path| path.extension().is_some_and(|ext| ext == "md"));

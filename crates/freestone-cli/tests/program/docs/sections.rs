@@ -48,6 +48,14 @@ pub fn prepared(page: &str, section: &str) -> String {
              qemu-io -f raw -c 'write 0 64M' 'nbd+unix:///disk?socket=/tmp/freestone-0/nbd.sock'
              end"
         }
+        ("docs/zram.md", "block_state") => {
+            "serve r=ram,disksize=64M,backing_dev=./b,backing_size=16M
+             head -c 8K /dev/urandom > noise
+             qemu-io -f raw -c 'write -P 7 0 4k' -c 'write -s noise 12k 4k' -c 'write -s noise 20k 4k' \
+                 'nbd+unix:///r?socket=/tmp/freestone-0/nbd.sock'
+             freestone writeback r page_index=5
+             freestone idle r all"
+        }
         ("docs/zones.md", "The verb") => {
             "serve n0=null,size=4G,zoned=1,zone_size=64M,memory_backed=1,zone_max_open=8
              qemu-io -f raw -c 'write 0 1M' 'nbd+unix:///n0?socket=/tmp/freestone-0/nbd.sock'"

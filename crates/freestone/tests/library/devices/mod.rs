@@ -5,6 +5,7 @@ mod conformance_file;
 mod conformance_layers;
 mod conformance_null;
 mod conformance_ram;
+mod counting;
 mod file_changes;
 mod file_setup;
 mod file_stress;

@@ -9,4 +9,5 @@ mod model;
 mod passes;
 mod slow;
 mod spill;
+mod states;
 mod trouble;

@@ -1,0 +1,102 @@
+//! `block-state NAME`: the state of each page of a ram device, in the lines of the kernel's
+//! `block_state`. A long one comes in several answers, so neither side ever holds much of it.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use freestone::PAGE_BYTES;
+use freestone_spec::layers::{parse_offset, place};
+use serde::{Deserialize, Serialize};
+
+use super::Verb;
+use crate::control::protocol::Fault;
+use crate::service::Service;
+
+/// Pages of one answer.
+const ROWS_MAX: usize = 8192;
+
+/// The verb.
+pub struct BlockState;
+
+/// Its parameters, and the command line.
+#[derive(Debug, Clone, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// A ram device, a fork, or a snapshot of one
+    name: String,
+    /// Begin with the page that lies there: bytes, with a unit
+    #[arg(long, value_name = "OFFSET", default_value = "0", value_parser = parse_offset)]
+    #[serde(default)]
+    offset: u64,
+    /// So many bytes of the device, with a unit [default: all from there on]
+    #[arg(long, value_name = "LENGTH", value_parser = parse_offset)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    length: Option<u64>,
+}
+
+/// What the pages hold.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    pages: Vec<Row>,
+    /// Where it goes on, in bytes, where more may come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    next: Option<u64>,
+}
+
+/// A page that the device holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    index: u64,
+    /// Milliseconds since the machine was booted, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    accessed_ms: Option<u64>,
+    /// `swhirn`, each or a dot.
+    flags: String,
+}
+
+impl Params {
+    /// What comes after an answer.
+    pub fn next(&self, answer: &Reply) -> Option<Self> {
+        let next = answer.next?;
+        let length = self.length.map(|length| (self.offset.saturating_add(length)).saturating_sub(next));
+        Some(Self { name: self.name.clone(), offset: next, length })
+    }
+}
+
+impl Verb for BlockState {
+    const METHOD: &'static str = "block-state";
+    type Params = Params;
+    type Reply = Reply;
+
+    // Nothing is claimed, and nothing held while the answer is written.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { name, offset, length } = params;
+        let ram = service.find_ram(&name, "has a block-state")?;
+        let size = ram.config().disksize;
+        if offset >= size {
+            let why = format!("offset={}: behind the end of the device", place(offset));
+            return Err(Fault::invalid(format!("{name}: block-state: {why}")));
+        }
+        let end = length.map_or(size, |length| offset.saturating_add(length).min(size));
+        if end == offset {
+            return Err(Fault::invalid(format!("{name}: block-state: length=0: must be more than 0")));
+        }
+        let page = PAGE_BYTES as u64;
+        let mut pages = Vec::new();
+        let last = end.div_ceil(page);
+        let next = ram.block_state(offset / page, last, &mut |state| {
+            let accessed_ms = state.accessed.map(|at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX));
+            pages.push(Row { index: state.index, accessed_ms, flags: state.flags() });
+            pages.len() < ROWS_MAX
+        });
+        Ok(Reply { name, pages, next: (next < last).then_some(next * page) })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        reply.pages.iter().try_for_each(|Row { index, accessed_ms, flags }| {
+            let ms = accessed_ms.unwrap_or(0);
+            writeln!(out, "{index:12} {:12}.{:06} {flags}", ms / 1000, ms % 1000 * 1000)
+        })
+    }
+}

@@ -1,0 +1,154 @@
+//! Statistics that every device has, and the kernel's last ones of a ram device.
+
+use serde_json::{Deserializer, Value, json};
+
+use crate::clients::tools::{MIB, noise, stat};
+use crate::drives::raw::{FUA, Raw};
+use crate::harness::Serve;
+
+#[test]
+fn every_device_counts_what_it_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    std::fs::write(&image, vec![1; 4 << 20]).unwrap();
+    let qcow2 = dir.path().join("q");
+    let (status, ..) = crate::harness::finish(
+        std::process::Command::new("qemu-img").args(["create", "-qf", "qcow2"]).arg(&qcow2).arg("4M"),
+    );
+    assert_eq!(status, 0);
+    let serve = Serve::start(&[
+        "r=ram,disksize=4M",
+        "n=null,size=4M",
+        "m=null,size=4M,memory_backed=1,blocksize=512",
+        &format!("f=file,path={}/file,size=4M", dir.path().display()),
+        &format!("golden=file,path={},readonly=yes", image.display()),
+        &format!("q=qcow2,path={}", qcow2.display()),
+        "fork=fork,base=golden",
+        "over=fork,base=q",
+        "s=snapshot,origin=f",
+        "rs=snapshot,origin=r",
+        "faulty=ram,disksize=4M,faults=write error=EIO at=1M+4K,seed=1",
+        "cut=ram,disksize=4M,power_cut=yes",
+        "z=null,size=4M,memory_backed=1,zoned=1,zone_size=1M",
+    ]);
+    let names = ["r", "n", "m", "f", "golden", "q", "fork", "over", "s", "rs", "faulty", "cut", "z"];
+    for name in names {
+        let readonly = ["golden", "q", "s", "rs"].contains(&name);
+        let mut client = Raw::connect(&serve, name);
+        for n in 0..3 {
+            client.read(n * 4096, 4096).unwrap();
+        }
+        client.read(0, 65536).unwrap();
+        if !readonly {
+            assert_eq!(client.write(0, 0, &[7; 8192]), 0, "{name}");
+            assert_eq!(client.write(FUA, 8192, &[7; 4096]), 0, "{name}");
+            // Zones are written from their beginning on, and reset.
+            if name != "z" {
+                assert_eq!(client.zero(0, 16384), 0, "{name}");
+            }
+        }
+        let io = serve.json(&["stat", name])["io"].clone();
+        let of = |key: &str| io[key].as_u64().unwrap_or_else(|| panic!("{name}: no {key} in {io}"));
+        // Forks have read from their base.
+        let more = ["golden", "q", "f"].contains(&name);
+        assert!(of("reads") == 4 || more && of("reads") >= 4, "{name}: {io}");
+        assert!(of("read_bytes") == 3 * 4096 + 65536 || more, "{name}: {io}");
+        let writes = if readonly { (0, 0) } else { (2, 12288) };
+        assert_eq!((of("writes"), of("written_bytes")), writes, "{name}: {io}");
+        let zeroes = if readonly || name == "z" { (0, 0) } else { (1, 16384) };
+        assert_eq!((of("zeroes"), of("zeroed_bytes")), zeroes, "{name}: {io}");
+        assert_eq!((of("discards"), of("discarded_bytes"), of("errors"), of("in_flight")), (0, 0, 0, 0));
+        if !readonly && name != "n" {
+            let mut client = Raw::connect(&serve, name);
+            assert_eq!(client.flush(), 0);
+            assert_eq!(stat(&serve, name, "io", "flushes"), 1, "{name}");
+        }
+    }
+    // What rules make fail counts, on top of all layers.
+    let mut client = Raw::connect(&serve, "faulty");
+    assert_eq!(client.write(0, MIB, &[1; 4096]), crate::drives::raw::EIO);
+    assert_eq!(stat(&serve, "faulty", "io", "errors"), 1);
+    assert_eq!(stat(&serve, "faulty", "ops", "errors"), 0);
+    let text = serve.text(&["stat", "r"]);
+    assert!(text.contains("  io\n    reads            4\n    read_bytes       77824 (76K)\n"), "{text}");
+    let all = serve.json(&["stat"]);
+    assert!(all["devices"].as_array().unwrap().iter().all(|device| device["io"].is_object()), "{all}");
+}
+
+#[test]
+fn block_state_is_streamed_in_the_kernels_lines() {
+    let dir = tempfile::tempdir().unwrap();
+    let serve = Serve::start(&[
+        &format!(
+            "r=ram,disksize=256M,recomp_algorithm=zstd,backing_dev={}/b,backing_size=16M,mem_limit=none",
+            dir.path().display()
+        ),
+        "n=null,size=1M",
+    ]);
+    assert_eq!(serve.text(&["block-state", "r"]), "");
+    let mut client = Raw::connect(&serve, "r");
+    assert_eq!(client.write(0, 0, &[7; 4096]), 0);
+    assert_eq!(client.write(0, 3 * 4096, &noise(1, 4096)), 0);
+    assert_eq!(client.write(0, 5 * 4096, &noise(2, 4096)), 0);
+    serve.text(&["writeback", "r", "page_index=5"]);
+    serve.text(&["idle", "r", "all"]);
+    let text = serve.text(&["block-state", "r"]);
+    let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    let numbers: Vec<_> = lines.iter().map(|line| (line[0], line[2])).collect();
+    assert_eq!(numbers, [("0", "s....."), ("3", "..hi.."), ("5", ".wh...")]);
+    // `%12zd %12lld.%06lu %c%c%c%c%c%c`
+    assert!(text.lines().all(|line| line.len() == 12 + 1 + 12 + 1 + 6 + 1 + 6), "{text}");
+    assert!(lines[0][1].parse::<f64>().unwrap() > 0.0 && lines[2][1] == "0.000000", "{text}");
+    let json = serve.json(&["block-state", "r", "--offset", "8K", "--length", "8K"]);
+    assert_eq!(
+        (&json["pages"][0]["index"], &json["pages"][0]["flags"]),
+        (&json!(3), &json!("..hi..")),
+        "{json}"
+    );
+    assert_eq!((json["pages"].as_array().unwrap().len(), json.get("next")), (1, None), "{json}");
+
+    // More pages than one answer has.
+    for n in 0..40 {
+        assert_eq!(client.write(0, 100 * MIB + n * MIB, &vec![n as u8 + 1; MIB as usize]), 0);
+    }
+    let text = serve.text(&["block-state", "r", "--offset", "100M"]);
+    let numbers: Vec<u64> =
+        text.lines().map(|line| line.split_whitespace().next().unwrap().parse().unwrap()).collect();
+    assert!(numbers.iter().copied().eq(25600..25600 + 10240), "{} lines", numbers.len());
+    let ranged = serve.text(&["block-state", "r", "--offset", "100M", "--length", "36M"]);
+    assert_eq!(ranged.lines().count(), 9216);
+    let parts = serve.text(&["block-state", "r", "--json"]);
+    let parts: Vec<Value> = Deserializer::from_str(&parts).into_iter().map(Result::unwrap).collect();
+    let rows = |part: &Value| part["pages"].as_array().unwrap().len();
+    assert_eq!(parts.iter().map(rows).sum::<usize>(), 10240 + 3);
+    assert!(parts.len() > 1 && parts.iter().all(|part| rows(part) <= 8192), "{} answers", parts.len());
+    assert_eq!(parts.last().unwrap().get("next"), None);
+
+    assert_eq!(serve.refused(1, &["block-state", "n"]), "n: only a ram device has a block-state");
+    let behind = "r: block-state: offset=256M: behind the end of the device";
+    assert_eq!(serve.refused(2, &["block-state", "r", "--offset", "256M"]), behind);
+}
+
+#[test]
+fn algorithms_and_debug_stat_are_shown_as_in_sysfs() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0; 1 << 20]).unwrap();
+    let at = dir.path().display();
+    let serve = Serve::start(&[
+        &format!("r=ram,disksize=64M,mem_limit=4M,backing_dev={at}/b,backing_size=128M"),
+        &format!("golden=file,path={at}/golden,readonly=yes"),
+        "f=fork,base=golden",
+    ]);
+    for (name, shown) in [("r", "[lz4] lz4hc lzo zstd store\n"), ("f", "[lz4] lz4hc lzo zstd store\n")] {
+        assert_eq!(serve.text(&["get", name, "comp_algorithm"]), shown);
+        assert_eq!(serve.json(&["get", name, "comp_algorithm"]), json!({ "comp_algorithm": "lz4" }));
+        assert!(serve.text(&["get", name]).contains("[lz4] lz4hc"));
+    }
+    assert_eq!(serve.text(&["get", "r", "debug_stat"]), "version: 1\n0 0\n");
+    let mut client = Raw::connect(&serve, "r");
+    for n in 0..48 {
+        assert_eq!(client.write(0, n * MIB, &noise(n, MIB)), 0);
+    }
+    assert!(stat(&serve, "r", "debug_stat", "writestall") > 0);
+    assert_eq!(stat(&serve, "r", "debug_stat", "miss_free"), 0);
+}
