@@ -6,6 +6,7 @@
 //!   requests and changes of a whole device get by one another without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the
 //!   memory that it points to.
+//! * [`bytes`]: any offset and length over a device of blocks.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`log_limit`]: lines of what happens again and again.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
@@ -26,6 +27,7 @@ pub const LOCATION_BITS: u32 = 36;
 
 #[cfg(not(loom))]
 pub mod arena;
+pub mod bytes;
 #[cfg(not(loom))]
 pub mod consistency_group;
 pub mod device;

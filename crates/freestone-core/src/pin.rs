@@ -137,7 +137,8 @@ pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a
     condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-fn pause(tries: &mut u32) {
+/// Waits a moment for another thread, which is not waiting for this one.
+pub(crate) fn pause(tries: &mut u32) {
     *tries += 1;
     #[cfg(not(loom))]
     if *tries > 100 {
@@ -247,7 +248,7 @@ mod swap {
     unsafe impl<T: Send + Sync> Send for Swap<T> {}
 }
 
-mod barrier {
+pub(crate) mod barrier {
     //! The two halves of the asymmetric barrier.
     use super::{Ordering, fence};
 
@@ -261,6 +262,14 @@ mod barrier {
     pub fn register() -> bool {
         // The model knows no membarrier: it checks the protocol with fences on both sides.
         false
+    }
+
+    /// Whether the light half must be a full fence.
+    pub fn fenced() -> bool {
+        #[cfg(loom)]
+        return true;
+        #[cfg(not(loom))]
+        super::DOMAIN.fenced_pins
     }
 
     #[inline]

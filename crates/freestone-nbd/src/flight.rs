@@ -23,7 +23,9 @@ pub struct Finished {
     pub slot: usize,
     /// First byte of the part on the device.
     pub offset: u64,
-    /// Bytes that the part was charged with.
+    /// Bytes of the part's data.
+    pub len: usize,
+    /// Bytes that the part was charged with: its data, and what parts of blocks need beside it.
     pub charge: usize,
     /// What the device says.
     pub outcome: Result<()>,
@@ -110,6 +112,8 @@ pub struct Operation {
     pub parts: usize,
     /// More parts may follow.
     pub open: bool,
+    /// It is a window of a large simple reply, which the request at hand waits for.
+    pub window: bool,
     /// The first failure of a part.
     pub failure: Option<Failure>,
 }
@@ -128,7 +132,8 @@ pub struct Operations {
 impl Operations {
     /// Starts an operation.
     pub fn open(&mut self, cookie: u64, action: Action, is_read: bool) -> usize {
-        let operation = Operation { cookie, action, is_read, parts: 0, open: true, failure: None };
+        let operation =
+            Operation { cookie, action, is_read, parts: 0, open: true, window: false, failure: None };
         if let Some(slot) = self.free.pop() {
             self.slots[slot] = Some(operation);
             slot
@@ -175,7 +180,14 @@ mod tests {
     fn one_wake_for_many() {
         let queue = Queue::new().unwrap();
         for slot in 0..3 {
-            queue.push(Finished { slot, offset: 0, charge: 0, outcome: Ok(()), buffer: IoBuf::empty() });
+            queue.push(Finished {
+                slot,
+                offset: 0,
+                len: 0,
+                charge: 0,
+                outcome: Ok(()),
+                buffer: IoBuf::empty(),
+            });
         }
         let mut count = [0_u8; 8];
         assert_eq!(rustix::io::read(queue.wake_fd(), &mut count), Ok(8));

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use freestone_core::bytes::Bytes;
 use freestone_core::device::{Device, Geometry};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
@@ -12,6 +13,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::contexts::Contexts;
 use crate::export::Export;
+use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
 use crate::proto::{
@@ -245,7 +247,7 @@ impl<'a> Handshake<'a> {
             EnterError::Failed(text) => End::NoDevice(text),
             EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
         })?;
-        let geometry = device.geometry();
+        let geometry = Bytes::told(device.geometry());
         let flags = export.flags(&geometry, self.structured).bits();
         let room = size_of::<ExportNameReply>() + EXPORT_NAME_PADDING_BYTES;
         self.replies.reserve(self.link.socket(), room)?;
@@ -286,7 +288,7 @@ impl<'a> Handshake<'a> {
             self.look(name).map(|(export, facts)| (export, facts.geometry, None))
         };
         let (export, geometry, chosen) = match found {
-            Ok(found) => found,
+            Ok((export, geometry, chosen)) => (export, Bytes::told(geometry), chosen),
             Err(error) => return Ok(Err(error.into())),
         };
         let flags = export.flags(&geometry, self.structured).bits();
@@ -435,14 +437,17 @@ impl Handshake<'_> {
 /// second, which is a multiple of the logical block. Where the device wants smaller requests than
 /// the protocol allows, a larger one is served all the same.
 fn block_sizes(geometry: &Geometry) -> (u32, u32) {
-    let maximum = match geometry.max_request {
-        0 => MAX_PAYLOAD_BYTES,
-        most => most.min(MAX_PAYLOAD_BYTES),
-    };
+    let most = max_payload(geometry);
+    let maximum = if geometry.max_request == 0 { most } else { geometry.max_request.min(most) };
     let preferred = geometry.physical_block.max(geometry.io_min).max(PREFERRED_BLOCK_BYTES);
     let preferred = preferred.checked_next_power_of_two().unwrap_or(MAX_PAYLOAD_BYTES);
     let most = 1 << maximum.max(1).ilog2();
     (preferred.min(most), maximum)
+}
+
+/// Most data of a write. To a zone it is written all or not at all, so it must be in memory first.
+pub fn max_payload(geometry: &Geometry) -> u32 {
+    if geometry.zones.is_none() { MAX_PAYLOAD_BYTES } else { MAX_IN_FLIGHT_BYTES as u32 }
 }
 
 /// At most as much of a text as the protocol's strings may hold.

@@ -4,14 +4,15 @@
 //! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or
 //! submitted: so requests start in the order in which they came.
 
-use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
+use freestone_core::device::{Buffer, Error, Flags, IoBuf, Request, Tried};
 
 use crate::errno::{Action, Failure};
+use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step};
-use crate::stream::{Gather, Skip, Stream, Whole, Write, advance};
+use crate::stream::{Gather, Skip, Stream, Whole, Windows, Write, advance};
 
-/// Pieces of a large write end at multiples of this many bytes: no block of a device is larger.
+/// Pieces of a large request end at multiples of this many bytes: no block of a device is larger.
 const PIECE_ALIGN_BYTES: u64 = 4096;
 
 impl Session<'_> {
@@ -20,6 +21,7 @@ impl Session<'_> {
         match stream {
             Stream::Read { slot, request } => self.go_on_reading(slot, request),
             Stream::Whole(whole) => self.go_on_whole(whole),
+            Stream::Windows(windows) => self.go_on_windows(windows),
             Stream::Write(write) => self.go_on_writing(write),
             Stream::Gather(gather) => self.go_on_gathering(gather),
             Stream::Skip(skip) => self.go_on_skipping(skip),
@@ -41,7 +43,7 @@ impl Session<'_> {
             return Ok(Step::Done);
         }
         let cookie = operation.cookie;
-        let len = request.len.min(MAX_INLINE_BYTES as u64);
+        let len = piece(&request);
         let last = len == request.len;
         let step = self.read_piece(cookie, Request::read(request.offset, len), Some((slot, last)))?;
         match step {
@@ -78,6 +80,78 @@ impl Session<'_> {
                 Ok(Step::Done)
             }
         }
+    }
+
+    fn go_on_windows(&mut self, mut windows: Windows) -> Result<Step, Lost> {
+        if self.operations.in_flight > 0 {
+            return Ok(self.keep(Stream::Windows(windows), Step::Stalled));
+        }
+        if let Some(window) = self.window.take() {
+            return self.reply_window(windows, window);
+        }
+        let len = windows.rest.len.min(MAX_IN_FLIGHT_BYTES as u64) as usize;
+        let Some((mut buffer, filled)) = windows.reading.take() else {
+            // The replies before it are sent first.
+            if !self.admits(len) {
+                return Ok(self.keep(Stream::Windows(windows), Step::Turn));
+            }
+            let Ok(buffer) = IoBuf::zeroed(len) else {
+                return self.reply_window(windows, Err(Failure::of(Error::NoMemory, Action::Plain)));
+            };
+            self.operations.charged += len;
+            windows.reading = Some((buffer, 0));
+            return Ok(self.keep(Stream::Windows(windows), Step::Turn));
+        };
+        let request = Request { len: len as u64, ..windows.rest };
+        let rest = request.rest(filled as u64);
+        match self.device.try_io(&rest, Buffer::Read(&mut buffer[filled..])) {
+            Ok(Tried::Partly(n)) => {
+                windows.reading = Some((buffer, filled + (rest.len - advance(rest, n).len) as usize));
+                Ok(self.keep(Stream::Windows(windows), Step::Turn))
+            }
+            Ok(Tried::WouldBlock) => {
+                let slot = self.operations.open(windows.cookie, Action::Plain, true);
+                let operation = self.operations.get(slot);
+                (operation.open, operation.window) = (false, true);
+                self.submit(slot, request, buffer, true);
+                Ok(self.keep(Stream::Windows(windows), Step::Stalled))
+            }
+            Ok(Tried::Done) => {
+                self.operations.charged -= len;
+                self.reply_window(windows, Ok(buffer))
+            }
+            Err(error) => {
+                self.operations.charged -= len;
+                self.reply_window(windows, Err(Failure::of(error, Action::Plain)))
+            }
+        }
+    }
+
+    fn reply_window(&mut self, mut windows: Windows, window: Result<IoBuf, Failure>) -> Result<Step, Lost> {
+        match window {
+            Ok(data) => {
+                self.reply_simple_data((!windows.begun).then_some(windows.cookie), data)?;
+                windows.begun = true;
+            }
+            Err(failure) if windows.begun => {
+                // The client was told that all is well, and the protocol has no other way back.
+                tracing::warn!(
+                    peer = %self.link.peer(), export = %self.export.name, error = %failure.text,
+                    "a read failed behind its first 32 MiB, without structured replies: the connection ends"
+                );
+                return Err(Lost);
+            }
+            Err(failure) => {
+                self.reply_failure(windows.cookie, &failure)?;
+                return Ok(Step::Done);
+            }
+        }
+        windows.rest = windows.rest.rest(windows.rest.len.min(MAX_IN_FLIGHT_BYTES as u64));
+        if windows.rest.len > 0 {
+            return Ok(self.keep(Stream::Windows(windows), Step::Turn));
+        }
+        self.tally.replies += 1;
+        Ok(Step::Done)
     }
 
     fn go_on_writing(&mut self, Write { slot, rest }: Write) -> Result<Step, Lost> {
@@ -209,7 +283,7 @@ impl Session<'_> {
     }
 }
 
-/// Length of the next piece of a large write. With [`Flags::FUA`] each piece is durable before it
+/// Length of the next piece of a large request. With [`Flags::FUA`] each piece is durable before it
 /// is answered, and so is the whole.
 fn piece(rest: &Request) -> u64 {
     debug_assert!(rest.flags.is_empty() || rest.flags == Flags::FUA, "a write has no other flags");

@@ -23,7 +23,7 @@ pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 /// Longest string of the protocol (names, descriptions, messages), in bytes.
 pub const MAX_STRING_BYTES: usize = 4096;
 /// Largest data of one request or one reply chunk that is offered, in bytes.
-pub const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
+pub const MAX_PAYLOAD_BYTES: u32 = 64 << 20;
 /// Reserved bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
 pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
 /// The metadata context of holes and zeroes.

@@ -5,13 +5,15 @@ use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
 use zerocopy::FromBytes;
 
 use crate::errno::{Action, Errno, Failure};
+use crate::flight::MAX_IN_FLIGHT_BYTES;
+use crate::handshake::max_payload;
 use crate::input::RECEIVE_BUFFER_BYTES;
 use crate::proto::{
     CommandFlags, DataChunk, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, RequestHeader, SimpleReply, command,
 };
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step, data_chunk, no_memory, simple};
-use crate::stream::{Gather, Incoming, Skip, Stream, Whole, Write, advance};
+use crate::stream::{Gather, Incoming, Skip, Stream, Whole, Windows, Write, advance};
 
 /// Length of a request's header in bytes.
 pub const HEADER_BYTES: usize = size_of::<RequestHeader>();
@@ -107,10 +109,15 @@ impl Session<'_> {
     fn read(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         let allowed = if self.structured { CommandFlags::DF } else { CommandFlags::empty() };
         let vetted = self.vet(incoming, Op::Read, allowed, Action::Plain);
+        let len = incoming.len as usize;
         let (request, flags) = match vetted {
             Ok((_, _)) if incoming.len > MAX_PAYLOAD_BYTES => {
                 self.accept();
-                return self.refuse(incoming, Errno::Overflow, "more than 32 MiB in one read");
+                return self.refuse(incoming, Errno::Overflow, "more than 64 MiB in one read");
+            }
+            Ok((_, flags)) if flags.contains(CommandFlags::DF) && len > MAX_IN_FLIGHT_BYTES => {
+                self.accept();
+                return self.refuse(incoming, Errno::Overflow, "more than 32 MiB in one chunk");
             }
             Ok(vetted) => vetted,
             Err(failure) => {
@@ -119,7 +126,6 @@ impl Session<'_> {
                 return Ok(Step::Done);
             }
         };
-        let len = incoming.len as usize;
         if len <= MAX_INLINE_BYTES {
             let step = self.read_piece(incoming.cookie, request, None)?;
             if step == Step::Done {
@@ -131,6 +137,12 @@ impl Session<'_> {
             self.accept();
             let slot = self.operations.open(incoming.cookie, Action::Plain, true);
             self.stream = Some(Stream::Read { slot, request });
+            return Ok(Step::Done);
+        }
+        if len > MAX_IN_FLIGHT_BYTES {
+            self.accept();
+            let windows = Windows { cookie: incoming.cookie, rest: request, begun: false, reading: None };
+            self.stream = Some(Stream::Windows(windows));
             return Ok(Step::Done);
         }
         // The reply must be one piece. It is read into a buffer of its own, so that an error can
@@ -242,10 +254,10 @@ impl Session<'_> {
     fn write(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         let vetted = self.vet(incoming, Op::Write, CommandFlags::empty(), Action::Store);
         let request = match vetted {
-            Ok((request, _)) if incoming.len <= MAX_PAYLOAD_BYTES => request,
+            Ok((request, _)) if incoming.len <= max_payload(&self.geometry) => request,
             other => {
                 let failure = other.err();
-                let failure = failure.unwrap_or(Failure::new(Errno::Inval, "more than 32 MiB in one write"));
+                let failure = failure.unwrap_or(Failure::new(Errno::Inval, "too much in one write"));
                 self.accept();
                 self.stream =
                     Some(Stream::Skip(Skip { cookie: incoming.cookie, left: incoming.len, failure }));

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use freestone_core::bytes::Bytes;
 use freestone_core::device::{Completion, Device, Error, Failed, Geometry, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
@@ -23,7 +24,10 @@ use crate::stream::Stream;
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
 /// in bytes.
-pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES;
+pub const CONNECTION_MEMORY_BYTES: usize =
+    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES;
+/// Beyond the bound of what is in flight the last request may have so much for parts of blocks.
+const PARTS_BYTES: usize = 12 << 10;
 
 /// What was negotiated in the handshake.
 pub struct Negotiated {
@@ -68,7 +72,7 @@ pub enum Step {
 pub struct Session<'a> {
     pub(crate) link: &'a Link,
     pub(crate) export: Arc<Export>,
-    pub(crate) device: Arc<dyn Device>,
+    pub(crate) device: Bytes,
     pub(crate) read_only: bool,
     pub(crate) structured: bool,
     pub(crate) contexts: Contexts,
@@ -80,6 +84,8 @@ pub struct Session<'a> {
     pub(crate) operations: Operations,
     /// The request that has started but is not wholly tried or submitted; later ones wait for it.
     pub(crate) stream: Option<Stream>,
+    /// What was read for [`Stream::Windows`].
+    pub(crate) window: Option<Result<IoBuf, Failure>>,
     pub(crate) tally: Tally,
     finished: Vec<Finished>,
     /// Nothing more is taken from the socket.
@@ -91,12 +97,13 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     /// A session with what the handshake left unread.
     pub fn new(link: &'a Link, negotiated: Negotiated, input: Input, replies: Replies) -> Self {
-        let geometry = negotiated.device.geometry();
+        let device = Bytes::new(negotiated.device);
+        let geometry = device.geometry();
         Self {
             link,
             read_only: negotiated.export.read_only || geometry.read_only,
             export: negotiated.export,
-            device: negotiated.device,
+            device,
             structured: negotiated.structured,
             contexts: negotiated.contexts,
             geometry,
@@ -104,6 +111,7 @@ impl<'a> Session<'a> {
             replies,
             operations: Operations::default(),
             stream: None,
+            window: None,
             tally: Tally::default(),
             finished: Vec::new(),
             ended: false,
@@ -272,11 +280,18 @@ impl<'a> Session<'a> {
     fn answer_part(&mut self, part: Finished) -> Result<(), Lost> {
         let operation = self.operations.get(part.slot);
         let action = operation.action;
+        if operation.window {
+            let whole = part.buffer.len() == part.len;
+            let outcome = part.outcome.and(if whole { Ok(part.buffer) } else { Err(Error::Media) });
+            self.window = Some(outcome.map_err(|error| Failure::of(error, action)));
+            self.operations.take_ended(part.slot);
+            return Ok(());
+        }
         match part.outcome {
             Err(error) => {
                 operation.failure.get_or_insert_with(|| Failure::of(error, action));
             }
-            Ok(()) if operation.is_read && part.buffer.len() != part.charge => {
+            Ok(()) if operation.is_read && part.buffer.len() != part.len => {
                 // A device that hands back another buffer has no data for the client.
                 operation.failure.get_or_insert_with(|| Failure::of(Error::Media, action));
             }
@@ -312,17 +327,17 @@ impl Session<'_> {
     /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless
     /// `charged`.
     pub(crate) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
-        let charge = buffer.len();
-        if !charged {
-            self.operations.charged += charge;
-        }
+        let len = buffer.len();
+        let beside = self.device.beside(&request);
+        let charge = len + beside;
+        self.operations.charged += if charged { beside } else { charge };
         self.operations.in_flight += 1;
         self.operations.get(slot).parts += 1;
         self.tally.submitted += 1;
         let queue = Arc::clone(self.link.queue());
         let offset = request.offset;
         let done = Completion::new(move |outcome, buffer| {
-            queue.push(Finished { slot, offset, charge, outcome, buffer });
+            queue.push(Finished { slot, offset, len, charge, outcome, buffer });
         });
         self.device.submit(request, buffer, done);
     }
@@ -400,15 +415,26 @@ impl Session<'_> {
         data: IoBuf,
         done: bool,
     ) -> Result<(), Lost> {
-        let room = size_of::<DataChunk>() + Replies::room_for_owned(data.len());
-        self.replies.reserve(self.link.socket(), room)?;
         if self.structured {
+            let room = size_of::<DataChunk>() + Replies::room_for_owned(data.len());
+            self.replies.reserve(self.link.socket(), room)?;
             self.replies.put(&data_chunk(cookie, offset, data.len() as u32, done));
+            self.replies.put_owned(data);
         } else {
+            self.reply_simple_data(Some(cookie), data)?;
+        }
+        self.tally.replies += u64::from(done);
+        Ok(())
+    }
+
+    /// Data of a read without structured replies; behind a header, unless that is out already.
+    pub(crate) fn reply_simple_data(&mut self, header: Option<u64>, data: IoBuf) -> Result<(), Lost> {
+        let room = size_of::<SimpleReply>() + Replies::room_for_owned(data.len());
+        self.replies.reserve(self.link.socket(), room)?;
+        if let Some(cookie) = header {
             self.replies.put(&simple(cookie, 0));
         }
         self.replies.put_owned(data);
-        self.tally.replies += u64::from(done);
         Ok(())
     }
 }

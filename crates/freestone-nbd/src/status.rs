@@ -1,6 +1,7 @@
 //! Block status: the extents of a range in each metadata context.
 
-use freestone_core::device::{Device, Error, ExtentKind, Op, Request};
+use freestone_core::bytes::Bytes;
+use freestone_core::device::{Error, ExtentKind, Op, Request};
 use zerocopy::IntoBytes;
 
 use crate::contexts::{self, Contexts};
@@ -46,7 +47,7 @@ impl Session<'_> {
                 continue;
             }
             at += size_of::<StatusChunk>();
-            match describe(&*self.device, *context, request, self.replies.space(at, room)) {
+            match describe(&self.device, *context, request, self.replies.space(at, room)) {
                 Ok(n) => *count = n,
                 Err(error) => {
                     self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain))?;
@@ -73,16 +74,10 @@ impl Session<'_> {
 }
 
 /// Fills `space` with descriptors of the range; returns how many, at least one.
-fn describe(
-    device: &dyn Device,
-    context: Contexts,
-    range: Request,
-    space: &mut [u8],
-) -> Result<usize, Error> {
+fn describe(device: &Bytes, context: Contexts, range: Request, space: &mut [u8]) -> Result<usize, Error> {
     let mut runs = Runs { space, count: 0, at: range.offset, end: range.offset + range.len, open: None };
     let result = if context == Contexts::CHANGED {
-        let changes = device.changes().ok_or(Error::Unsupported)?;
-        changes.changes(range.offset, range.len, &mut |row| {
+        device.changes(range.offset, range.len, &mut |row| {
             let flags = if row.own { ChangedFlags::OWN } else { ChangedFlags::empty() };
             runs.push(row.offset, row.len, flags.bits())
         })

@@ -29,6 +29,8 @@ pub enum Stream {
     },
     /// A large read whose reply must be one piece.
     Whole(Whole),
+    /// A simple reply that is larger than what may be in flight.
+    Windows(Windows),
     /// A large write to a device without zones, in pieces through the receive buffer.
     Write(Write),
     /// A large write to a device with zones, received as a whole first.
@@ -57,6 +59,20 @@ pub struct Whole {
     pub buffer: IoBuf,
     /// Bytes that were read.
     pub filled: usize,
+}
+
+/// A read whose reply is one piece but not one buffer. Nothing else is in flight meanwhile, as no
+/// other reply may come between the data.
+#[derive(Debug)]
+pub struct Windows {
+    /// The request's cookie.
+    pub cookie: u64,
+    /// What is not yet in the replies.
+    pub rest: Request,
+    /// The header is in the replies: who reads has been told that all is well.
+    pub begun: bool,
+    /// The window at hand, and how much of it was read; charged.
+    pub reading: Option<(IoBuf, usize)>,
 }
 
 /// A large write in pieces.

@@ -194,6 +194,7 @@ impl Faulty {
             discard_granularity: logical_block,
             fast_zeroes: false,
             volatile_cache: true,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

@@ -57,6 +57,7 @@ impl Device for Model {
             discard_granularity: self.logical_block,
             fast_zeroes: true,
             volatile_cache: false,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

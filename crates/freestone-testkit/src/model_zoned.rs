@@ -168,6 +168,7 @@ impl Device for ModelZoned {
             discard_granularity: 0,
             fast_zeroes: false,
             volatile_cache: false,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

@@ -7,6 +7,10 @@
 pub struct Geometry {
     /// Bytes; a multiple of `logical_block`.
     pub size: u64,
+    /// Bytes at the end of `size`, less than a block, that are there to make the last block whole:
+    /// what stands behind the device ends before them. They read as zeroes, and what is written
+    /// there is dropped.
+    pub padding: u32,
     /// Smallest unit of a request in bytes, a power of two, 512 to 4096.
     pub logical_block: u32,
     /// Smallest unit that is written without read-modify-write, in bytes.

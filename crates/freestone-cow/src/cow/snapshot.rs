@@ -249,6 +249,7 @@ fn geometry(snap: &Snap) -> Geometry {
         fast_zeroes: cow.fast_zeroes,
         // What is merged is as durable as the origin's flush makes it.
         volatile_cache: cow.volatile_cache || persistent && origin.volatile_cache,
+        padding: 0,
         volatile_media: origin.volatile_media || cow.volatile_media || !persistent,
         rotational: origin.rotational,
         max_request: 0,

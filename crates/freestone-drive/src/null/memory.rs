@@ -20,6 +20,8 @@ pub const MEMORY_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 /// Bytes that one try copies, to keep its work bounded: some 200 us, or a millisecond where the
 /// memory is new.
 const TRY_BYTES_MAX: u64 = 1 << 20;
+/// Zeroes that take memory are written like data.
+static ZEROES: [u8; 256 << 10] = [0; 256 << 10];
 /// Regions of 2 MiB that one try discards, and gives back to the system where that is due: up to
 /// two milliseconds.
 const TRY_LEAVES: u32 = 4;
@@ -82,10 +84,10 @@ impl Device for Memory {
         let &Request { op, flags, offset, .. } = request;
         let len = self.bounded(request.len);
         let copied = len.min(TRY_BYTES_MAX);
-        let cleared = |may_free| {
+        let cleared = || {
             pin::pinned(|pin| {
                 let pages = self.pages.load(pin);
-                let end = pages.clear(offset, offset + len, may_free, TRY_LEAVES);
+                let end = pages.clear(offset, offset + len, TRY_LEAVES);
                 pages.give_back(TRY_LEAVES + 1);
                 end - offset
             })
@@ -102,8 +104,13 @@ impl Device for Memory {
             (Op::Read | Op::Write, _) => return Err(Error::Misaligned),
             // Not offered: a hint that is not taken.
             (Op::Discard, _) if self.geometry.discard_granularity == 0 => request.len,
-            (Op::Discard, _) => cleared(true),
-            (Op::WriteZeroes, _) => cleared(flags.contains(Flags::MAY_FREE)),
+            (Op::Discard, _) => cleared(),
+            (Op::WriteZeroes, _) if flags.contains(Flags::MAY_FREE) => cleared(),
+            (Op::WriteZeroes, _) => {
+                let zeroes = &ZEROES[..len.min(ZEROES.len() as u64) as usize];
+                pin::pinned(|pin| self.pages.load(pin).write(offset, zeroes))?;
+                zeroes.len() as u64
+            }
             (Op::Flush, _) => 0,
         };
         Ok(if done == request.len { Tried::Done } else { Tried::Partly(done) })

@@ -64,7 +64,7 @@ impl Config {
         if !block.is_power_of_two() || !(512..=4096).contains(&block) {
             return Err(SetupError::LogicalBlock(block));
         }
-        if size == 0 || size > largest || !size.is_multiple_of(u64::from(block)) {
+        if size > largest || !size.is_multiple_of(u64::from(block)) {
             return Err(SetupError::Size { size, block, largest });
         }
         if !max_request.is_multiple_of(block) {
@@ -80,6 +80,7 @@ impl Config {
             discard_granularity: if discard { block } else { 0 },
             fast_zeroes: true,
             volatile_cache: false,
+            padding: 0,
             volatile_media: true,
             rotational,
             read_only,
@@ -180,10 +181,10 @@ mod tests {
         for block in [0, 1, 256, 513, 1000, 8192, u32::MAX] {
             assert_eq!(make(1 << 20, block), Err(SetupError::LogicalBlock(block)));
         }
-        for (size, block) in [(0, 512), (511, 512), (4096 + 512, 4096), (u64::MAX, 512), (1 << 63, 4096)] {
+        for (size, block) in [(511, 512), (4096 + 512, 4096), (u64::MAX, 512), (1 << 63, 4096)] {
             assert_eq!(make(size, block), Err(SetupError::Size { size, block, largest: MAX_SIZE_BYTES }));
         }
-        for (size, block) in [(512, 512), (4096, 4096), (MAX_SIZE_BYTES & !4095, 4096)] {
+        for (size, block) in [(0, 512), (512, 512), (4096, 4096), (MAX_SIZE_BYTES & !4095, 4096)] {
             assert_eq!(make(size, block), Ok(()));
         }
         let config = Config { max_request: 512, ..Config::plain(1 << 20, 4096) };

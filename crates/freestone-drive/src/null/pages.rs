@@ -249,15 +249,15 @@ impl Pages {
     }
 
     /// Makes `[offset, end)` read as zeroes, from the front on, and stops early once it did much;
-    /// returns where. With `may_free` the memory of whole pages is free for others.
-    pub fn clear(&self, offset: u64, end: u64, may_free: bool, leaves_max: u32) -> u64 {
+    /// returns where. The memory of pages of zeroes is free for others.
+    pub fn clear(&self, offset: u64, end: u64, leaves_max: u32) -> u64 {
         let mut at = offset;
         for _ in 0..leaves_max {
             let Some(present) = self.table.next_present(at / PAGE, end.div_ceil(PAGE)) else { return end };
             at = at.max(present * PAGE);
             let leaf_end = end.min(Self::leaf_end(at));
             if let Some(leaf) = self.table.leaf(present) {
-                self.clear_in(leaf, at, leaf_end, may_free);
+                self.clear_in(leaf, at, leaf_end);
             }
             at = leaf_end;
             if at == end {
@@ -267,7 +267,7 @@ impl Pages {
         at
     }
 
-    fn clear_in(&self, leaf: Leaf<'_>, from: u64, to: u64, may_free: bool) {
+    fn clear_in(&self, leaf: Leaf<'_>, from: u64, to: u64) {
         let mut freed = 0;
         let mut at = from;
         while at < to {
@@ -277,12 +277,12 @@ impl Pages {
                 let guard = leaf.lock(slot);
                 if let Page::Data(place) = Page::of(guard.word()) {
                     let whole = stop - at == PAGE;
-                    if !(whole && may_free) {
+                    if !whole {
                         // SAFETY: a part of one page, which is locked.
                         unsafe { self.zero(place + at % PAGE, stop - at) };
                     }
                     // SAFETY: the page is locked.
-                    if may_free && (whole || unsafe { self.is_zero(place) }) {
+                    if whole || unsafe { self.is_zero(place) } {
                         guard.publish(Page::Kept(place).word());
                         freed += 1;
                     }

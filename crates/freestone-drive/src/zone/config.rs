@@ -128,7 +128,9 @@ impl Layout {
         if below.zones.is_some() {
             return Err(SetupError::Zoned);
         }
-        let (size, block) = (below.size, below.logical_block);
+        let block = below.logical_block;
+        // What a write pointer says was written must be there.
+        let size = below.size - if below.padding > 0 { u64::from(block) } else { 0 };
         let (zone_size, whole) = (config.zone_size, u64::from(block));
         if !zone_size.is_power_of_two() || zone_size < whole || zone_size > size.min(ZONE_SIZE_MAX_BYTES) {
             return Err(SetupError::ZoneSize { zone_size, block, size });

@@ -363,6 +363,7 @@ impl Device for Zones {
             size: self.inner.table.layout.size,
             discard_granularity: 0,
             // Without the state of the zones the data says nothing.
+            padding: 0,
             volatile_media: below.volatile_media || !self.inner.is_recorded(),
             volatile_cache: below.volatile_cache || self.inner.is_recorded(),
             zones: Some(self.inner.table.layout.geometry()),

@@ -180,6 +180,7 @@ impl Device for Memory {
             discard_granularity: BLOCK as u32,
             fast_zeroes: true,
             volatile_cache: true,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

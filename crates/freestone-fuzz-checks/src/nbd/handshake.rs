@@ -279,7 +279,7 @@ impl<'a> Plain<'a> {
         let (name, size, _, default) = EXPORTS[export];
         let flags = flags(export, self.structured);
         told.push((FACT, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
-        let sizes = [512_u32, 4096, 32 << 20].map(u32::to_be_bytes).concat();
+        let sizes = [1_u32, 4096, 64 << 20].map(u32::to_be_bytes).concat();
         told.push((FACT, [&[0, 3], &sizes[..]].concat()));
         if wanted.contains(&1) {
             told.push((FACT, [&[0, 1], name.as_bytes()].concat()));

@@ -139,7 +139,7 @@ impl Script {
                 asked.len as usize + asked.len as usize / 4096 * 28 + 200
             }
             BLOCK_STATUS if asked.end() <= self.shape.size => {
-                2 * (24 + (asked.len as usize / 512).min(8192) * 8)
+                2 * (24 + (asked.len as usize / 512 + 2).min(8192) * 8)
             }
             _ => 200,
         };
@@ -150,7 +150,7 @@ impl Script {
     pub fn most_messages(&self) -> usize {
         let tries = match self.shape.manner {
             Manner::Partly(most) | Manner::Mixed(most) => {
-                let tries = |asked: &Asked| (u64::from(asked.len) / most) as usize + 2;
+                let tries = |asked: &Asked| (u64::from(asked.len) / most) as usize + 4;
                 self.asked.iter().filter(|asked| asked.end() <= self.shape.size).map(tries).sum()
             }
             _ => self.asked.len(),

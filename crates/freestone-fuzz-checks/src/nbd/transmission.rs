@@ -9,6 +9,7 @@
 //!   byte vector does.
 //! * The device never holds more than is promised.
 
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -35,7 +36,9 @@ const DF: u16 = 4;
 const REQ_ONE: u16 = 8;
 const FAST_ZERO: u16 = 16;
 
-const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
+const MAX_PAYLOAD_BYTES: u32 = 64 << 20;
+/// Of a chunk that is one piece, and of a write to zones.
+const MAX_PIECE_BYTES: u32 = 32 << 20;
 
 impl Nbd {
     /// Checks one input; true: at least one request was done, flushes apart.
@@ -139,7 +142,7 @@ fn judge(script: &Script, device: &Memory, heard: &[u8]) -> bool {
         if faults.is_empty() {
             let mut must_fail = false;
             if let Some(bad) = script.shape.bad
-                && (asked.offset..asked.end()).contains(&bad)
+                && touched(asked).contains(&(bad / BLOCK))
                 && ![CACHE, BLOCK_STATUS].contains(&asked.command)
             {
                 must_fail = true;
@@ -186,7 +189,8 @@ fn faults(script: &Script, asked: &Asked) -> Vec<u32> {
             faults.push(EINVAL);
         }
     } else {
-        if asked.len == 0 || !(asked.offset | u64::from(asked.len)).is_multiple_of(BLOCK) {
+        let parts = !(asked.offset | u64::from(asked.len)).is_multiple_of(BLOCK);
+        if asked.len == 0 || (script.shape.zoned && parts) {
             faults.push(EINVAL);
         }
         let end = asked.offset.checked_add(asked.len.into());
@@ -194,12 +198,11 @@ fn faults(script: &Script, asked: &Asked) -> Vec<u32> {
             faults.push(if matches!(asked.command, WRITE | WRITE_ZEROES) { ENOSPC } else { EINVAL });
         }
     }
-    if asked.len > MAX_PAYLOAD_BYTES {
-        match asked.command {
-            READ => faults.push(EOVERFLOW),
-            WRITE => faults.push(EINVAL),
-            _ => {}
-        }
+    let most = |piece| if piece { MAX_PIECE_BYTES } else { MAX_PAYLOAD_BYTES };
+    match asked.command {
+        READ if asked.len > most(asked.flags & DF != 0) => faults.push(EOVERFLOW),
+        WRITE if asked.len > most(script.shape.zoned) => faults.push(EINVAL),
+        _ => {}
     }
     if asked.command == WRITE_ZEROES && asked.flags & (NO_HOLE | FAST_ZERO) == NO_HOLE | FAST_ZERO {
         faults.push(ENOTSUP);
@@ -210,6 +213,21 @@ fn faults(script: &Script, asked: &Asked) -> Vec<u32> {
     faults
 }
 
+/// Whole blocks of what was asked for.
+fn whole(asked: &Asked) -> Range<u64> {
+    let start = asked.offset.div_ceil(BLOCK);
+    start..(asked.end() / BLOCK).max(start)
+}
+
+/// The blocks that the device is asked for: a trim leaves those out of which it has a part only.
+fn touched(asked: &Asked) -> Range<u64> {
+    match asked.command {
+        TRIM => whole(asked),
+        FLUSH => 0..0,
+        _ => asked.offset / BLOCK..asked.end().div_ceil(BLOCK),
+    }
+}
+
 impl Expected {
     fn follow(&mut self, script: &Script, index: usize, asked: &Asked, answer: &Answer<'_>, done: bool) {
         match asked.command {
@@ -217,19 +235,29 @@ impl Expected {
             BLOCK_STATUS => self.status(script, asked, answer),
             WRITE | TRIM | WRITE_ZEROES => {
                 assert!(answer.data.is_empty() && answer.status.is_empty());
-                let bytes = asked.offset as usize..asked.end() as usize;
-                let blocks = bytes.start / BLOCK as usize..bytes.end / BLOCK as usize;
-                self.own[blocks.clone()].fill(true);
-                let kind = match asked.command {
-                    WRITE => ExtentKind::Data,
-                    WRITE_ZEROES if asked.flags & NO_HOLE != 0 => ExtentKind::Zero,
-                    _ => ExtentKind::Hole,
-                };
-                self.kinds[blocks].fill(done.then_some(kind));
-                if asked.command == WRITE {
-                    Asked::payload(index, asked.offset, &mut self.data[bytes]);
-                } else {
-                    self.data[bytes].fill(0);
+                let (blocks, whole) = (touched(asked), whole(asked));
+                // Parts are written by a thread of the server's, so what follows may come before.
+                let later = !matches!(script.shape.manner, Manner::Inline | Manner::Partly(_));
+                let unknown = |block: u64| self.kinds[block as usize].is_none();
+                let known = done && !(later && (blocks != whole || blocks.clone().any(unknown)));
+                for block in blocks {
+                    let part = !whole.contains(&block);
+                    let kind = match asked.command {
+                        _ if !known || (part && self.kinds[block as usize].is_none()) => None,
+                        WRITE_ZEROES if !part && asked.flags & NO_HOLE != 0 => Some(ExtentKind::Zero),
+                        WRITE_ZEROES | TRIM if !part => Some(ExtentKind::Hole),
+                        _ => Some(ExtentKind::Data),
+                    };
+                    self.kinds[block as usize] = kind;
+                    self.own[block as usize] = true;
+                }
+                match asked.command {
+                    WRITE => {
+                        let bytes = asked.offset as usize..asked.end() as usize;
+                        Asked::payload(index, asked.offset, &mut self.data[bytes]);
+                    }
+                    TRIM => self.data[(whole.start * BLOCK) as usize..(whole.end * BLOCK) as usize].fill(0),
+                    _ => self.data[asked.offset as usize..asked.end() as usize].fill(0),
                 }
             }
             _ => assert!(answer.data.is_empty() && answer.status.is_empty()),
@@ -242,10 +270,11 @@ impl Expected {
             let end = offset + data.len() as u64;
             assert!(asked.offset <= *offset && end <= asked.end(), "data of another place");
             ranges.push(*offset..end);
-            for (block, data) in (*offset / BLOCK..).zip(data.chunks(BLOCK as usize)) {
-                let at = (block * BLOCK) as usize;
+            for block in *offset / BLOCK..end.div_ceil(BLOCK) {
+                let (from, to) = ((block * BLOCK).max(*offset), ((block + 1) * BLOCK).min(end));
+                let told = &data[(from - offset) as usize..(to - offset) as usize];
                 if self.kinds[block as usize].is_some() {
-                    assert!(self.data[at..at + data.len()] == *data, "block {block} has other data");
+                    assert!(self.data[from as usize..to as usize] == *told, "block {block} has other data");
                 }
             }
         }
@@ -268,11 +297,11 @@ impl Expected {
             assert!(asked.flags & REQ_ONE == 0 || rows.len() == 1);
             let mut at = asked.offset;
             for (number, &(len, flags)) in rows.iter().enumerate() {
-                assert!(len > 0 && len.is_multiple_of(BLOCK as u32));
                 let end = at + u64::from(len);
+                assert!(len > 0 && (end.is_multiple_of(BLOCK) || end == asked.end()));
                 assert!(end <= asked.end(), "status of what was not asked for");
                 assert!(number == 0 || rows[number - 1].1 != flags, "neighbours of one kind");
-                for block in (at / BLOCK) as usize..(end / BLOCK) as usize {
+                for block in (at / BLOCK) as usize..end.div_ceil(BLOCK) as usize {
                     let wanted = match (context, self.kinds[block]) {
                         // A part of a request that failed may have been done.
                         (_, None) => continue,

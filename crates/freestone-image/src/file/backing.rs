@@ -35,7 +35,10 @@ pub(super) struct Backing {
     can_nowait: AtomicBool,
     /// A sync has failed: what it covered is lost, so no later one may claim success.
     sync_failed: AtomicBool,
-    size: AtomicU64,
+    /// It may end within a block.
+    pub padded: bool,
+    /// Bytes of the file that are the device's; whole blocks, unless `padded`.
+    bytes: AtomicU64,
     /// All but the size.
     geometry: Geometry,
 }
@@ -55,13 +58,21 @@ impl Backing {
             can_zero_range: AtomicBool::new(true),
             can_nowait: AtomicBool::new(!direct),
             sync_failed: AtomicBool::new(false),
-            size: AtomicU64::new(geometry.size),
+            padded: false,
+            bytes: AtomicU64::new(geometry.size - u64::from(geometry.padding)),
             geometry,
         }
     }
 
     pub fn geometry(&self) -> Geometry {
-        Geometry { size: self.size.load(SeqCst), ..self.geometry }
+        let bytes = self.bytes();
+        let size = bytes.next_multiple_of(self.geometry.logical_block.into());
+        Geometry { size, padding: (size - bytes) as u32, ..self.geometry }
+    }
+
+    /// What of the device lies in the file; the padding does not.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(SeqCst)
     }
 
     /// Bytes that the file really has at this moment. Takes growth over.
@@ -71,8 +82,8 @@ impl Backing {
         } else {
             u64::try_from(rustix::fs::fstat(&self.fd).map_err(error)?.st_size).unwrap_or(0)
         };
-        let whole = real - real % u64::from(self.geometry.logical_block);
-        self.size.fetch_max(whole, SeqCst);
+        let behind = if self.padded { 0 } else { real % u64::from(self.geometry.logical_block) };
+        self.bytes.fetch_max(real - behind, SeqCst);
         Ok(real)
     }
 

@@ -20,11 +20,12 @@ impl Backing {
             return Ok(len);
         }
         // Past the real end there is nothing to describe: reads fail there too.
-        let end = end.min(self.refresh()?);
+        let block = u64::from(self.geometry().logical_block);
+        let real = self.refresh()?;
+        let end = end.min(if self.padded { real.next_multiple_of(block) } else { real });
         if end <= offset {
             return Err(Error::Media);
         }
-        let block = u64::from(self.geometry().logical_block);
         let mut at = offset;
         for _ in 0..MAX_ROWS {
             let (kind, next) = self.extent_at(at, end)?;

@@ -74,6 +74,8 @@ pub(super) struct Job {
     buffer: ManuallyDrop<IoBuf>,
     done: Completion,
     phase: Phase,
+    /// Bytes of the request that lie in the file, and not in the padding behind it.
+    len: u64,
     /// Bytes done in this phase.
     at: u64,
     retries: u32,
@@ -87,7 +89,17 @@ pub(super) struct Job {
 impl Job {
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
         let buffer = ManuallyDrop::new(buffer);
-        Self { request, buffer, done, phase: Phase::Data, at: 0, retries: 0, in_doubt: None, counted: false }
+        Self {
+            len: request.len,
+            request,
+            buffer,
+            done,
+            phase: Phase::Data,
+            at: 0,
+            retries: 0,
+            in_doubt: None,
+            counted: false,
+        }
     }
 
     pub fn buffer(&mut self) -> &mut [u8] {
@@ -104,10 +116,16 @@ impl Job {
         if self.request.op != Op::Read {
             // A moment at which a look at the size costs little beside the rest.
             match backing.refresh() {
-                Ok(real) if self.request.offset + self.request.len <= real => {}
+                Ok(real) if self.end(backing) <= real => {}
                 Ok(_) => return Step::Done(Err(Error::Media)),
                 Err(error) => return Step::Done(Err(error)),
             }
+        }
+        if self.request.op != Op::Flush {
+            self.len = self.end(backing) - self.request.offset;
+        }
+        if self.request.op == Op::Read {
+            self.buffer[self.len as usize..].fill(0);
         }
         if self.changes() {
             backing.writes.begin();
@@ -125,6 +143,11 @@ impl Job {
             }
         };
         Step::Io(self.io(backing))
+    }
+
+    /// Where what is asked for ends in the file.
+    fn end(&self, backing: &Backing) -> u64 {
+        (self.request.offset + self.request.len).min(backing.bytes())
     }
 
     /// The next step, given what the last system call answered.
@@ -187,8 +210,8 @@ impl Job {
 
     /// The system call of the step at hand, once more.
     pub fn io(&self, backing: &Backing) -> Io {
-        let Request { op, offset, len, .. } = self.request;
-        let (at, left) = (offset + self.at, len - self.at);
+        let Request { op, offset, .. } = self.request;
+        let (at, len, left) = (offset + self.at, self.len, self.len - self.at);
         match self.phase {
             Phase::Data => {
                 let (from, len) = (self.at as usize, left.min(MAX_IO_BYTES) as usize);
@@ -222,7 +245,7 @@ impl Job {
             return Step::Done(Err(Error::Media));
         }
         self.at = reached;
-        if self.at < self.request.len {
+        if self.at < self.len {
             return Step::Io(self.io(backing));
         }
         if self.phase == Phase::ZeroPieces {
@@ -262,6 +285,7 @@ mod tests {
             discard_granularity: 4096,
             fast_zeroes: true,
             volatile_cache: true,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             max_request: 0,
@@ -386,6 +410,27 @@ mod tests {
         assert_eq!(job.advance(&b, Ok(512)), Step::Done(Err(Error::Media)));
         let (mut job, _) = begun(&b, Request::flush());
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
+    }
+
+    #[test]
+    fn nothing_is_done_in_the_padding() {
+        let mut b = backing(false);
+        rustix::fs::ftruncate(&b.fd, SIZE + 100).unwrap();
+        b.padded = true;
+        assert_eq!(b.refresh(), Ok(SIZE + 100));
+        assert_eq!((b.geometry().size, b.geometry().padding), (SIZE + 512, 412));
+        let (mut job, step) = begun(&b, Request::read(SIZE, 512));
+        assert_eq!(step, Step::Io(Io::Read { at: SIZE, from: 0, len: 100 }));
+        assert_eq!(job.advance(&b, Ok(100)), Step::Done(Ok(())));
+        let (mut job, step) = begun(&b, Request::write(SIZE - 512, 1024));
+        assert_eq!(step, Step::Io(Io::Write { at: SIZE - 512, from: 0, len: 612, dsync: false }));
+        assert_eq!(job.advance(&b, Ok(612)), Step::Done(Ok(())));
+        let step = begun(&b, Request::new(Op::WriteZeroes, SIZE, 512)).1;
+        assert!(matches!(step, Step::Io(Io::Allocate { at: SIZE, len: 100, .. })), "{step:?}");
+        // Cut off: it is not made long again.
+        rustix::fs::ftruncate(&b.fd, SIZE + 50).unwrap();
+        assert_eq!(begun(&b, Request::write(SIZE, 512)).1, Step::Done(Err(Error::Media)));
+        assert_eq!(begun(&b, Request::read(SIZE, 512)).1, Step::Io(Io::Read { at: SIZE, from: 0, len: 100 }));
     }
 
     #[test]

@@ -102,6 +102,10 @@ pub struct Config {
     pub nameless: bool,
     /// What carries out the system calls.
     pub engine: Engine,
+    /// A file through the page cache may have any length, also none: its last block is
+    /// [padded](Geometry::padding). Else it must be whole blocks, as for whoever stores things in
+    /// it.
+    pub padded: bool,
 }
 
 impl Config {
@@ -114,6 +118,7 @@ impl Config {
             size: None,
             nameless: false,
             engine: Engine::default(),
+            padded: false,
         }
     }
 }
@@ -133,7 +138,8 @@ impl File {
     /// # Errors
     /// Each [`SetupError`] names the path and what to do.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
-        Self::start(config, open::open(config, Tail::Refused)?)
+        let tail = if config.padded { Tail::Padded } else { Tail::Refused };
+        Self::start(config, open::open(config, tail)?)
     }
 
     /// Opens a file or block device to which a RAM disk's pages are spilled, past the page cache

@@ -133,6 +133,8 @@ pub(super) enum Tail {
     Refused,
     /// The device ends with the last whole block.
     Apart,
+    /// The last block is padded, where there is a page cache that can write a part of it.
+    Padded,
 }
 
 /// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may
@@ -255,7 +257,8 @@ impl<'a> Opening<'a> {
         } else {
             u64::try_from(self.stat.st_size).unwrap_or(0)
         };
-        if size == 0 {
+        let padded = tail == Tail::Padded && !self.direct && !self.is_block_device;
+        if size == 0 && !padded {
             return Err(SetupError::Empty { path: path.clone() });
         }
         if let Some(asked) = self.config.size
@@ -265,10 +268,10 @@ impl<'a> Opening<'a> {
         }
         let logical = self.logical_block()?;
         let block = u64::from(logical);
-        if !size.is_multiple_of(block) && (tail == Tail::Refused || size < block) {
+        if !padded && !size.is_multiple_of(block) && (tail != Tail::Apart || size < block) {
             return Err(SetupError::Size { path: path.clone(), size, block: logical });
         }
-        let size = size - size % block;
+        let size = if padded { size } else { size - size % block };
         let physical = if self.is_block_device {
             rustix::fs::ioctl_blkpbszget(&self.fd).unwrap_or(logical)
         } else {
@@ -286,14 +289,18 @@ impl<'a> Opening<'a> {
             discard_granularity: granularity,
             fast_zeroes: granularity > 0,
             volatile_cache: true,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             max_request: 0,
             read_only: self.config.read_only,
             zones: None,
         };
+        let (bytes, size) = (geometry.size, geometry.size.next_multiple_of(block));
+        let geometry = Geometry { size, padding: (size - bytes) as u32, ..geometry };
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
         backing.held = Some(self.held);
+        backing.padded = padded;
         backing.found = modified(&self.stat);
         backing.watched = self.config.read_only.then(|| Watched::new(path, &self.stat));
         Ok(backing)

@@ -390,6 +390,7 @@ mod tests {
             discard_granularity: 4096,
             fast_zeroes: true,
             volatile_cache: true,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             max_request: 0,

@@ -160,6 +160,7 @@ impl Device for Image {
             discard_granularity: 0,
             fast_zeroes: false,
             volatile_cache: false,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             max_request: 0,

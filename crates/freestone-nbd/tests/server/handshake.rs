@@ -37,7 +37,7 @@ fn go_tells_size_flags_and_blocks() {
     let has = |data: &[u8]| replies.iter().any(|reply| reply.kind == INFO && reply.data == data);
     assert!(has(b"\x00\x01disk"));
     assert!(has(b"\x00\x02this is disk"));
-    assert!(has(b"\x00\x03\x00\x00\x02\x00\x00\x00\x10\x00\x02\x00\x00\x00"));
+    assert!(has(b"\x00\x03\x00\x00\x00\x01\x00\x00\x10\x00\x04\x00\x00\x00"));
     assert_eq!(replies.last().unwrap().kind, ACK);
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     assert_eq!(fixture.server.connections("disk"), 1);
@@ -118,7 +118,13 @@ fn block_sizes_follow_the_device() {
     client.greet(3);
     let replies = client.option(OPT_INFO, &info_data("big", &[3]));
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
-    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x10\x00\x00\x01\x00\x00\x02\x00\x00\x00");
+    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x00\x01\x00\x01\x00\x00\x04\x00\x00\x00");
+
+    // Zones are written by whole blocks, and all or not at all.
+    fixture.publish("zones", &MemDevice::zoned(64 * MIB));
+    let replies = client.option(OPT_INFO, &info_data("zones", &[3]));
+    let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
+    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x02\x00\x00\x00\x10\x00\x02\x00\x00\x00");
 
     // The largest request of a device need not be a power of two, the preferred one must be and is
     // no larger.
@@ -129,7 +135,7 @@ fn block_sizes_follow_the_device() {
     fixture.publish("small", &device);
     let replies = client.option(OPT_INFO, &info_data("small", &[3]));
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
-    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x02\x00\x00\x01\x00\x00\x00\x01\x80\x00");
+    assert_eq!(sizes.data, b"\x00\x03\x00\x00\x00\x01\x00\x01\x00\x00\x00\x01\x80\x00");
 }
 
 #[test]

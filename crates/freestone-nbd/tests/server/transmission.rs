@@ -7,6 +7,7 @@ use crate::common::client::{
     BLOCK_STATUS, CACHE, Chunk, DF, DISC, FAST_ZERO, FLUSH, FUA, NO_HOLE, READ, REQ_ONE, TRIM, WRITE,
     WRITE_ZEROES, request,
 };
+use crate::common::device::Manner;
 use crate::common::{Fixture, MemDevice, eventually, pattern};
 use freestone_core::device::{Flags, Op, Request};
 use freestone_nbd::{ExportOptions, MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
@@ -164,10 +165,8 @@ fn lengths_at_both_ends() {
             assert_ne!(client.run(0, command, 0, u32::MAX), 0, "command {command}");
         }
         assert_eq!(client.read(0, u32::MAX), Err(EINVAL));
-        // Misaligned.
-        assert_eq!(client.read(1, 512), Err(EINVAL));
-        assert_eq!(client.read(0, 511), Err(EINVAL));
-        assert_eq!(client.write(0, 256, &[1; 512]), EINVAL);
+        assert_eq!(client.read(MIB - 1, 2), Err(EINVAL));
+        assert_eq!(client.write(0, MIB - 511, &[1; 512]), 28);
         // The longest payload there is, which is thrown away in bounded memory.
         let cookie = client.ask(0, WRITE, 0, u32::MAX);
         let waste = vec![9; 1 << 20];
@@ -178,7 +177,7 @@ fn lengths_at_both_ends() {
             left -= n;
         }
         if structured {
-            assert_eq!(client.plain_reply(cookie), EINVAL);
+            assert_eq!(client.plain_reply(cookie), ENOSPC);
             assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
             client.disconnect();
         }
@@ -188,18 +187,56 @@ fn lengths_at_both_ends() {
 
 #[test]
 fn more_than_the_maximum_payload() {
-    let device = MemDevice::new(64 * MIB);
+    let device = MemDevice::new(128 * MIB);
     let fixture = Fixture::serving(&device);
     let max = MAX_PAYLOAD_BYTES as usize;
+    assert_eq!(max, 64 << 20);
     let mut client = fixture.enter(true);
     assert_eq!(client.read(0, MAX_PAYLOAD_BYTES + 512), Err(EOVERFLOW));
     assert_eq!(client.write(0, 0, &vec![1; max + 512]), EINVAL);
     assert!(device.requests(Op::Write).is_empty());
     let data = pattern(3, max);
-    assert_eq!(client.write(FUA, 512, &data), 0);
-    assert!(client.read(512, MAX_PAYLOAD_BYTES).unwrap() == data);
-    let mut simple = fixture.enter(false);
-    assert!(simple.read(512, MAX_PAYLOAD_BYTES).unwrap() == data);
+    assert_eq!(client.write(FUA, 511, &data), 0);
+    assert!(client.read(511, MAX_PAYLOAD_BYTES).unwrap() == data);
+    // One chunk is one buffer.
+    let mut wanted = HashMap::new();
+    for (len, answer) in [((32 << 20) + 1, Err(EOVERFLOW)), (32 << 20, Ok(data[..32 << 20].to_vec()))] {
+        let cookie = client.ask(DF, READ, 511, len);
+        wanted.insert(cookie, (511, len));
+        assert!(client.read_replies(&mut wanted)[&cookie] == answer);
+    }
+    // A simple reply is not: it goes out in two.
+    for manner in [Manner::Inline, Manner::Thread] {
+        device.set(manner);
+        let mut simple = fixture.enter(false);
+        for offset in [511, 512] {
+            assert!(
+                simple.read(offset, MAX_PAYLOAD_BYTES - 1).unwrap()
+                    == data[offset as usize - 511..][..max - 1]
+            );
+        }
+        // What is in flight before it, and what comes behind it.
+        let bytes = [(1, READ, 4096), (2, READ, 48 << 20), (3, FLUSH, 0), (4, READ, 7)];
+        let bytes: Vec<u8> =
+            bytes.iter().flat_map(|(cookie, command, len)| request(0, *command, *cookie, 0, *len)).collect();
+        simple.send(&bytes);
+        let mut wanted: HashMap<u64, (u64, u32)> =
+            [(1, (0, 4096)), (2, (0, 48 << 20)), (3, (0, 0)), (4, (0, 7))].into();
+        let got = simple.read_replies(&mut wanted);
+        assert!(got[&2].as_ref().unwrap()[511..] == data[..(48 << 20) - 511]);
+        assert_eq!(got[&4], Ok(vec![0; 7]));
+        // It fails within the first window, and behind that.
+        device.bad_byte.store(1, SeqCst);
+        assert_eq!(simple.read(0, 48 << 20), Err(EIO));
+        assert!(simple.read(512, 512).is_ok());
+        device.bad_byte.store(40 << 20, SeqCst);
+        simple.ask(0, READ, 0, 48 << 20);
+        assert_eq!(simple.bytes(16)[4..8], [0; 4]);
+        assert!(simple.bytes(32 << 20)[511..] == data[..(32 << 20) - 511]);
+        simple.assert_closed();
+        device.bad_byte.store(u64::MAX, SeqCst);
+    }
+    device.set(Manner::Inline);
     // Without a payload there is no such limit.
     assert_eq!(client.run(0, WRITE_ZEROES, 0, 64 << 20), 0);
     assert_eq!(client.run(0, TRIM, 0, 64 << 20), 0);
@@ -438,10 +475,16 @@ fn zoned_devices_get_each_write_whole() {
     let device = MemDevice::zoned(64 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
-    for len in [4096, 256 << 10, 1 << 20, MAX_PAYLOAD_BYTES as usize] {
+    for len in [4096, 256 << 10, 1 << 20, 32 << 20] {
         let data = pattern(len as u64, len);
         assert_eq!(client.write(0, 4096, &data), 0);
         assert!(device.bytes(4096, len) == data);
+    }
+    assert_eq!(device.requests(Op::Write).len(), 4);
+    assert_eq!(client.write(0, 0, &vec![1; (32 << 20) + 4096]), EINVAL);
+    for (offset, len) in [(1, 512), (0, 511)] {
+        assert_eq!(client.write(0, offset, &vec![1; len]), EINVAL);
+        assert_eq!(client.read(offset, len as u32), Err(EINVAL));
     }
     assert_eq!(device.requests(Op::Write).len(), 4);
     device.bad_byte.store(1 << 20, SeqCst);

@@ -177,7 +177,7 @@ fn pieces_of_a_large_read_finish_in_any_order() {
     for fails in [false, true] {
         device.set(Manner::Held);
         let cookie = client.ask(0, READ, 512, 2 << 20);
-        eventually(|| device.held().len() == 8);
+        eventually(|| device.held().len() == 9);
         device.bad_byte.store(if fails { MIB } else { u64::MAX }, SeqCst);
         device.release(3);
         device.release_all_backwards();

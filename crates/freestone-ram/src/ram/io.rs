@@ -11,7 +11,7 @@ use super::write::Patched;
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, next_multiple, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
-use freestone_core::device::{self, Buffer, Error, Geometry, Op, Request, Tried};
+use freestone_core::device::{self, Buffer, Error, Flags, Geometry, Op, Request, Tried};
 use freestone_core::handoff::progress;
 use freestone_core::pin;
 use freestone_core::slot::{LEAF_SLOTS, Table, Word};
@@ -55,6 +55,7 @@ impl Inner {
             discard_granularity: PAGE_BYTES as u32,
             fast_zeroes: true,
             volatile_cache: false,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,
@@ -108,8 +109,12 @@ impl Inner {
                 let freed = self.change(request, &[], |view| self.free(view, offset, end, false));
                 freed.inspect(|_| self.room_came())
             }
-            (Op::WriteZeroes, _) => {
+            (Op::WriteZeroes, _) if request.flags.contains(Flags::MAY_FREE) => {
                 let freed = self.change(request, &[], |view| self.free(view, offset, end, true));
+                freed.inspect(|_| self.room_came())
+            }
+            (Op::WriteZeroes, _) => {
+                let freed = self.change(request, &[], |view| self.fill(view, offset, request.len));
                 freed.inspect(|_| self.room_came())
             }
         }
@@ -270,6 +275,31 @@ impl Inner {
                 Err(error) => Ok(Err(error)),
             };
             match written {
+                Ok(result) => result?,
+                Err(Waits) => return Ok(Step::Tried(progress(done, len))),
+            }
+            done += n as u64;
+        }
+        Ok(Step::Tried(progress(done, len)))
+    }
+
+    /// Writes zeroes that are no hole: same-filled pages.
+    #[cold]
+    fn fill(&self, view: &View, offset: u64, len: u64) -> device::Result<Step> {
+        let target = len.min(TRY_READ_PAGES * PAGE);
+        let mut done = 0;
+        while done < target {
+            let (slot, from, n) = piece(offset + done, target - done);
+            let leaf = view.layer.table().leaf_or_new(slot)?;
+            let filled = if n == PAGE_BYTES {
+                self.pages.write_page(view, leaf, slot, &[0; PAGE_BYTES])
+            } else {
+                match self.pages.patch_page(view, leaf, slot, from, Part::Zeroes(n)) {
+                    Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
+                    patched => patched.map(|result| result.map(drop)),
+                }
+            };
+            match filled {
                 Ok(result) => result?,
                 Err(Waits) => return Ok(Step::Tried(progress(done, len))),
             }

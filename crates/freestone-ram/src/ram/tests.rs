@@ -242,8 +242,33 @@ fn an_empty_giant_costs_nothing_even_after_it_was_read() {
         ram.read_at(at, &mut buffer).unwrap();
     }
     ram.discard(0, 16 << 40).unwrap();
-    ram.write_zeroes(0, 16 << 40, Flags::empty()).unwrap();
+    ram.write_zeroes(0, 16 << 40, Flags::MAY_FREE).unwrap();
     assert_eq!((ram.memory().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
+}
+
+/// Zeroes that may be no hole are same-filled pages; the others are nothing.
+#[test]
+fn zeroes_are_a_hole_where_they_may_be() {
+    let ram = Ram::new(config(4 << 20)).unwrap();
+    let kinds = |offset, len| {
+        let mut kinds = Vec::new();
+        ram.extents(offset, len, &mut |row| {
+            kinds.push((row.len, row.kind));
+            true
+        })
+        .unwrap();
+        kinds
+    };
+    ram.write_at(0, &vec![1; 3 << 20], Flags::empty()).unwrap();
+    ram.write_zeroes(4096, 8192, Flags::empty()).unwrap();
+    ram.write_zeroes(12288, 8192, Flags::MAY_FREE).unwrap();
+    assert_eq!(kinds(4096, 16384), [(8192, ExtentKind::Zero), (8192, ExtentKind::Hole)]);
+    // Over nothing as well, in more than one try, and with parts of pages at the ends.
+    ram.write_zeroes(512, (4 << 20) - 1024, Flags::empty()).unwrap();
+    assert_eq!(ram.mm_stat().same_pages, 1023);
+    let mut back = vec![9; 4 << 20];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back[..512] == [1; 512] && back[512..].iter().all(|byte| *byte == 0));
 }
 
 #[test]

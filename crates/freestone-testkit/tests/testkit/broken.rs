@@ -200,6 +200,7 @@ impl Device for Broken {
             discard_granularity: 8192,
             fast_zeroes: false,
             volatile_cache: false,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

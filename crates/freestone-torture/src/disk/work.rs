@@ -87,6 +87,7 @@ impl Shared {
             discard_granularity: block,
             fast_zeroes: false,
             volatile_cache: self.config.volatile_cache,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             read_only: false,

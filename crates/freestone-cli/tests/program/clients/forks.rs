@@ -407,7 +407,7 @@ fn a_fork_is_as_large_as_its_base() {
         let disk = uri(&serve, fork);
         assert_eq!(ok(tool("nbdinfo").args(["--size", &disk])).trim(), size.to_string());
         let info = run_json(tool("nbdinfo").args(["--json", &disk]));
-        assert_eq!(info["exports"][0]["block_size_minimum"], 512, "{info}");
+        assert_eq!(info["exports"][0]["block_size_minimum"], 1, "{info}");
         same(&disk, ("raw", &path(image)));
         // Its snapshots, and their forks.
         let (kept, second) = (format!("{fork}-kept"), format!("{fork}-second"));

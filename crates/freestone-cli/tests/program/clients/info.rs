@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::clients::tools::{KIB, MIB, json, ok, tool, uri};
 use crate::harness::Serve;
 
-const BLOCK_MAX_BYTES: u64 = 32 * MIB;
+const BLOCK_MAX_BYTES: u64 = 64 * MIB;
 
 fn flags(export: &Value, names: &[&str]) -> Vec<bool> {
     names.iter().map(|name| export[name].as_bool().unwrap_or_else(|| panic!("no {name}: {export}"))).collect()
@@ -33,13 +33,13 @@ fn exports_describe_themselves() {
     assert_eq!(flags(&ram, &able), [true; 7]);
     assert_eq!(flags(&ram, &["is_read_only", "is_rotational"]), [false; 2]);
     assert_eq!(ram["contexts"], Value::from(vec!["base:allocation"]));
-    assert_eq!(ram["block_size_minimum"], 512);
+    assert_eq!(ram["block_size_minimum"], 1);
     assert_eq!(ram["block_size_preferred"], 4096);
     assert_eq!(ram["block_size_maximum"], BLOCK_MAX_BYTES);
 
     let null = export("n0");
     assert_eq!(null["export-size"], MIB * MIB);
-    assert_eq!(null["block_size_minimum"], 4096);
+    assert_eq!(null["block_size_minimum"], 1);
     assert_eq!(null["is_read_only"], false);
 
     let file = export("g");

@@ -23,10 +23,7 @@ fn clients_see_what_was_asked_for() {
     ]);
     let plain = export(&serve, "plain");
     assert_eq!((&plain["can_trim"], &plain["is_rotational"]), (&false.into(), &false.into()));
-    assert_eq!(
-        (&plain["block_size_minimum"], &plain["block_size_maximum"]),
-        (&512.into(), &(32 * MIB).into())
-    );
+    assert_eq!((&plain["block_size_minimum"], &plain["block_size_maximum"]), (&1.into(), &(64 * MIB).into()));
     let all = export(&serve, "all");
     assert_eq!(
         (&all["can_trim"], &all["is_rotational"], &all["can_fua"]),
@@ -36,7 +33,7 @@ fn clients_see_what_was_asked_for() {
     assert!(all["block_size_preferred"].as_u64() <= Some(96 * KIB));
     assert_eq!(export(&serve, "unfua")["can_fua"], false);
     assert_eq!(export(&serve, "ro")["is_read_only"], true);
-    assert_eq!(export(&serve, "packed")["block_size_minimum"], 2048);
+    assert_eq!(export(&serve, "packed")["block_size_minimum"], 1);
 
     // FUA that was not offered is refused; a larger request than was asked for is served.
     let mut client = Raw::connect(&serve, "unfua");

@@ -58,6 +58,7 @@ impl MemDevice {
             discard_granularity: 4096,
             fast_zeroes: true,
             volatile_cache: true,
+            padding: 0,
             volatile_media: true,
             rotational: false,
             max_request: 0,

@@ -115,11 +115,22 @@ fn reads_take_no_memory() {
     for gib in (0..16 << 10).step_by(97) {
         memory.read_at(gib << 30, &mut out).unwrap();
         memory.discard(gib << 30, 1 << 30).unwrap();
-        memory.write_zeroes(gib << 30, MIB, Flags::empty()).unwrap();
+        memory.write_zeroes(gib << 30, MIB, Flags::MAY_FREE).unwrap();
     }
     assert!(out.iter().all(|&byte| byte == 0));
     assert_eq!(memory.used_bytes(), before);
     assert!(before < MIB);
+    // Zeroes that may be no hole take what data takes.
+    memory.write_zeroes(512 << 10, MIB, Flags::empty()).unwrap();
+    assert!(memory.used_bytes() >= before + MIB);
+    let mut kinds = Vec::new();
+    let row = &mut |row: freestone::device::Extent| {
+        kinds.push((row.len, row.kind));
+        true
+    };
+    memory.extents(0, 2 * MIB, row).unwrap();
+    let (hole, data) = (freestone::device::ExtentKind::Hole, freestone::device::ExtentKind::Data);
+    assert_eq!(kinds, [(MIB / 2, hole), (MIB, data), (MIB / 2, hole)]);
 }
 
 #[test]

@@ -252,10 +252,13 @@ impl World {
     fn zero(&mut self, exact: bool) {
         let at = self.below(self.live.len());
         let (offset, len) = self.range(self.live[at].shown.size);
-        self.log.push(format!("zero {at} {offset}+{len} exact {exact}"));
+        // Zeroes that may be no hole are written like data.
+        let stays = exact && self.rng.chance(30);
+        self.log.push(format!("zero {at} {offset}+{len} exact {exact} stays {stays}"));
         let before = self.live[at].shown.copy();
         let outcome = if exact {
-            before.ram.write_zeroes(offset, len, Flags::empty())
+            let flags = if stays { Flags::empty() } else { Flags::MAY_FREE };
+            before.ram.write_zeroes(offset, len, flags)
         } else {
             before.ram.discard(offset, len)
         };
@@ -264,13 +267,15 @@ impl World {
         let (first, last) = (offset.div_ceil(page), (offset + len) / page);
         if let Some(own) = &mut live.own {
             for slot in first..last {
-                if slot < live.below {
+                if stays || slot < live.below {
                     own.insert(slot);
                 } else {
                     own.remove(&slot);
                 }
             }
-            if exact {
+            if stays {
+                own.extend(offset / page..(offset + len).div_ceil(page));
+            } else if exact {
                 own.extend(
                     [offset / page, (offset + len - 1) / page].iter().filter(|&&slot| slot < live.below),
                 );

@@ -246,6 +246,7 @@ impl Device for Disk {
             discard_granularity: 0,
             fast_zeroes: false,
             volatile_cache: true,
+            padding: 0,
             volatile_media: false,
             rotational: false,
             max_request: 0,

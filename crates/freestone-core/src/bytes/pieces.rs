@@ -1,0 +1,52 @@
+//! A range of bytes, cut into whole blocks and parts of blocks.
+
+/// Whole blocks, or a part of one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Whole blocks.
+    pub whole: bool,
+}
+
+/// The pieces of a range, in order: at most a part, whole blocks, a part.
+pub fn pieces(offset: u64, len: u64, block: u64) -> impl Iterator<Item = Piece> {
+    let end = offset + len;
+    let mut at = offset;
+    std::iter::from_fn(move || {
+        let (left, into) = (end - at, at % block);
+        let whole = into == 0 && left >= block;
+        let len = if whole { left - left % block } else { left.min(block - into) };
+        let piece = Piece { offset: at, len, whole };
+        at += len;
+        (len > 0).then_some(piece)
+    })
+}
+
+/// The blocks that a range touches: the first byte, and behind the last.
+pub fn cover(offset: u64, len: u64, block: u64) -> (u64, u64) {
+    (offset - offset % block, (offset + len).next_multiple_of(block))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_cut_at_blocks() {
+        let cut = |offset, len| {
+            let all: Vec<_> = pieces(offset, len, 512).map(|p| (p.offset, p.len, p.whole)).collect();
+            assert_eq!(all.iter().map(|piece| piece.1).sum::<u64>(), len);
+            all
+        };
+        assert_eq!(cut(0, 1024), [(0, 1024, true)]);
+        assert_eq!(cut(1, 10), [(1, 10, false)]);
+        assert_eq!(cut(511, 2), [(511, 1, false), (512, 1, false)]);
+        assert_eq!(cut(100, 1500), [(100, 412, false), (512, 1024, true), (1536, 64, false)]);
+        assert_eq!(cut(512, 513), [(512, 512, true), (1024, 1, false)]);
+        assert_eq!(cut(3, 509), [(3, 509, false)]);
+        assert_eq!((cover(511, 2, 512), cover(512, 512, 512)), ((0, 1024), (512, 1024)));
+    }
+}

@@ -1,0 +1,317 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use super::Bytes;
+use crate::device::{
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+use crate::sync::{Arc, Mutex, thread};
+
+const BLOCK: usize = 512;
+
+/// Memory that does all at once, or all on threads of its own, slowly.
+struct Memory {
+    data: Mutex<Vec<u8>>,
+    padding: u32,
+    slow: AtomicBool,
+    /// Requests that were begun, in order.
+    log: Mutex<Vec<Request>>,
+    /// What is submitted waits for these.
+    held: Mutex<Option<Vec<Box<dyn FnOnce() + Send>>>>,
+}
+
+impl Memory {
+    fn new(blocks: usize) -> Arc<Self> {
+        Self::padded(blocks, 0)
+    }
+
+    fn padded(blocks: usize, padding: u32) -> Arc<Self> {
+        Arc::new(Self {
+            data: Mutex::new(vec![0xEE; blocks * BLOCK]),
+            padding,
+            slow: AtomicBool::new(false),
+            log: Mutex::default(),
+            held: Mutex::new(None),
+        })
+    }
+
+    fn slow(self: &Arc<Self>) -> Arc<Self> {
+        self.slow.store(true, Ordering::SeqCst);
+        Arc::clone(self)
+    }
+
+    fn run(&self, request: &Request, buffer: Buffer<'_>) {
+        let range = request.offset as usize..(request.offset + request.len) as usize;
+        let mut data = self.data.lock();
+        match buffer {
+            Buffer::Read(out) => out.copy_from_slice(&data[range]),
+            Buffer::Write(from) => data[range].copy_from_slice(from),
+            Buffer::None => data[range].fill(0),
+        }
+    }
+}
+
+/// The device that a test looks into.
+struct Seen(Arc<Memory>);
+
+impl Device for Seen {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.0.data.lock().len() as u64,
+            padding: self.0.padding,
+            logical_block: BLOCK as u32,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 4096,
+            max_request: 0,
+            discard_granularity: BLOCK as u32,
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            rotational: false,
+            read_only: false,
+            zones: None,
+        }
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry())?;
+        if self.0.slow.load(Ordering::SeqCst) {
+            return Ok(Tried::WouldBlock);
+        }
+        self.0.log.lock().push(*request);
+        self.0.run(request, buffer);
+        Ok(Tried::Done)
+    }
+
+    fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
+        if let Err(error) = request.check(&self.geometry()) {
+            return done.complete(Err(error), buffer);
+        }
+        self.0.log.lock().push(request);
+        let memory = Arc::clone(&self.0);
+        let work = move || {
+            match request.op {
+                Op::Read => memory.run(&request, Buffer::Read(&mut buffer)),
+                Op::Write => memory.run(&request, Buffer::Write(&buffer)),
+                _ => memory.run(&request, Buffer::None),
+            }
+            done.complete(Ok(()), buffer);
+        };
+        match &mut *self.0.held.lock() {
+            Some(held) => held.push(Box::new(work)),
+            None => drop(thread::spawn(work)),
+        }
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        assert_eq!((offset | len) % BLOCK as u64, 0, "the device is asked for whole blocks");
+        for at in (offset..offset + len).step_by(BLOCK) {
+            let kind = if at / BLOCK as u64 % 2 == 0 { ExtentKind::Data } else { ExtentKind::Hole };
+            if !row(Extent { offset: at, len: BLOCK as u64, kind }) {
+                return Ok(at + BLOCK as u64 - offset);
+            }
+        }
+        Ok(len)
+    }
+}
+
+fn user(memory: &Arc<Memory>) -> Bytes {
+    Bytes::new(Arc::new(Seen(Arc::clone(memory))))
+}
+
+/// Begins a request as a connection does.
+fn begin(bytes: &mut Bytes, request: Request, data: &[u8]) -> mpsc::Receiver<Result<IoBuf>> {
+    let (tx, rx) = mpsc::channel();
+    let mut out = vec![0; if request.op == Op::Read { request.len as usize } else { 0 }];
+    let mut rest = request;
+    loop {
+        let at = (request.len - rest.len) as usize;
+        let buffer = match request.op {
+            Op::Read => Buffer::Read(&mut out[at..]),
+            Op::Write => Buffer::Write(&data[at..]),
+            _ => Buffer::None,
+        };
+        match bytes.try_io(&rest, buffer) {
+            Ok(Tried::Done) => tx.send(IoBuf::copy_of(&out)).unwrap(),
+            Ok(Tried::Partly(n)) => {
+                rest = rest.rest(n);
+                continue;
+            }
+            Ok(Tried::WouldBlock) => {
+                let buffer = match request.op {
+                    Op::Read => IoBuf::zeroed(request.len as usize),
+                    Op::Write => IoBuf::copy_of(&data[at..]),
+                    _ => Ok(IoBuf::empty()),
+                };
+                let request = if request.op == Op::Read { request } else { rest };
+                let done = Completion::new(move |outcome, buffer| drop(tx.send(outcome.map(|()| buffer))));
+                bytes.submit(request, buffer.unwrap(), done);
+            }
+            Err(error) => tx.send(Err(error)).unwrap(),
+        }
+        return rx;
+    }
+}
+
+fn ask(bytes: &mut Bytes, request: Request, data: &[u8]) -> Result<IoBuf> {
+    begin(bytes, request, data).recv_timeout(Duration::from_secs(60)).expect("an answer")
+}
+
+#[test]
+fn any_offset_and_length_is_what_a_model_has() {
+    for slow in [false, true] {
+        let memory = Memory::padded(40, 100);
+        memory.slow.store(slow, Ordering::SeqCst);
+        let mut bytes = user(&memory);
+        let size = 40 * BLOCK - 100;
+        assert_eq!((bytes.geometry().size, bytes.geometry().logical_block), (size as u64, 1));
+        let mut model = vec![0xEE; size];
+        let mut seed = 0x9E37_79B9_7F4A_7C15_u64;
+        let mut below = |most: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) as usize % most
+        };
+        for round in 0..2000_u32 {
+            let offset = below(size);
+            let len = 1 + below((size - offset).min(if round % 4 == 0 { 9000 } else { 700 }));
+            let range = offset..offset + len;
+            let request = Request::new(
+                [Op::Read, Op::Write, Op::Write, Op::WriteZeroes, Op::Discard][below(5)],
+                offset as u64,
+                len as u64,
+            );
+            let data: Vec<u8> = (0..len).map(|i| (round as usize * 31 + i) as u8).collect();
+            let got = ask(&mut bytes, request, if request.op == Op::Write { &data } else { &[] }).unwrap();
+            match request.op {
+                Op::Read => assert!(got[..] == model[range], "{request:?}"),
+                Op::Write => model[range].copy_from_slice(&data),
+                Op::WriteZeroes => model[range].fill(0),
+                // Of the parts of blocks at its ends nothing is forgotten.
+                _ => {
+                    let (from, to) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
+                    if from < to {
+                        model[from..to].fill(0);
+                    }
+                }
+            }
+        }
+        let all = ask(&mut bytes, Request::read(0, size as u64), &[]).unwrap();
+        assert!(all[..] == model);
+        assert!(memory.data.lock()[size..] == [0xEE; 100], "what lies behind the end was not asked for");
+        for (offset, len, error) in [(0, 0, Error::Misaligned), (1, size as u64, Error::OutOfRange)] {
+            assert_eq!(ask(&mut bytes, Request::read(offset, len), &[]).unwrap_err(), error);
+            let (tx, rx) = mpsc::channel();
+            let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+            bytes.submit(Request::new(Op::WriteZeroes, offset, len), IoBuf::empty(), done);
+            assert_eq!(rx.recv().unwrap(), Err(error));
+        }
+    }
+}
+
+/// Neighbouring bytes of one block, each written by a user of its own, beside writes of whole blocks
+/// of which one is changed in part: nobody's bytes are lost.
+#[test]
+fn neighbours_lose_nothing() {
+    for slow in [false, true] {
+        let memory = if slow { Memory::new(4).slow() } else { Memory::new(4) };
+        let device: Arc<dyn Device> = Arc::new(Seen(Arc::clone(&memory)));
+        let rounds = if slow { 300 } else { 5000_u32 };
+        thread::scope(|scope| {
+            for at in 0..3 {
+                let mut bytes = Bytes::new(Arc::clone(&device));
+                scope.spawn(move || {
+                    for round in 0..rounds {
+                        let wanted = [round as u8; 1];
+                        ask(&mut bytes, Request::write(100 + at, 1), &wanted).unwrap();
+                        let found = ask(&mut bytes, Request::read(100 + at, 1), &[]).unwrap();
+                        assert_eq!(found[..], wanted, "byte {at} in round {round}");
+                    }
+                });
+            }
+            let mut bytes = Bytes::new(Arc::clone(&device));
+            scope.spawn(move || {
+                for round in 0..rounds {
+                    ask(&mut bytes, Request::write(700, 1), &[round as u8]).unwrap();
+                }
+            });
+            let mut bytes = Bytes::new(Arc::clone(&device));
+            scope.spawn(move || {
+                for round in 0..rounds {
+                    let wanted = [round as u8; 2 * BLOCK];
+                    ask(&mut bytes, Request::write(BLOCK as u64, wanted.len() as u64), &wanted).unwrap();
+                    let mut found = ask(&mut bytes, Request::read(512, 1024), &[]).unwrap();
+                    found[700 - 512] = round as u8;
+                    assert!(found[..] == wanted, "whole blocks in round {round}");
+                }
+            });
+        });
+        let data = memory.data.lock();
+        assert!(data[..100].iter().chain(&data[103..512]).all(|byte| *byte == 0xEE));
+    }
+}
+
+#[test]
+fn a_write_that_hangs_holds_up_its_own_blocks_only() {
+    let memory = Memory::new(8).slow();
+    let device: Arc<dyn Device> = Arc::new(Seen(Arc::clone(&memory)));
+    let (mut first, mut second) = (Bytes::new(Arc::clone(&device)), Bytes::new(device));
+    *memory.held.lock() = Some(Vec::new());
+    let hangs = begin(&mut first, Request::write(0, 512), &[1; 512]);
+    let hung = memory.held.lock().take().unwrap();
+    assert_eq!(hung.len(), 1);
+    let waits = begin(&mut second, Request::write(5, 2), &[2; 2]);
+    let behind = begin(&mut first, Request::write(0, 512), &[3; 512]);
+    ask(&mut second, Request::write(600, 1), &[4]).unwrap();
+    assert!(waits.try_recv().is_err() && behind.try_recv().is_err());
+    hung.into_iter().for_each(|work| work());
+    for answer in [hangs, waits, behind] {
+        answer.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    }
+    // In the order in which they came.
+    assert_eq!(memory.data.lock()[..8], [3; 8]);
+}
+
+/// As after a loss of power: nothing arrives later.
+#[test]
+fn nothing_is_begun_for_a_user_that_is_gone() {
+    let memory = Memory::new(8).slow();
+    *memory.held.lock() = Some(Vec::new());
+    let mut bytes = user(&memory);
+    let part = begin(&mut bytes, Request::write(10, 1030), &[1; 1030]);
+    let whole = begin(&mut bytes, Request::write(0, 512), &[2; 512]);
+    let read = memory.held.lock().take().unwrap();
+    assert_eq!(*memory.log.lock(), [Request::read(0, 512)]);
+    drop(bytes);
+    read.into_iter().for_each(|work| work());
+    assert_eq!(part.recv().unwrap().unwrap_err(), Error::Gone);
+    assert_eq!(whole.recv().unwrap().unwrap_err(), Error::Gone);
+    assert_eq!(memory.log.lock().len(), 1);
+    assert!(memory.data.lock().iter().all(|byte| *byte == 0xEE));
+}
+
+#[test]
+fn durable_parts_are_written_durably_and_extents_are_cut_to_the_range() {
+    let memory = Memory::new(8);
+    let mut bytes = user(&memory);
+    ask(&mut bytes, Request::write(1, 1024).with(Flags::FUA), &[1; 1024]).unwrap();
+    let writes: Vec<_> = memory.log.lock().iter().filter(|r| r.op == Op::Write).copied().collect();
+    let fua = |offset, len| Request::write(offset, len).with(Flags::FUA);
+    assert_eq!(writes, [fua(0, 512), fua(512, 512), fua(1024, 512)]);
+    let zeroes = Request::new(Op::WriteZeroes, 1, 600).with(Flags::MAY_FREE);
+    memory.log.lock().clear();
+    ask(&mut bytes, zeroes, &[]).unwrap();
+    assert!(memory.log.lock().iter().all(|r| r.op != Op::WriteZeroes), "there is no whole block in it");
+
+    let mut rows = Vec::new();
+    let told = bytes.extents(500, 600, &mut |row| {
+        rows.push((row.offset, row.len, row.kind));
+        true
+    });
+    assert_eq!(told, Ok(600));
+    let (data, hole) = (ExtentKind::Data, ExtentKind::Hole);
+    assert_eq!(rows, [(500, 12, data), (512, 512, hole), (1024, 76, data)]);
+    assert_eq!(bytes.extents(500, 600, &mut |_| false), Ok(12));
+    assert_eq!(bytes.extents(4000, 97, &mut |_| true), Err(Error::OutOfRange));
+}
