@@ -134,6 +134,9 @@ impl Session<'_> {
                 windows.begun = true;
             }
             Err(failure) if windows.begun => {
+                if let Some((failed, error)) = failure.cause {
+                    self.tell_failure(failed, error);
+                }
                 // The client was told that all is well, and the protocol has no other way back.
                 tracing::warn!(
                     peer = %self.link.peer(), export = %self.export.name, error = %failure.text,

@@ -398,7 +398,7 @@ impl Session<'_> {
 
     /// Counts what a device answered for who looks after it, and logs it, though seldom.
     #[cold]
-    fn tell_failure(&self, failed: Failed, error: Error) {
+    pub(crate) fn tell_failure(&self, failed: Failed, error: Error) {
         let (name, peer) = (&self.export.name, self.link.peer());
         if let Some(held_back) = self.export.failures.count(failed, error) {
             tracing::warn!(peer, "{name}: a {failed} failed: {error}{held_back}");

@@ -20,7 +20,7 @@ pub enum SpecError {
     Form(String),
     /// A name that cannot be.
     #[error(
-        "{0:?}: a device name is 1 to {MAX_NAME_BYTES} bytes of printable characters without '=', ',', '/' or blanks"
+        "{0:?}: a device name is 1 to {MAX_NAME_BYTES} bytes of printable characters without '=', ',' or blanks, and '/' only between others"
     )]
     Name(String),
     /// No such kind.
@@ -196,14 +196,16 @@ fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// Checks the name of a device.
+/// Checks the name of a device. With slashes it names an export as a path does, from its root: none
+/// stands at an end or beside another, and nothing is `.` or `..`.
 pub fn check_name(name: &str) -> Result<(), SpecError> {
     // escape_debug writes what cannot be printed (controls, invisible and directional marks) as
     // \u{...} or \n.
     let printable =
         |c: char| !c.is_whitespace() && (c == '\'' || c == '"' || c == '\\' || c.escape_debug().len() == 1);
-    let bad = |c: char| !printable(c) || matches!(c, '=' | ',' | '/');
-    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.contains(bad) {
+    let bad = |c: char| !printable(c) || matches!(c, '=' | ',');
+    let nowhere = |part: &str| part.is_empty() || (name.contains('/') && matches!(part, "." | ".."));
+    if name.len() > MAX_NAME_BYTES || name.contains(bad) || name.split('/').any(nowhere) {
         return Err(SpecError::Name(name.into()));
     }
     Ok(())
@@ -256,10 +258,25 @@ mod tests {
     #[test]
     fn names() {
         let long = "x".repeat(256);
-        for bad in ["", "a b", "a=b", "a,b", "a/b", "a\n", "a\u{202e}b", "a\u{a0}", &long] {
+        for bad in [
+            "",
+            "a b",
+            "a=b",
+            "a,b",
+            "/",
+            "/a",
+            "a/",
+            "a//b",
+            "./a",
+            "a/../b",
+            "a\n",
+            "a\u{202e}b",
+            "a\u{a0}",
+            &long,
+        ] {
             assert!(check_name(bad).is_err(), "{bad:?}");
         }
-        for good in ["a", "ram0", "Größe", "a.b-c_d:e'\"\\*", &long[1..]] {
+        for good in ["a", "ram0", "a/b.c/d", "Größe", "a.b-c_d:e'\"\\*", &long[1..]] {
             assert!(check_name(good).is_ok(), "{good:?}");
         }
     }

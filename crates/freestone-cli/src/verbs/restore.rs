@@ -40,7 +40,7 @@ pub struct Line {
     #[arg(
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
                   family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
-                  for serve"
+                  for serve. readonly=yes: clients cannot write"
     )]
     words: Vec<String>,
 }
@@ -71,7 +71,7 @@ impl TryFrom<Line> for Params {
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
-        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).collect();
+        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).chain([READONLY]).collect();
         let values = words::parse(&label, "restore", &words, &allowed)?;
         let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
         for (key, value) in values {
@@ -105,6 +105,9 @@ impl Params {
         entries.map_err(|e| Fault::invalid(e.to_string()))
     }
 }
+
+/// Not of the family, but of what is restored.
+const READONLY: &str = "readonly";
 
 /// What was made.
 #[derive(Debug, Serialize, Deserialize)]
@@ -154,8 +157,10 @@ impl Verb for Restore {
         }
         let layers = asked.layers.clone();
         let base = base(service, &contents)?;
+        let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
+        let of_family = params.family.keys().find(|key| *key != READONLY);
         let (family, bases) = match &base {
-            Some(base) if params.family.is_empty() => {
+            Some(base) if of_family.is_none() => {
                 let given = match (base.kind.memory_snapshot(), base.device()) {
                     (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
                     (None, Some(device)) => Base::Device(Arc::clone(device)),
@@ -164,7 +169,7 @@ impl Verb for Restore {
                 (base.family_of(&service.registry)?, vec![given])
             }
             Some(base) => {
-                let key = params.family.keys().next().cloned().unwrap_or_default();
+                let key = of_family.cloned().unwrap_or_default();
                 let why = format!(
                     "{}: restore: {key}: the forks in the file join the family of {}; set it there",
                     at,
@@ -178,7 +183,8 @@ impl Verb for Restore {
         let restored = restored.map_err(|error| failed(&error))?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
-            let entry = kinds::restored(name, told.kind, ram, file.clone(), base.as_ref(), &layers);
+            let base = base.as_ref();
+            let entry = kinds::restored(name, told.kind, ram, file.clone(), base, &layers, readonly);
             let added = entry.map(Arc::new).map_err(Fault::from);
             let added = added.and_then(|entry| service.add(&entry).map(|()| entry));
             let entry = added.inspect_err(|_| {

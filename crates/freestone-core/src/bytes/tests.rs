@@ -7,6 +7,7 @@ use crate::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 use crate::sync::{Arc, Mutex, thread};
+use crate::work_queue::Task;
 
 const BLOCK: usize = 512;
 
@@ -18,7 +19,7 @@ struct Memory {
     /// Requests that were begun, in order.
     log: Mutex<Vec<Request>>,
     /// What is submitted waits for these.
-    held: Mutex<Option<Vec<Box<dyn FnOnce() + Send>>>>,
+    held: Mutex<Option<Vec<Task>>>,
 }
 
 impl Memory {
@@ -108,7 +109,8 @@ impl Device for Seen {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         assert_eq!((offset | len) % BLOCK as u64, 0, "the device is asked for whole blocks");
         for at in (offset..offset + len).step_by(BLOCK) {
-            let kind = if at / BLOCK as u64 % 2 == 0 { ExtentKind::Data } else { ExtentKind::Hole };
+            let kind =
+                if (at / BLOCK as u64).is_multiple_of(2) { ExtentKind::Data } else { ExtentKind::Hole };
             if !row(Extent { offset: at, len: BLOCK as u64, kind }) {
                 return Ok(at + BLOCK as u64 - offset);
             }
@@ -265,7 +267,9 @@ fn a_write_that_hangs_holds_up_its_own_blocks_only() {
     let behind = begin(&mut first, Request::write(0, 512), &[3; 512]);
     ask(&mut second, Request::write(600, 1), &[4]).unwrap();
     assert!(waits.try_recv().is_err() && behind.try_recv().is_err());
-    hung.into_iter().for_each(|work| work());
+    for work in hung {
+        work();
+    }
     for answer in [hangs, waits, behind] {
         answer.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
     }
@@ -284,7 +288,9 @@ fn nothing_is_begun_for_a_user_that_is_gone() {
     let read = memory.held.lock().take().unwrap();
     assert_eq!(*memory.log.lock(), [Request::read(0, 512)]);
     drop(bytes);
-    read.into_iter().for_each(|work| work());
+    for work in read {
+        work();
+    }
     assert_eq!(part.recv().unwrap().unwrap_err(), Error::Gone);
     assert_eq!(whole.recv().unwrap().unwrap_err(), Error::Gone);
     assert_eq!(memory.log.lock().len(), 1);

@@ -72,6 +72,7 @@ impl Asked for FileSpec {
         if !self.readonly && spec.layers.zones.is_none() {
             check_unzoned(&self.path)?;
         }
+        config.padded = true;
         let file = Arc::new(open(&config, "size")?);
         if file.geometry().read_only {
             if let Some(why) = notes::half_merged(&file, &spec.name) {

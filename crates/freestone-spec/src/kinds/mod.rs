@@ -466,7 +466,10 @@ impl Entry {
     /// Its size in bytes; of a template that of its forks.
     pub fn size(&self) -> u64 {
         match (&self.device, self.spec.kind.fork()) {
-            (Some(device), _) => device.geometry().size,
+            (Some(device), _) => {
+                let geometry = device.geometry();
+                geometry.size - u64::from(geometry.padding)
+            }
             (None, Some(ForkSpec { size: Some(size), .. })) => *size,
             (None, _) => self.needs.first().map_or(0, |base| base.size()),
         }

@@ -160,13 +160,16 @@ impl NullSpec {
         }
         keys.allow(&KEYS)?;
         let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_BYTES);
-        let size = keys.need(NAME, "size", "size=4G", parse_length)?;
+        let size = keys.need(NAME, "size", "size=4G", parse_null_size)?;
         if !size.is_multiple_of(u64::from(blocksize)) {
             let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
             return Err(keys.refuse("size", why));
         }
         let yes = |key| Ok::<_, SpecError>(keys.take(key, parse_bool)?.unwrap_or(false));
         let kept = yes("memory_backed")?;
+        if size == 0 && (kept || yes("zoned")?) {
+            return Err(keys.refuse("size", "can be 0 only without memory_backed and without zones"));
+        }
         let discard = yes("discard")?;
         if discard && !kept {
             return Err(
@@ -238,6 +241,11 @@ fn backing(keys: &Keys, kept: bool) -> Result<NullBacking, SpecError> {
         None if kept => Ok(NullBacking::Memory),
         None => Ok(NullBacking::Nothing),
     }
+}
+
+/// A drive without a medium has none.
+fn parse_null_size(text: &str) -> Result<u64, String> {
+    if text == "0" { Ok(0) } else { parse_length(text) }
 }
 
 fn parse_blocksize(text: &str) -> Result<u32, String> {

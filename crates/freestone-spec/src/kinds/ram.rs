@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use freestone::device;
+use freestone::device::{self, Device};
 use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
 
@@ -14,17 +14,20 @@ use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, FullChange};
 use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
 use crate::path_text;
+use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 pub(super) const NAME: &str = "ram";
-const KEYS: [&str; 32] = joined(&["disksize"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 33] = joined(&["disksize", "readonly"], &family::KEYS, &LAYER_KEYS);
 
 /// A RAM disk as it was asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RamSpec {
     /// Bytes.
     pub disksize: u64,
+    /// Users only read it.
+    pub readonly: bool,
     /// Everything else.
     pub family: FamilySpec,
 }
@@ -33,7 +36,8 @@ impl RamSpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
         keys.allow(&KEYS)?;
         let disksize = keys.need(NAME, "disksize", "disksize=4G", parse_disksize)?;
-        Ok(Self { disksize, family: FamilySpec::take(keys)? })
+        let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
+        Ok(Self { disksize, readonly, family: FamilySpec::take(keys)? })
     }
 }
 
@@ -41,7 +45,7 @@ impl Asked for RamSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let family = registry.new_family(&spec.name, &self.family, self.disksize)?;
         let ram = Arc::new(family.ram(self.disksize).map_err(family::refused)?);
-        Ok(Built::alone(RamDisk(Arc::clone(&ram)), ram))
+        Ok(Built::alone(RamDisk(Arc::clone(&ram)), shown(ram, self.readonly)))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -51,6 +55,15 @@ impl Asked for RamSpec {
     fn size(&self) -> Option<u64> {
         Some(self.disksize)
     }
+
+    fn is_read_only(&self) -> bool {
+        self.readonly
+    }
+}
+
+/// What users of a RAM disk see.
+pub(super) fn shown(ram: Arc<Ram>, readonly: bool) -> Arc<dyn Device> {
+    if readonly { Arc::new(ReadOnly(ram)) } else { ram }
 }
 
 /// A RAM disk.
@@ -93,8 +106,8 @@ impl Made for RamDisk {
         &NAMES
     }
 
-    fn value(&self, _: &Entry, attr: &str) -> Option<Value> {
-        value(&self.0, attr)
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        if attr == "readonly" { Some(json!(entry.is_read_only())) } else { value(&self.0, attr) }
     }
 
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
@@ -129,8 +142,9 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Their names, in the order in which they are shown.
-const NAMES: [&str; 21] = [
+const NAMES: [&str; 22] = [
     "disksize",
+    "readonly",
     "initstate",
     "comp_algorithm",
     "algorithm_params",

@@ -7,7 +7,7 @@ use freestone::ram::Ram;
 use freestone::save::DeviceKind;
 
 use super::fork::Fork;
-use super::ram::RamDisk;
+use super::ram::{RamDisk, shown};
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
@@ -41,6 +41,7 @@ pub fn restored(
     file: PathBuf,
     base: Option<&Arc<Entry>>,
     layers: &LayerSpec,
+    readonly: bool,
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
@@ -48,7 +49,7 @@ pub fn restored(
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
     let layers = if kind == DeviceKind::Snapshot { LayerSpec::default() } else { layers.clone() };
     let spec = Spec { name, publish: None, kind: kind_spec, layers };
-    let device = Some(Arc::clone(&ram) as _);
+    let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),
         DeviceKind::Fork => Box::new(Fork(ram)),

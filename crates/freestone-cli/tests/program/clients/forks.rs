@@ -186,7 +186,7 @@ fn what_is_no_base_is_told() {
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
         (&["fork", "golden", "f-%n"], "f-%n: fork: %n is for --count".into()),
-        (&["fork", "golden", "a/b"], "\"a/b\": a device name is 1 to 255 bytes of printable characters without '=', ',', '/' or blanks".into()),
+        (&["fork", "golden", "a//b"], "\"a//b\": a device name is 1 to 255 bytes of printable characters without '=', ',' or blanks, and '/' only between others".into()),
         (&["publish", "golden", "--nbd", "unix:x", "--ttl", "1"], "golden: publish: ttl=1: only with --template".into()),
         (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: a name of its own is for --template".into()),
         (&["snapshot", "ram0,golden", "a"], "a: snapshot: 2 origins and 1 names; one for each is needed".into()),

@@ -11,6 +11,7 @@ mod forks;
 mod full;
 mod info;
 mod keeping;
+mod lengths;
 mod limits;
 mod locks;
 mod merging;

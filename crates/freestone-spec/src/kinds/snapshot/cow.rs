@@ -138,6 +138,12 @@ fn cow_device(
         Some(device) if entry.kind.takes_copies() && !entry.is_read_only() => Arc::clone(device),
         _ => return refuse(Errno::EINVAL, "copies need a ram, fork or file device that can be written"),
     };
+    if device.geometry().padding > 0 {
+        return refuse(
+            Errno::EINVAL,
+            "its file ends within a block, so copies cannot be stored up to its end",
+        );
+    }
     if let Some(why) = entry.layers.hide() {
         return refuse(Errno::EINVAL, &format!("takes no copies: {why}"));
     }

@@ -130,7 +130,7 @@ fn refusals_of_forks_and_snapshots() {
 #[test]
 fn refusals_name_device_key_and_what_is_allowed() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
-    let ram = "the keys of a ram device are disksize, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
+    let ram = "the keys of a ram device are disksize, readonly, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
                writeback_limit_enable, writeback_batch_size, full, full_timeout, full_warn, zoned, zone_size, \
                zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
@@ -141,7 +141,7 @@ fn refusals_name_device_key_and_what_is_allowed() {
         ("", format!("\"\": {form}")),
         (
             "=ram,disksize=1G",
-            "\"\": a device name is 1 to 255 bytes of printable characters without '=', ',', '/' or blanks".into(),
+            "\"\": a device name is 1 to 255 bytes of printable characters without '=', ',' or blanks, and '/' only between others".into(),
         ),
         ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2".into()),
         ("r=", "r: unknown kind \"\"; the kinds are ram, fork, snapshot, template, null, file, qcow2".into()),

@@ -7,6 +7,7 @@ mod conformance_null;
 mod conformance_ram;
 mod counting;
 mod file_changes;
+mod file_lengths;
 mod file_setup;
 mod file_stress;
 mod null_badblocks;
