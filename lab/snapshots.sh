@@ -454,7 +454,7 @@ endless() {
 modprobe dm_snapshot; modprobe dm_delay
 dd if=/dev/urandom of=noise bs=1M count=16 status=none
 dd if=/dev/urandom of=base bs=512 count=$SECTORS status=none
-[ -n "${1:-}" ] || set -- exchange full merge mark crash refuse
+[ $# != 0 ] || set -- exchange full merge mark crash refuse
 for part in "$@"; do
   read -r up _ </proc/uptime; printf '\n# %s (after %s s, kernel %s)\n' $part $up $(uname -r)
   case $part in exchange) exchanges;; full) rooms;; merge) merges;; mark) marks;; crash) crashes;; refuse) refusals;; *) failed "$part is no part";; esac

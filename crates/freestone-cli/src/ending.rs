@@ -1,6 +1,7 @@
 //! The end of a server: what its devices hold back is made durable, whatever verbs hold and disks
 //! do.
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
@@ -8,12 +9,15 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Completion, Device, Error, IoBuf, Request};
 use freestone_spec::kinds::Entry;
+use freestone_spec::machine::give_back_heap;
 use tracing::error;
 
 /// How long the devices may take for that, all together.
 pub const FLUSH_MAX: Duration = Duration::from_secs(60);
 /// Pause before a device is asked again whose power is just off.
 const GONE_PAUSE: Duration = Duration::from_millis(20);
+/// Devices are often removed one after the other; what they leave is given back once.
+const GIVE_BACK_PAUSE: Duration = Duration::from_secs(1);
 /// Pause before it is looked again whether all has let go of a device.
 const CLOSING_PAUSE: Duration = Duration::from_millis(1);
 
@@ -110,6 +114,8 @@ impl Closing {
 pub struct Leaving {
     names: Mutex<Vec<String>>,
     one_is_gone: Condvar,
+    /// A thread gives back what they left, soon.
+    giving_back: Arc<AtomicBool>,
 }
 
 /// A device leaves until this is dropped.
@@ -139,6 +145,23 @@ impl Leaving {
         names.len()
     }
 
+    /// Many small pieces of memory go with a device, and the allocator would keep them.
+    fn give_back(&self) {
+        if self.giving_back.swap(true, SeqCst) {
+            return;
+        }
+        let giving_back = Arc::clone(&self.giving_back);
+        let give_back = move || {
+            thread::sleep(GIVE_BACK_PAUSE);
+            giving_back.store(false, SeqCst);
+            give_back_heap();
+        };
+        if thread::Builder::new().name("give-back".into()).spawn(give_back).is_err() {
+            // The next one to leave tries again.
+            self.giving_back.store(false, SeqCst);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Vec<String>> {
         // Nothing in here can be half done.
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
@@ -152,12 +175,14 @@ impl Drop for Leaves<'_> {
             names.swap_remove(at);
         }
         self.0.one_is_gone.notify_all();
+        drop(names);
+        self.0.give_back();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::sync::atomic::AtomicUsize;
 
     use freestone::device::{Buffer, Extent, Geometry, Result, Tried};
 

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 
 use crate::mutants::{self, Mutant};
-use crate::sync::{Arc, Condvar, Mutex};
+use crate::sync::{Arc, Condvar, Mutex, OnceLock};
 
 #[cfg(not(any(loom, freestone_sim)))]
 const BUCKETS: usize = 256;
@@ -25,8 +25,10 @@ const BUCKETS: usize = 1;
 ///
 /// Lock order: a bucket's queue, then the waiter's own `woken` flag. Both are held for a few
 /// instructions.
+#[derive(Default)]
 pub struct Parking {
-    buckets: Box<[Mutex<VecDeque<Waiter>>]>,
+    /// There from the first time on that somebody sleeps.
+    buckets: OnceLock<Box<[Mutex<VecDeque<Waiter>>]>>,
 }
 
 struct Waiter {
@@ -39,17 +41,12 @@ struct Sleeper {
     condvar: Condvar,
 }
 
-impl Default for Parking {
-    fn default() -> Self {
-        Self { buckets: (0..BUCKETS).map(|_| Mutex::new(VecDeque::new())).collect() }
-    }
-}
-
 impl Parking {
     fn bucket(&self, key: usize) -> &Mutex<VecDeque<Waiter>> {
         // Slots are 8 bytes apart; Fibonacci hashing spreads neighbours over the buckets.
         let hash = ((key >> 3) as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        &self.buckets[(hash >> 56) as usize % BUCKETS]
+        let buckets = self.buckets.get_or_init(|| (0..BUCKETS).map(|_| Mutex::default()).collect());
+        &buckets[(hash >> 56) as usize % BUCKETS]
     }
 
     /// Sleeps until [`unpark_one`](Self::unpark_one) picks this thread, if `validate` (called with

@@ -22,6 +22,7 @@ mod spill;
 mod pool {
     //! What of the pool is modelled: the states of spans.
     pub mod class;
+    mod span_table;
     mod spans;
 
     #[cfg(test)]

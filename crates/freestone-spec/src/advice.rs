@@ -35,7 +35,7 @@ pub fn of_memory(
     if before <= memory && sum > memory {
         let (sum, memory) = (human(sum), human(memory));
         warnings.push(format!(
-            "{name}: the RAM disks may take {sum} together (mem_limit), the machine has {memory}"
+            "{name}: the RAM disks, forks and copies may take {sum} together (mem_limit), the machine has {memory}"
         ));
     }
     let table = new.disksize / DISK_TO_TABLE;
@@ -112,7 +112,11 @@ mod tests {
 
     #[test]
     fn memory_is_added_up() {
-        let sum = |sum| format!("r: the RAM disks may take {sum} together (mem_limit), the machine has 8G");
+        let sum = |sum| {
+            format!(
+                "r: the RAM disks, forks and copies may take {sum} together (mem_limit), the machine has 8G"
+            )
+        };
         let table = "r: disksize=513G: when all of it is written its table takes 1G, which mem_limit does not \
                      bound; the machine has 8G";
         for (disksize, mem_limit, others, expected) in [

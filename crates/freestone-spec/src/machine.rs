@@ -35,6 +35,22 @@ pub fn memory() -> Result<u64, MachineError> {
     Ok(total.min(group_limit(&groups, Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
 }
 
+mod heap {
+    #![expect(unsafe_code)]
+    // UNSAFETY: a libc call without a safe wrapper.
+
+    /// Gives memory back that the allocator has and nobody uses. Takes as long as that is much;
+    /// who allocates waits.
+    pub fn give_back_heap() {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: it may be called at any time.
+        unsafe {
+            libc::malloc_trim(0);
+        }
+    }
+}
+pub use heap::give_back_heap;
+
 /// The lowest memory limit of the process's control group and of the groups around it, versions 1
 /// and 2. `groups` is the text of /proc/self/cgroup.
 fn group_limit(groups: &str, root: &Path) -> Option<u64> {

@@ -41,7 +41,7 @@ pub struct Reply {
     devices: Vec<Row>,
 }
 
-/// One device; all sizes in bytes. What only a RAM disk has is absent elsewhere.
+/// One device; all sizes in bytes. What only memory has is absent elsewhere.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     name: String,
@@ -194,7 +194,7 @@ const HEADER: [&str; 13] = [
 const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
 fn row(entry: &Entry, service: &Service) -> Row {
-    let ram = entry.kind.ram().map(|ram| {
+    let ram = entry.in_memory().map(|ram| {
         let stat = ram.mm_stat();
         RamRow {
             orig_data_size: stat.orig_data_size,
@@ -255,8 +255,20 @@ fn cells(row: &Row) -> [String; HEADER.len()] {
 
 /// With what is to be known of it at once.
 fn kind(row: &Row) -> String {
-    let zoned = if row.zoned { " zoned" } else { "" };
-    let changed = if row.changed.is_some() { " changed" } else { "" };
-    let merging = if row.merge.as_deref().is_some_and(|merge| merge != "finished") { " merging" } else { "" };
-    format!("{}{merging}{zoned}{changed}", row.kind)
+    let mut text = row.kind.clone();
+    if row.zoned {
+        text.push_str(" zoned");
+    }
+    if row.changed.is_some() {
+        text.push_str(" changed");
+    }
+    text.push_str(match (row.status.as_deref(), row.merge.as_deref()) {
+        (Some("Invalid"), _) => " invalid",
+        (Some("Overflow"), None) => " overflow",
+        (_, None | Some("finished")) => "",
+        (_, Some("running")) => " merging",
+        (_, Some("stopped")) => " half merged",
+        (_, Some(_)) => " merge failed",
+    });
+    text
 }

@@ -213,7 +213,7 @@ fn device(
     }
     let alone = process.is_some();
     let mut memory = Map::new();
-    if let Some(ram) = entry.kind.ram() {
+    if let Some(ram) = entry.in_memory() {
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
         reply.insert("mm_stat".into(), kinds::mm_stat(ram));
         reply.insert("io_stat".into(), kinds::io_stat(ram));
@@ -236,7 +236,7 @@ fn device(
     if let Some(family) = entry.family_made().filter(|_| alone || tells) {
         reply.insert("family".into(), family_stat(&family));
     }
-    if let Some(ram) = entry.kind.ram().filter(|_| alone || tells) {
+    if let Some(ram) = entry.in_memory().filter(|_| alone || tells) {
         let m = ram.memory();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,

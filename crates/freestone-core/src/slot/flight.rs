@@ -24,7 +24,7 @@ use crossbeam_utils::CachePadded;
 use super::lock::SlotGuard;
 use super::word::{Kind, LOCATION_BITS, Word};
 use crate::percpu;
-use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 #[cfg(not(loom))]
 const SHARDS: u64 = 64;
@@ -35,8 +35,11 @@ const SHARDS: u64 = 1;
 pub struct Flights<W> {
     /// By CPU: numbers that one CPU gives are those of its place, modulo the number of CPUs.
     next: Box<[CachePadded<AtomicU64>]>,
-    shards: Box<[CachePadded<Mutex<Shard<W>>>]>,
+    /// There from the first flight on.
+    shards: OnceLock<Shards<W>>,
 }
+
+type Shards<W> = Box<[CachePadded<Mutex<Shard<W>>>]>;
 
 /// Flights by number.
 type Shard<W> = HashMap<u64, Flight<W>>;
@@ -60,14 +63,15 @@ impl<W> Default for Flights<W> {
     fn default() -> Self {
         Self {
             next: (0..percpu::cpus()).map(|_| CachePadded::new(AtomicU64::new(0))).collect(),
-            shards: (0..SHARDS).map(|_| CachePadded::new(Mutex::new(HashMap::new()))).collect(),
+            shards: OnceLock::new(),
         }
     }
 }
 
 impl<W> Flights<W> {
     fn shard(&self, number: u64) -> MutexGuard<'_, Shard<W>> {
-        self.shards[(number % SHARDS) as usize].lock()
+        let shards = self.shards.get_or_init(|| (0..SHARDS).map(|_| CachePadded::default()).collect());
+        shards[(number % SHARDS) as usize].lock()
     }
 
     /// Puts a slot in flight and unlocks it. Returns the flight's number.
@@ -134,7 +138,7 @@ impl<W> Flights<W> {
     /// Whether no slot is in flight.
     #[cfg(all(test, loom))]
     pub fn is_empty(&self) -> bool {
-        self.shards.iter().all(|shard| shard.lock().is_empty())
+        self.shards.get().is_none_or(|shards| shards.iter().all(|shard| shard.lock().is_empty()))
     }
 }
 

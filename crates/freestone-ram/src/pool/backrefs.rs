@@ -4,8 +4,9 @@
 // UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span
 // changes class.
 
+use super::span_table::SpanTable;
 use super::spans::{Owned, Unused};
-use freestone_core::sync::{AtomicPtr, AtomicU64, OnceLock, Ordering};
+use freestone_core::sync::{AtomicPtr, AtomicU64, Ordering};
 
 /// The owner of an object: a table of the family and a slot in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,30 +46,17 @@ impl BackRef {
     }
 }
 
-/// Spans whose arrays are kept together.
-const CHUNK: usize = 2048;
-const CHUNKS: usize =
-    ((16 << freestone_core::slot::LOCATION_BITS) / super::class::SPAN_BYTES) as usize / CHUNK;
-
-type Chunk = Box<[AtomicPtr<AtomicU64>]>;
-
 /// One array a span. A span's array is made and dropped by the span's owner; an entry is read by
 /// the span's owner, and written by it or by whoever has locked the slot that holds the object:
 /// while there is one, the span is not dropped.
 pub struct BackRefs {
-    chunks: Box<[OnceLock<Chunk>]>,
+    arrays: SpanTable<AtomicPtr<AtomicU64>>,
     entries: AtomicU64,
 }
 
 impl BackRefs {
     pub fn new() -> Self {
-        Self { chunks: (0..CHUNKS).map(|_| OnceLock::new()).collect(), entries: AtomicU64::new(0) }
-    }
-
-    #[inline]
-    fn array(&self, span: u32) -> &AtomicPtr<AtomicU64> {
-        let chunk = &self.chunks[span as usize / CHUNK];
-        &chunk.get_or_init(|| (0..CHUNK).map(|_| AtomicPtr::default()).collect())[span as usize % CHUNK]
+        Self { arrays: SpanTable::new(), entries: AtomicU64::new(0) }
     }
 
     /// Makes the array of a span of `objects` objects, which has just been adopted.
@@ -79,13 +67,14 @@ impl BackRefs {
         // Relaxed: a statistic.
         self.entries.fetch_add(entries.len() as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `entry` and `take`.
-        let before = self.array(span.number()).swap(Box::into_raw(entries).cast(), Ordering::Release);
+        let before =
+            self.arrays.get_or_new(span.number()).swap(Box::into_raw(entries).cast(), Ordering::Release);
         debug_assert!(before.is_null(), "{span:?} has back-references already");
     }
 
     /// Drops the array of a span, in which there is no object.
     pub fn close(&self, span: &Unused) {
-        self.take(self.array(span.number()));
+        self.take(self.arrays.get(span.number()));
     }
 
     fn take(&self, array: &AtomicPtr<AtomicU64>) {
@@ -110,7 +99,7 @@ impl BackRefs {
     #[inline]
     unsafe fn entry(&self, span: u32, object: usize) -> &AtomicU64 {
         // Acquire: pairs with the Release in `open`.
-        let pointer = self.array(span).load(Ordering::Acquire);
+        let pointer = self.arrays.get(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
         // Relaxed: constant since `open`.
         // SAFETY: the first entry exists; the array lives while the caller owns the span, or the
@@ -158,14 +147,13 @@ impl BackRefs {
 
     /// Bytes of what holds the arrays.
     pub fn overhead_bytes(&self) -> u64 {
-        let made = self.chunks.iter().filter(|chunk| chunk.get().is_some()).count();
-        (size_of_val(&*self.chunks) + made * CHUNK * 8) as u64
+        self.arrays.bytes()
     }
 }
 
 impl Drop for BackRefs {
     fn drop(&mut self) {
-        for array in self.chunks.iter().filter_map(OnceLock::get).flatten() {
+        for array in self.arrays.iter() {
             self.take(array);
         }
     }

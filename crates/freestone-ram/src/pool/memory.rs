@@ -137,7 +137,7 @@ impl Pool {
     pub(super) fn all_unused(&mut self) -> Vec<Unused> {
         self.spans = super::Spans::new(super::CLASSES);
         self.empties.lock().clear();
-        for current in self.current.iter().flat_map(|cpu| cpu.iter()) {
+        for current in self.currents().flat_map(|cpu| cpu.iter()) {
             *current.lock() = None;
         }
         self.arena.forget_free();

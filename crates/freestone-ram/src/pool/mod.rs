@@ -24,6 +24,7 @@ pub mod class;
 mod compact;
 mod memory;
 mod rebuild;
+mod span_table;
 mod spans;
 
 #[cfg(test)]
@@ -56,7 +57,8 @@ pub struct Pool {
     arena: Arena,
     spans: Spans,
     backrefs: BackRefs,
-    current: Box<[CachePadded<Currents>]>,
+    /// By CPU, from its first object on.
+    current: Box<[OnceLock<Box<Currents>>]>,
     empties: Mutex<Vec<Unused>>,
     compacting: Mutex<()>,
     scarce: Mutex<()>,
@@ -74,7 +76,7 @@ pub struct Pool {
 pub type Alarm = Box<dyn Fn() + Send + Sync>;
 
 /// One CPU's current spans, one a class.
-type Currents = [Mutex<Option<Owned>>; CLASSES];
+type Currents = CachePadded<[Mutex<Option<Owned>>; CLASSES]>;
 
 /// For whom a place is looked for.
 #[derive(Clone, Copy)]
@@ -112,9 +114,7 @@ impl Pool {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
             spans: Spans::new(CLASSES),
             backrefs: BackRefs::new(),
-            current: (0..percpu::cpus())
-                .map(|_| CachePadded::new(std::array::from_fn(|_| Mutex::default())))
-                .collect(),
+            current: (0..percpu::cpus()).map(|_| OnceLock::new()).collect(),
             empties: Mutex::default(),
             compacting: Mutex::default(),
             scarce: Mutex::default(),
@@ -192,7 +192,7 @@ impl Pool {
     /// This CPU's current span of a class; another CPU's where a descheduled thread holds it.
     #[inline]
     fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<Owned>> {
-        percpu::lock_nearest(|cpu| &self.current[cpu][class])
+        percpu::lock_nearest(|cpu| &self.current[cpu].get_or_init(new_currents)[class])
     }
 
     #[expect(clippy::inline_always, reason = "as above")]
@@ -228,8 +228,10 @@ impl Pool {
     #[cold]
     fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Taken> {
         let _one = self.scarce.lock();
-        let mut currents: Vec<_> = self.current.iter().map(|cpu| cpu[class].lock()).collect();
-        for span in currents.iter_mut().filter_map(|current| current.take()) {
+        let own = self.current[percpu::current()].get_or_init(new_currents);
+        let mut currents: Vec<_> =
+            self.currents().map(|cpu| (std::ptr::eq(cpu, &**own), cpu[class].lock())).collect();
+        for span in currents.iter_mut().filter_map(|(_, current)| current.take()) {
             self.give_up(span, class);
         }
         let mut without = Vec::new();
@@ -244,7 +246,9 @@ impl Pool {
         for span in without {
             self.give_up(span, class);
         }
-        let current = &mut currents[percpu::current()];
+        let Some((_, current)) = currents.iter_mut().find(|(is_own, _)| *is_own) else {
+            unreachable!("it was made above")
+        };
         **current = found;
         self.take_from(current, class, asker)
     }
@@ -408,7 +412,7 @@ impl Pool {
     fn drop_empty_current(&self, place: Place) {
         let cpu = percpu::current();
         // Most likely it is this CPU's.
-        for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]) {
+        for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]).filter_map(OnceLock::get) {
             let Some(mut current) = cpu[place.class].try_lock() else { continue };
             if current.as_ref().is_some_and(|span| span.number() == place.span) {
                 if let Some(span) = current.take_if(|span| self.spans.used(span) == 0) {
@@ -419,9 +423,13 @@ impl Pool {
         }
     }
 
+    fn currents(&self) -> impl Iterator<Item = &Currents> {
+        self.current.iter().filter_map(OnceLock::get).map(|currents| &**currents)
+    }
+
     /// Files every CPU's current span of a class.
     fn give_up_currents(&self, class: usize) {
-        for cpu in &self.current {
+        for cpu in self.currents() {
             let span = cpu[class].lock().take();
             if let Some(span) = span {
                 self.give_up(span, class);
@@ -484,9 +492,14 @@ impl Pool {
 
     /// Bytes of everything else that describes spans.
     pub fn metadata_bytes(&self) -> u64 {
-        let currents = size_of_val(&*self.current) as u64;
-        self.spans.bytes() + self.backrefs.overhead_bytes() + currents
+        let currents = size_of_val(&*self.current) + self.currents().count() * size_of::<Currents>();
+        self.spans.bytes() + self.backrefs.overhead_bytes() + currents as u64
     }
+}
+
+#[cold]
+fn new_currents() -> Box<Currents> {
+    Box::new(CachePadded::new(std::array::from_fn(|_| Mutex::default())))
 }
 
 /// Pages at the front of a span that reach to the end of an object.

@@ -24,7 +24,8 @@
 //! it.
 
 use super::class::SPAN_OBJECTS;
-use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
+use super::span_table::SpanTable;
+use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 const WORDS: usize = SPAN_OBJECTS / 64;
 /// Fullness groups of spans with room: tenths.
@@ -38,6 +39,7 @@ const OWNED: u32 = 1 << 31;
 
 /// What is known of one span.
 #[derive(Default)]
+#[cfg_attr(not(loom), derive(zerocopy::FromZeros))]
 pub struct Span {
     /// A set bit is a taken object, or a place beyond the class's last.
     bitmap: [AtomicU64; WORDS],
@@ -124,8 +126,10 @@ mod fresh {
 
 /// All spans of a pool.
 pub struct Spans {
-    chunks: chunks::Chunks,
-    classes: Box<[Mutex<Lists>]>,
+    of_spans: SpanTable<Span>,
+    classes: usize,
+    /// By class, once there is a span.
+    lists: OnceLock<Box<[Mutex<Lists>]>>,
 }
 
 fn group_of(used: u32, objects: u32) -> u32 {
@@ -139,22 +143,22 @@ fn group(meta: u32) -> u32 {
 impl Spans {
     /// No spans, `classes` classes.
     pub fn new(classes: usize) -> Self {
-        Self { chunks: chunks::Chunks::new(), classes: (0..classes).map(|_| Mutex::default()).collect() }
+        Self { of_spans: SpanTable::new(), classes, lists: OnceLock::new() }
     }
 
     /// What is known of a span that was [adopted](Self::adopt) before.
     #[inline]
     fn get(&self, span: u32) -> &Span {
-        self.chunks.get(span)
+        self.of_spans.get(span)
     }
 
     fn lists(&self, class: usize) -> MutexGuard<'_, Lists> {
-        self.classes[class].lock()
+        self.lists.get_or_init(|| (0..self.classes).map(|_| Mutex::default()).collect())[class].lock()
     }
 
     /// Makes a span an empty one of `class`.
     pub fn adopt(&self, Unused(span): Unused, class: usize, objects: u32) -> Owned {
-        let s = self.chunks.get_or_new(span.0);
+        let s = self.of_spans.get_or_new(span.0);
         for (index, word) in s.bitmap.iter().enumerate() {
             let below = (objects as usize).saturating_sub(index * 64).min(64) as u32;
             let beyond = if below == 64 { 0 } else { u64::MAX << below };
@@ -355,65 +359,7 @@ impl Spans {
     /// Bytes of the descriptors.
     #[cfg(not(loom))]
     pub fn bytes(&self) -> u64 {
-        self.chunks.bytes() + (self.classes.len() * size_of::<Mutex<Lists>>()) as u64
-    }
-}
-
-#[cfg(not(loom))]
-mod chunks {
-    use std::sync::OnceLock;
-
-    use super::Span;
-    use crate::pool::class::SPAN_BYTES;
-
-    /// Spans that are described together: 256 MiB of pool.
-    const CHUNK: usize = 2048;
-    const CHUNKS: usize = ((16 << freestone_core::slot::LOCATION_BITS) / SPAN_BYTES) as usize / CHUNK;
-
-    /// Descriptors by span number, made as the pool grows.
-    pub struct Chunks(Box<[OnceLock<Box<[Span]>>]>);
-
-    impl Chunks {
-        pub fn new() -> Self {
-            Self((0..CHUNKS).map(|_| OnceLock::new()).collect())
-        }
-
-        #[inline]
-        pub fn get(&self, span: u32) -> &Span {
-            match self.0[span as usize / CHUNK].get() {
-                Some(chunk) => &chunk[span as usize % CHUNK],
-                None => unreachable!("span {span} was never adopted"),
-            }
-        }
-
-        pub fn get_or_new(&self, span: u32) -> &Span {
-            let chunk = &self.0[span as usize / CHUNK];
-            &chunk.get_or_init(|| (0..CHUNK).map(|_| Span::default()).collect())[span as usize % CHUNK]
-        }
-
-        pub fn bytes(&self) -> u64 {
-            let made = self.0.iter().filter(|chunk| chunk.get().is_some()).count();
-            (size_of_val(&*self.0) + made * CHUNK * size_of::<Span>()) as u64
-        }
-    }
-}
-
-#[cfg(loom)]
-mod chunks {
-    use super::Span;
-
-    /// The model's pool has two spans.
-    pub struct Chunks([Span; 2]);
-
-    impl Chunks {
-        pub fn new() -> Self {
-            Self([Span::default(), Span::default()])
-        }
-        pub fn get(&self, span: u32) -> &Span {
-            &self.0[span as usize]
-        }
-        pub fn get_or_new(&self, span: u32) -> &Span {
-            self.get(span)
-        }
+        let lists = self.lists.get().map_or(0, |lists| size_of_val(&**lists));
+        self.of_spans.bytes() + lists as u64
     }
 }

@@ -281,6 +281,11 @@ pub trait Made: Send + Sync {
         None
     }
 
+    /// In memory, what a file's snapshot has copied.
+    fn copies(&self) -> Option<&Ram> {
+        None
+    }
+
     /// The family that began with it.
     fn own_family(&self) -> Option<Family> {
         None
@@ -350,7 +355,7 @@ pub trait Made: Send + Sync {
     /// forks of a base share has a limit, and what is done there; all else is fixed.
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
-        if let Some(change) = Change::of_family(attr, text).filter(|_| entry.is_outer_base()) {
+        if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
             return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
         self.attrs().contains(&attr).then(|| {
@@ -453,9 +458,14 @@ impl Entry {
         self.device.as_ref()
     }
 
+    /// What it keeps in memory: a RAM disk or fork itself, the copies of a file's snapshot.
+    pub fn in_memory(&self) -> Option<&Ram> {
+        self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.copies())
+    }
+
     /// Its writes do not wait for room until what is returned is dropped.
     pub fn no_waiting(&self) -> Option<NoWaiting> {
-        self.kind.ram().map(|ram| ram.no_waiting())
+        self.in_memory().map(Ram::no_waiting)
     }
 
     /// What was asked of it, and how that ended.
@@ -490,9 +500,14 @@ impl Entry {
         self.kind.is_outer_base(self.is_read_only())
     }
 
+    /// Whether the limit, and what is done there, is set through it though it is no RAM disk.
+    pub fn has_family(&self) -> bool {
+        self.is_outer_base() || self.kind.copies().is_some()
+    }
+
     /// Its family, or that of its forks, if there is one already.
     pub fn family_made(&self) -> Option<Family> {
-        match self.kind.ram() {
+        match self.in_memory() {
             Some(ram) => Some(ram.family()),
             // While it is made, which may wait for its backing device, there is none yet.
             None => match self.family.try_lock() {
@@ -505,7 +520,7 @@ impl Entry {
 
     /// What the forks of a base have in common; made at the first one.
     pub fn family_of(&self, registry: &Registry) -> Result<Family, Refusal> {
-        if let Some(ram) = self.kind.ram() {
+        if let Some(ram) = self.in_memory() {
             return Ok(ram.family());
         }
         let mut made = self.family.lock().unwrap_or_else(PoisonError::into_inner);

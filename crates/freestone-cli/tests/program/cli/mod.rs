@@ -1,5 +1,6 @@
 //! The whole program: the built binary, its sockets, its sentences and exit statuses.
 
+mod memory;
 mod scripts;
 mod sentences;
 mod statistics;

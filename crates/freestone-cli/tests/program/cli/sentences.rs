@@ -230,7 +230,19 @@ fn what_may_not_be_meant_is_warned_of() {
     assert_eq!(warnings(&plain), "");
     let sum = warnings(&["a=ram,disksize=1G", "b=ram,disksize=1G", "c=ram,disksize=1G", "d=ram,disksize=1G"]);
     assert!(
-        sum.lines().count() == 1 && sum.contains(" WARN ") && sum.contains(": c: the RAM disks may take "),
+        sum.lines().count() == 1
+            && sum.contains(" WARN ")
+            && sum.contains(": c: the RAM disks, forks and copies may take "),
+        "{sum}"
+    );
+    // Forks of one base share one limit; copies in memory have one of their own.
+    std::fs::write(dir.path().join("img"), [0; 4096]).unwrap();
+    let forks = ["img=file,path=img,readonly=yes", "f=fork,base=img", "g=fork,base=img", "h=fork,base=img"];
+    assert_eq!(warnings(&forks), "");
+    let copies = ["img=file,path=img", "a=ram,disksize=1G", "b=ram,disksize=1G", "s=snapshot,origin=img"];
+    let sum = warnings(&copies);
+    assert!(
+        sum.lines().count() == 1 && sum.contains(": s: the RAM disks, forks and copies may take "),
         "{sum}"
     );
     let table = warnings(&["a=ram,disksize=256T,mem_limit=1M"]);

@@ -122,7 +122,7 @@ integer!(AtomicU32, u32);
 integer!(AtomicU64, u64);
 
 /// As `std::sync::atomic::AtomicPtr`.
-#[derive(Debug)]
+#[derive(Debug, zerocopy::FromZeros)]
 #[repr(transparent)]
 pub struct AtomicPtr<T>(std::sync::atomic::AtomicPtr<T>);
 

@@ -6,7 +6,7 @@ use freestone::consistency_group::Pending;
 use freestone::cow::{self, MergeStatus};
 use freestone::device::Device;
 use freestone::file;
-use freestone::ram::{self, DISKSIZE_BYTES_MAX, Ram};
+use freestone::ram::{DISKSIZE_BYTES_MAX, Family, Ram};
 use serde_json::{Value, json};
 use tracing::warn;
 
@@ -16,7 +16,6 @@ use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
 use crate::keys::joined;
-use crate::machine;
 use crate::path_text;
 use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
@@ -26,6 +25,7 @@ pub(super) struct PendingCow {
     pending: cow::PendingSnapshot,
     read_only: bool,
     needs: Vec<Arc<Entry>>,
+    copies: Option<Ram>,
 }
 
 impl PendingCow {
@@ -34,28 +34,34 @@ impl PendingCow {
     }
 
     pub(super) fn prepare(
+        name: &str,
         asked: &SnapshotSpec,
         origin: &cow::Origin,
         registry: &Registry,
     ) -> Result<Self, Refusal> {
-        let (pending, needs) = prepare(asked, origin, registry)?;
+        let copies = match &asked.cow {
+            Some(_) => None,
+            None => Some(private_cow(name, asked, origin.geometry().size, registry)?),
+        };
+        let (pending, needs) = prepare(asked, origin, copies.as_ref(), registry)?;
         let read_only = asked.readonly.unwrap_or(asked.cow.is_none());
-        Ok(Self { pending, read_only, needs })
+        Ok(Self { pending, read_only, needs, copies })
     }
 
     pub(super) fn finish(self, origin: Arc<Entry>) -> Built {
-        let Self { pending, read_only, mut needs } = self;
+        let Self { pending, read_only, mut needs, copies } = self;
         needs.push(origin);
         let snapshot = pending.into_snapshot();
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
-        Built { needs, ..Built::alone(FileSnapshot(snapshot), device) }
+        Built { needs, ..Built::alone(FileSnapshot { snapshot, copies }, device) }
     }
 }
 
 fn prepare(
     asked: &SnapshotSpec,
     origin: &cow::Origin,
+    copies: Option<&Ram>,
     registry: &Registry,
 ) -> Result<(cow::PendingSnapshot, Vec<Arc<Entry>>), Refusal> {
     let mut config = cow::Config {
@@ -66,16 +72,12 @@ fn prepare(
         force: true,
     };
     let mut needs = Vec::new();
-    let device: Arc<dyn Device> = match &asked.cow {
-        None => {
-            // Memory has pages.
-            let chunk = asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN);
-            config.chunk_bytes = Some(chunk);
-            let copies = private_cow(origin.geometry().size, chunk)?;
-            copies.family().set_name(&format!("copies of {}", asked.origin));
-            Arc::new(copies)
+    let device: Arc<dyn Device> = match (&asked.cow, copies) {
+        (None, copies) => {
+            config.chunk_bytes = Some(chunk_in_memory(asked));
+            Arc::new(copies.ok_or_else(|| Refusal::failed(Errno::EINVAL, "no memory for copies"))?.clone())
         }
-        Some(cow) => {
+        (Some(cow), _) => {
             (config.kind, config.force) = (cow.store, cow.force);
             match &cow.place {
                 CowPlace::Path(path) => {
@@ -113,11 +115,18 @@ fn prepare(
     Ok((pending.at(place), needs))
 }
 
-/// Room in memory for the copies of a file of `size` bytes.
-fn private_cow(size: u64, chunk: u64) -> Result<Ram, Refusal> {
+/// Memory has pages.
+fn chunk_in_memory(asked: &SnapshotSpec) -> u64 {
+    asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN)
+}
+
+/// Room in memory for the copies of a file of `size` bytes: a disk of the family in which the
+/// snapshot's forks will be.
+fn private_cow(name: &str, asked: &SnapshotSpec, size: u64, registry: &Registry) -> Result<Ram, Refusal> {
+    let chunk = chunk_in_memory(asked);
     let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
-    let mem_limit = machine::half_of_memory().map_err(|e| Refusal::failed(Errno::EIO, e))?;
-    Ram::new(ram::Config { disksize, mem_limit, ..ram::Config::default() }).map_err(family::refused)
+    let family = registry.new_family(name, &asked.family, disksize)?;
+    family.ram(disksize).map_err(family::refused)
 }
 
 /// A device of the server that takes copies, and is nobody else's.
@@ -154,7 +163,11 @@ fn cow_device(
 }
 
 /// What a file held at one moment.
-struct FileSnapshot(cow::Snapshot);
+struct FileSnapshot {
+    snapshot: cow::Snapshot,
+    /// In memory, where no COW device was given.
+    copies: Option<Ram>,
+}
 
 impl Made for FileSnapshot {
     fn name(&self) -> &'static str {
@@ -162,7 +175,15 @@ impl Made for FileSnapshot {
     }
 
     fn cow(&self) -> Option<&cow::Snapshot> {
-        Some(&self.0)
+        Some(&self.snapshot)
+    }
+
+    fn copies(&self) -> Option<&Ram> {
+        self.copies.as_ref()
+    }
+
+    fn own_family(&self) -> Option<Family> {
+        self.copies.as_ref().map(Ram::family)
     }
 
     fn source(&self) -> Result<Source<'_>, &'static str> {
@@ -171,7 +192,7 @@ impl Made for FileSnapshot {
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
         // From then on it changes with its origin.
-        if self.0.merge_status() != MergeStatus::None {
+        if self.snapshot.merge_status() != MergeStatus::None {
             return Err("is merged into its origin; take another snapshot".into());
         }
         if base.is_read_only() {
@@ -185,14 +206,14 @@ impl Made for FileSnapshot {
     }
 
     fn closes(&self) -> Option<Weak<dyn Device>> {
-        Some(Arc::downgrade(self.0.cow()))
+        Some(Arc::downgrade(self.snapshot.cow()))
     }
 
     fn begin_merge(&self, entry: &Arc<Entry>, registry: &Registry) -> Result<(), Refusal> {
         let KindSpec::Snapshot(spec) = &entry.spec.kind else { return Ok(()) };
         let (name, origin) = (entry.name(), &spec.origin);
         let asked = spec.cow.as_ref().is_some_and(|cow| cow.merge);
-        match self.0.merge_status() {
+        match self.snapshot.merge_status() {
             MergeStatus::Stopped if !asked => {
                 warn!("{name}: its merge into {origin} was under way, and goes on (merge=yes)");
             }
@@ -201,7 +222,7 @@ impl Made for FileSnapshot {
             _ => return Ok(()),
         }
         registry.check_unused(entry, "merged")?;
-        let begun = self.0.merge();
+        let begun = self.snapshot.merge();
         begun.map_err(|error| Refusal::failed(Errno::EBUSY, format!("{name}: merge: {error}")))
     }
 
@@ -220,11 +241,11 @@ impl Made for FileSnapshot {
                 Some(CowPlace::Device(name)) => json!(name),
                 Some(CowPlace::Path(path)) => json!(path_text::text(path)),
             },
-            "store" => json!(self.0.kind().to_string()),
-            "chunk_size" => json!(self.0.chunk_bytes()),
-            "status" => json!(self.0.status().to_string()),
-            "missed_writes" => missed_writes(&self.0),
-            "cow_stat" => cow_stat(&self.0),
+            "store" => json!(self.snapshot.kind().to_string()),
+            "chunk_size" => json!(self.snapshot.chunk_bytes()),
+            "status" => json!(self.snapshot.status().to_string()),
+            "missed_writes" => missed_writes(&self.snapshot),
+            "cow_stat" => cow_stat(&self.snapshot),
             _ => return entry.family_value(attr),
         })
     }

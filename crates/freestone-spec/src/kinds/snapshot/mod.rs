@@ -55,7 +55,7 @@ pub struct SnapshotSpec {
     pub discard_zeroes_cow: bool,
     /// It also goes to the origin.
     pub discard_passdown_origin: bool,
-    /// What its forks share.
+    /// What its forks share, and copies that are kept in memory.
     pub family: FamilySpec,
     /// Whether anything of that was said.
     pub family_said: bool,
@@ -152,8 +152,8 @@ fn parse_chunk(text: &str) -> Result<u64, String> {
 // ---- setting up ---------------------------------------------------------------------------------
 
 impl Asked for SnapshotSpec {
-    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let mut begun = [self.prepare(registry)?];
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let mut begun = [self.prepare(&spec.name, registry)?];
         take(&mut begun).map_err(|(_, refusal)| refusal)?;
         let [begun] = begun;
         Ok(begun.finish())
@@ -181,7 +181,7 @@ pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Re
     let mut begun = Vec::with_capacity(specs.len());
     for spec in &specs {
         let super::KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
-        begun.push(asked.prepare(registry).map_err(|refusal| refusal.of(&spec.name))?);
+        begun.push(asked.prepare(&spec.name, registry).map_err(|refusal| refusal.of(&spec.name))?);
     }
     take(&mut begun).map_err(|(at, refusal)| refusal.of(&specs[at].name))?;
     specs.into_iter().zip(begun).map(|(spec, begun)| finished(spec, begun.finish())).collect()
@@ -214,7 +214,7 @@ enum Which {
 }
 
 impl SnapshotSpec {
-    fn prepare(&self, registry: &Registry) -> Result<Begun, Refusal> {
+    fn prepare(&self, name: &str, registry: &Registry) -> Result<Begun, Refusal> {
         let origin = registry.needed("origin", &self.origin)?;
         let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
         if let Some(why) = origin.layers.hide() {
@@ -225,7 +225,7 @@ impl SnapshotSpec {
                 check_in_memory(self)?;
                 Which::Memory(ram.prepare_snapshot().map_err(family::refused)?)
             }
-            Source::File(of_file) => Which::File(PendingCow::prepare(self, of_file, registry)?),
+            Source::File(of_file) => Which::File(PendingCow::prepare(name, self, of_file, registry)?),
         };
         Ok(Begun { pending, origin })
     }

@@ -1,0 +1,115 @@
+//! What devices take of the server's memory, what bounds it, and what gives it back.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::json;
+use tempfile::tempdir;
+
+use crate::clients::tools::{KIB, MIB, noise};
+use crate::drives::raw::{EIO, Raw};
+use crate::harness::{Serve, ask};
+
+/// Memory of the server that no file holds, in bytes.
+fn anonymous(serve: &Serve) -> u64 {
+    let pid = serve.json(&["stat"])["server"]["pid"].as_u64().unwrap();
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * KIB
+}
+
+#[test]
+fn an_empty_disk_takes_32_kib_and_gives_them_back() {
+    const DISKS: u64 = 400;
+    let serve = Serve::start(&["first=ram,disksize=1G"]);
+    let control = serve.control();
+    let begin = anonymous(&serve);
+    for n in 0..DISKS {
+        let device = format!("r{n}=ram,disksize=1G,mem_limit=1M");
+        let line = json!({ "jsonrpc": "2.0", "id": n, "method": "create", "params": { "device": device } });
+        let answer = ask(&control, line.to_string().as_bytes());
+        assert_eq!(answer["result"]["created"], true, "{answer}");
+    }
+    let taken = anonymous(&serve).saturating_sub(begin);
+    assert!(taken <= DISKS * 32 * KIB, "{} bytes a disk", taken / DISKS);
+    serve.text(&["remove", "r*"]);
+    // It is given back a second later.
+    let mut left = u64::MAX;
+    for _ in 0..100 {
+        left = anonymous(&serve).saturating_sub(begin);
+        if left <= taken / 4 {
+            return;
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    panic!("{left} bytes of {taken} are left");
+}
+
+#[test]
+fn copies_in_memory_have_a_limit_and_are_shown() {
+    let dir = tempdir().unwrap();
+    let file = |name: &str| {
+        let path = dir.path().join(name);
+        fs::write(&path, noise(1, 8 * MIB)).unwrap();
+        format!("{name}=file,path={}", path.display())
+    };
+    let serve = Serve::start(&[
+        &file("disk"),
+        &file("other"),
+        "s=snapshot,origin=disk,mem_limit=1M,publish=yes",
+        "w=snapshot,origin=other,mem_limit=1M,full=wait,full_timeout=3600,publish=yes",
+    ]);
+    let row = |name: &str| serve.json(&["list", name])["devices"][0].clone();
+    assert_eq!((&row("s")["mem_limit"], &row("s")["mem_used_total"]), (&json!(MIB), &json!(0)));
+    assert_eq!(serve.text(&["get", "s", "mem_limit"]), "1048576\n");
+    let mut client = Raw::connect(&serve, "disk");
+    assert_eq!(client.write(0, 0, &noise(2, 512 * KIB)), 0);
+    let used = row("s")["mem_used_total"].as_u64().unwrap();
+    assert!((512 * KIB..=MIB).contains(&used), "{used}");
+    assert_eq!(serve.json(&["stat", "s"])["mm_stat"]["mem_used_total"], used);
+    assert_eq!(serve.json(&["stat", "s"])["family"]["mem_limit"], MIB);
+    // Its forks share that memory.
+    serve.text(&["fork", "s", "f"]);
+    assert_eq!(serve.json(&["stat", "f"])["family"]["mem_limit"], MIB);
+    serve.text(&["remove", "f"]);
+    // Beyond the limit the snapshot is lost, not the write.
+    for n in 0..4 {
+        assert_eq!(client.write(0, n * MIB, &noise(3, MIB)), 0);
+    }
+    assert!(row("s")["mem_used_total"].as_u64().unwrap() <= MIB);
+    let table = serve.text(&["list"]);
+    let line = |name: &str| table.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    assert!(line("s ").contains("snapshot invalid "), "{table}");
+    assert!(line("w ").contains("snapshot ") && !line("w ").contains("invalid"), "{table}");
+    assert_eq!(Raw::connect(&serve, "s").read(0, 4096), Err(EIO));
+
+    // Or the origin's writes wait for room.
+    let mut client = Raw::connect(&serve, "other");
+    let waiting = client.send_write(0, &noise(4, 2 * MIB));
+    while serve.json(&["stat", "w"])["full"]["waiting"] == 0 {
+        thread::sleep(Duration::from_millis(10));
+    }
+    serve.text(&["set", "w", "mem_limit=16M"]);
+    assert_eq!(client.reply(), Ok((waiting, 0)));
+    assert_eq!(serve.json(&["list", "w"])["devices"][0]["mem_limit"], 16 * MIB);
+    assert_eq!(
+        Raw::connect(&serve, "w").read(MIB, 4096).unwrap(),
+        &noise(1, 8 * MIB)[MIB as usize..][..4096]
+    );
+}
+
+#[test]
+fn the_store_that_is_full_shows_in_the_list() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("disk"), noise(1, 4 * MIB)).unwrap();
+    let at = dir.path().display();
+    let serve = Serve::start(&[
+        &format!("disk=file,path={at}/disk"),
+        &format!("s=snapshot,origin=disk,cow={at}/cow,cow_size=128K,store=PO,publish=yes"),
+    ]);
+    let mut client = Raw::connect(&serve, "s");
+    while client.write(0, 0, &noise(2, MIB)) == 0 {}
+    assert!(serve.text(&["list", "s"]).contains(" snapshot overflow "), "{}", serve.text(&["list", "s"]));
+    assert_eq!(serve.json(&["list", "s"])["devices"][0]["status"], "Overflow");
+}
