@@ -230,7 +230,7 @@ impl Pool {
         let _one = self.scarce.lock();
         let own = self.current[percpu::current()].get_or_init(new_currents);
         let mut currents: Vec<_> =
-            self.currents().map(|cpu| (std::ptr::eq(cpu, &**own), cpu[class].lock())).collect();
+            self.currents().map(|cpu| (std::ptr::eq(cpu, &raw const **own), cpu[class].lock())).collect();
         for span in currents.iter_mut().filter_map(|(_, current)| current.take()) {
             self.give_up(span, class);
         }

@@ -97,7 +97,7 @@ mod model {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::SpanTable;
-    use freestone_core::sync::{AtomicU64, Ordering::Relaxed};
+    use freestone_core::sync::{AtomicU64, Ordering::SeqCst};
 
     #[test]
     fn each_span_has_its_own_and_it_stays() {
@@ -108,14 +108,14 @@ mod tests {
             .iter()
             .map(|&span| {
                 let place = table.get_or_new(span);
-                assert_eq!(place.swap(u64::from(span) + 1, Relaxed), 0, "span {span}");
+                assert_eq!(place.swap(u64::from(span) + 1, SeqCst), 0, "span {span}");
                 std::ptr::from_ref(place)
             })
             .collect();
         for (&span, place) in spans.iter().zip(places) {
-            assert_eq!(table.get(span).load(Relaxed), u64::from(span) + 1);
+            assert_eq!(table.get(span).load(SeqCst), u64::from(span) + 1);
             assert!(std::ptr::eq(table.get(span), place));
         }
-        assert_eq!(table.iter().filter(|word| word.load(Relaxed) != 0).count(), spans.len());
+        assert_eq!(table.iter().filter(|word| word.load(SeqCst) != 0).count(), spans.len());
     }
 }

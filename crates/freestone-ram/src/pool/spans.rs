@@ -126,7 +126,7 @@ mod fresh {
 
 /// All spans of a pool.
 pub struct Spans {
-    of_spans: SpanTable<Span>,
+    table: SpanTable<Span>,
     classes: usize,
     /// By class, once there is a span.
     lists: OnceLock<Box<[Mutex<Lists>]>>,
@@ -143,13 +143,13 @@ fn group(meta: u32) -> u32 {
 impl Spans {
     /// No spans, `classes` classes.
     pub fn new(classes: usize) -> Self {
-        Self { of_spans: SpanTable::new(), classes, lists: OnceLock::new() }
+        Self { table: SpanTable::new(), classes, lists: OnceLock::new() }
     }
 
     /// What is known of a span that was [adopted](Self::adopt) before.
     #[inline]
     fn get(&self, span: u32) -> &Span {
-        self.of_spans.get(span)
+        self.table.get(span)
     }
 
     fn lists(&self, class: usize) -> MutexGuard<'_, Lists> {
@@ -158,7 +158,7 @@ impl Spans {
 
     /// Makes a span an empty one of `class`.
     pub fn adopt(&self, Unused(span): Unused, class: usize, objects: u32) -> Owned {
-        let s = self.of_spans.get_or_new(span.0);
+        let s = self.table.get_or_new(span.0);
         for (index, word) in s.bitmap.iter().enumerate() {
             let below = (objects as usize).saturating_sub(index * 64).min(64) as u32;
             let beyond = if below == 64 { 0 } else { u64::MAX << below };
@@ -360,6 +360,6 @@ impl Spans {
     #[cfg(not(loom))]
     pub fn bytes(&self) -> u64 {
         let lists = self.lists.get().map_or(0, |lists| size_of_val(&**lists));
-        self.of_spans.bytes() + lists as u64
+        self.table.bytes() + lists as u64
     }
 }
