@@ -3,6 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use freestone::ram::{NoWaiting, Ram};
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
@@ -18,6 +20,10 @@ use crate::ending::Leaving;
 use crate::exposure;
 use crate::job::Jobs;
 use crate::template;
+
+/// How long it may take until the server sees that a client has left, and how often it is looked.
+const LEFT_MAX: Duration = Duration::from_millis(200);
+const LEFT_PAUSE: Duration = Duration::from_millis(2);
 
 /// The state behind the control socket.
 ///
@@ -405,10 +411,15 @@ impl Service {
 
     // ---- what is refused ------------------------------------------------------------------------
 
-    /// Refuses where clients are connected.
+    /// Refuses where clients are connected. Those that have just left are waited for: the server
+    /// sees that a moment later.
     pub fn check_idle(&self, entry: &Entry) -> Result<(), Fault> {
         let name = entry.name();
         let of_template = usize::from(entry.template.is_some());
+        let end = Instant::now() + LEFT_MAX;
+        while self.nbd.connections(name) > 0 && Instant::now() < end {
+            thread::sleep(LEFT_PAUSE);
+        }
         match self.nbd.connections(name) + of_template {
             0 => Ok(()),
             1 => {

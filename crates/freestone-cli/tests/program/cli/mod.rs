@@ -277,6 +277,20 @@ fn connected_devices_are_busy() {
 }
 
 #[test]
+fn who_has_just_left_is_not_connected() {
+    let serve = Serve::start(&["r=ram,disksize=64M"]);
+    let control = serve.control();
+    for id in 0..200 {
+        let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
+        connect_nbd(&mut client, "r");
+        drop(client);
+        let reset = json!({ "jsonrpc": "2.0", "id": id, "method": "reset", "params": { "name": "r" } });
+        let answer = ask(&control, reset.to_string().as_bytes());
+        assert_eq!(answer["result"]["name"], "r", "{answer}");
+    }
+}
+
+#[test]
 fn signals_end_the_server_and_leave_nothing() {
     for signal in [Signal::TERM, Signal::INT] {
         let serve = Serve::start(&["r=ram,disksize=64M", "--nbd", "tcp:127.0.0.1:0"]);
