@@ -20,6 +20,10 @@ const EXPERIMENT: &str = "experiment-";
 /// Options that say only where files lie.
 const PLACES: [&str; 7] =
     ["--json", "--baseline", "--data-dir", "--dir", "--out", "--freestone", "--peers-dir"];
+/// Load at the start of a run above which something else may have been measured as well.
+const LOAD_MAX: f64 = 0.2;
+/// Counts instructions, which no other work changes.
+const COUNTS: &str = "gate";
 /// Directories that every machine has.
 const SYSTEM_DIRS: [&str; 4] = ["usr", "dev", "proc", "sys"];
 
@@ -70,6 +74,14 @@ fn publish(run: &mut Value, date: &str) -> Result<()> {
         !command.split(' ').any(|word| word == "--quick"),
         "a smoke run (--quick): its numbers mean nothing"
     );
+    if command.split(' ').nth(1) != Some(COUNTS) {
+        let load = run["machine"]["load"].as_str().unwrap_or("unknown");
+        ensure!(
+            load.parse().is_ok_and(|load: f64| load <= LOAD_MAX),
+            "the load was {load} when it began, {LOAD_MAX} are allowed: let the machine rest for some minutes, \
+             and run it again"
+        );
+    }
     let command = as_typed(command);
     without_places(run);
     run["command"] = command.into();
@@ -128,6 +140,7 @@ mod tests {
     fn a_run_loses_the_places_of_its_files() {
         let mut run = json!({
             "command": "/somewhere/me/target/release/freestone-benches zones --pairs 11 --json /var/x.json --against /somewhere/me/old",
+            "machine": {"load": "0.20"},
             "reports": [{"data": "real: /somewhere/me/a.tar", "notes": ["of /usr/bin 12 %, packed / fio, Before: /somewhere/me/old."]}],
         });
         publish(&mut run, "2026-11-22").unwrap();
@@ -139,8 +152,19 @@ mod tests {
     }
 
     #[test]
+    fn a_run_on_a_machine_that_did_something_else_is_not_published() {
+        let run = |bench: &str, load: &str| {
+            publish(&mut json!({"command": format!("x {bench} --pairs 3"), "machine": {"load": load}}), "d")
+        };
+        assert!(run("zones", "0.00").is_ok() && run("gate", "7.5").is_ok());
+        let refused = run("zones", "0.21").unwrap_err().to_string();
+        assert!(refused.starts_with("the load was 0.21 when it began, 0.2 are allowed"), "{refused}");
+        assert!(run("zones", "").is_err());
+    }
+
+    #[test]
     fn a_smoke_run_is_not_published() {
-        assert!(publish(&mut json!({"command": "x zones --quick"}), "d").is_err());
+        assert!(publish(&mut json!({"command": "x zones --quick", "machine": {"load": "0"}}), "d").is_err());
         assert!(publish(&mut json!({"reports": []}), "d").is_err());
     }
 }
