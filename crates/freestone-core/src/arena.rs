@@ -19,6 +19,8 @@ use crate::sync::{AtomicPtr, Mutex, Ordering};
 const SEGMENT_BYTES: u64 = 1 << 30;
 /// Where an arena ends: what a slot's location can address.
 const ARENA_BYTES: u64 = 16 << crate::LOCATION_BITS;
+/// Memory that is returned at once: a few milliseconds of work.
+const GIVE_BACK_BYTES: u64 = 32 << 20;
 const SEGMENTS: usize = (ARENA_BYTES / SEGMENT_BYTES) as usize;
 
 /// Memory that is handed out in segments and addressed by 16-byte units.
@@ -158,6 +160,19 @@ impl Arena {
         }
     }
 
+    /// Returns all memory to the system, piece by piece: for many gigabytes that takes seconds.
+    /// `progress` is given bytes of the address range, done and in all.
+    pub fn give_back(&mut self, progress: &mut dyn FnMut(u64, u64)) {
+        let all = u64::from(self.handed_out()) * self.unit_bytes;
+        for at in (0..all).step_by(GIVE_BACK_BYTES as usize) {
+            progress(at, all);
+            // With `&mut` nobody uses any of it. What fails is done when this is dropped.
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = rustix::fs::fallocate(&self.file, flags, at, GIVE_BACK_BYTES.min(all - at));
+        }
+        progress(all, all);
+    }
+
     /// Units below this number have been handed out at some time.
     pub fn handed_out(&self) -> u32 {
         self.state.lock().next
@@ -208,6 +223,21 @@ mod tests {
         // SAFETY: as above.
         unsafe { arena.free(b) };
         assert_eq!(arena.alloc().unwrap(), b);
+    }
+
+    #[test]
+    fn all_memory_is_given_back_and_that_is_told() {
+        let mut arena = Arena::new("freestone-test", 1 << 20).unwrap();
+        for _ in 0..70 {
+            let at = u64::from(arena.alloc().unwrap()) << 20;
+            arena.populate(at, 1 << 20).unwrap();
+        }
+        let blocks = |arena: &Arena| rustix::fs::fstat(&arena.file).unwrap().st_blocks;
+        assert_eq!(blocks(&arena) * 512, 70 << 20);
+        let mut told = Vec::new();
+        arena.give_back(&mut |done, all| told.push((done >> 20, all >> 20)));
+        assert_eq!(told, [(0, 70), (32, 70), (64, 70), (70, 70)]);
+        assert_eq!(blocks(&arena), 0);
     }
 
     #[test]

@@ -163,6 +163,7 @@ fn failed(name: &str, (done, error): (ram::Recompressed, ram::RecompressError)) 
         ram::RecompressError::NoSpace => Errno::ENOSPC,
         ram::RecompressError::NoMemory => Errno::ENOMEM,
         ram::RecompressError::Media => Errno::EIO,
+        ram::RecompressError::Cancelled => Errno::ECANCELED,
         // What was asked for does not fit the disk.
         _ => return Fault::invalid(format!("{name}: recompress: {error}")),
     };

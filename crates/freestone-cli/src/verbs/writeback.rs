@@ -134,6 +134,7 @@ fn failed(name: &str, (done, error): (ram::Written, ram::WritebackError)) -> Fau
         }
         ram::WritebackError::Range { .. } => Errno::ERANGE,
         ram::WritebackError::NoSpace => Errno::ENOSPC,
+        ram::WritebackError::Cancelled => Errno::ECANCELED,
         ram::WritebackError::Limit | ram::WritebackError::Device(_) => Errno::EIO,
     };
     let ram::Written { pages, blocks } = done;

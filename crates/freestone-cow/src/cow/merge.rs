@@ -109,8 +109,13 @@ impl Snapshot {
     /// Stops the merge after the run that is under way, and waits for that. The snapshot goes on
     /// playing the origin's part, also when it is dropped, until the origin is dropped too.
     pub fn stop_merge(&self) {
-        self.0.snap.merge.stop();
+        self.ask_merge_to_stop();
         self.0.snap.merge.wait();
+    }
+
+    /// As [`stop_merge`](Self::stop_merge), without the wait.
+    pub fn ask_merge_to_stop(&self) {
+        self.0.snap.merge.stop();
     }
 }
 

@@ -3,6 +3,7 @@
 use super::class::{CLASS, CLASSES};
 use super::spans::Owned;
 use super::{BackRef, Place, Pool, Taken, pages_to_hold};
+use freestone_core::PAGE_BYTES;
 use freestone_core::slot::SlotGuard;
 use freestone_core::sync::Ordering;
 
@@ -17,34 +18,65 @@ impl Pool {
     /// Packs every class into as few pages as possible and returns how many pages went back to the
     /// system. Only one runs at a time; a second caller gets 0, as in the kernel. Never needs
     /// memory of its own.
-    pub fn compact(&self, owners: &dyn Owners) -> u64 {
-        self.compact_classes(0..CLASSES, owners)
+    ///
+    /// It ends when `watch` says false, which is given bytes of the spans that were looked at and
+    /// of all.
+    pub fn compact(&self, owners: &dyn Owners, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+        self.compact_classes(0..CLASSES, owners, watch)
     }
 
     /// As [`compact`](Self::compact), of one class: a bounded piece of it.
     pub fn compact_one(&self, class: usize, owners: &dyn Owners) -> u64 {
-        self.compact_classes(class..class + 1, owners)
+        self.compact_classes(class..class + 1, owners, &mut |_, _| true)
     }
 
-    fn compact_classes(&self, classes: std::ops::Range<usize>, owners: &dyn Owners) -> u64 {
+    fn compact_classes(
+        &self,
+        classes: std::ops::Range<usize>,
+        owners: &dyn Owners,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> u64 {
         let Some(_one) = self.compacting.try_lock() else { return 0 };
         let before = self.pages();
+        // Relaxed: for show, and a bound.
+        let spans = |class: usize| self.population[class].load(Ordering::Relaxed);
+        let span_bytes = |class: usize| u64::from(CLASS[class].pages) * PAGE_BYTES as u64;
+        let all = classes.clone().map(|class| u64::from(spans(class)) * span_bytes(class)).sum();
+        let mut done = 0;
         for class in classes.rev() {
-            self.compact_class(class, owners);
+            let mut go_on = true;
+            let rounds = spans(class);
+            self.compact_class(class, rounds, owners, &mut |rounds| {
+                go_on = watch((done + u64::from(rounds) * span_bytes(class)).min(all), all);
+                go_on
+            });
+            done += u64::from(rounds) * span_bytes(class);
+            if !go_on {
+                break;
+            }
         }
         self.release_empties();
         before.saturating_sub(self.pages())
     }
 
-    fn compact_class(&self, class: usize, owners: &dyn Owners) {
+    fn compact_class(
+        &self,
+        class: usize,
+        rounds: u32,
+        owners: &dyn Owners,
+        go_on: &mut dyn FnMut(u32) -> bool,
+    ) {
         self.give_up_currents(class);
         // Owned spans that can neither take nor give any more.
         let mut settled = Vec::new();
         let mut target = None;
         // Requests fill and empty spans meanwhile; one round a span that is there now is enough.
-        // Relaxed: a bound.
-        let rounds = self.population[class].load(Ordering::Relaxed);
-        for _ in 0..rounds {
+        let mut whole = true;
+        for round in 0..rounds {
+            whole = go_on(round);
+            if !whole {
+                break;
+            }
             let Some(source) = self.spans.own_emptiest(class) else { break };
             let room = self.empty_span(&source, class, &mut target, &mut settled, owners);
             if self.spans.used(&source) == 0 {
@@ -57,7 +89,9 @@ impl Pool {
             }
         }
         for span in settled.into_iter().chain(target) {
-            self.pack_span(&span, class, owners);
+            if whole {
+                self.pack_span(&span, class, owners);
+            }
             self.give_up(span, class);
         }
     }

@@ -145,6 +145,11 @@ impl Pool {
         (0..self.arena.handed_out()).map(|span| unsafe { Unused::new(span) }).collect()
     }
 
+    /// Returns all memory to the system; `progress` is given bytes, done and in all.
+    pub fn give_back(mut self, progress: &mut dyn FnMut(u64, u64)) {
+        self.arena.give_back(progress);
+    }
+
     /// Gives a span back to the arena. Its memory was returned.
     pub(super) fn return_span(&self, span: Unused) {
         // SAFETY: the witness is spent; there is no other.

@@ -297,12 +297,44 @@ fn compaction_leaves_one_packed_span_a_class() {
     }
     let live: u64 = (0..20_000).filter(|s| s % 4 == 1).map(|s| len(s) as u64).sum();
     let before = pool.pages();
-    let freed = pool.compact(&table);
+    let freed = pool.compact(&table, &mut |_, _| true);
     assert_eq!(freed, before - pool.pages());
     assert!(pool.pages() * PAGE_BYTES as u64 <= live * 104 / 100, "{} pages for {live} bytes", pool.pages());
     table.check(&pool, (0..20_000).filter(|s| s % 4 == 1), len);
     assert!(view(&pool, unpublished, 700) == bytes(99, 700));
-    assert_eq!(pool.compact(&table), 0, "nothing is left to do");
+    assert_eq!(pool.compact(&table, &mut |_, _| true), 0, "nothing is left to do");
+}
+
+#[test]
+fn a_compaction_that_ends_early_hurts_nobody() {
+    let pool = Pool::new().unwrap();
+    let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
+    let len = |slot: u64| 500 + (slot % 4) as usize * 80;
+    for slot in 0..20_000 {
+        table.put(&pool, slot, len(slot));
+    }
+    for slot in (0..20_000).filter(|s| s % 4 != s / 4 % 4) {
+        table.remove(&pool, slot);
+    }
+    let mut told = Vec::new();
+    let some = pool.compact(&table, &mut |done, all| {
+        told.push((done, all));
+        told.len() < 20
+    });
+    assert_eq!(told.len(), 20);
+    assert!(
+        told.is_sorted_by_key(|(done, _)| *done) && told.iter().all(|(done, all)| done <= all),
+        "{told:?}"
+    );
+    table.check(&pool, (0..20_000).filter(|s| s % 4 == s / 4 % 4), len);
+    let mut last = (0, 0);
+    let rest = pool.compact(&table, &mut |done, all| {
+        last = (done, all);
+        true
+    });
+    assert!(some > 0 && rest > some, "{some} pages, then {rest}");
+    assert!(last.0 > last.1 / 2, "{last:?}");
+    table.check(&pool, (0..20_000).filter(|s| s % 4 == s / 4 % 4), len);
 }
 
 #[test]
@@ -329,12 +361,12 @@ fn the_free_state_is_rebuilt_from_the_tables() {
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.put(&pool, slot, len(slot));
     }
-    pool.compact(&table);
+    pool.compact(&table, &mut |_, _| true);
     table.check(&pool, 0..5000, len);
     for slot in 0..5000 {
         table.remove(&pool, slot);
     }
-    pool.compact(&table);
+    pool.compact(&table, &mut |_, _| true);
     assert_eq!(pool.pages(), 0);
     // Tables that contradict the pool are refused.
     let word = Word::compressed(leaked, 3000, 0);

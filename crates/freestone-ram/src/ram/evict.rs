@@ -185,7 +185,7 @@ impl Evict {
         let first = self.spill(need, only);
         if first.outcome != Err(WritebackError::NoSpace)
             || !self.free_blocks_of_the_removed()
-                && self.reclaim.until(RECLAIMED_BLOCKS) <= RECLAIMED_MIN_BLOCKS
+                && self.reclaim.until(RECLAIMED_BLOCKS, &mut || true) <= RECLAIMED_MIN_BLOCKS
         {
             return first;
         }
@@ -203,10 +203,16 @@ impl Evict {
     }
 
     /// Frees pages that removed devices have on the backing device, and waits for those of devices
-    /// that are about to be retired, but not beyond `until`. Returns whether there is room.
-    pub(super) fn wait_for_blocks_of_the_removed(&self, store: &Store, until: Instant) -> bool {
+    /// that are about to be retired, but not beyond `until`, and while it may `go_on`. Returns
+    /// whether there is room.
+    pub(super) fn wait_for_blocks_of_the_removed(
+        &self,
+        store: &Store,
+        until: Instant,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> bool {
         let is_full = || store.free_blocks() <= RECLAIMED_MIN_BLOCKS;
-        while Instant::now() < until {
+        while Instant::now() < until && go_on() {
             // Asked before the look at what is retired: what is not pending any more is there.
             let pending = self.pages.removals.is_pending();
             while is_full() && self.pages.help_to_free() {}

@@ -5,6 +5,7 @@
 //! memory of the family that the others leave to it.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
 use super::full::WhenFull;
@@ -16,7 +17,13 @@ use super::parts::FamilyParts;
 use super::{PAGE, Ram, threads};
 use crate::clock::{self, Ticks};
 use freestone_core::device::Device;
-use freestone_core::sync::Ordering;
+use freestone_core::sync::{Instant, Ordering, thread};
+
+/// Less than this is given back at once.
+const LARGE_BYTES: u64 = 16 << 20;
+/// How long the last user of a family waits for the cleaner, and how often it looks.
+const LET_GO_MAX: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// What its devices have in common. Clones are handles to one family.
 #[derive(Clone)]
@@ -96,6 +103,29 @@ impl Family {
         // Reads of the base may have to wait.
         self.0.pages.keeper.start().map_err(SetupError::Thread)?;
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
+    }
+
+    /// Lets go of a family. Where that was its last user the memory goes back to the system before
+    /// this returns, which takes seconds for many gigabytes: `progress` is given bytes, done and in
+    /// all, from 16 MiB on.
+    pub fn give_back(self, progress: &mut dyn FnMut(u64, u64)) {
+        let Some(parts) = Arc::into_inner(self.0) else { return };
+        if parts.pages.pool.pages() * PAGE < LARGE_BYTES {
+            return;
+        }
+        let pages = Arc::clone(&parts.pages);
+        drop(parts);
+        // The cleaner may be at the end of a device of it, and is not to free page by page what
+        // goes as a whole.
+        let end = Instant::now() + LET_GO_MAX;
+        pages.retiring.forget();
+        while Arc::strong_count(&pages) > 1 && Instant::now() < end {
+            thread::sleep(LOOK_AGAIN);
+            pages.retiring.forget();
+        }
+        if let Some(pages) = Arc::into_inner(pages) {
+            pages.pool.give_back(progress);
+        }
     }
 
     /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use

@@ -290,8 +290,23 @@ impl Ram {
     /// caller gets 0. Packed objects on a backing device are moved together as well;
     /// [`backing`](Self::backing) shows what that frees.
     pub fn compact(&self) -> u64 {
-        let pages = self.0.pages.compact();
-        self.0.family.evict.reclaim.in_turns();
+        self.compact_watched(&mut |_, _| true)
+    }
+
+    /// The same, watched: `watch` is given bytes of the pool and of the backing device, done and in
+    /// all, every now and then. It ends when that says false; what was moved stays moved.
+    pub fn compact_watched(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+        let reclaim = &self.0.family.evict.reclaim;
+        let (holes, mut pool) = (reclaim.bytes(), 0);
+        let mut go_on = true;
+        let pages = self.0.pages.compact_watched(&mut |done, all| {
+            pool = all;
+            go_on = watch(done, all + holes);
+            go_on
+        });
+        if go_on {
+            reclaim.in_turns(&mut |done| watch(pool + done.min(holes), pool + holes));
+        }
         self.0.pages.room_came();
         pages
     }

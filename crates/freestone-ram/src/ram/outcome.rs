@@ -49,6 +49,9 @@ pub enum WritebackError {
     /// stay in memory.
     #[error("backing_dev: {0}")]
     Device(device::Error),
+    /// Who watches it had it stop.
+    #[error("it was cancelled")]
+    Cancelled,
 }
 
 /// How evictions for one limit went so far: the family's, or a device's own.

@@ -2,6 +2,7 @@
 //! told when room gets short.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::PAGE;
 use super::config::{Backing, Config, Secondary, SetupError};
@@ -15,7 +16,10 @@ use crate::codec::{Codecs, PRIORITIES, Streams};
 use crate::pool::{self, BackRef, Pool};
 use crate::spill::store::Store;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
-use freestone_core::sync::{AtomicU64, Mutex, OnceLock, Ordering};
+use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
+
+/// How long who waits for its turn sleeps at a time.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// The pages of a family: what its devices share of memory and of the backing device.
 ///
@@ -130,9 +134,28 @@ impl Pages {
         }
     }
 
+    /// Waits for [`background`](Self::background), unless it is cancelled meanwhile.
+    pub fn turn_unless(&self, cancelled: &mut dyn FnMut() -> bool) -> Option<MutexGuard<'_, ()>> {
+        loop {
+            if cancelled() {
+                return None;
+            }
+            if let Some(turn) = self.background.try_lock() {
+                return Some(turn);
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
+    }
+
     /// Packs the pool and returns how many pages went back to the system.
     pub fn compact(&self) -> u64 {
-        let pages = self.pool.compact(self);
+        self.compact_watched(&mut |_, _| true)
+    }
+
+    /// The same; it ends when `watch` says false, which is given bytes of the pool, done and in
+    /// all.
+    pub fn compact_watched(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+        let pages = self.pool.compact(self, watch);
         // Relaxed: a statistic.
         self.compacted.fetch_add(pages, Ordering::Relaxed);
         pages

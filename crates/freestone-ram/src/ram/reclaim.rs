@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::PAGE;
 use super::eviction::{Eviction, Found, Offered};
 use super::outcome::WritebackError;
 use super::pages::Pages;
@@ -68,26 +69,35 @@ impl Reclaim {
         *cursor = end;
     }
 
-    /// Moves objects together until `enough` blocks are free that were not, or on the whole device.
-    /// The caller holds `background`. Returns how many blocks that freed.
-    pub fn until(&self, enough: u64) -> u64 {
+    /// Moves objects together until `enough` blocks are free that were not, or on the whole device,
+    /// while it may `go_on`. The caller holds `background`. Returns how many blocks that freed.
+    pub fn until(&self, enough: u64, go_on: &mut dyn FnMut() -> bool) -> u64 {
         let Some(store) = self.store_with_holes() else { return 0 };
         let before = store.numbers().used;
         let freed = || before.saturating_sub(store.numbers().used);
         for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
-            if !self.piece(store, from) || freed() >= enough {
+            if !go_on() || !self.piece(store, from) || freed() >= enough {
                 break;
             }
         }
         freed()
     }
 
+    /// Bytes of the device that are looked through for holes.
+    pub fn bytes(&self) -> u64 {
+        self.store_with_holes().map_or(0, |store| store.blocks() * PAGE)
+    }
+
     /// Moves objects together on the whole device, unless others are at work in the background. Between two
-    /// pieces who waits for memory has its turn.
-    pub fn in_turns(&self) {
+    /// pieces who waits for memory has its turn, and `go_on` is given the bytes that were looked
+    /// through; false ends it.
+    pub fn in_turns(&self, go_on: &mut dyn FnMut(u64) -> bool) {
         let Some(store) = self.store_with_holes() else { return };
         let Some(mut turn) = self.pages.background.try_lock() else { return };
         for from in (0..store.blocks()).step_by(PIECE_BLOCKS) {
+            if !go_on(from * PAGE) {
+                break;
+            }
             if self.pages.keeper.is_wanted() {
                 drop(turn);
                 freestone_core::sync::thread::sleep(GIVE_WAY);

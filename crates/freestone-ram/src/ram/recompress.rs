@@ -24,11 +24,11 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::Ram;
 use super::candidates::{Sizes, is_spillable};
 use super::layer::Layer;
 use super::pages::Pages;
 use super::room::{Attempt, Room};
+use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
 use crate::pool::class::class_of;
 use freestone_core::PAGE_BYTES;
@@ -123,6 +123,9 @@ pub enum RecompressError {
     /// An object is damaged (EIO).
     #[error("an object in memory cannot be decompressed")]
     Media,
+    /// Who watches it had it stop (ECANCELED).
+    #[error("it was cancelled")]
+    Cancelled,
 }
 
 impl RecompressError {
@@ -137,6 +140,7 @@ impl RecompressError {
             Self::NoSpace => libc::ENOSPC,
             Self::NoMemory => libc::ENOMEM,
             Self::Media => libc::EIO,
+            Self::Cancelled => libc::ECANCELED,
         }
     }
 }
@@ -195,10 +199,26 @@ impl Ram {
     /// # Errors
     /// What was asked for does not fit the disk; or the run broke off.
     pub fn recompress(&self, what: &Recompress) -> Result<Recompressed, (Recompressed, RecompressError)> {
+        self.recompress_watched(what, &mut |_, _| true)
+    }
+
+    /// The same, watched: `watch` is given the bytes of the pages that were visited and of all that
+    /// may be, every now and then, also while this waits for another run. It ends when that says
+    /// false.
+    ///
+    /// # Errors
+    /// As [`recompress`](Self::recompress), and [`RecompressError::Cancelled`].
+    pub fn recompress_watched(
+        &self,
+        what: &Recompress,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Recompressed, (Recompressed, RecompressError)> {
         let (family, pages, layer) = (&*self.0.family, &*self.0.pages, self.0.layer());
         let target = what.target(&pages.codecs);
-        let (priority, streams) = target.map_err(|error| (Recompressed::default(), error))?;
-        let turn = pages.background.lock();
+        let fail = |error| (Recompressed::default(), error);
+        let (priority, streams) = target.map_err(fail)?;
+        let turn = pages.turn_unless(&mut || !watch(0, 0));
+        let turn = turn.ok_or(fail(RecompressError::Cancelled))?;
         let target = Target {
             priority,
             streams,
@@ -219,6 +239,8 @@ impl Ram {
             gave_up: false,
             turn: Some(turn),
             visited: 0,
+            all: 0,
+            watch,
         };
         let outcome = run.work(&wants);
         outcome.map(|()| run.done).map_err(|error| (run.done, error))
@@ -264,18 +286,28 @@ struct Run<'a> {
     /// [`Pages::background`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
+    /// Pages that it may visit.
+    all: u64,
+    watch: &'a mut dyn FnMut(u64, u64) -> bool,
 }
 
 impl Run<'_> {
-    /// Stands aside now and then where requests wait for memory: spilling has its turn.
-    fn give_way(&mut self) {
+    /// Now and then tells how far it is, and stands aside where requests wait for memory: spilling
+    /// has its turn. False: it was cancelled.
+    fn give_way(&mut self) -> bool {
+        let (visited, all) = (self.visited.min(self.all) * PAGE, self.all * PAGE);
         self.visited += 1;
-        if self.visited.is_multiple_of(GIVE_WAY_PAGES) && self.pages.keeper.is_wanted() {
+        if !(self.visited - 1).is_multiple_of(GIVE_WAY_PAGES) {
+            return true;
+        }
+        if self.visited > 1 && self.pages.keeper.is_wanted() {
             self.turn = None;
             self.pages.memory_freed();
             freestone_core::sync::thread::sleep(GIVE_WAY);
-            self.turn = Some(self.pages.background.lock());
+            self.turn = self.pages.turn_unless(&mut || !(self.watch)(visited, all));
+            return self.turn.is_some();
         }
+        (self.watch)(visited, all)
     }
 
     /// One pass over what is there now; pages that find no room are tried again while others make
@@ -291,6 +323,7 @@ impl Run<'_> {
             left += 1;
             true
         });
+        self.all = left.min(self.max_pages);
         let mut outcome = Ok(());
         layer.largest_first(&sizes, &everything, wants, |slot| {
             if left == 0 {
@@ -356,7 +389,10 @@ impl Run<'_> {
         if self.done.tried >= self.max_pages {
             return None;
         }
-        self.give_way();
+        if !self.give_way() {
+            *outcome = Err(RecompressError::Cancelled);
+            return None;
+        }
         match self.try_slot(slot, wants) {
             Ok(attempt) => Some(attempt).filter(|attempt| *attempt != Attempt::Reset),
             Err(error) => {

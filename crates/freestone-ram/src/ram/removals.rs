@@ -41,6 +41,12 @@ impl Retiring {
         self.0.lock().push_back(Draining { layer, next: 0, busy: 0, again: Vec::new() });
     }
 
+    /// Nothing is freed any more: all of it goes with the family.
+    pub fn forget(&self) {
+        let all = std::mem::take(&mut *self.0.lock());
+        drop(all);
+    }
+
     /// A leaf to be freed by who calls: its layer and first slot.
     pub fn take_leaf(&self) -> Result<(Arc<Layer>, u64), Step> {
         let mut queue = self.0.lock();

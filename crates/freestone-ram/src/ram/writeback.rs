@@ -1,5 +1,6 @@
 //! Writeback by hand, in the kernel's words: which pages are meant, and in which order they go.
 
+use std::cell::Cell;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +18,8 @@ use freestone_core::sync::Instant;
 
 /// How long writeback by hand waits at most for blocks of removed devices.
 const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);
+/// So often who watches is asked.
+const WATCH_PAGES: u64 = 64;
 
 /// Which pages are written back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,7 +78,21 @@ impl Ram {
     /// # Errors
     /// As [`WritebackError`] says; the first part is what was done all the same.
     pub fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
-        self.0.writeback(what)
+        self.0.writeback(what, &mut |_, _| true)
+    }
+
+    /// The same, watched: `watch` is given the bytes of the pages that were looked at and of all
+    /// that are meant, every now and then, also while this waits for another one. It ends when that
+    /// says false.
+    ///
+    /// # Errors
+    /// As [`writeback`](Self::writeback), and [`WritebackError::Cancelled`].
+    pub fn writeback_watched(
+        &self,
+        what: &Writeback,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Written, (Written, WritebackError)> {
+        self.0.writeback(what, watch)
     }
 
     /// The kernel's `bd_stat`; zeroes without a backing device.
@@ -153,7 +170,11 @@ impl Ram {
 }
 
 impl Inner {
-    fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
+    fn writeback(
+        &self,
+        what: &Writeback,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Written, (Written, WritebackError)> {
         let fail = |error| (Written::default(), error);
         let (pages, evict, layer) = (&*self.pages, &self.family.evict, self.layer());
         let store = pages.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
@@ -178,24 +199,33 @@ impl Inner {
             Writeback::Incompressible => word.is_incompressible(),
             Writeback::Pages(_) => true,
         };
-        let _one = pages.background.lock();
+        let told = Cell::new((0, 0));
+        let watch = &mut |done, all| {
+            told.set((done, all));
+            watch(done, all)
+        };
+        let turn = pages.turn_unless(&mut || !watch(0, 0));
+        let _one = turn.ok_or(fail(WritebackError::Cancelled))?;
         let mut done = Written::default();
         let mut reclaimed = false;
         let until = Instant::now() + REMOVED_TIME_MAX;
         loop {
             let mut eviction = Eviction::new(pages, store);
-            let outcome = layer.select(store, ranges, &wanted, &mut eviction);
+            let outcome = layer.select(store, ranges, &wanted, &mut eviction, watch);
             let (written, ended) = eviction.end();
             done.pages += written.pages;
             done.blocks += written.blocks;
+            let go_on = &mut || watch(told.get().0, told.get().1);
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
-                Err(WritebackError::NoSpace) if evict.wait_for_blocks_of_the_removed(store, until) => {}
+                Err(WritebackError::NoSpace) if evict.wait_for_blocks_of_the_removed(store, until, go_on) => {
+                }
                 // A device that is full of holes has room. Once: requests may go on making holes,
                 // and pages that are meant.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
-                        && evict.reclaim.until(u64::MAX) > RECLAIMED_MIN_BLOCKS => {}
+                        && evict.reclaim.until(u64::MAX, go_on) > RECLAIMED_MIN_BLOCKS => {}
+                Err(WritebackError::NoSpace) if !go_on() => return Err((done, WritebackError::Cancelled)),
                 Err(error) => return Err((done, error)),
             }
         }
@@ -212,6 +242,7 @@ impl Layer {
         ranges: &[RangeInclusive<u64>],
         wanted: &impl Fn(Word) -> bool,
         eviction: &mut Eviction<'_>,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<(), WritebackError> {
         let wanted = &|word: Word| is_spillable(word) && wanted(word);
         let mut sizes = Sizes::default();
@@ -223,6 +254,7 @@ impl Layer {
             units += u64::from(layout::units(word.stored_bytes()));
             true
         });
+        let (mut offered, all) = (0_u64, blocks);
         if store.is_packed() {
             // Ends of runs stay empty: at most a page in 1 MiB, much of a run where the device is
             // fragmented.
@@ -230,14 +262,20 @@ impl Layer {
         }
         let budget = store.budget().get();
         let mut outcome = Ok(());
-        let mut offer =
-            |slot, outcome: &mut Result<(), WritebackError>| match eviction.offer(self, slot, wanted) {
+        let mut offer = |slot, outcome: &mut Result<(), WritebackError>| {
+            if offered.is_multiple_of(WATCH_PAGES) && !watch(offered.min(all) * PAGE, all * PAGE) {
+                *outcome = Err(WritebackError::Cancelled);
+                return false;
+            }
+            offered += 1;
+            match eviction.offer(self, slot, wanted) {
                 Ok(Offered::Taken(_) | Offered::Passed) => true,
                 Err(error) => {
                     *outcome = Err(error);
                     false
                 }
-            };
+            }
+        };
         if blocks <= store.free_blocks() && (!budget.enabled || blocks <= budget.left) {
             self.each_candidate(ranges, wanted, |slot, _| offer(slot, &mut outcome));
             return outcome;

@@ -57,7 +57,10 @@ impl BaseIdentity {
     }
 
     /// The same, or `None` where it was cancelled: asked before each MiB.
-    pub(super) fn of_unless(
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn of_unless(
         device: &dyn Device,
         check: BaseCheck,
         cancelled: &dyn Fn() -> bool,

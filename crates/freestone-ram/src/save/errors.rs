@@ -74,6 +74,9 @@ pub enum SaveError {
 /// Why nothing was restored.
 #[derive(Debug, Error)]
 pub enum RestoreError {
+    /// It was asked to stop. What was made is gone again.
+    #[error("it was cancelled")]
+    Cancelled,
     /// The file could not be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {

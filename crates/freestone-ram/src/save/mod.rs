@@ -26,7 +26,7 @@ pub use self::errors::{RestoreError, SaveError};
 use self::format::Over;
 use self::plan::Plan;
 use self::reader::Reader;
-pub use self::restore::{Base, restore};
+pub use self::restore::{Base, restore, restore_watched};
 use self::writer::Writer;
 use crate::codec::Algorithm;
 use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};

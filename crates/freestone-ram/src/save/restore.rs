@@ -1,7 +1,7 @@
 //! Restoring: devices are made one after the other, each before those that lie over it, and nobody
 //! gets any of them before the last byte of the file has been seen to be right.
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
@@ -49,11 +49,30 @@ pub fn restore(
     bases: &[Base],
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<(String, Ram)>, RestoreError> {
+    let watch = &mut |done, all| {
+        progress(done, all);
+        true
+    };
+    restore_watched(path, family, bases, watch)
+}
+
+/// As [`restore`]; it ends when `watch` says false, which is given bytes of the file, done and in
+/// all.
+///
+/// # Errors
+/// As [`restore`], and [`RestoreError::Cancelled`]: what was made is gone again.
+pub fn restore_watched(
+    path: &Path,
+    family: &Family,
+    bases: &[Base],
+    watch: &mut dyn FnMut(u64, u64) -> bool,
+) -> Result<Vec<(String, Ram)>, RestoreError> {
     let mut reader = Reader::open(path)?;
     let (nodes, all) = (Arc::clone(&reader.nodes), reader.end.file_bytes);
-    let bases = find_bases(&reader, bases)?;
+    let mut go_on = |done| if watch(done, all) { Ok(()) } else { Err(RestoreError::Cancelled) };
+    go_on(0)?;
+    let bases = find_bases(&reader, bases, &mut || go_on(0).is_err())?;
     let mut loader = Loader::new(family, &nodes, bases);
-    progress(0, all);
     loop {
         let taken = match reader.next()? {
             None => break,
@@ -66,15 +85,20 @@ pub fn restore(
             Refused::Damaged(what) => reader.damaged(what),
             Refused::Other(error) => error,
         })?;
-        progress(reader.at(), all);
+        go_on(reader.at())?;
     }
     let restored = loader.finish()?;
-    progress(all, all);
+    go_on(all)?;
     Ok(restored)
 }
 
 /// Finds the bases of a file among those that are given.
-fn find_bases(reader: &Reader, given: &[Base]) -> Result<Vec<Base>, RestoreError> {
+fn find_bases(
+    reader: &Reader,
+    given: &[Base],
+    cancelled: &mut dyn FnMut() -> bool,
+) -> Result<Vec<Base>, RestoreError> {
+    let cancelled = RefCell::new(cancelled);
     let find = |(number, wanted): (usize, &BaseIdentity)| {
         let over = |node: &&Node| node.over == Over::Base(number as u32);
         let device = || reader.nodes.iter().find(over).map(Node::label).unwrap_or_default();
@@ -83,7 +107,9 @@ fn find_bases(reader: &Reader, given: &[Base]) -> Result<Vec<Base>, RestoreError
             // One of another size need not be read.
             let size = base.device().geometry().size;
             let identity = if size == wanted.size || last.is_none() {
-                BaseIdentity::of(base.device(), wanted.check).map_err(RestoreError::Base)?
+                let cancelled = || (cancelled.borrow_mut())();
+                let known = BaseIdentity::of_unless(base.device(), wanted.check, &cancelled);
+                known.map_err(RestoreError::Base)?.ok_or(RestoreError::Cancelled)?
             } else {
                 continue;
             };

@@ -32,13 +32,29 @@ pub struct Applied {
 /// in all.
 ///
 /// # Errors
-/// [`DeltaError`]: all but the ones of [`save`](super::save). Only [`DeltaError::Apply`] leaves the device changed.
+/// [`DeltaError`]: all but the ones of [`save`](super::save). Only [`DeltaError::Apply`] leaves the
+/// device changed.
 pub fn apply(
     from: &Path,
     to: &dyn Device,
     base: Option<&Path>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Applied, DeltaError> {
+    apply_unless(from, to, base, &|| false, progress)
+}
+
+/// As [`apply`]; `cancelled` is asked between pieces: whether to stop. Once true, it stays true.
+///
+/// # Errors
+/// As [`apply`], and [`DeltaError::Cancelled`]: the device holds what came before.
+pub fn apply_unless(
+    from: &Path,
+    to: &dyn Device,
+    base: Option<&Path>,
+    cancelled: &dyn Fn() -> bool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Applied, DeltaError> {
+    let go_on = || if cancelled() { Err(DeltaError::Cancelled) } else { Ok(()) };
     let chain = Chain::open_top(from)?;
     let [layer] = chain.layers.as_slice() else { return Err(foreign(from, "it is empty")) };
     let Some(table) = &layer.table else { return Err(foreign(from, "it is a raw file")) };
@@ -47,7 +63,7 @@ pub fn apply(
     if table.header.is_corrupt {
         return Err(damaged(from, "it is marked as corrupt; see qemu-img check"));
     }
-    let all = check_clusters(from, &chain, layer, table)?;
+    let all = check_clusters(from, &chain, layer, table, &go_on)?;
     let total = all.data_bytes + all.zero_bytes;
     progress(0, total);
     let mut applied = Applied::default();
@@ -55,6 +71,7 @@ pub fn apply(
         IoBuf::zeroed(PIECE_BYTES as usize).map_err(|error| DeltaError::Apply { at: 0, error })?;
     let mut cursor = Cursor::new(0, layer.size);
     while cursor.at < cursor.end {
+        go_on()?;
         let at = cursor.at;
         let failed = |error| DeltaError::Apply { at, error };
         let len = match chain.locate_waiting(&mut cursor).map_err(failed)? {
@@ -120,7 +137,13 @@ fn check_base(from: &Path, table: &Table, base: Option<&Path>) -> Result<(), Del
 }
 
 /// Looks at every entry, and unpacks what is compressed. Returns what there is to be applied.
-fn check_clusters(from: &Path, chain: &Chain, layer: &Layer, table: &Table) -> Result<Applied, DeltaError> {
+fn check_clusters(
+    from: &Path,
+    chain: &Chain,
+    layer: &Layer,
+    table: &Table,
+    go_on: &dyn Fn() -> Result<(), DeltaError>,
+) -> Result<Applied, DeltaError> {
     let cluster = table.header.cluster_bytes();
     let mut seen = Seen::new(layer.source.len(), cluster);
     let l1 = table.header.l1_offset..table.header.l1_offset + table.header.l1_entries * 8;
@@ -135,6 +158,7 @@ fn check_clusters(from: &Path, chain: &Chain, layer: &Layer, table: &Table) -> R
     let mut cursor = Cursor::new(0, layer.size);
     while cursor.at < cursor.end {
         let at = cursor.at;
+        go_on()?;
         let unreadable = |error| damaged(from, format!("what it has for byte {at} cannot be read ({error})"));
         let found = chain.locate_waiting(&mut cursor).map_err(unreadable)?;
         let run = cursor.run();

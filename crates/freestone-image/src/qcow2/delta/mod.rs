@@ -23,7 +23,7 @@ use freestone_core::device::{self, Device, ExtentKind};
 
 use super::error::SetupError;
 
-pub use apply::{Applied, apply};
+pub use apply::{Applied, apply, apply_unless};
 pub use save::{Options, Saved, save, save_with};
 
 use runs::{Runs, each_extent};

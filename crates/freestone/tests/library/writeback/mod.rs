@@ -11,3 +11,4 @@ mod slow;
 mod spill;
 mod states;
 mod trouble;
+mod watched;

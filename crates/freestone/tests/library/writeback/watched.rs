@@ -1,0 +1,119 @@
+//! Passes that somebody watches: they tell how far they are, end when that is asked, and keep what
+//! is done.
+
+use std::thread;
+
+use freestone::codec::{Algorithm, Params};
+use freestone::device::Blocking as _;
+use freestone::ram::{
+    Config, Idle, Ram, Recompress, RecompressError, Recompressed, Secondary, Writeback, WritebackError,
+    Written,
+};
+
+use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, content, noise};
+
+#[test]
+fn a_writeback_that_ends_early_keeps_what_is_written() {
+    for packed in LAYOUTS {
+        let disk = Disk::manual(16 * MIB, 4096, packed);
+        let data = noise(1, 2048);
+        disk.write(0, &data);
+        disk.ram.idle(Idle::All);
+        let mut told = Vec::new();
+        let ended = disk.ram.writeback_watched(&Writeback::Idle, &mut |done, all| {
+            told.push((done, all));
+            done < 4 * MIB
+        });
+        let (written, error) = ended.unwrap_err();
+        assert_eq!(error, WritebackError::Cancelled);
+        // What was taken on is written.
+        assert_eq!((written.pages, disk.spilled_pages()), (1024, 1024));
+        // While it waited for its turn, it knew of nothing.
+        assert_eq!((told[0], told[1], *told.last().unwrap()), ((0, 0), (0, 8 * MIB), (4 * MIB, 8 * MIB)));
+        assert!(told.is_sorted());
+        let rest = disk.ram.writeback_watched(&Writeback::Huge, &mut |_, _| true).unwrap();
+        assert_eq!((rest.pages, disk.spilled_pages()), (1024, 2048));
+        assert!(disk.read(0, 2048).unwrap() == data);
+        disk.ends_clean();
+    }
+}
+
+/// While one is at work the next one waits, and need not.
+#[test]
+fn who_waits_for_its_turn_can_end() {
+    let disk = Disk::manual(16 * MIB, 4096, true);
+    disk.write(0, &noise(1, 256));
+    let none = (Written::default(), WritebackError::Cancelled);
+    let mut waited = 0;
+    let first = disk.ram.writeback_watched(&Writeback::Huge, &mut |_, all| {
+        if all > 0 && waited == 0 {
+            thread::scope(|scope| {
+                let second = || {
+                    disk.ram.writeback_watched(&Writeback::Huge, &mut |done, all| {
+                        assert_eq!((done, all), (0, 0), "it has its turn");
+                        waited += 1;
+                        waited < 5
+                    })
+                };
+                assert_eq!(scope.spawn(second).join().unwrap(), Err(none));
+            });
+        }
+        true
+    });
+    assert_eq!((waited, first.unwrap().pages), (5, 256));
+    disk.ends_clean();
+}
+
+#[test]
+fn a_recompression_that_ends_early_keeps_what_became_smaller() {
+    let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
+    let config =
+        Config { disksize: 16 * MIB, recomp_algorithms: [Some(zstd), None, None], ..Config::default() };
+    let ram = Ram::new(config).unwrap();
+    let data = content(4, 1, 4 << 20);
+    ram.write_at(0, &data, NONE).unwrap();
+    let mut last = (0, 0);
+    let ended = ram.recompress_watched(&Recompress::default(), &mut |done, all| {
+        last = (done, all);
+        done < MIB
+    });
+    let (some, error) = ended.unwrap_err();
+    assert_eq!(error, RecompressError::Cancelled);
+    assert_eq!((some.tried, last), (256, (MIB, 4 * MIB)));
+    let mut back = vec![0; data.len()];
+    ram.read_at(0, &mut back).unwrap();
+    assert!(back == data);
+    let rest = ram.recompress_watched(&Recompress::default(), &mut |_, _| true).unwrap();
+    assert_eq!(rest.tried, 1024 - some.tried);
+    let none = ram.recompress_watched(&Recompress::default(), &mut |_, _| false);
+    assert_eq!(none, Err((Recompressed::default(), RecompressError::Cancelled)));
+}
+
+/// The pool first, then the holes on the backing device.
+#[test]
+fn a_compaction_tells_of_both_its_parts() {
+    let disk = Disk::manual(16 * MIB, 4096, true);
+    let data = content(4, 1, 8 << 20);
+    disk.write(0, &data);
+    disk.ram.writeback(&Writeback::Pages(vec![0..=1023])).unwrap();
+    for page in (0..2048_u64).filter(|page| page % 4 > 0) {
+        disk.ram.discard(page * PAGE, PAGE).unwrap();
+    }
+    let used = || disk.ram.backing().unwrap().used_bytes;
+    let before = used();
+    let mut told = Vec::new();
+    // It ends where the device begins.
+    disk.ram.compact_watched(&mut |done, all| {
+        told.push((done, all));
+        all - done > 16 * MIB
+    });
+    let (done, all) = *told.last().unwrap();
+    assert_eq!((all - done, used()), (16 * MIB, before));
+    disk.ram.compact_watched(&mut |_, _| true);
+    assert!(used() < before / 2, "{} of {before}", used());
+    for page in (0..2048).step_by(4) {
+        let at = page as usize * PAGE as usize;
+        assert!(disk.read(page, 1).unwrap() == data[at..at + PAGE as usize], "page {page}");
+    }
+    disk.ends_clean();
+}
