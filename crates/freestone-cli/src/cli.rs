@@ -3,9 +3,10 @@
 use clap::{ArgAction, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
+use crate::verbs::long::LongCall;
 use crate::verbs::{
-    Call, block_state, compact, create, delta, fork, get, idle, list, mark, merge, power_cut, publish,
-    recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait,
+    Call, block_state, cancel, compact, create, delta, fork, get, idle, jobs, list, mark, merge, power_cut,
+    publish, recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait,
     writeback, zones,
 };
 
@@ -85,9 +86,10 @@ const WAIT_EXAMPLES: &str = "\
 Examples:
   freestone serve ram0=ram,disksize=4G & freestone wait && freestone list
   freestone wait --timeout 1m --control ctl.sock
+  freestone save ram0 ram0.saved --background && freestone wait --job 1
 
 A server is ready when all its devices are there, its NBD addresses take clients, and it answers. Status 1: it was not
-in time.";
+in time. With --job, the status and the error are those that the verb would have had in the foreground.";
 
 const LIST_COLUMNS: &str = "\
 Columns (the names are zramctl's; after the names in brackets see stat and get):
@@ -120,9 +122,11 @@ memory, limit and backing device, which are keys of the base: base=file,path=gol
 const MERGE_EXAMPLES: &str = "\
 Example:
   freestone merge disk-1 --into-origin        disk is again what it was, or what was written to disk-1
+  freestone merge disk-1 --into-origin --background
 
-From the beginning on, users of both see the snapshot's content. A merge that ended early (a failure, a crash) goes on
-with the same command, and where a server opens the store again: the origin is never shown half merged. Only snapshots with cow=PATH or DEVICE and store=P or PO are merged.";
+From the beginning on, users of both see the snapshot's content. A merge that ended early (a failure, a crash,
+Ctrl-C) goes on with the same command, and where a server opens the store again: the origin is never shown half merged.
+Only snapshots with cow=PATH or DEVICE and store=P or PO are merged.";
 
 const DELTA_EXAMPLES: &str = "\
 Examples:
@@ -135,8 +139,9 @@ Examples:
   freestone save ram0 ram0.saved
   freestone save data,log db.saved                both as they are at one moment
   freestone save golden jobs.saved --family       all forks of golden, and their snapshots
+  freestone save ram0 ram0.saved --background     it goes on by itself, as a job
 
-The devices go on meanwhile. The file is the old one or the new one at any moment, also after a crash.";
+The devices go on meanwhile. The file is the old one or the new one at any moment, also after a crash or Ctrl-C.";
 
 const RESTORE_EXAMPLES: &str = "\
 Examples:
@@ -144,7 +149,7 @@ Examples:
   freestone restore ram0.saved ram1 mem_limit=2G
   freestone restore jobs.saved                    the base of the forks must be there, with its content
 
-The whole file is checked before any device of it is there.";
+The whole file is checked before any device of it is there. After Ctrl-C none is.";
 
 const PUBLISH_EXAMPLES: &str = "\
 Examples:
@@ -192,6 +197,22 @@ Examples:
 
 Flags: s one repeated pattern, w on the backing device, h does not compress, i idle, r compressed by a secondary
 algorithm, n no algorithm compresses it. Pages that hold nothing are left out. --json prints one answer after another.";
+
+const JOBS_EXAMPLES: &str = "\
+Examples:
+  freestone jobs
+  freestone jobs ram0 --json
+
+Of the verbs in the background that have ended the last 256 are known.";
+
+const CANCEL_EXAMPLES: &str = "\
+Examples:
+  freestone cancel ram0                  all that runs on it: save, merge, delta, writeback, recompress, compact
+  freestone cancel ram0 writeback
+  freestone cancel --job 3               also a restore
+
+It answers at once; `freestone wait --job` waits for the end. save, delta save and restore leave nothing behind; merge,
+writeback, recompress, compact and delta apply keep what is done. remove cannot be taken back.";
 
 const ZONES_EXAMPLES: &str = "\
 Examples:
@@ -241,7 +262,7 @@ pub enum Command {
     /// Serve devices over NBD until SIGINT or SIGTERM
     #[command(after_help = SERVE_EXAMPLES)]
     Serve(ServeArgs),
-    /// Wait until a server is ready
+    /// Wait until a server is ready, or until a verb in the background has ended
     #[command(after_help = WAIT_EXAMPLES)]
     Wait(Call<wait::Line>),
     /// List the devices of a server
@@ -271,16 +292,16 @@ pub enum Command {
     Snapshot(Call<snapshot::Line>),
     /// Put what a snapshot of a file holds back into the file
     #[command(after_help = MERGE_EXAMPLES)]
-    Merge(Call<merge::Params>),
+    Merge(LongCall<merge::Params>),
     /// What a fork or snapshot holds itself: show it, save it as a qcow2 overlay, apply one
     #[command(subcommand, after_help = DELTA_EXAMPLES)]
     Delta(delta::Line),
     /// Save what ram devices, forks and snapshots hold to a file
     #[command(after_help = SAVE_EXAMPLES)]
-    Save(Call<save::Line>),
+    Save(LongCall<save::Line>),
     /// Make the devices of a saved file again
     #[command(after_help = RESTORE_EXAMPLES)]
-    Restore(Call<restore::Line>),
+    Restore(LongCall<restore::Line>),
     /// Set a fork back to its base, at once, or a ram device or fork to a snapshot of it
     #[command(
         after_help = "Examples:\n  freestone rewind job-7\n  freestone rewind 'job-*' trial\n  freestone rewind ram0 --to ram0-monday"
@@ -288,24 +309,30 @@ pub enum Command {
     Rewind(Call<rewind::Line>),
     /// Unpublish and remove a device
     #[command(
-        after_help = "Examples:\n  freestone remove job-7 --force\n  freestone remove 'job-*' golden      forks go before what they stand on"
+        after_help = "Examples:\n  freestone remove job-7 --force\n  freestone remove big --background      its memory is given back after the answer\n  freestone remove 'job-*' golden      forks go before what they stand on"
     )]
-    Remove(Call<remove::Line>),
+    Remove(LongCall<remove::Line>),
     /// Wipe a ram or null device; a fork is as its base after that
     #[command(after_help = "Examples:\n  freestone reset ram0\n  freestone reset 'ram*'")]
     Reset(Call<reset::Line>),
     /// Give memory back that a ram device holds in partly used places
-    #[command(after_help = "Example:\n  freestone compact ram0")]
-    Compact(Call<compact::Params>),
+    #[command(after_help = "Examples:\n  freestone compact ram0\n  freestone compact ram0 --progress json")]
+    Compact(LongCall<compact::Params>),
     /// Mark the pages of a ram device that nobody uses
     #[command(after_help = IDLE_EXAMPLES)]
     Idle(Call<idle::Params>),
     /// Write pages of a ram device to its backing device
     #[command(after_help = WRITEBACK_EXAMPLES)]
-    Writeback(Call<writeback::Line>),
+    Writeback(LongCall<writeback::Line>),
     /// Pack pages of a ram device smaller with a secondary algorithm
     #[command(after_help = RECOMPRESS_EXAMPLES)]
-    Recompress(Call<recompress::Line>),
+    Recompress(LongCall<recompress::Line>),
+    /// Show the verbs that run, and how those of the background ended
+    #[command(after_help = JOBS_EXAMPLES)]
+    Jobs(Call<jobs::Line>),
+    /// Have a verb that takes long end early
+    #[command(after_help = CANCEL_EXAMPLES)]
+    Cancel(Call<cancel::Line>),
     /// Show the state of each page of a ram device, in the lines of the kernel
     #[command(after_help = BLOCK_STATE_EXAMPLES)]
     BlockState(Call<block_state::Params>),

@@ -28,8 +28,9 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
+use verbs::long::{LongCall, ask_long};
 use verbs::names::{Order, ask_each};
-use verbs::{Call, ask, ask_in_parts, ask_long, delta};
+use verbs::{Call, ask, ask_in_parts, delta};
 
 /// The whole program: reads the command line, does what it says, returns the exit status.
 pub fn main() -> ExitCode {
@@ -54,57 +55,54 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
         Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
         Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
-        Command::Remove(Call { args, common }) => {
+        Command::Remove(LongCall { args, long, common }) => {
+            let of = |name: &str| args.of(name);
             return ask_each::<verbs::remove::Remove>(
                 &args.names,
                 Order::LastFirst,
-                |name| args.of(name),
+                of,
+                Some(&long),
                 &common,
             );
         }
         Command::Reset(Call { args, common }) => {
-            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, |name| args.of(name), &common);
+            let of = |name: &str| args.of(name);
+            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, of, None, &common);
         }
-        Command::Compact(call) => ask::<verbs::compact::Compact>(&call.args, &call.common),
+        Command::Compact(LongCall { args, long, common }) => {
+            return ask_long::<verbs::compact::Compact>(&args, &long, &common);
+        }
         Command::Idle(call) => ask::<verbs::idle::Idle>(&call.args, &call.common),
-        Command::Writeback(call) => ask::<verbs::writeback::Writeback>(&call.args.try_into()?, &call.common),
-        Command::Recompress(call) => {
-            ask::<verbs::recompress::Recompress>(&call.args.try_into()?, &call.common)
+        Command::Writeback(LongCall { args, long, common }) => {
+            return ask_long::<verbs::writeback::Writeback>(&args.try_into()?, &long, &common);
+        }
+        Command::Recompress(LongCall { args, long, common }) => {
+            return ask_long::<verbs::recompress::Recompress>(&args.try_into()?, &long, &common);
         }
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
         Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
         Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
-        Command::Merge(call) => {
-            let (params, name) = named(call.args.checked()?, |params| &params.name);
-            ask_long::<verbs::merge::Merge>(&params, &name, &call.common)
+        Command::Merge(LongCall { args, long, common }) => {
+            return ask_long::<verbs::merge::Merge>(&args.checked()?, &long, &common);
         }
         Command::Delta(delta::Line::Show(call)) => ask::<delta::Show>(&call.args, &call.common),
-        Command::Delta(delta::Line::Save(call)) => {
-            let (params, name) = named(call.args.checked()?, |params| &params.name);
-            ask_long::<delta::Save>(&params, &name, &call.common)
+        Command::Delta(delta::Line::Save(LongCall { args, long, common })) => {
+            return ask_long::<delta::Save>(&args.checked()?, &long, &common);
         }
-        Command::Delta(delta::Line::Apply(call)) => {
-            let (params, name) = named(call.args.checked()?, |params| &params.name);
-            ask_long::<delta::Apply>(&params, &name, &call.common)
+        Command::Delta(delta::Line::Apply(LongCall { args, long, common })) => {
+            return ask_long::<delta::Apply>(&args.checked()?, &long, &common);
         }
-        Command::Save(call) => {
-            let params = call.args.try_into()?;
-            let (params, name) = named(params, |params: &verbs::save::Params| &params.names[0]);
-            ask_long::<verbs::save::Save>(&params, &name, &call.common)
+        Command::Save(LongCall { args, long, common }) => {
+            return ask_long::<verbs::save::Save>(&args.try_into()?, &long, &common);
         }
-        Command::Restore(call) => {
-            let params: verbs::restore::Params = call.args.try_into()?;
-            // The device is not there yet.
-            let name = params.file.display().to_string();
-            ask_long::<verbs::restore::Restore>(&params, &name, &call.common)
+        Command::Restore(LongCall { args, long, common }) => {
+            return ask_long::<verbs::restore::Restore>(&args.try_into()?, &long, &common);
         }
+        Command::Jobs(call) => ask::<verbs::jobs::AllJobs>(&call.args.into(), &call.common),
+        Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
-            return ask_each::<verbs::rewind::Rewind>(
-                &args.names,
-                Order::Named,
-                |name| args.of(name),
-                &common,
-            );
+            let of = |name: &str| args.of(name);
+            return ask_each::<verbs::rewind::Rewind>(&args.names, Order::Named, of, None, &common);
         }
         Command::BlockState(call) => {
             let next = verbs::block_state::Params::next;
@@ -117,12 +115,6 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
     }?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Parameters, and the device that they name.
-fn named<P>(params: P, name: impl Fn(&P) -> &String) -> (P, String) {
-    let name = name(&params).clone();
-    (params, name)
 }
 
 /// Whether a variable of the environment says anything (<https://no-color.org>).

@@ -38,6 +38,8 @@ use crate::verbs;
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
 /// How long requests in flight may take when the server ends.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// How long the end of the server waits for verbs in the background.
+const JOBS_GRACE: Duration = Duration::from_secs(2);
 
 const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
                         $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
@@ -236,7 +238,7 @@ impl Running {
     /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has
     /// nothing left to wait for but what a disk does not do at once.
     fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
-        self.service.end();
+        self.service.jobs.end_all();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
             if let Some(faults) = &entry.layers.faults {
@@ -251,6 +253,7 @@ impl Running {
             if let Some(control) = control {
                 control.stop();
             }
+            service.jobs.wait_ended(JOBS_GRACE);
             let end = Instant::now() + ending::FLUSH_MAX;
             let failed = ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
             drop((service, waits));

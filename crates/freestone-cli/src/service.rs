@@ -1,7 +1,6 @@
 //! What the verbs work on: the devices, the NBD server, and who listens where.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -43,8 +42,6 @@ pub struct Service {
     pub leaving: Leaving,
     claims: Claims,
     addresses: Mutex<Addresses>,
-    /// The server ends.
-    ending: AtomicBool,
     this: Weak<Self>,
 }
 
@@ -69,23 +66,12 @@ impl Service {
             leaving: Leaving::default(),
             claims: Claims::default(),
             addresses: Mutex::default(),
-            ending: false.into(),
         })
     }
 
     /// Itself, for what goes on when a verb has ended.
     pub fn weak(&self) -> Weak<Self> {
         Weak::clone(&self.this)
-    }
-
-    /// From now on verbs that take long end early.
-    pub fn end(&self) {
-        self.ending.store(true, SeqCst);
-    }
-
-    /// Whether the server ends.
-    pub fn is_ending(&self) -> bool {
-        self.ending.load(SeqCst)
     }
 
     /// Waits for the right to change a device, or the name of one.

@@ -66,7 +66,8 @@ impl Events {
     }
 }
 
-fn is_ignored(signal: i32) -> bool {
+/// Whether a signal does nothing, as a shell has it for its background jobs.
+pub fn is_ignored(signal: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or_default();

@@ -37,7 +37,7 @@ pub enum Errno {
     ETOOMANYREFS,
     /// Too many active zones.
     EOVERFLOW,
-    /// The client went away, or the server ends.
+    /// It was cancelled: by name, or because the client went away or the server ends.
     ECANCELED,
     /// No server answers: said by the program, not by a server.
     ECONNREFUSED,

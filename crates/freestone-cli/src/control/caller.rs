@@ -7,17 +7,31 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 thread_local! {
-    static CALLER: RefCell<Caller> = const { RefCell::new(Caller(None)) };
+    static CALLER: RefCell<Caller> = const { RefCell::new(Caller { stream: None, tag: None }) };
 }
 
 /// A client of the control socket, or nobody.
 #[derive(Debug, Clone)]
-pub struct Caller(Option<Arc<UnixStream>>);
+pub struct Caller {
+    stream: Option<Arc<UnixStream>>,
+    /// How it calls the verb.
+    tag: Option<String>,
+}
 
 impl Caller {
     /// This thread runs verbs for that client from now on.
     pub fn enter(stream: &Arc<UnixStream>) {
-        CALLER.set(Self(Some(Arc::clone(stream))));
+        CALLER.set(Self { stream: Some(Arc::clone(stream)), tag: None });
+    }
+
+    /// The verb that this thread runs next is called so.
+    pub fn tag_next(tag: Option<String>) {
+        CALLER.with_borrow_mut(|caller| caller.tag = tag);
+    }
+
+    /// How the client calls the verb.
+    pub fn tag(&self) -> Option<&str> {
+        self.tag.as_deref()
     }
 
     /// For whom this thread runs a verb.
@@ -28,7 +42,7 @@ impl Caller {
     /// Whether nobody reads the answer any more: the client closed its socket, or ended. One that
     /// only says that it will ask nothing more is there.
     pub fn is_gone(&self) -> bool {
-        let Some(stream) = &self.0 else { return false };
+        let Some(stream) = &self.stream else { return false };
         // A hang-up is told without being asked for, and only when both directions are shut.
         let mut look = [PollFd::new(stream, PollFlags::empty())];
         let told = poll(&mut look, Some(&Timespec::default()));

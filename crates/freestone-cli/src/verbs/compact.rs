@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -30,6 +31,7 @@ pub struct Reply {
 
 impl Verb for Compact {
     const METHOD: &'static str = "compact";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -37,7 +39,13 @@ impl Verb for Compact {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let ram = service.find_ram(&name, "can be compacted")?;
-        Ok(Reply { pages_freed: ram.compact(), name })
+        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
+        let pages_freed = ram.compact_watched(&mut |done, total| job.at(done, total));
+        if job.is_over() {
+            let after = format!("{pages_freed} pages were freed before");
+            return Err(job.cancelled(&after).with("pages_freed", pages_freed));
+        }
+        Ok(Reply { name, pages_freed })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {

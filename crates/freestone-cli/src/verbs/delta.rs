@@ -18,12 +18,13 @@ use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-use super::foreground::Foreground;
+use super::long::LongCall;
 use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Job;
+use crate::job::{Job, Kind};
 use crate::service::Service;
 
 /// Runs that `show` lists.
@@ -35,9 +36,9 @@ pub enum Line {
     /// List what a fork or snapshot holds itself
     Show(Call<Name>),
     /// Write that to a qcow2 overlay on the base
-    Save(Call<NameAndFile>),
+    Save(LongCall<NameAndFile>),
     /// Write the changes of an overlay to a fork of the same base
-    Apply(Call<ApplyParams>),
+    Apply(LongCall<ApplyParams>),
 }
 
 /// The parameters of `delta.show`.
@@ -147,9 +148,12 @@ impl Verb for Show {
             if rows.len() < ROWS_MAX {
                 rows.push(Row { offset, length: len, zero });
             }
-            true
+            !looked.job.is_over()
         });
         let summary = summary.map_err(|error| failed(&name, "show", &error))?;
+        if looked.job.is_over() {
+            return Err(looked.job.cancelled("nothing is changed by it"));
+        }
         Ok(Shown {
             base: entry.spec.kind.below().map(str::to_owned),
             bytes: summary.bytes,
@@ -199,6 +203,7 @@ pub struct Saved {
 
 impl Verb for Save {
     const METHOD: &'static str = "delta.save";
+    const LONG: bool = true;
     type Params = NameAndFile;
     type Reply = Saved;
 
@@ -208,17 +213,16 @@ impl Verb for Save {
         let entry = service.find(&name)?;
         let (base, format) = base_file(&entry, "save")?;
         let looked = look(service, &entry, "delta save")?;
-        let mut progress = |done, total| looked.job.at(done, total);
-        let foreground = Foreground::new(service);
+        let job = &looked.job;
+        let mut progress = |done, total| job.note(done, total);
         let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = delta::Options { replace, cancelled: &|| foreground.is_over() };
+        let options = delta::Options { replace, cancelled: &|| job.is_over() };
         let left_behind = left_behind(&file);
         let saved = delta::save_with(&*looked.device, &base, format, &file, &options, &mut progress);
         let saved = saved.map_err(|error| {
             // Also another error: at the end of the server, what hangs fails.
-            if foreground.is_over() {
-                let after = format!("{} is as it was", file.display());
-                return foreground.cancelled(&format!("{name}: delta save"), &after);
+            if job.is_over() {
+                return job.cancelled(&format!("{} is as it was", file.display()));
             }
             failed(&name, "save", &error)
         })?;
@@ -259,6 +263,7 @@ pub struct Applied {
 
 impl Verb for Apply {
     const METHOD: &'static str = "delta.apply";
+    const LONG: bool = true;
     type Params = ApplyParams;
     type Reply = Applied;
 
@@ -282,9 +287,15 @@ impl Verb for Apply {
                 return Err(Fault::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
             }
         }
-        let job = service.jobs.begin(&name, "delta apply")?;
-        let applied = delta::apply(&file, &**fork, Some(&base), &mut |done, total| job.at(done, total));
-        let applied = applied.map_err(|error| failed(&name, "apply", &error))?;
+        let job = service.jobs.begin(&name, "delta apply", Kind::ALONE)?;
+        let (cancelled, progress) = (&|| job.is_over(), &mut |done, total| job.note(done, total));
+        let applied = delta::apply_unless(&file, &**fork, Some(&base), cancelled, progress);
+        let applied = applied.map_err(|error| match error {
+            DeltaError::Cancelled => {
+                job.cancelled(&format!("what was applied stays; `freestone rewind {name}` takes it away"))
+            }
+            error => failed(&name, "apply", &error),
+        })?;
         let delta::Applied { data_bytes, zero_bytes } = applied;
         Ok(Applied { name, file, data_bytes, zero_bytes })
     }
@@ -301,9 +312,8 @@ impl Verb for Apply {
 /// What is looked at, and the right to do so.
 struct Looked {
     device: Arc<dyn Device>,
+    /// Also of the origin: that it is not rewound.
     job: Job,
-    /// Of the origin: that it is not rewound.
-    _origin: Option<Job>,
 }
 
 /// Of a fork, which may be in use, a snapshot for the time being. Of a snapshot of a fork what its
@@ -311,14 +321,19 @@ struct Looked {
 fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, Fault> {
     let name = entry.name();
     check_bare(entry, "looked into")?;
-    let job = service.jobs.begin(name, verb)?;
+    let begin = |names: &[&str]| {
+        let job = service.jobs.begin_on(names, verb, Kind::ALONE)?;
+        job.tell(json!({}));
+        Ok::<_, Fault>(job)
+    };
     let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
     let (fork, snapshot) = (entry.kind.fork(), entry.kind.memory_snapshot());
     match (fork, snapshot, entry.device()) {
         (Some(fork), _, _) => {
+            let job = begin(&[name])?;
             let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
             let device = device.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
-            Ok(Looked { device: Arc::new(device), job, _origin: None })
+            Ok(Looked { device: Arc::new(device), job })
         }
         (None, Some(snapshot), _) if !entry.needs().is_empty() => {
             let origin = entry.origin.as_ref();
@@ -326,16 +341,16 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
             let lost =
                 "the fork that it is a snapshot of was removed or rewound; save such a delta before that";
             let Some((origin, rewinds)) = origin else { return refuse(Errno::ENODEV, lost) };
-            let held = service.jobs.begin(origin.name(), verb)?;
+            let job = begin(&[name, origin.name()])?;
             if origin.kind.fork().is_none() || origin.rewinds.load(Ordering::SeqCst) != rewinds {
                 return refuse(Errno::ENODEV, lost);
             }
             let device = snapshot.over_base();
             let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
-            Ok(Looked { device: Arc::new(device), job, _origin: Some(held) })
+            Ok(Looked { device: Arc::new(device), job })
         }
         (None, in_memory, Some(device)) if in_memory.is_some() || entry.kind.cow().is_some() => {
-            Ok(Looked { device: Arc::clone(device), job, _origin: None })
+            Ok(Looked { device: Arc::clone(device), job: begin(&[name])? })
         }
         _ => {
             let kind = entry.kind.name();

@@ -18,6 +18,7 @@ use unicode_width::UnicodeWidthStr as _;
 use super::Verb;
 use super::pattern::Pattern;
 use crate::control::protocol::Fault;
+use crate::job::Progress;
 use crate::service::Service;
 
 /// How long a look at the files of bases is waited for; after that, what the last one saw is shown.
@@ -62,6 +63,9 @@ struct Row {
     /// How far its merge is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge: Option<String>,
+    /// A verb that takes long runs there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    progress: Option<Progress>,
     /// It has zones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
@@ -217,6 +221,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         status,
         changed: Changed::of(entry),
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
+        progress: service.jobs.show(entry.name()),
         zoned: entry.layers.zones.is_some(),
         ram,
         exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
@@ -270,5 +275,10 @@ fn kind(row: &Row) -> String {
         (_, Some("stopped")) => " half merged",
         (_, Some(_)) => " merge failed",
     });
+    if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
+        let part = done_bytes.saturating_mul(100).checked_div(*total_bytes);
+        let part = part.map_or_else(String::new, |part| format!(" {part}%"));
+        text.extend([" (", verb, &part, ")"]);
+    }
     text
 }

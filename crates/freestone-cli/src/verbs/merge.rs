@@ -2,25 +2,30 @@
 
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args;
-use freestone::cow::{MergeSetupError, MergeStatus, Status};
+use freestone::cow::{MergeSetupError, MergeStatus, Snapshot, Status};
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::Verb;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::job::{Job, Kind};
 use crate::service::Service;
 
 /// Bytes of a sector, dm's unit.
 const SECTOR_BYTES: u64 = 512;
 /// How often progress is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long who has a merge stop waits for the run that is under way.
+const STOP_MAX: Duration = Duration::from_secs(10);
 
 /// The verb.
 pub struct Merge;
@@ -35,10 +40,6 @@ pub struct Params {
     #[arg(long)]
     #[serde(default)]
     into_origin: bool,
-    /// Answer when it has begun; `freestone stat NAME` shows how far it is
-    #[arg(long)]
-    #[serde(default)]
-    background: bool,
     /// Also where clients of the origin are connected; they see the snapshot's content from then on
     #[arg(long)]
     #[serde(default)]
@@ -67,7 +68,7 @@ impl Params {
 pub struct Reply {
     name: String,
     origin: String,
-    /// `running` or `finished`.
+    /// `finished`; `running` where it has only begun.
     merge: String,
     /// In dm's words: `allocated/total metadata`.
     status: String,
@@ -91,6 +92,7 @@ fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>)
 
 impl Verb for Merge {
     const METHOD: &'static str = "merge";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -99,7 +101,7 @@ impl Verb for Merge {
         params.check()?;
         let name = params.name.clone();
         let failed = |errno, why: String| Fault::failed(errno, format!("{name}: merge: {why}"));
-        let (entry, origin) = {
+        let (entry, origin, job, began) = {
             let (_claim, entry) = claim(service, &name)?;
             let Some(snapshot) = entry.kind.cow() else {
                 let why = match entry.kind.memory_snapshot() {
@@ -114,6 +116,10 @@ impl Verb for Merge {
             if !params.force && snapshot.merge_status() == MergeStatus::None {
                 service.check_idle(&*service.find(&origin)?)?;
             }
+            // Who finds it running waits beside who began it.
+            let began = snapshot.merge_status() != MergeStatus::Running;
+            let kind = if began { Kind::ALONE } else { Kind::BESIDE };
+            let job = service.jobs.begin_on(&[&name], Self::METHOD, kind)?;
             snapshot.merge().map_err(|error| {
                 let errno = match error {
                     MergeSetupError::Other | MergeSetupError::Preparing => Errno::EBUSY,
@@ -123,24 +129,25 @@ impl Verb for Merge {
                 };
                 failed(errno, error.to_string())
             })?;
-            (entry, origin)
+            (entry, origin, job, began)
         };
         let Some(snapshot) = entry.kind.cow() else { unreachable!("looked at above") };
-        if !params.background {
-            let job = service.jobs.begin(&name, "merge")?;
-            let left = || match snapshot.status() {
-                Status::Usage(usage) => usage.allocated.saturating_sub(usage.metadata) * SECTOR_BYTES,
-                _ => 0,
-            };
-            let total = left();
-            while snapshot.merge_status() == MergeStatus::Running {
-                job.at(total.saturating_sub(left()), total);
-                std::thread::sleep(LOOK_EVERY.min(Duration::from_millis(5 + total / (64 << 20))));
-            }
-        }
+        job.tell(json!({
+            "origin": origin,
+            "merge": kinds::merge(&snapshot.merge_status()),
+            "status": snapshot.status().to_string(),
+        }));
+        let stops = watch(snapshot, &job, began);
         let status = snapshot.merge_status();
         match &status {
-            MergeStatus::Running | MergeStatus::Finished => {}
+            MergeStatus::Finished => {}
+            MergeStatus::Running if stops => {
+                return Err(job.cancelled("the merge stops when its disks have answered"));
+            }
+            MergeStatus::Running => return Err(job.cancelled("the merge goes on")),
+            _ if job.is_over() => {
+                return Err(job.cancelled("what is merged stays; the same command goes on with it"));
+            }
             MergeStatus::Failed(why) => {
                 return Err(failed(Errno::EIO, format!("{why}; the same command goes on with it")));
             }
@@ -154,10 +161,39 @@ impl Verb for Merge {
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, origin, merge, status } = reply;
-        if merge == "running" {
-            return writeln!(out, "{name}: is being merged into {origin}; status {status}");
-        }
+        let Reply { name, origin, .. } = reply;
         writeln!(out, "{name}: is merged into {origin}; `freestone remove {name}` forgets it")
     }
+
+    fn show_begun(begun: &Map<String, Value>, out: &mut dyn Write) -> io::Result<()> {
+        let text = |key: &str| begun.get(key).and_then(Value::as_str).unwrap_or_default();
+        let job = begun.get("job").unwrap_or_default();
+        let (name, origin, status) = (text("name"), text("origin"), text("status"));
+        writeln!(out, "{name}: is being merged into {origin}; status {status}; job {job}")
+    }
+}
+
+/// Waits for the end of a merge, and has it stop where the verb is to end. A merge that another one
+/// began goes on then, unless this was cancelled by name. Whether it is to stop.
+fn watch(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
+    let left = || match snapshot.status() {
+        Status::Usage(usage) => usage.allocated.saturating_sub(usage.metadata) * SECTOR_BYTES,
+        _ => 0,
+    };
+    let total = left();
+    let mut give_up = None;
+    while snapshot.merge_status() == MergeStatus::Running {
+        if !job.at(total.saturating_sub(left()), total) {
+            if !began && !job.is_cancelled() {
+                return false;
+            }
+            snapshot.ask_merge_to_stop();
+            // A disk that hangs is not waited for.
+            if *give_up.get_or_insert_with(|| Instant::now() + STOP_MAX) <= Instant::now() {
+                return true;
+            }
+        }
+        thread::sleep(LOOK_EVERY.min(Duration::from_millis(5 + total / (64 << 20))));
+    }
+    give_up.is_some()
 }

@@ -2,16 +2,18 @@
 //! the server does, and how the answer is shown to people.
 
 pub mod block_state;
+pub mod cancel;
 pub mod compact;
 pub mod create;
 pub mod delta;
-mod foreground;
 pub mod fork;
 pub mod get;
 pub mod idle;
 mod indent;
+pub mod jobs;
 pub mod keys;
 pub mod list;
+pub mod long;
 pub mod mark;
 pub mod merge;
 pub mod names;
@@ -34,27 +36,28 @@ mod words;
 pub mod writeback;
 pub mod zones;
 
-use std::io::{self, IsTerminal as _, Write};
+use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::{device, replace};
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
-use freestone_spec::size::human;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::de::{self, DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
+use crate::control::caller::Caller;
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::control::server::Handler;
 use crate::error::Stdout;
+use crate::job::Jobs;
 use crate::service::Service;
 use indent::indented;
 
@@ -62,8 +65,10 @@ use indent::indented;
 pub trait Verb {
     /// The JSON-RPC method, which is also the subcommand.
     const METHOD: &'static str;
+    /// It may take long: it takes `background` and `tag` besides its parameters.
+    const LONG: bool = false;
     /// Named parameters; unknown ones are refused.
-    type Params: Serialize + DeserializeOwned;
+    type Params: Serialize + DeserializeOwned + Send + 'static;
     /// The result.
     type Reply: Serialize + DeserializeOwned;
 
@@ -72,6 +77,13 @@ pub trait Verb {
 
     /// Shows the answer to a person.
     fn show(params: &Self::Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()>;
+
+    /// The same for one that has begun in the background.
+    fn show_begun(begun: &Map<String, Value>, out: &mut dyn Write) -> io::Result<()> {
+        let text = |key: &str| begun.get(key).and_then(Value::as_str).unwrap_or_default();
+        let job = begun.get("job").unwrap_or_default();
+        writeln!(out, "{}: {} runs in the background, as job {job}", text("name"), text("verb"))
+    }
 }
 
 /// Refuses what would bypass zones or unflushed writes of a device.
@@ -140,7 +152,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 27] = [
+const VERBS: [(&str, Run); 29] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -168,6 +180,8 @@ const VERBS: [(&str, Run); 27] = [
     entry::<power_cut::PowerCut>(),
     entry::<mark::Mark>(),
     entry::<release::Release>(),
+    entry::<jobs::AllJobs>(),
+    entry::<cancel::Cancel>(),
 ];
 
 const fn entry<V: Verb>() -> (&'static str, Run) {
@@ -176,12 +190,65 @@ const fn entry<V: Verb>() -> (&'static str, Run) {
 
 fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
     let params = params.unwrap_or_else(|| Value::Object(Map::new()));
-    if !params.is_object() {
+    let Value::Object(mut params) = params else {
         return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
+    };
+    let invalid = |e| Fault::invalid(format!("{}: {e}", V::METHOD));
+    let how = if V::LONG { How::of(&mut params).map_err(invalid)? } else { How::default() };
+    let params = serde_json::from_value(Value::Object(params)).map_err(invalid)?;
+    if how.background {
+        return run_in_background::<V>(service, params, how.tag);
     }
-    let params = serde_json::from_value(params).map_err(|e| Fault::invalid(format!("{}: {e}", V::METHOD)))?;
+    Caller::tag_next(how.tag);
+    answer::<V>(service, params)
+}
+
+fn answer<V: Verb>(service: &Service, params: V::Params) -> Result<Box<RawValue>, Fault> {
     let reply = V::run(service, params)?;
     to_raw_value(&reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
+}
+
+/// How a verb is run that may take long.
+#[derive(Default, Deserialize)]
+struct How {
+    /// It is answered when it has begun, and goes on without the client.
+    #[serde(default)]
+    background: bool,
+    /// How the client calls it.
+    #[serde(default)]
+    tag: Option<String>,
+}
+
+impl How {
+    /// Takes it out of the parameters.
+    fn of(params: &mut Map<String, Value>) -> Result<Self, serde_json::Error> {
+        let taken = ["background", "tag"].iter().filter_map(|key| params.remove_entry(*key)).collect();
+        let how: Self = serde_json::from_value(Value::Object(taken))?;
+        if how.tag.as_ref().is_some_and(|tag| tag.len() > TAG_BYTES_MAX) {
+            return Err(de::Error::custom(format!("tag: at most {TAG_BYTES_MAX} bytes")));
+        }
+        Ok(how)
+    }
+}
+
+/// Runs a verb on a thread of its own; returns when it has begun, or was refused.
+fn run_in_background<V: Verb>(
+    service: &Service,
+    params: V::Params,
+    tag: Option<String>,
+) -> Result<Box<RawValue>, Fault> {
+    let broken = || Fault::internal(format!("{}: failed inside the server; see its log", V::METHOD));
+    let service = service.weak().upgrade().ok_or_else(broken)?;
+    let (tell, told) = mpsc::channel();
+    let started = thread::Builder::new().name("job".into()).spawn(move || {
+        Caller::tag_next(tag);
+        Jobs::enter_background(tell);
+        // As on the thread of a connection.
+        let outcome = catch_unwind(AssertUnwindSafe(|| answer::<V>(&service, params)));
+        service.jobs.end(outcome.unwrap_or_else(|_| Err(broken())));
+    });
+    started.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{}: no thread for it: {e}", V::METHOD)))?;
+    told.recv().unwrap_or_else(|_| Err(broken()))
 }
 
 impl Handler for Service {
@@ -208,6 +275,9 @@ pub struct Common {
     control: Option<PathBuf>,
 }
 
+/// Longest tag of a verb.
+const TAG_BYTES_MAX: usize = 64;
+
 /// A verb with what all verbs take.
 #[derive(Debug, Args)]
 pub struct Call<A: Args> {
@@ -218,9 +288,6 @@ pub struct Call<A: Args> {
     #[command(flatten)]
     pub common: Common,
 }
-
-/// How often a client that waits looks how far it is.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// The client's part of any verb: ask, and show the answer.
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
@@ -247,21 +314,6 @@ pub fn ask_in_parts<V: Verb>(
     }
 }
 
-/// The same for a verb that takes long: a terminal is shown how far it is.
-pub fn ask_long<V: Verb>(params: &V::Params, name: &str, common: &Common) -> Result<()> {
-    if !io::stderr().is_terminal() {
-        return ask::<V>(params, common);
-    }
-    let (ended, end) = mpsc::channel::<()>();
-    let answer = thread::scope(|scope| {
-        scope.spawn(move || watch(name, common, &end));
-        let answer = call::<V>(params, common);
-        drop(ended);
-        answer
-    })?;
-    show::<V>(params, &answer, common)
-}
-
 fn call<V: Verb>(params: &V::Params, common: &Common) -> Result<Box<RawValue>> {
     let mut client = Client::connect(common.control.as_deref())?;
     let request = serde_json::to_value(params).context("cannot write the request")?;
@@ -285,27 +337,4 @@ fn print<V: Verb>(params: &V::Params, answer: &RawValue, out: &mut dyn Write) ->
         .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
     V::show(params, &reply, out).and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
-}
-
-/// Shows on one line of stderr how far a verb is, until it ends. Whatever fails here, the verb goes
-/// on.
-fn watch(name: &str, common: &Common, end: &mpsc::Receiver<()>) {
-    let mut shown = false;
-    while matches!(end.recv_timeout(LOOK_EVERY), Err(mpsc::RecvTimeoutError::Timeout)) {
-        let look = || {
-            let mut client = Client::connect(common.control.as_deref()).ok()?;
-            let stat = client.call(stat::Stat::METHOD, &json!({ "name": name })).ok()?;
-            let stat: Value = serde_json::from_str(stat.get()).ok()?;
-            let number = |key: &str| stat["progress"][key].as_u64();
-            let (done, total) = (number("done_bytes")?, number("total_bytes")?);
-            let verb = stat["progress"]["verb"].as_str()?;
-            let part = done.saturating_mul(100) / total.max(1);
-            let line = format!("{name}: {verb}: {} of {}, {part} %", human(done), human(total));
-            write!(io::stderr(), "\r{line:<70}").ok()
-        };
-        shown |= look().is_some();
-    }
-    if shown {
-        let _ = write!(io::stderr(), "\r{:<70}\r", "");
-    }
 }

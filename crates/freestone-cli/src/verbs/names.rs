@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use serde_json::value::RawValue;
 
+use super::long::{Asker, Long, ask_long};
 use super::pattern::Pattern;
 use super::{Common, Verb, ask, list, print, print_json};
 use crate::control::client::Client;
@@ -51,12 +52,16 @@ pub fn ask_each<V: Verb>(
     words: &[String],
     order: Order,
     params: impl Fn(&str) -> V::Params,
+    long: Option<&Long>,
     common: &Common,
 ) -> Result<ExitCode> {
     if let [name] = words
         && !Pattern::is_meant(name)
     {
-        return ask::<V>(&params(name), common).map(|()| ExitCode::SUCCESS);
+        return match long {
+            Some(long) => ask_long::<V>(&params(name), long, common),
+            None => ask::<V>(&params(name), common).map(|()| ExitCode::SUCCESS),
+        };
     }
     let mut client = Client::connect(common.control.as_deref())?;
     let answer = client.call(list::List::METHOD, &json!({}))?;
@@ -68,11 +73,21 @@ pub fn ask_each<V: Verb>(
         error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: no device matches")).into());
     }
     let mut done = Done { devices: Vec::new() };
+    let asker = long.map(|long| Asker::new(long, common)).transpose()?;
     for Target { name, by_pattern } in targets {
         let params = params(&name);
-        match client.call(V::METHOD, &serde_json::to_value(&params).context("cannot write the request")?) {
+        let answer = if let Some(asker) = &asker {
+            asker.ask::<V>(&mut client, &params)
+        } else {
+            let request = serde_json::to_value(&params).context("cannot write the request")?;
+            client.call(V::METHOD, &request)
+        };
+        match answer {
             Ok(answer) if common.json => done.devices.push(answer),
-            Ok(answer) => print::<V>(&params, &answer, &mut io::stdout().lock())?,
+            Ok(answer) => match long {
+                Some(long) => long.show::<V>(&params, &answer, common)?,
+                None => print::<V>(&params, &answer, &mut io::stdout().lock())?,
+            },
             Err(error) => match error.downcast_ref::<Fault>() {
                 // It went by itself since it was listed.
                 Some(fault) if by_pattern && fault.is(Errno::ENODEV) => {}

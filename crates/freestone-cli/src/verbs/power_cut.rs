@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -139,7 +140,7 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
     if at.is_some() {
         check_visit(entry)?;
     }
-    let _job = service.jobs.begin(&name, "power-cut")?;
+    let _job = service.jobs.begin(&name, "power-cut", Kind::WHOLE)?;
     let layers = &entry.layers;
     let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
     // What waits for room would be waited for.

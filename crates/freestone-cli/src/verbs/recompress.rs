@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -121,6 +122,7 @@ pub struct Reply {
 
 impl Verb for Recompress {
     const METHOD: &'static str = "recompress";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -143,7 +145,12 @@ impl Verb for Recompress {
             algo: algo.transpose()?,
             priority,
         };
-        let done = ram.recompress(&what).map_err(|e| failed(&name, e))?;
+        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
+        let done = ram.recompress_watched(&what, &mut |done, total| job.at(done, total));
+        let done = done.map_err(|(done, error)| match error {
+            ram::RecompressError::Cancelled => counted(job.cancelled(&shrunk(done)), done),
+            error => failed(&name, (done, error)),
+        })?;
         let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
         Ok(Reply { name, tried, shrunk, incompressible, saved_bytes })
     }
@@ -167,10 +174,15 @@ fn failed(name: &str, (done, error): (ram::Recompressed, ram::RecompressError)) 
         // What was asked for does not fit the disk.
         _ => return Fault::invalid(format!("{name}: recompress: {error}")),
     };
+    counted(Fault::failed(errno, format!("{name}: recompress: {error}; {}", shrunk(done))), done)
+}
+
+fn shrunk(done: ram::Recompressed) -> String {
+    format!("{} pages were made smaller before, {} saved", done.shrunk, human(done.saved_bytes))
+}
+
+fn counted(fault: Fault, done: ram::Recompressed) -> Fault {
     let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
-    let saved = human(saved_bytes);
-    let sentence =
-        format!("{name}: recompress: {error}; {shrunk} pages were made smaller before, {saved} saved");
-    let fault = Fault::failed(errno, sentence).with("tried", tried).with("shrunk", shrunk);
+    let fault = fault.with("tried", tried).with("shrunk", shrunk);
     fault.with("incompressible", incompressible).with("saved_bytes", saved_bytes)
 }

@@ -7,9 +7,11 @@ use freestone::cow::MergeStatus;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::Verb;
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -66,6 +68,7 @@ pub struct Reply {
 
 impl Verb for Remove {
     const METHOD: &'static str = "remove";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -74,12 +77,18 @@ impl Verb for Remove {
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         check_merged(&entry)?;
+        let job = service.jobs.begin_on(&[&name], Self::METHOD, Kind::WHOLE_BESIDE)?;
         let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         drop(claim);
+        job.tell(json!({ "connections_ended": connections_ended }));
         // To give back a large device takes time, and a file is flushed: nobody else waits for
         // that.
+        let family = entry.kind.own_family();
         drop(entry);
+        if let Some(family) = family {
+            family.give_back(&mut |done, total| job.note(done, total));
+        }
         drop(leaves);
         Ok(Reply { name, connections_ended })
     }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -68,7 +69,7 @@ impl Verb for Reset {
         }
         service.registry.check_unused(&entry, "reset")?;
         service.check_wipe(&entry, params.force)?;
-        let _job = service.jobs.begin(&name, "reset")?;
+        let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
         let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Family, Ram};
-use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore};
+use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore_watched};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
@@ -23,7 +23,11 @@ use super::delta::absolute;
 use super::{Verb, words};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::job::{Job, Kind};
 use crate::service::Service;
+
+/// How a restore that was cancelled leaves things.
+const NOTHING_MADE: &str = "no device was made";
 
 /// The verb.
 pub struct Restore;
@@ -131,6 +135,7 @@ struct Made {
 
 impl Verb for Restore {
     const METHOD: &'static str = "restore";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -149,14 +154,14 @@ impl Verb for Restore {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
             }
         }
-        let job = service.jobs.begin(&at.to_string(), "restore")?;
+        let job = service.jobs.begin(&at.to_string(), Self::METHOD, Kind::ALONE)?;
         let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
         if asked.layers.record.is_some() && live > 1 {
             let why = format!("{at}: restore: record: {live} disks and forks, and one log");
             return Err(Fault::failed(Errno::EINVAL, why));
         }
         let layers = asked.layers.clone();
-        let base = base(service, &contents)?;
+        let base = base(service, &contents, &job)?;
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
         let of_family = params.family.keys().find(|key| *key != READONLY);
         let (family, bases) = match &base {
@@ -179,8 +184,11 @@ impl Verb for Restore {
             }
             None => (own_family(service, &contents, asked, &params.family, &names[0])?, Vec::new()),
         };
-        let restored = restore(file, &family, &bases, &mut |done, total| job.at(done, total));
-        let restored = restored.map_err(|error| failed(&error))?;
+        let restored = restore_watched(file, &family, &bases, &mut |done, total| job.at(done, total));
+        let restored = restored.map_err(|error| match error {
+            RestoreError::Cancelled => job.cancelled(NOTHING_MADE),
+            error => failed(&error),
+        })?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
             let base = base.as_ref();
@@ -232,7 +240,7 @@ fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String
 }
 
 /// The base that the forks in a file were made of, among the devices that are there.
-fn base(service: &Service, contents: &Contents) -> Result<Option<Arc<Entry>>, Fault> {
+fn base(service: &Service, contents: &Contents, job: &Job) -> Result<Option<Arc<Entry>>, Fault> {
     let wanted = match contents.bases.as_slice() {
         [] => return Ok(None),
         [wanted] => wanted,
@@ -251,8 +259,12 @@ fn base(service: &Service, contents: &Contents) -> Result<Option<Arc<Entry>>, Fa
             continue;
         }
         // One that cannot be read is not it.
-        if BaseIdentity::of(device, wanted.check).is_ok_and(|identity| identity == *wanted) {
+        let known = BaseIdentity::of_unless(device, wanted.check, &|| job.is_over());
+        if known == Ok(Some(*wanted)) {
             return Ok(Some(entry));
+        }
+        if job.is_over() {
+            return Err(job.cancelled(NOTHING_MADE));
         }
     }
     let device = contents.devices.iter().find(|device| device.base.is_some());

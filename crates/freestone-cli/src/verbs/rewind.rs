@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::{Service, description};
 
 /// The verb.
@@ -85,7 +86,7 @@ impl Verb for Rewind {
         }
         service.registry.check_unused(&entry, "rewound")?;
         service.check_wipe(&entry, params.force)?;
-        let _job = service.jobs.begin(&name, "rewind")?;
+        let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
         let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
@@ -119,7 +120,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     if !force {
         service.check_idle(&entry)?;
     }
-    let _job = service.jobs.begin(&name, "rewind")?;
+    let _job = service.jobs.begin(&name, Rewind::METHOD, Kind::WHOLE)?;
     // What it is guaranteed goes over to its successor.
     let (mem_limit, mem_min) = ram.own_limits();
     let give = |least| {

@@ -16,10 +16,10 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
-use super::foreground::Foreground;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -87,6 +87,7 @@ pub struct Reply {
 
 impl Verb for Save {
     const METHOD: &'static str = "save";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -113,17 +114,15 @@ impl Verb for Save {
             devices.push((entry.name(), ram));
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
-        let job = service.jobs.begin(&first, "save")?;
-        let foreground = Foreground::new(service);
+        let job = service.jobs.begin(&first, Self::METHOD, Kind::ALONE)?;
         let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = Options { check, replace, cancelled: &|| foreground.is_over() };
+        let options = Options { check, replace, cancelled: &|| job.is_over() };
         let left_behind = left_behind(&file);
-        let saved = save_with(&devices, &file, &options, &mut |done, total| job.at(done, total));
+        let saved = save_with(&devices, &file, &options, &mut |done, total| job.note(done, total));
         let saved = saved.map_err(|error| {
             // Also another error: at the end of the server, what hangs fails.
-            if foreground.is_over() {
-                let after = format!("{} is as it was", file.display());
-                return foreground.cancelled(&format!("{first}: save"), &after);
+            if job.is_over() {
+                return job.cancelled(&format!("{} is as it was", file.display()));
             }
             let mut hint = "";
             let errno = match &error {

@@ -196,7 +196,7 @@ fn device(
     insert("base", entry.spec.kind.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(entry).map(|changed| json!(changed)));
-    insert("progress", service.jobs.show(entry.name()));
+    insert("progress", service.jobs.show(entry.name()).map(|progress| json!(progress)));
     if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));
         insert("merge", kinds::merge(&snapshot.merge_status()));

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::job::Kind;
 use crate::service::Service;
 
 /// The verb.
@@ -107,6 +108,7 @@ pub struct Reply {
 
 impl Verb for Writeback {
     const METHOD: &'static str = "writeback";
+    const LONG: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -118,7 +120,12 @@ impl Verb for Writeback {
             return Err(failed(&name, (ram::Written::default(), ram::WritebackError::NoBacking)));
         }
         let what = params.what(ram.config().disksize.div_ceil(PAGE_BYTES as u64))?;
-        let done = ram.writeback(&what).map_err(|e| failed(&name, e))?;
+        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
+        let done = ram.writeback_watched(&what, &mut |done, total| job.at(done, total));
+        let done = done.map_err(|(done, error)| match error {
+            ram::WritebackError::Cancelled => counted(job.cancelled(&written(done)), done),
+            error => failed(&name, (done, error)),
+        })?;
         Ok(Reply { name, pages: done.pages, blocks: done.blocks })
     }
 
@@ -137,10 +144,15 @@ fn failed(name: &str, (done, error): (ram::Written, ram::WritebackError)) -> Fau
         ram::WritebackError::Cancelled => Errno::ECANCELED,
         ram::WritebackError::Limit | ram::WritebackError::Device(_) => Errno::EIO,
     };
-    let ram::Written { pages, blocks } = done;
-    let sentence =
-        format!("{name}: writeback: {error}; {pages} pages were written before, in {blocks} blocks");
-    Fault::failed(errno, sentence).with("pages", pages).with("blocks", blocks)
+    counted(Fault::failed(errno, format!("{name}: writeback: {error}; {}", written(done))), done)
+}
+
+fn written(ram::Written { pages, blocks }: ram::Written) -> String {
+    format!("{pages} pages were written before, in {blocks} blocks")
+}
+
+fn counted(fault: Fault, ram::Written { pages, blocks }: ram::Written) -> Fault {
+    fault.with("pages", pages).with("blocks", blocks)
 }
 
 impl Params {

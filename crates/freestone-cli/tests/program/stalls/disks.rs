@@ -16,7 +16,7 @@ use crate::harness::Serve;
 use crate::stalls::{ANSWER_MAX, Control, text};
 
 /// A file on a disk that can hang: an export of a server of its own, through nbdfuse.
-struct Disk {
+pub(super) struct Disk {
     // Dropped in this order: with its server it answers errors, and what hangs there ends.
     server: Serve,
     fuse: Fuse,
@@ -44,8 +44,12 @@ impl Drop for Fuse {
 
 impl Disk {
     fn new() -> Self {
+        Self::of("8M")
+    }
+
+    pub fn of(size: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let server = Serve::start(&["d=ram,disksize=8M,faults=none"]);
+        let server = Serve::start(&[format!("d=ram,disksize={size},faults=none")]);
         let at = dir.path().join("fuse");
         fs::create_dir(&at).unwrap();
         let mut fuse = root_tool("nbdfuse");
@@ -59,11 +63,11 @@ impl Disk {
         disk
     }
 
-    fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.fuse.dir.join("nbd")
     }
 
-    fn hang(&self, rules: &str) {
+    pub fn hang(&self, rules: &str) {
         self.server.text(&["set", "d", &format!("faults={rules}")]);
     }
 
@@ -71,7 +75,7 @@ impl Disk {
         Control::of(&self.server).until("nothing hangs", "d", |stat| stat["faults"]["hanging"] != 0);
     }
 
-    fn heal(&self) {
+    pub fn heal(&self) {
         self.server.text(&["set", "d", "faults=none"]);
         self.server.text(&["release", "d"]);
     }

@@ -3,6 +3,7 @@
 
 mod clients;
 mod disks;
+mod long_verbs;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;

@@ -1,0 +1,287 @@
+//! The client's part of verbs that take long: how far they are is shown, and they end with the
+//! program, or go on in the background.
+
+use std::io::{self, IsTerminal as _, Write as _};
+use std::process::{self, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result};
+use clap::{Args, ValueEnum};
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
+use signal_hook::consts::SIGINT;
+use signal_hook::flag;
+
+use super::jobs::{AllJobs, Reply};
+use super::{Common, Verb, cancel, print_json, show};
+use crate::control::client::Client;
+use crate::control::protocol::Fault;
+use crate::error::{self, Stdout};
+use crate::job::Shown;
+use crate::until::{self, STATUS_OF_SIGNAL_0};
+
+/// How often it is looked how far a verb is.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Columns of the bar, and of the line that it is in.
+const BAR_COLUMNS: u64 = 20;
+const LINE_COLUMNS: usize = 79;
+
+/// What verbs that take long have besides their parameters.
+#[derive(Debug, Args)]
+pub struct Long {
+    /// Answer when it has begun; `freestone jobs` shows how far it is, `freestone wait --job` waits for
+    /// its end, `freestone cancel` ends it
+    #[arg(long, conflicts_with = "progress")]
+    background: bool,
+    /// Show on stderr how far it is: a bar, or a line of JSON whenever that has changed [default:
+    /// bar on a terminal, else none]
+    #[arg(long, value_enum, value_name = "bar|json|none", hide_possible_values = true)]
+    progress: Option<Progress>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Progress {
+    Bar,
+    Json,
+    None,
+}
+
+/// A verb with what it and all others take.
+#[derive(Debug, Args)]
+pub struct LongCall<A: Args> {
+    /// Its parameters.
+    #[command(flatten)]
+    pub args: A,
+    /// `--background`, `--progress`.
+    #[command(flatten)]
+    pub long: Long,
+    /// `--json`, `--control`.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+impl Long {
+    /// Shows an answer.
+    pub fn show<V: Verb>(&self, params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
+        if !self.background {
+            return show::<V>(params, answer, common);
+        }
+        if common.json {
+            return print_json(answer.get());
+        }
+        let begun: Map<_, _> = serde_json::from_str(answer.get())
+            .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
+        let mut out = io::stdout().lock();
+        V::show_begun(&begun, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
+        Ok(())
+    }
+}
+
+/// Asks for a verb that takes long, and shows the answer.
+pub fn ask_long<V: Verb>(params: &V::Params, long: &Long, common: &Common) -> Result<ExitCode> {
+    let mut client = Client::connect(common.control.as_deref())?;
+    let asker = Asker::new(long, common)?;
+    match asker.ask::<V>(&mut client, params) {
+        Ok(answer) => long.show::<V>(params, &answer, common).map(|()| ExitCode::SUCCESS),
+        Err(error) if asker.is_interrupted() && is(&error, Errno::ECANCELED) => {
+            error::tell(&error);
+            Ok(ExitCode::from(STATUS_INTERRUPTED))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Asks for verbs that take long, one after the other.
+pub struct Asker<'a> {
+    long: &'a Long,
+    common: &'a Common,
+    interrupted: Arc<AtomicBool>,
+}
+
+impl<'a> Asker<'a> {
+    /// From now on the first SIGINT cancels what runs in the foreground.
+    pub fn new(long: &'a Long, common: &'a Common) -> Result<Self> {
+        let interrupted = if long.background { Arc::default() } else { catch_interrupt()? };
+        Ok(Self { long, common, interrupted })
+    }
+
+    fn is_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::SeqCst)
+    }
+
+    /// Asks, and shows how far the verb is until that is answered.
+    pub fn ask<V: Verb>(&self, client: &mut Client, params: &V::Params) -> Result<Box<RawValue>> {
+        let now = UNIX_EPOCH.elapsed().unwrap_or_default();
+        // Nobody else has it: how this verb is found among those that run.
+        let tag = format!("freestone-{}-{}", process::id(), now.as_nanos());
+        let mut request = serde_json::to_value(params).context("cannot write the request")?;
+        if let Value::Object(request) = &mut request {
+            request.insert("background".into(), self.long.background.into());
+            request.insert("tag".into(), tag.as_str().into());
+        }
+        if self.long.background {
+            return client.call(V::METHOD, &request);
+        }
+        let default = if io::stderr().is_terminal() { Progress::Bar } else { Progress::None };
+        let how = self.long.progress.unwrap_or(default);
+        let watcher = Watcher { common: self.common, tag: &tag, how, interrupted: &self.interrupted };
+        let (ended, end) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || watcher.watch(&end));
+            let answer = client.call(V::METHOD, &request);
+            drop(ended);
+            answer
+        })
+    }
+}
+
+const STATUS_INTERRUPTED: u8 = (STATUS_OF_SIGNAL_0 + SIGINT) as u8;
+
+fn is(error: &anyhow::Error, errno: Errno) -> bool {
+    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(errno))
+}
+
+/// The first SIGINT is noted, a second one ends the program. Where a shell has it ignored it stays
+/// so.
+fn catch_interrupt() -> Result<Arc<AtomicBool>> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    if !until::is_ignored(SIGINT) {
+        // In this order: the first finds that there was none before.
+        flag::register_conditional_default(SIGINT, Arc::clone(&interrupted))
+            .and_then(|_| flag::register(SIGINT, Arc::clone(&interrupted)))
+            .context("cannot take over SIGINT")?;
+    }
+    Ok(interrupted)
+}
+
+/// Looks after a verb that runs, on a connection of its own. Whatever fails here, the verb goes on.
+struct Watcher<'a> {
+    common: &'a Common,
+    tag: &'a str,
+    how: Progress,
+    interrupted: &'a AtomicBool,
+}
+
+impl Watcher<'_> {
+    /// Until the verb has ended.
+    fn watch(&self, end: &mpsc::Receiver<()>) {
+        let (mut client, mut shown, mut is_told) = (None, None, false);
+        while matches!(end.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
+            if !is_told && self.interrupted.load(Ordering::SeqCst) {
+                is_told = self.cancel(&mut client);
+            }
+            if self.how == Progress::None {
+                continue;
+            }
+            let Some(now) =
+                self.ask(&mut client, AllJobs::METHOD).ok().and_then(|jobs| jobs.into_iter().next())
+            else {
+                continue;
+            };
+            match self.how {
+                Progress::Bar => drop(write!(io::stderr(), "\r{:<LINE_COLUMNS$}", line(&now, is_told))),
+                _ if shown.as_ref().is_some_and(|before| is_same(before, &now)) => {}
+                _ => drop(writeln!(io::stderr(), "{}", json!({ "progress": now }))),
+            }
+            shown = Some(now);
+        }
+        if self.how == Progress::Bar && shown.is_some() {
+            let _ = write!(io::stderr(), "\r{:<LINE_COLUMNS$}\r", "");
+        }
+    }
+
+    /// Has the verb end; whether it was there to be told. One that cannot end early goes on without
+    /// the program.
+    fn cancel(&self, client: &mut Option<Client>) -> bool {
+        match self.ask(client, cancel::Cancel::METHOD) {
+            Ok(told) => !told.is_empty(),
+            Err(error) => {
+                if is(&error, Errno::EOPNOTSUPP) {
+                    error::tell(&error);
+                    process::exit(STATUS_INTERRUPTED.into());
+                }
+                false
+            }
+        }
+    }
+
+    fn ask(&self, client: &mut Option<Client>, method: &str) -> Result<Vec<Shown>> {
+        let mut asked = match client.take() {
+            Some(client) => client,
+            None => Client::connect(self.common.control.as_deref())?,
+        };
+        let answer = asked.call(method, &json!({ "tag": self.tag }))?;
+        *client = Some(asked);
+        let Reply { jobs } = serde_json::from_str(answer.get()).context("the answer is not understood")?;
+        Ok(jobs)
+    }
+}
+
+fn is_same(before: &Shown, now: &Shown) -> bool {
+    (before.done_bytes, before.total_bytes) == (now.done_bytes, now.total_bytes)
+}
+
+/// `ram0: save [######--------------] 1.2G of 4.0G, 30 %, 98.3M/s, 0:29 left`
+fn line(job: &Shown, is_told: bool) -> String {
+    let Shown { name, verb, done_bytes, total_bytes, seconds, .. } = job;
+    let part = |of: u64| {
+        let part = u128::from(*done_bytes) * u128::from(of) / u128::from(*total_bytes).max(1);
+        part.min(of.into()) as usize
+    };
+    let rate = *done_bytes as f64 / seconds.max(0.001);
+    let after = if is_told {
+        ", is told to end; Ctrl-C again does not wait for that".to_owned()
+    } else if *total_bytes == 0 {
+        format!(", {seconds:.0} s")
+    } else {
+        let (full, rest) = (part(BAR_COLUMNS), BAR_COLUMNS as usize - part(BAR_COLUMNS));
+        let (done, total) = (human(*done_bytes), human(*total_bytes));
+        let left = (total_bytes.saturating_sub(*done_bytes) as f64 / rate.max(1.0)) as u64;
+        let left = if rate >= 1.0 {
+            format!(", {}/s, {}:{:02} left", human(rate as u64), left / 60, left % 60)
+        } else {
+            String::new()
+        };
+        format!(" [{:#<full$}{:-<rest$}] {done} of {total}, {} %{left}", "", "", part(100))
+    };
+    let line = format!("{name}: {verb}{after}");
+    line.chars().take(LINE_COLUMNS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::line;
+    use crate::job::Shown;
+
+    #[test]
+    fn a_bar_tells_part_rate_and_time_left() {
+        let mut job = Shown {
+            job: 1,
+            name: "ram0".into(),
+            verb: "save".into(),
+            state: "running".into(),
+            background: false,
+            tag: None,
+            done_bytes: 30 << 20,
+            total_bytes: 100 << 20,
+            seconds: 10.0,
+            result: None,
+            error: None,
+        };
+        let shown = "ram0: save [######--------------] 30M of 100M, 30 %, 3M/s, 0:23 left";
+        assert_eq!(line(&job, false), shown);
+        assert_eq!(line(&job, true), "ram0: save, is told to end; Ctrl-C again does not wait for that");
+        job.done_bytes = 0;
+        assert_eq!(line(&job, false), "ram0: save [--------------------] 0B of 100M, 0 %");
+        (job.total_bytes, job.done_bytes) = (u64::MAX, u64::MAX);
+        assert!(line(&job, false).contains("[####################]"));
+        job.total_bytes = 0;
+        assert_eq!(line(&job, false), "ram0: save, 10 s");
+    }
+}
