@@ -278,7 +278,11 @@ fn kind(row: &Row) -> String {
     if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
         let part = done_bytes.saturating_mul(100).checked_div(*total_bytes);
         let part = part.map_or_else(String::new, |part| format!(" {part}%"));
-        text.extend([" (", verb, &part, ")"]);
+        if verb == "merge" && text.ends_with("merging") {
+            text.push_str(&part);
+        } else {
+            text.extend([" (", verb, &part, ")"]);
+        }
     }
     text
 }
