@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use freestone::cow::Snapshot;
 use freestone::file;
 use freestone_nbd::ExportInfo;
 use freestone_spec::kinds;
@@ -63,6 +64,9 @@ struct Row {
     /// How far its merge is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge: Option<String>,
+    /// Of one that runs, how much is done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    merged_percent: Option<u64>,
     /// A verb that takes long runs there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     progress: Option<Progress>,
@@ -221,6 +225,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         status,
         changed: Changed::of(entry),
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
+        merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.show(entry.name()),
         zoned: entry.layers.zones.is_some(),
         ram,
@@ -275,14 +280,12 @@ fn kind(row: &Row) -> String {
         (_, Some("stopped")) => " half merged",
         (_, Some(_)) => " merge failed",
     });
-    if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
+    if let Some(percent) = row.merged_percent {
+        text.push_str(&format!(" {percent}%"));
+    } else if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
         let part = done_bytes.saturating_mul(100).checked_div(*total_bytes);
         let part = part.map_or_else(String::new, |part| format!(" {part}%"));
-        if verb == "merge" && text.ends_with("merging") {
-            text.push_str(&part);
-        } else {
-            text.extend([" (", verb, &part, ")"]);
-        }
+        text.extend([" (", verb, &part, ")"]);
     }
     text
 }

@@ -101,6 +101,14 @@ impl Snapshot {
         self.0.snap.merge.status()
     }
 
+    /// How much of the merge that runs is done, in percent of what was left when it was begun in
+    /// this process.
+    pub fn merged_percent(&self) -> Option<u64> {
+        let snap = &self.0.snap;
+        let runs = snap.merge.status() == MergeStatus::Running;
+        runs.then(|| snap.merge.percent(snap.left_to_merge()))
+    }
+
     /// Waits until the merge ends, one way or the other.
     pub fn wait_merge(&self) -> MergeStatus {
         self.0.snap.merge.wait()
@@ -134,6 +142,12 @@ impl Drop for Ended<'_> {
 // ---- the merge itself ---------------------------------------------------------------------------
 
 impl Snap {
+    /// Sectors of the COW device.
+    fn left_to_merge(&self) -> u64 {
+        let usage = self.store.usage();
+        usage.allocated.saturating_sub(usage.metadata)
+    }
+
     fn begin_merge(self: &Arc<Self>) -> std::result::Result<(), MergeSetupError> {
         if !self.store.kind().is_persistent() {
             return Err(MergeSetupError::Transient);
@@ -159,7 +173,7 @@ impl Snap {
             self.play_origin()?;
         }
         changing.merging = Merging::Yes;
-        self.merge.begin();
+        self.merge.begin(self.left_to_merge());
         // Also where the merge was begun earlier: the origin may be a copy of the data without the
         // note.
         self.note();

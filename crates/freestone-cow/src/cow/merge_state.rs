@@ -72,12 +72,14 @@ struct Tracking {
 struct Progress {
     status: MergeStatus,
     stop: bool,
+    /// What was to be merged when it was begun first.
+    whole: u64,
 }
 
 impl Merge {
     /// One that was under way when the store was closed.
     pub fn stopped() -> Self {
-        let progress = Progress { status: MergeStatus::Stopped, stop: false };
+        let progress = Progress { status: MergeStatus::Stopped, ..Progress::default() };
         Self { progress: Mutex::new(progress), ..Self::default() }
     }
 
@@ -155,9 +157,17 @@ impl Merge {
         matches!(self.progress.lock().status, MergeStatus::Failed(_))
     }
 
-    /// It runs from now on.
-    pub fn begin(&self) {
-        *self.progress.lock() = Progress { status: MergeStatus::Running, stop: false };
+    /// It runs from now on, and has so much left.
+    pub fn begin(&self, left: u64) {
+        let mut progress = self.progress.lock();
+        let whole = progress.whole.max(left);
+        *progress = Progress { status: MergeStatus::Running, stop: false, whole };
+    }
+
+    /// How much is merged where so much is left, in percent.
+    pub fn percent(&self, left: u64) -> u64 {
+        let Progress { whole, .. } = *self.progress.lock();
+        (whole.saturating_sub(left) * 100).checked_div(whole).unwrap_or(0)
     }
 
     /// It has ended.
