@@ -281,7 +281,7 @@ fn kind(row: &Row) -> String {
         (_, Some(_)) => " merge failed",
     });
     if let Some(percent) = row.merged_percent {
-        text.push_str(&format!(" {percent}%"));
+        text.extend([" ", &percent.to_string(), "%"]);
     } else if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
         let part = done_bytes.saturating_mul(100).checked_div(*total_bytes);
         let part = part.map_or_else(String::new, |part| format!(" {part}%"));
