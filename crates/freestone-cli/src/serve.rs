@@ -208,11 +208,15 @@ impl Running {
         {
             let mut published = Vec::new();
             for spec in devices {
-                let publish = spec.publish.unwrap_or(true);
+                let publish = spec.publish;
                 let claim = service.claim_new("serve", [&spec])?;
                 let entry = service.create(&claim, spec, false)?;
-                published.extend(publish.then_some(entry));
+                if publish != Some(false) {
+                    published.push((entry, publish));
+                }
             }
+            // Where copies go is nobody's to see, unless that was said; then it is refused.
+            published.retain(|(entry, said)| said.is_some() || service.registry.copies_for(entry).is_none());
             // All snapshots are open, and nobody sees an origin yet.
             for entry in service.registry.all() {
                 entry.kind.begin_merge(&entry, &service.registry)?;
@@ -224,7 +228,7 @@ impl Running {
                     running.sockets.push(socket);
                 }
             }
-            for entry in &published {
+            for (entry, _) in &published {
                 service.publish_home(&service.claim("serve", entry.name())?, entry)?;
             }
         }

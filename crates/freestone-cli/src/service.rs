@@ -272,8 +272,8 @@ impl Service {
     ) -> Result<Address, Fault> {
         let name = entry.name();
         Self::check_own(entry)?;
-        entry.kind.check_whole(entry.name())?;
-        if let Some(snapshot) = self.copies_for(entry) {
+        entry.check_whole()?;
+        if let Some(snapshot) = self.registry.copies_for(entry) {
             let why = format!("{name}: holds the copies of {snapshot}, and is not published beside");
             return Err(Fault::failed(Errno::EBUSY, why));
         }
@@ -441,23 +441,6 @@ impl Service {
         let why =
             format!("{}: belongs to a connection to the template {template}, and goes with it", entry.name());
         Err(Fault::failed(Errno::EBUSY, why))
-    }
-
-    /// The snapshot whose copies a device holds.
-    fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
-        if !entry.kind.takes_copies() {
-            return None;
-        }
-        let users = self.registry.users(entry)?;
-        let holds = |name: &String| match &self.registry.find(name)?.spec.kind {
-            KindSpec::Snapshot(snapshot) => {
-                let cow = snapshot.cow.as_ref()?;
-                (cow.place == CowPlace::Device(entry.name().to_owned())).then(|| name.clone())
-            }
-            _ => None,
-        };
-        // It has no other users then.
-        users.some.iter().find_map(holds)
     }
 }
 

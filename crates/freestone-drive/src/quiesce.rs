@@ -87,6 +87,13 @@ impl Drop for Stay {
     }
 }
 
+impl Shut<'_> {
+    /// It is never opened again.
+    pub fn for_good(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
         // Nobody is held up here: who comes meanwhile is told that the device is gone.

@@ -1,7 +1,7 @@
-//! What a file that is an origin says beside its data: that a merge into it is under way, and where
-//! the merge's store is; and with what content it and its stores were closed.
+//! What an origin says beside its data: that a merge into it is under way, and where the merge's
+//! store is; and with what content it and its stores were closed. Files have attributes for that.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::cow::{Left, Notes, Stamp};
 use freestone::file::File;
@@ -62,6 +62,35 @@ fn closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
         text.strip_prefix("closed ")?.split(' ').collect::<Vec<_>>().try_into().ok()?;
     let then = (time.parse().ok()?, size.parse().ok()?);
     Some(Left::Closed { content: content.parse().ok()?, changed: found? != then })
+}
+
+/// The notes of what is in memory: they end with it.
+#[derive(Default)]
+pub struct MemoryNotes(Mutex<Option<u64>>);
+
+impl MemoryNotes {
+    fn merge_id(&self) -> MutexGuard<'_, Option<u64>> {
+        // A number cannot be half done.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Notes for MemoryNotes {
+    fn merge(&self) -> Option<u64> {
+        *self.merge_id()
+    }
+
+    fn merge_begins(&self, id: u64, _: &str) {
+        *self.merge_id() = Some(id);
+    }
+
+    fn merge_ended(&self) {
+        *self.merge_id() = None;
+    }
+
+    fn in_use(&self) -> bool {
+        true
+    }
 }
 
 /// The number of the merge into a file that is under way, and where its store is.

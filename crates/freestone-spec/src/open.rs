@@ -75,7 +75,7 @@ fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<Option<Arc<Entry>>, R
     }
     for entry in registry.all() {
         entry.kind.begin_merge(&entry, registry)?;
-        entry.kind.check_whole(entry.name())?;
+        entry.check_whole()?;
     }
     Ok(last)
 }

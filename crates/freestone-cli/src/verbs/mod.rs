@@ -29,6 +29,7 @@ pub mod rewind;
 pub mod save;
 pub mod set;
 pub mod snapshot;
+mod stack_cut;
 pub mod stat;
 pub mod unpublish;
 pub mod wait;
@@ -86,9 +87,9 @@ pub trait Verb {
     }
 }
 
-/// Refuses what would bypass zones or unflushed writes of a device.
+/// Refuses what would bypass zones, unflushed writes or a merge into a device.
 fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
-    match entry.layers.hide() {
+    match entry.hides() {
         None => Ok(()),
         Some(why) => {
             let name = entry.name();

@@ -13,7 +13,7 @@ use freestone_spec::layers::{CutError, parse_after};
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{Verb, errno_of};
+use super::{Verb, errno_of, stack_cut};
 use crate::control::protocol::Fault;
 use crate::job::Kind;
 use crate::service::Service;
@@ -26,7 +26,10 @@ pub struct PowerCut;
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// The device.
-    #[arg(help = "A device with power_cut=yes, or a null device with cache_size; its connections end")]
+    #[arg(
+        help = "A device with power_cut=yes, or a null device with cache_size; its connections end. Or a \
+                  snapshot with copies: origin and COW devices, all at one moment"
+    )]
     name: String,
     /// Decides what is lost [default: another one each time, which is told]
     #[arg(long, value_name = "SEED")]
@@ -65,6 +68,31 @@ pub struct Reply {
     after: Option<String>,
     /// How many connections that ended.
     connections_ended: usize,
+    /// Of a snapshot: what was cut with it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    drives: Vec<Drive>,
+    /// Of a snapshot: what became of it and of the others of its origin.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    snapshots: Vec<Snapshot>,
+}
+
+/// A drive of a machine.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Drive {
+    name: String,
+    kept_blocks: u64,
+    lost_blocks: u64,
+}
+
+/// A snapshot after the reboot.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Snapshot {
+    name: String,
+    /// In dm's words.
+    status: String,
+    /// Why it was not opened again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lost: Option<String>,
 }
 
 /// The power switch of a device that has one.
@@ -74,7 +102,7 @@ fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
     power.ok_or_else(|| {
         let why = if matches!(entry.spec.kind, KindSpec::Null(_)) {
             "create it with memory_backed=1 and power_cut=yes or cache_size=SIZE"
-        } else if entry.kind.takes_copies() {
+        } else if entry.kind.check_origin().is_ok() && !entry.is_read_only() {
             "create it with power_cut=yes"
         } else {
             "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
@@ -95,6 +123,13 @@ impl Verb for PowerCut {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, seed, at, after } = params;
+        if service.find(&name)?.kind.cow().is_some() {
+            if at.or(after).is_some() {
+                let why = "at and after are for a drive: its log, or what it is asked for";
+                return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
+            }
+            return stack_cut::cut(service, name, seed);
+        }
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         if let Some(after) = after {
@@ -107,7 +142,17 @@ impl Verb for PowerCut {
     }
 
     fn show(params: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, seed, kept_blocks, lost_blocks, entries, after, connections_ended } = reply;
+        let Reply {
+            name,
+            seed,
+            kept_blocks,
+            lost_blocks,
+            entries,
+            after,
+            connections_ended,
+            drives,
+            snapshots,
+        } = reply;
         match (after.as_deref(), seed) {
             (Some(after), Some(seed)) => {
                 return writeln!(out, "{name}: the power goes off after {after}, seed {seed}");
@@ -124,11 +169,56 @@ impl Verb for PowerCut {
             let at = params.at.as_deref().unwrap_or_default();
             writeln!(out, "{name}: is as at {at}, after {entries} entries of the log")?;
         }
-        let (Some(seed), Some(kept), Some(lost)) = (seed, kept_blocks, lost_blocks) else { return Ok(()) };
-        writeln!(
-            out,
-            "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
-        )
+        let Some(seed) = seed else { return Ok(()) };
+        let own = kept_blocks.zip(*lost_blocks).map(|(kept, lost)| (name, kept, lost));
+        let others = drives.iter().map(|drive| (&drive.name, drive.kept_blocks, drive.lost_blocks));
+        for (name, kept, lost) in own.into_iter().chain(others) {
+            writeln!(
+                out,
+                "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
+            )?;
+        }
+        snapshots.iter().try_for_each(|Snapshot { name, status, lost }| match lost {
+            None => writeln!(out, "{name}: was opened again; status {status}"),
+            Some(why) => writeln!(out, "{name}: is lost: {why}"),
+        })
+    }
+}
+
+impl Reply {
+    /// After the power of all that a snapshot is part of was cut.
+    pub fn of_stack(
+        name: String,
+        seed: u64,
+        cuts: Vec<(String, Cut)>,
+        snapshots: Vec<Snapshot>,
+        connections_ended: usize,
+    ) -> Self {
+        let drive = |(name, Cut { kept_blocks, lost_blocks, .. })| Drive { name, kept_blocks, lost_blocks };
+        let drives = cuts.into_iter().map(drive).collect();
+        Self {
+            name,
+            seed: Some(seed),
+            kept_blocks: None,
+            lost_blocks: None,
+            entries: None,
+            after: None,
+            connections_ended,
+            drives,
+            snapshots,
+        }
+    }
+}
+
+impl Snapshot {
+    /// `old`, which is now `new`, or could not be opened again.
+    pub fn of(old: &Entry, new: Result<Arc<Entry>, Fault>) -> Self {
+        let status = |entry: &Entry| entry.kind.cow().map(|snapshot| snapshot.status().to_string());
+        let name = old.name().to_owned();
+        match new {
+            Ok(new) => Self { name, status: status(&new).unwrap_or_default(), lost: None },
+            Err(why) => Self { name, status: status(old).unwrap_or_default(), lost: Some(why.message) },
+        }
     }
 }
 
@@ -136,6 +226,9 @@ impl Verb for PowerCut {
 fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64>) -> Result<Reply, Fault> {
     let name = entry.name().to_owned();
     let power = power_of(entry)?;
+    if let Some(snapshot) = stack_cut::standing_on(service, entry) {
+        return Err(stack_cut::alone(entry, &snapshot));
+    }
     service.registry.check_unused(entry, "cut off")?;
     if at.is_some() {
         check_visit(entry)?;
@@ -149,6 +242,9 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
         None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
         Some(at) => {
             entry.rewinds.fetch_add(1, Ordering::SeqCst);
+            if let Some(origin) = &entry.cow_origin {
+                origin.was_changed();
+            }
             let below = || entry.kind.wipe(false);
             layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
         }
@@ -162,6 +258,8 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
         entries: None,
         after: None,
         connections_ended,
+        drives: Vec::new(),
+        snapshots: Vec::new(),
     };
     Ok(match outcome {
         Outcome::Cut(Cut { seed, kept_blocks, lost_blocks }) => Reply {
@@ -184,7 +282,10 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
 fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, Fault> {
     let name = entry.name();
     let power = power_of(entry)?;
-    service.registry.check_unused(entry, "cut off")?;
+    // A snapshot with copies loses its power with it.
+    if stack_cut::standing_on(service, entry).is_none() {
+        service.registry.check_unused(entry, "cut off")?;
+    }
     let refused = |why| Fault::invalid(format!("{name}: power-cut: after={after}: {why}"));
     let asked = parse_after(after).map_err(refused)?;
     let mut reply = Reply {
@@ -195,6 +296,8 @@ fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) 
         entries: None,
         after: Some("none".to_owned()),
         connections_ended: 0,
+        drives: Vec::new(),
+        snapshots: Vec::new(),
     };
     let Some(after) = asked else {
         power.keep_on();
@@ -224,6 +327,12 @@ fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) 
 
 /// The power has gone off: what is left is what [`now`] does.
 fn by_itself(service: &Service, entry: &Arc<Entry>, seed: u64) {
+    if let Some(snapshot) = stack_cut::standing_on(service, entry) {
+        if let Err(fault) = stack_cut::cut(service, snapshot.name().to_owned(), Some(seed)) {
+            not_gone_off(entry, &fault);
+        }
+        return;
+    }
     let cut = service.claim(PowerCut::METHOD, entry.name()).and_then(|_claim| {
         let there = service.registry.find(entry.name());
         // One that was removed meanwhile ends as every other.
@@ -233,10 +342,14 @@ fn by_itself(service: &Service, entry: &Arc<Entry>, seed: u64) {
         now(service, entry, None, Some(seed)).map(drop)
     });
     if let Err(fault) = cut {
-        tracing::warn!("the power did not go off by itself: {}", fault.message);
-        if let Some(power) = &entry.layers.power {
-            power.keep_on();
-        }
+        not_gone_off(entry, &fault);
+    }
+}
+
+fn not_gone_off(entry: &Entry, fault: &Fault) {
+    tracing::warn!("the power did not go off by itself: {}", fault.message);
+    if let Some(power) = &entry.layers.power {
+        power.keep_on();
     }
 }
 
@@ -263,7 +376,8 @@ fn check_visit(entry: &Entry) -> Result<(), Fault> {
     )
 }
 
-fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
+/// What a user is told of it.
+pub fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
     let errno = match error {
         CutError::Busy => Errno::EBUSY,
         CutError::Device(error) | CutError::Record(RecordError::Device(error)) => errno_of(*error),

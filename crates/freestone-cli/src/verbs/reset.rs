@@ -73,7 +73,7 @@ impl Verb for Reset {
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
         let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
-        let wiped = entry.layers.wipe(&|| entry.kind.wipe(true));
+        let wiped = entry.wipe(true);
         wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })
     }

@@ -90,7 +90,7 @@ impl Verb for Rewind {
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
         let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
-        let done = entry.layers.wipe(&|| entry.kind.wipe(false));
+        let done = entry.wipe(false);
         done.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name, connections_ended: None })
     }

@@ -35,16 +35,16 @@ pub struct Snapshot;
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Ram devices, forks and files that can be written
+    /// Ram and null devices, forks and files that can be written
     #[arg(value_name = "ORIGIN[,ORIGIN...]")]
     origins: String,
     /// A name for each
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
-    /// Of snapshots of files.
+    /// Of snapshots with copies.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
-        help = "For files: cow=PATH|DEVICE (where copies go; default memory), cow_size=SIZE, store=P|PO|N, \
+        help = "cow=PATH|DEVICE (where copies go; default memory), and for copies cow_size=SIZE, store=P|PO|N, \
                   chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \
                   force=yes|no, merge=yes|no; several origins have cow=A,B"
     )]

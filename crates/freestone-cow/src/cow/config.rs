@@ -75,6 +75,9 @@ pub struct Config {
     /// Do it although the origin or the COW device ends with the process, which makes a persistent
     /// store pointless, or although the origin was used without the store since.
     pub force: bool,
+    /// Do it although the origin or the COW device ends with the process: the store is to outlive
+    /// something else than that.
+    pub may_end: bool,
 }
 
 /// Why a snapshot could not be made.

@@ -14,7 +14,8 @@ use super::origin_write::{self, OriginWrite};
 use super::state::{OriginCore, Snap};
 use super::{reads, writes};
 use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
+    range_end,
 };
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::per_cpu_arc::PerCpuArc;
@@ -50,6 +51,17 @@ impl Origin {
     /// shows is half old, half new.
     pub fn is_half_merged(&self) -> bool {
         self.0.0.noted_merge().is_some() && self.merging().is_none()
+    }
+
+    /// Whether a merge into it is under way, so that what lies below it is half old, half new.
+    pub fn is_merging(&self) -> bool {
+        self.0.0.noted_merge().is_some() || self.merging().is_some_and(|snap| !snap.merge.is_finished())
+    }
+
+    /// What lies below it was changed past it, while it had no snapshots. A store that is opened
+    /// again has missed that.
+    pub fn was_changed(&self) {
+        self.0.0.age.wrote();
     }
 
     /// How many snapshots it has.
@@ -122,6 +134,20 @@ impl Device for Origin {
 
     fn prefetch(&self, offset: u64, len: u64) {
         self.0.0.device.prefetch(offset, len);
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        self.0.0.device.changes().map(|_| self as &dyn Changes)
+    }
+}
+
+impl Changes for Origin {
+    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
+        if self.is_merging() {
+            // What the device has of its own is neither what it had nor what it will have.
+            return Err(Error::Unsupported);
+        }
+        self.0.0.device.changes().ok_or(Error::Unsupported)?.changes(offset, len, row)
     }
 }
 

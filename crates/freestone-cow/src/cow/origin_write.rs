@@ -45,6 +45,8 @@ pub(super) struct OriginWrite {
     generation: u64,
     permit: Option<Permit>,
     rounds: u32,
+    /// That of the view that it saw first.
+    boot: Option<u64>,
     waited: bool,
     kind: Kind,
     /// It comes from this snapshot, which is being merged, and is not redirected to it again.
@@ -66,6 +68,8 @@ enum Planned {
     Throttled(Arc<Snap>),
     Merging(Arc<Snap>),
     Held,
+    /// The power was lost since it came.
+    Gone,
 }
 
 // ---- at once ------------------------------------------------------------------------------------
@@ -135,6 +139,7 @@ impl OriginWrite {
             generation: 0,
             permit: None,
             rounds: 0,
+            boot: None,
             waited: false,
             kind: Kind::Data,
             past: None,
@@ -200,6 +205,9 @@ impl OriginWrite {
                 core.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
                 return Planned::Held;
             };
+            if job.is_gone(view) {
+                return Planned::Gone;
+            }
             if let (Some(snap), Kind::Data) = (&view.merging, job.kind)
                 && !job.past.as_ref().is_some_and(|past| snap.is(past))
             {
@@ -224,6 +232,10 @@ impl OriginWrite {
         }
         match planned {
             Planned::Held => None,
+            Planned::Gone => {
+                job.done.complete(Err(Error::Gone), job.buffer);
+                None
+            }
             Planned::Merging(snap) => job.redirect(snap),
             Planned::Throttled(snap) => {
                 snap.queue(move |permit| {
@@ -235,6 +247,12 @@ impl OriginWrite {
             Planned::Send => job.send(step),
             Planned::Wait => gather.leave(job).map(|(job, _)| job),
         }
+    }
+
+    /// Whether the power was lost since it came, or since it was begun by a snapshot.
+    fn is_gone(&mut self, view: &View) -> bool {
+        *self.boot.get_or_insert(view.boot) != view.boot
+            || self.past.as_ref().is_some_and(|past| past.is_off())
     }
 
     /// The snapshot that is being merged does this write, as far as it reaches; an origin that has

@@ -230,7 +230,7 @@ fn check(origin: &Geometry, cow: &Geometry, config: &Config) -> Result<(), Setup
     if !origin.size.is_multiple_of(u64::from(cow.logical_block)) {
         return Err(SetupError::OddSize { size: origin.size, block: cow.logical_block });
     }
-    if config.kind.is_persistent() && !config.force {
+    if config.kind.is_persistent() && !(config.force || config.may_end) {
         for (geometry, whose) in [(origin, "origin"), (cow, "COW device")] {
             if geometry.volatile_media {
                 return Err(SetupError::Volatile(whose));

@@ -69,6 +69,8 @@ mod bit {
     pub const MERGING: u32 = 1 << 4;
     /// The log says that it is lost.
     pub const TOLD: u32 = 1 << 5;
+    /// The machine's power was lost: nothing that it had begun goes on.
+    pub const OFF: u32 = 1 << 6;
 }
 
 /// A CPU's reference to an origin, on a cache line of its own.
@@ -122,6 +124,8 @@ pub(super) struct View {
     pub merging: Option<PerCpuArc<Snap>>,
     /// Another number in every view.
     pub generation: u64,
+    /// Another number after each loss of power.
+    pub boot: u64,
 }
 
 /// How a snapshot treats writes.
@@ -446,6 +450,21 @@ impl Snap {
             // Before it leaves the origin's list: later writes preserve nothing for it.
             self.closes();
         }
+        self.leave();
+    }
+
+    /// As [`detach`](Self::detach) where the machine's power is lost: nothing is recorded.
+    pub fn loses_power(self: &Arc<Self>) {
+        self.set(bit::INVALID | bit::TOLD | bit::OFF);
+        self.leave();
+    }
+
+    /// Whether nothing that it had begun may go on.
+    pub fn is_off(&self) -> bool {
+        self.has(bit::OFF)
+    }
+
+    fn leave(self: &Arc<Self>) {
         // Before it leaves the list: whoever read from the origin what such a write left there sees
         // this, and fails.
         self.set(bit::DETACHED);

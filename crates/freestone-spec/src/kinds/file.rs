@@ -10,7 +10,7 @@ use freestone::qcow2::Format;
 use serde_json::{Value, json};
 
 use super::registry::Registry;
-use super::{Asked, Built, Entry, LAYER_KEYS, Made, Source, Spec, is_live};
+use super::{Asked, Built, Entry, LAYER_KEYS, Made, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::open;
@@ -69,20 +69,19 @@ impl Asked for FileSpec {
     fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
         let mut config = file::Config::new(&self.path);
         (config.read_only, config.direct, config.size) = (self.readonly, self.direct, self.size);
-        if !self.readonly && spec.layers.zones.is_none() {
+        let zoned = spec.layers.zones.is_some();
+        if !self.readonly && !zoned {
             check_unzoned(&self.path)?;
         }
         config.padded = true;
         let file = Arc::new(open(&config, "size")?);
-        if file.geometry().read_only {
-            if let Some(why) = notes::half_merged(&file, &spec.name) {
-                return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without readonly=yes")));
-            }
-            return Ok(Built::alone(FileDisk { file: Arc::clone(&file), origin: None }, file));
+        if (zoned || file.geometry().read_only)
+            && let Some(why) = notes::half_merged(&file, &spec.name)
+        {
+            let key = if zoned { "zoned=1" } else { "readonly=yes" };
+            return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
         }
-        let notes = Box::new(FileNotes(Arc::clone(&file)));
-        let origin = cow::Origin::noted(Arc::clone(&file) as Arc<dyn Device>, Some(notes));
-        Ok(Built::alone(FileDisk { file, origin: Some(origin.clone()) }, Arc::new(origin)))
+        Ok(Built::alone(FileDisk(Arc::clone(&file)), file))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -107,10 +106,12 @@ impl Asked for FileSpec {
 }
 
 /// A raw image or a block device.
-struct FileDisk {
-    file: Arc<File>,
-    /// One that is written knows its snapshots.
-    origin: Option<cow::Origin>,
+struct FileDisk(Arc<File>);
+
+impl FileDisk {
+    fn is_read_only(&self) -> bool {
+        self.0.geometry().read_only
+    }
 }
 
 impl Made for FileDisk {
@@ -118,12 +119,12 @@ impl Made for FileDisk {
         NAME
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
-        self.origin.as_ref().map(Source::File).ok_or("is read-only, so it does not change; fork it")
+    fn check_origin(&self) -> Result<(), &'static str> {
+        if self.is_read_only() { Err("is read-only, so it does not change; fork it") } else { Ok(()) }
     }
 
-    fn takes_copies(&self) -> bool {
-        self.origin.is_some()
+    fn notes(&self) -> Box<dyn cow::Notes> {
+        Box::new(FileNotes(Arc::clone(&self.0)))
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
@@ -135,30 +136,26 @@ impl Made for FileDisk {
     }
 
     fn changed(&self) -> Option<(PathBuf, Changed)> {
-        Some((self.file.path().to_owned(), self.file.changed()?))
+        Some((self.0.path().to_owned(), self.0.changed()?))
     }
 
-    fn check_whole(&self, name: &str) -> Result<(), Refusal> {
-        if self.origin.as_ref().is_some_and(cow::Origin::is_half_merged)
-            && let Some(why) = notes::half_merged(&self.file, name)
-        {
-            return Err(Refusal::failed(Errno::EBUSY, format!("{name}: {why}")));
-        }
-        Ok(())
+    fn half_merged(&self, name: &str) -> String {
+        notes::half_merged(&self.0, name)
+            .unwrap_or_else(|| format!("{}: a merge into it is under way", self.0.path().display()))
     }
 
     fn closes(&self) -> Option<Weak<dyn Device>> {
-        self.origin.as_ref().map(|_| Arc::downgrade(&self.file) as _)
+        (!self.is_read_only()).then(|| Arc::downgrade(&self.0) as _)
     }
 
     fn attrs(&self) -> &'static [&'static str] {
-        if self.origin.is_some() { &NAMES } else { &BASE_NAMES }
+        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
     }
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         Some(match attr {
-            "path" => json!(path_text::text(self.file.path())),
-            "direct" => json!(if self.file.is_direct() { "on" } else { "off" }),
+            "path" => json!(path_text::text(self.0.path())),
+            "direct" => json!(if self.0.is_direct() { "on" } else { "off" }),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),
             _ => return entry.family_value(attr),

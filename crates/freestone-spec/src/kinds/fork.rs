@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, wipe};
 use super::registry::Registry;
-use super::{Asked, Built, Entry, Made, Source, Spec, is_live, parse_name};
+use super::{Asked, Built, Entry, Made, Spec, is_live, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, family_stat};
 use crate::keys::{Keys, joined, parse_disksize, parse_limit};
@@ -123,12 +123,8 @@ impl Made for Fork {
         Some(&self.0)
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
-        Ok(Source::Memory(&self.0))
-    }
-
-    fn takes_copies(&self) -> bool {
-        true
+    fn check_origin(&self) -> Result<(), &'static str> {
+        Ok(())
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {

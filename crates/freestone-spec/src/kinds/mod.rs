@@ -36,12 +36,15 @@ pub use self::ram::{
 };
 use self::registry::Registry;
 pub use self::restored::{RestoredSpec, restored};
-pub use self::snapshot::{CowPlace, CowSpec, SnapshotSpec, cow_stat, merge, missed_writes, snapshots};
+pub use self::snapshot::{
+    CowDevice, CowPlace, CowSpec, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
+};
 pub use self::template::TemplateSpec;
 use crate::entries::{Entries, SpecError, check_name, nearest};
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
 use crate::layers::{self, Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
 /// How a kind takes its keys.
@@ -243,17 +246,16 @@ fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
         }
         None => (None, Layers::default()),
     };
+    // Over all layers, as dm has it over a drive: the drive has the faults, and the power.
+    let cow_origin = device.as_ref().filter(|device| {
+        let geometry = device.geometry();
+        kind.check_origin().is_ok() && !geometry.read_only && geometry.zones.is_none()
+    });
+    let cow_origin = cow_origin.map(|device| cow::Origin::noted(Arc::clone(device), Some(kind.notes())));
+    let device = cow_origin.clone().map(|origin| Arc::new(origin) as Arc<dyn Device>).or(device);
     let mut entry = Entry::new(spec, kind, device, needs);
-    (entry.layers, entry.origin) = (layers, origin);
+    (entry.layers, entry.origin, entry.cow_origin) = (layers, origin, cow_origin);
     Ok(entry)
-}
-
-/// Where a snapshot takes what it shows.
-pub enum Source<'a> {
-    /// A RAM disk or fork.
-    Memory(&'a Arc<Ram>),
-    /// A file that can be written.
-    File(&'a cow::Origin),
 }
 
 /// What is not the same for all devices that are there. What a kind does not say is the usual.
@@ -276,7 +278,7 @@ pub trait Made: Send + Sync {
         None
     }
 
-    /// A snapshot of a file.
+    /// A snapshot whose copies lie in a store.
     fn cow(&self) -> Option<&cow::Snapshot> {
         None
     }
@@ -286,24 +288,29 @@ pub trait Made: Send + Sync {
         None
     }
 
+    /// Where its copies lie.
+    fn cow_device(&self) -> Option<&CowDevice> {
+        None
+    }
+
     /// The family that began with it.
     fn own_family(&self) -> Option<Family> {
         None
     }
 
-    /// What a snapshot of it is taken from; or half a sentence that says why there is none.
-    fn source(&self) -> Result<Source<'_>, &'static str>;
+    /// Refuses to be an origin, and to take the copies of one, with half a sentence.
+    fn check_origin(&self) -> Result<(), &'static str>;
+
+    /// What an origin notes beside its data.
+    fn notes(&self) -> Box<dyn cow::Notes> {
+        Box::<MemoryNotes>::default()
+    }
 
     /// Refuses to be a base, with half a sentence.
     fn check_base(&self, base: &Entry) -> Result<(), String>;
 
     /// Whether forks can be made of it, each with a family that is not its own.
     fn is_outer_base(&self, _read_only: bool) -> bool {
-        false
-    }
-
-    /// Whether the copies of a snapshot can go there, if it can be written.
-    fn takes_copies(&self) -> bool {
         false
     }
 
@@ -330,9 +337,9 @@ pub trait Made: Send + Sync {
         Ok(())
     }
 
-    /// Refuses to show an origin of which only a part is merged.
-    fn check_whole(&self, _name: &str) -> Result<(), Refusal> {
-        Ok(())
+    /// What to do about an origin of which only a part is merged.
+    fn half_merged(&self, _name: &str) -> String {
+        "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
     }
 
     /// What says beside its data how it was closed.
@@ -418,6 +425,9 @@ pub struct Entry {
     pub rewinds: AtomicU64,
     /// Of a snapshot in memory: its origin, and how often that had been rewound.
     pub origin: Option<(Weak<Entry>, u64)>,
+    /// The device, as the origin of snapshots with stores. Has all that is written, but for zoned
+    /// devices.
+    pub cow_origin: Option<cow::Origin>,
 }
 
 impl Entry {
@@ -445,6 +455,7 @@ impl Entry {
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
             origin: None,
+            cow_origin: None,
         }
     }
 
@@ -488,6 +499,30 @@ impl Entry {
     /// Whether it takes no writes, from anybody.
     pub fn is_read_only(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.geometry().read_only)
+    }
+
+    /// Refuses to show an origin of which only a part is merged.
+    pub fn check_whole(&self) -> Result<(), Refusal> {
+        if !self.cow_origin.as_ref().is_some_and(cow::Origin::is_half_merged) {
+            return Ok(());
+        }
+        let name = self.name();
+        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged(name))))
+    }
+
+    /// Why what is done to the data alone would not be what users of the device see; `None` where
+    /// it is.
+    pub fn hides(&self) -> Option<&'static str> {
+        let merging = self.cow_origin.as_ref().is_some_and(cow::Origin::is_merging);
+        self.layers.hide().or(merging.then_some("a snapshot is being merged into it"))
+    }
+
+    /// Sets the data back, as the kind does it: see [`Made::wipe`].
+    pub fn wipe(&self, counters: bool) -> device::Result<()> {
+        if let Some(origin) = &self.cow_origin {
+            origin.was_changed();
+        }
+        self.layers.wipe(&|| self.kind.wipe(counters))
     }
 
     /// What has to be there as long as this is.

@@ -9,7 +9,7 @@ use freestone::qcow2::{self, Image};
 use serde_json::{Value, json};
 
 use super::registry::Registry;
-use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec};
+use super::{Asked, Built, Entry, KindSpec, Made, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::errno_of;
@@ -79,7 +79,7 @@ impl Made for Qcow2 {
         NAME
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
+    fn check_origin(&self) -> Result<(), &'static str> {
         Err("is read-only, so it does not change; fork it")
     }
 

@@ -8,7 +8,7 @@ use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
 
 use super::registry::Registry;
-use super::{Asked, Built, Entry, LAYER_KEYS, Made, Source, Spec, is_live};
+use super::{Asked, Built, Entry, LAYER_KEYS, Made, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, FullChange};
@@ -82,12 +82,8 @@ impl Made for RamDisk {
         Some(self.0.family())
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
-        Ok(Source::Memory(&self.0))
-    }
-
-    fn takes_copies(&self) -> bool {
-        true
+    fn check_origin(&self) -> Result<(), &'static str> {
+        Ok(())
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {

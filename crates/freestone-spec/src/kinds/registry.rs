@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Family;
 
-use super::Entry;
+use super::{CowPlace, Entry, KindSpec};
 use crate::family::{self, FamilySpec};
 use crate::refusal::{Errno, Refusal};
 
@@ -149,6 +149,20 @@ impl Registry {
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
         let tables = self.lock();
         tables.users_of(tables.number(entry)?)
+    }
+
+    /// The snapshot whose copies a device holds.
+    pub fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
+        // It has no other users then.
+        let users = self.users(entry)?;
+        let holds = |name: &String| match &self.find(name)?.spec.kind {
+            KindSpec::Snapshot(snapshot) => {
+                let cow = snapshot.cow.as_ref()?;
+                (cow.place == CowPlace::Device(entry.name().to_owned())).then(|| name.clone())
+            }
+            _ => None,
+        };
+        users.some.iter().find_map(holds)
     }
 
     /// Refuses where others stand on the device: what they show would change.

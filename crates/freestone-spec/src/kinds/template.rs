@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{Refused, Registry};
-use super::{Asked, Built, Entry, KindSpec, Made, Source, Spec, finished};
+use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::entries::SpecError;
 use crate::keys::{Keys, joined};
 use crate::layers::{FAULT_KEYS, LayerSpec};
@@ -76,7 +76,7 @@ impl Made for Template {
         NAME
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
+    fn check_origin(&self) -> Result<(), &'static str> {
         Err("a template has no content; take a snapshot of a fork")
     }
 

@@ -192,13 +192,13 @@ impl Layers {
     /// Why what is done to the data alone would not be what users of the device see; `None` where
     /// it is.
     pub fn hide(&self) -> Option<&'static str> {
-        if self.zones.is_some() {
-            Some("it is zoned, and the state of its zones would be missing")
-        } else if self.power.is_some() {
-            Some("it keeps unflushed writes apart (power_cut, cache_size, record), which would be missing")
-        } else {
-            None
-        }
+        let power = "it keeps unflushed writes apart (power_cut, cache_size, record), which would be missing";
+        self.zones_hide().or(self.power.is_some().then_some(power))
+    }
+
+    /// Of that only the zones, which also those miss who read the whole device.
+    pub(crate) fn zones_hide(&self) -> Option<&'static str> {
+        self.zones.is_some().then_some("it is zoned, and the state of its zones would be missing")
     }
 
     /// The seed of the next cut: each cut has another one, and they come again for the same seed of

@@ -41,7 +41,11 @@ fn with_disk(more: &[&str]) -> Serve {
 #[test]
 fn a_test_database() {
     // Data and log are two devices; both are kept at one moment.
-    let serve = Serve::start(&["data=ram,disksize=64M", "log=ram,disksize=16M", "other=null,size=1M"]);
+    let serve = Serve::start(&[
+        "data=ram,disksize=64M",
+        "log=ram,disksize=16M",
+        "other=null,size=1M,zoned=1,zone_size=64K",
+    ]);
     let (data, log) = (uri(&serve, "data"), uri(&serve, "log"));
     qemu_io(&data, &["write -P 1 0 8M"]);
     qemu_io(&log, &["write -P 2 0 1M"]);
@@ -90,7 +94,7 @@ fn a_test_database() {
     // All or nothing.
     assert_eq!(
         serve.refused(1, &["snapshot", "log,other", "a,b"]),
-        "b: origin=other: a null device has no snapshots"
+        "b: origin=other: has no snapshots: it is zoned, and the state of its zones would be missing"
     );
     assert_eq!(serve.refused(2, &["snapshot", "log,log", "a,a"]), "a: two snapshots of that name");
     assert_eq!(serve.json(&["list", "a"])["devices"], json!([]));

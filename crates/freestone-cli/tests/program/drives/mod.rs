@@ -5,4 +5,5 @@ mod null;
 mod power;
 pub mod raw;
 mod refusals;
+mod stores;
 mod zones;

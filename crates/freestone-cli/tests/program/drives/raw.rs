@@ -18,6 +18,8 @@ pub const EIO: u32 = 5;
 pub struct Raw {
     stream: UnixStream,
     cookie: u64,
+    /// Of the export, in bytes.
+    pub size: u64,
 }
 
 /// The server ended the connection.
@@ -28,8 +30,8 @@ impl Raw {
     pub fn connect(serve: &Serve, name: &str) -> Self {
         let mut stream = UnixStream::connect(serve.path("nbd")).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        connect_nbd(&mut stream, name);
-        Self { stream, cookie: 0 }
+        let size = connect_nbd(&mut stream, name);
+        Self { stream, cookie: 0, size }
     }
 
     /// Sends a request and waits for nothing.

@@ -1,4 +1,4 @@
-//! Snapshots of a file, as dm-snapshot keeps them.
+//! Snapshots with stores, as dm-snapshot keeps them, of any device.
 
 use std::sync::{Arc, Weak};
 
@@ -6,12 +6,13 @@ use freestone::consistency_group::Pending;
 use freestone::cow::{self, MergeStatus};
 use freestone::device::Device;
 use freestone::file;
+use freestone::quiesce::Quiesce;
 use freestone::ram::{DISKSIZE_BYTES_MAX, Family, Ram};
 use serde_json::{Value, json};
 use tracing::warn;
 
 use super::super::registry::Registry;
-use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made, Source};
+use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made};
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
@@ -23,9 +24,10 @@ use crate::refusal::{Errno, Refusal};
 /// One that is ready.
 pub(super) struct PendingCow {
     pending: cow::PendingSnapshot,
+    device: CowDevice,
     read_only: bool,
+    persistent: bool,
     needs: Vec<Arc<Entry>>,
-    copies: Option<Ram>,
 }
 
 impl PendingCow {
@@ -36,48 +38,99 @@ impl PendingCow {
     pub(super) fn prepare(
         name: &str,
         asked: &SnapshotSpec,
-        origin: &cow::Origin,
+        origin: &Arc<Entry>,
         registry: &Registry,
     ) -> Result<Self, Refusal> {
-        let copies = match &asked.cow {
-            Some(_) => None,
-            None => Some(private_cow(name, asked, origin.geometry().size, registry)?),
+        let (config, device, needs) = device(name, asked, origin, registry)?;
+        Self::on(asked, origin, &config, device, needs)
+    }
+
+    /// The same on the COW device of a snapshot that lost its power.
+    pub(super) fn again(asked: &SnapshotSpec, origin: &Arc<Entry>, old: &Entry) -> Result<Self, Refusal> {
+        let Some((snapshot, device)) = old.kind.cow().zip(old.kind.cow_device()) else {
+            unreachable!("only such snapshots come here")
         };
-        let (pending, needs) = prepare(asked, origin, copies.as_ref(), registry)?;
+        let mut needs = old.needs().to_vec();
+        needs.retain(|needed| !Arc::ptr_eq(needed, origin));
+        let device = CowDevice::new(Arc::clone(&device.device), None);
+        Self::on(asked, origin, &snapshot.config(), device, needs)
+    }
+
+    fn on(
+        asked: &SnapshotSpec,
+        below: &Arc<Entry>,
+        config: &cow::Config,
+        device: CowDevice,
+        needs: Vec<Arc<Entry>>,
+    ) -> Result<Self, Refusal> {
+        let Some(origin) = &below.cow_origin else { unreachable!("asked before") };
+        let pending = prepare(asked, origin, config, &device)?;
         let read_only = asked.readonly.unwrap_or(asked.cow.is_none());
-        Ok(Self { pending, read_only, needs, copies })
+        let persistent = asked.cow.as_ref().is_some_and(|cow| cow.store.is_persistent());
+        Ok(Self { pending, device, read_only, persistent, needs })
+    }
+
+    /// Whether its store is to outlive the server, or a loss of power.
+    pub(super) fn is_persistent(&self) -> bool {
+        self.persistent
     }
 
     pub(super) fn finish(self, origin: Arc<Entry>) -> Built {
-        let Self { pending, read_only, mut needs, copies } = self;
+        let Self { pending, device: on, read_only, mut needs, .. } = self;
         needs.push(origin);
         let snapshot = pending.into_snapshot();
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
-        Built { needs, ..Built::alone(FileSnapshot { snapshot, copies }, device) }
+        Built { needs, ..Built::alone(CowSnapshot(snapshot, on), device) }
     }
 }
 
-fn prepare(
+/// What takes the copies of a snapshot, and what cuts the snapshot off from it.
+pub struct CowDevice {
+    device: Arc<dyn Device>,
+    /// What the snapshot has of it.
+    pub(super) lead: Arc<Quiesce>,
+    /// The same, where no COW device was given.
+    in_memory: Option<Ram>,
+}
+
+impl CowDevice {
+    fn new(device: Arc<dyn Device>, in_memory: Option<Ram>) -> Self {
+        let lead = Arc::new(Quiesce::new(Arc::clone(&device)));
+        Self { device, lead, in_memory }
+    }
+}
+
+/// Where its copies go, and what that stands on.
+fn device(
+    name: &str,
     asked: &SnapshotSpec,
-    origin: &cow::Origin,
-    copies: Option<&Ram>,
+    below: &Arc<Entry>,
     registry: &Registry,
-) -> Result<(cow::PendingSnapshot, Vec<Arc<Entry>>), Refusal> {
+) -> Result<(cow::Config, CowDevice, Vec<Arc<Entry>>), Refusal> {
+    if let Some(snapshot) = registry.copies_for(below) {
+        let why = format!("origin={}: holds the copies of {snapshot}", below.name());
+        return Err(Refusal::failed(Errno::EBUSY, why));
+    }
     let mut config = cow::Config {
         kind: cow::StoreKind::Transient,
         chunk_bytes: asked.chunk_size,
         discard_zeroes_cow: asked.discard_zeroes_cow,
         discard_passdown_origin: asked.discard_passdown_origin,
         force: true,
+        // What only the power takes away, a store outlives.
+        may_end: below.layers.can_cut,
     };
     let mut needs = Vec::new();
-    let device: Arc<dyn Device> = match (&asked.cow, copies) {
-        (None, copies) => {
+    let mut in_memory = None;
+    let device: Arc<dyn Device> = match &asked.cow {
+        None => {
             config.chunk_bytes = Some(chunk_in_memory(asked));
-            Arc::new(copies.ok_or_else(|| Refusal::failed(Errno::EINVAL, "no memory for copies"))?.clone())
+            let copies = private_cow(name, asked, below.size(), registry)?;
+            in_memory = Some(copies.clone());
+            Arc::new(copies)
         }
-        (Some(cow), _) => {
+        Some(cow) => {
             (config.kind, config.force) = (cow.store, cow.force);
             match &cow.place {
                 CowPlace::Path(path) => {
@@ -85,20 +138,31 @@ fn prepare(
                     file.size = cow.size;
                     Arc::new(open(&file, "cow_size").map_err(|e| e.of("cow"))?)
                 }
-                CowPlace::Device(name) => {
-                    let (entry, device) = cow_device(&asked.origin, name, registry)?;
+                CowPlace::Device(cow_name) => {
+                    let (entry, device) = cow_device(&asked.origin, cow_name, cow.store, registry)?;
+                    config.may_end |= entry.layers.can_cut;
                     needs.push(entry);
                     device
                 }
             }
         }
     };
+    Ok((config, CowDevice::new(device, in_memory), needs))
+}
+
+fn prepare(
+    asked: &SnapshotSpec,
+    origin: &cow::Origin,
+    config: &cow::Config,
+    device: &CowDevice,
+) -> Result<cow::PendingSnapshot, Refusal> {
     let place = match asked.cow.as_ref().map(|cow| &cow.place) {
         Some(CowPlace::Path(path)) => path.display().to_string(),
         Some(CowPlace::Device(name)) => name.clone(),
         None => String::new(),
     };
-    let pending = origin.prepare_snapshot(device, &config).map_err(|error| {
+    let lead = Arc::clone(&device.lead) as Arc<dyn Device>;
+    let pending = origin.prepare_snapshot(lead, config).map_err(|error| {
         let errno = match error {
             cow::SetupError::InUse
             | cow::SetupError::Merging
@@ -112,7 +176,7 @@ fn prepare(
         let hint = if matches!(error, cow::SetupError::Older) { " (force=yes)" } else { "" };
         Refusal::failed(errno, format!("{at}{error}{hint}"))
     })?;
-    Ok((pending.at(place), needs))
+    Ok(pending.at(place))
 }
 
 /// Memory has pages.
@@ -120,7 +184,7 @@ fn chunk_in_memory(asked: &SnapshotSpec) -> u64 {
     asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN)
 }
 
-/// Room in memory for the copies of a file of `size` bytes: a disk of the family in which the
+/// Room in memory for the copies of an origin of `size` bytes: a disk of the family in which the
 /// snapshot's forks will be.
 fn private_cow(name: &str, asked: &SnapshotSpec, size: u64, registry: &Registry) -> Result<Ram, Refusal> {
     let chunk = chunk_in_memory(asked);
@@ -133,6 +197,7 @@ fn private_cow(name: &str, asked: &SnapshotSpec, size: u64, registry: &Registry)
 fn cow_device(
     origin: &str,
     name: &str,
+    store: cow::StoreKind,
     registry: &Registry,
 ) -> Result<(Arc<Entry>, Arc<dyn Device>), Refusal> {
     let refuse = |errno, why: &str| Err(Refusal::failed(errno, format!("cow={name}: {why}")));
@@ -143,18 +208,23 @@ fn cow_device(
     if name == origin {
         return refuse(Errno::EINVAL, "is the origin itself");
     }
-    let device = match entry.device() {
-        Some(device) if entry.kind.takes_copies() && !entry.is_read_only() => Arc::clone(device),
-        _ => return refuse(Errno::EINVAL, "copies need a ram, fork or file device that can be written"),
+    if entry.layers.zones.is_some() {
+        return refuse(Errno::EINVAL, "takes no copies: it is zoned, and copies are written in any order");
+    }
+    let device = match (entry.device(), &entry.cow_origin) {
+        (Some(device), Some(_)) => Arc::clone(device),
+        _ => {
+            return refuse(Errno::EINVAL, "copies need a ram, null, fork or file device that can be written");
+        }
     };
     if device.geometry().padding > 0 {
-        return refuse(
-            Errno::EINVAL,
-            "its file ends within a block, so copies cannot be stored up to its end",
-        );
+        let why = "its file ends within a block, so copies cannot be stored up to its end";
+        return refuse(Errno::EINVAL, why);
     }
-    if let Some(why) = entry.layers.hide() {
-        return refuse(Errno::EINVAL, &format!("takes no copies: {why}"));
+    let drive = entry.spec.kind.below_layers().drive;
+    if store.is_persistent() && drive.is_some_and(|drive| !drive.stores) {
+        let why = "keeps nothing of what is written; use a transient store (N), or memory_backed=1";
+        return refuse(Errno::EINVAL, why);
     }
     if let Some(users) = registry.users(&entry) {
         return refuse(Errno::EBUSY, &format!("is in use by {users}"));
@@ -162,37 +232,37 @@ fn cow_device(
     Ok((entry, device))
 }
 
-/// What a file held at one moment.
-struct FileSnapshot {
-    snapshot: cow::Snapshot,
-    /// In memory, where no COW device was given.
-    copies: Option<Ram>,
-}
+/// What an origin held at one moment.
+struct CowSnapshot(cow::Snapshot, CowDevice);
 
-impl Made for FileSnapshot {
+impl Made for CowSnapshot {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn cow(&self) -> Option<&cow::Snapshot> {
-        Some(&self.snapshot)
+        Some(&self.0)
     }
 
     fn copies(&self) -> Option<&Ram> {
-        self.copies.as_ref()
+        self.1.in_memory.as_ref()
     }
 
     fn own_family(&self) -> Option<Family> {
-        self.copies.as_ref().map(Ram::family)
+        self.1.in_memory.as_ref().map(Ram::family)
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
+    fn cow_device(&self) -> Option<&CowDevice> {
+        Some(&self.1)
+    }
+
+    fn check_origin(&self) -> Result<(), &'static str> {
         Err(IS_SNAPSHOT)
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
         // From then on it changes with its origin.
-        if self.snapshot.merge_status() != MergeStatus::None {
+        if self.0.merge_status() != MergeStatus::None {
             return Err("is merged into its origin; take another snapshot".into());
         }
         if base.is_read_only() {
@@ -206,14 +276,14 @@ impl Made for FileSnapshot {
     }
 
     fn closes(&self) -> Option<Weak<dyn Device>> {
-        Some(Arc::downgrade(self.snapshot.cow()))
+        Some(Arc::downgrade(self.0.cow()))
     }
 
     fn begin_merge(&self, entry: &Arc<Entry>, registry: &Registry) -> Result<(), Refusal> {
         let KindSpec::Snapshot(spec) = &entry.spec.kind else { return Ok(()) };
         let (name, origin) = (entry.name(), &spec.origin);
         let asked = spec.cow.as_ref().is_some_and(|cow| cow.merge);
-        match self.snapshot.merge_status() {
+        match self.0.merge_status() {
             MergeStatus::Stopped if !asked => {
                 warn!("{name}: its merge into {origin} was under way, and goes on (merge=yes)");
             }
@@ -222,7 +292,7 @@ impl Made for FileSnapshot {
             _ => return Ok(()),
         }
         registry.check_unused(entry, "merged")?;
-        let begun = self.snapshot.merge();
+        let begun = self.0.merge();
         begun.map_err(|error| Refusal::failed(Errno::EBUSY, format!("{name}: merge: {error}")))
     }
 
@@ -241,22 +311,22 @@ impl Made for FileSnapshot {
                 Some(CowPlace::Device(name)) => json!(name),
                 Some(CowPlace::Path(path)) => json!(path_text::text(path)),
             },
-            "store" => json!(self.snapshot.kind().to_string()),
-            "chunk_size" => json!(self.snapshot.chunk_bytes()),
-            "status" => json!(self.snapshot.status().to_string()),
-            "missed_writes" => missed_writes(&self.snapshot),
-            "cow_stat" => cow_stat(&self.snapshot),
+            "store" => json!(self.0.kind().to_string()),
+            "chunk_size" => json!(self.0.chunk_bytes()),
+            "status" => json!(self.0.status().to_string()),
+            "missed_writes" => missed_writes(&self.0),
+            "cow_stat" => cow_stat(&self.0),
             _ => return entry.family_value(attr),
         })
     }
 }
 
-/// Attributes of a snapshot of a file, and those of its forks' family.
+/// Attributes of such a snapshot, and those of its forks' family.
 const NAMES: [&str; 15] = joined(&OWN_NAMES, &family::NAMES, &[]);
 const OWN_NAMES: [&str; 9] =
     ["origin", "size", "readonly", "cow", "store", "chunk_size", "status", "missed_writes", "cow_stat"];
 
-/// Whether a file's snapshot missed writes of its origin before it was opened.
+/// Whether a snapshot missed writes of its origin before it was opened.
 pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
     json!(match snapshot.missed_writes() {
         cow::Missed::Nothing => "no",
@@ -265,7 +335,7 @@ pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
     })
 }
 
-/// What a file's snapshot did.
+/// What a snapshot with copies did.
 pub fn cow_stat(snapshot: &cow::Snapshot) -> Value {
     let s = snapshot.stats();
     json!({

@@ -1,6 +1,8 @@
-//! Snapshots: what devices held, any number of them at one moment. Those of a file are in [`cow`].
+//! Snapshots: what devices held, any number of them at one moment. Those of a RAM disk or fork are in
+//! its family's memory; those with stores, of any device, are in [`cow`].
 
 mod cow;
+mod stack;
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -8,14 +10,16 @@ use std::sync::{Arc, Weak};
 
 use freestone::consistency_group::{self, Late, NotInTime, Pending};
 use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreKind};
+use freestone::device::Blocking as _;
 use freestone::ram::{PendingSnapshot, Ram};
 use serde_json::Value;
 
 use self::cow::PendingCow;
-pub use self::cow::{cow_stat, merge, missed_writes};
+pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
+pub use self::stack::Stack;
 use super::fork;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Source, Spec, finished, parse_name};
+use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Spec, finished, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length};
@@ -45,9 +49,10 @@ const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 pub struct SnapshotSpec {
     /// The name of its origin.
     pub origin: String,
-    /// Where copies of a file's chunks go; a private RAM disk where nothing was said.
+    /// Where copies of chunks go. Where nothing was said: nowhere for pages in memory, which are handed
+    /// over, and a private RAM disk for all else.
     pub cow: Option<CowSpec>,
-    /// Unit of copies in bytes, for a file.
+    /// Unit of copies in bytes, where there are any.
     pub chunk_size: Option<u64>,
     /// Its users only read. Where nothing was said: with `cow` they write too.
     pub readonly: Option<bool>,
@@ -193,13 +198,14 @@ fn take(begun: &mut [Begun]) -> Result<(), (usize, Refusal)> {
         .iter_mut()
         .map(|begun| match &mut begun.pending {
             Which::Memory(pending) => pending as &mut dyn Pending,
-            Which::File(pending) => pending.group(),
+            Which::Cow(pending) => pending.group(),
         })
         .collect();
     consistency_group::take(&mut pending).map_err(|Late { at }| {
         let why = format!("origin={}: {NotInTime}", begun[at].origin.name());
         (at, Refusal::failed(Errno::ETIMEDOUT, why))
-    })
+    })?;
+    begun.iter().enumerate().try_for_each(|(at, begun)| begun.settle().map_err(|why| (at, why)))
 }
 
 /// A snapshot that is ready.
@@ -210,45 +216,46 @@ struct Begun {
 
 enum Which {
     Memory(PendingSnapshot),
-    File(PendingCow),
+    Cow(PendingCow),
 }
 
 impl SnapshotSpec {
     fn prepare(&self, name: &str, registry: &Registry) -> Result<Begun, Refusal> {
         let origin = registry.needed("origin", &self.origin)?;
         let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
-        if let Some(why) = origin.layers.hide() {
+        origin.kind.check_origin().map_err(refuse)?;
+        // What a drive keeps apart is not among its pages: of that there are copies.
+        let pages = origin.kind.ram().filter(|_| self.cow.is_none() && origin.layers.power.is_none());
+        let hidden = if pages.is_some() { origin.hides() } else { origin.layers.zones_hide() };
+        if let Some(why) = hidden {
             return Err(refuse(&format!("has no snapshots: {why}")));
         }
-        let pending = match origin.kind.source().map_err(refuse)? {
-            Source::Memory(ram) => {
+        let pending = match (pages, &origin.cow_origin) {
+            (Some(ram), _) => {
                 check_in_memory(self)?;
                 Which::Memory(ram.prepare_snapshot().map_err(family::refused)?)
             }
-            Source::File(of_file) => Which::File(PendingCow::prepare(name, self, of_file, registry)?),
+            (None, Some(_)) => Which::Cow(PendingCow::prepare(name, self, &origin, registry)?),
+            (None, None) => return Err(refuse("is read-only, so it does not change")),
         };
         Ok(Begun { pending, origin })
     }
 }
 
-/// Refuses what means nothing for a snapshot of a RAM disk or fork.
+/// Refuses what means nothing for a snapshot of a RAM disk or fork without copies.
 fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
     let origin = &asked.origin;
     let why = match asked {
-        SnapshotSpec { cow: Some(CowSpec { place, .. }), .. } => {
-            let place = match place {
-                CowPlace::Path(path) => path.display().to_string(),
-                CowPlace::Device(name) => name.clone(),
-            };
-            format!("cow={place}: only for a file; copies of a ram device stay in its family's memory")
-        }
         SnapshotSpec { chunk_size: Some(bytes), .. } => {
-            format!("chunk_size={}: only for a file; a ram device preserves single pages", exact(*bytes))
+            format!(
+                "chunk_size={}: only with cow; without it a ram device preserves single pages",
+                exact(*bytes)
+            )
         }
         SnapshotSpec { readonly: Some(false), .. } => {
-            "readonly=no: a snapshot of a ram device is read; fork it to write".to_owned()
+            "readonly=no: only with cow; without it fork the snapshot to write".to_owned()
         }
-        SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only for a file".to_owned(),
+        SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only with cow".to_owned(),
         SnapshotSpec { family_said: true, .. } => {
             format!("its forks are in the family of {origin}; set mem_limit and the like there")
         }
@@ -258,6 +265,20 @@ fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
 }
 
 impl Begun {
+    /// A store outlives a loss of power, and shows then what the origin holds now.
+    fn settle(&self) -> Result<(), Refusal> {
+        let (Which::Cow(pending), Some(origin)) = (&self.pending, &self.origin.cow_origin) else {
+            return Ok(());
+        };
+        if !pending.is_persistent() {
+            return Ok(());
+        }
+        origin.flush().map_err(|error| {
+            let why = format!("origin={}: could not be flushed: {error}", self.origin.name());
+            Refusal::failed(Errno::EIO, why)
+        })
+    }
+
     fn finish(self) -> Built {
         let Self { pending, origin } = self;
         match pending {
@@ -270,7 +291,7 @@ impl Begun {
                 let origin: Option<(Weak<Entry>, u64)> = Some((Arc::downgrade(&origin), rewinds));
                 Built { needs, origin, ..Built::alone(MemorySnapshot(Arc::clone(&snapshot)), snapshot) }
             }
-            Which::File(pending) => pending.finish(origin),
+            Which::Cow(pending) => pending.finish(origin),
         }
     }
 }
@@ -291,7 +312,7 @@ impl Made for MemorySnapshot {
         Some(&self.0)
     }
 
-    fn source(&self) -> Result<Source<'_>, &'static str> {
+    fn check_origin(&self) -> Result<(), &'static str> {
         Err(IS_SNAPSHOT)
     }
 

@@ -40,6 +40,11 @@ fn bases_that_cannot_be_are_told_apart() {
     add(&registry, &format!("disk=file,path={path}"));
     add(&registry, "r=ram,disksize=1M");
     add(&registry, "n=null,size=1M");
+    add(&registry, "m=null,size=1M,memory_backed=1");
+    add(&registry, "ro=null,size=1M,readonly=yes");
+    add(&registry, "z=ram,disksize=4M,zoned=1,zone_size=64K");
+    add(&registry, "c=ram,disksize=4M");
+    add(&registry, "held=snapshot,origin=n,cow=c,store=N");
     add(&registry, "s=snapshot,origin=r");
     add(&registry, "f=fork,base=s");
     add(&registry, "t=template,base=s");
@@ -64,14 +69,23 @@ fn bases_that_cannot_be_are_told_apart() {
         ),
         ("x=fork,base=s,mem_min=999T", "x: mem_min=999T: the family's mem_limit has "),
         ("x=template,base=s,size=512K", "x: size=512K: smaller than the base"),
-        ("x=snapshot,origin=n", "x: origin=n: a null device has no snapshots"),
+        (
+            "x=snapshot,origin=z",
+            "x: origin=z: has no snapshots: it is zoned, and the state of its zones would be missing",
+        ),
+        ("x=snapshot,origin=ro", "x: origin=ro: is read-only, so it does not change"),
         ("x=snapshot,origin=s", "x: origin=s: is a snapshot, which does not change; fork it"),
         ("x=snapshot,origin=t", "x: origin=t: a template has no content; take a snapshot of a fork"),
         ("x=snapshot,origin=none", "x: origin=none: there is no such device (yet)"),
         (
-            "x=snapshot,origin=r,cow=./x",
-            "x: cow=./x: only for a file; copies of a ram device stay in its family's memory",
+            "x=snapshot,origin=r,chunk_size=8K",
+            "x: chunk_size=8K: only with cow; without it a ram device preserves single pages",
         ),
+        (
+            "x=snapshot,origin=r,readonly=no",
+            "x: readonly=no: only with cow; without it fork the snapshot to write",
+        ),
+        ("x=snapshot,origin=r,cow=r", "x: cow=r: is the origin itself"),
         (
             "x=snapshot,origin=r,mem_limit=1G",
             "x: its forks are in the family of r; set mem_limit and the like there",
@@ -83,7 +97,25 @@ fn bases_that_cannot_be_are_told_apart() {
         ),
         (
             "x=snapshot,origin=disk,cow=n",
-            "x: cow=n: copies need a ram, fork or file device that can be written",
+            "x: cow=n: keeps nothing of what is written; use a transient store (N), or memory_backed=1",
+        ),
+        (
+            "x=snapshot,origin=disk,cow=ro,store=N",
+            "x: cow=ro: copies need a ram, null, fork or file device that can be written",
+        ),
+        (
+            "x=snapshot,origin=disk,cow=w,store=N",
+            "x: cow=w: copies need a ram, null, fork or file device that can be written",
+        ),
+        (
+            "x=snapshot,origin=disk,cow=z,store=N",
+            "x: cow=z: takes no copies: it is zoned, and copies are written in any order",
+        ),
+        ("x=snapshot,origin=c,readonly=no,cow=r", "x: origin=c: holds the copies of held"),
+        ("x=snapshot,origin=disk,cow=c,store=N", "x: cow=c: is in use by held"),
+        (
+            "x=snapshot,origin=r,cow=m",
+            "x: cow=m: the origin ends with the process, so a persistent store is pointless; use a transient one (N), or force it",
         ),
         (
             "x=snapshot,origin=disk,cow=r",
