@@ -9,7 +9,7 @@ use freestone::ram::{NoWaiting, Ram};
 use freestone_nbd::{Address, ExportInfo, ExportOptions, PublishError, Server, TemplateOptions};
 use freestone_spec::entries::nearest;
 use freestone_spec::kinds::registry::Registry;
-use freestone_spec::kinds::{self, CowPlace, Entry, KindSpec, Spec, build};
+use freestone_spec::kinds::{self, Entry, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
 use tracing::warn;
 
@@ -187,8 +187,7 @@ impl Service {
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
-        if let KindSpec::Snapshot(snapshot) = &spec.kind
-            && let Some(CowPlace::Device(cow)) = snapshot.cow.as_ref().map(|cow| &cow.place)
+        if let Some(cow) = spec.kind.copies_to()
             && !self.nbd.exports_named(cow).is_empty()
         {
             let why = format!("{name}: cow={cow}: is published; copies need it for themselves");

@@ -13,7 +13,8 @@ use freestone_spec::layers::{CutError, parse_after};
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{Verb, errno_of, stack_cut};
+use super::stack_cut::{self, Drive, Snapshot, StackCut};
+use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
 use crate::job::Kind;
 use crate::service::Service;
@@ -76,25 +77,6 @@ pub struct Reply {
     snapshots: Vec<Snapshot>,
 }
 
-/// A drive of a machine.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Drive {
-    name: String,
-    kept_blocks: u64,
-    lost_blocks: u64,
-}
-
-/// A snapshot after the reboot.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Snapshot {
-    name: String,
-    /// In dm's words.
-    status: String,
-    /// Why it was not opened again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    lost: Option<String>,
-}
-
 /// The power switch of a device that has one.
 fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
     let name = entry.name();
@@ -128,7 +110,7 @@ impl Verb for PowerCut {
                 let why = "at and after are for a drive: its log, or what it is asked for";
                 return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
             }
-            return stack_cut::cut(service, name, seed);
+            return of_stack(service, name, seed);
         }
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
@@ -185,41 +167,22 @@ impl Verb for PowerCut {
     }
 }
 
-impl Reply {
-    /// After the power of all that a snapshot is part of was cut.
-    pub fn of_stack(
-        name: String,
-        seed: u64,
-        cuts: Vec<(String, Cut)>,
-        snapshots: Vec<Snapshot>,
-        connections_ended: usize,
-    ) -> Self {
-        let drive = |(name, Cut { kept_blocks, lost_blocks, .. })| Drive { name, kept_blocks, lost_blocks };
-        let drives = cuts.into_iter().map(drive).collect();
-        Self {
-            name,
-            seed: Some(seed),
-            kept_blocks: None,
-            lost_blocks: None,
-            entries: None,
-            after: None,
-            connections_ended,
-            drives,
-            snapshots,
-        }
-    }
-}
-
-impl Snapshot {
-    /// `old`, which is now `new`, or could not be opened again.
-    pub fn of(old: &Entry, new: Result<Arc<Entry>, Fault>) -> Self {
-        let status = |entry: &Entry| entry.kind.cow().map(|snapshot| snapshot.status().to_string());
-        let name = old.name().to_owned();
-        match new {
-            Ok(new) => Self { name, status: status(&new).unwrap_or_default(), lost: None },
-            Err(why) => Self { name, status: status(old).unwrap_or_default(), lost: Some(why.message) },
-        }
-    }
+/// Cuts the power of all that a snapshot is part of.
+fn of_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, Fault> {
+    let failed = |drive: &str, error| refused(drive, None, &error);
+    let done = stack_cut::cut(service, &name, seed, &failed)?;
+    let StackCut { seed, drives, snapshots, connections_ended } = done;
+    Ok(Reply {
+        name,
+        seed: Some(seed),
+        kept_blocks: None,
+        lost_blocks: None,
+        entries: None,
+        after: None,
+        connections_ended,
+        drives,
+        snapshots,
+    })
 }
 
 /// Cuts the power, or goes to a point of the log. The device is claimed.
@@ -328,7 +291,7 @@ fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) 
 /// The power has gone off: what is left is what [`now`] does.
 fn by_itself(service: &Service, entry: &Arc<Entry>, seed: u64) {
     if let Some(snapshot) = stack_cut::standing_on(service, entry) {
-        if let Err(fault) = stack_cut::cut(service, snapshot.name().to_owned(), Some(seed)) {
+        if let Err(fault) = of_stack(service, snapshot.name().to_owned(), Some(seed)) {
             not_gone_off(entry, &fault);
         }
         return;
@@ -376,8 +339,7 @@ fn check_visit(entry: &Entry) -> Result<(), Fault> {
     )
 }
 
-/// What a user is told of it.
-pub fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
+fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
     let errno = match error {
         CutError::Busy => Errno::EBUSY,
         CutError::Device(error) | CutError::Record(RecordError::Device(error)) => errno_of(*error),

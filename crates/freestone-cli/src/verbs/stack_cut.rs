@@ -2,14 +2,53 @@
 
 use std::sync::Arc;
 
-use freestone_spec::kinds::{Entry, Stack};
+use freestone::power::Cut;
+use freestone_spec::kinds::{CutOutcome, Entry, Stack};
 use freestone_spec::layers::CutError;
 use freestone_spec::refusal::Errno;
+use serde::{Deserialize, Serialize};
 
-use super::power_cut::{PowerCut, Reply, refused};
-use super::{Verb, power_cut};
 use crate::control::protocol::Fault;
 use crate::service::{Service, description};
+
+/// What was done.
+pub struct StackCut {
+    pub seed: u64,
+    pub drives: Vec<Drive>,
+    pub snapshots: Vec<Snapshot>,
+    pub connections_ended: usize,
+}
+
+/// A drive of a machine.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Drive {
+    pub name: String,
+    pub kept_blocks: u64,
+    pub lost_blocks: u64,
+}
+
+/// A snapshot after the reboot.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Snapshot {
+    pub name: String,
+    /// In dm's words.
+    pub status: String,
+    /// Why it was not opened again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost: Option<String>,
+}
+
+impl Snapshot {
+    /// `old`, which is now `new`, or could not be opened again.
+    fn of(old: &Entry, new: Result<Arc<Entry>, Fault>) -> Self {
+        let status = |entry: &Entry| entry.kind.cow().map(|snapshot| snapshot.status().to_string());
+        let name = old.name().to_owned();
+        match new {
+            Ok(new) => Self { name, status: status(&new).unwrap_or_default(), lost: None },
+            Err(why) => Self { name, status: status(old).unwrap_or_default(), lost: Some(why.message) },
+        }
+    }
+}
 
 /// A snapshot with copies whose origin or COW device this is.
 pub fn standing_on(service: &Service, entry: &Arc<Entry>) -> Option<Arc<Entry>> {
@@ -31,15 +70,21 @@ pub fn alone(entry: &Entry, snapshot: &Entry) -> Fault {
     Fault::failed(Errno::EBUSY, why)
 }
 
-/// Cuts the power of all that the snapshot `name` is part of, and opens what persists again.
-pub fn cut(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, Fault> {
+/// Cuts the power of all that the snapshot `name` is part of, and opens what persists again;
+/// `failed` is how a drive's failure is told.
+pub fn cut(
+    service: &Service,
+    name: &str,
+    seed: Option<u64>,
+    failed: &dyn Fn(&str, CutError) -> Fault,
+) -> Result<StackCut, Fault> {
     let gone = || Fault::failed(Errno::EBUSY, format!("{name}: power-cut: was removed at the same time"));
     let stack = |entry: &Entry| Stack::of(entry, &service.registry).ok_or_else(gone);
-    let found = stack(&*service.find(&name)?)?;
+    let found = stack(&*service.find(name)?)?;
     let names = found.names();
-    let _claim = service.claim_all(PowerCut::METHOD, &names)?;
+    let _claim = service.claim_all("power-cut", &names)?;
     // What was there before may be gone, and others may have come.
-    let stack = stack(&*service.find(&name)?)?;
+    let stack = stack(&*service.find(name)?)?;
     if stack.names() != names {
         return Err(gone());
     }
@@ -53,23 +98,23 @@ pub fn cut(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, 
         return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}")));
     };
     let seed = seed.unwrap_or_else(|| first.layers.next_seed());
-    let _job = service.jobs.begin(&name, "power-cut")?;
+    let _job = service.jobs.begin(name, "power-cut")?;
     // What waits for room would be waited for.
     let _now: Vec<_> = drives.iter().filter_map(|drive| drive.no_waiting()).collect();
     let (connections_ended, (cuts, snapshots)) = restart(service, &names, &mut || {
         let cuts = stack.cut(seed);
-        let opened = |old: &Arc<Entry>| power_cut::Snapshot::of(old, reopen(service, &stack, old));
+        let opened = |old: &Arc<Entry>| Snapshot::of(old, reopen(service, &stack, old));
         // Where nothing was done they are as they were.
         let snapshots = if cuts.is_ok() { stack.snapshots.iter().map(opened).collect() } else { Vec::new() };
         (cuts, snapshots)
     });
-    let cuts = cuts.map_err(|busy| refused(&busy, None, &CutError::Busy))?;
-    let done = |(drive, cut): (String, Result<_, _>)| match cut {
-        Ok(cut) => Ok((drive, cut)),
-        Err(error) => Err(refused(&drive, None, &error)),
+    let cuts = cuts.map_err(|busy| failed(&busy, CutError::Busy))?;
+    let drive = |(name, cut): (String, CutOutcome)| match cut {
+        Ok(Cut { kept_blocks, lost_blocks, .. }) => Ok(Drive { name, kept_blocks, lost_blocks }),
+        Err(error) => Err(failed(&name, error)),
     };
-    let cuts = cuts.into_iter().map(done).collect::<Result<_, _>>()?;
-    Ok(Reply::of_stack(name, seed, cuts, snapshots, connections_ended))
+    let drives = cuts.into_iter().map(drive).collect::<Result<_, _>>()?;
+    Ok(StackCut { seed, drives, snapshots, connections_ended })
 }
 
 /// Opens a snapshot again, in its own place.

@@ -61,6 +61,7 @@ impl FromStr for StoreKind {
 
 /// What a snapshot is asked to be: the arguments of dm's `snapshot` target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "switches, each with its name")]
 pub struct Config {
     /// The exception store.
     pub kind: StoreKind,

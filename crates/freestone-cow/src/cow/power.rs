@@ -2,12 +2,13 @@
 //! ends where it is, and goes on nowhere. What the drives below have lost is their affair.
 //!
 //! # Protocol
-//! 1. The origin's gate is closed: every write that was sent to the device below was answered, and
-//!    no other is sent.
-//! 2. The caller cuts the COW devices off from their stores, and the drives from their power.
-//! 3. The snapshots leave the origin's view, which gets another *boot* number. Nothing is recorded
+//! 1. The origin's gate is closed: no other write is sent to the device below.
+//! 2. The caller cuts the COW devices off from their stores, so that nothing that fails from here on
+//!    is recorded there; and lets go what hangs in the device below.
+//! 3. What that device has is answered, and the caller cuts the power of the drives.
+//! 4. The snapshots leave the origin's view, which gets another *boot* number. Nothing is recorded
 //!    on their stores.
-//! 4. The gate is opened. Who came meanwhile is answered [`Gone`](Error::Gone), and so is a write
+//! 5. The gate is opened. Who came meanwhile is answered [`Gone`](Error::Gone), and so is a write
 //!    that looks at the view again and finds another boot, or that comes from such a snapshot.
 
 use std::sync::Arc;
@@ -23,21 +24,28 @@ pub struct PowerOff<'a> {
 }
 
 impl Origin {
-    /// Holds up writes to the origin, when those that the device below has are answered; `None`
-    /// where that takes longer than `most`. `then` runs as soon as no other write is sent: what
-    /// hangs below is let go there. Without [`lose`](PowerOff::lose) all go on afterwards.
-    pub fn power_off(&self, most: Duration, then: impl FnOnce()) -> Option<PowerOff<'_>> {
+    /// Holds up writes to the origin, has `then` cut the COW devices off, and waits, for `most` at
+    /// most, until the device below has answered what it has. `None` where `then` is false. Without
+    /// [`lose`](PowerOff::lose) writes go on afterwards.
+    pub fn power_off(&self, most: Duration, then: impl FnOnce() -> bool) -> Option<PowerOff<'_>> {
         let core = &***self.0.0;
         let off = PowerOff { core: &self.0.0, lost: false };
-        if core.gate.close_within(Duration::ZERO) {
-            then();
-            return Some(off);
+        // From here on nothing else is sent.
+        let mut quiet = core.gate.close_within(Duration::ZERO);
+        if !then() {
+            return None;
         }
-        then();
-        let quiet = core.gate.close_within(most);
-        // It is closed twice.
-        core.gate.open().into_iter().for_each(|task| core.work_queue.push(task));
-        quiet.then_some(off)
+        if !quiet {
+            quiet = core.gate.close_within(most);
+            // It is closed twice, so nothing is held by this.
+            drop(core.gate.open());
+        }
+        if !quiet {
+            tracing::warn!(
+                "a write to an origin is not answered; it is not waited for when the power is cut"
+            );
+        }
+        Some(off)
     }
 }
 

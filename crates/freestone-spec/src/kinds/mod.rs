@@ -37,7 +37,7 @@ pub use self::ram::{
 use self::registry::Registry;
 pub use self::restored::{RestoredSpec, restored};
 pub use self::snapshot::{
-    CowDevice, CowPlace, CowSpec, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
+    CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };
 pub use self::template::TemplateSpec;
 use crate::entries::{Entries, SpecError, check_name, nearest};
@@ -156,6 +156,11 @@ pub trait Asked {
 
     /// The name of what it shows where it holds nothing itself.
     fn below(&self) -> Option<&str> {
+        None
+    }
+
+    /// The name of the device that takes its copies.
+    fn copies_to(&self) -> Option<&str> {
         None
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Family;
 
-use super::{CowPlace, Entry, KindSpec};
+use super::Entry;
 use crate::family::{self, FamilySpec};
 use crate::refusal::{Errno, Refusal};
 
@@ -155,14 +155,10 @@ impl Registry {
     pub fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
         // It has no other users then.
         let users = self.users(entry)?;
-        let holds = |name: &String| match &self.find(name)?.spec.kind {
-            KindSpec::Snapshot(snapshot) => {
-                let cow = snapshot.cow.as_ref()?;
-                (cow.place == CowPlace::Device(entry.name().to_owned())).then(|| name.clone())
-            }
-            _ => None,
+        let holds = |name: &&String| {
+            self.find(name).is_some_and(|user| user.spec.kind.copies_to() == Some(entry.name()))
         };
-        users.some.iter().find_map(holds)
+        users.some.iter().find(holds).cloned()
     }
 
     /// Refuses where others stand on the device: what they show would change.

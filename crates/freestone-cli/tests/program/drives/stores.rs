@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::clients::tools::{MIB, noise};
+use crate::clients::tools::{MIB, noise, stat};
 use crate::drives::raw::{FUA, Raw};
 use crate::harness::Serve;
 
@@ -222,6 +222,9 @@ fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
         fill(&serve, "o", &before);
         serve.text(&["snapshot", "o", "s", "cow=c", "chunk_size=4K", "readonly=yes"]);
         publish(&serve, "s");
+        // Of that nothing was flushed by its writers.
+        serve.text(&["power-cut", "s", "--seed", "1"]);
+        assert!(content(&serve, "s") == before, "seed {seed}: at once");
         for round in [0, 1] {
             let cut = cut_under_load(&serve, &["o", "o", "o"], seed * 2 + round);
             assert_eq!(cut["seed"], json!(seed * 2 + round));
@@ -324,6 +327,11 @@ fn the_power_of_one_drive_takes_the_others_with_it_in_the_middle_of_a_copy() {
                 scope.spawn(move || write_until_cut(client, seed * 10 + n));
             }
         });
+        // Clients end before the power is off.
+        let end = Instant::now() + Duration::from_secs(60);
+        while ["o", "c"].iter().any(|name| stat(&serve, name, "power", "cuts") <= seed) {
+            assert!(Instant::now() < end, "{drive} after {after}: the power is still on");
+        }
         for name in ["o", "c"] {
             let power = &serve.json(&["stat", name])["power"];
             assert_eq!(

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use self::cow::PendingCow;
 pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
-pub use self::stack::Stack;
+pub use self::stack::{CutOutcome, Stack};
 use super::fork;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Spec, finished, parse_name};
@@ -172,12 +172,15 @@ impl Asked for SnapshotSpec {
         Some(&self.origin)
     }
 
+    fn copies_to(&self) -> Option<&str> {
+        match &self.cow.as_ref()?.place {
+            CowPlace::Device(name) => Some(name),
+            CowPlace::Path(_) => None,
+        }
+    }
+
     fn changes(&self) -> Vec<&str> {
-        let cow = match self.cow.as_ref().map(|cow| &cow.place) {
-            Some(CowPlace::Device(name)) => Some(name.as_str()),
-            Some(CowPlace::Path(_)) | None => None,
-        };
-        [self.origin.as_str()].into_iter().chain(cow).collect()
+        [self.origin.as_str()].into_iter().chain(self.copies_to()).collect()
     }
 }
 

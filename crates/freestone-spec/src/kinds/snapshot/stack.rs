@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::power::Cut;
+use freestone::quiesce::Shut;
 
 use super::super::registry::Registry;
 use super::super::{Entry, KindSpec, finished};
@@ -15,6 +16,9 @@ use crate::refusal::{Errno, Refusal};
 
 /// How long the power waits for what the devices are doing.
 const QUIET_WAIT: Duration = Duration::from_secs(10);
+
+/// What a cut did to a drive.
+pub type CutOutcome = Result<Cut, CutError>;
 
 /// All that has something to do with the snapshots of one origin.
 pub struct Stack {
@@ -53,21 +57,29 @@ impl Stack {
     ///
     /// # Errors
     /// Who is busy for too long. No power was cut.
-    pub fn cut(&self, seed: u64) -> Result<Vec<(String, Result<Cut, CutError>)>, String> {
+    pub fn cut(&self, seed: u64) -> Result<Vec<(String, CutOutcome)>, String> {
         let busy = |entry: &Entry| entry.name().to_owned();
         let drives = self.drives();
         let Some(origin) = &self.origin.cow_origin else { return Ok(Vec::new()) };
-        let off = origin.power_off(QUIET_WAIT, || drives.iter().for_each(|drive| let_go(drive)));
         let _on = KeepOn(&drives);
-        let off = off.ok_or_else(|| busy(&self.origin))?;
-        let mut shut = Vec::new();
-        for (entry, device) in
-            self.snapshots.iter().filter_map(|entry| Some((entry, entry.kind.cow_device()?)))
-        {
-            shut.push(device.lead.shut(QUIET_WAIT).ok_or_else(|| busy(entry))?);
-        }
-        // No way back: what comes from the stores from now on is lost.
-        shut.into_iter().for_each(|shut| shut.for_good());
+        let mut late = None;
+        let off = origin.power_off(QUIET_WAIT, || {
+            drives.iter().skip(1).copied().for_each(let_go);
+            let mut shut = Vec::new();
+            for snapshot in &self.snapshots {
+                let Some(device) = snapshot.kind.cow_device() else { continue };
+                let Some(lead) = device.lead.shut(QUIET_WAIT) else {
+                    late = Some(busy(snapshot));
+                    return false;
+                };
+                shut.push(lead);
+            }
+            // No way back: what comes from the stores from now on is lost.
+            shut.into_iter().for_each(Shut::for_good);
+            let_go(&self.origin);
+            true
+        });
+        let Some(off) = off else { return Err(late.unwrap_or_else(|| busy(&self.origin))) };
         let switched = drives.iter().filter_map(|entry| Some((entry, entry.layers.power.as_ref()?)));
         let switched = switched.filter(|(entry, _)| entry.layers.can_cut);
         let cuts = switched.map(|(entry, power)| (entry.name().to_owned(), entry.layers.cut(power, seed)));
@@ -95,7 +107,7 @@ impl Stack {
 }
 
 /// What hangs is done already, and who waits for the power to be cut is gone.
-fn let_go(drive: &Entry) {
+fn let_go(drive: &Arc<Entry>) {
     if let Some(faults) = &drive.layers.faults {
         faults.release();
     }
