@@ -11,5 +11,6 @@ mod merge_durable;
 mod merge_finished;
 mod merge_marks;
 mod older;
+mod power;
 mod store;
 mod support;

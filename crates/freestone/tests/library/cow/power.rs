@@ -1,0 +1,112 @@
+//! An origin, its snapshots and their COW devices lose their power.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use freestone::cow::{Origin, Snapshot, Status, StoreKind};
+use freestone::device::{Blocking, Error, Flags, Op};
+use freestone::quiesce::Quiesce;
+use freestone_testkit::{Faulty, What, When};
+
+use crate::cow::support::{CHUNK, bytes, config, read_all};
+
+const SIZE: u64 = 64 << 10;
+const NONE: Flags = Flags::empty();
+/// Longer than anything takes.
+const LONG: Duration = Duration::from_secs(30);
+
+struct Machine {
+    below: Arc<Faulty>,
+    cow: Arc<Faulty>,
+    lead: Arc<Quiesce>,
+    origin: Origin,
+    snapshot: Snapshot,
+}
+
+fn machine() -> Machine {
+    let faulty = |size: u64| Arc::new(Faulty::new(size as usize, 512));
+    let (below, cow) = (faulty(SIZE), faulty(512 << 10));
+    below.write_at(0, &bytes(1, SIZE), NONE).unwrap();
+    let origin = Origin::new(below.clone());
+    let lead = Arc::new(Quiesce::new(cow.clone()));
+    let snapshot = origin.snapshot(lead.clone(), &config(StoreKind::Persistent, CHUNK)).unwrap();
+    Machine { below, cow, lead, origin, snapshot }
+}
+
+/// A write to the origin whose copy hangs, until `then` has happened; how it was answered.
+fn hanging(machine: &Machine, then: impl FnOnce()) -> Result<(), Error> {
+    machine.cow.fault(Some(Op::Write), When::Always, What::Hang);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| machine.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE));
+        machine.cow.await_held(1);
+        then();
+        writer.join().unwrap()
+    })
+}
+
+#[test]
+fn nothing_that_was_begun_before_arrives_after_it() {
+    let machine = machine();
+    let lose = || {
+        let off = machine.origin.power_off(LONG, || {
+            // The disk had taken it.
+            machine.cow.heal();
+            machine.lead.shut(LONG).unwrap().for_good();
+            true
+        });
+        off.unwrap().lose();
+    };
+    assert_eq!(hanging(&machine, lose), Err(Error::Gone));
+    assert!(read_all(&*machine.below) == bytes(1, SIZE), "the origin was written");
+    assert_eq!(machine.snapshot.status(), Status::Invalid);
+    assert_eq!(machine.snapshot.read_at(0, &mut [0; 512]), Err(Error::Gone));
+    assert_eq!(machine.origin.snapshots(), 0);
+
+    // After the reboot both are there.
+    let snapshot =
+        machine.origin.snapshot(machine.cow.clone(), &config(StoreKind::Persistent, CHUNK)).unwrap();
+    assert_ne!(snapshot.status(), Status::Invalid);
+    machine.origin.write_at(0, &bytes(7, SIZE), NONE).unwrap();
+    assert!(read_all(&snapshot) == bytes(1, SIZE));
+    assert!(read_all(&machine.origin) == bytes(7, SIZE));
+    // What is left of the old one records nothing.
+    drop(machine.snapshot);
+    assert!(read_all(&snapshot) == bytes(1, SIZE));
+    assert_ne!(snapshot.status(), Status::Invalid);
+}
+
+#[test]
+fn a_merge_that_loses_its_power_can_be_gone_on_with() {
+    let machine = machine();
+    machine.snapshot.write_at(CHUNK, &bytes(2, 2 * CHUNK), NONE).unwrap();
+    let shown = read_all(&machine.snapshot);
+    machine.below.fault(Some(Op::Flush), When::Always, What::Hang);
+    machine.snapshot.merge().unwrap();
+    machine.below.await_held(1);
+    let off = machine.origin.power_off(LONG, || {
+        machine.lead.shut(LONG).unwrap().for_good();
+        machine.below.heal();
+        true
+    });
+    off.unwrap().lose();
+    let config = config(StoreKind::Persistent, CHUNK);
+    let snapshot = machine.origin.snapshot(machine.cow.clone(), &config).unwrap();
+    // It plays the origin's part from the first moment on.
+    assert!(read_all(&machine.origin) == shown && read_all(&snapshot) == shown);
+    snapshot.merge().unwrap();
+    snapshot.wait_merge();
+    assert!(read_all(&*machine.below) == shown);
+}
+
+#[test]
+fn where_it_is_given_up_all_goes_on() {
+    let machine = machine();
+    let give_up = || {
+        assert!(machine.origin.power_off(LONG, || false).is_none());
+        machine.cow.heal();
+    };
+    assert_eq!(hanging(&machine, give_up), Ok(()));
+    assert!(read_all(&machine.snapshot) == bytes(1, SIZE));
+    assert_eq!(machine.origin.snapshots(), 1);
+}
