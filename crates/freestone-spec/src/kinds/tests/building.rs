@@ -126,3 +126,14 @@ fn bases_that_cannot_be_are_told_apart() {
         assert!(said.starts_with(expected), "{text}: {said}");
     }
 }
+
+#[test]
+fn a_device_without_bytes_has_snapshots_without_bytes() {
+    let registry = Registry::default();
+    add(&registry, "empty=null,size=0");
+    add(&registry, "c=ram,disksize=1M,power_cut=yes");
+    for text in ["s=snapshot,origin=empty", "p=snapshot,origin=empty,cow=c"] {
+        let snapshot = build(text.parse().unwrap(), &registry).unwrap();
+        assert_eq!(snapshot.size(), 0, "{text}");
+    }
+}
