@@ -204,6 +204,7 @@ impl Snap {
 
     fn switch(self: &Arc<Self>) {
         self.set_merging();
+        self.core.will_merge();
         self.gate.change(|_| Mode::Merging);
         self.core.gate.change(|view| {
             view.changed(|view| {

@@ -72,7 +72,11 @@ impl Origin {
 
     /// The snapshot that plays the origin's part.
     fn merging(&self) -> Option<Arc<Snap>> {
-        self.0.0.gate.enter_any(|view| view.merging.as_deref().map(Arc::clone))
+        let core = &self.0.0;
+        if !core.may_merge() {
+            return None;
+        }
+        core.gate.enter_any(|view| view.merging.as_deref().map(Arc::clone))
     }
 }
 

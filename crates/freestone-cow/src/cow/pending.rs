@@ -294,6 +294,9 @@ impl Pending for PendingSnapshot {
             // From now on writes are preserved for it.
             let missed = self.before.missed(core);
             let _ = snap.missed.set(missed);
+            if snap.is_merging() {
+                core.will_merge();
+            }
             core.gate.change(|view| {
                 view.changed(|view| {
                     if snap.is_merging() {

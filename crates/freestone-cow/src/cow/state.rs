@@ -87,6 +87,9 @@ pub(super) struct OriginState {
     /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it
     /// waits for writes that are under way.
     pub changing: Mutex<Changing>,
+    /// 1 from just before the first snapshot plays its part: until then reads need not look at the
+    /// view.
+    merges: AtomicU32,
     /// Which content it holds: tells whether a store missed writes.
     pub age: Age,
     /// Writes to the snapshot that plays the origin's part.
@@ -196,6 +199,7 @@ impl OriginCore {
             work_queue: WorkQueue::new("cow"),
             common: OnceLock::new(),
             changing: Mutex::default(),
+            merges: AtomicU32::new(0),
             write_merging,
         });
         PerCpuArc::new(|| Self(CachePadded::new(Arc::clone(&core))))
@@ -206,6 +210,16 @@ impl OriginState {
     /// The merge that is under way, as the origin itself says.
     pub fn noted_merge(&self) -> Option<u64> {
         self.notes.as_ref()?.merge()
+    }
+
+    /// A snapshot is about to play its part.
+    pub fn will_merge(&self) {
+        self.merges.store(1, Ordering::SeqCst);
+    }
+
+    /// Whether one may play its part.
+    pub fn may_merge(&self) -> bool {
+        self.merges.load(Ordering::SeqCst) != 0
     }
 
     /// Takes a snapshot out of the list.
