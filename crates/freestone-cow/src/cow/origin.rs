@@ -86,8 +86,11 @@ impl Device for Origin {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let core = &self.0.0;
+        let core: &OriginCore = &self.0.0;
         if matches!(request.op, Op::Read | Op::Flush) {
+            if !core.may_merge() {
+                return core.device.try_io(request, buffer);
+            }
             return match (self.merging(), buffer) {
                 (None, buffer) => core.device.try_io(request, buffer),
                 (Some(snap), Buffer::Read(into)) => {
@@ -99,6 +102,9 @@ impl Device for Origin {
                     snap.try_flush(request)
                 }
             };
+        }
+        if let Some(_under_way) = origin_write::without_snapshots(core) {
+            return core.device.try_io(request, buffer);
         }
         request.check(&core.device.geometry())?;
         origin_write::try_write(core, request, buffer)

@@ -24,6 +24,7 @@ use super::exceptions::Exception;
 use super::gather::{Gather, Job};
 use super::state::{OriginCore, Permit, Snap, View, counter};
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
+use freestone_core::freeze_gate::UnderWay;
 use freestone_core::work_queue::WorkQueue;
 
 /// Exceptions that one round of a write asks for.
@@ -73,6 +74,20 @@ enum Planned {
 }
 
 // ---- at once ------------------------------------------------------------------------------------
+
+/// A write for which nothing has to be preserved: the origin has no snapshots, and none begins before
+/// this is dropped.
+pub(super) fn without_snapshots(core: &OriginCore) -> Option<UnderWay<'_, View>> {
+    let without = core.gate.enter(|view| {
+        let without = view.is_some_and(|view| view.snapshots.is_empty() && view.merging.is_none());
+        if without {
+            core.gate.begin();
+            core.age.wrote();
+        }
+        without
+    });
+    without.then(|| core.gate.under_way())
+}
 
 /// Writes as far as no exception is missing and the device does it at once. The place was checked.
 pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
