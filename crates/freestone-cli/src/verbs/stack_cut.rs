@@ -9,6 +9,7 @@ use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::control::protocol::Fault;
+use crate::job::Kind;
 use crate::service::{Service, description};
 
 /// What was done.
@@ -98,7 +99,8 @@ pub fn cut(
         return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}")));
     };
     let seed = seed.unwrap_or_else(|| first.layers.next_seed());
-    let _job = service.jobs.begin(name, "power-cut")?;
+    // A merge of a snapshot goes on or not, but holds up nobody.
+    let _job = service.jobs.begin(drives[0].name(), "power-cut", Kind::WHOLE)?;
     // What waits for room would be waited for.
     let _now: Vec<_> = drives.iter().filter_map(|drive| drive.no_waiting()).collect();
     let (connections_ended, (cuts, snapshots)) = restart(service, &names, &mut || {
