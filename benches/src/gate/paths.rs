@@ -8,8 +8,9 @@ use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
+use freestone::cow::Origin;
 use freestone::device::zoned::Zoned;
-use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, Tried};
+use freestone::device::{Blocking, Buffer, Counting, Device, Flags, IoBuf, Request, Tried};
 use freestone::null::{self, Memory, Null};
 use freestone::ram::{self, ForkConfig, Ram};
 use freestone::zone::{self, State, Zones};
@@ -47,6 +48,8 @@ pub enum Hot {
     ZoneAppend,
     ZoneRead,
     NullWrite,
+    LayersRead,
+    LayersWrite,
     NbdRead,
     NbdWrite,
 }
@@ -97,6 +100,8 @@ impl Hot {
             Self::ZoneAppend => "append to a zone with memory",
             Self::ZoneRead => "read of a zone with memory",
             Self::NullWrite => "write that is forgotten: the contract alone",
+            Self::LayersRead => "read of a null device, with the layers that the program puts over each",
+            Self::LayersWrite => "write that is forgotten, with these layers",
             Self::NbdRead | Self::NbdWrite => "request to a null export, the server's side",
         }
     }
@@ -165,6 +170,8 @@ impl Loop {
                 let null = Null::new(null::Config::plain(DISK_BYTES, 512))?;
                 writes(&null, &compressible()?, count)
             }
+            Hot::LayersRead => reads(&layers()?, count),
+            Hot::LayersWrite => writes(&layers()?, &compressible()?, count),
             Hot::NbdRead | Hot::NbdWrite => anyhow::bail!("{} is counted in a server", path.name()),
         }
     }
@@ -198,6 +205,12 @@ fn fill(ram: &Ram, pages: &[u8]) -> Result<()> {
         ram.write_at(number * PAGE, page, Flags::empty())?;
     }
     Ok(())
+}
+
+/// A null device that snapshots can be taken of, and whose requests are counted.
+fn layers() -> Result<Counting> {
+    let null = Arc::new(Null::new(null::Config::plain(DISK_BYTES, 512))?);
+    Ok(Counting::new(Arc::new(Origin::new(null))))
 }
 
 /// An empty zoned drive with memory.

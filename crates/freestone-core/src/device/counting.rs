@@ -45,7 +45,7 @@ impl Device for Counting {
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let outcome = self.inner.try_io(request, buffer);
-        self.counts.tried(request, &outcome);
+        self.counts.look().tried(request, &outcome);
         outcome
     }
 

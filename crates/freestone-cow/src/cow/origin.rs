@@ -82,11 +82,11 @@ impl Origin {
 
 impl Device for Origin {
     fn geometry(&self) -> Geometry {
-        self.0.0.device.geometry()
+        self.0.0.look().device.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let core: &OriginCore = &self.0.0;
+        let core: &OriginCore = self.0.0.look();
         if matches!(request.op, Op::Read | Op::Flush) {
             if !core.may_merge() {
                 return core.device.try_io(request, buffer);
