@@ -100,7 +100,7 @@ sequences() {
   writeback idle; idle all; writeback idle; writeback idle
   check 0 256; state; check 0 256; state
   fill text 0 16; state; fill pattern 16 16; state; fill noise 64 8; state
-  discard 80 16; state; zero 100 10; state; check 0 256; state
+  discard 80 16; state; zero 100 10; check 100 10; discard 100 10; state; check 0 256; state
   idle all; check 0 8; fill text 8 4; writeback idle; check 0 256; state
   discard 0 4096; state; idle all; writeback idle; check 0 64; state
 
