@@ -1,16 +1,17 @@
 //! Experiment 4: writes of an origin that has a snapshot, and of the snapshot, by several workers
 //! over null drives.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::cow::StoreKind;
-use freestone::device::IoBuf;
+use freestone::device::{Device, IoBuf};
 use freestone_benches::forks::cow_tables::{CHUNK_BYTES, Devices, Which};
-use freestone_benches::forks::locks::{Kind, Profile};
 use freestone_benches::forks::tables::{self, Beside, Speed, Variant, WORKERS};
 use freestone_benches::options::Options;
+use freestone_core::variants::{self, Exceptions};
 use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
@@ -33,42 +34,87 @@ const COLUMNS: [&str; 3] = [figures::COLUMNS[0], figures::COLUMNS[1], "a lock a 
 /// A variant that is no column: each worker has an origin and a snapshot of its own.
 const APART: usize = 3;
 
-/// Runs both devices.
+/// Devices whose exceptions have another lock than the product's.
+struct With {
+    locks: Exceptions,
+    devices: Devices,
+}
+
+impl Variant for With {
+    fn name(&self) -> &'static str {
+        self.devices.name()
+    }
+
+    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+        // Those of the slice before are not used any more.
+        self.devices.clear();
+        variants::set_exceptions(self.locks);
+        self.devices.fresh(workers)
+    }
+}
+
+/// What is written, and what keeps the snapshot's exceptions.
+#[derive(Clone, Copy)]
+struct Setup<'a> {
+    which: Which,
+    store: StoreKind,
+    pages: &'a [u8],
+}
+
+impl Setup<'_> {
+    fn devices(&self, name: &'static str, locks: Exceptions, apart: bool) -> With {
+        let devices = Devices::new(name, self.which, self.store, self.pages.len() as u64, apart);
+        With { locks, devices }
+    }
+}
+
+/// Runs both devices, with both kinds of stores.
 pub fn run(options: &Options) -> Result<Experiment> {
     let mut pages = IoBuf::zeroed(options.bytes(BYTES) as usize)?;
     pages.fill(0x5A);
     let machine = costs::measure()?;
     let rounds = slices(options, ROUNDS, 1).pairs;
     let (mut tables, mut model) = (Vec::new(), Vec::new());
-    for (which, name, iops, latency) in [
-        (Which::Origin, "origin", figures::ORIGIN_IOPS, figures::ORIGIN_LATENCY),
-        (Which::Snapshot, "snapshot", figures::SNAPSHOT_IOPS, figures::SNAPSHOT_LATENCY),
-    ] {
-        let variant = |name, apart, locks| -> Box<dyn Variant> {
-            Box::new(Devices::new(name, which, StoreKind::Transient, pages.len() as u64, apart, locks))
-        };
-        let mut variants = [
-            variant(COLUMNS[OLD], false, Some(Kind::One)),
-            variant(COLUMNS[1], false, Some(Kind::Buckets)),
-            variant(COLUMNS[OURS], false, None),
-            variant("apart", true, None),
-        ];
-        let speeds = tables::run(rounds, &mut variants, &pages)?;
-        let throughput =
-            table(&format!("{name}, throughput"), Unit::Iops, Better::More, &iops, &speeds, |s| s.per_second);
-        tables.push(table(
-            &format!("{name}, mean latency"),
-            Unit::Micros,
-            Better::Less,
-            &latency,
-            &speeds,
-            |s| s.mean,
-        ));
-        if let Some(machine) = &machine {
-            model.push(modelled(which, &throughput, &speeds, machine, &pages)?);
+    let measured = (|| -> Result<()> {
+        for (which, name, iops, latency) in [
+            (Which::Origin, "origin", &figures::ORIGIN_IOPS, &figures::ORIGIN_LATENCY),
+            (Which::Snapshot, "snapshot", &figures::SNAPSHOT_IOPS, &figures::SNAPSHOT_LATENCY),
+        ] {
+            for store in [StoreKind::Transient, StoreKind::Persistent] {
+                let setup = Setup { which, store, pages: &pages };
+                let mut variants = [
+                    setup.devices(COLUMNS[OLD], Exceptions::One, false),
+                    setup.devices(COLUMNS[1], Exceptions::Buckets, false),
+                    setup.devices(COLUMNS[OURS], Exceptions::Ours, false),
+                    setup.devices("apart", Exceptions::Ours, true),
+                ]
+                .map(|variant| -> Box<dyn Variant> { Box::new(variant) });
+                let speeds = tables::run(rounds, &mut variants, &pages)?;
+                let (name, iops, latency) = match store {
+                    StoreKind::Transient => (name.to_owned(), &iops[..], &latency[..]),
+                    _ => (format!("{name}, store {store}"), &[][..], &[][..]),
+                };
+                let throughput = table(
+                    &format!("{name}, throughput"),
+                    Unit::Iops,
+                    Better::More,
+                    iops,
+                    &speeds,
+                    |s| s.per_second,
+                );
+                // The queue of a store P is one for all, which the model does not know.
+                if let (Some(machine), StoreKind::Transient) = (&machine, store) {
+                    model.push(modelled(&setup, &throughput, &speeds, machine)?);
+                }
+                tables.push(throughput);
+                let name = format!("{name}, mean latency");
+                tables.push(table(&name, Unit::Micros, Better::Less, latency, &speeds, |s| s.mean));
+            }
         }
-        tables.insert(tables.len() - 1, throughput);
-    }
+        Ok(())
+    })();
+    variants::set_exceptions(Exceptions::Ours);
+    measured?;
     let cpus = freestone_benches::machine::allowed_cpus()?.len();
     let mut words = vec![format!(
         "With more than {cpus} workers on {} those of one CPU take turns: a worker that is preempted while it holds the one lock holds up all others, and \
@@ -84,17 +130,22 @@ pub fn run(options: &Options) -> Result<Experiment> {
         source: figures::SOURCE.into(),
         here: vec![
             format!(
-                "Null drives below, store N, chunks of {CHUNK_BYTES} bytes. Random 4 KiB writes, each of {} chunks once, one at a time by each worker, \
-                 worker n on CPU n modulo {cpus}; a new snapshot before each slice. Origin: every chunk is copied first. Snapshot: every write \
-                 covers a chunk, so nothing is copied. No block layer and no scheduler is in it, there both are.",
+                "Null drives below, chunks of {CHUNK_BYTES} bytes; store N, as there, and store P, which has no published figures. Random 4 KiB \
+                 writes, each of {} chunks once, one at a time by each worker, worker n on CPU n modulo {cpus}; a new snapshot before each slice. \
+                 Origin: every chunk is copied first. Snapshot: every write covers a chunk, so nothing is copied. No block layer and no scheduler \
+                 is in it, there both are.",
                 pages.len() / PAGE_BYTES
             ),
             format!(
-                "\"{}\": a mutex around all of the engine's work on the caller's thread, let go around every access to the drives below. \"{}\": a \
-                 shared read-write lock, then the chunk's buckets of complete and of pending exceptions, held for the same time. Both are \
-                 around the engine as it is, whose own locks they have in addition.",
+                "One build, in which the lock of an exception is chosen at run time; the table is ours in all columns, and with the kernel's locks \
+                 its slots have none. \"{}\": a mutex, held to find and begin an exception (with its place on the COW device), to complete it, and \
+                 where a complete one is found: three times for a write to the origin, twice for one to the snapshot, as there. \"{}\": as often, a \
+                 shared read-write lock, then the chunk's buckets of complete and of pending exceptions; as many buckets as the kernel has.",
                 COLUMNS[OLD], COLUMNS[1]
             ),
+            "Store P: the drive below answers a flush at once, so a commit costs what the engine does for it: entries in order of their places, \
+             one write of an area for as many as have come by then. It has one queue in all columns, as there."
+                .into(),
             "Left out: the kernel's copying daemon and its throttle.".into(),
         ],
         tables,
@@ -124,21 +175,20 @@ fn table(
 }
 
 fn modelled(
-    which: Which,
+    setup: &Setup<'_>,
     table: &Table,
     speeds: &[Vec<Vec<Speed>>],
     machine: &Machine,
-    pages: &[u8],
 ) -> Result<Modelled> {
     let median = |workers: usize, variant: usize| -> Result<f64> {
         let at = WORKERS.iter().position(|number| *number == workers).context("not a number of workers")?;
         Ok(Summary::of(speeds[at][variant].iter().map(|speed| speed.per_second)).median)
     };
-    let profile = profile(which, machine, pages)?;
+    let (held, visits) = profile(setup, machine)?;
     let inputs = Inputs {
         fine: 1e9 / median(1, OURS)?,
-        held: profile.0,
-        visits: profile.1,
+        held,
+        visits,
         lock: machine.mutex,
         discipline: Discipline::Parking,
         apart: median(2, APART)? / median(1, APART)?,
@@ -148,18 +198,15 @@ fn modelled(
 }
 
 /// One worker: nanoseconds that a write holds the one lock, and how often it takes it.
-fn profile(which: Which, machine: &Machine, pages: &[u8]) -> Result<(f64, f64)> {
-    let writes = (pages.len() / PAGE_BYTES) as f64;
+fn profile(setup: &Setup<'_>, machine: &Machine) -> Result<(f64, f64)> {
+    let writes = (setup.pages.len() / PAGE_BYTES) as f64;
     let (mut held, mut visits) = (Vec::new(), Vec::new());
     for round in 0..PROFILES {
-        // The locks live as long as the program as well.
-        let profile: &'static Profile = Box::leak(Box::default());
-        let locks = Some(Kind::Timed(profile));
-        let mut variant =
-            Devices::new("timed", which, StoreKind::Transient, pages.len() as u64, false, locks);
+        let mut variant = setup.devices("timed", Exceptions::Timed, false);
         let devices = variant.fresh(1)?;
-        tables::slice(&devices, Beside::Nothing, pages, round)?;
-        let (time, count): (Duration, u64) = profile.held();
+        variants::exceptions_held();
+        tables::slice(&devices, Beside::Nothing, setup.pages, round)?;
+        let (time, count): (Duration, u64) = variants::exceptions_held();
         // Between two readings of the clock lies the time of one.
         held.push((time.as_nanos() as f64 - count as f64 * machine.clock).max(0.0) / writes);
         visits.push(count as f64 / writes);

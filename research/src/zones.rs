@@ -1,4 +1,5 @@
-//! Experiment 5: threads on the zones of one drive, with one lock and with a lock a zone.
+//! Experiment 5: threads on the zones of one drive, with one lock, with a lock a zone, and without
+//! one for reads.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -8,7 +9,7 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Flags, Request};
 use freestone_benches::data::Random;
 use freestone_benches::options::Options;
-use freestone_benches::zones::scaling::{self, LIMIT, Load, Shape, Side, THREADS, THREADS_APART, ZONES};
+use freestone_benches::zones::scaling::{self, LIMIT, Load, Locks, Shape, Side, THREADS, THREADS_APART, ZONES};
 use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
@@ -25,12 +26,20 @@ const IDLE_OPS: u64 = 200_000;
 const IDLE_ROUNDS: usize = 9;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Places of the columns, and of the sides.
+/// Places of the columns, and of the sides. In a table of reads the source's new lock stands between
+/// the old one and ours, which reads do not take; for writes it is ours.
 const OLD: usize = 0;
-const OURS: usize = 1;
-const COLUMNS: [&str; 2] = [published::COLUMNS[0], "a lock a zone (ours)"];
-/// A side that is no column: two threads with a drive each.
-const APART: usize = 2;
+const NEW: usize = 1;
+const READS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "no lock (ours)"];
+const WRITES: [&str; 2] = [published::COLUMNS[0], "a lock a zone (ours)"];
+
+/// The columns of a load.
+fn columns(load: Load) -> &'static [&'static str] {
+    match load {
+        Load::Reads => &READS,
+        Load::Writes => &WRITES,
+    }
+}
 
 /// Runs writes and reads, without and with memory backing, each without and with limits.
 pub fn run(options: &Options) -> Result<Experiment> {
@@ -39,8 +48,9 @@ pub fn run(options: &Options) -> Result<Experiment> {
     for memory in [false, true] {
         for (load, figures) in [Load::Writes, Load::Reads].into_iter().zip(published::KIOPS) {
             let backing = if memory { "memory backing" } else { "no backing" };
-            let mut table =
-                Table::new(format!("{}, {backing}", figures.what), Unit::Kiops, Better::More, &COLUMNS);
+            let name = format!("{}, {backing}", figures.what);
+            let mut table = Table::new(name, Unit::Kiops, Better::More, columns(load));
+            (table.old, table.new) = (OLD, NEW);
             let mut inputs = Vec::new();
             for limits in [false, true] {
                 let shape = Shape { zone_bytes: scaling::zone_bytes(memory, options), memory, limits };
@@ -74,10 +84,15 @@ pub fn run(options: &Options) -> Result<Experiment> {
                  active zones. Every request is answered on the caller's thread, so reads have depth 1; there they had depth 8."
             ),
             format!(
-                "\"{}\": a mutex around every call of an equal drive. With memory backing it is held while the page is copied, as the kernel's one \
-                 lock over the memory is; there is no published figure of that.",
-                COLUMNS[OLD]
+                "\"{}\": a mutex around every call of an equal drive, whose writes take their zone's own lock under it. With memory backing it is \
+                 held while the page is copied, as the kernel's one lock over the memory is; there is no published figure of that. \"{}\" for \
+                 reads, as the source has it: a mutex a zone around every read of an equal drive, which takes no lock for it by itself. For \
+                 writes the source's lock a zone and ours are one.",
+                READS[OLD], READS[NEW]
             ),
+            "Reads without backing leave the reader's buffer as it is (the library's UNREAD flag), in all columns: null_blk copies nothing there \
+             either. Only benchmarks ask for that: over NBD such a drive gives zeroes. With memory backing the flag changes nothing."
+                .into(),
             "Left out: the block layer, and memory backing in the published figures.".into(),
         ],
         tables,
@@ -93,16 +108,22 @@ pub fn run(options: &Options) -> Result<Experiment> {
 /// Adds a row for each number of threads. Returns what two threads that share nothing do over what
 /// one does.
 fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Options) -> Result<f64> {
-    let sides = [
-        Side::new(COLUMNS[OLD], 1, true, shape)?,
-        Side::new(COLUMNS[OURS], 1, false, shape)?,
-        Side::new("apart", THREADS_APART, false, shape)?,
-    ];
+    // Behind the columns one that is none: two threads with a drive each.
+    let names = columns(load);
+    let (ours, apart) = (names.len() - 1, names.len());
+    let locks = |at| match at {
+        OLD => Locks::one(),
+        at if at == ours => Locks::None,
+        _ => Locks::reads(),
+    };
+    let sides = names.iter().enumerate().map(|(at, &name)| Side::new(name, 1, locks(at), shape));
+    let mut sides: Vec<Side> = sides.collect::<Result<_>>()?;
+    sides.push(Side::new("apart", THREADS_APART, Locks::None, shape)?);
     let slices = slices(options, ROUNDS, SLICE_MS);
     let mut speeds = THREADS.map(|_| vec![Vec::new(); sides.len()]);
     for round in 0..slices.pairs {
         for (threads, speeds) in THREADS.into_iter().zip(&mut speeds) {
-            let compared = if threads == THREADS_APART { sides.len() } else { APART };
+            let compared = if threads == THREADS_APART { sides.len() } else { apart };
             for side in turns(compared, round) {
                 let speed = scaling::slice(&sides[side], load, threads, round, slices.slice)?;
                 speeds[side].push(speed / 1e3);
@@ -110,13 +131,13 @@ fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Op
         }
     }
     for (threads, speeds) in THREADS.into_iter().zip(&speeds) {
-        table.add(what, threads, &[], &speeds[..APART]);
+        table.add(what, threads, &[], &speeds[..apart]);
     }
     let of = |threads: usize, side: usize| -> Result<&[f64]> {
         let at = THREADS.iter().position(|number| *number == threads).context("not a number of threads")?;
         Ok(&speeds[at][side])
     };
-    Ok(Summary::ratio(of(THREADS_APART, APART)?, of(1, OURS)?).median)
+    Ok(Summary::ratio(of(THREADS_APART, apart)?, of(1, ours)?).median)
 }
 
 /// The lock is around the whole call: what an operation takes beyond the loop around it is under
@@ -130,7 +151,7 @@ fn inputs_of(
     machine: &Machine,
 ) -> Result<Inputs> {
     let row = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
-    let fine = 1e6 / row.measured[OURS].context("it was not run")?.median;
+    let fine = 1e6 / row.measured[table.ours].context("it was not run")?.median;
     Ok(Inputs {
         fine,
         held: (fine - idle(shape, load)).max(0.0),

@@ -11,7 +11,6 @@ use freestone::null::{self, Null};
 use freestone_report::{Report, Target};
 
 use super::Bench;
-use super::locks::{Kind, Locked, Outside};
 use super::tables::{self, Variant};
 
 /// Size of the origin where `--size` does not say.
@@ -36,23 +35,19 @@ pub struct Devices {
     bytes: u64,
     /// Every worker has an origin and a snapshot of its own.
     apart: bool,
-    locks: Option<Kind>,
     now: Vec<(Origin, Snapshot)>,
 }
 
 impl Devices {
-    /// Devices of `bytes`; nothing is there before [`Variant::fresh`]. Without `locks` the engine's
-    /// own are all there are.
-    pub fn new(
-        name: &'static str,
-        which: Which,
-        store: StoreKind,
-        bytes: u64,
-        apart: bool,
-        locks: Option<Kind>,
-    ) -> Self {
+    /// Devices of `bytes`; nothing is there before [`Variant::fresh`].
+    pub fn new(name: &'static str, which: Which, store: StoreKind, bytes: u64, apart: bool) -> Self {
         let config = Config { kind: store, chunk_bytes: Some(CHUNK_BYTES), force: true, ..Config::default() };
-        Self { name, which, config, bytes, apart, locks, now: Vec::new() }
+        Self { name, which, config, bytes, apart, now: Vec::new() }
+    }
+
+    /// Drops what it holds for the present slice.
+    pub fn clear(&mut self) {
+        self.now.clear();
     }
 }
 
@@ -62,7 +57,7 @@ impl Variant for Devices {
     }
 
     fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
-        self.now.clear();
+        self.clear();
         let (count, bytes) =
             if self.apart { (workers, self.bytes / workers as u64) } else { (1, self.bytes) };
         for _ in 0..count {
@@ -71,13 +66,9 @@ impl Variant for Devices {
             self.now.push((origin, snapshot));
         }
         let devices = self.now.iter().map(|(origin, snapshot)| -> Arc<dyn Device> {
-            let device: Arc<dyn Device> = match self.which {
+            match self.which {
                 Which::Origin => Arc::new(origin.clone()),
                 Which::Snapshot => Arc::new(snapshot.clone()),
-            };
-            match self.locks {
-                Some(kind) => Arc::new(Locked::new(device, kind)),
-                None => device,
             }
         });
         let devices: Vec<_> = devices.collect();
@@ -87,7 +78,7 @@ impl Variant for Devices {
 
 fn null(bytes: u64) -> Result<Arc<dyn Device>> {
     let size = bytes & !(CHUNK_BYTES - 1);
-    Ok(Arc::new(Outside(Null::new(null::Config::plain(size, 4096))?)))
+    Ok(Arc::new(Null::new(null::Config::plain(size, 4096))?))
 }
 
 /// Writes of the origin.
@@ -104,19 +95,13 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     let mut pages = IoBuf::zeroed(bench.options.bytes(BYTES) as usize)?;
     pages.fill(0x5A);
     let store = bench.args.store;
-    let variant = |name, apart, locks| -> Box<dyn Variant> {
-        Box::new(Devices::new(name, which, store, pages.len() as u64, apart, locks))
+    let variant = |name, apart| -> Box<dyn Variant> {
+        Box::new(Devices::new(name, which, store, pages.len() as u64, apart))
     };
-    let mut variants = vec![
-        variant("a lock a chunk", false, None),
-        variant("each worker a device of its own", true, None),
-        variant("one lock", false, Some(Kind::One)),
-        variant("locks by bucket", false, Some(Kind::Buckets)),
-    ];
+    let mut variants =
+        vec![variant("a lock a chunk", false), variant("each worker a device of its own", true)];
     let speeds = tables::run(bench.options.rounds(tables::ROUNDS, 2), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);
-    rows.extend(tables::ratios("a lock a chunk / one lock", &speeds, [0, 2], None));
-    rows.extend(tables::ratios("a lock a chunk / locks by bucket", &speeds, [0, 3], None));
     let target = Some((2, Target::AtLeast(0.95)));
     rows.extend(tables::ratios("a lock a chunk / a device each", &speeds, [0, 1], target));
     let what = match which {
@@ -136,12 +121,6 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         pages.len() / PAGE_BYTES,
         crate::machine::allowed_cpus()?.len()
     ))
-    .note(
-        "One lock: a mutex around all of the engine's work on the caller's thread (tables, \
-         allocation of places, queues, memory of the request), let go around every access to the \
-         two devices below, as dm-snapshot had one before Linux 5.2. By bucket: a shared \
-         read-write lock, then the chunk's bucket of complete and of pending exceptions, held for \
-         the same time, as since. What the engine leaves to its own thread is under neither.",
-    )
+    .note("What the kernel's locks make of it: `cargo xtask bench reproduce 4`.")
     .rows(rows))
 }

@@ -9,7 +9,7 @@ use freestone::device::{Blocking, Device, Flags};
 use freestone::ram::{Family, ForkConfig, Ram};
 use freestone_report::{Report, Target};
 
-use super::locks::{Kind, Locked};
+use super::locks::{Locked, Locks};
 use super::tables::{self, Beside, Variant};
 use super::{Bench, family, wait_until_freed};
 use crate::data::Data;
@@ -77,7 +77,7 @@ struct Together {
     which: Which,
     disk: Disk,
     beside: Beside,
-    locks: Option<Kind>,
+    locks: Option<Arc<Locks>>,
 }
 
 impl Variant for Together {
@@ -87,8 +87,8 @@ impl Variant for Together {
 
     fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
         let device = self.disk.fresh(self.which)?;
-        let device = match self.locks {
-            Some(kind) => Arc::new(Locked::new(device, kind)),
+        let device = match &self.locks {
+            Some(locks) => Arc::new(Locked { device, locks: Arc::clone(locks) }),
             None => device,
         };
         Ok(vec![device; workers])
@@ -140,15 +140,16 @@ pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
 fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let pages = data.load()?;
-    let together = |name, beside, locks| -> Result<Box<dyn Variant + '_>> {
-        Ok(Box::new(Together { name, which, disk: Disk::new(which, &pages, beside)?, beside, locks }))
+    let together = |name, beside, locks: Option<Locks>| -> Result<Box<dyn Variant + '_>> {
+        let (disk, locks) = (Disk::new(which, &pages, beside)?, locks.map(Arc::new));
+        Ok(Box::new(Together { name, which, disk, beside, locks }))
     };
     let mut variants = vec![
         together("as it is", Beside::Nothing, None)?,
         Box::new(Apart { which, pages: &pages, disks: Vec::new() }),
         together("table and codec, a lock a page", Beside::Codec, None)?,
-        together("table and codec, one lock", Beside::Codec, Some(Kind::One))?,
-        together("table and codec, locks by bucket", Beside::Codec, Some(Kind::Buckets))?,
+        together("table and codec, one lock", Beside::Codec, Some(Locks::one()))?,
+        together("table and codec, locks by bucket", Beside::Codec, Some(Locks::buckets()))?,
     ];
     let speeds = tables::run(bench.options.rounds(tables::ROUNDS, 2), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);

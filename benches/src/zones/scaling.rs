@@ -11,6 +11,7 @@ use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use crossbeam_utils::CachePadded;
 use freestone::PAGE_BYTES;
 use freestone::device::zoned::{ZoneOp, Zoned};
 use freestone::device::{Buffer, Device, Flags, IoBuf, Request, Tried};
@@ -45,14 +46,36 @@ pub struct Side {
     name: &'static str,
     /// One for all threads, or one for each.
     devices: Vec<Arc<Zones>>,
-    lock: Option<Mutex<()>>,
+    locks: Locks,
+}
+
+/// What is taken around a call, beside the device's own locks.
+pub enum Locks {
+    /// Nothing.
+    None,
+    /// One lock, around every call.
+    One(Mutex<()>),
+    /// A lock a zone, around every read: the device takes none for it.
+    Reads(Box<[CachePadded<Mutex<()>>]>),
+}
+
+impl Locks {
+    /// One lock.
+    pub fn one() -> Self {
+        Self::One(Mutex::default())
+    }
+
+    /// A lock a zone for reads.
+    pub fn reads() -> Self {
+        Self::Reads((0..ZONES).map(|_| CachePadded::default()).collect())
+    }
 }
 
 impl Side {
-    /// With `devices` equal devices, and perhaps one lock around every call.
-    pub fn new(name: &'static str, devices: usize, locked: bool, shape: Shape) -> Result<Self> {
+    /// With `devices` equal devices.
+    pub fn new(name: &'static str, devices: usize, locks: Locks, shape: Shape) -> Result<Self> {
         let devices = (0..devices).map(|_| device(shape)).collect::<Result<Vec<_>>>()?;
-        Ok(Self { name, devices, lock: locked.then(Mutex::default) })
+        Ok(Self { name, devices, locks })
     }
 }
 
@@ -122,10 +145,12 @@ pub fn zone_bytes(memory: bool, options: &Options) -> u64 {
 
 fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     let mut sides = Vec::new();
-    for (name, devices, locked) in
-        [("a lock a zone", 1, false), ("one lock", 1, true), ("apart", THREADS_APART, false)]
-    {
-        sides.push(Side::new(name, devices, locked, shape)?);
+    for (name, devices, locks) in [
+        ("a lock a zone", 1, Locks::None),
+        ("one lock", 1, Locks::one()),
+        ("apart", THREADS_APART, Locks::None),
+    ] {
+        sides.push(Side::new(name, devices, locks, shape)?);
     }
     let slices = options.slices();
     let mut speeds: Vec<Vec<Vec<f64>>> = vec![vec![Vec::new(); sides.len()]; THREADS.len()];
@@ -229,7 +254,7 @@ pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Durati
 /// A thread and what it works on.
 struct Worker<'a> {
     device: &'a Zones,
-    lock: Option<&'a Mutex<()>>,
+    locks: &'a Locks,
     zone_bytes: u64,
     /// Its zones are this one and every `step`th after it.
     zone: u64,
@@ -245,12 +270,18 @@ impl<'a> Worker<'a> {
         let first = thread as u64;
         let buffer = IoBuf::copy_of(&[0xA5; PAGE_BYTES])?;
         let (zone_bytes, step) = (zones.zone_size, threads as u64);
-        Ok(Self { device, lock: side.lock.as_ref(), zone_bytes, zone: first, first, step, buffer })
+        Ok(Self { device, locks: &side.locks, zone_bytes, zone: first, first, step, buffer })
     }
 
+    /// What is held for a write or a reset, or for a read of this byte.
     #[inline]
-    fn locked(&self) -> Option<MutexGuard<'a, ()>> {
-        self.lock.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner))
+    fn locked(&self, read: Option<u64>) -> Option<MutexGuard<'a, ()>> {
+        let lock = match (self.locks, read) {
+            (Locks::One(one), _) => one,
+            (Locks::Reads(zones), Some(at)) => &zones[(at / self.zone_bytes) as usize],
+            (Locks::None | Locks::Reads(_), _) => return None,
+        };
+        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn reads(&mut self, mut random: Random, stop: &AtomicBool) -> Result<u64> {
@@ -262,7 +293,7 @@ impl<'a> Worker<'a> {
                 // Without backing nothing is copied, as in the kernel; with it the flag changes
                 // nothing.
                 let request = Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD);
-                let held = self.locked();
+                let held = self.locked(Some(request.offset));
                 let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));
                 drop(held);
                 missed += u64::from(tried != Ok(Tried::Done));
@@ -288,7 +319,7 @@ impl<'a> Worker<'a> {
                     at = 0;
                 }
                 let request = Request::write(self.zone * self.zone_bytes + at, PAGE);
-                let held = self.locked();
+                let held = self.locked(None);
                 let tried = self.device.try_io(&request, Buffer::Write(black_box(&self.buffer)));
                 drop(held);
                 missed += u64::from(tried != Ok(Tried::Done));
@@ -301,7 +332,7 @@ impl<'a> Worker<'a> {
     }
 
     fn reset(&self) -> Result<()> {
-        let _held = self.locked();
+        let _held = self.locked(None);
         Ok(self.device.zone_op(ZoneOp::Reset, self.zone * self.zone_bytes)?)
     }
 }

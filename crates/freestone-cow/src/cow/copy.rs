@@ -49,16 +49,17 @@ pub enum Asked {
 }
 
 impl Snap {
-    /// Asks for the exception of a chunk. A `permit` of this snapshot is used, or else one is asked
-    /// for, only where a copy begins.
+    /// Asks for the exception of a chunk, of which the caller has seen `seen`. A `permit` of this
+    /// snapshot is used, or else one is asked for, only where a copy begins.
     pub fn ask(
         self: &Arc<Self>,
         chunk: u64,
+        mut seen: Exception,
         waiter: impl FnOnce() -> Waiter,
         permit: &mut Option<Permit>,
     ) -> Asked {
         loop {
-            match self.exceptions.get(chunk) {
+            match seen {
                 Exception::At(_) | Exception::Merging(_) => return Asked::Complete,
                 Exception::None if !permit.as_ref().is_some_and(|permit| permit.snap().is(self)) => {
                     *permit = self.permit();
@@ -78,7 +79,10 @@ impl Snap {
                 Exception::None => {
                     let own = permit.take_if(|permit| permit.snap().is(self));
                     // It was pending, and was given up meanwhile: ask again, with a permit.
-                    let Some(own) = own else { continue };
+                    let Some(own) = own else {
+                        seen = Exception::None;
+                        continue;
+                    };
                     let place = match self.store.allocate() {
                         Ok(place) => place,
                         Err(NoPlace::Full) => return Asked::Full,

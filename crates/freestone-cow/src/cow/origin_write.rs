@@ -330,7 +330,8 @@ impl OriginWrite {
                 // An invalid snapshot counts even where it has an exception: the mark of a merge
                 // may be on its COW device, and that merge, taken up later, would overwrite what is
                 // written now with the exception.
-                if matches!(snap.exceptions.get(number), Exception::At(_)) && !snap.is_invalid() {
+                let seen = snap.exceptions.get(number);
+                if matches!(seen, Exception::At(_)) && !snap.is_invalid() {
                     continue;
                 }
                 safe = safe.min((number * chunk).max(from));
@@ -343,7 +344,7 @@ impl OriginWrite {
                     asked += 1;
                     break;
                 }
-                match snap.ask(number, || gather.waiter(), &mut self.permit) {
+                match snap.ask(number, seen, || gather.waiter(), &mut self.permit) {
                     Asked::Complete => {}
                     Asked::Joined => asked += 1,
                     Asked::Begun(one) => {

@@ -334,7 +334,8 @@ impl Write {
             // The origin's last chunk is whole where it is covered to the end of the origin.
             let whole = piece.offset == piece.chunk * chunk
                 && piece.offset + piece.len == ((piece.chunk + 1) * chunk).min(origin);
-            if let Some(place) = snap.exceptions.get(piece.chunk).chunk() {
+            let seen = snap.exceptions.get(piece.chunk);
+            if let Some(place) = seen.chunk() {
                 let op = if op == Op::Discard && whole { Op::WriteZeroes } else { op };
                 snap.to_cow(actions, op, place * chunk + piece.offset % chunk, from, piece.len);
                 self.settle(piece);
@@ -345,7 +346,7 @@ impl Write {
                 self.settle(piece);
                 continue;
             }
-            match snap.ask(piece.chunk, || gather.waiter(), &mut self.permit) {
+            match snap.ask(piece.chunk, seen, || gather.waiter(), &mut self.permit) {
                 Asked::Complete => {}
                 Asked::Joined => asked = true,
                 Asked::Begun(begun) if whole => {

@@ -6,17 +6,16 @@
 //! In the kernel the lock lay in the entry; here it is another cache line.
 
 mod ours;
-mod spinlocks;
 
 use std::time::Instant;
 
 use crossbeam_utils::CachePadded;
 
-use self::spinlocks::{ReadWrite, Ticket, spin_until};
 // Named for the product's file as well, which looks for it above itself.
 use super::word::{self, Word};
 use crate::parking::Parking;
 use crate::sync::{AtomicU64, Ordering};
+use crate::variants::spinlocks::{ReadWrite, Ticket, spin_until};
 use crate::variants::{self, Intent, Lock};
 use crate::word_lock::{LOCK, Word as _};
 
@@ -82,6 +81,8 @@ enum How {
     Cas,
     BitSpin,
     Timed(Instant),
+    /// Another lock is held.
+    Outer,
 }
 
 impl<'a> Held<'a> {
@@ -103,6 +104,7 @@ impl<'a> Held<'a> {
                 }
                 How::BitSpin
             }
+            Lock::Outer => How::Outer,
             Lock::Ours => unreachable!("the product's own file locks it"),
             Lock::Cas | Lock::Timed => {
                 spin_until(|| {
@@ -157,8 +159,8 @@ impl<'a> Held<'a> {
                 self.slot.store(bits, Ordering::Relaxed);
                 lock.unlock();
             }
-            // Release: pairs with the Acquire of the next lock.
-            How::Cas => self.slot.store(bits, Ordering::Release),
+            // Release: pairs with the Acquire of the next lock, or of a look without one.
+            How::Cas | How::Outer => self.slot.store(bits, Ordering::Release),
             How::Timed(since) => {
                 // Release: as above.
                 self.slot.store(bits, Ordering::Release);

@@ -1,10 +1,10 @@
-//! The kernel's spinning locks of four bytes, for threads that can lose their CPU: after some tries
-//! a waiter yields it.
+//! The kernel's spinning locks, for threads that can lose their CPU: after some tries a waiter yields
+//! it.
 //!
 //! The read-write lock is the simple one that the kernel had when the experiment was made: readers
 //! count up, a writer needs it to be free, nobody queues.
 
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 
 /// Tries before a waiter yields: as many as the product's lock makes before it parks.
 const SPINS: u32 = 64;
@@ -24,7 +24,7 @@ pub fn spin_until(mut done: impl FnMut() -> bool) {
 }
 
 /// A spinlock whose waiters come in the order of their tickets.
-pub struct Ticket {
+pub(crate) struct Ticket {
     next: AtomicU16,
     served: AtomicU16,
 }
@@ -35,6 +35,7 @@ impl Ticket {
         Self { next: AtomicU16::new(0), served: AtomicU16::new(0) }
     }
 
+    /// Takes it alone.
     #[inline]
     pub fn lock(&self) {
         // Relaxed: a ticket is only a number; `served` orders the holders.
@@ -43,6 +44,7 @@ impl Ticket {
         spin_until(|| self.served.load(Ordering::Acquire) == mine);
     }
 
+    /// Lets it go.
     #[inline]
     pub fn unlock(&self) {
         // Relaxed: only the holder writes it.
@@ -53,7 +55,7 @@ impl Ticket {
 }
 
 /// A read-write lock: the number of readers, and a bit for the writer.
-pub struct ReadWrite(AtomicU32);
+pub(crate) struct ReadWrite(AtomicU32);
 
 const WRITER: u32 = 1 << 31;
 
@@ -63,6 +65,7 @@ impl ReadWrite {
         Self(AtomicU32::new(0))
     }
 
+    /// Takes it together with other readers.
     #[inline]
     pub fn lock_shared(&self) {
         // Acquire: pairs with the Release of the writer before.
@@ -74,12 +77,14 @@ impl ReadWrite {
         }
     }
 
+    /// Lets it go.
     #[inline]
     pub fn unlock_shared(&self) {
         // Release: pairs with the Acquire of the next writer.
         self.0.fetch_sub(1, Ordering::Release);
     }
 
+    /// Takes it alone.
     #[inline]
     pub fn lock(&self) {
         // Acquire: pairs with the Release of all who held it before (Relaxed on failure: tried
@@ -87,10 +92,34 @@ impl ReadWrite {
         spin_until(|| self.0.compare_exchange(0, WRITER, Ordering::Acquire, Ordering::Relaxed).is_ok());
     }
 
+    /// Lets it go.
     #[inline]
     pub fn unlock(&self) {
         // Release: pairs with the Acquire of whoever is next. A reader that tried meanwhile keeps
         // its count.
         self.0.fetch_sub(WRITER, Ordering::Release);
+    }
+}
+
+/// A spinlock that is one bit, as the kernel has one in the head of a hash bucket.
+#[derive(Default)]
+pub struct Bit(AtomicBool);
+
+impl Bit {
+    /// Takes it alone.
+    #[inline]
+    pub fn lock(&self) {
+        // Acquire: pairs with the Release of the unlock before.
+        while self.0.swap(true, Ordering::Acquire) {
+            // Relaxed: only a guess when to try again.
+            spin_until(|| !self.0.load(Ordering::Relaxed));
+        }
+    }
+
+    /// Lets it go.
+    #[inline]
+    pub fn unlock(&self) {
+        // Release: pairs with the Acquire of the next lock.
+        self.0.store(false, Ordering::Release);
     }
 }
