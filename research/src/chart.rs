@@ -115,7 +115,7 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
         measured(table.ours, OURS[number]);
         let modelled = model.iter().filter(|model| model.what == *load);
         all.push(Line {
-            name: named(&format!("modelled, {ours}")),
+            name: named(&format!("modelled upper bound, {ours}")),
             color: OURS[number],
             points: modelled
                 .flat_map(|model| model.beyond.iter().map(|beyond| (place(beyond.threads), beyond.ratio)))
@@ -297,7 +297,7 @@ mod tests {
             beyond,
         };
         let svg = drawn(&table, &[model]);
-        for text in ["A title", "published", "here, ours", "modelled, ours", "48", "threads"] {
+        for text in ["A title", "published", "here, ours", "modelled upper bound, ours", "48", "threads"] {
             assert!(svg.contains(text), "{text}");
         }
         assert!(!drawn(&table, &[]).contains("modelled"));

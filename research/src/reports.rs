@@ -56,7 +56,7 @@ fn of_model(model: &[Modelled]) -> Report {
     for model in model {
         let name = format!("{}, {}", model.table, model.what);
         for beyond in &model.beyond {
-            let what = format!("on {} cores: {name}", beyond.threads);
+            let what = format!("on {} cores, upper bound: {name}", beyond.threads);
             rows.push(
                 Row::ratio(what, Summary::one(beyond.ratio))
                     .part("old lock", beyond.old)
@@ -79,13 +79,14 @@ fn of_model(model: &[Modelled]) -> Report {
         rows.push(Row { parts, ..Row::new(format!("old lock held: {name}"), Unit::Percent, held) });
     }
     Report {
-        name: "modelled, not measured".into(),
+        name: "modelled, not measured: upper bounds".into(),
         notes: vec![
             "Every thread on a core of its own: how many times better the fine lock is; how far the model is \
              off where it can be checked; how much of a thread's time the old lock is held."
                 .into(),
             "\"In turn\": the old lock as the kernel hands it over, without sleeping; the ratio is to the better \
-             of both. The fine lock's figure is an upper bound: no memory bandwidth and no cache is in it."
+             of both. The fine lock's figure is an upper bound, and so is the ratio: no memory bandwidth and no cache \
+             is in it."
                 .into(),
         ],
         rows,

@@ -262,6 +262,11 @@ impl Report {
         Self { rows, ..self }
     }
 
+    /// The short name of its data.
+    pub fn data_name(&self) -> &str {
+        self.data.split_once(':').map_or(self.data.as_str(), |(name, _)| name)
+    }
+
     /// Shows it, as soon as it is complete, and gives it back.
     #[must_use]
     pub fn print(self) -> Self {

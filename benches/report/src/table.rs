@@ -63,7 +63,7 @@ pub fn markdown(reports: &[Report], choice: &Choice) -> Result<String, String> {
                 for (number, report) in reports.iter().enumerate() {
                     if reports.len() > 1 {
                         let between = if number > 0 { "\n" } else { "" };
-                        let _ = write!(text, "{between}{}:\n\n", data_name(report));
+                        let _ = write!(text, "{between}{}:\n\n", report.data_name());
                     }
                     text += &pivot(report, choice, patterns)?.markdown();
                 }
@@ -112,7 +112,7 @@ fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
     let mut header = vec![String::new()];
     match reports {
         [_] => header.push("measured".into()),
-        _ => header.extend(reports.iter().map(|report| data_name(report).to_owned())),
+        _ => header.extend(reports.iter().map(|report| report.data_name().to_owned())),
     }
     header.extend(targets.then(|| "target".into()));
     header.extend(verdicts.then(String::new));
@@ -236,11 +236,6 @@ fn cell(report: &Report, row: &Row, style: Style) -> String {
     let published = row.published.map_or("-".into(), plain);
     let here = if row.value.count > 0 { measured(row, style) } else { "-".into() };
     format!("{published} / {here}")
-}
-
-/// What comes before the colon: "fio", "real".
-fn data_name(report: &Report) -> &str {
-    report.data.split_once(':').map_or(report.data.as_str(), |(name, _)| name)
 }
 
 impl Table {

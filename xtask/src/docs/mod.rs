@@ -1,7 +1,8 @@
 //! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and
 //! `<!-- end NAME -->` in README.md and in docs/ is made from `docs/runs/NAME.json`, which is what
-//! a benchmark wrote.
+//! a benchmark wrote. Figures in sentences are compared with their runs ([`prose`]).
 
+mod prose;
 mod region;
 mod take;
 
@@ -23,6 +24,8 @@ const RUNS_DIR: &str = "docs/runs";
 /// Where their charts lie.
 const CHARTS_DIR: &str = "docs/charts";
 const DOCS_DIR: &str = "docs";
+/// Where every figure comes from a run.
+const BENCHMARKS: &str = "docs/benchmarks.md";
 
 /// `cargo xtask bench docs`.
 #[derive(Debug, Parser)]
@@ -64,7 +67,8 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
     let mut problems = pages.broken.clone();
     for (path, text) in &pages.texts {
         let (new, found) = pages.made(path, text);
-        problems.extend(found.into_iter().map(|(line, what)| (path.clone(), line, what)));
+        let prose = prose::problems(text, &pages.runs, path == Path::new(BENCHMARKS));
+        problems.extend(found.into_iter().chain(prose).map(|(line, what)| (path.clone(), line, what)));
         if new != *text {
             let line = 1 + new.lines().zip(text.lines()).take_while(|(new, old)| new == old).count();
             problems.push((path.clone(), line, "is not what the run says; cargo xtask bench docs".into()));
