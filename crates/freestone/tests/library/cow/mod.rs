@@ -12,5 +12,6 @@ mod merge_finished;
 mod merge_marks;
 mod older;
 mod power;
+mod power_again;
 mod store;
 mod support;
