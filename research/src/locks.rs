@@ -28,7 +28,7 @@ use crate::simulate::Discipline;
 use crate::slices;
 
 const ROUNDS: u32 = 9;
-const SLICE_MS: u32 = 55;
+const SLICE_MS: u32 = 50;
 /// Numbers of threads; the source has the last one.
 const THREADS: [usize; 3] = [1, 2, 4];
 /// As many threads have a disk each, for the model.

@@ -23,7 +23,7 @@ use crate::words::counted;
 use crate::{experiment::TableRow, slices};
 
 const ROUNDS: u32 = 7;
-const SLICE_MS: u32 = 70;
+const SLICE_MS: u32 = 60;
 /// Numbers of threads: the source's, those of tests for which it has no figures, those with lz4.
 const ALL_THREADS: [usize; THREADS_MAX] = [1, 2, 3, 4, 5, 6, 7, 8, 9, THREADS_MAX];
 const FEW_THREADS: [usize; 3] = [1, 2, 4];
