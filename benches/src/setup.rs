@@ -31,6 +31,11 @@ pub fn new_ram(bytes: u64) -> Result<Ram> {
     Ok(Ram::new(config(bytes))?)
 }
 
+/// An empty disk that compresses with `comp_algorithm`.
+pub fn new_ram_with(bytes: u64, comp_algorithm: Algorithm) -> Result<Ram> {
+    Ok(Ram::new(Config { comp_algorithm, ..config(bytes) })?)
+}
+
 /// An empty disk with a backing device that has room for all of it.
 pub fn backed_ram(bytes: u64) -> Result<Ram> {
     let backing = new_ram(2 * bytes)?;

@@ -3,20 +3,22 @@
 
 use std::fs::File;
 use std::hint::black_box;
-use std::io::{BufWriter, Write as _};
+use std::io::{BufReader, BufWriter, Read as _, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
+use freestone::codec::{Algorithm, Params, Scratch, Streams};
 use freestone::device::IoBuf;
 use freestone::ram::Ram;
-use freestone_benches::data::Data;
+use freestone_benches::data::{Data, whole_pages};
 use freestone_benches::machine;
 use freestone_benches::options::{Options, Set};
-use freestone_benches::setup::new_ram;
+use freestone_benches::setup::new_ram_with;
 use freestone_core::variants::{self, Intent, Lock};
+use freestone_report::Summary;
 
 use crate::disk::Disk;
 use crate::ext4::Ext4;
@@ -24,9 +26,11 @@ use crate::patterns::{Pattern, Step};
 
 /// Content that is written, again and again.
 const CONTENT_BYTES: u64 = 64 << 20;
+/// So many pages say what the bare codec takes for one.
+const COMPRESSED_PAGES: usize = 4096;
 /// Disks are filled by requests of so many bytes.
 const FILL_BYTES: u64 = 128 << 10;
-/// What the C library gathers before it writes.
+/// What the C library gathers before it writes, and reads at a time.
 const BUFFER_BYTES: usize = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
 
@@ -69,9 +73,20 @@ impl Content {
         Ok(Self { pages: data.load()?, description: data.description })
     }
 
-    /// All of it.
-    pub fn pages(&self) -> &[u8] {
-        &self.pages
+    /// Nanoseconds in which the bare codec compresses a page.
+    pub fn compress_ns(&self, algorithm: Algorithm) -> Result<f64> {
+        let codec = Streams::new(algorithm, &Params::default())?;
+        let mut scratch = Scratch::new();
+        let rounds = (0..3).map(|_| {
+            let begun = Instant::now();
+            let mut pages = 0_u32;
+            for page in whole_pages(&self.pages).take(COMPRESSED_PAGES) {
+                black_box(codec.compress(black_box(page), &mut scratch));
+                pages += 1;
+            }
+            begun.elapsed().as_nanos() as f64 / f64::from(pages)
+        });
+        Ok(Summary::of(rounds).median)
     }
 
     /// A record's content: other pages for other records and other seeds.
@@ -83,9 +98,9 @@ impl Content {
 }
 
 impl<'a> Drive<'a> {
-    /// Empty disks of `size` bytes.
-    pub fn new(disks: usize, size: u64, content: &'a Content) -> Result<Self> {
-        let disks = (0..disks).map(|_| new_ram(size)).collect::<Result<_>>()?;
+    /// Empty disks of `size` bytes that compress with `algorithm`.
+    pub fn new(disks: usize, size: u64, algorithm: Algorithm, content: &'a Content) -> Result<Self> {
+        let disks = (0..disks).map(|_| new_ram_with(size, algorithm)).collect::<Result<_>>()?;
         Ok(Self { disks, content, size, filled: OnceLock::new(), requests: None })
     }
 }
@@ -212,7 +227,12 @@ impl<D: Disk> Drive<'_, D> {
                 }
             } else {
                 variants::intend(Intent::Read);
-                disk.read(at, black_box(&mut *buffer))?;
+                let into = black_box(&mut *buffer);
+                if load.pattern == Pattern::BufferedRead {
+                    read_buffered(disk, at, into)?;
+                } else {
+                    disk.read(at, into)?;
+                }
             }
             done += 1;
             // Relaxed: see `slice`. At least one record is done.
@@ -264,6 +284,16 @@ fn write_buffered<D: Disk>(disk: &D, at: u64, content: &[u8]) -> Result<()> {
     Ok(buffer.flush()?)
 }
 
+/// What it does with records that are read through its buffer: a copy afterwards.
+fn read_buffered<D: Disk>(disk: &D, at: u64, into: &mut [u8]) -> Result<()> {
+    let mut buffer = BufReader::with_capacity(BUFFER_BYTES, At { disk, at });
+    // As above.
+    for part in into.chunks_mut(BUFFER_BYTES / 2) {
+        buffer.read_exact(part)?;
+    }
+    Ok(())
+}
+
 /// A place in a disk that moves on.
 struct At<'a, D> {
     disk: &'a D,
@@ -291,6 +321,14 @@ pub fn available_bytes() -> u64 {
     kib.map_or(u64::MAX, |kib| kib << 10)
 }
 
+impl<D: Disk> std::io::Read for At<'_, D> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        self.disk.read(self.at, into).map_err(std::io::Error::other)?;
+        self.at += into.len() as u64;
+        Ok(into.len())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -315,12 +353,13 @@ mod tests {
             Pattern::Write,
             Pattern::BufferedWrite,
             Pattern::Read,
+            Pattern::BufferedRead,
             Pattern::StrideRead,
             Pattern::RandomWrite,
             Pattern::ReadersAndWriters,
             Pattern::RandomMix,
         ] {
-            let drive = Drive::new(1, 64 * PAGE, &content).unwrap();
+            let drive = Drive::new(1, 64 * PAGE, Algorithm::Lzo, &content).unwrap();
             let speed = drive.slice(&load(pattern, 2), Duration::from_millis(20)).unwrap();
             assert!(speed > 0.0, "{pattern:?}");
             let mut page = [0; PAGE_BYTES];
@@ -336,24 +375,27 @@ mod tests {
     }
 
     #[test]
-    fn a_buffered_write_writes_the_whole_record() {
+    fn buffered_writes_and_reads_are_of_the_whole_record() {
         let content = content();
-        let drive = Drive::new(1, 64 * PAGE, &content).unwrap();
+        let drive = Drive::new(1, 64 * PAGE, Algorithm::Lz4, &content).unwrap();
         let record = content.of(1, &load(Pattern::BufferedWrite, 1));
         write_buffered(&drive.disks[0], 8 * PAGE, record).unwrap();
         let mut back = vec![0; record.len()];
         drive.disks[0].read(8 * PAGE, &mut back).unwrap();
+        assert!(back == record);
+        back.fill(0);
+        read_buffered(&drive.disks[0], 8 * PAGE, &mut back).unwrap();
         assert!(back == record);
     }
 
     #[test]
     fn disks_apart_and_a_shared_area() {
         let content = content();
-        let apart = Drive::new(2, 16 * PAGE, &content).unwrap();
+        let apart = Drive::new(2, 16 * PAGE, Algorithm::Lz4, &content).unwrap();
         apart.fill().unwrap();
         assert!(apart.slice(&load(Pattern::Read, 2), Duration::from_millis(5)).unwrap() > 0.0);
         assert_eq!(apart.start(&load(Pattern::Read, 2), 1), 0);
-        let one = Drive::new(1, 16 * PAGE, &content).unwrap();
+        let one = Drive::new(1, 16 * PAGE, Algorithm::Lz4, &content).unwrap();
         let shared = Load { shared: true, ..load(Pattern::Write, 3) };
         assert!(one.slice(&shared, Duration::from_millis(5)).unwrap() > 0.0);
         // Beyond the disk nothing is written, and it is said.

@@ -1,6 +1,7 @@
 //! In which order a thread reads and writes the records of its area: the tests of iozone and the
 //! jobs of fio.
 
+use anyhow::{Result, bail};
 use freestone_benches::data::Random;
 
 /// iozone's stride, in records.
@@ -18,6 +19,8 @@ pub enum Pattern {
     BufferedWrite,
     /// In order. Also iozone's re-read and pread.
     Read,
+    /// As `Read`, through a buffer of the C library's size.
+    BufferedRead,
     /// From the end.
     ReverseRead,
     /// Every 17th record, and in the next turn those beside them.
@@ -53,6 +56,28 @@ pub struct Steps {
 }
 
 impl Pattern {
+    /// What a test of iozone or a job of fio does.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub fn named(what: &str) -> Result<Self> {
+        Ok(match what {
+            "initial write" => Self::InitialWrite,
+            "rewrite" | "pwrite" | "seq-write" => Self::Write,
+            "fwrite" => Self::BufferedWrite,
+            "read" | "re-read" | "pread" | "seq-read" => Self::Read,
+            "fread" => Self::BufferedRead,
+            "reverse read" => Self::ReverseRead,
+            "stride read" => Self::StrideRead,
+            "random read" => Self::RandomRead,
+            "random write" => Self::RandomWrite,
+            "mixed" => Self::ReadersAndWriters,
+            "seq-rw" => Self::SequentialMix,
+            "rand-rw" => Self::RandomMix,
+            _ => bail!("nobody knows how to run \"{what}\""),
+        })
+    }
+
     /// The steps of one thread.
     pub fn steps(self, records: u64, thread: usize, seed: u64) -> Steps {
         let random = Random::new(seed << 8 | thread as u64);
@@ -61,7 +86,10 @@ impl Pattern {
 
     /// Whether nothing else than reads comes.
     pub fn is_read(self) -> bool {
-        matches!(self, Self::Read | Self::ReverseRead | Self::StrideRead | Self::RandomRead)
+        matches!(
+            self,
+            Self::Read | Self::BufferedRead | Self::ReverseRead | Self::StrideRead | Self::RandomRead
+        )
     }
 
     /// Threads below which it is not what it says.
@@ -77,7 +105,11 @@ impl Iterator for Steps {
     fn next(&mut self) -> Option<Step> {
         let records = self.records;
         let is_write = match self.pattern {
-            Pattern::Read | Pattern::ReverseRead | Pattern::StrideRead | Pattern::RandomRead => false,
+            Pattern::Read
+            | Pattern::BufferedRead
+            | Pattern::ReverseRead
+            | Pattern::StrideRead
+            | Pattern::RandomRead => false,
             Pattern::InitialWrite | Pattern::Write | Pattern::BufferedWrite | Pattern::RandomWrite => true,
             Pattern::ReadersAndWriters => self.thread % 2 == 1,
             Pattern::SequentialMix | Pattern::RandomMix => self.random.next_u64() >> 63 == 1,
@@ -91,6 +123,7 @@ impl Iterator for Steps {
             | Pattern::Write
             | Pattern::BufferedWrite
             | Pattern::Read
+            | Pattern::BufferedRead
             | Pattern::SequentialMix => at % records,
             Pattern::ReverseRead => records - 1 - at % records,
             Pattern::StrideRead => {
@@ -113,6 +146,12 @@ mod tests {
 
     fn records(pattern: Pattern, count: usize) -> Vec<u64> {
         pattern.steps(100, 0, 1).take(count).map(|step| step.record).collect()
+    }
+
+    #[test]
+    fn a_name_that_nobody_knows_is_no_pattern() {
+        assert_eq!(Pattern::named("fread").unwrap(), Pattern::BufferedRead);
+        assert!(Pattern::named("pwritev").is_err());
     }
 
     #[test]

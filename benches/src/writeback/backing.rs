@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
-use freestone::device::{Blocking, Flags, IoBuf};
+use freestone::device::{Blocking, Device, Flags, IoBuf};
 use freestone::file;
 use freestone::ram::{Config, Idle, Ram, Writeback};
 
@@ -90,6 +90,17 @@ impl BackingFile {
     /// An empty disk over it, the only one at a time. The one before may let go of the file a
     /// little after it was dropped, on the thread that drops the last of its requests.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
+        self.disk_over(pages, layout, mem_limit, |file| file)
+    }
+
+    /// As [`disk`](Self::disk), over what `over` makes of the file.
+    pub fn disk_over(
+        &self,
+        pages: u64,
+        layout: Layout,
+        mem_limit: u64,
+        over: impl FnOnce(Arc<dyn Device>) -> Arc<dyn Device>,
+    ) -> Result<Ram> {
         let begun = Instant::now();
         let file = loop {
             match file::File::open_for_spilling(&self.path, None) {
@@ -105,7 +116,7 @@ impl BackingFile {
             mem_limit,
             ..Config::default()
         };
-        Ok(Ram::new(config.backed_by(Arc::new(file), layout == Layout::Packed))?)
+        Ok(Ram::new(config.backed_by(over(Arc::new(file)), layout == Layout::Packed))?)
     }
 }
 
