@@ -24,6 +24,8 @@ use crate::slices;
 /// Size of the origin where `--size` does not say.
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 15;
+/// Such a part of it is written where every exception is committed, which takes longer.
+const COMMITTED_PART: usize = 8;
 /// The time under the lock is measured so often; the median counts.
 const PROFILES: u64 = 5;
 
@@ -81,7 +83,11 @@ pub fn run(options: &Options) -> Result<Experiment> {
             (Which::Snapshot, "snapshot", &figures::SNAPSHOT_IOPS, &figures::SNAPSHOT_LATENCY),
         ] {
             for store in [StoreKind::Transient, StoreKind::Persistent] {
-                let setup = Setup { which, store, pages: &pages };
+                let pages = match store {
+                    StoreKind::Transient => &pages[..],
+                    _ => &pages[..pages.len() / COMMITTED_PART / PAGE_BYTES * PAGE_BYTES],
+                };
+                let setup = Setup { which, store, pages };
                 let mut variants = [
                     setup.devices(COLUMNS[OLD], Exceptions::One, false),
                     setup.devices(COLUMNS[1], Exceptions::Buckets, false),
@@ -89,19 +95,15 @@ pub fn run(options: &Options) -> Result<Experiment> {
                     setup.devices("apart", Exceptions::Ours, true),
                 ]
                 .map(|variant| -> Box<dyn Variant> { Box::new(variant) });
-                let speeds = tables::run(rounds, &mut variants, &pages)?;
+                let speeds = tables::run(rounds, &mut variants, pages)?;
                 let (name, iops, latency) = match store {
                     StoreKind::Transient => (name.to_owned(), &iops[..], &latency[..]),
                     _ => (format!("{name}, store {store}"), &[][..], &[][..]),
                 };
-                let throughput = table(
-                    &format!("{name}, throughput"),
-                    Unit::Iops,
-                    Better::More,
-                    iops,
-                    &speeds,
-                    |s| s.per_second,
-                );
+                let throughput =
+                    table(&format!("{name}, throughput"), Unit::Iops, Better::More, iops, &speeds, |s| {
+                        s.per_second
+                    });
                 // The queue of a store P is one for all, which the model does not know.
                 if let (Some(machine), StoreKind::Transient) = (&machine, store) {
                     model.push(modelled(&setup, &throughput, &speeds, machine)?);
@@ -131,10 +133,11 @@ pub fn run(options: &Options) -> Result<Experiment> {
         here: vec![
             format!(
                 "Null drives below, chunks of {CHUNK_BYTES} bytes; store N, as there, and store P, which has no published figures. Random 4 KiB \
-                 writes, each of {} chunks once, one at a time by each worker, worker n on CPU n modulo {cpus}; a new snapshot before each slice. \
+                 writes, each of {} chunks once (store P: of {}), one at a time by each worker, worker n on CPU n modulo {cpus}; a new snapshot before each slice. \
                  Origin: every chunk is copied first. Snapshot: every write covers a chunk, so nothing is copied. No block layer and no scheduler \
                  is in it, there both are.",
-                pages.len() / PAGE_BYTES
+                pages.len() / PAGE_BYTES,
+                pages.len() / COMMITTED_PART / PAGE_BYTES
             ),
             format!(
                 "One build, in which the lock of an exception is chosen at run time; the table is ours in all columns, and with the kernel's locks \

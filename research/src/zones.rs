@@ -9,7 +9,9 @@ use freestone::PAGE_BYTES;
 use freestone::device::{Flags, Request};
 use freestone_benches::data::Random;
 use freestone_benches::options::Options;
-use freestone_benches::zones::scaling::{self, LIMIT, Load, Locks, Shape, Side, THREADS, THREADS_APART, ZONES};
+use freestone_benches::zones::scaling::{
+    self, LIMIT, Load, Locks, Shape, Side, THREADS, THREADS_APART, ZONES,
+};
 use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};

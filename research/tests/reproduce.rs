@@ -42,7 +42,10 @@ fn reproduce_sets_published_figures_beside_ours() {
                 assert!(!here || *refused || value.median >= least, "{row:?}");
                 assert!(!here || value.count == 3, "{row:?}");
             }
-            assert!(report.rows.iter().any(|row| row.published.is_some()) || ["memory", "store P"].iter().any(|without| report.name.contains(without)));
+            assert!(
+                report.rows.iter().any(|row| row.published.is_some())
+                    || ["memory", "store P"].iter().any(|without| report.name.contains(without))
+            );
         }
         // With one CPU there is nothing to model.
         let cpus = std::thread::available_parallelism().unwrap().get();

@@ -102,14 +102,7 @@ impl Step {
             Self::Clippy => {
                 cargo::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
             }
-            Self::Doc => {
-                let mut all =
-                    [with(cargo(), &["doc", "--workspace"]), with_variants("doc", Varied::Research)?];
-                for command in &mut all {
-                    command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings");
-                }
-                cargo::run_each(all)
-            }
+            Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across
             // crates included.
@@ -163,6 +156,11 @@ fn variants() -> Result<Outcome> {
     cargo::run_each([library, research].map(|command| with(command, &["--", "-D", "warnings"])))
 }
 
+/// What builds documentation, without that of others, and fails where it warns.
+fn documented(command: &mut Command) -> &mut Command {
+    command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings")
+}
+
 fn with(mut command: Command, args: &[&str]) -> Command {
     command.args(args);
     command
@@ -177,7 +175,9 @@ fn reproduce() -> Result<Outcome> {
     library.args(["--", "slot::", "codec::", "cow::exceptions"]);
     let mut research = with_variants("test", Varied::Research)?;
     research.arg("--no-fail-fast");
-    let Outcome { ok, mut counts } = cargo::run_each([library, research])?;
+    let mut documentation = with_variants("doc", Varied::Research)?;
+    documented(&mut documentation);
+    let Outcome { ok, mut counts } = cargo::run_each([documentation, library, research])?;
     let mut all = with_variants("run", Varied::Research)?;
     all.args(["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]);
     if rustix::process::geteuid().is_root() {
