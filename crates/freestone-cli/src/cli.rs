@@ -203,7 +203,7 @@ Examples:
   freestone jobs
   freestone jobs ram0 --json
 
-Of the verbs in the background that have ended the last 256 are known.";
+Of the verbs in the background that have ended the last 2048 are known.";
 
 const CANCEL_EXAMPLES: &str = "\
 Examples:
@@ -327,7 +327,7 @@ pub enum Command {
     /// Pack pages of a ram device smaller with a secondary algorithm
     #[command(after_help = RECOMPRESS_EXAMPLES)]
     Recompress(LongCall<recompress::Line>),
-    /// Show the verbs that run, and how those of the background ended
+    /// Show the verbs that run, and those of the background that wait or have ended
     #[command(after_help = JOBS_EXAMPLES)]
     Jobs(Call<jobs::Line>),
     /// Have a verb that takes long end early

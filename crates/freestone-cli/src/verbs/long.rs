@@ -23,7 +23,7 @@ use super::{Common, Verb, cancel, print_json, show};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error::{self, Stdout};
-use crate::job::Shown;
+use crate::job::{Shown, WAITING};
 use crate::until::{self, STATUS_OF_SIGNAL_0};
 
 /// How often it is looked how far a verb is.
@@ -35,8 +35,8 @@ const LINE_COLUMNS: usize = 79;
 /// What verbs that take long have besides their parameters.
 #[derive(Debug, Args)]
 pub struct Long {
-    /// Answer when it has begun; `freestone jobs` shows how far it is, `freestone wait --job` waits for
-    /// its end, `freestone cancel` ends it
+    /// Answer when it has begun, or, where 64 others run, waits for its turn; `freestone jobs` shows how
+    /// far it is, `freestone wait --job` waits for its end, `freestone cancel` ends it
     #[arg(long, conflicts_with = "progress")]
     background: bool,
     /// Show on stderr how far it is: a bar, or a line of JSON whenever that has changed [default:
@@ -78,9 +78,20 @@ impl Long {
         let begun: Map<_, _> = serde_json::from_str(answer.get())
             .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
         let mut out = io::stdout().lock();
-        V::show_begun(&begun, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
+        let shown = match begun.get("state").and_then(Value::as_str) {
+            Some(WAITING) => show_waiting(&begun, &mut out),
+            _ => V::show_begun(&begun, &mut out),
+        };
+        shown.and_then(|()| out.flush()).map_err(Stdout::from)?;
         Ok(())
     }
+}
+
+/// One in the background whose turn has not come.
+fn show_waiting(told: &Map<String, Value>, out: &mut dyn io::Write) -> io::Result<()> {
+    let text = |key: &str| told.get(key).and_then(Value::as_str).unwrap_or_default();
+    let job = told.get("job").unwrap_or_default();
+    writeln!(out, "{}: {} waits for its turn in the background, as job {job}", text("name"), text("verb"))
 }
 
 /// Asks for a verb that takes long, and shows the answer.

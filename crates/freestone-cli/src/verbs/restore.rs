@@ -135,7 +135,7 @@ struct Made {
 
 impl Verb for Restore {
     const METHOD: &'static str = "restore";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Params) -> String> = Some(|params| params.file.display().to_string());
     type Params = Params;
     type Reply = Reply;
 

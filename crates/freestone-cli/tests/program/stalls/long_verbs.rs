@@ -168,7 +168,7 @@ fn signal(client: &Child, signal: Signal) {
 }
 
 /// Noise on an export, which stays there uncompressed.
-fn fill(serve: &Serve, name: &str, bytes: u64) {
+pub(super) fn fill(serve: &Serve, name: &str, bytes: u64) {
     let image = serve.path("noise");
     fs::write(&image, noise(7, bytes)).unwrap();
     ok(tool("nbdcopy").arg(&image).arg(uri(serve, name)));
@@ -186,7 +186,7 @@ fn number(serve: &Serve, name: &str, section: &str, key: &str) -> u64 {
     serve.json(&["stat", name])[section][key].as_u64().unwrap()
 }
 
-const SLOW_WRITES: &str = "write delay=200ms";
+pub(super) const SLOW_WRITES: &str = "write delay=200ms";
 const SLOW_READS: &str = "read delay=100ms";
 
 fn slowed(disk: &Disk, rules: &str) -> impl Fn(bool) {
@@ -194,7 +194,7 @@ fn slowed(disk: &Disk, rules: &str) -> impl Fn(bool) {
 }
 
 /// A RAM disk on a slow disk, with so many pages of noise.
-fn spilling(disk: &Disk, bytes: u64) -> Serve {
+pub(super) fn spilling(disk: &Disk, bytes: u64) -> Serve {
     let ram = format!("r=ram,disksize=64M,backing_dev={},compressed_writeback=yes", text(&disk.path()));
     let serve = Serve::start(&[ram]);
     fill(&serve, "r", bytes);

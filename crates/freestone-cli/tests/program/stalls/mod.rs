@@ -4,6 +4,7 @@
 mod clients;
 mod disks;
 mod long_verbs;
+mod turns;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
