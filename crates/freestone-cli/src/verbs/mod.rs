@@ -1,6 +1,7 @@
 //! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
 //! the server does, and how the answer is shown to people.
 
+mod bar;
 pub mod block_state;
 pub mod cancel;
 pub mod compact;

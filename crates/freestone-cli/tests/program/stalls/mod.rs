@@ -1,6 +1,7 @@
 //! What stalls holds up nobody else: clients of exports and of the control socket that do not read
 //! or do not speak, disks that do not answer, verbs that take long.
 
+mod bars;
 mod clients;
 mod disks;
 mod long_verbs;
