@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use freestone::codec::{Dictionary, Params};
 use freestone::device::{self, Device};
 use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
@@ -199,9 +200,9 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
 
 /// The words as they can be typed again: those of the primary algorithm, then those of the others.
 fn algorithm_params(config: &Config) -> String {
-    let mut text = config.algorithm_params.to_string();
+    let mut text = words(&config.algorithm_params);
     for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
-        let params = secondary.as_ref().map(|s| s.params.to_string()).unwrap_or_default();
+        let params = secondary.as_ref().map(|s| words(&s.params)).unwrap_or_default();
         if !params.is_empty() {
             let between = if text.is_empty() { "" } else { "; " };
             // Writing to a string cannot fail.
@@ -209,6 +210,17 @@ fn algorithm_params(config: &Config) -> String {
         }
     }
     text
+}
+
+/// Those of one algorithm.
+fn words(params: &Params) -> String {
+    match params.dictionary.as_ref().and_then(Dictionary::path) {
+        Some(path) => {
+            let level = Params { dictionary: None, ..params.clone() }.to_string();
+            format!("{level} dict={}", path_text::text(path)).trim_start().to_owned()
+        }
+        None => params.to_string(),
+    }
 }
 
 /// `{"1": "zstd"}`: algorithms by priority.
