@@ -148,6 +148,7 @@ Examples:
   freestone restore ram0.saved
   freestone restore ram0.saved ram1 mem_limit=2G
   freestone restore jobs.saved                    the base of the forks must be there, with its content
+  freestone restore jobs.saved record=job-%n.log  each disk and fork records its writes in a log of its own
 
 The whole file is checked before any device of it is there. After Ctrl-C none is.";
 

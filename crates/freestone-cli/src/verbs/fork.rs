@@ -7,6 +7,7 @@ use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
+use freestone_spec::layers::NUMBER;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -18,9 +19,6 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::paths::{address_text, parse_address};
 use crate::service::Service;
-
-/// Stands for the number of a fork, in its name and address.
-const NUMBER: &str = "%n";
 
 /// The verb.
 pub struct Fork;

@@ -1,6 +1,5 @@
 //! Templates: a fork for every connection.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,14 +11,12 @@ use super::registry::{Refused, Registry};
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::entries::SpecError;
 use crate::keys::{Keys, joined};
-use crate::layers::{FAULT_KEYS, LayerSpec};
+use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
 const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
-/// Stands in `record` for the number of a connection.
-const NUMBER: &str = "%n";
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -115,7 +112,7 @@ impl Made for Template {
             if registry.check_free(&name) == Err(Refused::Duplicate) {
                 continue;
             }
-            let layers = numbered(&template.spec.layers, number);
+            let layers = template.spec.layers.numbered(number);
             let spec = Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
             let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
             let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
@@ -144,15 +141,6 @@ fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
         "record" => or_none(layers.record.as_deref().map(path_text::text)),
         _ => return None,
     })
-}
-
-/// The layers of the fork of a connection: those of the template, with a log of its own.
-fn numbered(layers: &LayerSpec, number: u64) -> LayerSpec {
-    let of_number = |path: &PathBuf| {
-        let text = path_text::text(path).replace(NUMBER, &number.to_string());
-        path_text::path(&text)
-    };
-    LayerSpec { record: layers.record.as_ref().map(of_number), ..layers.clone() }
 }
 
 /// Its attributes.
