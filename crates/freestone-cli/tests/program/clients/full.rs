@@ -87,7 +87,11 @@ fn a_full_disk_is_told_of_before_and_when_it_is() {
         assert_eq!(client.write(0, page * PAGE, &noise(page, PAGE)), ENOSPC);
     }
     let line = "small: a write failed: no space left on the device";
-    assert_eq!(logged(&serve, line).len(), 1, "once a minute");
+    let lines = logged(&serve, line);
+    assert_eq!(lines.len(), 1, "once a minute");
+    // Of the first one.
+    let at = format!("{line}; offset {}, length {PAGE} ", fits * PAGE);
+    assert!(lines[0].contains(&at), "{lines:?}: not {at}");
     assert_eq!(logged(&serve, "of mem_limit is used").len(), 1);
     assert!(logged(&serve, "WARN").iter().all(|line| line.contains("small: ")), "and of no other device");
     let stat = serve.json(&["stat", "small"]);
@@ -115,13 +119,14 @@ fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
     ]);
     let mut client = Raw::connect(&serve, "z");
     assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
-    assert_eq!(logged(&serve, "z: a write failed: not at the zone's write pointer").len(), 1);
+    let line = "z: a write failed: not at the zone's write pointer; offset 1048576, length 4096 ";
+    assert_eq!(logged(&serve, line).len(), 1);
     assert_eq!(serve.json(&["stat", "z"])["failed"], json!({ "zone_write_pointer": 1 }));
     let mut client = Raw::connect(&serve, "f");
     for _ in 0..1000 {
-        assert_eq!(client.read(0, 4096), Err(EIO));
+        assert_eq!(client.read(8192, 4096), Err(EIO));
     }
-    assert_eq!(logged(&serve, "f: a read failed: I/O error").len(), 1);
+    assert_eq!(logged(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
     assert_eq!(serve.json(&["stat", "f"])["failed"], json!({ "io_error": 1000 }));
 }
 
