@@ -56,8 +56,9 @@ Devices:
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
       mem_min=SIZE                          what its family keeps for it; default none
+      full=error|wait|family                where there is no room; default as its family
   NAME=template,base=NAME   a fork for every connection, gone when that ends
-      size, mem_limit, mem_min              as for a fork
+      size, mem_limit, mem_min, full        as for a fork
       ttl=SECONDS|none                      how long a connection may last; default none
   NAME=snapshot,origin=NAME what a ram device, fork or file held when this was made
       cow=PATH|DEVICE                       where copies of a file's chunks go; default memory

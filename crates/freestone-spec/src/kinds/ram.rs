@@ -292,7 +292,8 @@ pub fn backing(ram: &Ram) -> Option<Value> {
 
 /// What is done where there is no room for a write, and how many wait for some.
 pub fn full_stat(ram: &Ram) -> Value {
-    let when = ram.family().when_full();
+    let mut when = ram.family().when_full();
+    when.wait = ram.own_wait().unwrap_or(when.wait);
     let shown = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
     let mut stat: Map<_, _> = full::KEYS.iter().filter_map(shown).collect();
     stat.insert("waiting".into(), json!(ram.waiting()));
@@ -330,6 +331,8 @@ pub enum Change {
     MemLimit(u64),
     /// `mem_min` of a fork, in bytes.
     MemMin(u64),
+    /// `full` of a fork: its own, or what its family does.
+    OwnWait(Option<bool>),
     /// `mem_used_max=0`.
     ResetMemUsedMax,
     /// `writeback_limit`, in units of 4 KiB. Before its switch, which then finds it.
@@ -404,6 +407,7 @@ impl Change {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
             Self::MemLimit(_) | Self::Full(_) => self.make_of_family(&ram.family()),
+            Self::OwnWait(waits) => ram.set_own_wait(waits),
             Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),

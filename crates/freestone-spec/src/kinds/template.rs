@@ -10,13 +10,15 @@ use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{Refused, Registry};
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::entries::SpecError;
+use crate::full;
 use crate::keys::{Keys, joined};
 use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 12] =
+    joined(&["base", "size", "mem_limit", "mem_min", "full", "ttl"], &FAULT_KEYS, &["publish"]);
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -92,6 +94,7 @@ impl Made for Template {
             "size" => json!(entry.size()),
             "mem_limit" => json!(spec.fork.mem_limit),
             "mem_min" => json!(spec.fork.mem_min),
+            "full" => full::own(spec.fork.full),
             "ttl" => json!(spec.ttl.map_or(0, |ttl| ttl.as_secs())),
             "made" => json!(self.0.load(Ordering::SeqCst)),
             _ => return asked_of_layers(&entry.spec.layers, attr),
@@ -144,11 +147,12 @@ fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
 }
 
 /// Its attributes.
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     "base",
     "size",
     "mem_limit",
     "mem_min",
+    "full",
     "ttl",
     "made",
     "faults",

@@ -214,6 +214,45 @@ fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
 }
 
 #[test]
+fn a_fork_waits_or_fails_as_it_says_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("img"), vec![0; 4 << 20]).unwrap();
+    let ends = ["--nbd", "unix:nbd", "--control", "control"];
+    let devices = [
+        "golden=file,path=img,readonly=yes,mem_limit=1M,full_timeout=3600,publish=no",
+        "fails=fork,base=golden",
+        "small=fork,base=golden,full=wait",
+    ];
+    let serve = Serve::logged_in(dir, &[&devices[..], &ends].concat());
+    let full = |name: &str| serve.json(&["stat", name])["full"]["full"].clone();
+    assert_eq!((full("fails"), full("small")), (json!("error"), json!("wait")));
+    assert_eq!(serve.json(&["get", "fails", "full"]), json!({ "full": "family" }));
+    let (mut client, cookie, page) = waiting(&serve);
+    let mut other = Raw::connect(&serve, "fails");
+    assert_eq!(other.write(0, 0, &noise(1, PAGE)), ENOSPC);
+    // Set for one, it holds for what waits, and for no other.
+    assert_eq!(serve.text(&["set", "small", "full=error"]), "full=error\n");
+    assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+    serve.text(&["set", "golden", "full=wait"]);
+    assert_eq!(client.write(0, page * PAGE, &noise(1, PAGE)), ENOSPC);
+    let cookie = other.send_write(0, &noise(1, PAGE));
+    until("it waits as its family does", || serve.json(&["stat", "fails"])["full"]["waiting"] == 1);
+    serve.text(&["set", "golden", "mem_limit=2M"]);
+    assert_eq!(other.reply(), Ok((cookie, 0)));
+    assert_eq!(
+        serve.refused(2, &["set", "small", "full=maybe"]),
+        "small: full=maybe: must be error, wait or family"
+    );
+    // It goes over to what takes its place.
+    drop(client);
+    serve.text(&["snapshot", "small", "then"]);
+    serve.text(&["rewind", "small", "--to", "then", "--force"]);
+    assert_eq!(full("small"), "error");
+    serve.text(&["fork", "golden", "each", "--template", "full=error"]);
+    assert_eq!(serve.json(&["get", "each", "full"]), json!({ "full": "error" }));
+}
+
+#[test]
 fn the_end_of_the_server_ends_the_waiting() {
     let serve = serve(&[WAITING]);
     let (mut client, cookie, _) = waiting(&serve);
