@@ -56,8 +56,9 @@ Devices:
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
       mem_min=SIZE                          what its family keeps for it; default none
+      full=error|wait|family                where there is no room; default as its family
   NAME=template,base=NAME   a fork for every connection, gone when that ends
-      size, mem_limit, mem_min              as for a fork
+      size, mem_limit, mem_min, full        as for a fork
       ttl=SECONDS|none                      how long a connection may last; default none
   NAME=snapshot,origin=NAME what a ram device, fork or file held when this was made
       cow=PATH|DEVICE                       where copies of a file's chunks go; default memory
@@ -148,6 +149,7 @@ Examples:
   freestone restore ram0.saved
   freestone restore ram0.saved ram1 mem_limit=2G
   freestone restore jobs.saved                    the base of the forks must be there, with its content
+  freestone restore jobs.saved record=job-%n.log  each disk and fork records its writes in a log of its own
 
 The whole file is checked before any device of it is there. After Ctrl-C none is.";
 
@@ -203,7 +205,7 @@ Examples:
   freestone jobs
   freestone jobs ram0 --json
 
-Of the verbs in the background that have ended the last 256 are known.";
+Of the verbs in the background that have ended the last 2048 are known.";
 
 const CANCEL_EXAMPLES: &str = "\
 Examples:
@@ -327,7 +329,7 @@ pub enum Command {
     /// Pack pages of a ram device smaller with a secondary algorithm
     #[command(after_help = RECOMPRESS_EXAMPLES)]
     Recompress(LongCall<recompress::Line>),
-    /// Show the verbs that run, and how those of the background ended
+    /// Show the verbs that run, and those of the background that wait or have ended
     #[command(after_help = JOBS_EXAMPLES)]
     Jobs(Call<jobs::Line>),
     /// Have a verb that takes long end early

@@ -1,6 +1,7 @@
 //! What the verbs work on: the devices, the NBD server, and who listens where.
 
 use std::collections::{HashMap, HashSet};
+use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -213,6 +214,11 @@ impl Service {
         // That it was published nowhere yet is no error here; nobody can stand on it yet.
         let _ = self.unpublish(claim, entry, true);
         let _ = self.registry.remove(entry);
+        // A template records nothing itself.
+        if let (Some(log), Some(_)) = (&entry.spec.layers.record, &entry.layers.power) {
+            // It was made with the device.
+            let _ = fs::remove_file(log);
+        }
     }
 
     /// Unpublishes a device and forgets it. Returns how many connections that ended.

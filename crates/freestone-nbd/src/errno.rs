@@ -1,8 +1,9 @@
 //! Errors as the protocol knows them.
 
 use std::borrow::Cow;
+use std::fmt;
 
-use freestone_core::device::{Error, Failed};
+use freestone_core::device::{Error, Failed, Request};
 
 /// The closed set of error numbers of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +63,31 @@ pub struct Failure {
     /// The text.
     pub text: Cow<'static, str>,
     /// What the device answered, where it was asked.
-    pub cause: Option<(Failed, Error)>,
+    pub cause: Option<Cause>,
+}
+
+/// What a device answered, and to what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cause {
+    /// What failed.
+    pub failed: Failed,
+    /// Why.
+    pub error: Error,
+    /// First byte, of the part that failed where it was handed on in parts.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { failed, error, offset, len } = self;
+        write!(f, "a {failed} failed: {error}")?;
+        match failed {
+            Failed::Flush => Ok(()),
+            _ => write!(f, "; offset {offset}, length {len}"),
+        }
+    }
 }
 
 impl Failure {
@@ -71,10 +96,13 @@ impl Failure {
         Self { errno, text: Cow::Borrowed(text), cause: None }
     }
 
-    /// What a device answered.
-    pub fn of(error: Error, action: Action) -> Self {
+    /// What a device answered to this request.
+    #[cold]
+    pub fn of(error: Error, action: Action, request: &Request) -> Self {
         let text = Cow::Owned(error.to_string());
-        Self { errno: errno(error, action), text, cause: Some((action.failed(), error)) }
+        let Request { offset, len, .. } = *request;
+        let cause = Cause { failed: action.failed(), error, offset, len };
+        Self { errno: errno(error, action), text, cause: Some(cause) }
     }
 }
 
@@ -106,6 +134,8 @@ pub const fn errno(error: Error, action: Action) -> Errno {
 
 #[cfg(test)]
 mod tests {
+    use freestone_core::device::Op;
+
     use super::*;
 
     #[test]
@@ -127,6 +157,17 @@ mod tests {
 
     #[test]
     fn text_is_the_devices() {
-        assert_eq!(Failure::of(Error::NoSpace, Action::Store).text, Error::NoSpace.to_string());
+        let request = Request::new(Op::Write, 8192, 512);
+        assert_eq!(Failure::of(Error::NoSpace, Action::Store, &request).text, Error::NoSpace.to_string());
+    }
+
+    #[test]
+    fn a_cause_says_what_failed_and_where() {
+        let cause = |op, action| {
+            Failure::of(Error::Media, action, &Request::new(op, 8192, 512)).cause.unwrap().to_string()
+        };
+        assert_eq!(cause(Op::Read, Action::Plain), "a read failed: I/O error; offset 8192, length 512");
+        assert_eq!(cause(Op::Discard, Action::Trim), "a trim failed: I/O error; offset 8192, length 512");
+        assert_eq!(cause(Op::Flush, Action::Flush), "a flush failed: I/O error");
     }
 }

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use freestone_core::device::{IoBuf, Result};
+use freestone_core::device::{IoBuf, Request, Result};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::{Action, Failure};
@@ -21,8 +21,8 @@ pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 pub struct Finished {
     /// Index of its [`Operation`].
     pub slot: usize,
-    /// First byte of the part on the device.
-    pub offset: u64,
+    /// The part.
+    pub request: Request,
     /// Bytes of the part's data.
     pub len: usize,
     /// Bytes that the part was charged with: its data, and what parts of blocks need beside it.
@@ -182,7 +182,7 @@ mod tests {
         for slot in 0..3 {
             queue.push(Finished {
                 slot,
-                offset: 0,
+                request: Request::flush(),
                 len: 0,
                 charge: 0,
                 outcome: Ok(()),

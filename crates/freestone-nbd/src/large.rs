@@ -4,12 +4,12 @@
 //! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or
 //! submitted: so requests start in the order in which they came.
 
-use freestone_core::device::{Buffer, Error, Flags, IoBuf, Request, Tried};
+use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
 
 use crate::errno::{Action, Failure};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::replies::MAX_INLINE_BYTES;
-use crate::session::{Lost, Session, Step};
+use crate::session::{Lost, Session, Step, no_memory};
 use crate::stream::{Gather, Skip, Stream, Whole, Windows, Write, advance};
 
 /// Pieces of a large request end at multiples of this many bytes: no block of a device is larger.
@@ -76,7 +76,7 @@ impl Session<'_> {
             }
             Err(error) => {
                 self.operations.charged -= whole.buffer.len();
-                self.reply_failure(whole.cookie, &Failure::of(error, Action::Plain))?;
+                self.reply_failure(whole.cookie, &Failure::of(error, Action::Plain, &whole.request))?;
                 Ok(Step::Done)
             }
         }
@@ -96,7 +96,8 @@ impl Session<'_> {
                 return Ok(self.keep(Stream::Windows(windows), Step::Turn));
             }
             let Ok(buffer) = IoBuf::zeroed(len) else {
-                return self.reply_window(windows, Err(Failure::of(Error::NoMemory, Action::Plain)));
+                let failure = no_memory(Action::Plain, &windows.rest);
+                return self.reply_window(windows, Err(failure));
             };
             self.operations.charged += len;
             windows.reading = Some((buffer, 0));
@@ -122,7 +123,7 @@ impl Session<'_> {
             }
             Err(error) => {
                 self.operations.charged -= len;
-                self.reply_window(windows, Err(Failure::of(error, Action::Plain)))
+                self.reply_window(windows, Err(Failure::of(error, Action::Plain, &request)))
             }
         }
     }
@@ -134,8 +135,8 @@ impl Session<'_> {
                 windows.begun = true;
             }
             Err(failure) if windows.begun => {
-                if let Some((failed, error)) = failure.cause {
-                    self.tell_failure(failed, error);
+                if let Some(cause) = &failure.cause {
+                    self.tell_failure(cause);
                 }
                 // The client was told that all is well, and the protocol has no other way back.
                 tracing::warn!(
@@ -189,12 +190,12 @@ impl Session<'_> {
                 match IoBuf::copy_of(&data[..n]) {
                     Ok(buffer) => self.submit(slot, request, buffer, false),
                     Err(error) => {
-                        self.fail_part(slot, error)?;
+                        self.fail_part(slot, error, &request)?;
                     }
                 }
             }
             Err(error) => {
-                self.fail_part(slot, error)?;
+                self.fail_part(slot, error, &request)?;
             }
         }
         self.input.consume(done as usize);
@@ -249,7 +250,9 @@ impl Session<'_> {
         self.operations.charged -= len;
         match result {
             Ok(()) => self.reply_done(gather.cookie)?,
-            Err(error) => self.reply_failure(gather.cookie, &Failure::of(error, Action::Store))?,
+            Err(error) => {
+                self.reply_failure(gather.cookie, &Failure::of(error, Action::Store, &gather.rest))?;
+            }
         }
         Ok(Step::Done)
     }
@@ -280,7 +283,7 @@ impl Session<'_> {
                 self.operations.get(slot).open = false;
                 self.submit(slot, request, IoBuf::empty(), false);
             }
-            Err(error) => self.reply_failure(cookie, &Failure::of(error, action))?,
+            Err(error) => self.reply_failure(cookie, &Failure::of(error, action, &request))?,
         }
         Ok(Step::Done)
     }

@@ -89,10 +89,10 @@ impl Session<'_> {
             .filter(|flags| (allowed | fua).contains(*flags))
             .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
         let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
-        if writes && self.read_only {
-            return Err(Failure::of(Error::ReadOnly, action));
-        }
         let mut request = Request::new(op, incoming.offset, u64::from(incoming.len));
+        if writes && self.read_only {
+            return Err(Failure::of(Error::ReadOnly, action, &request));
+        }
         if writes && flags.contains(CommandFlags::FUA) {
             request.flags |= Flags::FUA;
         }
@@ -102,7 +102,7 @@ impl Session<'_> {
             self.geometry = self.device.geometry();
             checked = request.check(&self.geometry);
         }
-        checked.map_err(|error| Failure::of(error, action))?;
+        checked.map_err(|error| Failure::of(error, action, &request))?;
         Ok((request, flags))
     }
 
@@ -152,7 +152,7 @@ impl Session<'_> {
         }
         self.accept();
         let Ok(buffer) = IoBuf::zeroed(len) else {
-            self.reply_failure(incoming.cookie, &no_memory(Action::Plain))?;
+            self.reply_failure(incoming.cookie, &no_memory(Action::Plain, &request))?;
             return Ok(Step::Done);
         };
         self.operations.charged += len;
@@ -223,18 +223,18 @@ impl Session<'_> {
                             self.submit(slot, request, buffer, false);
                             Ok(Step::Done)
                         }
-                        Err(error) => self.fail_part(slot, error),
+                        Err(error) => self.fail_part(slot, error, &request),
                     };
                 }
                 Err(error) => {
                     return match part {
                         None => {
-                            self.reply_failure(cookie, &Failure::of(error, Action::Plain))?;
+                            self.reply_failure(cookie, &Failure::of(error, Action::Plain, &request))?;
                             Ok(Step::Done)
                         }
                         Some((slot, last)) => {
                             self.operations.get(slot).open = !last;
-                            self.fail_part(slot, error)
+                            self.fail_part(slot, error, &request)
                         }
                     };
                 }
@@ -243,10 +243,10 @@ impl Session<'_> {
     }
 
     /// A part of the operation at `slot` failed before it was submitted.
-    pub(crate) fn fail_part(&mut self, slot: usize, error: Error) -> Result<Step, Lost> {
+    pub(crate) fn fail_part(&mut self, slot: usize, error: Error, part: &Request) -> Result<Step, Lost> {
         let operation = self.operations.get(slot);
         let action = operation.action;
-        operation.failure.get_or_insert_with(|| Failure::of(error, action));
+        operation.failure.get_or_insert_with(|| Failure::of(error, action, part));
         self.finish(slot)?;
         Ok(Step::Done)
     }
@@ -282,7 +282,7 @@ impl Session<'_> {
                 self.operations.charged += len;
                 self.stream = Some(Stream::Gather(Gather { cookie, rest: request, buffer, filled: 0 }));
             } else {
-                let failure = no_memory(Action::Store);
+                let failure = no_memory(Action::Store, &request);
                 self.stream = Some(Stream::Skip(Skip { cookie, left: incoming.len, failure }));
             }
             return Ok(Step::Done);
@@ -338,7 +338,7 @@ impl Session<'_> {
         self.input.consume(len);
         match result {
             Ok(()) => self.reply_done(cookie)?,
-            Err(error) => self.reply_failure(cookie, &Failure::of(error, Action::Store))?,
+            Err(error) => self.reply_failure(cookie, &Failure::of(error, Action::Store, &request))?,
         }
         Ok(Step::Done)
     }

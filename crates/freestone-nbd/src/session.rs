@@ -7,12 +7,12 @@
 use std::sync::Arc;
 
 use freestone_core::bytes::Bytes;
-use freestone_core::device::{Completion, Device, Error, Failed, Geometry, IoBuf, Request};
+use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 
 use crate::contexts::Contexts;
-use crate::errno::{Action, Failure};
+use crate::errno::{Action, Cause, Failure};
 use crate::export::Export;
 use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received, receive_into};
@@ -283,22 +283,22 @@ impl<'a> Session<'a> {
         if operation.window {
             let whole = part.buffer.len() == part.len;
             let outcome = part.outcome.and(if whole { Ok(part.buffer) } else { Err(Error::Media) });
-            self.window = Some(outcome.map_err(|error| Failure::of(error, action)));
+            self.window = Some(outcome.map_err(|error| Failure::of(error, action, &part.request)));
             self.operations.take_ended(part.slot);
             return Ok(());
         }
         match part.outcome {
             Err(error) => {
-                operation.failure.get_or_insert_with(|| Failure::of(error, action));
+                operation.failure.get_or_insert_with(|| Failure::of(error, action, &part.request));
             }
             Ok(()) if operation.is_read && part.buffer.len() != part.len => {
                 // A device that hands back another buffer has no data for the client.
-                operation.failure.get_or_insert_with(|| Failure::of(Error::Media, action));
+                operation.failure.get_or_insert_with(|| Failure::of(Error::Media, action, &part.request));
             }
             Ok(()) if operation.is_read => {
                 let done = !operation.open && operation.parts == 0 && operation.failure.is_none();
                 let cookie = operation.cookie;
-                self.reply_data(cookie, part.offset, part.buffer, done)?;
+                self.reply_data(cookie, part.request.offset, part.buffer, done)?;
                 if done {
                     self.operations.take_ended(part.slot);
                     return Ok(());
@@ -335,9 +335,8 @@ impl Session<'_> {
         self.operations.get(slot).parts += 1;
         self.tally.submitted += 1;
         let queue = Arc::clone(self.link.queue());
-        let offset = request.offset;
         let done = Completion::new(move |outcome, buffer| {
-            queue.push(Finished { slot, offset, len, charge, outcome, buffer });
+            queue.push(Finished { slot, request, len, charge, outcome, buffer });
         });
         self.device.submit(request, buffer, done);
     }
@@ -376,8 +375,8 @@ impl Session<'_> {
     pub(crate) fn reply_failure(&mut self, cookie: u64, failure: &Failure) -> Result<(), Lost> {
         self.tally.replies += 1;
         self.tally.errors += 1;
-        if let Some((failed, error)) = failure.cause {
-            self.tell_failure(failed, error);
+        if let Some(cause) = &failure.cause {
+            self.tell_failure(cause);
         }
         let error = failure.errno as u32;
         if self.structured {
@@ -398,12 +397,12 @@ impl Session<'_> {
 
     /// Counts what a device answered for who looks after it, and logs it, though seldom.
     #[cold]
-    pub(crate) fn tell_failure(&self, failed: Failed, error: Error) {
+    pub(crate) fn tell_failure(&self, cause: &Cause) {
         let (name, peer) = (&self.export.name, self.link.peer());
-        if let Some(held_back) = self.export.failures.count(failed, error) {
-            tracing::warn!(peer, "{name}: a {failed} failed: {error}{held_back}");
+        if let Some(held_back) = self.export.failures.count(cause.failed, cause.error) {
+            tracing::warn!(peer, "{name}: {cause}{held_back}");
         } else {
-            tracing::debug!(peer, "{name}: a {failed} failed: {error}");
+            tracing::debug!(peer, "{name}: {cause}");
         }
     }
 
@@ -450,6 +449,6 @@ pub fn data_chunk(cookie: u64, offset: u64, len: u32, done: bool) -> DataChunk {
 }
 
 /// A failure of memory for a buffer.
-pub fn no_memory(action: Action) -> Failure {
-    Failure::of(Error::NoMemory, action)
+pub fn no_memory(action: Action, request: &Request) -> Failure {
+    Failure::of(Error::NoMemory, action, request)
 }

@@ -50,7 +50,7 @@ impl Session<'_> {
             match describe(&self.device, *context, request, self.replies.space(at, room)) {
                 Ok(n) => *count = n,
                 Err(error) => {
-                    self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain))?;
+                    self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain, &request))?;
                     return Ok(Step::Done);
                 }
             }

@@ -157,7 +157,9 @@ impl Entries {
                 }
                 "algorithm_params" => {
                     let based = |word: &str| match word.strip_prefix("dict=") {
-                        Some(path) if !path.is_empty() => format!("dict={}", base.join(path).display()),
+                        Some(path) if !path.is_empty() => {
+                            format!("dict={}", path_text::text(&base.join(path_text::path(path))))
+                        }
                         _ => word.to_owned(),
                     };
                     // Groups for several algorithms, each of words.
@@ -248,6 +250,11 @@ mod tests {
         assert_eq!(
             with_base("r=ram,algorithm_params=level=3 dict=d"),
             "r=ram,algorithm_params=level=3 dict=/base/d"
+        );
+        // A byte that is no character.
+        assert_eq!(
+            with_base("r=ram,algorithm_params=dict=d\u{efff}"),
+            "r=ram,algorithm_params=dict=/base/d\u{efff}"
         );
         assert_eq!(
             with_base("r=ram,backing_dev=spill,algorithm_params=dict=a; priority=1 dict=b;dict=/c"),

@@ -17,6 +17,7 @@ use crate::files::{errno_of, in_typed_sizes};
 use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::machine;
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
@@ -363,7 +364,8 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
 
 fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
     let params = |words: &str| {
-        Params::parse(words).map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
+        Params::parse_with(words, path_text::path)
+            .map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
     };
     let mem_limit = match spec.mem_limit {
         Some(bytes) => bytes,

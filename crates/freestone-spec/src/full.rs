@@ -14,6 +14,9 @@ pub(crate) const KEYS: [&str; 3] = ["full", "full_timeout", "full_warn"];
 /// Most seconds of `full_timeout`: a day.
 const TIMEOUT_SECONDS_MAX: u64 = 86_400;
 
+/// Of a fork that has no `full` of its own.
+const FAMILY: &str = "family";
+
 /// What was asked for.
 pub(crate) fn take(keys: &Keys) -> Result<WhenFull, SpecError> {
     let usual = WhenFull::default();
@@ -63,6 +66,19 @@ impl FullChange {
             Self::Warn(warn_percent) => WhenFull { warn_percent, ..when },
         }
     }
+}
+
+/// `full` of a fork: its own, or what its family does.
+pub(crate) fn parse_own(text: &str) -> Result<Option<bool>, String> {
+    match text {
+        FAMILY => Ok(None),
+        _ => parse_wait(text).map(Some).map_err(|_| format!("must be error, wait or {FAMILY}")),
+    }
+}
+
+/// As it is typed.
+pub(crate) fn own(wait: Option<bool>) -> Value {
+    json!(wait.map_or(FAMILY, |wait| if wait { "wait" } else { "error" }))
 }
 
 fn parse_wait(text: &str) -> Result<bool, String> {
@@ -117,6 +133,10 @@ mod tests {
             }
         }
         assert!(KEYS.iter().all(|key| value(WhenFull::default(), key).is_some()));
+        for (text, own_wait) in [("wait", Some(true)), ("error", Some(false)), ("family", None)] {
+            assert_eq!((parse_own(text), own(own_wait)), (Ok(own_wait), json!(text)));
+        }
+        assert_eq!(parse_own("yes"), Err("must be error, wait or family".into()));
         assert_eq!((FullChange::check("fill", "wait"), value(WhenFull::default(), "fill")), (None, None));
     }
 }

@@ -56,9 +56,10 @@ impl Verb for Cancel {
     }
 
     fn show(_: &Which, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply
-            .jobs
-            .iter()
-            .try_for_each(|job| writeln!(out, "job {}: {}: {}: is told to end", job.job, job.name, job.verb))
+        reply.jobs.iter().try_for_each(|job| {
+            // It waited for its turn.
+            let done = if job.has_ended() { "does not begin" } else { "is told to end" };
+            writeln!(out, "job {}: {}: {}: {done}", job.job, job.name, job.verb)
+        })
     }
 }

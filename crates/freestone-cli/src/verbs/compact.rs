@@ -31,7 +31,7 @@ pub struct Reply {
 
 impl Verb for Compact {
     const METHOD: &'static str = "compact";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;
 

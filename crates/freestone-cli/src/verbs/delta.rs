@@ -203,7 +203,7 @@ pub struct Saved {
 
 impl Verb for Save {
     const METHOD: &'static str = "delta.save";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = NameAndFile;
     type Reply = Saved;
 
@@ -263,7 +263,7 @@ pub struct Applied {
 
 impl Verb for Apply {
     const METHOD: &'static str = "delta.apply";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = ApplyParams;
     type Reply = Applied;
 

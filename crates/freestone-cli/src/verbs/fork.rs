@@ -7,6 +7,7 @@ use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
+use freestone_spec::layers::NUMBER;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -18,9 +19,6 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::paths::{address_text, parse_address};
 use crate::service::Service;
-
-/// Stands for the number of a fork, in its name and address.
-const NUMBER: &str = "%n";
 
 /// The verb.
 pub struct Fork;
@@ -36,7 +34,7 @@ pub struct Line {
     #[arg(value_name = "KEY=VALUE")]
     #[arg(value_parser = keys::words_parser())]
     #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
-                  mem_min=SIZE (guaranteed of the family's mem_limit), and faults, seed, power_cut, power_cut_unit, record as for \
+                  mem_min=SIZE (guaranteed of the family's mem_limit), full=error|wait (where there is no room), and faults, seed, power_cut, power_cut_unit, record as for \
                   serve; with --count, %n in a value is the number, with --template that of a connection")]
     words: Vec<String>,
     /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is

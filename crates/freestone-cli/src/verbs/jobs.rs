@@ -1,4 +1,4 @@
-//! `jobs [NAME]`: the verbs that run, and those of the background that have ended.
+//! `jobs [NAME]`: the verbs that run, and those of the background that wait or have ended.
 
 use std::io::{self, Write};
 
@@ -61,7 +61,7 @@ pub fn none(job: u64) -> Fault {
 /// `job 3: ram0: save: running, 1.2G of 4.0G, 30 %, 12.5 s`
 fn line(job: &Shown) -> String {
     let Shown { job: number, name, verb, state, done_bytes, total_bytes, seconds, .. } = job;
-    let background = if job.background && state == "running" { " in the background" } else { "" };
+    let background = if job.background && !job.has_ended() { " in the background" } else { "" };
     let part = if *total_bytes > 0 {
         let part = done_bytes.saturating_mul(100) / total_bytes;
         format!(", {} of {}, {part} %", human(*done_bytes), human(*total_bytes))

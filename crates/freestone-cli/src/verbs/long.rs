@@ -12,35 +12,32 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use freestone_spec::refusal::Errno;
-use freestone_spec::size::human;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
+use super::bar::Bar;
 use super::jobs::{AllJobs, Reply};
 use super::{Common, Verb, cancel, print_json, show};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error::{self, Stdout};
-use crate::job::Shown;
+use crate::job::{Shown, WAITING};
 use crate::until::{self, STATUS_OF_SIGNAL_0};
 
 /// How often it is looked how far a verb is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Columns of the bar, and of the line that it is in.
-const BAR_COLUMNS: u64 = 20;
-const LINE_COLUMNS: usize = 79;
 
 /// What verbs that take long have besides their parameters.
 #[derive(Debug, Args)]
 pub struct Long {
-    /// Answer when it has begun; `freestone jobs` shows how far it is, `freestone wait --job` waits for
-    /// its end, `freestone cancel` ends it
+    /// Answer when it has begun, or, where 64 others run, waits for its turn; `freestone jobs` shows how
+    /// far it is, `freestone wait --job` waits for its end, `freestone cancel` ends it
     #[arg(long, conflicts_with = "progress")]
     background: bool,
-    /// Show on stderr how far it is: a bar, or a line of JSON whenever that has changed [default:
-    /// bar on a terminal, else none]
+    /// Show on stderr how far it is: a bar, where that is a terminal, or a line of JSON whenever that
+    /// has changed [default: bar]
     #[arg(long, value_enum, value_name = "bar|json|none", hide_possible_values = true)]
     progress: Option<Progress>,
 }
@@ -78,9 +75,20 @@ impl Long {
         let begun: Map<_, _> = serde_json::from_str(answer.get())
             .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
         let mut out = io::stdout().lock();
-        V::show_begun(&begun, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
+        let shown = match begun.get("state").and_then(Value::as_str) {
+            Some(WAITING) => show_waiting(&begun, &mut out),
+            _ => V::show_begun(&begun, &mut out),
+        };
+        shown.and_then(|()| out.flush()).map_err(Stdout::from)?;
         Ok(())
     }
+}
+
+/// One in the background whose turn has not come.
+fn show_waiting(told: &Map<String, Value>, out: &mut dyn io::Write) -> io::Result<()> {
+    let text = |key: &str| told.get(key).and_then(Value::as_str).unwrap_or_default();
+    let job = told.get("job").unwrap_or_default();
+    writeln!(out, "{}: {} waits for its turn in the background, as job {job}", text("name"), text("verb"))
 }
 
 /// Asks for a verb that takes long, and shows the answer.
@@ -128,8 +136,10 @@ impl<'a> Asker<'a> {
         if self.long.background {
             return client.call(V::METHOD, &request);
         }
-        let default = if io::stderr().is_terminal() { Progress::Bar } else { Progress::None };
-        let how = self.long.progress.unwrap_or(default);
+        let how = match self.long.progress.unwrap_or(Progress::Bar) {
+            Progress::Bar if !io::stderr().is_terminal() => Progress::None,
+            how => how,
+        };
         let watcher = Watcher { common: self.common, tag: &tag, how, interrupted: &self.interrupted };
         let (ended, end) = mpsc::channel::<()>();
         thread::scope(|scope| {
@@ -171,7 +181,7 @@ struct Watcher<'a> {
 impl Watcher<'_> {
     /// Until the verb has ended.
     fn watch(&self, end: &mpsc::Receiver<()>) {
-        let (mut client, mut shown, mut is_told) = (None, None, false);
+        let (mut client, mut shown, mut is_told, mut bar) = (None, None, false, None);
         while matches!(end.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
             if !is_told && self.interrupted.load(Ordering::SeqCst) {
                 is_told = self.cancel(&mut client);
@@ -185,14 +195,11 @@ impl Watcher<'_> {
                 continue;
             };
             match self.how {
-                Progress::Bar => drop(write!(io::stderr(), "\r{:<LINE_COLUMNS$}", line(&now, is_told))),
+                Progress::Bar => bar.get_or_insert_with(|| Bar::new(&now)).show(&now, is_told),
                 _ if shown.as_ref().is_some_and(|before| is_same(before, &now)) => {}
                 _ => drop(writeln!(io::stderr(), "{}", json!({ "progress": now }))),
             }
             shown = Some(now);
-        }
-        if self.how == Progress::Bar && shown.is_some() {
-            let _ = write!(io::stderr(), "\r{:<LINE_COLUMNS$}\r", "");
         }
     }
 
@@ -225,63 +232,4 @@ impl Watcher<'_> {
 
 fn is_same(before: &Shown, now: &Shown) -> bool {
     (before.done_bytes, before.total_bytes) == (now.done_bytes, now.total_bytes)
-}
-
-/// `ram0: save [######--------------] 1.2G of 4.0G, 30 %, 98.3M/s, 0:29 left`
-fn line(job: &Shown, is_told: bool) -> String {
-    let Shown { name, verb, done_bytes, total_bytes, seconds, .. } = job;
-    let part = |of: u64| {
-        let part = u128::from(*done_bytes) * u128::from(of) / u128::from(*total_bytes).max(1);
-        part.min(of.into()) as usize
-    };
-    let rate = *done_bytes as f64 / seconds.max(0.001);
-    let after = if is_told {
-        ", is told to end; Ctrl-C again does not wait for that".to_owned()
-    } else if *total_bytes == 0 {
-        format!(", {seconds:.0} s")
-    } else {
-        let (full, rest) = (part(BAR_COLUMNS), BAR_COLUMNS as usize - part(BAR_COLUMNS));
-        let (done, total) = (human(*done_bytes), human(*total_bytes));
-        let left = (total_bytes.saturating_sub(*done_bytes) as f64 / rate.max(1.0)) as u64;
-        let left = if rate >= 1.0 {
-            format!(", {}/s, {}:{:02} left", human(rate as u64), left / 60, left % 60)
-        } else {
-            String::new()
-        };
-        format!(" [{:#<full$}{:-<rest$}] {done} of {total}, {} %{left}", "", "", part(100))
-    };
-    let line = format!("{name}: {verb}{after}");
-    line.chars().take(LINE_COLUMNS).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::line;
-    use crate::job::Shown;
-
-    #[test]
-    fn a_bar_tells_part_rate_and_time_left() {
-        let mut job = Shown {
-            job: 1,
-            name: "ram0".into(),
-            verb: "save".into(),
-            state: "running".into(),
-            background: false,
-            tag: None,
-            done_bytes: 30 << 20,
-            total_bytes: 100 << 20,
-            seconds: 10.0,
-            result: None,
-            error: None,
-        };
-        let shown = "ram0: save [######--------------] 30M of 100M, 30 %, 3M/s, 0:23 left";
-        assert_eq!(line(&job, false), shown);
-        assert_eq!(line(&job, true), "ram0: save, is told to end; Ctrl-C again does not wait for that");
-        job.done_bytes = 0;
-        assert_eq!(line(&job, false), "ram0: save [--------------------] 0B of 100M, 0 %");
-        (job.total_bytes, job.done_bytes) = (u64::MAX, u64::MAX);
-        assert!(line(&job, false).contains("[####################]"));
-        job.total_bytes = 0;
-        assert_eq!(line(&job, false), "ram0: save, 10 s");
-    }
 }

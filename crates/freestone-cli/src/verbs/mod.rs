@@ -1,6 +1,7 @@
 //! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
 //! the server does, and how the answer is shown to people.
 
+mod bar;
 pub mod block_state;
 pub mod cancel;
 pub mod compact;
@@ -37,11 +38,9 @@ mod words;
 pub mod writeback;
 pub mod zones;
 
+use std::fmt::Display;
 use std::io::{self, Write};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
-use std::thread;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -58,7 +57,7 @@ use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::control::server::Handler;
 use crate::error::Stdout;
-use crate::job::Jobs;
+use crate::job::Asked;
 use crate::service::Service;
 use indent::indented;
 
@@ -66,10 +65,11 @@ use indent::indented;
 pub trait Verb {
     /// The JSON-RPC method, which is also the subcommand.
     const METHOD: &'static str;
-    /// It may take long: it takes `background` and `tag` besides its parameters.
-    const LONG: bool = false;
+    /// It may take long: it takes `background` and `tag` besides its parameters. What it is done to: a
+    /// device, or of a restore a file.
+    const LONG: Option<fn(&Self::Params) -> String> = None;
     /// Named parameters; unknown ones are refused.
-    type Params: Serialize + DeserializeOwned + Send + 'static;
+    type Params: Serialize + DeserializeOwned;
     /// The result.
     type Reply: Serialize + DeserializeOwned;
 
@@ -195,10 +195,10 @@ fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue
         return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
     };
     let invalid = |e| Fault::invalid(format!("{}: {e}", V::METHOD));
-    let how = if V::LONG { How::of(&mut params).map_err(invalid)? } else { How::default() };
+    let how = if V::LONG.is_some() { How::of(&mut params).map_err(invalid)? } else { How::default() };
     let params = serde_json::from_value(Value::Object(params)).map_err(invalid)?;
-    if how.background {
-        return run_in_background::<V>(service, params, how.tag);
+    if let (Some(name), true) = (V::LONG, how.background) {
+        return run_in_background::<V>(service, name(&params), &params, how.tag);
     }
     Caller::tag_next(how.tag);
     answer::<V>(service, params)
@@ -232,24 +232,23 @@ impl How {
     }
 }
 
-/// Runs a verb on a thread of its own; returns when it has begun, or was refused.
+/// Runs a verb in the background, as soon as it is its turn. Until then only the text of its
+/// parameters is there.
 fn run_in_background<V: Verb>(
     service: &Service,
-    params: V::Params,
+    name: String,
+    params: &V::Params,
     tag: Option<String>,
 ) -> Result<Box<RawValue>, Fault> {
-    let broken = || Fault::internal(format!("{}: failed inside the server; see its log", V::METHOD));
-    let service = service.weak().upgrade().ok_or_else(broken)?;
-    let (tell, told) = mpsc::channel();
-    let started = thread::Builder::new().name("job".into()).spawn(move || {
-        Caller::tag_next(tag);
-        Jobs::enter_background(tell);
-        // As on the thread of a connection.
-        let outcome = catch_unwind(AssertUnwindSafe(|| answer::<V>(&service, params)));
-        service.jobs.end(outcome.unwrap_or_else(|_| Err(broken())));
+    let broken = |why: &dyn Display| Fault::internal(format!("{}: {why}", V::METHOD));
+    let params = to_raw_value(params).map_err(|e| broken(&e))?;
+    let (bytes, weak) = (params.get().len(), service.weak());
+    let run = Box::new(move || {
+        let service = weak.upgrade().ok_or_else(|| broken(&"the server has ended"))?;
+        let params = serde_json::from_str(params.get()).map_err(|e| broken(&e))?;
+        answer::<V>(&service, params)
     });
-    started.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{}: no thread for it: {e}", V::METHOD)))?;
-    told.recv().unwrap_or_else(|_| Err(broken()))
+    service.jobs.run(Asked { name, verb: V::METHOD.replace('.', " "), tag, bytes, run })
 }
 
 impl Handler for Service {

@@ -44,7 +44,7 @@ pub struct Params {
     /// Of the template.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
-        help = "With --template: size, mem_limit, mem_min, faults, seed, power_cut, power_cut_unit, record as for serve"
+        help = "With --template: size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record as for serve"
     )]
     #[serde(skip)]
     words: Vec<String>,

@@ -68,7 +68,7 @@ pub struct Reply {
 
 impl Verb for Remove {
     const METHOD: &'static str = "remove";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;
 

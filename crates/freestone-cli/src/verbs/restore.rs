@@ -12,7 +12,7 @@ use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::{self, KindSpec, Spec};
-use freestone_spec::layers::FAULT_KEYS;
+use freestone_spec::layers::{FAULT_KEYS, LayerSpec};
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
@@ -44,7 +44,7 @@ pub struct Line {
     #[arg(
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
                   family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
-                  for serve. readonly=yes: clients cannot write"
+                  for serve, with %n in record for the number of each, from 0 on. readonly=yes: clients cannot write"
     )]
     words: Vec<String>,
 }
@@ -135,7 +135,7 @@ struct Made {
 
 impl Verb for Restore {
     const METHOD: &'static str = "restore";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Params) -> String> = Some(|params| params.file.display().to_string());
     type Params = Params;
     type Reply = Reply;
 
@@ -147,8 +147,7 @@ impl Verb for Restore {
         let contents = inspect(file).map_err(|error| failed(&error))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
         // The names are taken until the devices are there.
-        let _claim =
-            service.claim_all(Self::METHOD, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let claim = service.claim_all(Self::METHOD, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
@@ -156,9 +155,9 @@ impl Verb for Restore {
         }
         let job = service.jobs.begin(&at.to_string(), Self::METHOD, Kind::ALONE)?;
         let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
-        if asked.layers.record.is_some() && live > 1 {
-            let why = format!("{at}: restore: record: {live} disks and forks, and one log");
-            return Err(Fault::failed(Errno::EINVAL, why));
+        if live > 1 && !asked.layers.has_logs() {
+            let why = format!("{live} disks and forks, and one log; %n in its name is the number of each");
+            return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
         }
         let layers = asked.layers.clone();
         let base = base(service, &contents, &job)?;
@@ -190,18 +189,23 @@ impl Verb for Restore {
             error => failed(&error),
         })?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
-        for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(names) {
+        let mut numbers = 0..;
+        for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(&names) {
             let base = base.as_ref();
-            let entry = kinds::restored(name, told.kind, ram, file.clone(), base, &layers, readonly);
-            let added = entry.map(Arc::new).map_err(Fault::from);
-            let added = added.and_then(|entry| service.add(&entry).map(|()| entry));
-            let entry = added.inspect_err(|_| {
+            let layers = match told.kind {
+                DeviceKind::Snapshot => LayerSpec::default(),
+                DeviceKind::Disk | DeviceKind::Fork => layers.numbered(numbers.next().unwrap_or_default()),
+            };
+            let entry = kinds::restored(name.clone(), told.kind, ram, file.clone(), base, layers, readonly);
+            let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
+                made.push(Arc::clone(&entry));
+                service.add(&entry)
+            });
+            added.inspect_err(|_| {
                 for before in made.iter().rev() {
-                    // Nobody can stand on it yet.
-                    let _ = service.registry.remove(before);
+                    service.undo(&claim, before);
                 }
             })?;
-            made.push(entry);
         }
         let devices = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),

@@ -128,7 +128,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         set.map_err(|error| Fault::failed(Errno::EINVAL, format!("{name}: {error}")))
     };
     give(0)?;
-    let fork = ForkSpec { base: to.to_owned(), size: None, mem_limit, mem_min };
+    let fork = ForkSpec { base: to.to_owned(), size: None, mem_limit, mem_min, full: ram.own_wait() };
     let spec = Spec {
         name: name.clone(),
         publish: entry.spec.publish,

@@ -87,7 +87,8 @@ pub struct Reply {
 
 impl Verb for Save {
     const METHOD: &'static str = "save";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Params) -> String> =
+        Some(|params| params.names.first().cloned().unwrap_or_default());
     type Params = Params;
     type Reply = Reply;
 

@@ -66,7 +66,7 @@ fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<
         let answer = client.call(jobs::AllJobs::METHOD, &json!({ "job": job }))?;
         let reply: jobs::Reply =
             serde_json::from_str(answer.get()).context("jobs: the server's answer is not understood")?;
-        let shown = reply.jobs.first().filter(|shown| shown.state != "running");
+        let shown = reply.jobs.first().filter(|shown| shown.has_ended());
         if let Some(Shown { error: Some(fault), .. }) = shown {
             return Err(fault.clone().into());
         }

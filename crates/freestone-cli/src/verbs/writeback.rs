@@ -108,7 +108,7 @@ pub struct Reply {
 
 impl Verb for Writeback {
     const METHOD: &'static str = "writeback";
-    const LONG: bool = true;
+    const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;
 

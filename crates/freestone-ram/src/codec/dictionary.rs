@@ -48,6 +48,11 @@ impl Dictionary {
         fits.then(|| Self { path: None, bytes: bytes.into() })
     }
 
+    /// The file that it was read from; none where it was trained here.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
     /// The content.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes

@@ -112,8 +112,17 @@ impl Params {
     /// # Errors
     /// What was not understood.
     pub fn parse(text: &str) -> Result<Self, ParamsError> {
+        Self::parse_with(text, |path| path.into())
+    }
+
+    /// The same where paths are written in another way, as those that are not UTF-8 have to be:
+    /// `path` reads them.
+    ///
+    /// # Errors
+    /// What was not understood.
+    pub fn parse_with(text: &str, path: impl Fn(&str) -> PathBuf) -> Result<Self, ParamsError> {
         let Words { level, dict, algo } = Words::parse(text)?;
-        let dictionary = dict.as_deref().map(read_dictionary).transpose()?;
+        let dictionary = dict.map(|dict| read_dictionary(&path(&dict))).transpose()?;
         Ok(Self { level, dictionary, algo })
     }
 
@@ -140,7 +149,7 @@ impl Params {
 #[derive(Default)]
 struct Words {
     level: Option<i32>,
-    dict: Option<PathBuf>,
+    dict: Option<String>,
     algo: Option<String>,
 }
 
@@ -251,6 +260,9 @@ mod tests {
         let params = Params::parse(&format!("level=7 dict={path}")).unwrap();
         assert_eq!(params.check(Algorithm::Zstd).unwrap(), 7);
         assert_eq!(params.to_string(), format!("level=7 dict={path}"));
+        let there = |name: &str| file.path().with_file_name(name.replace('?', ""));
+        let odd = format!("dict={}?", file.path().file_name().unwrap().display());
+        assert_eq!(Params::parse_with(&odd, there).unwrap().dictionary, params.dictionary);
     }
 
     #[test]

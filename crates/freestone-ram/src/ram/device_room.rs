@@ -19,10 +19,16 @@ pub(super) struct DeviceRoom {
     gave_up: AtomicU64,
     /// How many want that nothing waits now.
     closed: AtomicU32,
+    /// What it does where there is no room: [`FAILS`], [`WAITS`], or what its family does.
+    own: AtomicU32,
     /// Of the device's own cap.
     pub warned: Warned,
     lines: LogLimit<Line>,
 }
+
+/// Writes of the device fail, or wait for room.
+const FAILS: u32 = 1;
+const WAITS: u32 = 2;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Line {
@@ -74,6 +80,21 @@ impl DeviceRoom {
     /// Whether it has given up, and no room came since.
     pub fn gave_up(&self, times: u64) -> bool {
         self.gave_up.load(Ordering::SeqCst) == times
+    }
+
+    /// Whether its writes wait for room, where it does not do what its family does.
+    pub fn own(&self) -> Option<bool> {
+        match self.own.load(Ordering::SeqCst) {
+            FAILS => Some(false),
+            WAITS => Some(true),
+            _ => None,
+        }
+    }
+
+    /// Sets that; what it had given up is forgotten.
+    pub fn set_own(&self, waits: Option<bool>) {
+        self.own.store(waits.map_or(0, |waits| if waits { WAITS } else { FAILS }), Ordering::SeqCst);
+        self.gave_up.store(0, Ordering::SeqCst);
     }
 
     /// Nothing waits until as many calls of [`open`](Self::open) have come.

@@ -68,7 +68,9 @@ impl Full {
 
     /// Whether a request of this device that found no room may wait for some.
     pub fn waits(&self, device: &DeviceRoom) -> bool {
-        self.when().wait && !device.is_closed() && !device.gave_up(self.waiters.times())
+        device.own().unwrap_or(self.when().wait)
+            && !device.is_closed()
+            && !device.gave_up(self.waiters.times())
     }
 
     /// A device has a cap of its own.

@@ -197,6 +197,36 @@ fn the_end_of_a_device_and_of_waiting_end_all_that_waits() {
 }
 
 #[test]
+fn a_device_waits_or_fails_as_it_says_itself() {
+    let (ram, pages) = full_disk(waiting(600));
+    let other = ram.family().ram(MIB).unwrap();
+    let told = submit(&other, 0);
+    waits(&told);
+    other.set_own_wait(Some(false));
+    assert_eq!(answer(&told), Err(Error::NoSpace), "it does not wait any more");
+    assert_eq!(answer(&submit(&other, 0)), Err(Error::NoSpace));
+    let told = submit(&ram, pages);
+    waits(&told);
+    // The other way round.
+    ram.set_own_wait(Some(true));
+    ram.family().set_when_full(WhenFull { wait: false, ..waiting(1) });
+    other.set_own_wait(None);
+    assert_eq!(answer(&submit(&other, 0)), Err(Error::NoSpace));
+    waits(&told);
+    // The time is the family's. What is set anew begins anew.
+    std::thread::sleep(Duration::from_millis(1100));
+    tick(&ram);
+    assert_eq!(answer(&told), Err(Error::NoSpace));
+    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace), "it has given up");
+    ram.set_own_wait(Some(true));
+    let told = submit(&ram, pages);
+    waits(&told);
+    ram.discard(0, PAGE).unwrap();
+    assert_eq!(answer(&told), Ok(()));
+    assert_eq!((ram.own_wait(), other.own_wait()), (Some(true), None));
+}
+
+#[test]
 fn a_snapshot_begins_beside_writes_that_wait() {
     let (ram, pages) = full_disk(waiting(600));
     let told = submit(&ram, pages);

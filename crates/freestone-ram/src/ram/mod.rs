@@ -392,6 +392,18 @@ impl Ram {
         Ok(())
     }
 
+    /// Whether its writes wait for room, where it does not do what
+    /// [its family does](Family::when_full).
+    pub fn own_wait(&self) -> Option<bool> {
+        self.0.limits.room.own()
+    }
+
+    /// Sets that, also for writes that wait; `None`: as its family.
+    pub fn set_own_wait(&self, waits: Option<bool>) {
+        self.0.limits.room.set_own(waits);
+        self.0.pages.end_waiting(self);
+    }
+
     /// Says what the log calls it, once.
     pub fn set_name(&self, name: &str) {
         self.0.limits.room.set_name(name);

@@ -59,9 +59,9 @@ impl Pages {
     /// Warns of limits that are near.
     fn warn(&self) {
         let when = self.full.when();
-        let then = if when.wait { "wait" } else { "fail" };
-        let tell = |name: &str, used: u64, limit: u64, what: &str| {
+        let tell = |name: &str, used: u64, limit: u64, what: &str, waits: bool| {
             let percent = u128::from(used) * 100 / u128::from(limit);
+            let then = if waits { "wait" } else { "fail" };
             tracing::warn!(
                 "{name}: {percent} % of {what} is used, {used} of {limit} bytes; when it is full, writes {then}"
             );
@@ -73,7 +73,7 @@ impl Pages {
             None => (self.pool.pages() * PAGE, self.mem_limit(), "mem_limit"),
         };
         if self.full.warned.is_due(used, limit, when.warn_percent) {
-            tell(self.name(), used, limit, what);
+            tell(self.name(), used, limit, what, when.wait);
         }
         // Beyond its cap a device spills its own pages.
         if self.store.is_some() || !self.full.has_caps() {
@@ -83,7 +83,8 @@ impl Pages {
             let Some(limits) = layer.limits().filter(|limits| limits.cap() != u64::MAX) else { continue };
             let used = layer.charged();
             if limits.room.warned.is_due(used, limits.cap(), when.warn_percent) {
-                tell(limits.room.name(), used, limits.cap(), "its own mem_limit");
+                let waits = limits.room.own().unwrap_or(when.wait);
+                tell(limits.room.name(), used, limits.cap(), "its own mem_limit", waits);
             }
         }
     }

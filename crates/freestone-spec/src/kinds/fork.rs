@@ -12,13 +12,14 @@ use super::registry::Registry;
 use super::{Asked, Built, Entry, Made, Spec, is_live, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, family_stat};
+use crate::full;
 use crate::keys::{Keys, joined, parse_disksize, parse_limit};
 use crate::layers::FAULT_KEYS;
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 
 pub(super) const NAME: &str = "fork";
-const KEYS: [&str; 10] = joined(&["base", "size", "mem_limit", "mem_min"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "full"], &FAULT_KEYS, &["publish"]);
 
 /// A fork as it was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +32,8 @@ pub struct ForkSpec {
     pub mem_limit: u64,
     /// Bytes of its family's limit that are guaranteed to it.
     pub mem_min: u64,
+    /// Whether its writes wait for room, where it does not do what its family does.
+    pub full: Option<bool>,
 }
 
 impl ForkSpec {
@@ -45,6 +48,7 @@ impl ForkSpec {
             size: keys.take("size", parse_disksize)?,
             mem_limit: keys.take("mem_limit", parse_limit)?.unwrap_or(0),
             mem_min: keys.take("mem_min", parse_limit)?.unwrap_or(0),
+            full: keys.take("full", full::parse_own)?.flatten(),
         };
         if fork.mem_limit > 0 && fork.mem_min > fork.mem_limit {
             return Err(keys.refuse("mem_min", format!("above mem_limit={}", size::exact(fork.mem_limit))));
@@ -81,7 +85,9 @@ pub(super) fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -
         (None, Some(device)) => base.family_of(registry)?.fork(Arc::clone(device), &config),
         (None, None) => unreachable!("templates were refused"),
     };
-    fork.map_err(|error| refused(spec, error))
+    let fork = fork.map_err(|error| refused(spec, error))?;
+    fork.set_own_wait(spec.full);
+    Ok(fork)
 }
 
 fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
@@ -163,12 +169,13 @@ impl Made for Fork {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Of a fork. `mem_limit` and `mem_min` are its own.
-const NAMES: [&str; 11] = [
+/// Of a fork. `mem_limit`, `mem_min` and `full` are its own.
+const NAMES: [&str; 12] = [
     "base",
     "disksize",
     "mem_limit",
     "mem_min",
+    "full",
     "comp_algorithm",
     "over_stat",
     "family",
@@ -186,6 +193,7 @@ pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
         "disksize" => json!(entry.size()),
         "mem_limit" => json!(ram.own_limits().0),
         "mem_min" => json!(ram.own_limits().1),
+        "full" => full::own(ram.own_wait()),
         "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
         "over_stat" => over_stat(ram),
         "family" => family_stat(&ram.family()),
@@ -220,11 +228,12 @@ fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change,
         "disksize" => return Change::check(ram, name, attr, text),
         "mem_limit" => parse_limit(text).map(Change::MemLimit).map_err(invalid),
         "mem_min" => parse_limit(text).map(Change::MemMin).map_err(invalid),
+        "full" => full::parse_own(text).map(Change::OwnWait).map_err(invalid),
         "comp_algorithm" | "base" => {
             Err(failed(Errno::EBUSY, "fixed for the life of a fork; it is what the fork was made of"))
         }
         attr if NAMES.contains(&attr) => {
-            Err(invalid("read-only; disksize (grow), mem_limit and mem_min can be set".into()))
+            Err(invalid("read-only; disksize (grow), mem_limit, mem_min and full can be set".into()))
         }
         _ => return None,
     })
@@ -259,9 +268,13 @@ fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Resul
         })?;
     }
     for (change, attr, text) in changes {
-        if let Change::Grow(bytes) = change {
-            let grown = ram.grow(*bytes);
-            grown.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
+        match change {
+            Change::Grow(bytes) => {
+                let grown = ram.grow(*bytes);
+                grown.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
+            }
+            Change::OwnWait(waits) => ram.set_own_wait(*waits),
+            _ => {}
         }
     }
     Ok(())

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use freestone::codec::{Dictionary, Params};
 use freestone::device::{self, Device};
 use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
@@ -199,9 +200,9 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
 
 /// The words as they can be typed again: those of the primary algorithm, then those of the others.
 fn algorithm_params(config: &Config) -> String {
-    let mut text = config.algorithm_params.to_string();
+    let mut text = words(&config.algorithm_params);
     for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
-        let params = secondary.as_ref().map(|s| s.params.to_string()).unwrap_or_default();
+        let params = secondary.as_ref().map(|s| words(&s.params)).unwrap_or_default();
         if !params.is_empty() {
             let between = if text.is_empty() { "" } else { "; " };
             // Writing to a string cannot fail.
@@ -209,6 +210,17 @@ fn algorithm_params(config: &Config) -> String {
         }
     }
     text
+}
+
+/// Those of one algorithm.
+fn words(params: &Params) -> String {
+    match params.dictionary.as_ref().and_then(Dictionary::path) {
+        Some(path) => {
+            let level = Params { dictionary: None, ..params.clone() }.to_string();
+            format!("{level} dict={}", path_text::text(path)).trim_start().to_owned()
+        }
+        None => params.to_string(),
+    }
 }
 
 /// `{"1": "zstd"}`: algorithms by priority.
@@ -280,7 +292,8 @@ pub fn backing(ram: &Ram) -> Option<Value> {
 
 /// What is done where there is no room for a write, and how many wait for some.
 pub fn full_stat(ram: &Ram) -> Value {
-    let when = ram.family().when_full();
+    let mut when = ram.family().when_full();
+    when.wait = ram.own_wait().unwrap_or(when.wait);
     let shown = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
     let mut stat: Map<_, _> = full::KEYS.iter().filter_map(shown).collect();
     stat.insert("waiting".into(), json!(ram.waiting()));
@@ -318,6 +331,8 @@ pub enum Change {
     MemLimit(u64),
     /// `mem_min` of a fork, in bytes.
     MemMin(u64),
+    /// `full` of a fork: its own, or what its family does.
+    OwnWait(Option<bool>),
     /// `mem_used_max=0`.
     ResetMemUsedMax,
     /// `writeback_limit`, in units of 4 KiB. Before its switch, which then finds it.
@@ -392,6 +407,7 @@ impl Change {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
             Self::MemLimit(_) | Self::Full(_) => self.make_of_family(&ram.family()),
+            Self::OwnWait(waits) => ram.set_own_wait(waits),
             Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),

@@ -33,21 +33,20 @@ impl Asked for RestoredSpec {
     }
 }
 
-/// A device that was in `file`, and stood on `base`; with these layers, where it can be written.
+/// A device that was in `file`, and stood on `base`; with these layers.
 pub fn restored(
     name: String,
     kind: DeviceKind,
     ram: Ram,
     file: PathBuf,
     base: Option<&Arc<Entry>>,
-    layers: &LayerSpec,
+    layers: LayerSpec,
     readonly: bool,
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
-    let layers = if kind == DeviceKind::Snapshot { LayerSpec::default() } else { layers.clone() };
     let spec = Spec { name, publish: None, kind: kind_spec, layers };
     let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {

@@ -1,6 +1,5 @@
 //! Templates: a fork for every connection.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,15 +10,15 @@ use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{Refused, Registry};
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::entries::SpecError;
+use crate::full;
 use crate::keys::{Keys, joined};
-use crate::layers::{FAULT_KEYS, LayerSpec};
+use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "ttl"], &FAULT_KEYS, &["publish"]);
-/// Stands in `record` for the number of a connection.
-const NUMBER: &str = "%n";
+const KEYS: [&str; 12] =
+    joined(&["base", "size", "mem_limit", "mem_min", "full", "ttl"], &FAULT_KEYS, &["publish"]);
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -95,6 +94,7 @@ impl Made for Template {
             "size" => json!(entry.size()),
             "mem_limit" => json!(spec.fork.mem_limit),
             "mem_min" => json!(spec.fork.mem_min),
+            "full" => full::own(spec.fork.full),
             "ttl" => json!(spec.ttl.map_or(0, |ttl| ttl.as_secs())),
             "made" => json!(self.0.load(Ordering::SeqCst)),
             _ => return asked_of_layers(&entry.spec.layers, attr),
@@ -115,7 +115,7 @@ impl Made for Template {
             if registry.check_free(&name) == Err(Refused::Duplicate) {
                 continue;
             }
-            let layers = numbered(&template.spec.layers, number);
+            let layers = template.spec.layers.numbered(number);
             let spec = Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
             let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
             let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
@@ -146,21 +146,13 @@ fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
     })
 }
 
-/// The layers of the fork of a connection: those of the template, with a log of its own.
-fn numbered(layers: &LayerSpec, number: u64) -> LayerSpec {
-    let of_number = |path: &PathBuf| {
-        let text = path_text::text(path).replace(NUMBER, &number.to_string());
-        path_text::path(&text)
-    };
-    LayerSpec { record: layers.record.as_ref().map(of_number), ..layers.clone() }
-}
-
 /// Its attributes.
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     "base",
     "size",
     "mem_limit",
     "mem_min",
+    "full",
     "ttl",
     "made",
     "faults",

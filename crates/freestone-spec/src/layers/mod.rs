@@ -37,11 +37,15 @@ pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
 pub use self::zones::{ZoneSpec, parse_offset, place, zone_stat};
 use crate::entries::SpecError;
 use crate::keys::{Keys, parse_bool, parse_path};
+use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// The keys of faults and of the loss of power.
 pub const FAULT_KEYS: [&str; 5] = ["faults", "seed", "power_cut", "power_cut_unit", "record"];
+
+/// Stands for the number of a device where several are made with the same keys.
+pub const NUMBER: &str = "%n";
 
 /// How long a loss of power waits for what is on its way, on a slow disk.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
@@ -64,6 +68,21 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
+    /// Those of one of several devices, with a log of its own.
+    #[must_use]
+    pub fn numbered(&self, number: u64) -> Self {
+        let of_number = |path: &PathBuf| {
+            let text = path_text::text(path).replace(NUMBER, &number.to_string());
+            path_text::path(&text)
+        };
+        Self { record: self.record.as_ref().map(of_number), ..self.clone() }
+    }
+
+    /// Whether each of several devices has a log of its own, if it has one.
+    pub fn has_logs(&self) -> bool {
+        self.record.as_ref().is_none_or(|path| path_text::text(path).contains(NUMBER))
+    }
+
     pub(crate) fn take(keys: &Keys) -> Result<Self, SpecError> {
         let layers = Self {
             zones: ZoneSpec::take(keys)?.map(Box::new),

@@ -273,20 +273,34 @@ fn paths_have_any_bytes() {
     let os = OsStr::new;
     run(&[os("wait")]);
     assert_eq!(fs::metadata(odd.join(OsStr::from_bytes(b"disk\xe9"))).unwrap().len(), 1 << 20);
-    let get: Value = serde_json::from_str(&run(&[os("get"), os("d"), os("path")])).unwrap();
-    assert!(get["path"].as_str().unwrap().ends_with("odd\u{efff}\u{effe}/disk\u{efe9}"), "{get}");
+    let path: Value = serde_json::from_str(&run(&[os("get"), os("d"), os("path")])).unwrap();
+    assert!(path["path"].as_str().unwrap().ends_with("odd\u{efff}\u{effe}/disk\u{efe9}"), "{path}");
+    fs::write(odd.join(OsStr::from_bytes(b"dict\xff")), "words of pages").unwrap();
+    let mut packed =
+        OsString::from("z=ram,disksize=1M,comp_algorithm=zstd,algorithm_params=level=5 dict=dict");
+    packed.push(OsStr::from_bytes(b"\xff"));
+    run(&[os("create"), &packed]);
+    let get: Value = serde_json::from_str(&run(&[os("get"), os("z"), os("algorithm_params")])).unwrap();
+    let words = get["algorithm_params"].as_str().unwrap();
+    assert!(
+        words.starts_with("level=5 dict=/") && words.ends_with("odd\u{efff}\u{effe}/dict\u{efff}"),
+        "{get}"
+    );
+    let packed = format!("y=ram,disksize=1M,comp_algorithm=zstd,algorithm_params={words}");
     run(&[os("save"), os("r"), OsStr::from_bytes(b"saved\xff")]);
     assert!(odd.join(OsStr::from_bytes(b"saved\xff")).exists());
     run(&[os("restore"), OsStr::from_bytes(b"saved\xff"), os("again")]);
     run(&[os("publish"), os("again"), os("--nbd"), OsStr::from_bytes(b"unix:more\xff")]);
     assert!(odd.join(OsStr::from_bytes(b"more\xff")).exists());
     // As the answer has it, JSON takes it.
-    let word = format!("other=file,path={},readonly=yes", get["path"].as_str().unwrap());
+    let word = format!("other=file,path={},readonly=yes", path["path"].as_str().unwrap());
     run(&[os("remove"), os("d")]);
-    let create = json!({"jsonrpc": "2.0", "id": 1, "method": "create", "params": {"device": word}});
     let control = std::os::unix::net::UnixStream::connect(dir.path().join("control")).unwrap();
-    let made = ask(&control, create.to_string().as_bytes());
-    assert_eq!(made["result"]["disksize"], 1 << 20, "{made}");
+    for word in [word, packed] {
+        let create = json!({"jsonrpc": "2.0", "id": 1, "method": "create", "params": {"device": word}});
+        let made = ask(&control, create.to_string().as_bytes());
+        assert_eq!(made["result"]["disksize"], 1 << 20, "{made}");
+    }
     kill_process(Pid::from_raw(serve.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
     assert!(serve.wait().unwrap().success());
 }

@@ -180,7 +180,7 @@ fn what_is_no_base_is_told() {
     let unit = "(K, M, G and T are known, 1024-based)";
     for (args, sentence) in [
         (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
-        (&["fork", "golden", "f", "siez=20G"], "f: unknown key \"siez\"; size?; the keys of a fork device are base, size, mem_limit, mem_min, faults, seed, \
+        (&["fork", "golden", "f", "siez=20G"], "f: unknown key \"siez\"; size?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, \
              power_cut, power_cut_unit, record, publish".into()),
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),

@@ -87,7 +87,11 @@ fn a_full_disk_is_told_of_before_and_when_it_is() {
         assert_eq!(client.write(0, page * PAGE, &noise(page, PAGE)), ENOSPC);
     }
     let line = "small: a write failed: no space left on the device";
-    assert_eq!(logged(&serve, line).len(), 1, "once a minute");
+    let lines = logged(&serve, line);
+    assert_eq!(lines.len(), 1, "once a minute");
+    // Of the first one.
+    let at = format!("{line}; offset {}, length {PAGE} ", fits * PAGE);
+    assert!(lines[0].contains(&at), "{lines:?}: not {at}");
     assert_eq!(logged(&serve, "of mem_limit is used").len(), 1);
     assert!(logged(&serve, "WARN").iter().all(|line| line.contains("small: ")), "and of no other device");
     let stat = serve.json(&["stat", "small"]);
@@ -115,13 +119,14 @@ fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
     ]);
     let mut client = Raw::connect(&serve, "z");
     assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
-    assert_eq!(logged(&serve, "z: a write failed: not at the zone's write pointer").len(), 1);
+    let line = "z: a write failed: not at the zone's write pointer; offset 1048576, length 4096 ";
+    assert_eq!(logged(&serve, line).len(), 1);
     assert_eq!(serve.json(&["stat", "z"])["failed"], json!({ "zone_write_pointer": 1 }));
     let mut client = Raw::connect(&serve, "f");
     for _ in 0..1000 {
-        assert_eq!(client.read(0, 4096), Err(EIO));
+        assert_eq!(client.read(8192, 4096), Err(EIO));
     }
-    assert_eq!(logged(&serve, "f: a read failed: I/O error").len(), 1);
+    assert_eq!(logged(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
     assert_eq!(serve.json(&["stat", "f"])["failed"], json!({ "io_error": 1000 }));
 }
 
@@ -206,6 +211,45 @@ fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
     serve.json(&["remove", "small", "--force"]);
     assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+}
+
+#[test]
+fn a_fork_waits_or_fails_as_it_says_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("img"), vec![0; 4 << 20]).unwrap();
+    let ends = ["--nbd", "unix:nbd", "--control", "control"];
+    let devices = [
+        "golden=file,path=img,readonly=yes,mem_limit=1M,full_timeout=3600,publish=no",
+        "fails=fork,base=golden",
+        "small=fork,base=golden,full=wait",
+    ];
+    let serve = Serve::logged_in(dir, &[&devices[..], &ends].concat());
+    let full = |name: &str| serve.json(&["stat", name])["full"]["full"].clone();
+    assert_eq!((full("fails"), full("small")), (json!("error"), json!("wait")));
+    assert_eq!(serve.json(&["get", "fails", "full"]), json!({ "full": "family" }));
+    let (mut client, cookie, page) = waiting(&serve);
+    let mut other = Raw::connect(&serve, "fails");
+    assert_eq!(other.write(0, 0, &noise(1, PAGE)), ENOSPC);
+    // Set for one, it holds for what waits, and for no other.
+    assert_eq!(serve.text(&["set", "small", "full=error"]), "full=error\n");
+    assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
+    serve.text(&["set", "golden", "full=wait"]);
+    assert_eq!(client.write(0, page * PAGE, &noise(1, PAGE)), ENOSPC);
+    let cookie = other.send_write(0, &noise(1, PAGE));
+    until("it waits as its family does", || serve.json(&["stat", "fails"])["full"]["waiting"] == 1);
+    serve.text(&["set", "golden", "mem_limit=2M"]);
+    assert_eq!(other.reply(), Ok((cookie, 0)));
+    assert_eq!(
+        serve.refused(2, &["set", "small", "full=maybe"]),
+        "small: full=maybe: must be error, wait or family"
+    );
+    // It goes over to what takes its place.
+    drop(client);
+    serve.text(&["snapshot", "small", "then"]);
+    serve.text(&["rewind", "small", "--to", "then", "--force"]);
+    assert_eq!(full("small"), "error");
+    serve.text(&["fork", "golden", "each", "--template", "full=error"]);
+    assert_eq!(serve.json(&["get", "each", "full"]), json!({ "full": "error" }));
 }
 
 #[test]

@@ -404,10 +404,46 @@ fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
     assert_eq!(serve.json(&["power-cut", "back"])["connections_ended"], 1);
     assert!(serve.path("back.log").exists());
 
+    several_disks_of_a_file_have_a_log_each(&serve);
     let one = serve.refused(2, &["fork", "golden", "x", "--template", "record=x.log"]);
     assert!(one.contains("each connection has a log of its own; %n is its number"), "{one}");
     let unknown = serve.refused(2, &["fork", "golden", "x", "fualts=none"]);
     assert!(unknown.starts_with("x: unknown key \"fualts\"; faults?"), "{unknown}");
     let plain = serve.refused(2, &["publish", "golden", "seed=1", "--nbd", &nbd]);
     assert_eq!(plain, "golden: publish: seed: only with --template");
+}
+
+/// Of `plain`, another fork and their snapshots.
+fn several_disks_of_a_file_have_a_log_each(serve: &Serve) {
+    serve.text(&["fork", "golden", "other"]);
+    serve.text(&["snapshot", "plain,other", "plain-1,other-1"]);
+    serve.text(&["save", "plain,plain-1,other,other-1", "several.saved"]);
+    serve.text(&["remove", "plain", "plain-1", "other", "other-1"]);
+    let restore = |log: &str| ["restore".to_owned(), "several.saved".to_owned(), format!("record={log}")];
+    let args = restore("one.log");
+    let why = serve.refused(1, &args.each_ref().map(String::as_str));
+    let said = "restore: record: 2 disks and forks, and one log; %n in its name is the number of each";
+    assert!(why.ends_with(said), "{why}");
+    // All or none: the first log is not left where the second cannot be made.
+    std::fs::write(serve.path("log-1"), "precious").unwrap();
+    let args = restore("log-%n");
+    let args = args.each_ref().map(String::as_str);
+    let why = serve.refused(1, &args);
+    assert!(why.contains("record: ") && why.contains("exists"), "{why}");
+    assert!(!serve.path("log-0").exists());
+    assert_eq!(std::fs::read(serve.path("log-1")).unwrap(), b"precious");
+    std::fs::remove_file(serve.path("log-1")).unwrap();
+    let made = serve.json(&[&args[..], &["power_cut=yes"]].concat());
+    let made = made["devices"].as_array().unwrap();
+    let live: Vec<_> = made.iter().filter(|made| made["kind"] == "fork").map(|made| &made["name"]).collect();
+    assert_eq!(live, ["plain", "other"]);
+    for (number, name) in live.into_iter().enumerate() {
+        let name = name.as_str().unwrap();
+        let log = serve.path(&format!("log-{number}"));
+        assert_eq!(serve.json(&["get", name, "record"])["record"], log.to_str().unwrap());
+        let before = std::fs::metadata(&log).unwrap().len();
+        serve.text(&["mark", name, "here"]);
+        assert!(std::fs::metadata(&log).unwrap().len() > before, "{name}");
+    }
+    assert!(!serve.path("log-2").exists());
 }

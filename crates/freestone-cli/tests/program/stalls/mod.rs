@@ -1,9 +1,11 @@
 //! What stalls holds up nobody else: clients of exports and of the control socket that do not read
 //! or do not speak, disks that do not answer, verbs that take long.
 
+mod bars;
 mod clients;
 mod disks;
 mod long_verbs;
+mod turns;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;

@@ -62,13 +62,13 @@ fn ram_family() -> FamilySpec {
 
 #[test]
 fn forks_snapshots_and_templates_are_parsed() {
-    let spec: Spec = "f=fork,base=golden,size=20G,mem_limit=512M,mem_min=64M".parse().unwrap();
+    let spec: Spec = "f=fork,base=golden,size=20G,mem_limit=512M,mem_min=64M,full=wait".parse().unwrap();
     let KindSpec::Fork(fork) = spec.kind else { panic!() };
     assert_eq!((fork.base.as_str(), fork.size), ("golden", Some(20 << 30)));
-    assert_eq!((fork.mem_limit, fork.mem_min), (512 << 20, 64 << 20));
+    assert_eq!((fork.mem_limit, fork.mem_min, fork.full), (512 << 20, 64 << 20, Some(true)));
     let spec: Spec = "f=fork,base=golden".parse().unwrap();
     let KindSpec::Fork(fork) = spec.kind else { panic!() };
-    assert_eq!((fork.size, fork.mem_limit, fork.mem_min), (None, 0, 0));
+    assert_eq!((fork.size, fork.mem_limit, fork.mem_min, fork.full), (None, 0, 0, None));
     let spec: Spec = "t=template,base=golden,ttl=60,mem_limit=none".parse().unwrap();
     let KindSpec::Template(template) = spec.kind else { panic!() };
     assert_eq!((template.ttl.map(|ttl| ttl.as_secs()), template.fork.mem_limit), (Some(60), 0));
@@ -101,11 +101,11 @@ fn refusals_of_forks_and_snapshots() {
         ("f=fork", "f: base is missing; a fork device needs it, for example base=golden".to_owned()),
         ("f=fork,base=", "f: base=: must be the name of a device".into()),
         ("f=fork,base=./x.img", "f: base=./x.img: must be the name of a device".into()),
-        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, faults, seed, power_cut, power_cut_unit, record, publish".into()),
+        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish".into()),
         ("f=fork,base=x,size=1", format!("f: size=1: give a unit; 1M? {unit}")),
         ("f=fork,base=x,size=0", "f: size=0: must be more than 0".into()),
         ("f=fork,base=x,mem_limit=1M,mem_min=2M", "f: mem_min=2M: above mem_limit=1M".into()),
-        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, faults, seed, power_cut, power_cut_unit, record, publish".into()),
+        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish".into()),
         ("t=template,base=x,ttl=forever", "t: ttl=forever: must be none, or the seconds a connection may last, 1 to 31622400".into()),
         ("s=snapshot", "s: origin is missing; a snapshot device needs it, for example origin=ram0".into()),
         ("s=snapshot,origin=r,store=PO", "s: store=PO: only with cow=PATH or cow=DEVICE".into()),

@@ -1,0 +1,103 @@
+//! More verbs in the background than run at one time: they wait for their turn.
+
+use std::fs;
+use std::time::Instant;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::disks::Disk;
+use super::long_verbs::{SLOW_WRITES, spilling};
+use super::{ANSWER_MAX, Control};
+use crate::clients::tools::MIB;
+use crate::harness::Serve;
+
+/// As many as run, on a disk on which they do not come to an end.
+fn fill_all(serve: &Serve, disk: &Disk) -> Vec<u64> {
+    disk.hang(SLOW_WRITES);
+    let begin = || {
+        let params = json!({ "name": "r", "type": "huge", "background": true });
+        let begun = Control::of(serve).ok("writeback", &params);
+        assert_eq!(begun.get("state"), None, "{begun}");
+        begun["job"].as_u64().unwrap()
+    };
+    (0..64).map(|_| begin()).collect()
+}
+
+fn state(serve: &Serve, job: u64) -> Value {
+    serve.json(&["jobs"])["jobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|shown| shown["job"] == job)
+        .map_or(Value::Null, |shown| shown["state"].clone())
+}
+
+#[test]
+fn the_next_one_begins_when_one_has_ended() {
+    let disk = Disk::of("64M");
+    let serve = spilling(&disk, 32 * MIB);
+    let running = fill_all(&serve, &disk);
+    // What is no request is told at once, the rest when it is its turn.
+    let usage = serve.refused(2, &["writeback", "r", "huges", "--background"]);
+    assert!(usage.contains("huges"), "{usage}");
+    assert_eq!(
+        serve.text(&["compact", "gone", "--background"]),
+        "gone: compact waits for its turn in the background, as job 65\n"
+    );
+    let told = serve.json(&["save", "r", "r.saved", "--background"]);
+    assert_eq!(told, json!({ "job": 66, "name": "r", "verb": "save", "state": "waiting" }));
+    let told = serve.json(&["remove", "r", "--background"]);
+    assert_eq!((&told["state"], told.get("connections_ended")), (&json!("waiting"), None));
+    serve.text(&["restore", "r.saved", "back", "--background"]);
+    let lines = serve.text(&["jobs"]);
+    assert!(lines.contains("job 66: r: save: waiting in the background, "), "{lines}");
+    let file = serve.path("r.saved");
+    assert!(lines.contains(&format!("job 68: {}: restore: waiting", file.display())), "{lines}");
+    // They do not show as what runs on the device.
+    assert_eq!(serve.json(&["stat", "r"])["progress"]["verb"], "writeback");
+    // In the foreground nothing waits.
+    serve.text(&["create", "s=ram,disksize=1M"]);
+    serve.text(&["compact", "s"]);
+    // Also a removal can be taken back, as long as it waits.
+    assert_eq!(serve.text(&["cancel", "r", "remove"]), "job 67: r: remove: does not begin\n");
+    let why = "r: remove: cancelled, because that was asked for; it had not begun";
+    assert_eq!(serve.refused(1, &["wait", "--job", "67"]), why);
+    assert_eq!(
+        serve.refused(1, &["wait", "--job", "66", "--timeout", "1ms"]).split(';').next(),
+        Some("job 66: has not ended")
+    );
+    assert!(!file.exists() && running.iter().all(|job| state(&serve, *job) == "running"));
+    // One ends: it was the turn of what fails at once, and then of the save.
+    serve.text(&["cancel", "--job", "64"]);
+    assert_eq!(serve.refused(1, &["wait", "--job", "65"]), "gone: no such device");
+    let start = Instant::now();
+    while state(&serve, 66) == "waiting" {
+        assert!(start.elapsed() < ANSWER_MAX, "it does not begin");
+    }
+    disk.heal();
+    assert_eq!(serve.json(&["wait", "--job", "66"])["result"]["names"][0], "r");
+    assert_eq!(serve.json(&["wait", "--job", "68"])["result"]["devices"][0]["name"], "back");
+    for job in &running[..63] {
+        serve.text(&["wait", "--job", &job.to_string()]);
+    }
+    assert!(fs::metadata(file).unwrap().len() > 0);
+    assert!(serve.text(&["compact", "r", "--background"]).contains("runs in the background, as job 70"));
+}
+
+#[test]
+fn the_end_of_the_server_does_not_wait_for_them() {
+    let disk = Disk::of("64M");
+    let serve = spilling(&disk, 32 * MIB);
+    fill_all(&serve, &disk);
+    for number in 0..10 {
+        serve.text(&["save", "r", &format!("{number}.saved"), "--background"]);
+    }
+    let start = Instant::now();
+    serve.signal(Signal::TERM);
+    let (code, dir) = serve.wait();
+    assert_eq!(code, Some(0));
+    assert!(start.elapsed() < ANSWER_MAX);
+    let saved = fs::read_dir(dir.path()).unwrap();
+    assert_eq!(saved.filter(|row| row.as_ref().unwrap().path().extension().is_some()).count(), 0);
+}
