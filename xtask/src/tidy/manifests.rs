@@ -64,14 +64,21 @@ pub fn locked() -> Result<Vec<Problem>> {
     Ok(problems)
 }
 
-/// What the experiments' workspace cannot take from the root is the same there.
+/// What the experiments' workspace cannot take from the root is the same there, but for what is
+/// built otherwise of single packages: it has other ones.
 pub fn research() -> Result<Vec<Problem>> {
     let read = |path| fs::read_to_string(path).with_context(|| format!("cannot read {path}"));
     Ok(differences(Path::new(RESEARCH), &read(RESEARCH)?.parse()?, &read(ROOT)?.parse()?))
 }
 
 fn differences(path: &Path, own: &Table, root: &Table) -> Vec<Problem> {
-    let value = |table: &Table, [first, then]: [&str; 2]| table.get(first).and_then(|t| t.get(then)).cloned();
+    let value = |table: &Table, [first, then]: [&str; 2]| {
+        let mut value = table.get(first).and_then(|t| t.get(then)).cloned();
+        if let Some(Value::Table(of_all)) = &mut value {
+            of_all.remove("package");
+        }
+        value
+    };
     let mut problems = Vec::new();
     for key in [["workspace", "lints"], ["profile", "release"]] {
         if value(own, key) != value(root, key) {
@@ -106,7 +113,11 @@ mod tests {
         let found =
             |own: &str| differences(Path::new("r"), &own.parse().unwrap(), &root.parse().unwrap()).len();
         assert_eq!(found(&format!("{root}[profile.dev]\n[lints]\nworkspace = true\n")), 0);
-        assert_eq!(found(&format!("{root}[profile.release.package.x]\n[lints]\nworkspace = true\n")), 1);
+        assert_eq!(
+            found(&format!("{root}[profile.release.package.x]\na = 1\n[lints]\nworkspace = true\n")),
+            0
+        );
+        assert_eq!(found(&format!("{root}debug = true\n[lints]\nworkspace = true\n")), 1);
         assert_eq!(found("[workspace]\n"), 3);
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use freestone::cow::Snapshot;
 use freestone::file;
+use freestone::ram::Ram;
 use freestone_nbd::ExportInfo;
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
@@ -205,7 +206,7 @@ const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"]
 
 fn row(entry: &Entry, service: &Service) -> Row {
     let ram = entry.in_memory();
-    let stat = ram.map(|ram| ram.mm_stat());
+    let stat = ram.map(Ram::mm_stat);
     let status = entry.kind.cow().map(|snapshot| snapshot.status().to_string());
     let merge = entry.kind.cow().and_then(|snapshot| kinds::merge(&snapshot.merge_status()));
     Row {

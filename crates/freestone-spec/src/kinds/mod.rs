@@ -493,8 +493,7 @@ impl Entry {
     pub fn size(&self) -> u64 {
         match (&self.device, self.spec.kind.fork()) {
             (Some(device), _) => {
-                // Layers change no size; a list of many disks is spared the way through them.
-                let geometry = self.in_memory().map_or_else(|| device.geometry(), Device::geometry);
+                let geometry = device.geometry();
                 geometry.size - u64::from(geometry.padding)
             }
             (None, Some(ForkSpec { size: Some(size), .. })) => *size,
