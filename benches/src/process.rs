@@ -21,9 +21,18 @@ pub struct Cpu {
 impl Cpu {
     /// Until now.
     pub fn now() -> Result<Self> {
+        Self::of(libc::RUSAGE_SELF)
+    }
+
+    /// Of the children that have ended until now.
+    pub fn of_ended_children() -> Result<Self> {
+        Self::of(libc::RUSAGE_CHILDREN)
+    }
+
+    fn of(whom: libc::c_int) -> Result<Self> {
         let mut usage = MaybeUninit::<libc::rusage>::uninit();
         // SAFETY: the pointer is to a whole `rusage`, which the call fills.
-        let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
+        let status = unsafe { libc::getrusage(whom, usage.as_mut_ptr()) };
         ensure!(status == 0, "getrusage: {}", std::io::Error::last_os_error());
         // SAFETY: the call succeeded, so it was filled.
         let usage = unsafe { usage.assume_init() };

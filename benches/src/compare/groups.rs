@@ -6,15 +6,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use freestone_report::{Report, Row, Summary, Unit, mib};
+use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
 use super::Args;
+use super::bound::Bound;
 use super::peers::Peers;
 use super::place::Place;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::options::{Options, Set};
+use crate::process::Cpu;
 use crate::served::Memory;
 use crate::tool;
 
@@ -28,6 +30,8 @@ const SLICE_MS: u32 = 700;
 const QUICK_SLICE_MS: u32 = 100;
 const CONNECTIONS: [u32; 2] = [1, 4];
 const BLOCKS: [u32; 2] = [4 << 10, 128 << 10];
+/// What is left of what the machine can give is for handing on, scheduling and our own tables.
+const BOUND_PART: f64 = 0.9;
 /// An overlay is written by a part of its size: before reads, and in every slice of writes.
 const WRITTEN_PART: u64 = 2;
 
@@ -57,6 +61,16 @@ struct Slice {
     per_second: f64,
     /// Of the server, in microseconds.
     cpu_per_request: f64,
+    /// Of the server and the client.
+    all_cpu_per_request: f64,
+}
+
+/// A kind of load.
+#[derive(Clone, Copy)]
+struct Kind {
+    direction: Direction,
+    block_bytes: u32,
+    connections: u32,
 }
 
 /// A load and what the sides did under it; `None` for one that is absent or failed.
@@ -64,6 +78,8 @@ struct Measured {
     name: String,
     block_bytes: u32,
     slices: Vec<Option<Vec<Slice>>>,
+    /// What the machine can give, in each round; empty where that is not asked.
+    bounds: Vec<f64>,
 }
 
 /// A side of a group while it is measured.
@@ -81,9 +97,27 @@ struct Member {
 impl Group {
     fn sides(self) -> &'static [Side] {
         match self {
-            Self::Memory => &[Side::Ram, Side::RamZstd, Side::Sparse, Side::Malloc, Side::Zstd, Side::Raw],
+            Self::Memory => &[
+                Side::Ram,
+                Side::RamZstd,
+                Side::RamStore,
+                Side::Sparse,
+                Side::Malloc,
+                Side::Zstd,
+                Side::Raw,
+                Side::Null,
+            ],
             Self::Null => &[Side::Null, Side::NbdkitNull, Side::NullCo],
-            Self::Overlay => &[Side::Fork, Side::Cow, Side::Qcow2],
+            Self::Overlay => &[Side::Fork, Side::Cow, Side::Qcow2, Side::Null],
+        }
+    }
+
+    /// Ours, which are held against what the machine can give, with lz4.
+    fn bounded(self) -> Option<Side> {
+        match self {
+            Self::Memory => Some(Side::Ram),
+            Self::Overlay => Some(Side::Fork),
+            Self::Null => None,
         }
     }
 
@@ -96,6 +130,7 @@ impl Group {
                 (Side::Ram, Side::Zstd),
                 (Side::RamZstd, Side::Zstd),
                 (Side::Ram, Side::Raw),
+                (Side::RamStore, Side::Malloc),
             ],
             Self::Null => &[(Side::Null, Side::NbdkitNull), (Side::Null, Side::NullCo)],
             Self::Overlay => &[(Side::Fork, Side::Cow), (Side::Fork, Side::Qcow2)],
@@ -142,18 +177,13 @@ impl Bench<'_> {
             self.spare(&mut member, filled)?;
             members.push(member);
         }
+        let bound = group.bounded().map(|_| Bound::new(data)).transpose()?;
         let mut measured = Vec::new();
         for &direction in directions {
             for block_bytes in BLOCKS {
                 for connections in CONNECTIONS {
-                    measured.push(self.load(
-                        group,
-                        direction,
-                        block_bytes,
-                        connections,
-                        starter,
-                        &mut members,
-                    )?);
+                    let kind = Kind { direction, block_bytes, connections };
+                    measured.push(self.load(group, kind, starter, &mut members, bound.as_ref())?);
                 }
             }
         }
@@ -174,12 +204,13 @@ impl Bench<'_> {
     fn load(
         &self,
         group: Group,
-        direction: Direction,
-        block_bytes: u32,
-        connections: u32,
+        kind: Kind,
         starter: &Starter,
         members: &mut [Member],
+        bound: Option<&Bound>,
     ) -> Result<Measured> {
+        let Kind { direction, block_bytes, connections } = kind;
+        let mut bounds = Vec::new();
         let mut slices: Vec<Vec<Slice>> = members.iter().map(|_| Vec::new()).collect();
         // First writes are what an overlay is about, so each slice has a new one, and all write as
         // much.
@@ -204,6 +235,10 @@ impl Bench<'_> {
                 };
                 if let Some(slice) = self.spare(member, slice)? {
                     slices[place].push(slice);
+                    if let Some(bound) = bound.filter(|_| members[place].side == Side::Null) {
+                        let pages = u64::from(block_bytes / 4096);
+                        bounds.push(bound.per_second(direction, pages, slice.all_cpu_per_request, round)?);
+                    }
                 }
             }
         }
@@ -212,6 +247,7 @@ impl Bench<'_> {
         Ok(Measured {
             name: format!("{} KiB {what}, {connections} connection{plural}", block_bytes >> 10),
             block_bytes,
+            bounds,
             slices: slices
                 .into_iter()
                 .zip(members)
@@ -283,6 +319,13 @@ impl Bench<'_> {
              given. \"behind\" and \"ahead\": both quartiles say so. CPU time: the server's process, user and system, from /proc.",
             self.rounds()
         ));
+        if group.bounded().is_some() {
+            notes.push(
+                "What the machine can give: all CPUs, if each request took the CPU time that our null export and its client take in the same \
+                 round, and that of the bare codec on as many pages of the data, measured by a loop on each CPU at once."
+                    .into(),
+            );
+        }
         notes.push(match group {
             Group::Memory if directions.contains(&Direction::Write) => format!(
                 "The device is filled with the data by nbdcopy; reads come first, then writes of fio's {COMPRESSIBLE_PERCENT} % compressible \
@@ -335,10 +378,16 @@ impl Member {
 }
 
 fn slice(running: &Running, load: &Load) -> Result<Slice> {
-    let before = running.server.cpu()?;
+    let before = (running.server.cpu()?, Cpu::of_ended_children()?);
     let done = fio_nbd::run(&running.socket, load)?;
-    let cpu = running.server.cpu()?.saturating_sub(before);
-    Ok(Slice { per_second: done.per_second, cpu_per_request: cpu.as_secs_f64() * 1e6 / done.requests as f64 })
+    let cpu = running.server.cpu()?.saturating_sub(before.0);
+    let client = (Cpu::of_ended_children()? - before.1).total();
+    let a_request = |time: Duration| time.as_secs_f64() * 1e6 / done.requests as f64;
+    Ok(Slice {
+        per_second: done.per_second,
+        cpu_per_request: a_request(cpu),
+        all_cpu_per_request: a_request(cpu + client),
+    })
 }
 
 /// A command as one would type it.
@@ -387,6 +436,15 @@ impl Measured {
             rows.push(Row::ratio(name(""), speed).judged(true).steady());
             let cpu = Summary::ratio(&cpus(mine), &cpus(theirs));
             rows.push(Row::ratio(name("CPU a request, "), cpu).judged(false).steady());
+        }
+        if let Some(ours) = group.bounded()
+            && let Some(mine) = of(ours)
+            && !self.bounds.is_empty()
+        {
+            let name = format!("{}: {} / what the machine can give", self.name, ours.name());
+            let row = Row::ratio(name, Summary::ratio(&speeds(mine), &self.bounds)).steady();
+            let bound = Summary::of(self.bounds.iter().copied()).median / 1e3;
+            rows.push(row.target(Target::AtLeast(BOUND_PART)).part("k/s", bound));
         }
         rows
     }

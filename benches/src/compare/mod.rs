@@ -2,6 +2,7 @@
 //! same client. What calls in process and what goes through a server stand in different tables;
 //! where a peer is better, the table says "behind".
 
+mod bound;
 mod groups;
 mod ours;
 mod peers;

@@ -19,6 +19,7 @@ use crate::tool;
 pub enum Side {
     Ram,
     RamZstd,
+    RamStore,
     Sparse,
     Malloc,
     Zstd,
@@ -57,6 +58,7 @@ impl Side {
         match self {
             Self::Ram => "ram",
             Self::RamZstd => "ram zstd",
+            Self::RamStore => "ram store",
             Self::Sparse => "nbdkit memory sparse",
             Self::Malloc => "nbdkit memory malloc",
             Self::Zstd => "nbdkit memory zstd",
@@ -71,7 +73,7 @@ impl Side {
     }
 
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Ram | Self::RamZstd | Self::Null | Self::Fork)
+        matches!(self, Self::Ram | Self::RamZstd | Self::RamStore | Self::Null | Self::Fork)
     }
 }
 
@@ -96,8 +98,9 @@ impl Starter<'_> {
         let mut memory = None;
         let command = match side {
             Side::Ram => self.ours(&socket, &[format!("d=ram,disksize={}", mib(bytes))]),
-            Side::RamZstd => {
-                self.ours(&socket, &[format!("d=ram,disksize={},comp_algorithm=zstd", mib(bytes))])
+            Side::RamZstd | Side::RamStore => {
+                let algorithm = if side == Side::RamZstd { "zstd" } else { "store" };
+                self.ours(&socket, &[format!("d=ram,disksize={},comp_algorithm={algorithm}", mib(bytes))])
             }
             Side::Null => self.ours(&socket, &[format!("d=null,size={}", mib(bytes))]),
             Side::Fork => {

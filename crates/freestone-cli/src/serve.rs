@@ -21,6 +21,7 @@ use freestone_nbd::{Address, Limits, Server};
 use freestone_spec::config::{self, ConfigError, FileConfig};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
+use freestone_spec::machine::keep_large_blocks_apart;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
@@ -47,8 +48,11 @@ const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [de
 const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
                             in the same directory]";
 
-const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 33 MiB \
+const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 34 MiB \
                                     [default: 1024]";
+
+const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all connections; further ones wait \
+                               [default: 256M]";
 
 /// The command line of `serve`.
 #[derive(Debug, Args)]
@@ -66,6 +70,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
     #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
     max_connections: Option<u32>,
+    /// Memory for requests.
+    #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, value_parser = config::memory_in_flight)]
+    max_memory_in_flight: Option<u64>,
     /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
     /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
@@ -90,7 +97,8 @@ impl Plan {
     fn new(args: &ServeArgs) -> Result<Self> {
         let file = args.config.as_deref().map(read_config).transpose()?;
         let devices = devices(args, file.as_ref())?;
-        let FileConfig { nbd, control, max_connections, base: file_dir, .. } = file.unwrap_or_default();
+        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
+            file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
         let key = match &args.config {
@@ -130,6 +138,9 @@ impl Plan {
         let mut limits = Limits::default();
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
+        }
+        if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
+            limits.max_memory_in_flight = bytes;
         }
         Ok(Self { devices, addresses, control, limits, private })
     }
@@ -299,6 +310,7 @@ impl Drop for Running {
 
 /// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
 pub fn serve(args: ServeArgs) -> Result<ExitCode> {
+    keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;

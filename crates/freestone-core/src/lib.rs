@@ -8,7 +8,11 @@
 //!   memory that it points to.
 //! * [`bytes`]: any offset and length over a device of blocks.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
+//! * [`plug`]: many requests, or answers, handed over at once.
+//! * [`budget`]: bytes that may be held for requests.
+//! * [`workers`]: who does what one queue's reader cannot do alone.
 //! * [`log_limit`]: lines of what happens again and again.
+//! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
@@ -27,6 +31,8 @@ pub const LOCATION_BITS: u32 = 36;
 
 #[cfg(not(loom))]
 pub mod arena;
+#[cfg(not(loom))]
+pub mod budget;
 pub mod bytes;
 #[cfg(not(loom))]
 pub mod consistency_group;
@@ -40,6 +46,8 @@ pub mod handoff;
 pub mod held;
 #[cfg(not(loom))]
 pub mod log_limit;
+#[cfg(not(loom))]
+pub mod mapped;
 pub mod mutants;
 pub mod parking;
 #[cfg(not(loom))]
@@ -48,8 +56,12 @@ pub mod per_cpu_arc;
 pub mod percpu;
 pub mod pin;
 #[cfg(not(loom))]
+pub mod plug;
+#[cfg(not(loom))]
 pub mod replace;
 pub mod slot;
+#[cfg(not(loom))]
+pub mod stack;
 pub mod sync;
 #[cfg(not(loom))]
 pub mod timer;
@@ -58,6 +70,7 @@ pub mod unique;
 pub mod word_lock;
 #[cfg(not(loom))]
 pub mod work_queue;
+pub mod workers;
 
 #[cfg(loom)]
 pub mod percpu {

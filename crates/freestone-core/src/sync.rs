@@ -14,7 +14,7 @@ use std as origin;
 #[cfg(not(loom))]
 mod real {
     pub use super::origin::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
-    pub use super::origin::sync::{Arc, Condvar, LazyLock, OnceLock, RwLock, mpsc};
+    pub use super::origin::sync::{Arc, Condvar, LazyLock, OnceLock, RwLock, RwLockReadGuard, mpsc};
     pub use super::origin::thread;
     pub use super::origin::thread::yield_now;
     pub use super::origin::time::Instant;
@@ -28,7 +28,7 @@ mod real {
     pub use loom::thread::yield_now;
     pub use loom::thread_local;
     // Not of a protocol that is modelled.
-    pub use std::sync::{LazyLock, OnceLock, RwLock, mpsc};
+    pub use std::sync::{LazyLock, OnceLock, RwLock, RwLockReadGuard, mpsc};
     pub use std::thread;
     pub use std::time::Instant;
 }

@@ -35,11 +35,18 @@ pub fn run(shared: &ServerShared, link: &Link) {
 }
 
 fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
-    match Handshake::new(shared, link, on_end).run() {
+    let handshake = match Handshake::new(shared, link, on_end) {
+        Ok(handshake) => handshake,
+        Err(error) => {
+            tracing::warn!(peer = %link.peer(), %error, "no memory for a connection");
+            return;
+        }
+    };
+    match handshake.run() {
         Ok((negotiated, input, replies)) => {
             let name = negotiated.export.name.clone();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "connected");
-            Session::new(link, negotiated, input, replies).run();
+            Session::new(link, &shared.budget, negotiated, input, replies).run();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "disconnected");
         }
         Err(End::Left) => tracing::debug!(peer = %link.peer(), "left during the handshake"),
@@ -58,6 +65,8 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
 }
 
 /// Closing a socket with unread input tells the peer of an error, and may cost it our last replies.
+/// Apart: a connection does not have its buffer on the stack while it is served.
+#[inline(never)]
 fn linger(link: &Link) {
     let _ = shutdown(link.socket(), Shutdown::Write);
     let deadline = Instant::now() + LINGER;

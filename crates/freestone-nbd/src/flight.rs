@@ -2,9 +2,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use freestone_core::budget::Granted;
 use freestone_core::device::{IoBuf, Request, Result};
+use freestone_core::plug::{self, Unplug};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::{Action, Failure};
@@ -53,14 +55,14 @@ impl Queue {
     }
 
     /// Called by the device's completion, on any thread.
-    pub fn push(&self, finished: Finished) {
+    pub fn push(self: &Arc<Self>, finished: Finished) {
         let mut queue = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
         let first = queue.is_empty();
         queue.push(finished);
         drop(queue);
         // Only the push into the empty queue wakes the thread, which takes what was pushed since
         // with it.
-        if first {
+        if first && !plug::hold(self) {
             self.wake();
         }
     }
@@ -71,7 +73,8 @@ impl Queue {
         std::mem::swap(&mut *self.finished.lock().unwrap_or_else(PoisonError::into_inner), into);
     }
 
-    /// Readable after a push into the empty queue and after [`cut`](Self::cut).
+    /// Readable after a push into the empty queue, when bytes were [granted](Granted), and after
+    /// [`cut`](Self::cut).
     pub fn wake_fd(&self) -> &OwnedFd {
         &self.wake
     }
@@ -96,6 +99,18 @@ impl Queue {
     fn wake(&self) {
         // It fails only where the counter is full, and then it is readable.
         let _ = rustix::io::write(self.wake.as_fd(), &1_u64.to_ne_bytes());
+    }
+}
+
+impl Unplug for Queue {
+    fn unplug(&self) {
+        self.wake();
+    }
+}
+
+impl Granted for Queue {
+    fn granted(&self) {
+        self.wake();
     }
 }
 
@@ -178,7 +193,7 @@ mod tests {
 
     #[test]
     fn one_wake_for_many() {
-        let queue = Queue::new().unwrap();
+        let queue = Arc::new(Queue::new().unwrap());
         for slot in 0..3 {
             queue.push(Finished {
                 slot,

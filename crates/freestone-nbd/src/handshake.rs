@@ -1,6 +1,7 @@
 //! The handshake of a connection: fixed newstyle, option by option.
 
 use std::borrow::Cow;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -98,20 +99,23 @@ const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<'a> Handshake<'a> {
     /// A handshake that begins now.
-    pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut OnEnd) -> Self {
+    ///
+    /// # Errors
+    /// No memory is left.
+    pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut OnEnd) -> io::Result<Self> {
         let limits = &shared.limits;
-        Self {
+        Ok(Self {
             shared,
             link,
             on_end,
-            input: Input::new(),
-            replies: Replies::new(),
+            input: Input::new()?,
+            replies: Replies::new()?,
             silence: limits.handshake_silence,
             deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
             no_zeroes: false,
             structured: false,
             selected: None,
-        }
+        })
     }
 
     /// Negotiates until the client has chosen an export; hands over the buffers with what is in
@@ -424,7 +428,7 @@ impl Handshake<'_> {
                 Ok(_) => {}
                 Err(_) => return Err(End::Left),
             }
-            match self.input.receive(self.link.socket(), RecvFlags::DONTWAIT, n, usize::MAX) {
+            match self.input.receive(self.link.socket(), RecvFlags::DONTWAIT, n, usize::MAX).0 {
                 Received::Data | Received::WouldBlock => {}
                 Received::End => return Err(End::Left),
             }

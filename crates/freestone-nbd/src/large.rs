@@ -45,7 +45,7 @@ impl Session<'_> {
         let cookie = operation.cookie;
         let len = piece(&request);
         let last = len == request.len;
-        let step = self.read_piece(cookie, Request::read(request.offset, len), Some((slot, last)))?;
+        let step = self.read_large_piece(cookie, Request::read(request.offset, len), Some((slot, last)))?;
         match step {
             Step::Done if last => Ok(Step::Done),
             Step::Done => Ok(self.keep(Stream::Read { slot, request: request.rest(len) }, Step::Turn)),
@@ -91,9 +91,9 @@ impl Session<'_> {
         }
         let len = windows.rest.len.min(MAX_IN_FLIGHT_BYTES as u64) as usize;
         let Some((mut buffer, filled)) = windows.reading.take() else {
-            // The replies before it are sent first.
+            // The replies before it are sent first, and others may have all bytes of the server.
             if !self.admits(len) {
-                return Ok(self.keep(Stream::Windows(windows), Step::Turn));
+                return Ok(self.keep(Stream::Windows(windows), Step::Stalled));
             }
             let Ok(buffer) = IoBuf::zeroed(len) else {
                 let failure = no_memory(Action::Plain, &windows.rest);
@@ -159,11 +159,11 @@ impl Session<'_> {
     }
 
     fn go_on_writing(&mut self, Write { slot, rest }: Write) -> Result<Step, Lost> {
-        let data = self.input.data();
+        let received = self.input.data().len();
         if self.operations.get(slot).failure.is_some() {
             // A part has failed: no further part is started, and the rest of the payload is thrown
             // away.
-            let n = data.len().min(rest.len as usize);
+            let n = received.min(rest.len as usize);
             self.input.consume(n);
             let rest = rest.rest(n as u64);
             if rest.len > 0 {
@@ -175,19 +175,32 @@ impl Session<'_> {
         }
         let len = piece(&rest);
         let n = len as usize;
-        if data.len() < n {
+        if received < n {
             return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Input(n)));
         }
         let request = Request { len, ..rest };
+        if self.hands_on(&request, len < rest.len) {
+            match self.replies.buffers.copy_of(&self.input.data()[..n]) {
+                Ok(buffer) => self.hand_on(slot, request, buffer, false),
+                Err(error) => {
+                    self.fail_part(slot, error, &request)?;
+                }
+            }
+            return self.wrote(slot, rest, len);
+        }
         let mut done = len;
-        match self.device.try_io(&request, Buffer::Write(&data[..n])) {
+        let large = self.begin_large();
+        let tried = self.device.try_io(&request, Buffer::Write(&self.input.data()[..n]));
+        let step = if tried == Ok(Tried::Done) { Step::Done } else { Step::Turn };
+        self.end_large(&request, large, step);
+        match tried {
             Ok(Tried::Done) => {}
             Ok(Tried::Partly(n)) => done = len - advance(request, n).len,
             Ok(Tried::WouldBlock) => {
                 if !self.admits(n) {
                     return Ok(self.keep(Stream::Write(Write { slot, rest }), Step::Stalled));
                 }
-                match IoBuf::copy_of(&data[..n]) {
+                match self.replies.buffers.copy_of(&self.input.data()[..n]) {
                     Ok(buffer) => self.submit(slot, request, buffer, false),
                     Err(error) => {
                         self.fail_part(slot, error, &request)?;
@@ -198,6 +211,11 @@ impl Session<'_> {
                 self.fail_part(slot, error, &request)?;
             }
         }
+        self.wrote(slot, rest, done)
+    }
+
+    /// The first `done` bytes of what is at hand are written, or on their way.
+    fn wrote(&mut self, slot: usize, rest: Request, done: u64) -> Result<Step, Lost> {
         self.input.consume(done as usize);
         let rest = rest.rest(done);
         if rest.len > 0 {
@@ -216,6 +234,13 @@ impl Session<'_> {
         self.input.consume(n);
         if !gather.space().is_empty() {
             return Ok(self.keep(Stream::Gather(gather), Step::Input(1)));
+        }
+        self.followed = !self.input.data().is_empty();
+        if gather.hand_on {
+            let slot = self.operations.open(gather.cookie, Action::Store, false);
+            self.operations.get(slot).open = false;
+            self.hand_on(slot, gather.rest, gather.buffer, true);
+            return Ok(Step::Done);
         }
         let len = gather.buffer.len();
         let at = len - gather.rest.len as usize;

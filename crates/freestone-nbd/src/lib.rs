@@ -14,11 +14,13 @@
 mod acceptor;
 mod address;
 mod arrivals;
+mod buffers;
 mod connection;
 mod contexts;
 mod errno;
 mod export;
 mod flight;
+mod hand_on;
 mod handshake;
 mod input;
 mod large;

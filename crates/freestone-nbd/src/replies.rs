@@ -1,12 +1,18 @@
 //! The replies of a connection that are ready: one buffer, and large owned data between its bytes.
 //! All of it leaves in one system call (as far as the socket takes it).
 
-use std::io::IoSlice;
+use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 
 use freestone_core::device::IoBuf;
+use freestone_core::mapped::Mapped;
+use freestone_core::plug::Plug;
+use freestone_core::workers::AtWork;
 use rustix::net::{SendAncillaryBuffer, SendFlags, send, sendmsg};
 use zerocopy::{Immutable, IntoBytes};
+
+use crate::buffers::Buffers;
+use crate::proto::DataChunk;
 
 /// From so many bytes on, replies are sent although more requests are at hand.
 pub const SEND_THRESHOLD_BYTES: usize = 256 << 10;
@@ -24,11 +30,18 @@ const MAX_SLICES: usize = 64;
 /// Ready replies.
 #[derive(Debug)]
 pub struct Replies {
-    buf: Box<[u8]>,
+    buf: Mapped,
     len: usize,
     /// Owned data, each with the position in `buf` before which it is sent, ascending.
     owned: Vec<(usize, IoBuf)>,
     owned_bytes: usize,
+    /// What was owned and is sent.
+    pub buffers: Buffers,
+    /// Of what is submitted in this turn. Released before a send, which may wait for the client:
+    /// others may wait for what was submitted.
+    pub plug: Option<Plug>,
+    /// While the connection's thread does a large request. Who waits for its client is not at work.
+    pub at_work: Option<AtWork<'static>>,
     /// Send system calls so far.
     pub sends: u64,
     /// Bytes sent so far.
@@ -36,16 +49,30 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// Nothing ready. The memory is touched as far as it gets used.
-    pub fn new() -> Self {
-        Self {
-            buf: vec![0; REPLY_BUFFER_BYTES].into_boxed_slice(),
+    /// Nothing ready. The data behind a first header begins a page, as in [`Input`](crate::input).
+    ///
+    /// # Errors
+    /// No memory is left.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            buf: Mapped::new(REPLY_BUFFER_BYTES, size_of::<DataChunk>())?,
             len: 0,
             owned: Vec::new(),
             owned_bytes: 0,
+            buffers: Buffers::default(),
+            plug: None,
+            at_work: None,
             sends: 0,
             sent_bytes: 0,
-        }
+        })
+    }
+
+    /// Gives the memory back; nothing waits to be sent.
+    pub fn rest(&mut self) {
+        debug_assert!(self.is_empty(), "replies would be lost");
+        self.buf.clear();
+        self.owned = Vec::new();
+        self.buffers.clear();
     }
 
     /// Whether nothing waits to be sent.
@@ -131,11 +158,23 @@ impl Replies {
     /// Sends everything, waits as long as the peer does not read. Nothing is left afterwards, also
     /// on error.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        if self.plug.is_some() || self.at_work.is_some() {
+            self.let_go();
+        }
         let result = if self.owned.is_empty() { self.send_plain(socket) } else { self.send_mixed(socket) };
         self.len = 0;
-        self.owned.clear();
-        self.owned_bytes = 0;
+        if !self.owned.is_empty() {
+            for (_, data) in self.owned.drain(..) {
+                self.buffers.give(data);
+            }
+            self.owned_bytes = 0;
+        }
         result
+    }
+
+    #[cold]
+    fn let_go(&mut self) {
+        (self.plug, self.at_work) = (None, None);
     }
 
     fn send_plain(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
@@ -194,7 +233,7 @@ mod tests {
     #[test]
     fn owned_data_keeps_its_place() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let mut replies = Replies::new();
+        let mut replies = Replies::new().unwrap();
         let mut wanted = Vec::new();
         for round in 0..100_u8 {
             replies.put(&[round; 3][..]);
@@ -218,7 +257,7 @@ mod tests {
     #[test]
     fn open_bytes_survive_an_early_send() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let mut replies = Replies::new();
+        let mut replies = Replies::new().unwrap();
         replies.put(&b"ready"[..]);
         let at = replies.position();
         replies.space(at, 4).copy_from_slice(b"open");

@@ -2,6 +2,7 @@
 //! of those that are done at once.
 
 use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone_core::workers::MIN_BYTES;
 use zerocopy::FromBytes;
 
 use crate::errno::{Action, Errno, Failure};
@@ -127,7 +128,11 @@ impl Session<'_> {
             }
         };
         if len <= MAX_INLINE_BYTES {
-            let step = self.read_piece(incoming.cookie, request, None)?;
+            let step = if request.len >= MIN_BYTES {
+                self.read_large_piece(incoming.cookie, request, None)?
+            } else {
+                self.read_piece(incoming.cookie, request, None)?
+            };
             if step == Step::Done {
                 self.accept();
             }
@@ -217,7 +222,7 @@ impl Session<'_> {
                         None => self.operations.open(cookie, Action::Plain, true),
                     };
                     self.operations.get(slot).open = part.is_some_and(|(_, last)| !last);
-                    return match IoBuf::zeroed(len) {
+                    return match self.replies.buffers.take(len) {
                         // The whole piece is read again, as its data must lie in one buffer.
                         Ok(buffer) => {
                             self.submit(slot, request, buffer, false);
@@ -264,33 +269,52 @@ impl Session<'_> {
                 return Ok(Step::Done);
             }
         };
-        let len = incoming.len as usize;
         let cookie = incoming.cookie;
-        if HEADER_BYTES + len > RECEIVE_BUFFER_BYTES {
-            if self.geometry.zones.is_none() {
-                self.accept();
-                let slot = self.operations.open(cookie, Action::Store, false);
-                self.stream = Some(Stream::Write(Write { slot, rest: request }));
-                return Ok(Step::Done);
-            }
-            // A write to a zone is all or nothing.
-            if !self.admits(len) {
-                return Ok(Step::Stalled);
-            }
+        let is_large = request.len >= MIN_BYTES;
+        if is_large && let Some(step) = self.write_apart(cookie, request) {
+            return Ok(step);
+        }
+        let all = HEADER_BYTES + request.len as usize;
+        if self.input.data().len() < all {
+            return Ok(Step::Input(all));
+        }
+        let large = if is_large { Some(self.begin_large()) } else { None };
+        let step = self.write_received(cookie, request)?;
+        if let Some(large) = large {
+            self.end_large(&request, large, step);
+            self.followed = !self.input.data().is_empty();
+        }
+        Ok(step)
+    }
+
+    /// A write of at least [`MIN_BYTES`], if its payload is not done out of the receive buffer, or
+    /// not as a whole.
+    fn write_apart(&mut self, cookie: u64, request: Request) -> Option<Step> {
+        let len = request.len as usize;
+        let hand_on = len <= MAX_INLINE_BYTES && self.hands_on(&request, false);
+        if !hand_on && HEADER_BYTES + len <= RECEIVE_BUFFER_BYTES {
+            return None;
+        }
+        if self.geometry.zones.is_none() && !hand_on {
             self.accept();
-            if let Ok(buffer) = IoBuf::zeroed(len) {
-                self.operations.charged += len;
-                self.stream = Some(Stream::Gather(Gather { cookie, rest: request, buffer, filled: 0 }));
-            } else {
-                let failure = no_memory(Action::Store, &request);
-                self.stream = Some(Stream::Skip(Skip { cookie, left: incoming.len, failure }));
-            }
-            return Ok(Step::Done);
+            let slot = self.operations.open(cookie, Action::Store, false);
+            self.stream = Some(Stream::Write(Write { slot, rest: request }));
+            return Some(Step::Done);
         }
-        if self.input.data().len() < HEADER_BYTES + len {
-            return Ok(Step::Input(HEADER_BYTES + len));
+        // A write to a zone is all or nothing.
+        if !self.admits(len) {
+            return Some(Step::Stalled);
         }
-        self.write_received(cookie, request)
+        self.accept();
+        if let Ok(buffer) = self.replies.buffers.take(len) {
+            self.operations.charged += len;
+            let gather = Gather { cookie, rest: request, buffer, filled: 0, hand_on };
+            self.stream = Some(Stream::Gather(gather));
+        } else {
+            let failure = no_memory(Action::Store, &request);
+            self.stream = Some(Stream::Skip(Skip { cookie, left: len as u32, failure }));
+        }
+        Some(Step::Done)
     }
 
     /// A write whose payload was received as a whole.
@@ -319,7 +343,8 @@ impl Session<'_> {
                         self.stream = Some(Stream::Write(Write { slot, rest }));
                         return Ok(Step::Done);
                     }
-                    match IoBuf::copy_of(payload) {
+                    let payload = &self.input.data()[HEADER_BYTES + len - left..HEADER_BYTES + len];
+                    match self.replies.buffers.copy_of(payload) {
                         Ok(buffer) => {
                             let slot = self.operations.open(cookie, Action::Store, false);
                             self.operations.get(slot).open = false;

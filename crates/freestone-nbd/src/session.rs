@@ -5,17 +5,24 @@
 //! send) and takes no lock.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use freestone_core::budget::{Budget, Granted, Share};
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request};
+use freestone_core::plug::Plug;
+use freestone_core::stack;
+use freestone_core::workers::Costs;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
+use crate::buffers::MAX_SPARE_BYTES;
 use crate::contexts::Contexts;
 use crate::errno::{Action, Cause, Failure};
 use crate::export::Export;
 use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
-use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received, receive_into};
+use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
 use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
@@ -25,9 +32,12 @@ use crate::stream::Stream;
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
 /// in bytes.
 pub const CONNECTION_MEMORY_BYTES: usize =
-    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES;
+    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_SPARE_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES;
 /// Beyond the bound of what is in flight the last request may have so much for parts of blocks.
 const PARTS_BYTES: usize = 12 << 10;
+
+/// A client that has sent nothing for so long is idle.
+const REST: Duration = Duration::from_secs(1);
 
 /// What was negotiated in the handshake.
 pub struct Negotiated {
@@ -68,6 +78,16 @@ pub enum Step {
     End,
 }
 
+/// What comes from the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Client {
+    Sends,
+    /// Nothing for a while: memory was given back.
+    Rests,
+    /// Nothing more is taken from the socket.
+    Ended,
+}
+
 /// A connection in its transmission phase.
 pub struct Session<'a> {
     pub(crate) link: &'a Link,
@@ -82,21 +102,32 @@ pub struct Session<'a> {
     pub(crate) input: Input,
     pub(crate) replies: Replies,
     pub(crate) operations: Operations,
+    /// Of the server's bytes: what is charged, what replies own, and spare buffers.
+    share: Share,
     /// The request that has started but is not wholly tried or submitted; later ones wait for it.
     pub(crate) stream: Option<Stream>,
     /// What was read for [`Stream::Windows`].
     pub(crate) window: Option<Result<IoBuf, Failure>>,
+    /// What large requests cost.
+    pub(crate) costs: Arc<Costs>,
+    /// When the last write was taken from the input, more requests were there.
+    pub(crate) followed: bool,
     pub(crate) tally: Tally,
     finished: Vec<Finished>,
-    /// Nothing more is taken from the socket.
-    ended: bool,
+    client: Client,
     /// Bytes that are still taken from the socket, once the server wants the connection to end.
     drain: Option<u64>,
 }
 
 impl<'a> Session<'a> {
     /// A session with what the handshake left unread.
-    pub fn new(link: &'a Link, negotiated: Negotiated, input: Input, replies: Replies) -> Self {
+    pub fn new(
+        link: &'a Link,
+        budget: &Arc<Budget>,
+        negotiated: Negotiated,
+        input: Input,
+        replies: Replies,
+    ) -> Self {
         let device = Bytes::new(negotiated.device);
         let geometry = device.geometry();
         Self {
@@ -110,11 +141,14 @@ impl<'a> Session<'a> {
             input,
             replies,
             operations: Operations::default(),
+            share: budget.share(Arc::clone(link.queue()) as Arc<dyn Granted>),
             stream: None,
             window: None,
+            costs: Arc::default(),
+            followed: false,
             tally: Tally::default(),
             finished: Vec::new(),
-            ended: false,
+            client: Client::Sends,
             drain: None,
         }
     }
@@ -123,10 +157,12 @@ impl<'a> Session<'a> {
     /// the device holds is waited for in every case but [`Link::cut`], so that the bounds of memory
     /// hold.
     pub fn run(mut self) {
+        self.notice_rest(true);
         // The handshake's sends are not counted here.
         self.replies.sends = 0;
         self.replies.sent_bytes = 0;
         if matches!(self.serve(), Err(Lost)) {
+            self.replies.plug = None;
             while self.operations.in_flight > 0 && self.wait(false).is_some() {
                 self.discard_finished();
             }
@@ -137,20 +173,25 @@ impl<'a> Session<'a> {
     fn serve(&mut self) -> Result<(), Lost> {
         loop {
             self.harvest()?;
-            let step = if self.ended { Step::End } else { self.work()? };
-            if !self.replies.is_empty() {
+            let step = if self.client == Client::Ended { Step::End } else { self.work()? };
+            if self.replies.is_empty() {
+                self.replies.plug = None;
+            } else {
                 self.replies.send(self.link.socket())?;
             }
             self.show_tally();
+            if self.share.is_used() && step != Step::Stalled {
+                self.give_back();
+            }
             match step {
                 Step::Done | Step::Turn => {}
                 Step::Input(need) => self.receive(need)?,
-                Step::Stalled if self.operations.in_flight == 0 => {}
+                Step::Stalled if self.operations.in_flight == 0 && !self.share.waits() => {}
                 Step::Stalled => {
                     self.wait(false).ok_or(Lost)?;
                 }
                 Step::End => {
-                    self.ended = true;
+                    self.client = Client::Ended;
                     if self.operations.in_flight == 0 {
                         return Ok(());
                     }
@@ -183,7 +224,7 @@ impl<'a> Session<'a> {
         }
         let limit = self.drain.unwrap_or(u64::MAX);
         if limit == 0 {
-            self.ended = true;
+            self.client = Client::Ended;
             return Ok(());
         }
         let mut flags = RecvFlags::empty();
@@ -199,31 +240,53 @@ impl<'a> Session<'a> {
         let (received, n) = if let Some(Stream::Gather(gather)) = &mut self.stream {
             let space = gather.space();
             let len = space.len().min(limit);
-            match receive_into(self.link.socket(), flags, &mut space[..len]) {
-                Ok(0) => (Received::End, 0),
-                Ok(n) => {
-                    gather.fill(n);
-                    (Received::Data, n)
-                }
-                Err(rustix::io::Errno::WOULDBLOCK) => (Received::WouldBlock, 0),
-                Err(_) => (Received::End, 0),
-            }
+            let (received, n) =
+                self.input.receive_behind(self.link.socket(), flags, &mut space[..len], limit - len);
+            gather.fill(n.min(len));
+            (received, n)
         } else {
-            let before = self.input.data().len();
-            let received = self.input.receive(self.link.socket(), flags, need, limit);
-            (received, self.input.data().len() - before)
+            self.input.receive(self.link.socket(), flags, need, limit)
         };
         match received {
             Received::Data => {
                 self.tally.receives += 1;
+                if self.client == Client::Rests {
+                    self.notice_rest(true);
+                }
                 if let Some(left) = &mut self.drain {
                     *left = left.saturating_sub(n as u64);
                 }
             }
-            Received::WouldBlock => self.ended |= self.drain.is_some(),
-            Received::End => self.ended = true,
+            Received::WouldBlock if self.drain.is_some() => self.client = Client::Ended,
+            // It has waited for REST.
+            Received::WouldBlock if flags.is_empty() => self.rest(),
+            Received::WouldBlock => {}
+            Received::End => self.client = Client::Ended,
         }
         Ok(())
+    }
+
+    /// The client has sent nothing for a while: memory that was touched for earlier requests goes
+    /// back to the kernel.
+    #[cold]
+    fn rest(&mut self) {
+        if self.stream.is_some() {
+            return;
+        }
+        self.input.rest();
+        self.replies.rest();
+        self.operations = Operations::default();
+        self.finished = Vec::new();
+        self.share.leave();
+        self.notice_rest(false);
+        stack::give_back_unused();
+    }
+
+    /// Whether it is to be noticed that the client sends nothing.
+    fn notice_rest(&mut self, notice: bool) {
+        // Without it, the connection keeps its memory.
+        let _ = set_socket_timeout(self.link.socket(), Timeout::Recv, notice.then_some(REST));
+        self.client = if notice { Client::Sends } else { Client::Rests };
     }
 
     /// Waits until something has finished, or with `input` until the socket has something; answers
@@ -304,7 +367,7 @@ impl<'a> Session<'a> {
                     return Ok(());
                 }
             }
-            Ok(()) => {}
+            Ok(()) => self.replies.buffers.give(part.buffer),
         }
         self.finish(part.slot)
     }
@@ -318,15 +381,52 @@ impl<'a> Session<'a> {
 
 /// Submitting.
 impl Session<'_> {
-    /// Whether another part with a buffer of `bytes` may be in flight.
-    pub(crate) fn admits(&self, bytes: usize) -> bool {
+    /// Whether another part with a buffer of `bytes` may be in flight. Where the server has no
+    /// bytes for it, this connection waits for them from now on.
+    pub(crate) fn admits(&mut self, bytes: usize) -> bool {
         let charged = self.operations.charged + self.replies.owned_bytes();
-        self.operations.in_flight < MAX_IN_FLIGHT && (charged == 0 || charged + bytes <= MAX_IN_FLIGHT_BYTES)
+        if self.operations.in_flight >= MAX_IN_FLIGHT
+            || (charged > 0 && charged + bytes > MAX_IN_FLIGHT_BYTES)
+        {
+            return false;
+        }
+        if self.share.reach((self.held_bytes() + bytes) as u64) {
+            return true;
+        }
+        // Better for a request than spare.
+        self.replies.buffers.clear();
+        self.share.wait_for(charged as u64, bytes as u64);
+        false
+    }
+
+    fn held_bytes(&self) -> usize {
+        self.operations.charged + self.replies.owned_bytes() + self.replies.buffers.bytes()
+    }
+
+    /// Gives back what this connection does not hold any more.
+    fn give_back(&mut self) {
+        match self.held_bytes() {
+            0 => self.share.leave(),
+            held => self.share.keep(held as u64),
+        }
     }
 
     /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless
     /// `charged`.
     pub(crate) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
+        let done = self.begin_part(slot, request, &buffer, charged);
+        self.replies.plug.get_or_insert_with(Plug::start);
+        self.device.submit(request, buffer, done);
+    }
+
+    /// Accounts for a part that is going to be another's, and says how its outcome comes back.
+    pub(crate) fn begin_part(
+        &mut self,
+        slot: usize,
+        request: Request,
+        buffer: &IoBuf,
+        charged: bool,
+    ) -> Completion {
         let len = buffer.len();
         let beside = self.device.beside(&request);
         let charge = len + beside;
@@ -335,10 +435,9 @@ impl Session<'_> {
         self.operations.get(slot).parts += 1;
         self.tally.submitted += 1;
         let queue = Arc::clone(self.link.queue());
-        let done = Completion::new(move |outcome, buffer| {
+        Completion::new(move |outcome, buffer| {
             queue.push(Finished { slot, request, len, charge, outcome, buffer });
-        });
-        self.device.submit(request, buffer, done);
+        })
     }
 }
 

@@ -5,6 +5,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use freestone_core::budget::Budget;
+
 use crate::acceptor::{Acceptor, Next};
 use crate::address::Address;
 use crate::export::Export;
@@ -28,6 +30,8 @@ const HELD_LOOK: Duration = Duration::from_millis(100);
 pub struct ServerShared {
     /// What clients may use up.
     pub limits: Limits,
+    /// Bytes that connections hold for requests.
+    pub budget: Arc<Budget>,
     /// Lets one call at a time start to listen.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
@@ -41,6 +45,7 @@ impl ServerShared {
     /// For a server without addresses.
     pub fn new(limits: Limits) -> Self {
         Self {
+            budget: Budget::new(limits.max_memory_in_flight),
             limits,
             binding: Mutex::default(),
             tables: Mutex::default(),

@@ -33,7 +33,7 @@ pub enum Stream {
     Windows(Windows),
     /// A large write to a device without zones, in pieces through the receive buffer.
     Write(Write),
-    /// A large write to a device with zones, received as a whole first.
+    /// A large write to a device with zones, or one that a worker does, received as a whole first.
     Gather(Gather),
     /// The payload of a write that was refused.
     Skip(Skip),
@@ -84,7 +84,7 @@ pub struct Write {
     pub rest: Request,
 }
 
-/// A large write that is received as a whole before the device gets it.
+/// A large write that is received as a whole before the device, or a worker, gets it.
 #[derive(Debug)]
 pub struct Gather {
     /// The request's cookie.
@@ -95,6 +95,8 @@ pub struct Gather {
     pub buffer: IoBuf,
     /// Bytes that were received.
     pub filled: usize,
+    /// It is a worker's.
+    pub hand_on: bool,
 }
 
 impl Gather {

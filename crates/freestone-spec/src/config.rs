@@ -15,10 +15,12 @@ use std::io::{self, Read as _};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
+use freestone::budget;
 use thiserror::Error;
 use toml::{Table, Value};
 
 use crate::entries::{Entries, nearest};
+use crate::size;
 
 /// More is not a list of devices; bounds what a mistyped path can make us read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -26,7 +28,7 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 4] = ["nbd", "control", "max_connections", "device"];
+const TOP_KEYS: [&str; 5] = ["nbd", "control", "max_connections", "max_memory_in_flight", "device"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
 #[derive(Debug, Default, PartialEq)]
@@ -39,6 +41,8 @@ pub struct FileConfig {
     pub control: Option<PathBuf>,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
+    /// Most bytes that connections hold for requests.
+    pub max_memory_in_flight: Option<u64>,
     /// The directory of the file.
     pub base: PathBuf,
 }
@@ -104,6 +108,14 @@ pub fn parse(text: &str) -> Result<FileConfig, String> {
                 let fits = fits.ok_or_else(|| format!("max_connections={number}: {must}"));
                 config.max_connections = Some(fits?);
             }
+            ("max_memory_in_flight", Value::String(text)) => {
+                let bytes = memory_in_flight(&text);
+                config.max_memory_in_flight =
+                    Some(bytes.map_err(|why| format!("max_memory_in_flight={text}: {why}"))?);
+            }
+            ("max_memory_in_flight", _) => {
+                return Err("max_memory_in_flight: must be a size as a text, for example '256M'".into());
+            }
             ("device", Value::Array(list)) => {
                 for (index, entry) in list.into_iter().enumerate() {
                     let Value::Table(table) = entry else { return Err("device: write [[device]]".into()) };
@@ -118,6 +130,21 @@ pub fn parse(text: &str) -> Result<FileConfig, String> {
         }
     }
     Ok(config)
+}
+
+/// Reads the bytes that connections may hold for requests.
+///
+/// # Errors
+/// Half a sentence that follows the text.
+pub fn memory_in_flight(text: &str) -> Result<u64, String> {
+    let bytes = size::parse(text).map_err(|error| error.to_string())?;
+    if bytes < budget::MIN_BYTES {
+        return Err(format!(
+            "must be at least {}, twice the largest request",
+            size::exact(budget::MIN_BYTES)
+        ));
+    }
+    Ok(bytes)
 }
 
 fn device(number: usize, mut table: Table) -> Result<Entries, String> {
@@ -151,13 +178,14 @@ mod tests {
     #[test]
     fn a_file_is_read() {
         let config = parse(
-            "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\n\
+            "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\nmax_memory_in_flight = '1G'\n\
              [[device]]\nname = 'r'\nkind = 'ram'\ndisksize = '1G'\n\
              [[device]]\nname = 'f'\nkind = 'file'\npath = 'x,y'\nreadonly = true\nblocksize = 512\n",
         )
         .unwrap();
         assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
         assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
+        assert_eq!(config.max_memory_in_flight, Some(1 << 30));
         let devices: Vec<_> = config.devices.iter().map(ToString::to_string).collect();
         assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
         assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
@@ -168,11 +196,19 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, control, max_connections, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, control, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
             ("max_connections = '9'", "max_connections: must be a number from 1 to 65536, not string"),
+            (
+                "max_memory_in_flight = '1M'",
+                "max_memory_in_flight=1M: must be at least 64M, twice the largest request",
+            ),
+            (
+                "max_memory_in_flight = 5",
+                "max_memory_in_flight: must be a size as a text, for example '256M'",
+            ),
             ("nbd = 1", "nbd: must be a text or a list of texts"),
             ("nbd = [1]", "nbd: must be a text or a list of texts"),
             ("control = true", "control: must be a path as a text"),

@@ -39,6 +39,21 @@ mod heap {
     #![expect(unsafe_code)]
     // UNSAFETY: a libc call without a safe wrapper.
 
+    /// From so many bytes on, what is allocated has a mapping of its own.
+    #[cfg(target_env = "gnu")]
+    const APART_BYTES: libc::c_int = 64 << 10;
+
+    /// Has the allocator give large blocks back when they are freed. By itself it keeps them, for
+    /// each CPU: buffers of requests that waited would stay, several times as much as ever was in
+    /// use. To be called before there are threads.
+    pub fn keep_large_blocks_apart() {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: it changes a number of the allocator's.
+        unsafe {
+            libc::mallopt(libc::M_MMAP_THRESHOLD, APART_BYTES);
+        }
+    }
+
     /// Gives memory back that the allocator has and nobody uses. Takes as long as that is much;
     /// who allocates waits.
     pub fn give_back_heap() {
@@ -49,7 +64,7 @@ mod heap {
         }
     }
 }
-pub use heap::give_back_heap;
+pub use heap::{give_back_heap, keep_large_blocks_apart};
 
 /// The lowest memory limit of the process's control group and of the groups around it, versions 1
 /// and 2. `groups` is the text of /proc/self/cgroup.

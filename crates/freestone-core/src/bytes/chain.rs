@@ -1,32 +1,98 @@
 //! Submitted requests that have parts of blocks.
 
 use std::collections::VecDeque;
+use std::sync::PoisonError;
 
 use super::holds::Range;
 use super::pieces::{Piece, cover, pieces};
 use super::shared::{Held, Shared, can_wait, later};
-use crate::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
-use crate::sync::{Arc, Mutex};
+use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::sync::{Arc, RwLock, RwLockReadGuard};
+use crate::workers::Costs;
 
-/// Whether the user is there still. Lock order: held while a piece is begun, which the device takes
-/// over and returns soon; under it what the device takes, and the holds' locks.
+/// Whether the user is gone. Lock order: held, shared with others, while a piece is begun, which the
+/// device takes over and returns soon, and while a worker tries one; under it what the device takes,
+/// and the holds' locks.
 #[derive(Default)]
-pub struct Life(Mutex<bool>);
+pub struct Life(RwLock<bool>);
 
 impl Life {
     /// Nothing more is begun when this has returned.
     pub fn end(&self) {
-        *self.0.lock() = true;
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
     /// Hands a request to the device, unless the user is gone.
     pub fn submit(&self, shared: &Shared, request: Request, buffer: IoBuf, done: Completion) {
-        let ended = self.0.lock();
+        let ended = self.read();
         if !*ended {
             return shared.device.submit(request, buffer, done);
         }
         drop(ended);
         done.complete(Err(Error::Gone), buffer);
+    }
+
+    /// Does a request as far as it goes without waiting, and submits what is left, unless the user
+    /// is gone.
+    pub fn work(
+        &self,
+        shared: Arc<Shared>,
+        costs: &Costs,
+        request: Request,
+        mut buffer: IoBuf,
+        done: Completion,
+    ) {
+        let began = costs.begin();
+        let ended = self.read();
+        let outcome = if *ended { Err(Error::Gone) } else { try_all(&shared, request, &mut buffer) };
+        let outcome = match outcome {
+            Ok(None) => {
+                costs.learn(&request, began);
+                Ok(())
+            }
+            Ok(Some(rest)) => {
+                // A read is done again as a whole, as its data must lie in one buffer. A write is
+                // not: who has seen the begin of it, and then what another wrote there, must not
+                // see it again.
+                let buffer = if request.op == Op::Write && rest.len < request.len {
+                    IoBuf::copy_of(&buffer[(request.len - rest.len) as usize..])
+                } else {
+                    Ok(buffer)
+                };
+                let rest = if request.op == Op::Read { request } else { rest };
+                match buffer {
+                    Ok(buffer) => return shared.device.submit(rest, buffer, done),
+                    Err(error) => return done.complete(Err(error), IoBuf::empty()),
+                }
+            }
+            Err(error) => Err(error),
+        };
+        drop(ended);
+        // Who is answered may be the last user of the device.
+        drop(shared);
+        done.complete(outcome, buffer);
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, bool> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Does what can be done without waiting; returns what is left.
+fn try_all(shared: &Shared, request: Request, buffer: &mut IoBuf) -> Result<Option<Request>> {
+    let mut rest = request;
+    loop {
+        let from = (request.len - rest.len) as usize;
+        let part = match request.op {
+            Op::Read => Buffer::Read(&mut buffer[from..]),
+            Op::Write => Buffer::Write(&buffer[from..]),
+            _ => Buffer::None,
+        };
+        match shared.device.try_io(&rest, part)? {
+            Tried::Done => return Ok(None),
+            Tried::Partly(bytes) => rest = rest.rest(bytes),
+            Tried::WouldBlock => return Ok(Some(rest)),
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use crate::device::{
 };
 use crate::handoff::progress;
 use crate::sync::Arc;
+use crate::workers::{Costs, Workers};
 
 /// Largest block of a device in bytes.
 const MAX_BLOCK_BYTES: usize = 4096;
@@ -110,6 +111,39 @@ impl Bytes {
                 shared.with_hold(range, move |held| life.submit(&of, request, buffer, held.until(done)));
             }
             _ => Chain::start(shared, &self.life, request, buffer, done),
+        }
+    }
+
+    /// Has a worker do the request, as far as it goes without waiting: what is left is submitted.
+    /// Where the workers have enough to do, it is done before this returns.
+    pub fn hand_on(
+        &self,
+        workers: &Workers,
+        costs: &Arc<Costs>,
+        request: Request,
+        buffer: IoBuf,
+        done: Completion,
+    ) {
+        if (request.offset | request.len) & self.mask != 0 {
+            return self.submit(request, buffer, done);
+        }
+        let done = if matches!(request.op, Op::Read | Op::Flush) {
+            done
+        } else {
+            // As for one that is submitted: its range is computed.
+            if let Err(error) = request.check(&self.geometry()) {
+                return done.complete(Err(error), buffer);
+            }
+            match self.shared.try_hold(blocks(&request)) {
+                Some(held) => held.until(done),
+                None => return self.submit(request, buffer, done),
+            }
+        };
+        let dear = costs.are_dear(&request);
+        let (shared, life, costs) = (Arc::clone(&self.shared), Arc::clone(&self.life), Arc::clone(costs));
+        let piece = Box::new(move || life.work(shared, &costs, request, buffer, done));
+        if let Err(piece) = workers.offer(piece, dear) {
+            piece();
         }
     }
 

@@ -56,6 +56,11 @@ impl IoBuf {
         Ok(buf)
     }
 
+    /// Bytes of the memory, of which [`show`](Self::show) can show as many.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Shows the first `len` bytes of the memory, at most what was allocated. What was hidden keeps
     /// its content.
     pub fn show(&mut self, len: usize) {

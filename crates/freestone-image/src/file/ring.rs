@@ -25,6 +25,7 @@ use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
 use freestone_core::device::Result;
+use freestone_core::plug::{self, Plug, Unplug};
 use freestone_core::sync::{
     Mutex, MutexGuard,
     thread::{self, JoinHandle},
@@ -109,7 +110,7 @@ impl Ring {
     }
 
     pub fn submit(&self, mut job: Job) {
-        let shared = &*self.shared;
+        let shared = &self.shared;
         // Looks at the file where the operation needs it, so not under the lock.
         if let Step::Done(outcome) = job.begin(&shared.backing) {
             return shared.finish(job, outcome);
@@ -122,11 +123,20 @@ impl Ring {
         }
         state.schedule.arrive(job);
         shared.start_ready(&mut state);
-        let mine = shared.claim(&mut state);
         drop(state);
-        if mine && shared.hand_over(SUBMITTER_ROUNDS).is_err() {
+        if !plug::hold(shared) {
+            shared.unplug();
+        }
+    }
+}
+
+impl Unplug for RingShared {
+    /// Hands over what submitters have queued.
+    fn unplug(&self) {
+        let mine = self.claim(&mut self.lock());
+        if mine && self.hand_over(SUBMITTER_ROUNDS).is_err() {
             // The ring's thread takes over, and tries until it succeeds.
-            shared.wake();
+            self.wake();
         }
     }
 }
@@ -273,9 +283,11 @@ impl Worker {
         loop {
             let (mine, ended) = self.turn();
             let entered = if mine { self.shared.hand_over(THREAD_ROUNDS) } else { Ok(()) };
+            let plug = Plug::start();
             for (job, outcome) in self.finished.drain(..) {
                 self.shared.finish(job, outcome);
             }
+            drop(plug);
             if ended {
                 return;
             }

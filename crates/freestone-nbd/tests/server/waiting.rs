@@ -11,7 +11,7 @@ use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, r
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
 use freestone_core::device::Op;
-use freestone_nbd::{Address, ExportOptions, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
+use freestone_nbd::{Address, ExportOptions, Limits, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
 
 const MIB: u64 = 1 << 20;
 const EIO: u32 = 5;
@@ -236,6 +236,97 @@ fn requests_in_flight_are_bounded() {
         drop(reader);
     }
     device.set(Manner::Inline);
+    fixture.assert_sound();
+}
+
+#[test]
+fn all_connections_share_a_budget_and_those_with_little_get_by() {
+    const KEPT: u64 = 8 * MIB;
+    let device = MemDevice::new(64 * MIB);
+    let limits = Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() };
+    let fixture = Fixture::with(limits);
+    fixture.publish("disk", &device);
+    device.set(Manner::Held);
+    let held = || device.held().iter().map(|request| request.len).sum::<u64>();
+    // Three that would take half of it each.
+    let large: Vec<_> = (0..3).map(|_| split(&fixture.address, WRITE, 256 << 10, 128)).collect();
+    eventually(|| held() >= 64 * MIB - KEPT);
+    std::thread::sleep(Duration::from_millis(20));
+    let most = held();
+    assert!(most <= 64 * MIB, "{most}");
+    // One reply that is larger than what may be in flight waits as well.
+    let mut simple = fixture.enter(false);
+    let cookie = simple.ask(0, READ, 0, 40 << 20);
+    // One with little is served as if it were alone.
+    let mut small = fixture.enter(true);
+    let before = device.held().len();
+    let asked = small.ask(0, READ, 0, 4096);
+    eventually(|| device.held().len() == before + 1);
+    device.release(before);
+    let mut wanted = HashMap::from([(asked, (0, 4096))]);
+    assert!(small.read_replies(&mut wanted)[&asked].is_ok());
+    // All of the others are done in the end, none before room was there for it.
+    device.set(Manner::Inline);
+    device.release_all_backwards();
+    for (mut reader, writer) in large {
+        for _ in 0..128 {
+            reader.chunk();
+        }
+        writer.join().unwrap();
+    }
+    let mut wanted = HashMap::from([(cookie, (0, 40 << 20))]);
+    assert!(simple.read_replies(&mut wanted)[&cookie].is_ok());
+    simple.disconnect();
+    small.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn who_waits_for_the_budget_can_leave_and_be_ended() {
+    let device = MemDevice::new(64 * MIB);
+    let limits = Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() };
+    let fixture = Fixture::with(limits);
+    fixture.publish("disk", &device);
+    device.set(Manner::Held);
+    let held = || device.held().len();
+    let two: Vec<_> = (0..2).map(|_| split(&fixture.address, READ, 256 << 10, 128)).collect();
+    // All but what is kept for those with little.
+    eventually(|| held() >= 200);
+    let waits = split(&fixture.address, READ, 1 << 20, 1);
+    std::thread::sleep(Duration::from_millis(20));
+    // A cut ends it, although what it waits for does not come.
+    let begun = Instant::now();
+    fixture.server.unpublish("disk", true).unwrap();
+    assert!(begun.elapsed() < LONG);
+    device.release_all_backwards();
+    for (reader, writer) in two.into_iter().chain([waits]) {
+        drop(reader);
+        writer.join().unwrap();
+    }
+    fixture.assert_no_connections();
+}
+
+#[test]
+fn a_connection_that_was_idle_goes_on() {
+    let device = MemDevice::new(4 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(true);
+    for round in 0..2 {
+        for len in [4096_usize, 128 << 10, 1 << 20] {
+            let data = pattern(round + len as u64, len);
+            assert_eq!(client.write(0, 512, &data), 0);
+            assert!(client.read(512, len as u32).unwrap() == data, "round {round}, {len} bytes");
+        }
+        // Longer than it takes until its memory is given back; half a header comes before that.
+        let cookie = client.cookie();
+        let bytes = request(0, FLUSH, cookie, 0, 0);
+        client.send(&bytes[..9]);
+        std::thread::sleep(Duration::from_millis(1300));
+        client.send(&bytes[9..]);
+        assert_eq!(client.plain_reply(cookie), 0);
+        std::thread::sleep(Duration::from_millis(1300));
+    }
+    client.disconnect();
     fixture.assert_sound();
 }
 

@@ -1,6 +1,7 @@
 //! Content against a plain byte vector: random operations, one after the other and in batches.
 
 use freestone_core::device::{Device, Flags, IoBuf, Op, Request};
+use freestone_core::plug::Plug;
 
 use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};
@@ -206,6 +207,8 @@ impl Window {
             return Ok(());
         }
         let mut pending = Vec::new();
+        // Every other batch is handed over as one.
+        let plug = driver.rng.chance(50).then(Plug::start);
         for i in 0..BATCH {
             let blocks = 1 + driver.rng.below((share / self.block).min(64));
             let start = i * share + driver.rng.below(share / self.block - blocks + 1) * self.block;
@@ -227,6 +230,7 @@ impl Window {
             let request = Request::new(op, self.base + start, range.len() as u64);
             pending.push((request, range, driver.submit(request, buffer)));
         }
+        drop(plug);
         for (request, range, pending) in pending {
             match driver.wait(&pending)? {
                 Ok(buffer) => ensure!(

@@ -9,6 +9,7 @@ use std::time::Duration;
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
+use freestone_core::plug::{self, Unplug};
 use freestone_testkit::conformance::{self, Options};
 
 const BLOCK: u64 = 512;
@@ -43,6 +44,7 @@ enum Fault {
     ShortBuffer,
     ReadsNothing,
     ForgetsCompletion,
+    ForgetsTheHeld,
     DropsCompletion,
     Forgets,
     Remembers,
@@ -69,12 +71,20 @@ struct Broken {
     fault: Fault,
     bytes: Arc<Mutex<Vec<u8>>>,
     calls: AtomicU64,
+    never: Arc<Never>,
+}
+
+/// What it holds is not handed over.
+struct Never;
+
+impl Unplug for Never {
+    fn unplug(&self) {}
 }
 
 impl Broken {
     fn new(fault: Fault) -> Self {
         let bytes = Arc::new(Mutex::new(vec![0; SIZE as usize]));
-        Self { fault, bytes, calls: AtomicU64::new(0) }
+        Self { fault, bytes, calls: AtomicU64::new(0), never: Arc::new(Never) }
     }
 
     fn is(&self, fault: Fault) -> bool {
@@ -240,6 +250,8 @@ impl Device for Broken {
         });
         match self.fault {
             Fault::ForgetsCompletion if calls % 20 == 19 => std::mem::forget(done),
+            // It holds what comes under a plug, and does not hand it over.
+            Fault::ForgetsTheHeld if plug::hold(&self.never) => std::mem::forget(done),
             Fault::DropsCompletion if calls % 300 == 299 => drop(done),
             Fault::ShortBuffer => done.complete(outcome.map(|_| ()), IoBuf::empty()),
             _ => done.complete(outcome.map(|_| ()), buffer),
@@ -311,6 +323,7 @@ fn each_fault_is_caught() {
         (PartlyUnaligned, "errors"),
         (ShortBuffer, "errors"),
         (ForgetsCompletion, "errors"),
+        (ForgetsTheHeld, "content"),
         (ReadsNothing, "errors"),
         (PartlyLie, "content"),
         (BlocksButWrites, "content"),

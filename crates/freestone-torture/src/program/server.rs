@@ -105,7 +105,10 @@ impl Server {
         }
         for entry in fs::read_dir(self.proc("task")).into_iter().flatten().flatten() {
             if let Ok(name) = fs::read_to_string(entry.path().join("comm")) {
-                *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
+                // Those that were started for large requests stay, at most one a CPU.
+                if name.trim_end() != "worker" {
+                    *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
+                }
             }
         }
         held

@@ -1,9 +1,12 @@
 //! Asking a device as an export does: a try, and what that leaves submitted; on the thread that
-//! knows the world, or on one of several.
+//! knows the world, on one of several, or by handing it on to a worker.
 
 use std::panic::{self, AssertUnwindSafe};
 
 use freestone::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result as Answer, Tried};
+
+use freestone_core::bytes::Bytes;
+use freestone_core::workers::Workers;
 
 use super::Event;
 use crate::rt::sync::{Arc, mpsc};
@@ -20,6 +23,20 @@ pub(super) struct Ask {
     pub device: Arc<dyn Device>,
     /// It is only submitted, without a try.
     pub submit: bool,
+    /// A worker tries it.
+    pub by: Option<Arc<Hands>>,
+}
+
+/// A user of a device that hands its request on.
+pub(super) struct Hands {
+    user: Bytes,
+    workers: Workers,
+}
+
+impl Hands {
+    pub fn new(device: &Arc<dyn Device>, workers: &Workers) -> Arc<Self> {
+        Arc::new(Self { user: Bytes::new(Arc::clone(device)), workers: workers.clone() })
+    }
 }
 
 /// What came of trying.
@@ -37,13 +54,14 @@ pub(super) struct Rest {
     /// What was read before.
     head: Vec<u8>,
     device: Arc<dyn Device>,
+    by: Option<Arc<Hands>>,
 }
 
 impl Ask {
     pub fn tries(self) -> Result<Asked, Wrong> {
-        let Self { id, mut request, data, device, submit } = self;
+        let Self { id, mut request, data, device, submit, by } = self;
         let mut head = vec![0; if request.op == Op::Read { request.len as usize } else { 0 }];
-        let (mut from, mut tries) = (0, !submit);
+        let (mut from, mut tries) = (0, !submit && by.is_none());
         while tries {
             let part = match request.op {
                 Op::Read => Buffer::Read(&mut head[from..]),
@@ -67,19 +85,22 @@ impl Ask {
         };
         let Ok(owned) = owned else { return Err(Wrong::Said("no memory for a request".into())) };
         head.truncate(from);
-        Ok(Asked::Waits(Rest { id, request, owned, head, device }))
+        Ok(Asked::Waits(Rest { id, request, owned, head, device, by }))
     }
 }
 
 impl Rest {
     pub fn submit(self, events: mpsc::Sender<Event>) {
-        let Self { id, request, owned, mut head, device } = self;
+        let Self { id, request, owned, mut head, device, by } = self;
         let done = Completion::new(move |answer, buffer: IoBuf| {
             head.extend_from_slice(&buffer);
             // Nobody listens when the run has ended.
             let _ = events.send(Event::Answer(id, answer, head));
         });
-        device.submit(request, owned, done);
+        match by {
+            Some(by) => by.user.hand_on(&by.workers, &Arc::default(), request, owned, done),
+            None => device.submit(request, owned, done),
+        }
     }
 }
 

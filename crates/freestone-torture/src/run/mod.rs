@@ -8,13 +8,14 @@ use std::fmt;
 use std::panic::{self, AssertUnwindSafe};
 
 use freestone::device::{Device, Result as Answer};
+use freestone_core::workers::Workers;
 
 use crate::ops::{self, Op};
 use crate::rt::sync::{Arc, mpsc};
 use crate::rt::thread::{self, JoinHandle};
 use crate::rt::time::{Duration, Instant};
 use crate::stack::{About, Act, Finish, NodeId, Task, World, Wrong};
-use ask::{Ask, Asked, Asker};
+use ask::{Ask, Asked, Asker, Hands};
 
 /// Requests in flight at one time.
 const FLIGHTS_MAX: usize = 8;
@@ -22,6 +23,8 @@ const FLIGHTS_MAX: usize = 8;
 const SLICE: Duration = Duration::from_millis(20);
 /// Bytes that one read of a check has.
 const CHECK_BYTES: u64 = 128 << 10;
+/// Threads to which requests are handed on.
+const WORKERS: usize = 2;
 /// Ops that are done beside a verb at most.
 const BESIDE_MAX: u32 = 16;
 
@@ -116,11 +119,13 @@ struct Flight {
     /// Who asks still holds the device, so that what is removed would outlive its removal.
     is_asking: bool,
     answer: Option<(Answer<()>, Vec<u8>)>,
+    /// Where a worker has it: what is begun by it ends with it.
+    _by: Option<Arc<Hands>>,
 }
 
 impl Flight {
-    fn new(task: Task, is_asking: bool) -> Self {
-        Self { task, began: Instant::now(), is_asking, answer: None }
+    fn new(task: Task, is_asking: bool, by: Option<Arc<Hands>>) -> Self {
+        Self { task, began: Instant::now(), is_asking, answer: None, _by: by }
     }
 }
 
@@ -147,6 +152,8 @@ struct Runner {
     actor: Option<JoinHandle<()>>,
     /// Threads that ask devices; without any the runner does.
     askers: Vec<Asker>,
+    /// To whom some requests are handed on.
+    workers: Workers,
 }
 
 impl Runner {
@@ -175,6 +182,7 @@ impl Runner {
             acts: Some(acts),
             actor: Some(actor),
             askers: Vec::new(),
+            workers: Workers::new(WORKERS),
         }
     }
 
@@ -268,9 +276,11 @@ impl Runner {
         let id = self.next;
         self.next += 1;
         let (request, data) = (task.request, std::mem::take(&mut task.data));
-        let ask = Ask { id, request, data, device, submit };
+        // Of those that are only submitted, every other one is a worker's.
+        let by = (submit && id % 2 == 1).then(|| Hands::new(&device, &self.workers));
+        let ask = Ask { id, request, data, device, submit, by: by.clone() };
         if !self.askers.is_empty() {
-            self.flights.insert(id, Flight::new(task, true));
+            self.flights.insert(id, Flight::new(task, true, by));
             let asker = &self.askers[id as usize % self.askers.len()];
             return match asker.asks.send(ask) {
                 Ok(()) => Ok(id),
@@ -280,7 +290,7 @@ impl Runner {
         match ask.tries()? {
             Asked::Answered(answer, bytes) => self.world.end_io(task, answer, &bytes)?,
             Asked::Waits(rest) => {
-                self.flights.insert(id, Flight::new(task, false));
+                self.flights.insert(id, Flight::new(task, false, by));
                 rest.submit(self.sender.clone());
             }
         }
@@ -413,6 +423,7 @@ impl Runner {
         self.settle()?;
         self.acts = None;
         self.askers.drain(..).for_each(Asker::end);
+        self.workers.stop();
         if let Some(actor) = self.actor.take() {
             // What panicked there was told.
             let _ = actor.join();

@@ -1,0 +1,101 @@
+//! Memory that is touched as far as it is used, and can be given back while it is kept.
+#![expect(unsafe_code)]
+// UNSAFETY: maps anonymous memory and views a part of it as a slice.
+
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::PAGE_BYTES;
+
+/// Zeroes, in a mapping of its own: the allocator would keep what is given back.
+#[derive(Debug)]
+pub struct Mapped {
+    map: NonNull<u8>,
+    map_len: usize,
+    /// What is shown of it, to its end.
+    from: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a Mapped owns its memory exclusively, like Box<[u8]>.
+unsafe impl Send for Mapped {}
+// SAFETY: shared references only read.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// So many bytes, of which byte `aligned` begins a page.
+    ///
+    /// # Errors
+    /// No memory, or no mapping, is left.
+    pub fn new(len: usize, aligned: usize) -> io::Result<Self> {
+        let lead = (PAGE_BYTES - aligned % PAGE_BYTES) % PAGE_BYTES;
+        let map_len = (lead + len).max(1);
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: a new mapping where the kernel likes, which nothing else refers to.
+        let map = unsafe { mmap_anonymous(std::ptr::null_mut(), map_len, protection, flags) }?;
+        let Some(map) = NonNull::new(map.cast::<u8>()) else { return Err(io::ErrorKind::OutOfMemory.into()) };
+        // SAFETY: `lead` is at most the mapping's length.
+        let from = unsafe { map.add(lead) };
+        Ok(Self { map, map_len, from, len })
+    }
+
+    /// Gives the pages back to the kernel; what was there is zeroes.
+    pub fn clear(&mut self) {
+        // SAFETY: the mapping is ours alone, anonymous and private: its pages become zeroes.
+        let cleared = unsafe { madvise(self.map.as_ptr().cast(), self.map_len, Advice::LinuxDontNeed) };
+        if cleared.is_err() {
+            self.fill(0);
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length, unmapped once. Where that fails it is leaked.
+        let _ = unsafe { munmap(self.map.as_ptr().cast(), self.map_len) };
+    }
+}
+
+impl Deref for Mapped {
+    type Target = [u8];
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes from `from` on are in the mapping.
+        unsafe { std::slice::from_raw_parts(self.from.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Mapped {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in deref, and `&mut self` is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.from.as_ptr(), self.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_byte_that_was_asked_for_begins_a_page() {
+        for aligned in [0, 28, PAGE_BYTES, PAGE_BYTES + 1] {
+            let mapped = Mapped::new(3 * PAGE_BYTES, aligned).unwrap();
+            assert_eq!(mapped.len(), 3 * PAGE_BYTES);
+            assert!(mapped[aligned..].as_ptr().addr().is_multiple_of(PAGE_BYTES));
+            assert!(mapped.iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn what_is_cleared_is_zeroes() {
+        let mut mapped = Mapped::new(PAGE_BYTES + 1, 28).unwrap();
+        mapped.fill(1);
+        mapped.clear();
+        assert!(mapped.iter().all(|byte| *byte == 0));
+        mapped.fill(2);
+    }
+}
