@@ -97,6 +97,8 @@ struct RecordState {
     writing: bool,
     /// What is there is written, and nothing after that.
     closing: bool,
+    /// The thread writes no more: what is closed after that stays.
+    ended: bool,
 }
 
 impl Recorder {
@@ -230,6 +232,7 @@ impl Recorder {
         state.closing = true;
         self.shared.changed.notify_all();
         while state.stopped.is_none()
+            && !state.ended
             && (state.writing || !matches!(state.slots.front(), None | Some(Slot::Open(_))))
         {
             state = wait(&self.shared.changed, state);
@@ -279,6 +282,8 @@ impl RecordShared {
                 }
             }
             if batch.is_empty() && (state.stopped.is_some() || (state.closing && cost == 0)) {
+                state.ended = true;
+                self.changed.notify_all();
                 return;
             }
             state.writing = true;
@@ -356,6 +361,27 @@ mod tests {
     use crate::power::{Config, Point, Power};
     use freestone_core::device::{Blocking, Flags};
     use freestone_ram::ram::{self, Family};
+
+    /// A completion that is still on its way when the device ends.
+    #[test]
+    fn what_is_closed_after_the_end_is_not_waited_for() {
+        let file = File::from(memfd_create("log", MemfdFlags::empty()).unwrap());
+        let writer = Writer::on(file, Path::new("the log"));
+        let recorder = Arc::new(Recorder::start(writer, 512, Arc::default()).unwrap());
+        let slot = recorder.open(0, 512, What::Data(vec![1; 512].into()), false);
+        recorder.finish();
+        while !recorder.shared.state.lock().ended {
+            thread::yield_now();
+        }
+        recorder.close(slot, 512);
+        let (tell, told) = mpsc::sync_channel(1);
+        let finishes = Arc::clone(&recorder);
+        thread::spawn(move || {
+            finishes.finish();
+            tell.send(()).unwrap();
+        });
+        assert_eq!(told.recv_timeout(std::time::Duration::from_secs(10)), Ok(()));
+    }
 
     #[test]
     fn a_full_disk_ends_the_recording_and_not_the_device() {
