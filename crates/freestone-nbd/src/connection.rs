@@ -46,7 +46,7 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
         Ok((negotiated, input, replies)) => {
             let name = negotiated.export.name.clone();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "connected");
-            Session::new(link, &shared.budget, negotiated, input, replies).run();
+            Session::new(shared, link, negotiated, input, replies).run();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "disconnected");
         }
         Err(End::Left) => tracing::debug!(peer = %link.peer(), "left during the handshake"),

@@ -4,7 +4,7 @@
 //! for; writes to zones, too, which begin in the order in which they came.
 
 use freestone_core::device::{IoBuf, Op, Request};
-use freestone_core::workers::{Began, Workers};
+use freestone_core::workers::Began;
 use zerocopy::FromBytes;
 
 use crate::errno::Action;
@@ -24,9 +24,8 @@ impl Session<'_> {
     /// Whether a worker should do this request, whose header is the first of the input, or this
     /// part of the operation at hand.
     pub(crate) fn hands_on(&mut self, request: &Request, is_part: bool) -> bool {
-        let workers = Workers::process();
         let is_write = request.op == Op::Write;
-        if !workers.has_room() || (is_write && self.geometry.zones.is_some()) {
+        if !self.workers.has_room() || (is_write && self.geometry.zones.is_some()) {
             return false;
         }
         // What comes alone has nothing to gain: the client waits for it. Of a write the payload is
@@ -39,7 +38,7 @@ impl Session<'_> {
         // Payload comes slowly: of writes it is not known when the next can begin.
         let together = if is_write { 1 } else { 1 + behind };
         (behind > 0 || self.operations.in_flight > 0)
-            && self.costs.are_worth_it(request, together, workers.are_awake())
+            && self.costs.are_worth_it(request, together, self.workers.are_awake())
             && self.admits(request.len as usize)
     }
 
@@ -95,7 +94,7 @@ impl Session<'_> {
     /// does not wait for that.
     pub(crate) fn begin_large(&mut self) -> Large {
         self.replies.plug = None;
-        self.replies.at_work = Some(Workers::process().work_beside());
+        self.replies.at_work = Some(self.workers.work_beside());
         Large { began: self.costs.begin(), submitted: self.tally.submitted }
     }
 
@@ -109,6 +108,6 @@ impl Session<'_> {
     /// Hands a part of the operation at `slot` to a worker; as [`submit`](Self::submit).
     pub(crate) fn hand_on(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
         let done = self.begin_part(slot, request, &buffer, charged);
-        self.device.hand_on(Workers::process(), &self.costs, request, buffer, done);
+        self.device.hand_on(&self.workers, &self.costs, request, buffer, done);
     }
 }

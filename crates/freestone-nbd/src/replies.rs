@@ -41,7 +41,7 @@ pub struct Replies {
     /// others may wait for what was submitted.
     pub plug: Option<Plug>,
     /// While the connection's thread does a large request. Who waits for its client is not at work.
-    pub at_work: Option<AtWork<'static>>,
+    pub at_work: Option<AtWork>,
     /// Send system calls so far.
     pub sends: u64,
     /// Bytes sent so far.

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use freestone_core::device::{Device, Failures};
+use freestone_core::workers::Workers;
 
 use crate::address::Address;
 use crate::arrivals;
@@ -35,7 +36,13 @@ pub struct Server {
 impl Server {
     /// A server that listens nowhere yet.
     pub fn new(limits: Limits) -> Self {
-        Self { shared: Arc::new(ServerShared::new(limits)), thread: Mutex::default() }
+        Self::with_workers(limits, Workers::process())
+    }
+
+    /// As [`new`](Self::new), with these workers for large requests instead of the process's. With
+    /// those of one CPU, each connection's thread does all itself, in order.
+    pub fn with_workers(limits: Limits, workers: &Workers) -> Self {
+        Self { shared: Arc::new(ServerShared::new(limits, workers.clone())), thread: Mutex::default() }
     }
 
     /// Starts to listen at an address; where it is listened on already, nothing changes. Returns

@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use freestone_core::budget::{Budget, Granted, Share};
+use freestone_core::budget::{Granted, Share};
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request};
 use freestone_core::plug::Plug;
 use freestone_core::stack;
-use freestone_core::workers::Costs;
+use freestone_core::workers::{Costs, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -26,6 +26,7 @@ use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
 use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
+use crate::shared::ServerShared;
 use crate::stats::Tally;
 use crate::stream::Stream;
 
@@ -108,6 +109,7 @@ pub struct Session<'a> {
     pub(crate) stream: Option<Stream>,
     /// What was read for [`Stream::Windows`].
     pub(crate) window: Option<Result<IoBuf, Failure>>,
+    pub(crate) workers: Workers,
     /// What large requests cost.
     pub(crate) costs: Arc<Costs>,
     /// When the last write was taken from the input, more requests were there.
@@ -122,8 +124,8 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     /// A session with what the handshake left unread.
     pub fn new(
+        shared: &ServerShared,
         link: &'a Link,
-        budget: &Arc<Budget>,
         negotiated: Negotiated,
         input: Input,
         replies: Replies,
@@ -141,7 +143,8 @@ impl<'a> Session<'a> {
             input,
             replies,
             operations: Operations::default(),
-            share: budget.share(Arc::clone(link.queue()) as Arc<dyn Granted>),
+            workers: shared.workers.clone(),
+            share: shared.budget.share(Arc::clone(link.queue()) as Arc<dyn Granted>),
             stream: None,
             window: None,
             costs: Arc::default(),

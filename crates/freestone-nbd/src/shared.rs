@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
+use freestone_core::workers::Workers;
 
 use crate::acceptor::{Acceptor, Next};
 use crate::address::Address;
@@ -32,6 +33,8 @@ pub struct ServerShared {
     pub limits: Limits,
     /// Bytes that connections hold for requests.
     pub budget: Arc<Budget>,
+    /// Who does large requests beside the connections' threads.
+    pub workers: Workers,
     /// Lets one call at a time start to listen.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
@@ -43,8 +46,9 @@ pub struct ServerShared {
 
 impl ServerShared {
     /// For a server without addresses.
-    pub fn new(limits: Limits) -> Self {
+    pub fn new(limits: Limits, workers: Workers) -> Self {
         Self {
+            workers,
             budget: Budget::new(limits.max_memory_in_flight),
             limits,
             binding: Mutex::default(),

@@ -113,10 +113,10 @@ impl Workers {
     }
 
     /// The calling reader does a large request itself, until what is returned is dropped.
-    pub fn work_beside(&self) -> AtWork<'_> {
+    pub fn work_beside(&self) -> AtWork {
         // Relaxed: a hint.
         self.0.at_work.fetch_add(1, Ordering::Relaxed);
-        AtWork(&self.0)
+        AtWork(Arc::clone(&self.0))
     }
 
     /// Hands a piece on. For one that is `dear` a worker is woken; others are done by those that are
@@ -223,9 +223,9 @@ impl std::fmt::Debug for Shared {
 
 /// A reader that does a large request itself.
 #[derive(Debug)]
-pub struct AtWork<'a>(&'a Shared);
+pub struct AtWork(Arc<Shared>);
 
-impl Drop for AtWork<'_> {
+impl Drop for AtWork {
     fn drop(&mut self) {
         // Relaxed: a hint.
         self.0.at_work.fetch_sub(1, Ordering::Relaxed);

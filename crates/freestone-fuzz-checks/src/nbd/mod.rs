@@ -7,7 +7,7 @@ mod replies;
 mod requests;
 mod transmission;
 
-use freestone_nbd::{Address, Limits, Server};
+use freestone_nbd::{Address, Limits, Server, Workers};
 use tempfile::TempDir;
 
 pub use client::WAIT;
@@ -28,7 +28,8 @@ impl Nbd {
     #[allow(clippy::new_without_default, reason = "it takes a socket and a thread")]
     pub fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory for the socket");
-        let server = Server::new(Limits::default());
+        // What is checked follows the requests in order.
+        let server = Server::with_workers(Limits::default(), &Workers::new(1));
         let address = Address::Unix(directory.path().join("nbd"));
         let address = server.listen(&address).expect("the server listens");
         Self { server, address, _directory: directory }
