@@ -5,9 +5,9 @@
 //!
 //! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the
 //! address to which it connected. Each connection has a thread of its own, which tries every
-//! request inline and submits what would block; replies that are ready together leave in one system
-//! call. What a client can make the server hold is bounded: [`Limits`],
-//! [`CONNECTION_MEMORY_BYTES`].
+//! request inline, submits what would block, and hands large ones to [`Workers`] where that is worth
+//! it; replies that are ready together leave in one system call. What clients can make the server
+//! hold is bounded: [`Limits`], [`CONNECTION_MEMORY_BYTES`].
 //!
 //! Not offered: TLS, extended headers, resizing, oldstyle.
 
