@@ -2,7 +2,7 @@
 //! on to them, so that one queue uses several CPUs.
 //!
 //! A worker takes what it can do without waiting for a disk. What is handed on begins soon or not
-//! at all: each worker for which there is a CPU has one piece at hand and one that waits, and beyond
+//! at all: each worker for which there is a CPU has one piece at hand and a few that wait, and beyond
 //! that the reader does its next piece itself. So there is no long line in which anybody could
 //! starve, and where readers keep the CPUs busy they do their own work.
 
@@ -30,8 +30,9 @@ pub type Piece = Box<dyn FnOnce() + Send>;
 /// Pieces that are not dear, of which a worker does so many before it tells of them: who waits for
 /// their answers is woken once.
 const TOLD_AT_ONCE: usize = 4;
-/// Pieces for each worker that has a CPU: one that it does, and the next.
-const PIECES_EACH: u32 = 2;
+/// Pieces for each worker that has a CPU: the one that it does, and the next ones, so that it has some
+/// while the reader does a piece itself or waits for its client's socket.
+const PIECES_EACH: u32 = if cfg!(loom) { 2 } else { 4 };
 
 /// Threads that do pieces of work in the order in which they came. A clone is another handle on the
 /// same ones.

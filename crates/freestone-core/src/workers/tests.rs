@@ -34,8 +34,8 @@ fn beyond_what_may_wait_the_caller_does_it() {
     let workers = Workers::new(2);
     let (hold, until) = mpsc::channel::<()>();
     let until = Arc::new(std::sync::Mutex::new(until));
-    // One that is done, and one that waits.
-    assert!(workers.offer(occupied(&until), false).is_ok() && workers.offer(occupied(&until), false).is_ok());
+    // One that is done, and those that wait.
+    assert!((0..PIECES_EACH).all(|_| workers.offer(occupied(&until), false).is_ok()));
     assert!(workers.are_awake() && !workers.has_room());
     let (tell, told) = mpsc::channel();
     let piece = workers.offer(Box::new(move || tell.send(()).unwrap()), true).unwrap_err();

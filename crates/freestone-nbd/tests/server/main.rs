@@ -10,3 +10,4 @@ mod listening;
 mod templates;
 mod transmission;
 mod waiting;
+mod workers;

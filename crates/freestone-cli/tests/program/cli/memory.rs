@@ -13,9 +13,18 @@ use crate::harness::{Serve, ask};
 
 /// Memory of the server that no file holds, in bytes.
 fn anonymous(serve: &Serve) -> u64 {
+    of_status(serve, "RssAnon:")
+}
+
+/// Most memory that the server ever had, in bytes.
+fn peak(serve: &Serve) -> u64 {
+    of_status(serve, "VmHWM:")
+}
+
+fn of_status(serve: &Serve, what: &str) -> u64 {
     let pid = serve.json(&["stat"])["server"]["pid"].as_u64().unwrap();
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(what)).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * KIB
 }
 
@@ -112,4 +121,35 @@ fn the_store_that_is_full_shows_in_the_list() {
     while client.write(0, 0, &noise(2, MIB)) == 0 {}
     assert!(serve.text(&["list", "s"]).contains(" snapshot overflow "), "{}", serve.text(&["list", "s"]));
     assert_eq!(serve.json(&["list", "s"])["devices"][0]["status"], "Overflow");
+}
+
+#[test]
+fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
+    const CLIENTS: u64 = 64;
+    const EACH: u64 = 8;
+    let dir = tempdir().unwrap();
+    let args = [
+        "--max-memory-in-flight",
+        "64M",
+        "d=ram,disksize=512M,mem_limit=48M,backing_dev=spill.img,backing_size=640M",
+    ];
+    let serve = Serve::start_in(dir, &args, true);
+    // All of it at once would be 512 MiB in flight.
+    let data = noise(7, MIB);
+    thread::scope(|scope| {
+        for number in 0..CLIENTS {
+            let (serve, data) = (&serve, &data);
+            scope.spawn(move || {
+                let mut client = Raw::connect(serve, "d");
+                for n in 0..EACH {
+                    client.send_write((number * EACH + n) * MIB, data);
+                }
+                for _ in 0..EACH {
+                    assert_eq!(client.reply().unwrap().1, 0);
+                }
+            });
+        }
+    });
+    let (peak, most) = (peak(&serve), (48 + 64 + 64) * MIB);
+    assert!(peak <= most, "{} of {} MiB", peak / MIB, most / MIB);
 }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use freestone_core::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
 use freestone_core::device::{
@@ -10,6 +11,12 @@ use freestone_core::device::{
 };
 
 pub const PAGE: u64 = 4096;
+
+/// Of the calling thread.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
 
 /// What a request does when it comes with `submit`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +42,10 @@ pub struct MemDevice {
     pub per_try: AtomicU64,
     /// Requests that touch this byte fail with Media, as far as the byte is not `u64::MAX`.
     pub bad_byte: AtomicU64,
+    /// CPU time that a request takes, in microseconds.
+    pub cost_us: AtomicU64,
+    /// Requests that a worker did, or began.
+    pub by_workers: AtomicU64,
     /// The device panics on its next request.
     pub panics: AtomicBool,
     pub log: Mutex<Vec<Request>>,
@@ -75,6 +86,8 @@ impl MemDevice {
             manner: Mutex::new(Manner::Inline),
             per_try: AtomicU64::new(0),
             bad_byte: AtomicU64::new(u64::MAX),
+            cost_us: AtomicU64::new(0),
+            by_workers: AtomicU64::new(0),
             panics: AtomicBool::new(false),
             log: Mutex::default(),
             prefetched: Mutex::default(),
@@ -200,8 +213,13 @@ impl Device for MemDevice {
             Buffer::Read(buffer) => assert_eq!(buffer.len() as u64, request.len),
             Buffer::Write(buffer) => assert_eq!(buffer.len() as u64, request.len),
         }
+        self.by_workers.fetch_add(u64::from(std::thread::current().name() == Some("worker")), SeqCst);
         if *self.manner.lock().unwrap() != Manner::Inline {
             return Ok(Tried::WouldBlock);
+        }
+        let begun = cpu_time();
+        while cpu_time().saturating_sub(begun) < Duration::from_micros(self.cost_us.load(SeqCst)) {
+            std::hint::spin_loop();
         }
         let per_try = self.per_try.load(SeqCst);
         if per_try != 0 && request.len > per_try {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::device::Device;
-use freestone_nbd::{Address, ExportOptions, Limits, Server};
+use freestone_nbd::{Address, ExportOptions, Limits, Server, Workers};
 
 pub use client::Client;
 pub use device::MemDevice;
@@ -27,8 +27,16 @@ impl Fixture {
     }
 
     pub fn with(limits: Limits) -> Self {
+        Self::over(Server::new(limits))
+    }
+
+    /// With workers for a machine of so many CPUs.
+    pub fn with_workers(cpus: usize) -> Self {
+        Self::over(Server::with_workers(Limits::default(), &Workers::new(cpus)))
+    }
+
+    fn over(server: Server) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let server = Server::new(limits);
         let address = server.listen(&Address::Unix(directory.path().join("nbd.sock"))).unwrap();
         Self { server, address, directory }
     }

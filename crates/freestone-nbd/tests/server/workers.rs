@@ -1,0 +1,151 @@
+//! Workers that do large requests: nobody starves, nobody holds them, and zones keep their order.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::common::client::{READ, WRITE, request};
+use crate::common::device::Manner;
+use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
+use freestone_core::device::Op;
+
+const MIB: u64 = 1 << 20;
+const PIECE: u32 = 64 << 10;
+/// More than handing on takes.
+const COST_US: u64 = 120;
+const DEPTH: u64 = 16;
+
+fn ask(client: &mut Client, cookie: u64) {
+    client.send(&request(0, READ, cookie, cookie % 64 * u64::from(PIECE), PIECE));
+}
+
+/// Reads a reply that succeeds; its cookie.
+fn answered(client: &mut Client) -> u64 {
+    let mut reply = [0; 16];
+    client.stream.read_exact(&mut reply).unwrap();
+    assert_eq!(reply[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
+    client.stream.read_exact(&mut vec![0; PIECE as usize]).unwrap();
+    u64::from_be_bytes(reply[8..].try_into().unwrap())
+}
+
+/// Keeps [`DEPTH`] reads in flight until so many were answered. The most that were answered before
+/// one that had been sent before them.
+fn overtakers(client: &mut Client, requests: u64) -> u64 {
+    let (mut sent, mut most) = (0, 0);
+    // By cookie: how many later ones were answered before it.
+    let mut waiting = HashMap::new();
+    for _ in 0..requests {
+        while sent < requests && waiting.len() < DEPTH as usize {
+            ask(client, sent);
+            waiting.insert(sent, 0_u64);
+            sent += 1;
+        }
+        let cookie = answered(client);
+        most = most.max(waiting.remove(&cookie).expect("asked for once"));
+        for (_, overtaken) in waiting.iter_mut().filter(|(other, _)| **other < cookie) {
+            *overtaken += 1;
+        }
+    }
+    most
+}
+
+fn dear(size: u64) -> std::sync::Arc<MemDevice> {
+    let device = MemDevice::new(size);
+    device.cost_us.store(COST_US, SeqCst);
+    device
+}
+
+#[test]
+fn no_request_is_overtaken_for_ever() {
+    const REQUESTS: u64 = 4000;
+    let device = dear(4 * MIB);
+    let fixture = Fixture::with_workers(4);
+    fixture.publish("disk", &device);
+    let most = overtakers(&mut fixture.enter(false), REQUESTS);
+    assert!(device.by_workers.load(SeqCst) > REQUESTS / 20, "{:?} by workers", device.by_workers);
+    // A worker that has no CPU for some milliseconds keeps its piece for as long.
+    assert!(most < REQUESTS / 8, "{most} later ones were answered before it");
+}
+
+#[test]
+fn stalled_devices_and_clients_that_read_nothing_hold_no_worker() {
+    let (stalled, disk) = (dear(4 * MIB), dear(4 * MIB));
+    // There is one worker.
+    let fixture = Fixture::with_workers(2);
+    fixture.publish("stalled", &stalled);
+    fixture.publish("disk", &disk);
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.go("stalled");
+    // Its cost is known.
+    overtakers(&mut client, 100);
+    assert!(stalled.by_workers.load(SeqCst) > 0);
+    stalled.set(Manner::Held);
+    (0..DEPTH).for_each(|cookie| ask(&mut client, cookie));
+    eventually(|| stalled.held().len() == DEPTH as usize);
+
+    let mut deaf = fixture.enter(false);
+    let requests: Vec<_> =
+        (0..400).flat_map(|cookie| request(0, READ, cookie, cookie % 64 * u64::from(PIECE), PIECE)).collect();
+    deaf.send(&requests);
+    eventually(|| disk.requests(Op::Read).len() > 1);
+
+    let before = disk.by_workers.load(SeqCst);
+    overtakers(&mut fixture.enter(false), 1000);
+    assert!(disk.by_workers.load(SeqCst) > before + 50, "the worker was held");
+
+    stalled.release_all_backwards();
+    let mut cookies: Vec<_> = (0..DEPTH).map(|_| answered(&mut client)).collect();
+    cookies.sort_unstable();
+    assert_eq!(cookies, (0..DEPTH).collect::<Vec<_>>());
+    let mut cookies: Vec<_> = (0..400).map(|_| answered(&mut deaf)).collect();
+    cookies.sort_unstable();
+    assert_eq!(cookies, (0..400).collect::<Vec<_>>());
+    drop((client, deaf));
+    fixture.assert_sound();
+}
+
+#[test]
+fn writes_to_zones_keep_their_order_among_pieces() {
+    let (zones, disk) = (MemDevice::zoned(16 * MIB), dear(4 * MIB));
+    zones.cost_us.store(COST_US, SeqCst);
+    let fixture = Fixture::with_workers(4);
+    fixture.publish("zones", &zones);
+    fixture.publish("disk", &disk);
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.go("zones");
+    std::thread::scope(|scope| {
+        scope.spawn(|| overtakers(&mut fixture.enter(false), 1000));
+        // Some have a read behind them, which a worker may take. The answers to those of one turn fit
+        // into the socket.
+        let writes = 16 * MIB / u64::from(PIECE);
+        for first in (0..writes).step_by(8) {
+            let mut bytes = Vec::new();
+            for number in first..first + 8 {
+                let at = number * u64::from(PIECE);
+                bytes.extend(request(0, WRITE, number, at, PIECE));
+                bytes.extend(pattern(number, PIECE as usize));
+                if number % 4 == 0 {
+                    bytes.extend(request(0, READ, 1000 + number, 0, PIECE));
+                }
+            }
+            client.send(&bytes);
+            for _ in 0..10 {
+                let mut reply = [0; 16];
+                client.stream.read_exact(&mut reply).unwrap();
+                assert_eq!(reply[4..8], [0; 4]);
+                if u64::from_be_bytes(reply[8..].try_into().unwrap()) >= 1000 {
+                    client.stream.read_exact(&mut vec![0; PIECE as usize]).unwrap();
+                }
+            }
+        }
+    });
+    let began: Vec<_> =
+        zones.requests(Op::Write).iter().map(|write| write.offset / u64::from(PIECE)).collect();
+    assert_eq!(began, (0..16 * MIB / u64::from(PIECE)).collect::<Vec<_>>());
+    assert!(disk.by_workers.load(SeqCst) > 0);
+    for number in 0..16 * MIB / u64::from(PIECE) {
+        let at = number * u64::from(PIECE);
+        assert!(zones.bytes(at, PIECE as usize) == pattern(number, PIECE as usize), "{number}");
+    }
+}
