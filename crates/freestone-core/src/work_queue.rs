@@ -11,7 +11,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::pin::wait;
+#[cfg(not(loom))]
+use crate::plug::Plug;
 use crate::sync::{Condvar, Mutex, thread};
+
+/// Tasks that are there and are done under one plug, at most.
+const PLUGGED: usize = 32;
 
 /// Something to do.
 pub type Task = Box<dyn FnOnce() + Send>;
@@ -23,6 +28,8 @@ pub type Task = Box<dyn FnOnce() + Send>;
 pub struct WorkQueue {
     name: &'static str,
     threads: usize,
+    /// Tasks that wait for nothing: what those that are there submit is one batch.
+    is_plugged: bool,
     queue: Mutex<Queue>,
     ready: Condvar,
 }
@@ -42,9 +49,19 @@ impl WorkQueue {
         Self::with_threads(name, 1)
     }
 
+    /// As [`new`](Self::new), for tasks that submit requests and wait for nothing: its thread does
+    /// those that are there under one plug.
+    pub fn plugged(name: &'static str) -> Arc<Self> {
+        Self::with(name, 1, true)
+    }
+
     /// A work queue of so many threads, which will have this name.
     pub fn with_threads(name: &'static str, threads: usize) -> Arc<Self> {
-        Arc::new(Self { name, threads, queue: Mutex::default(), ready: Condvar::new() })
+        Self::with(name, threads, false)
+    }
+
+    fn with(name: &'static str, threads: usize, is_plugged: bool) -> Arc<Self> {
+        Arc::new(Self { name, threads, is_plugged, queue: Mutex::default(), ready: Condvar::new() })
     }
 
     /// Starts the threads, unless they run.
@@ -109,9 +126,16 @@ impl WorkQueue {
 
     fn run(&self) {
         while let Some(task) = self.next() {
-            // A panic was reported by its hook; the requests of the task are answered "gone" by
-            // being dropped.
-            let _ = catch_unwind(AssertUnwindSafe(task));
+            #[cfg(not(loom))]
+            let _plug = self.is_plugged.then(Plug::start);
+            let (mut next, mut left) = (Some(task), if self.is_plugged { PLUGGED } else { 1 });
+            while let Some(task) = next {
+                // A panic was reported by its hook; the requests of the task are answered "gone" by
+                // being dropped.
+                let _ = catch_unwind(AssertUnwindSafe(task));
+                left -= 1;
+                next = if left > 0 { self.queue.lock().tasks.pop_front() } else { None };
+            }
         }
     }
 

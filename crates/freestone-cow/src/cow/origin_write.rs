@@ -25,6 +25,7 @@ use super::gather::{Gather, Job};
 use super::state::{OriginCore, Permit, Snap, View, counter};
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 use freestone_core::freeze_gate::UnderWay;
+use freestone_core::plug::Plug;
 use freestone_core::work_queue::WorkQueue;
 
 /// Exceptions that one round of a write asks for.
@@ -241,7 +242,9 @@ impl OriginWrite {
         let mut job = this?;
         // Held while this waits, it would keep another copy from beginning.
         job.permit = None;
+        let plug = Plug::start();
         begun.into_iter().for_each(Begun::copy);
+        drop(plug);
         for snap in full {
             snap.invalidate(Some(gather.waiter()));
         }

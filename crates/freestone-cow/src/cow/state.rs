@@ -196,7 +196,7 @@ impl OriginCore {
             device,
             notes,
             gate: FreezeGate::new(View::default()),
-            work_queue: WorkQueue::new("cow"),
+            work_queue: WorkQueue::plugged("cow"),
             common: OnceLock::new(),
             changing: Mutex::default(),
             merges: AtomicU32::new(0),

@@ -1,5 +1,7 @@
-//! A store without a record on disk: chunks are handed out one after the other, and lost with the
+//! A store without a record on disk: chunks are handed out to each CPU in runs, and lost with the
 //! process.
+
+use std::ops::Range;
 
 use crossbeam_utils::CachePadded;
 
@@ -7,21 +9,33 @@ use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
 use super::store_answers::NoPlace;
-use freestone_core::sync::{AtomicU32, AtomicU64, Ordering};
+use freestone_core::percpu;
+use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// A store without metadata (`store=N`). Without a lock: places have no order that anything depends
-/// on.
+/// Places that a CPU takes at once. Writes of one CPU lie one after the other for so long.
+const RUN_PLACES: u64 = 64;
+
+/// A store without metadata (`store=N`). Places have no order that anything depends on, so each CPU
+/// has some of its own; who finds the device full takes those of another.
+///
+/// Lock order: a CPU's run is innermost, held for a few instructions, one at a time.
 pub struct Transient {
     layout: Layout,
-    /// The first chunk that was never handed out. On a cache line of its own: every request reads
-    /// what lies beside it.
+    /// The first chunk that no CPU has.
     next_free: CachePadded<AtomicU64>,
+    /// By CPU: what it may hand out.
+    runs: Box<[CachePadded<Mutex<Range<u64>>>]>,
     lost: AtomicU32,
 }
 
 impl Transient {
     pub fn new(layout: Layout) -> Self {
-        Self { layout, next_free: CachePadded::new(AtomicU64::new(0)), lost: AtomicU32::new(0) }
+        Self {
+            layout,
+            next_free: CachePadded::new(AtomicU64::new(0)),
+            runs: (0..percpu::cpus()).map(|_| CachePadded::default()).collect(),
+            lost: AtomicU32::new(0),
+        }
     }
 
     pub fn is_valid(&self) -> bool {
@@ -35,19 +49,36 @@ impl Transient {
 
     /// Hands out a chunk of a device of `size` bytes.
     pub fn allocate(&self, size: u64) -> Result<u64, NoPlace> {
-        let chunks = self.layout.chunks(size);
-        let next = |free: u64| (free < chunks).then_some(free + 1);
         if !self.is_valid() {
             return Err(NoPlace::Invalid);
         }
-        // Relaxed: it only has to be another chunk each time.
-        self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_err(|_| NoPlace::Full)
+        let own = {
+            let mut run = percpu::lock_nearest(|cpu| &self.runs[cpu]);
+            if run.is_empty() {
+                *run = self.next_run(self.layout.chunks(size));
+            }
+            run.next()
+        };
+        // No CPU gets a run any more, so what the others have only becomes less.
+        let place = own.or_else(|| self.runs.iter().find_map(|run| run.lock().next()));
+        place.ok_or(NoPlace::Full)
+    }
+
+    /// The next places of a device of so many chunks; empty where there are none left.
+    fn next_run(&self, chunks: u64) -> Range<u64> {
+        let next = |free: u64| (free < chunks).then(|| chunks.min(free + RUN_PLACES));
+        // Relaxed: they only have to be others each time.
+        match self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) {
+            Ok(free) => free..chunks.min(free + RUN_PLACES),
+            Err(_) => 0..0,
+        }
     }
 
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
-        // Relaxed: a statistic.
-        let allocated = self.next_free.load(Ordering::Relaxed);
+        let left: u64 = self.runs.iter().map(|run| run.lock()).map(|run| run.end - run.start).sum();
+        // Relaxed: a statistic. A CPU that took a run since is not in `left`.
+        let allocated = self.next_free.load(Ordering::Relaxed).saturating_sub(left);
         Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: 0 }
     }
 }
