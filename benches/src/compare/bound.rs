@@ -20,6 +20,29 @@ const TIME: Duration = Duration::from_millis(150);
 /// Pages between two looks at the clock.
 const BATCH: u64 = 32;
 
+/// A machine that is modelled, with nothing in the model but CPU time.
+const MODELLED_CPUS: f64 = 16.0;
+
+/// What a request takes beside the codec, in microseconds of CPU time, measured with our null.
+#[derive(Debug, Clone, Copy)]
+pub struct Rest {
+    pub connections: u32,
+    pub server_us: f64,
+    /// Of the server and the client.
+    pub all_us: f64,
+}
+
+/// Requests a second.
+#[derive(Debug, Clone, Copy)]
+pub struct Possible {
+    /// With the CPUs of this machine.
+    pub here: f64,
+    /// With 16.
+    pub modelled: f64,
+    /// CPUs that have the codec to do then.
+    pub codec_cpus: f64,
+}
+
 /// The bare codec on the data of a run.
 pub struct Bound {
     store: Store,
@@ -34,11 +57,16 @@ impl Bound {
         Ok(Self { store, pages, cpus: machine::allowed_cpus()? })
     }
 
-    /// Requests a second, of so many pages each, that all CPUs give together. `rest_us` is the CPU
-    /// time a request takes of the client and the server beside the codec.
-    pub fn per_second(&self, direction: Direction, pages: u64, rest_us: f64, round: u32) -> Result<f64> {
+    /// What all CPUs give together, where a request of so many pages takes so much CPU time beside
+    /// the codec.
+    pub fn of(&self, direction: Direction, pages: u64, rest: Rest, round: u32) -> Result<Possible> {
         let codec_us = pages as f64 * self.page_us(direction, round)?;
-        Ok(self.cpus.len() as f64 * 1e6 / (rest_us + codec_us))
+        let on = |cpus: f64| cpus * 1e6 / (rest.all_us + codec_us);
+        // However many CPUs there are, a connection's thread and its client's are one each.
+        let client_us = rest.all_us - rest.server_us;
+        let serial = f64::from(rest.connections) * 1e6 / rest.server_us.max(client_us);
+        let modelled = on(MODELLED_CPUS).min(serial);
+        Ok(Possible { here: on(self.cpus.len() as f64), modelled, codec_cpus: modelled * codec_us / 1e6 })
     }
 
     /// CPU time of a page, with all CPUs at it.

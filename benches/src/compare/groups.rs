@@ -9,12 +9,13 @@ use clap::ValueEnum;
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
 use super::Args;
-use super::bound::Bound;
+use super::bound::{Bound, Possible, Rest};
 use super::peers::Peers;
 use super::place::Place;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
+use crate::measure::median;
 use crate::options::{Options, Set};
 use crate::process::Cpu;
 use crate::served::Memory;
@@ -79,7 +80,7 @@ struct Measured {
     block_bytes: u32,
     slices: Vec<Option<Vec<Slice>>>,
     /// What the machine can give, in each round; empty where that is not asked.
-    bounds: Vec<f64>,
+    bounds: Vec<Possible>,
 }
 
 /// A side of a group while it is measured.
@@ -237,7 +238,9 @@ impl Bench<'_> {
                     slices[place].push(slice);
                     if let Some(bound) = bound.filter(|_| members[place].side == Side::Null) {
                         let pages = u64::from(block_bytes / 4096);
-                        bounds.push(bound.per_second(direction, pages, slice.all_cpu_per_request, round)?);
+                        let (server_us, all_us) = (slice.cpu_per_request, slice.all_cpu_per_request);
+                        let rest = Rest { connections, server_us, all_us };
+                        bounds.push(bound.of(direction, pages, rest, round)?);
                     }
                 }
             }
@@ -442,9 +445,14 @@ impl Measured {
             && !self.bounds.is_empty()
         {
             let name = format!("{}: {} / what the machine can give", self.name, ours.name());
-            let row = Row::ratio(name, Summary::ratio(&speeds(mine), &self.bounds)).steady();
-            let bound = Summary::of(self.bounds.iter().copied()).median / 1e3;
-            rows.push(row.target(Target::AtLeast(BOUND_PART)).part("k/s", bound));
+            let of = |what: fn(&Possible) -> f64| self.bounds.iter().map(what).collect::<Vec<_>>();
+            let row = Row::ratio(name, Summary::ratio(&speeds(mine), &of(|bound| bound.here))).steady();
+            rows.push(
+                row.target(Target::AtLeast(BOUND_PART))
+                    .part("k/s", median(&of(|bound| bound.here)) / 1e3)
+                    .part("16 CPUs k/s", median(&of(|bound| bound.modelled)) / 1e3)
+                    .part("of them codec", median(&of(|bound| bound.codec_cpus))),
+            );
         }
         rows
     }
