@@ -1,0 +1,96 @@
+//! What a frontend is told of a device: features and configuration space.
+
+use std::fmt;
+use std::sync::Arc;
+
+use freestone_core::device::{Device, Failures, Geometry};
+use zerocopy::IntoBytes;
+
+use crate::wire::{BlkConfig, SECTOR_BYTES, feature};
+
+/// Queues of a device. A queue that is not enabled costs nothing.
+pub const MAX_QUEUES: usize = 64;
+/// Largest data of one request in bytes; a larger one fails.
+pub const MAX_REQUEST_BYTES: usize = 32 << 20;
+/// Segments of data in a request: beside header and status they fit into a queue of 128, which is
+/// what QEMU's has.
+pub const SEG_MAX: u32 = 126;
+/// Sectors of one discard or write zeroes, 512 GiB. Some clients do not split larger ones.
+pub const MAX_RANGE_SECTORS: u32 = 1 << 30;
+/// Bytes of the configuration space; behind what is filled there are zeroes.
+pub const CONFIG_BYTES: usize = 256;
+
+/// A device under a name.
+pub struct Disk {
+    /// Its name.
+    pub name: String,
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// By option or by the device.
+    pub read_only: bool,
+    /// Requests that failed.
+    pub failures: Arc<Failures>,
+}
+
+impl Disk {
+    /// What is offered.
+    pub fn features(&self) -> u64 {
+        let geometry = self.device.geometry();
+        let mut features = feature::VERSION_1
+            | feature::EVENT_IDX
+            | feature::INDIRECT_DESC
+            | feature::PROTOCOL_FEATURES
+            | feature::SEG_MAX
+            | feature::BLK_SIZE
+            | feature::TOPOLOGY
+            | feature::MQ;
+        if geometry.volatile_cache {
+            features |= feature::FLUSH | feature::CONFIG_WCE;
+        }
+        if self.read_only {
+            features |= feature::RO;
+        } else {
+            features |= feature::DISCARD | feature::WRITE_ZEROES;
+        }
+        features
+    }
+
+    /// The configuration space, as of now: a device may grow.
+    pub fn config(&self, writeback: bool) -> [u8; CONFIG_BYTES] {
+        let geometry = self.device.geometry();
+        let block = told_block(&geometry);
+        let in_blocks = |bytes: u32| bytes / block;
+        let config = BlkConfig {
+            capacity: ((geometry.size - u64::from(geometry.padding)) / SECTOR_BYTES).into(),
+            seg_max: SEG_MAX.into(),
+            blk_size: block.into(),
+            physical_block_exp: (geometry.physical_block / block).max(1).ilog2() as u8,
+            min_io_size: u16::try_from(in_blocks(geometry.io_min)).unwrap_or(u16::MAX).into(),
+            opt_io_size: in_blocks(geometry.io_opt).into(),
+            writeback: writeback.into(),
+            num_queues: (MAX_QUEUES as u16).into(),
+            max_discard_sectors: MAX_RANGE_SECTORS.into(),
+            max_discard_seg: 1.into(),
+            discard_sector_alignment: (geometry.discard_granularity / SECTOR_BYTES as u32).max(1).into(),
+            max_write_zeroes_sectors: MAX_RANGE_SECTORS.into(),
+            max_write_zeroes_seg: 1.into(),
+            write_zeroes_may_unmap: 1,
+            ..BlkConfig::default()
+        };
+        let mut bytes = [0; CONFIG_BYTES];
+        bytes[..size_of::<BlkConfig>()].copy_from_slice(config.as_bytes());
+        bytes
+    }
+}
+
+/// The logical block in bytes. Smaller requests than the device's blocks are served as well, and
+/// firmware boots only from sectors of 512; but zones are written by the device's own blocks.
+fn told_block(geometry: &Geometry) -> u32 {
+    if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 }
+}
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Disk({:?})", self.name)
+    }
+}

@@ -1,0 +1,497 @@
+//! One queue: the loop of its thread. Each turn takes what the device has finished, works through
+//! what is available, and shows the driver all that is done, with one notification at most.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use freestone_core::budget::{Granted, Share};
+use freestone_core::bytes::Bytes;
+use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone_core::plug::Plug;
+use freestone_core::workers::{Costs, MIN_BYTES, Workers};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::disk::Disk;
+use crate::line::{Finished, Line};
+use crate::memory::Memory;
+use crate::ring::{Addresses, Broken, Chain, Ring};
+use crate::task::{Kind, Task, gather, scatter, status_of};
+use crate::wire::{ID_BYTES, status};
+
+/// Requests of a queue that a device may hold at once.
+const MAX_IN_FLIGHT: usize = 256;
+/// Bytes of their buffers. One request may have as much on its own.
+const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
+/// So many answers are shown although there is more to do.
+const PUBLISH_AT: u16 = 32;
+/// Bytes of buffers that are kept for the next requests.
+const MAX_SPARE_BYTES: usize = 512 << 10;
+/// Buffers have at least so many bytes, so that each fits the next request.
+const MIN_BUFFER_BYTES: usize = 4096;
+
+/// What the queues of a frontend share.
+#[derive(Debug)]
+pub struct Guest {
+    /// The memory as of now; locked for a look or a change.
+    memory: Mutex<Arc<Memory>>,
+    /// Changes of the memory so far.
+    generation: AtomicU64,
+    /// Writes may sit in the device's cache.
+    pub writeback: AtomicBool,
+    /// The connection, which a queue ends whose memory is gone.
+    pub socket: OwnedFd,
+}
+
+impl Guest {
+    /// Of a frontend that has no memory yet.
+    pub fn new(socket: OwnedFd) -> Self {
+        Self {
+            memory: Mutex::default(),
+            generation: AtomicU64::new(0),
+            writeback: AtomicBool::new(true),
+            socket,
+        }
+    }
+
+    /// The memory as of now.
+    pub fn memory(&self) -> Arc<Memory> {
+        Arc::clone(&self.memory.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// There is other memory from now on.
+    pub fn set_memory(&self, memory: Memory) {
+        let old = {
+            let mut now = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *now, Arc::new(memory))
+        };
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        drop(old);
+    }
+}
+
+/// What a queue's thread works with.
+pub struct Parts {
+    /// Which queue.
+    pub index: usize,
+    /// The device.
+    pub disk: Arc<Disk>,
+    /// What queues share.
+    pub guest: Arc<Guest>,
+    /// How its thread is woken.
+    pub line: Arc<Line>,
+    /// Of the process's bytes.
+    pub share: Share,
+    /// For dear requests.
+    pub workers: Workers,
+    /// The ring in the memory.
+    pub ring: Ring,
+    /// Where that lies.
+    pub addresses: Addresses,
+    /// Readable when the driver has made something available.
+    pub kick: Arc<OwnedFd>,
+    /// Tells the driver; may change meanwhile, and is locked for one write.
+    pub call: Arc<Mutex<Option<OwnedFd>>>,
+    /// Tells the frontend that the queue has ended by itself.
+    pub err: Option<Arc<OwnedFd>>,
+}
+
+/// What a share of the budget tells when it was granted.
+pub fn granted(line: &Arc<Line>) -> Arc<dyn Granted> {
+    Arc::clone(line) as Arc<dyn Granted>
+}
+
+/// The queue's thread.
+struct Queue {
+    parts: Parts,
+    device: Bytes,
+    memory: Arc<Memory>,
+    generation: u64,
+    chain: Chain,
+    finished: Vec<Finished>,
+    /// A buffer for the next request.
+    spare: IoBuf,
+    in_flight: usize,
+    /// Bytes that those in flight are charged with.
+    charged: usize,
+    costs: Arc<Costs>,
+    zoned: bool,
+    plug: Option<Plug>,
+    /// What an answer has found broken.
+    broken: Option<Broken>,
+}
+
+/// Serves a queue until it is stopped or broken, and all it has begun is done. Answers where it
+/// would go on.
+pub fn run(parts: Parts) -> u16 {
+    let device = Bytes::new(Arc::clone(&parts.disk.device));
+    let zoned = device.geometry().zones.is_some();
+    let generation = parts.guest.generation.load(Ordering::SeqCst);
+    let memory = parts.guest.memory();
+    let mut queue = Queue {
+        parts,
+        device,
+        memory,
+        // The ring may be older than the memory: the first turn looks it up again.
+        generation: generation.wrapping_sub(1),
+        chain: Chain::default(),
+        finished: Vec::new(),
+        spare: IoBuf::empty(),
+        in_flight: 0,
+        charged: 0,
+        costs: Arc::default(),
+        zoned,
+        plug: None,
+        broken: None,
+    };
+    if let Err(broken) = queue.serve() {
+        queue.end(broken);
+    }
+    queue.drain();
+    queue.parts.ring.next_avail
+}
+
+impl Queue {
+    fn serve(&mut self) -> Result<(), Broken> {
+        while !self.parts.line.is_stopped() {
+            self.renew()?;
+            self.harvest();
+            let ready = self.parts.ring.available()?;
+            for behind in (0..ready).rev() {
+                if self.parts.line.is_stopped() || !self.has_room() {
+                    break;
+                }
+                self.next_request(behind)?;
+                if self.parts.ring.unpublished() >= PUBLISH_AT {
+                    self.publish();
+                }
+            }
+            self.plug = None;
+            self.publish();
+            if let Some(broken) = self.broken {
+                return Err(broken);
+            }
+            if self.has_room() {
+                self.rest()?;
+            } else {
+                self.wait(false);
+            }
+        }
+        Ok(())
+    }
+
+    fn has_room(&self) -> bool {
+        self.in_flight < MAX_IN_FLIGHT && self.charged < MAX_IN_FLIGHT_BYTES
+    }
+
+    /// Notices other memory, and memory that is gone.
+    fn renew(&mut self) -> Result<(), Broken> {
+        let generation = self.parts.guest.generation.load(Ordering::SeqCst);
+        if generation != self.generation {
+            // In this order a change in between is seen in the next turn.
+            self.generation = generation;
+            self.memory = self.parts.guest.memory();
+            self.parts.ring = self.parts.ring.again(&self.memory, &self.parts.addresses)?;
+        }
+        if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) }
+    }
+
+    /// Sleeps where nothing is available.
+    fn rest(&mut self) -> Result<(), Broken> {
+        if self.parts.ring.available()? > 0 {
+            return Ok(());
+        }
+        self.parts.ring.want_notification();
+        if self.parts.ring.available()? == 0 {
+            if self.in_flight == 0 {
+                self.parts.share.keep(self.spare.capacity() as u64);
+            }
+            self.wait(true);
+        }
+        self.parts.ring.want_no_notification();
+        Ok(())
+    }
+
+    /// Waits until there is something to look at; with `kick` also for the driver.
+    fn wait(&mut self, kick: bool) {
+        self.plug = None;
+        let line = &self.parts.line;
+        let mut fds = [
+            PollFd::new(line.wake_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.parts.kick.as_fd(), PollFlags::IN),
+        ];
+        // A signal may end the wait early: every caller looks again.
+        let _ = poll(&mut fds[..if kick { 2 } else { 1 }], None);
+        if !fds[0].revents().is_empty() {
+            line.rearm();
+        }
+        if !fds[1].revents().is_empty() {
+            let _ = rustix::io::read(self.parts.kick.as_fd(), &mut [0_u8; 8]);
+        }
+    }
+
+    /// Begins the next request; it stays the next one where the queue is stopped first.
+    fn next_request(&mut self, behind: u16) -> Result<(), Broken> {
+        let head = self.parts.ring.chain(&self.memory, &mut self.chain)?;
+        let mut task = Task::parse(head, &mut self.chain, &self.memory)?;
+        if task.len > 0 && !self.reserve(task.len) {
+            return Ok(());
+        }
+        self.parts.ring.take();
+        match task.kind {
+            Kind::Refused(status) => self.answer(task, status, 0),
+            Kind::Id => {
+                let mut id = [0; ID_BYTES];
+                let name = self.parts.disk.name.as_bytes();
+                let n = name.len().min(ID_BYTES);
+                id[..n].copy_from_slice(&name[..n]);
+                let n = task.len.min(ID_BYTES);
+                let status = match scatter(&self.memory, &task.data, 0, &id[..n]) {
+                    Ok(()) => status::OK,
+                    Err(_) => status::IOERR,
+                };
+                self.answer(task, status, n);
+            }
+            Kind::Io(mut request) => {
+                let changes = matches!(request.op, Op::Write | Op::WriteZeroes | Op::Discard);
+                if changes && self.parts.disk.read_only {
+                    self.fail(task, Error::ReadOnly);
+                    return Ok(());
+                }
+                if changes && !self.parts.guest.writeback.load(Ordering::SeqCst) {
+                    request.flags |= Flags::FUA;
+                    task.kind = Kind::Io(request);
+                }
+                self.execute(task, request, behind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has bytes for a request, waits for them if need be. False: the queue was stopped first.
+    fn reserve(&mut self, bytes: usize) -> bool {
+        let bytes = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
+        while !self.parts.share.reach((self.charged + self.spare.capacity() + bytes) as u64) {
+            self.spare = IoBuf::empty();
+            self.parts.share.wait_for(self.charged as u64, bytes as u64);
+            self.publish();
+            // What was granted meanwhile is noticed by the next look.
+            self.wait(false);
+            if self.parts.line.is_stopped() {
+                return false;
+            }
+            self.harvest();
+        }
+        true
+    }
+
+    fn buffer(&mut self, len: usize) -> Result<IoBuf, Error> {
+        if self.spare.capacity() < len {
+            self.spare = IoBuf::empty();
+            self.spare = IoBuf::zeroed(len.max(MIN_BUFFER_BYTES).next_power_of_two())?;
+        }
+        let mut buffer = std::mem::replace(&mut self.spare, IoBuf::empty());
+        buffer.show(len);
+        Ok(buffer)
+    }
+
+    fn keep(&mut self, buffer: IoBuf) {
+        if buffer.capacity() > self.spare.capacity() && buffer.capacity() <= MAX_SPARE_BYTES {
+            self.spare = buffer;
+        }
+    }
+
+    /// Does a request, or begins it.
+    fn execute(&mut self, mut task: Task, request: Request, behind: u16) -> Result<(), Broken> {
+        let mut buffer = if task.is_read() || task.is_write() {
+            match self.buffer(task.len) {
+                Ok(buffer) => buffer,
+                Err(error) => {
+                    self.fail(task, error);
+                    return Ok(());
+                }
+            }
+        } else {
+            IoBuf::empty()
+        };
+        if task.is_write() && gather(&self.memory, &task.data, &mut buffer).is_err() {
+            self.answer(task, status::IOERR, 0);
+            // Memory that is gone read as zeroes: they are not written.
+            return if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) };
+        }
+        let large = !buffer.is_empty() && request.len >= MIN_BYTES;
+        if large && self.hands_on(&request, behind) {
+            let done = self.begin(task, &request, &buffer);
+            self.device.hand_on(&self.parts.workers, &self.costs, request, buffer, done);
+            return Ok(());
+        }
+        let began = if large { self.costs.begin() } else { None };
+        loop {
+            let rest = request.rest(task.done as u64);
+            let part = match request.op {
+                Op::Read => Buffer::Read(&mut buffer[task.done..]),
+                Op::Write => Buffer::Write(&buffer[task.done..]),
+                Op::Flush | Op::Discard | Op::WriteZeroes => Buffer::None,
+            };
+            match self.device.try_io(&rest, part) {
+                Ok(Tried::Done) => {
+                    self.costs.learn(&request, began);
+                    task.done = 0;
+                    self.succeed(task, buffer);
+                    return Ok(());
+                }
+                Ok(Tried::Partly(bytes)) => {
+                    task.done += bytes as usize;
+                    self.harvest();
+                    self.publish();
+                }
+                Ok(Tried::WouldBlock) => {
+                    self.submit(task, rest, buffer);
+                    return Ok(());
+                }
+                Err(error) => {
+                    self.keep(buffer);
+                    self.fail(task, error);
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Whether a worker should do a large request. What comes alone has nothing to gain, and writes
+    /// to zones begin in their order.
+    fn hands_on(&self, request: &Request, behind: u16) -> bool {
+        let workers = &self.parts.workers;
+        (behind > 0 || self.in_flight > 0)
+            && !(self.zoned && request.op == Op::Write)
+            && workers.has_room()
+            && self.costs.are_worth_it(request, 1 + u64::from(behind), workers.are_awake())
+    }
+
+    /// Hands what is left of a request to the device.
+    fn submit(&mut self, mut task: Task, rest: Request, buffer: IoBuf) {
+        let buffer = if task.done == 0 || buffer.is_empty() {
+            buffer
+        } else {
+            if task.is_read() && scatter(&self.memory, &task.data, 0, &buffer[..task.done]).is_err() {
+                return self.answer(task, status::IOERR, 0);
+            }
+            match IoBuf::copy_of(&buffer[task.done..]) {
+                Ok(buffer) => buffer,
+                Err(error) => return self.fail(task, error),
+            }
+        };
+        if !task.is_read() {
+            task.done = 0;
+        }
+        let done = self.begin(task, &rest, &buffer);
+        self.plug.get_or_insert_with(Plug::start);
+        self.device.submit(rest, buffer, done);
+    }
+
+    /// Accounts for a request that is going to be another's, and says how its outcome comes back.
+    fn begin(&mut self, mut task: Task, request: &Request, buffer: &IoBuf) -> Completion {
+        task.charge = buffer.capacity() + self.device.beside(request);
+        self.charged += task.charge;
+        self.in_flight += 1;
+        let line = Arc::clone(&self.parts.line);
+        Completion::new(move |outcome, buffer| line.push(Finished { task, outcome, buffer }))
+    }
+
+    /// Answers what the device has finished.
+    fn harvest(&mut self) {
+        if self.in_flight == 0 {
+            return;
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        self.parts.line.take(&mut finished);
+        for Finished { task, outcome, buffer } in finished.drain(..) {
+            self.in_flight -= 1;
+            self.charged -= task.charge;
+            match outcome {
+                Ok(()) => self.succeed(task, buffer),
+                Err(error) => self.fail(task, error),
+            }
+        }
+        self.finished = finished;
+    }
+
+    /// A request is done; a read's data from [`Task::done`] on is in the buffer.
+    fn succeed(&mut self, task: Task, buffer: IoBuf) {
+        if !task.is_read() {
+            self.keep(buffer);
+            return self.answer(task, status::OK, 0);
+        }
+        // A device that hands back another buffer has no data for the driver.
+        if task.done + buffer.len() != task.len {
+            return self.fail(task, Error::Media);
+        }
+        let written = scatter(&self.memory, &task.data, task.done, &buffer);
+        self.keep(buffer);
+        let len = task.len;
+        match written {
+            Ok(()) => self.answer(task, status::OK, len),
+            Err(_) => self.answer(task, status::IOERR, 0),
+        }
+    }
+
+    /// Counts what failed for who looks after the device, and answers.
+    #[cold]
+    fn fail(&mut self, task: Task, error: Error) {
+        let (disk, failed) = (&self.parts.disk, task.failed());
+        if let Some(held_back) = disk.failures.count(failed, error) {
+            tracing::warn!(kind = ?task.kind, "{}: {failed}: {error}{held_back}", disk.name);
+        } else {
+            tracing::debug!(kind = ?task.kind, "{}: {failed}: {error}", disk.name);
+        }
+        self.answer(task, status_of(error), 0);
+    }
+
+    /// Gives the chain back with a status, behind `len` bytes of data.
+    fn answer(&mut self, task: Task, status: u8, len: usize) {
+        if self.memory.write(task.status, &[status]).is_err() {
+            self.broken = Some(Broken::Memory);
+        }
+        self.parts.ring.give(task.head, len as u32 + 1);
+        // Its room is the next chain's.
+        let room = if task.is_write() { &mut self.chain.readable } else { &mut self.chain.writable };
+        if room.capacity() == 0 {
+            *room = task.data;
+        }
+    }
+
+    /// Shows the driver what was given back, and tells it where it wants that.
+    fn publish(&mut self) {
+        if self.parts.ring.publish()
+            && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            // It does not block; where the counter is full, the driver has not looked at the last.
+            let _ = rustix::io::write(call, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Waits for what the device has.
+    fn drain(&mut self) {
+        self.plug = None;
+        self.parts.share.leave();
+        self.harvest();
+        self.publish();
+        while self.in_flight > 0 {
+            self.wait(false);
+            self.harvest();
+            self.publish();
+        }
+    }
+
+    /// The driver has broken the rules, or the frontend its memory.
+    #[cold]
+    fn end(&mut self, broken: Broken) {
+        tracing::warn!(queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
+        if let Some(err) = &self.parts.err {
+            let _ = rustix::io::write(err.as_fd(), &1_u64.to_ne_bytes());
+        }
+        if self.memory.is_dead() {
+            let _ = rustix::net::shutdown(&self.parts.guest.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}
