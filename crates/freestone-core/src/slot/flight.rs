@@ -123,11 +123,6 @@ impl<W> Flights<W> {
         self.shard(number).get(&number).map(|flight| flight.owner)
     }
 
-    /// Whether somebody waits for a flight.
-    pub fn is_awaited(&self, number: u64) -> bool {
-        self.shard(number).get(&number).is_some_and(|flight| !flight.waiting.is_empty())
-    }
-
     /// Takes the first waiter out of whom `is` is true.
     pub fn take_waiter(&self, number: u64, is: impl FnMut(&W) -> bool) -> Option<W> {
         let mut shard = self.shard(number);

@@ -76,15 +76,12 @@ impl FaultIn {
         }
     }
 
-    /// Reads pages in flight again, each for itself; those that nobody waits for land as they were.
+    /// Reads pages in flight again, each for itself. Also those that were only read ahead: somebody
+    /// may come to wait for one at any moment, and is told of its own error only.
     fn read_one_by_one(self: &Arc<Self>, wanted: Vec<Wanted>) {
         for wanted in wanted {
-            match self.flights.owner(wanted.flight) {
-                Some(owner) if !self.flights.is_awaited(wanted.flight) => {
-                    self.land(owner, wanted.flight, None, Err(Error::Media));
-                }
-                Some(_) => self.read(vec![wanted]),
-                None => {}
+            if self.flights.owner(wanted.flight).is_some() {
+                self.read(vec![wanted]);
             }
         }
     }
