@@ -8,12 +8,14 @@
 //!   memory that it points to.
 //! * [`bytes`]: any offset and length over a device of blocks.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
-//! * [`plug`]: many requests, or answers, handed over at once.
+//! * [`plug`]: many requests, or answers, handed over at once; [`answers`]: their way to the thread
+//!   that reads a queue.
 //! * [`budget`]: bytes that may be held for requests.
 //! * [`workers`]: who does what one queue's reader cannot do alone.
 //! * [`log_limit`]: lines of what happens again and again.
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
-//! * [`replace`], [`file_locks`]: files that are never half written, and never somebody else's.
+//! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
+//!   somebody else's.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
 //! change with them.
@@ -29,6 +31,8 @@ pub const PAGE_BYTES: usize = 4096;
 /// TiB.
 pub const LOCATION_BITS: u32 = 36;
 
+#[cfg(not(loom))]
+pub mod answers;
 #[cfg(not(loom))]
 pub mod arena;
 #[cfg(not(loom))]
@@ -67,6 +71,8 @@ pub mod sync;
 pub mod timer;
 #[cfg(not(loom))]
 pub mod unique;
+#[cfg(not(loom))]
+pub mod unix_socket;
 pub mod word_lock;
 #[cfg(not(loom))]
 pub mod work_queue;

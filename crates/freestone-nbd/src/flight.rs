@@ -1,13 +1,6 @@
-//! Requests that a device took over, and the way of their outcomes back to the connection's thread.
+//! Requests that a device took over.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-
-use freestone_core::budget::Granted;
 use freestone_core::device::{IoBuf, Request, Result};
-use freestone_core::plug::{self, Unplug};
-use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::{Action, Failure};
 
@@ -33,85 +26,6 @@ pub struct Finished {
     pub outcome: Result<()>,
     /// Its buffer.
     pub buffer: IoBuf,
-}
-
-/// Finished parts on their way to the connection's thread. `finished` is locked for a push or a
-/// swap only, and no other lock is taken under it.
-#[derive(Debug)]
-pub struct Queue {
-    finished: Mutex<Vec<Finished>>,
-    wake: OwnedFd,
-    cut: AtomicBool,
-}
-
-impl Queue {
-    /// An empty queue.
-    ///
-    /// # Errors
-    /// No file descriptor is left.
-    pub fn new() -> std::io::Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { finished: Mutex::new(Vec::new()), wake, cut: AtomicBool::new(false) })
-    }
-
-    /// Called by the device's completion, on any thread.
-    pub fn push(self: &Arc<Self>, finished: Finished) {
-        let mut queue = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = queue.is_empty();
-        queue.push(finished);
-        drop(queue);
-        // Only the push into the empty queue wakes the thread, which takes what was pushed since
-        // with it.
-        if first && !plug::hold(self) {
-            self.wake();
-        }
-    }
-
-    /// Swaps what has finished into `into`, which is empty.
-    pub fn take(&self, into: &mut Vec<Finished>) {
-        debug_assert!(into.is_empty(), "outcomes would be lost");
-        std::mem::swap(&mut *self.finished.lock().unwrap_or_else(PoisonError::into_inner), into);
-    }
-
-    /// Readable after a push into the empty queue, when bytes were [granted](Granted), and after
-    /// [`cut`](Self::cut).
-    pub fn wake_fd(&self) -> &OwnedFd {
-        &self.wake
-    }
-
-    /// Makes [`wake_fd`](Self::wake_fd) unreadable again; to be called before [`take`](Self::take).
-    pub fn rearm(&self) {
-        // It fails with EAGAIN where it is unreadable already.
-        let _ = rustix::io::read(self.wake.as_fd(), &mut [0_u8; 8]);
-    }
-
-    /// The connection is to end now, whatever is in flight.
-    pub fn cut(&self) {
-        self.cut.store(true, Ordering::SeqCst);
-        self.wake();
-    }
-
-    /// Whether [`cut`](Self::cut) was called.
-    pub fn is_cut(&self) -> bool {
-        self.cut.load(Ordering::SeqCst)
-    }
-
-    fn wake(&self) {
-        // It fails only where the counter is full, and then it is readable.
-        let _ = rustix::io::write(self.wake.as_fd(), &1_u64.to_ne_bytes());
-    }
-}
-
-impl Unplug for Queue {
-    fn unplug(&self) {
-        self.wake();
-    }
-}
-
-impl Granted for Queue {
-    fn granted(&self) {
-        self.wake();
-    }
 }
 
 /// A request that was not answered at once.
@@ -189,26 +103,5 @@ mod tests {
         assert!(operations.take_ended(first).is_none());
         assert_eq!(operations.open(3, Action::Plain, true), first);
         assert_eq!(operations.get(second).cookie, 2);
-    }
-
-    #[test]
-    fn one_wake_for_many() {
-        let queue = Arc::new(Queue::new().unwrap());
-        for slot in 0..3 {
-            queue.push(Finished {
-                slot,
-                request: Request::flush(),
-                len: 0,
-                charge: 0,
-                outcome: Ok(()),
-                buffer: IoBuf::empty(),
-            });
-        }
-        let mut count = [0_u8; 8];
-        assert_eq!(rustix::io::read(queue.wake_fd(), &mut count), Ok(8));
-        assert_eq!(u64::from_ne_bytes(count), 1);
-        let mut finished = Vec::new();
-        queue.take(&mut finished);
-        assert_eq!(finished.len(), 3);
     }
 }

@@ -4,10 +4,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use freestone_core::answers::Answers;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::address::Address;
-use crate::flight::Queue;
+use crate::flight::Finished;
 use crate::stats::Counters;
 
 /// A connection as its server sees it.
@@ -19,7 +20,7 @@ pub struct Link {
     pub address: Address,
     peer: String,
     socket: OwnedFd,
-    queue: Arc<Queue>,
+    queue: Arc<Answers<Finished>>,
     draining: AtomicBool,
     counters: Counters,
 }
@@ -30,7 +31,7 @@ impl Link {
     /// # Errors
     /// No file descriptor is left.
     pub fn new(id: u64, address: Address, peer: String, socket: OwnedFd) -> std::io::Result<Self> {
-        let queue = Arc::new(Queue::new()?);
+        let queue = Arc::new(Answers::new()?);
         let draining = AtomicBool::new(false);
         Ok(Self { id, address, peer, socket, queue, draining, counters: Counters::default() })
     }
@@ -46,7 +47,7 @@ impl Link {
     }
 
     /// Where the device's answers arrive.
-    pub fn queue(&self) -> &Arc<Queue> {
+    pub fn queue(&self) -> &Arc<Answers<Finished>> {
         &self.queue
     }
 
@@ -70,7 +71,7 @@ impl Link {
 
     /// The connection is to end now: wakes its thread from whatever it waits for, devices excepted.
     pub fn cut(&self) {
-        self.queue.cut();
+        self.queue.end();
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }

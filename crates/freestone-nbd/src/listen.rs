@@ -1,32 +1,19 @@
 //! Listening sockets: made and removed.
 
-use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, fchmod, flock};
+pub use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
+use freestone_core::unix_socket::{self, BindError, SocketFile};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, getsockname, listen, socket_with,
-    sockopt,
-};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt};
 use thiserror::Error;
 
 use crate::address::Address;
 
 /// Connections that wait to be accepted; the kernel may allow fewer.
 const BACKLOG: i32 = 128;
-/// Longest path of a Unix socket in bytes (`sun_path` less its end).
-pub const MAX_SOCKET_PATH_BYTES: usize = 107;
-/// How long another process that makes a socket in the same directory is waited for.
-const DIRECTORY_LOCK_WAIT: Duration = Duration::from_secs(1);
-/// The first and the longest pause between two attempts at that: it is held for some 30 µs.
-const DIRECTORY_LOCK_PAUSES: Range<Duration> = Duration::from_micros(50)..Duration::from_millis(5);
 
 /// Why a server cannot listen at an address.
 #[derive(Debug, Error)]
@@ -78,6 +65,19 @@ pub enum ListenError {
     },
 }
 
+impl ListenError {
+    fn of(address: Address, error: BindError) -> Self {
+        match error {
+            BindError::InUse => Self::SocketInUse(address),
+            BindError::NotASocket => Self::NotASocket(address),
+            BindError::Permission => Self::Permission(address),
+            BindError::PathTooLong(len) => Self::PathTooLong { address, len },
+            BindError::NoDirectory => Self::NoDirectory(address),
+            BindError::Other(source) => Self::Other { address, source },
+        }
+    }
+}
+
 /// Sockets that listen at one address.
 #[derive(Debug)]
 pub struct Bound {
@@ -89,18 +89,12 @@ pub struct Bound {
     pub file: Option<SocketFile>,
 }
 
-/// The file of a Unix socket; removed on drop.
-#[derive(Debug)]
-pub struct SocketFile {
-    path: PathBuf,
-    identity: (u64, u64),
-}
-
 /// Listens at `address`.
 pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
     match address {
         Address::Unix(path) => {
-            let (socket, file) = bind_unix(address, path)?;
+            let bound = unix_socket::bind_to(path, BACKLOG);
+            let (socket, file) = bound.map_err(|error| ListenError::of(address.clone(), error))?;
             Ok(Bound { address: address.clone(), sockets: vec![socket], file: Some(file) })
         }
         Address::Tcp { host, port } => {
@@ -109,93 +103,6 @@ pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
             Ok(Bound { address, sockets, file: None })
         }
     }
-}
-
-fn bind_unix(address: &Address, path: &Path) -> Result<(OwnedFd, SocketFile), ListenError> {
-    let fail = |errno: Errno| match errno {
-        Errno::ACCESS | Errno::PERM | Errno::ROFS => ListenError::Permission(address.clone()),
-        Errno::NOENT | Errno::NOTDIR => ListenError::NoDirectory(address.clone()),
-        Errno::ADDRINUSE => ListenError::SocketInUse(address.clone()),
-        errno => ListenError::Other { address: address.clone(), source: errno.into() },
-    };
-    let len = path.as_os_str().len();
-    if len > MAX_SOCKET_PATH_BYTES {
-        return Err(ListenError::PathTooLong { address: address.clone(), len });
-    }
-    let name = SocketAddrUnix::new(path).map_err(fail)?;
-    let new_socket = || {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        // Linux gives the file the mode of the socket, so at no moment may others connect.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-        Ok(socket)
-    };
-    // Two servers that replace one stale socket must not remove each other's.
-    let _lock = lock_directory(path.parent());
-    let mut socket = new_socket().map_err(fail)?;
-    if let Err(errno) = bind(&socket, &name) {
-        if errno != Errno::ADDRINUSE {
-            return Err(fail(errno));
-        }
-        remove_stale(address, path, &name)?;
-        socket = new_socket().map_err(fail)?;
-        bind(&socket, &name).map_err(fail)?;
-    }
-    let metadata = fs::symlink_metadata(path)
-        .map_err(|source| ListenError::Other { address: address.clone(), source })?;
-    let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
-    listen(&socket, BACKLOG).map_err(fail)?;
-    Ok((socket, file))
-}
-
-/// Removes a socket at which nobody accepts.
-fn remove_stale(address: &Address, path: &Path, name: &SocketAddrUnix) -> Result<(), ListenError> {
-    let other = |source: io::Error| ListenError::Other { address: address.clone(), source };
-    match fs::symlink_metadata(path) {
-        // Removed by its server meanwhile.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(other(error)),
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            return Err(ListenError::NotASocket(address.clone()));
-        }
-        Ok(_) => {}
-    }
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let probe = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|errno| other(errno.into()))?;
-    match connect(&probe, name) {
-        Err(Errno::CONNREFUSED) => {}
-        Err(Errno::NOENT) => return Ok(()),
-        Err(Errno::ACCESS | Errno::PERM) => return Err(ListenError::Permission(address.clone())),
-        // Also a full backlog (EAGAIN), or a socket of another type (EPROTOTYPE): somebody is
-        // there.
-        Ok(()) | Err(_) => return Err(ListenError::SocketInUse(address.clone())),
-    }
-    tracing::info!(%address, "replacing a socket at which nobody listens");
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Err(ListenError::Permission(address.clone()))
-        }
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(other(error)),
-        _ => Ok(()),
-    }
-}
-
-/// Held while a socket is made in the directory. Best effort: a directory that cannot be read is
-/// not locked.
-fn lock_directory(directory: Option<&Path>) -> Option<File> {
-    let directory = directory.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let file = File::open(directory).ok()?;
-    let deadline = Instant::now() + DIRECTORY_LOCK_WAIT;
-    let mut pause = DIRECTORY_LOCK_PAUSES.start;
-    while let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        if Instant::now() >= deadline {
-            return None;
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(DIRECTORY_LOCK_PAUSES.end);
-    }
-    Some(file)
 }
 
 /// Listens at every address of the host, at one port.
@@ -246,21 +153,4 @@ fn bind_one(at: &SocketAddr, only_v6: bool) -> Result<(OwnedFd, u16), Errno> {
     listen(&socket, BACKLOG)?;
     let bound = SocketAddr::try_from(getsockname(&socket)?).map_err(|_| Errno::AFNOSUPPORT)?;
     Ok((socket, bound.port()))
-}
-
-impl SocketFile {
-    /// Removes the file, unless the path is another's by now.
-    fn remove(&self) {
-        let ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
-        if ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "the socket could not be removed");
-        }
-    }
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        self.remove();
-    }
 }

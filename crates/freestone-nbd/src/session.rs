@@ -297,7 +297,7 @@ impl<'a> Session<'a> {
     fn wait(&mut self, input: bool) -> Option<bool> {
         let queue = self.link.queue();
         // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
-        if queue.is_cut() {
+        if queue.is_ended() {
             return None;
         }
         let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
@@ -307,7 +307,7 @@ impl<'a> Session<'a> {
         if !fds[0].revents().is_empty() {
             queue.rearm();
         }
-        (!queue.is_cut()).then(|| !fds[1].revents().is_empty())
+        (!queue.is_ended()).then(|| !fds[1].revents().is_empty())
     }
 
     /// Turns what the device has finished into replies.

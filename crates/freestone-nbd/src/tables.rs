@@ -8,13 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use freestone_core::device::{Device, Failures};
+use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
 
 use crate::address::Address;
 use crate::export::{Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
-use crate::listen::SocketFile;
 use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
 

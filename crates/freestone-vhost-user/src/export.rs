@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
+use freestone_core::unix_socket::{BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
+use thiserror::Error;
 
 use crate::disk::Disk;
-use crate::listen::{ListenError, SocketFile, bind_to};
 use crate::queue::Guest;
 use crate::session::{Session, guest};
 use crate::vring::Around;
@@ -24,6 +25,19 @@ use crate::vring::Around;
 pub const END_GRACE: Duration = Duration::from_secs(5);
 /// Pause after a failed accept, which another one would most likely follow.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Frontends that wait for the one before.
+const BACKLOG: i32 = 16;
+
+/// A device cannot be exported at a path.
+#[derive(Debug, Error)]
+#[error("{path}: {source}")]
+pub struct ListenError {
+    /// Where.
+    pub path: PathBuf,
+    /// Why not.
+    pub source: BindError,
+}
 
 /// How a device is exported.
 #[derive(Debug, Clone)]
@@ -92,8 +106,9 @@ impl Export {
         device: Arc<dyn Device>,
         options: Options,
     ) -> Result<Self, ListenError> {
-        let other = |source| ListenError::Other { path: path.to_path_buf(), source };
-        let (socket, file) = bind_to(path)?;
+        let fail = |source| ListenError { path: path.to_path_buf(), source };
+        let other = |error: std::io::Error| fail(error.into());
+        let (socket, file) = bind_to(path, BACKLOG).map_err(fail)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let shared =
             Arc::new(Shared { state: Mutex::default(), wake: wake.map_err(|errno| other(errno.into()))? });

@@ -26,8 +26,6 @@
 mod channel;
 mod disk;
 mod export;
-mod line;
-mod listen;
 mod memory;
 mod queue;
 mod ring;
@@ -40,6 +38,5 @@ mod vring;
 mod wire;
 
 pub use disk::{MAX_QUEUES, MAX_REQUEST_BYTES};
-pub use export::{END_GRACE, Export, Options};
-pub use listen::ListenError;
+pub use export::{END_GRACE, Export, ListenError, Options};
 pub use ring::MAX_CHAIN;

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use freestone_core::answers::Answers;
 use freestone_core::budget::{Granted, Share};
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Tried};
@@ -13,10 +14,9 @@ use freestone_core::workers::{Costs, MIN_BYTES, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::disk::Disk;
-use crate::line::{Finished, Line};
 use crate::memory::Memory;
 use crate::ring::{Addresses, Broken, Chain, Ring};
-use crate::task::{Kind, Task, gather, scatter, status_of};
+use crate::task::{Finished, Kind, Task, gather, scatter, status_of};
 use crate::wire::{ID_BYTES, status};
 
 /// Requests of a queue that a device may hold at once.
@@ -79,7 +79,7 @@ pub struct Parts {
     /// What queues share.
     pub guest: Arc<Guest>,
     /// How its thread is woken.
-    pub line: Arc<Line>,
+    pub answers: Arc<Answers<Finished>>,
     /// Of the process's bytes.
     pub share: Share,
     /// For dear requests.
@@ -97,8 +97,8 @@ pub struct Parts {
 }
 
 /// What a share of the budget tells when it was granted.
-pub fn granted(line: &Arc<Line>) -> Arc<dyn Granted> {
-    Arc::clone(line) as Arc<dyn Granted>
+pub fn granted(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
+    Arc::clone(answers) as Arc<dyn Granted>
 }
 
 /// The queue's thread.
@@ -153,12 +153,12 @@ pub fn run(parts: Parts) -> u16 {
 
 impl Queue {
     fn serve(&mut self) -> Result<(), Broken> {
-        while !self.parts.line.is_stopped() {
+        while !self.parts.answers.is_ended() {
             self.renew()?;
             self.harvest();
             let ready = self.parts.ring.available()?;
             for behind in (0..ready).rev() {
-                if self.parts.line.is_stopped() || !self.has_room() {
+                if self.parts.answers.is_ended() || !self.has_room() {
                     break;
                 }
                 self.next_request(behind)?;
@@ -215,15 +215,15 @@ impl Queue {
     /// Waits until there is something to look at; with `kick` also for the driver.
     fn wait(&mut self, kick: bool) {
         self.plug = None;
-        let line = &self.parts.line;
+        let answers = &self.parts.answers;
         let mut fds = [
-            PollFd::new(line.wake_fd(), PollFlags::IN),
+            PollFd::new(answers.wake_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.parts.kick.as_fd(), PollFlags::IN),
         ];
         // A signal may end the wait early: every caller looks again.
         let _ = poll(&mut fds[..if kick { 2 } else { 1 }], None);
         if !fds[0].revents().is_empty() {
-            line.rearm();
+            answers.rearm();
         }
         if !fds[1].revents().is_empty() {
             let _ = rustix::io::read(self.parts.kick.as_fd(), &mut [0_u8; 8]);
@@ -277,7 +277,7 @@ impl Queue {
             self.publish();
             // What was granted meanwhile is noticed by the next look.
             self.wait(false);
-            if self.parts.line.is_stopped() {
+            if self.parts.answers.is_ended() {
                 return false;
             }
             self.harvest();
@@ -394,8 +394,8 @@ impl Queue {
         task.charge = buffer.capacity() + self.device.beside(request);
         self.charged += task.charge;
         self.in_flight += 1;
-        let line = Arc::clone(&self.parts.line);
-        Completion::new(move |outcome, buffer| line.push(Finished { task, outcome, buffer }))
+        let answers = Arc::clone(&self.parts.answers);
+        Completion::new(move |outcome, buffer| answers.push(Finished { task, outcome, buffer }))
     }
 
     /// Answers what the device has finished.
@@ -404,7 +404,7 @@ impl Queue {
             return;
         }
         let mut finished = std::mem::take(&mut self.finished);
-        self.parts.line.take(&mut finished);
+        self.parts.answers.take(&mut finished);
         for Finished { task, outcome, buffer } in finished.drain(..) {
             self.in_flight -= 1;
             self.charged -= task.charge;

@@ -1,6 +1,6 @@
 //! One request, as it was copied out of the frontend's memory.
 
-use freestone_core::device::{Error, Failed, Flags, Op, Request};
+use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 use zerocopy::FromBytes;
 
 use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
@@ -17,6 +17,17 @@ pub enum Kind {
     Id,
     /// Nothing: it is answered with this status.
     Refused(u8),
+}
+
+/// The outcome of a submitted request.
+#[derive(Debug)]
+pub struct Finished {
+    /// The request.
+    pub task: Task,
+    /// What the device says.
+    pub outcome: Result<(), Error>,
+    /// Its buffer.
+    pub buffer: IoBuf,
 }
 
 /// A request.

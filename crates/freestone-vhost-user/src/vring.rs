@@ -5,14 +5,15 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use freestone_core::answers::Answers;
 use freestone_core::budget::Budget;
 use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::disk::Disk;
-use crate::line::Line;
 use crate::queue::{self, Guest, Parts};
 use crate::ring::{Addresses, Broken, Ring};
+use crate::task::Finished;
 use crate::wire::feature;
 
 /// What all queues of a connection need.
@@ -50,7 +51,7 @@ pub struct Vring {
 
 #[derive(Debug)]
 struct Running {
-    line: Arc<Line>,
+    answers: Arc<Answers<Finished>>,
     thread: JoinHandle<u16>,
 }
 
@@ -82,13 +83,13 @@ impl Vring {
         let memory = around.guest.memory();
         let kinds = (has(feature::EVENT_IDX), has(feature::INDIRECT_DESC));
         let ring = Ring::new(&memory, &addresses, self.size, kinds, self.base)?;
-        let line = Arc::new(Line::new()?);
+        let answers = Arc::new(Answers::new()?);
         let parts = Parts {
             index,
             disk: Arc::clone(&around.disk),
             guest: Arc::clone(&around.guest),
-            share: around.budget.share(queue::granted(&line)),
-            line: Arc::clone(&line),
+            share: around.budget.share(queue::granted(&answers)),
+            answers: Arc::clone(&answers),
             workers: around.workers.clone(),
             ring,
             addresses,
@@ -98,7 +99,7 @@ impl Vring {
         };
         let name = format!("vhost-q{index}");
         let thread = std::thread::Builder::new().name(name).spawn(move || queue::run(parts))?;
-        self.running = Some(Running { line, thread });
+        self.running = Some(Running { answers, thread });
         Ok(())
     }
 
@@ -115,14 +116,14 @@ impl Vring {
     /// As [`stop`](Self::stop), without waiting.
     pub fn ask_to_stop(&self) {
         if let Some(running) = &self.running {
-            running.line.stop();
+            running.answers.end();
         }
     }
 
     /// Has the queue look at the memory again.
     pub fn wake(&self) {
         if let Some(running) = &self.running {
-            running.line.wake();
+            running.answers.wake();
         }
     }
 

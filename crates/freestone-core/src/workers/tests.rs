@@ -47,6 +47,22 @@ fn beyond_what_may_wait_the_caller_does_it() {
 }
 
 #[test]
+fn what_came_first_is_done_first() {
+    let workers = Workers::new(2);
+    let (hold, until) = mpsc::channel::<()>();
+    let until = Arc::new(std::sync::Mutex::new(until));
+    assert!(workers.offer(occupied(&until), false).is_ok());
+    let (tell, told) = mpsc::channel();
+    for number in 1..PIECES_EACH {
+        let tell = tell.clone();
+        assert!(workers.offer(Box::new(move || tell.send(number).unwrap()), false).is_ok());
+    }
+    drop(hold);
+    assert!((1..PIECES_EACH).all(|number| told.recv_timeout(PATIENCE) == Ok(number)));
+    workers.stop();
+}
+
+#[test]
 fn readers_that_keep_the_cpus_busy_hand_nothing_on() {
     let workers = Workers::new(3);
     let one = workers.work_beside();

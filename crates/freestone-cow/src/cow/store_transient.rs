@@ -66,12 +66,11 @@ impl Transient {
 
     /// The next places of a device of so many chunks; empty where there are none left.
     fn next_run(&self, chunks: u64) -> Range<u64> {
-        let next = |free: u64| (free < chunks).then(|| chunks.min(free + RUN_PLACES));
+        let end = |free: u64| chunks.min(free + RUN_PLACES);
+        let next = |free: u64| (free < chunks).then(|| end(free));
         // Relaxed: they only have to be others each time.
-        match self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) {
-            Ok(free) => free..chunks.min(free + RUN_PLACES),
-            Err(_) => 0..0,
-        }
+        let taken = self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
+        taken.map_or(0..0, |free| free..end(free))
     }
 
     pub fn usage(&self, size: u64) -> Usage {
