@@ -1,17 +1,17 @@
 #!/bin/sh
-# Unpacks Debian 13's nbdkit and qemu-utils, with every library that they need, beside the system's own and without a change to it.
+# Unpacks Debian 13's nbdkit, qemu-utils, qemu-storage-daemon and libblkio, with every library that they need, beside the system's own and without a change to it.
 #   debian13.sh [DIR]        DIR: target/peers/debian13 where it is not given
 # Needs a Debian machine with apt; no root. The archive is the one that this machine's own sources name, with the suite changed. A
 # second call does nothing; what was there stays where a call fails. `benches/src/compare` starts the programs from there.
 set -eu
 
 SUITE=trixie
-PACKAGES="nbdkit qemu-utils"
+PACKAGES="nbdkit qemu-utils qemu-block-extra qemu-system-common libblkio1"
 
 tree=${1:-target/peers/debian13}
 fail() { echo "debian13.sh: $*" >&2; exit 1; }
 
-[ -e "$tree/.complete" ] && exit 0
+[ -e "$tree/.unpacked" ] && exit 0
 for tool in apt-get dpkg-deb; do command -v $tool >/dev/null || fail "there is no $tool here: Debian's archive needs it"; done
 . /etc/os-release
 [ "${ID:-}" = debian ] && [ -n "${VERSION_CODENAME:-}" ] || fail "this is no Debian, so its sources do not name Debian's archive"
@@ -63,6 +63,6 @@ for package in "$work"/archives/*.deb; do dpkg-deb -x "$package" "$work/tree"; d
 for package in $PACKAGES; do
     # shellcheck disable=SC2016 # dpkg's variables, not ours.
     dpkg-deb --show --showformat '${Package} ${Version}\n' "$work/archives/${package}"_*.deb
-done >"$work/tree/.complete"
+done >"$work/tree/.unpacked"
 rm -rf "$tree"
 mv "$work/tree" "$tree"

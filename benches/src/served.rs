@@ -41,12 +41,17 @@ impl Server {
     /// Starts a program and returns when it greets at `socket`. An error tells what the program
     /// complained of.
     pub fn start(command: &Command, socket: &Path) -> Result<Self> {
+        Self::start_until(command, &|| greet(socket).is_ok())
+    }
+
+    /// The same, and returns when it is ready.
+    pub fn start_until(command: &Command, ready: &dyn Fn() -> bool) -> Result<Self> {
         let mut wrapped = tool::ends_with_us(command);
         let mut complaints = tempfile::tempfile()?;
         wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.try_clone()?);
         let child = wrapped.spawn().context(tool::NO_SETPRIV)?;
         let mut server = Self { child };
-        server.wait_for(socket).map_err(|error| match tail(&mut complaints) {
+        server.wait_for(ready).map_err(|error| match tail(&mut complaints) {
             Some(told) => error.context(told),
             None => error,
         })?;
@@ -63,10 +68,9 @@ impl Server {
         memory_of(self.child.id())
     }
 
-    /// Returns when the server greets.
-    fn wait_for(&mut self, socket: &Path) -> Result<()> {
+    fn wait_for(&mut self, ready: &dyn Fn() -> bool) -> Result<()> {
         let begun = Instant::now();
-        while greet(socket).is_err() {
+        while !ready() {
             if let Some(status) = self.child.try_wait()? {
                 bail!("the server ended: {status}");
             }

@@ -111,7 +111,7 @@ impl Step {
             Self::Mutants => torture::mutants(&[]),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
-            Self::Lab => lab(&[&["lab/run-writeback.sh", "first"]]),
+            Self::Lab => lab(&[&["lab/run-writeback.sh", "first"], &["lab/run-vhost-user.sh"]]),
             Self::LabRest => {
                 lab(&[&["lab/run-writeback.sh"], &["lab/run-zones.sh"], &["lab/run-snapshots.sh"]])
             }

@@ -70,7 +70,7 @@ impl Bound {
     }
 
     /// CPU time of a page, with all CPUs at it.
-    fn page_us(&self, direction: Direction, round: u32) -> Result<f64> {
+    pub fn page_us(&self, direction: Direction, round: u32) -> Result<f64> {
         let all = Barrier::new(self.cpus.len());
         let spent: Vec<f64> = std::thread::scope(|scope| {
             let threads: Vec<_> = (self.cpus.iter().enumerate())

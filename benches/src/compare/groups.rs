@@ -394,13 +394,13 @@ fn slice(running: &Running, load: &Load) -> Result<Slice> {
 }
 
 /// A command as one would type it.
-fn words(command: &Command) -> String {
+pub fn words(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
 /// Writes all of an image to the default export, zeroes too.
-fn copy(image: &Path, socket: &Path) -> Result<()> {
+pub fn copy(image: &Path, socket: &Path) -> Result<()> {
     let mut command = Command::new("nbdcopy");
     command.args(["--allocated", "--sparse=0"]).arg(image);
     command.arg(format!("nbd+unix:///?socket={}", socket.display()));

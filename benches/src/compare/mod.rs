@@ -4,6 +4,7 @@
 
 mod bound;
 mod groups;
+mod machines;
 mod ours;
 mod peers;
 mod place;
@@ -52,6 +53,8 @@ enum PartName {
     Engine,
     /// `freestone serve` against nbdkit and qemu-nbd.
     Server,
+    /// Disks for virtual machines against qemu-storage-daemon and NBD.
+    Machines,
 }
 
 /// Runs the parts.
@@ -61,13 +64,18 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     if wanted(PartName::Engine) {
         reports.extend(engine(options)?);
     }
-    if wanted(PartName::Server) {
+    if wanted(PartName::Server) || wanted(PartName::Machines) {
         let peers = Peers::find(args)?;
         let freestone = ours::program(args.freestone.as_deref())?;
         let place = place::Place::new(&options.data_dir)?;
-        for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {
-            let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
-            reports.extend(bench.run(set, number == 0)?);
+        let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
+        if wanted(PartName::Server) {
+            for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {
+                reports.extend(bench.run(set, number == 0)?);
+            }
+        }
+        if wanted(PartName::Machines) {
+            reports.push(machines::run(&bench)?);
         }
     }
     Ok(reports)

@@ -63,6 +63,13 @@ impl Peers {
         command
     }
 
+    /// Has a program of qemu find its modules.
+    pub fn with_modules(&self, command: &mut Command) {
+        if let Some(tree) = &self.tree {
+            command.env("QEMU_MODULE_DIR", tree.libraries.join("qemu"));
+        }
+    }
+
     /// What nbdkit is told to load a plugin.
     pub fn plugin(&self, name: &str) -> String {
         self.module("plugins", name, "plugin")
@@ -116,8 +123,8 @@ fn relative(text: &str) -> String {
 impl Tree {
     /// Unpacks them where that was not done before.
     fn unpacked(dir: &Path) -> Result<Self> {
-        if !dir.join(".complete").exists() {
-            eprintln!("unpacking Debian 13's nbdkit and qemu-utils into {}", dir.display());
+        if !dir.join(".unpacked").exists() {
+            eprintln!("unpacking Debian 13's nbdkit and qemu into {}", dir.display());
         }
         let mut script = Command::new("sh");
         script.args(["-c", UNPACK, "debian13.sh"]).arg(dir).stdin(Stdio::null());
@@ -168,7 +175,7 @@ mod tests {
         for name in ["ld-linux-some.so.2", "libc.so.6"] {
             std::fs::write(libraries.join(name), "").unwrap();
         }
-        std::fs::write(dir.join(".complete"), "").unwrap();
+        std::fs::write(dir.join(".unpacked"), "").unwrap();
     }
 
     #[test]
@@ -191,7 +198,7 @@ mod tests {
     fn a_tree_without_a_loader_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(dir.path().join("usr/lib/some")).unwrap();
-        std::fs::write(dir.path().join(".complete"), "").unwrap();
+        std::fs::write(dir.path().join(".unpacked"), "").unwrap();
         assert!(Tree::unpacked(dir.path()).is_err());
     }
 }

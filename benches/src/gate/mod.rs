@@ -9,6 +9,7 @@ mod baseline;
 mod client;
 mod paths;
 mod server;
+mod virtio;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -83,7 +84,7 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
     }
     let mut notes = vec![
         "Instructions of one request in user space, by callgrind, on the caller's thread. 4 KiB each, lz4, fio's compressible pages \
-         where nothing else is said. Of NBD, what the server executes for one request at a time."
+         where nothing else is said. Of NBD and vhost-user, what the server executes for one request at a time."
             .into(),
         format!("build: {BUILD}"),
     ];
@@ -196,9 +197,9 @@ fn count_all(paths: &[Hot], rounds: u8) -> Result<Vec<(Hot, Summary)>> {
 
 /// Instructions of one request.
 fn per_request(own: &Path, path: Hot) -> Result<f64> {
-    if let Some(asked) = path.over_nbd() {
+    if let Some((over, asked)) = path.served() {
         let (few, many) = (server::FEW, server::FEW + REQUESTS);
-        let collected = |count| server::collected(under_callgrind(own), asked, count);
+        let collected = |count| server::collected(under_callgrind(own), over, asked, count);
         let more = collected(many)?.saturating_sub(collected(few)?);
         return Ok(more as f64 / (many - few) as f64);
     }

@@ -15,7 +15,7 @@ use freestone::null::{self, Memory, Null};
 use freestone::ram::{self, ForkConfig, Ram};
 use freestone::zone::{self, State, Zones};
 
-use super::server::Asked;
+use super::server::{Asked, Over};
 use crate::data::{Order, Random, fio_page};
 
 /// Pages of a disk.
@@ -52,12 +52,14 @@ pub enum Hot {
     LayersWrite,
     NbdRead,
     NbdWrite,
+    VhostUserRead,
+    VhostUserWrite,
 }
 
 /// What the counted process does.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Loop {
-    /// The path; those over NBD have a server.
+    /// The path; those with a client have a server.
     #[arg(value_enum)]
     path: Hot,
     /// How many requests.
@@ -103,14 +105,17 @@ impl Hot {
             Self::LayersRead => "read of a null device, with the layers that the program puts over each",
             Self::LayersWrite => "write that is forgotten, with these layers",
             Self::NbdRead | Self::NbdWrite => "request to a null export, the server's side",
+            Self::VhostUserRead | Self::VhostUserWrite => "the same through a virtual machine's queue",
         }
     }
 
-    /// What a client asks a server for.
-    pub fn over_nbd(self) -> Option<Asked> {
+    /// What a client asks a server for, and how.
+    pub fn served(self) -> Option<(Over, Asked)> {
         match self {
-            Self::NbdRead => Some(Asked::Read),
-            Self::NbdWrite => Some(Asked::Write),
+            Self::NbdRead => Some((Over::Nbd, Asked::Read)),
+            Self::NbdWrite => Some((Over::Nbd, Asked::Write)),
+            Self::VhostUserRead => Some((Over::VhostUser, Asked::Read)),
+            Self::VhostUserWrite => Some((Over::VhostUser, Asked::Write)),
             _ => None,
         }
     }
@@ -172,7 +177,9 @@ impl Loop {
             }
             Hot::LayersRead => reads(&layers()?, count),
             Hot::LayersWrite => writes(&layers()?, &compressible()?, count),
-            Hot::NbdRead | Hot::NbdWrite => anyhow::bail!("{} is counted in a server", path.name()),
+            Hot::NbdRead | Hot::NbdWrite | Hot::VhostUserRead | Hot::VhostUserWrite => {
+                anyhow::bail!("{} is counted in a server", path.name())
+            }
         }
     }
 }
@@ -294,7 +301,7 @@ mod tests {
     fn every_path_runs_or_is_a_servers() {
         for &path in Hot::value_variants() {
             let done = Loop { path, count: 20 }.run();
-            assert_eq!(done.is_ok(), path.over_nbd().is_none(), "{path:?}: {done:?}");
+            assert_eq!(done.is_ok(), path.served().is_none(), "{path:?}: {done:?}");
         }
     }
 }

@@ -1,5 +1,4 @@
-//! The NBD server that is counted: a process of its own with a null export, and the requests it
-//! gets.
+//! The server that is counted: a process of its own with a null export, and the requests it gets.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -7,11 +6,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum as _;
 use freestone::PAGE_BYTES;
+use freestone::budget::{self, Budget};
 use freestone::null::{self, Null};
 use freestone_nbd::END_GRACE;
+use freestone_vhost_user::{Export, Options};
 
 use super::client::Client;
+use super::virtio::Virtio;
 use crate::callgrind;
 use crate::export::export;
 
@@ -31,31 +34,59 @@ pub enum Asked {
     Write,
 }
 
+/// How it is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Over {
+    Nbd,
+    VhostUser,
+}
+
 /// Where it listens.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ServerArgs {
+    /// For what.
+    #[arg(value_enum)]
+    over: Over,
     /// The socket.
     socket: PathBuf,
 }
 
 /// Serves until standard input ends.
 pub fn serve(args: &ServerArgs) -> Result<()> {
-    let null = Null::new(null::Config::plain(EXPORT_BYTES, 512))?;
-    let server = export(Arc::new(null), &args.socket)?;
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input")?;
-    server.shutdown(END_GRACE);
+    let null = Arc::new(Null::new(null::Config::plain(EXPORT_BYTES, 512))?);
+    let until_told = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input");
+    match args.over {
+        Over::Nbd => {
+            let server = export(null, &args.socket)?;
+            until_told()?;
+            server.shutdown(END_GRACE);
+        }
+        Over::VhostUser => {
+            let options = Options::new(Budget::new(budget::DEFAULT_BYTES));
+            let _export = Export::new(&args.socket, "null", null, options)?;
+            until_told()?;
+        }
+    }
     Ok(())
 }
 
 /// Instructions of a server from start to end, with `count` requests between. One at a time: how
 /// many a server finds in its socket at once would be a matter of chance.
-pub fn collected(mut command: Command, asked: Asked, count: u64) -> Result<u64> {
+pub fn collected(mut command: Command, over: Over, asked: Asked, count: u64) -> Result<u64> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("s");
-    command.arg("gate-server").arg(&socket);
+    command
+        .arg("gate-server")
+        .arg(over.to_possible_value().expect("none is skipped").get_name())
+        .arg(&socket);
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| callgrind::MISSING)?;
-    let asking = connect(&socket, &mut child).and_then(|client| ask(client, asked, count));
+    let asking = match over {
+        Over::Nbd => connect(&mut child, || Client::connect(&socket)).and_then(|c| ask(c, asked, count)),
+        Over::VhostUser => {
+            connect(&mut child, || Virtio::connect(&socket)).and_then(|c| ask_virtio(c, asked, count))
+        }
+    };
     if asking.is_err() {
         // It may have ended already.
         let _ = child.kill();
@@ -66,10 +97,10 @@ pub fn collected(mut command: Command, asked: Asked, count: u64) -> Result<u64> 
     callgrind::count_in(&output)
 }
 
-fn connect(socket: &std::path::Path, child: &mut Child) -> Result<Client> {
+fn connect<T>(child: &mut Child, attempt: impl Fn() -> Result<T>) -> Result<T> {
     let begun = Instant::now();
     loop {
-        match Client::connect(socket) {
+        match attempt() {
             Ok(client) => return Ok(client),
             Err(error) if begun.elapsed() > START_MAX => return Err(error).context("the server"),
             Err(_) => std::thread::sleep(RETRY_EVERY),
@@ -90,6 +121,13 @@ fn ask(mut client: Client, asked: Asked, count: u64) -> Result<()> {
         }
     }
     client.end()
+}
+
+fn ask_virtio(mut client: Virtio, asked: Asked, count: u64) -> Result<()> {
+    for number in 0..count {
+        client.request(asked == Asked::Write, number * PAGE_BYTES as u64 % EXPORT_BYTES)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

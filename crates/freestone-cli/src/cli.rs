@@ -156,6 +156,8 @@ The whole file is checked before any device of it is there. After Ctrl-C none is
 const PUBLISH_EXAMPLES: &str = "\
 Examples:
   freestone publish ram1 --nbd unix:/run/ram1.sock --read-only
+  freestone publish job-7 --vhost-user unix:/run/job-7.sock
+      a disk for a virtual machine: -chardev socket,id=c,path=/run/job-7.sock -device vhost-user-blk-pci,chardev=c
   freestone publish golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock
       every connection to scratch gets a fork of golden; the same as
       `freestone fork golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock`";
@@ -350,10 +352,10 @@ pub enum Command {
     /// Let go of the requests that hang by a rule of faults
     #[command(after_help = "Example:\n  freestone release n0")]
     Release(Call<release::Params>),
-    /// Publish a device at an NBD address
+    /// Publish a device at an NBD address, or at a socket for a virtual machine
     #[command(after_help = PUBLISH_EXAMPLES)]
     Publish(Call<publish::Params>),
-    /// Take a device off all NBD addresses
+    /// Take a device off all addresses and sockets
     #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),
 }

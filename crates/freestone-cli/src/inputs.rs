@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use freestone_nbd::{Limits, Server};
+use freestone_nbd::Limits;
 use freestone_spec::kinds::Spec;
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ impl Control {
     /// # Errors
     /// A sentence: they cannot be set up.
     pub fn new(devices: &[&str]) -> Result<Self, String> {
-        let service = Service::new(Arc::new(Server::new(Limits::default())));
+        let service = Service::new(Limits::default());
         for device in devices {
             let spec: Spec = device.parse().map_err(|error| format!("{error}"))?;
             let claim = service.claim_new("open", [&spec]).map_err(|fault| fault.message)?;

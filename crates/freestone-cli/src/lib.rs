@@ -5,6 +5,7 @@ mod cli;
 mod control;
 mod ending;
 mod error;
+mod exports;
 mod exposure;
 #[doc(hidden)]
 pub mod inputs;

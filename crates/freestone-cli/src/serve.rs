@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
-use freestone_nbd::{Address, Limits, Server};
+use freestone_nbd::{Address, Limits};
 use freestone_spec::config::{self, ConfigError, FileConfig};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
@@ -214,7 +214,7 @@ impl Running {
         let Plan { devices, addresses, control, limits, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
-        let service = Service::new(Arc::new(Server::new(limits)));
+        let service = Service::new(limits);
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
             let mut published = Vec::new();
@@ -233,14 +233,14 @@ impl Running {
                 entry.kind.begin_merge(&entry, &service.registry)?;
             }
             for address in &addresses {
-                if let Address::Unix(path) = service.listen_home(address)? {
+                if let Address::Unix(path) = service.exports.listen_home(address)? {
                     let socket =
                         SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
                     running.sockets.push(socket);
                 }
             }
             for (entry, _) in &published {
-                service.publish_home(&service.claim("serve", entry.name())?, entry)?;
+                service.exports.publish_home(&service.claim("serve", entry.name())?, entry)?;
             }
         }
         tell_left(&service);
@@ -263,7 +263,7 @@ impl Running {
         let waits: Vec<_> = self.service.registry.all().iter().filter_map(|e| e.no_waiting()).collect();
         let (service, control) = (Arc::clone(&self.service), self.control.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
-            service.nbd.shutdown(SHUTDOWN_GRACE);
+            service.exports.shutdown(SHUTDOWN_GRACE);
             // Verbs write, too.
             if let Some(control) = control {
                 control.stop();
@@ -304,7 +304,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.control = None;
-        self.service.nbd.shutdown(Duration::ZERO);
+        self.service.exports.shutdown(Duration::ZERO);
     }
 }
 
@@ -369,9 +369,9 @@ fn tell_left(service: &Service) {
 
 /// The command has the limit of open files that we were started with: programs may not expect more.
 fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
-    let exports = service.nbd.exports();
+    let exports = service.exports.nbd.exports();
     let export = exports.iter().find(|e| e.default).or(exports.first());
-    let addresses = service.nbd.addresses();
+    let addresses = service.exports.nbd.addresses();
     let uri = match (export, addresses.first()) {
         (Some(export), _) => export.address.uri(&export.name),
         (None, Some(address)) => address.uri(""),
@@ -396,7 +396,7 @@ fn run_command(command: &str, open_files: Option<u64>, service: &Service, contro
 fn announce(service: &Service, control: &Path) {
     // Writing to a string cannot fail.
     let mut text = String::new();
-    for export in service.nbd.exports() {
+    for export in service.exports.nbd.exports() {
         let uri = quote(&export.address.uri(&export.name));
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
 use freestone_core::workers::Workers;
 
@@ -256,6 +257,11 @@ impl Server {
     #[doc(hidden)]
     pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
         arrivals::serve_here(&self.shared, &address.absolute(), socket);
+    }
+
+    /// What bounds the bytes of requests: of this server, and of who else takes from it.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.shared.budget
     }
 
     /// What the server has done so far.

@@ -1,14 +1,17 @@
 //! The socket: whole messages with their file descriptors in, replies out.
 
-use std::io::IoSliceMut;
+use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, send, sendmsg,
+};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::wire::{Header, MAX_BODY_BYTES, MAX_FDS, REPLY, VERSION, VERSION_MASK};
+use crate::wire::{Header, MAX_BODY_BYTES, MAX_FDS, REPLY, VERSION, VERSION_MASK, backend_message};
 
 /// A message of the frontend.
 #[derive(Debug)]
@@ -76,16 +79,36 @@ fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Resul
     Ok(())
 }
 
-/// Answers a message.
-pub fn reply(socket: BorrowedFd<'_>, request: u32, body: &[u8]) -> Result<(), Gone> {
+/// Answers a message, with a file where the answer has one.
+pub fn reply(
+    socket: BorrowedFd<'_>,
+    request: u32,
+    body: &[u8],
+    file: Option<BorrowedFd<'_>>,
+) -> Result<(), Gone> {
     let header = Header { request, flags: VERSION | REPLY, size: body.len() as u32 };
-    let mut out = Vec::with_capacity(size_of::<Header>() + body.len());
-    out.extend_from_slice(header.as_bytes());
-    out.extend_from_slice(body);
+    let out = [header.as_bytes(), body].concat();
+    let files = file.map(|file| [file]);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if let Some(files) = &files {
+        control.push(SendAncillaryMessage::ScmRights(files));
+    }
     let mut at = 0;
     while at < out.len() {
-        let sent: Result<usize, Errno> = retry_on_intr(|| send(socket, &out[at..], SendFlags::NOSIGNAL));
+        let part = [IoSlice::new(&out[at..])];
+        let sent: Result<usize, Errno> =
+            retry_on_intr(|| sendmsg(socket, &part, &mut control, SendFlags::NOSIGNAL));
         at += sent.map_err(|_| Gone::Closed)?;
+        // It goes with the first byte.
+        control.clear();
     }
     Ok(())
+}
+
+/// Tells the frontend that the configuration space has changed. One that does not read is not waited
+/// for: it finds that out when it looks.
+pub fn tell_config_change(socket: BorrowedFd<'_>) {
+    let header = Header { request: backend_message::CONFIG_CHANGE, flags: VERSION, size: 0 };
+    let _ = send(socket, header.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use freestone_core::device::{Device, Failures, Geometry};
 use zerocopy::IntoBytes;
+use zerocopy::byteorder::little_endian::U32;
 
-use crate::wire::{BlkConfig, SECTOR_BYTES, feature};
+use crate::wire::{BlkConfig, MODEL_HOST_MANAGED, SECTOR_BYTES, feature};
 
 /// Queues of a device. A queue that is not enabled costs nothing.
 pub const MAX_QUEUES: usize = 64;
@@ -33,6 +34,12 @@ pub struct Disk {
 }
 
 impl Disk {
+    /// `device` as `name`, read-only where the device or the caller says so.
+    pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
+        let read_only = read_only || device.geometry().read_only;
+        Self { name: name.to_owned(), device, read_only, failures }
+    }
+
     /// What is offered.
     pub fn features(&self) -> u64 {
         let geometry = self.device.geometry();
@@ -47,9 +54,12 @@ impl Disk {
         if geometry.volatile_cache {
             features |= feature::FLUSH | feature::CONFIG_WCE;
         }
+        if geometry.zones.is_some() {
+            features |= feature::ZONED;
+        }
         if self.read_only {
             features |= feature::RO;
-        } else {
+        } else if geometry.zones.is_none() {
             features |= feature::DISCARD | feature::WRITE_ZEROES;
         }
         features
@@ -60,6 +70,8 @@ impl Disk {
         let geometry = self.device.geometry();
         let block = told_block(&geometry);
         let in_blocks = |bytes: u32| bytes / block;
+        let zones = geometry.zones;
+        let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
         let config = BlkConfig {
             capacity: ((geometry.size - u64::from(geometry.padding)) / SECTOR_BYTES).into(),
             seg_max: SEG_MAX.into(),
@@ -75,6 +87,12 @@ impl Disk {
             max_write_zeroes_sectors: MAX_RANGE_SECTORS.into(),
             max_write_zeroes_seg: 1.into(),
             write_zeroes_may_unmap: 1,
+            zone_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.zone_size)),
+            max_open_zones: zones.map_or(0, |zones| zones.max_open).into(),
+            max_active_zones: zones.map_or(0, |zones| zones.max_active).into(),
+            max_append_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.max_append.into())),
+            write_granularity: zones.map_or(0, |_| geometry.logical_block).into(),
+            zone_model: if zones.is_some() { MODEL_HOST_MANAGED } else { 0 },
             ..BlkConfig::default()
         };
         let mut bytes = [0; CONFIG_BYTES];

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
@@ -17,8 +17,8 @@ use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use thiserror::Error;
 
 use crate::disk::Disk;
-use crate::queue::Guest;
-use crate::session::{Session, guest};
+use crate::guest::Guest;
+use crate::session::Session;
 use crate::vring::Around;
 
 /// How long dropping an export waits for what is in flight.
@@ -52,45 +52,70 @@ pub struct Options {
     pub workers: Workers,
 }
 
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            read_only: false,
-            failures: Arc::default(),
-            budget: Budget::new(freestone_core::budget::DEFAULT_BYTES),
-            workers: Workers::process().clone(),
-        }
+impl Options {
+    /// As the device is, with the workers of the process.
+    pub fn new(budget: Arc<Budget>) -> Self {
+        let workers = Workers::process().clone();
+        Self { read_only: false, failures: Arc::default(), budget, workers }
     }
 }
 
 /// A device that listens at a Unix socket. One frontend uses it at a time, with all its queues; the
-/// next one is accepted when what the one before had in flight is done. Dropping it is
+/// next one is let in when what the one before had in flight is done. Dropping it is
 /// [`end`](Self::end) with [`END_GRACE`].
 pub struct Export {
     path: PathBuf,
     name: String,
+    read_only: bool,
     shared: Arc<Shared>,
-    file: Option<SocketFile>,
-    /// Tells when the thread has ended.
-    ended: Option<Receiver<()>>,
 }
 
-/// What the thread and its owner share.
+/// What the thread and its owner share. `state` is locked for a look or a change, or to wait for one.
 struct Shared {
     state: Mutex<State>,
+    /// A frontend has left or is let in again, or the thread has ended.
+    changed: Condvar,
+    /// Wakes the thread where it waits for a frontend.
     wake: OwnedFd,
 }
 
 #[derive(Default)]
 struct State {
-    ending: bool,
+    /// What the next frontend gets; the thread takes it along when it ends.
+    disk: Option<Arc<Disk>>,
+    /// The thread has ended, and let go of the disk.
+    ended: bool,
+    /// Its socket, until it is to end.
+    file: Option<SocketFile>,
     /// The frontend that is connected.
     guest: Option<Arc<Guest>>,
+    /// While there are any, no frontend is let in.
+    holds: usize,
+}
+
+impl State {
+    fn is_ending(&self) -> bool {
+        self.file.is_none()
+    }
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a change.
+    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same until `end`; `None` is after that.
+    fn wait_until<'a>(&'a self, state: MutexGuard<'a, State>, end: Instant) -> Option<MutexGuard<'a, State>> {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
     }
 }
 
@@ -110,32 +135,28 @@ impl Export {
         let other = |error: std::io::Error| fail(error.into());
         let (socket, file) = bind_to(path, BACKLOG).map_err(fail)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let shared =
-            Arc::new(Shared { state: Mutex::default(), wake: wake.map_err(|errno| other(errno.into()))? });
-        let disk = Arc::new(Disk {
-            name: name.to_owned(),
-            read_only: options.read_only || device.geometry().read_only,
-            device,
-            failures: Arc::clone(&options.failures),
+        let Options { read_only, failures, budget, workers } = options;
+        let disk = Disk::new(name, read_only, device, failures);
+        let read_only = disk.read_only;
+        let state = State { disk: Some(Arc::new(disk)), file: Some(file), ..State::default() };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            wake: wake.map_err(|errno| other(errno.into()))?,
         });
-        let (tell, ended) = channel();
-        let theirs = Arc::clone(&shared);
+        let (theirs, label) = (Arc::clone(&shared), name.to_owned());
         let thread = std::thread::Builder::new().name("vhost-user".to_owned());
         let started = thread.spawn(move || {
-            serve(&theirs, &socket, &disk, &options);
-            drop((socket, disk));
-            // Nobody may wait for it any more.
-            let _ = tell.send(());
+            serve(&theirs, &socket, &label, &budget, &workers);
+            drop(socket);
+            let disk = theirs.lock().disk.take();
+            drop(disk);
+            theirs.lock().ended = true;
+            theirs.changed.notify_all();
         });
         started.map_err(other)?;
         tracing::info!(path = %path.display(), "{name}: vhost-user");
-        Ok(Self {
-            path: path.to_path_buf(),
-            name: name.to_owned(),
-            shared,
-            file: Some(file),
-            ended: Some(ended),
-        })
+        Ok(Self { path: path.to_path_buf(), name: name.to_owned(), read_only, shared })
     }
 
     /// Where it listens.
@@ -148,70 +169,149 @@ impl Export {
         &self.name
     }
 
+    /// Whether frontends cannot write.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
     /// Whether a frontend is connected.
     pub fn is_connected(&self) -> bool {
         self.shared.lock().guest.is_some()
     }
 
-    /// Removes the socket and ends the connection, once what is in flight is done. False: it was
-    /// not after `grace`; the device is let go of when it is. A second call finds nothing to do.
-    pub fn end(&mut self, grace: Duration) -> bool {
-        drop(self.file.take());
-        {
-            let mut state = self.shared.lock();
-            state.ending = true;
-            if let Some(guest) = &state.guest {
-                let _ = shutdown(&guest.socket, Shutdown::Both);
-            }
+    /// Lets no frontend in until what it returns is dropped; one that is connected stays.
+    pub fn hold(&self) -> Held<'_> {
+        self.shared.lock().holds += 1;
+        Held(self)
+    }
+
+    /// The device has another size: tells the frontend that is connected, if it can be told.
+    pub fn resized(&self) {
+        let guest = self.shared.lock().guest.clone();
+        if let Some(guest) = guest {
+            guest.tell_config_change();
         }
+    }
+
+    /// Gives the next frontend another device; for one that is connected nothing changes.
+    pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
+        let disk = Arc::new(Disk::new(&self.name, self.read_only, device, failures));
+        let mut state = self.shared.lock();
+        let old = if state.disk.is_some() { state.disk.replace(disk) } else { Some(disk) };
+        drop(state);
+        // It may wait for a disk: not under the lock.
+        drop(old);
+    }
+
+    /// Removes the socket, and has the connection end once what is in flight is done.
+    pub fn begin_to_end(&self) {
+        let mut state = self.shared.lock();
+        let file = state.file.take();
+        if let Some(guest) = &state.guest {
+            let _ = shutdown(&guest.socket, Shutdown::Both);
+        }
+        drop(state);
+        drop(file);
+        self.shared.changed.notify_all();
         // It fails only where the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
-        let Some(ended) = self.ended.take() else { return true };
-        !matches!(ended.recv_timeout(grace), Err(RecvTimeoutError::Timeout))
+    }
+
+    /// The same, and waits for that. False: it was not done after `grace`; the device is let go of
+    /// when it is. A second call finds nothing to do.
+    pub fn end(&self, grace: Duration) -> bool {
+        let end = Instant::now() + grace;
+        self.begin_to_end();
+        let mut state = self.shared.lock();
+        while !state.ended {
+            let Some(changed) = self.shared.wait_until(state, end) else { return false };
+            state = changed;
+        }
+        true
+    }
+}
+
+/// No frontend is let in while this lives.
+pub struct Held<'a>(&'a Export);
+
+impl Held<'_> {
+    /// Whether one was there before.
+    pub fn is_connected(&self) -> bool {
+        self.0.is_connected()
+    }
+
+    /// Ends the connection, with no answer to what it has in flight from now on: what a loss of power
+    /// looks like. Whether there was one.
+    pub fn cut(&self) -> bool {
+        let guest = self.0.shared.lock().guest.clone();
+        let Some(guest) = guest else { return false };
+        guest.silent.store(true, Ordering::SeqCst);
+        let _ = shutdown(&guest.socket, Shutdown::Both);
+        true
+    }
+
+    /// Waits until it has ended. False: it has not until `end`, and is still in a call of the device.
+    pub fn wait_gone(&self, end: Instant) -> bool {
+        let shared = &self.0.shared;
+        let mut state = shared.lock();
+        while state.guest.is_some() {
+            let Some(changed) = shared.wait_until(state, end) else { return false };
+            state = changed;
+        }
+        true
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.shared.lock().holds -= 1;
+        self.0.shared.changed.notify_all();
     }
 }
 
 /// Accepts one frontend after the other.
-fn serve(shared: &Shared, socket: &OwnedFd, disk: &Arc<Disk>, options: &Options) {
+fn serve(shared: &Shared, socket: &OwnedFd, name: &str, budget: &Arc<Budget>, workers: &Workers) {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         let _ = poll(&mut fds, None);
-        if shared.lock().ending {
+        if shared.lock().is_ending() {
             return;
         }
         let connection = match accept_with(socket, SocketFlags::CLOEXEC) {
             Ok(connection) => connection,
             Err(Errno::AGAIN | Errno::INTR) => continue,
             Err(error) => {
-                tracing::warn!("{}: vhost-user: no frontend can be accepted: {error}", disk.name);
+                tracing::warn!("{name}: vhost-user: no frontend can be accepted: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
                 continue;
             }
         };
-        let guest = guest(connection);
-        {
+        let guest = Arc::new(Guest::new(connection));
+        let disk = {
             let mut state = shared.lock();
-            if state.ending {
+            while state.holds > 0 && !state.is_ending() {
+                state = shared.wait(state);
+            }
+            if state.is_ending() {
                 return;
             }
             state.guest = Some(Arc::clone(&guest));
-        }
-        tracing::debug!("{}: vhost-user: a frontend is there", disk.name);
-        let around = Around {
-            disk: Arc::clone(disk),
-            guest,
-            budget: Arc::clone(&options.budget),
-            workers: options.workers.clone(),
+            state.disk.clone().expect("it goes when this ends")
         };
-        Session::new(around).run();
+        tracing::debug!("{name}: vhost-user: a frontend is there");
+        let (budget, workers) = (Arc::clone(budget), workers.clone());
+        Session::new(Around { disk, guest, budget, workers, inflight: None }).run();
         shared.lock().guest = None;
-        tracing::debug!("{}: vhost-user: the frontend has left", disk.name);
+        shared.changed.notify_all();
+        tracing::debug!("{name}: vhost-user: the frontend has left");
     }
 }
 
 impl Drop for Export {
     fn drop(&mut self) {
-        if !self.end(END_GRACE) {
+        // Who has told it to end has waited as long as it wanted.
+        let is_ending = self.shared.lock().is_ending();
+        if !is_ending && !self.end(END_GRACE) {
             tracing::warn!("{}: vhost-user: requests are still in flight", self.name);
         }
     }

@@ -19,13 +19,13 @@
 //! on SIGBUS.
 //!
 //! # Not offered
-//! Packed rings; dirty-page logging, and so live migration; inflight memory: when the server is
-//! killed, its frontend cannot know which requests were done. Messages of the device to its driver:
-//! one that has grown is seen by the next driver that looks.
+//! Packed rings; dirty-page logging, and so live migration.
 
 mod channel;
 mod disk;
 mod export;
+mod guest;
+mod inflight;
 mod memory;
 mod queue;
 mod ring;
@@ -36,7 +36,8 @@ mod task;
 mod tests;
 mod vring;
 mod wire;
+mod zones;
 
 pub use disk::{MAX_QUEUES, MAX_REQUEST_BYTES};
-pub use export::{END_GRACE, Export, ListenError, Options};
+pub use export::{END_GRACE, Export, Held, ListenError, Options};
 pub use ring::MAX_CHAIN;

@@ -245,6 +245,12 @@ pub struct RingPart {
 }
 
 impl RingPart {
+    /// Whether its file has lost pages.
+    #[inline]
+    pub fn is_dead(&self) -> bool {
+        self.region.is_dead()
+    }
+
     #[expect(clippy::cast_ptr_alignment, reason = "a part is aligned, and so is its number")]
     fn number(&self, at: usize) -> &AtomicU16 {
         assert!(at.is_multiple_of(2) && at + 2 <= self.len, "an index of a ring is below its size");

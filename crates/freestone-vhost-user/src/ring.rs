@@ -155,10 +155,15 @@ impl Ring {
         usize::from(index % self.size)
     }
 
-    /// The chain at the next entry, which stays the next one until it is [taken](Self::take). Answers
-    /// its number.
-    pub fn chain(&self, memory: &Memory, chain: &mut Chain) -> Result<u16, Broken> {
-        let head = self.avail.load(HEAD_BYTES + self.slot(self.next_avail) * AVAIL_ENTRY_BYTES);
+    /// The number of the chain at the next entry, which stays the next one until it is
+    /// [taken](Self::take).
+    #[inline]
+    pub fn next_head(&self) -> u16 {
+        self.avail.load(HEAD_BYTES + self.slot(self.next_avail) * AVAIL_ENTRY_BYTES)
+    }
+
+    /// The chain of that number.
+    pub fn chain(&self, head: u16, memory: &Memory, chain: &mut Chain) -> Result<(), Broken> {
         chain.readable.clear();
         chain.writable.clear();
         let mut left = MAX_CHAIN;
@@ -197,7 +202,7 @@ impl Ring {
                 return Err(Broken::Order);
             }
             if flags & descriptor::NEXT == 0 {
-                return Ok(head);
+                return Ok(());
             }
             index = entry.next.get();
         }
@@ -215,6 +220,12 @@ impl Ring {
         let at = HEAD_BYTES + self.slot(self.next_used) * USED_ENTRY_BYTES;
         self.used.write(at, [u32::from(head).to_le(), written.to_le()].as_bytes());
         self.next_used = self.next_used.wrapping_add(1);
+    }
+
+    /// Entries of the used ring that are published, modulo 2^16.
+    #[inline]
+    pub fn used_index(&self) -> u16 {
+        self.published
     }
 
     /// Entries that wait to be published.

@@ -8,19 +8,21 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::channel::{Gone, Message, receive, reply};
 use crate::disk::{CONFIG_BYTES, MAX_QUEUES};
+use crate::inflight::{self, Inflight};
 use crate::memory::{MAX_REGIONS, Memory};
-use crate::queue::Guest;
 use crate::ring::{Addresses, MAX_QUEUE_SIZE};
 use crate::vring::{Around, Vring, event};
 use crate::wire::{
-    ConfigPart, MAX_FDS, MemRegion, MemTable, NEED_REPLY, SingleRegion, VringAddr, VringState,
+    ConfigPart, InflightArea, MAX_FDS, MemRegion, MemTable, NEED_REPLY, SingleRegion, VringAddr, VringState,
     WRITEBACK_OFFSET, feature, message, protocol,
 };
 
 /// What is offered of the protocol.
 const PROTOCOL_FEATURES: u64 = protocol::MQ
     | protocol::REPLY_ACK
+    | protocol::BACKEND_REQ
     | protocol::CONFIG
+    | protocol::INFLIGHT_SHMFD
     | protocol::RESET_DEVICE
     | protocol::CONFIGURE_MEM_SLOTS;
 /// Of the number in a message about an eventfd: the queue, and whether there is none.
@@ -37,6 +39,8 @@ enum Answer {
     Done,
     /// This.
     Body(Vec<u8>),
+    /// This, with a file.
+    File(Vec<u8>, OwnedFd),
 }
 
 /// A connected frontend.
@@ -74,13 +78,18 @@ impl Session {
             let (request, flags) = (message.request, message.flags);
             let wants_ack = flags & NEED_REPLY != 0 && self.protocol & protocol::REPLY_ACK != 0;
             let done = match self.handle(message) {
-                Ok(Answer::Body(body)) => reply(socket, request, &body),
-                Ok(Answer::Done) if wants_ack => reply(socket, request, &0_u64.to_ne_bytes()),
+                Ok(Answer::Body(body)) => reply(socket, request, &body, None),
+                Ok(Answer::File(body, file)) => reply(socket, request, &body, Some(file.as_fd())),
+                Ok(Answer::Done) if wants_ack => reply(socket, request, &0_u64.to_ne_bytes(), None),
                 Ok(Answer::Done) => Ok(()),
                 Err(refusal) => {
                     tracing::warn!("{}: vhost-user: message {request}: {refusal}", self.around.disk.name);
                     // Without an answer the frontend would go on as if it were done.
-                    if wants_ack { reply(socket, request, &1_u64.to_ne_bytes()) } else { Err(Gone::Closed) }
+                    if wants_ack {
+                        reply(socket, request, &1_u64.to_ne_bytes(), None)
+                    } else {
+                        Err(Gone::Closed)
+                    }
                 }
             };
             if done.is_err() {
@@ -107,8 +116,27 @@ impl Session {
             message::GET_MAX_MEM_SLOTS => return Ok(number(MAX_REGIONS as u64)),
             message::GET_CONFIG => return self.get_config(&body),
             message::SET_CONFIG => self.set_config(&body)?,
-            // There is one owner, the connection; and nothing is sent to the frontend by itself.
-            message::SET_OWNER | message::SET_BACKEND_REQ_FD => {}
+            // There is one owner, the connection.
+            message::SET_OWNER => {}
+            message::SET_BACKEND_REQ_FD => {
+                let socket = fds.pop().ok_or("there is no socket")?;
+                self.around.guest.set_backend_socket(socket);
+            }
+            message::GET_INFLIGHT_FD => {
+                let (area, file) = inflight::create(area(&body)?).map_err(|error| error.to_string())?;
+                // As long as the question.
+                return Ok(Answer::File(area.as_bytes()[..body.len()].to_vec(), file));
+            }
+            message::SET_INFLIGHT_FD => {
+                let file = fds.first().ok_or("there is no file")?;
+                let inflight = Inflight::new(area(&body)?, file).map_err(|error| error.to_string())?;
+                // Queues begin with it, or not at all.
+                self.stop_all();
+                self.around.inflight = Some(inflight);
+                for index in 0..MAX_QUEUES {
+                    self.settle(index as u32)?;
+                }
+            }
             message::RESET_OWNER | message::RESET_DEVICE => self.reset(),
             message::SET_MEM_TABLE => self.set_mem_table(&body, &fds)?,
             message::ADD_MEM_REG => {
@@ -303,6 +331,17 @@ fn parse<T: FromBytes + KnownLayout + Immutable>(body: &[u8]) -> Result<T, Refus
     T::read_from_bytes(body).map_err(|_| format!("{} bytes are not its size", body.len()))
 }
 
+/// What is said of memory for what is in flight; some leave out the padding at its end.
+fn area(body: &[u8]) -> Result<InflightArea, Refusal> {
+    let mut raw = [0; size_of::<InflightArea>()];
+    let least = raw.len() - 4;
+    if body.len() != raw.len() && body.len() != least {
+        return Err(format!("{} bytes are not its size", body.len()));
+    }
+    raw[..body.len()].copy_from_slice(body);
+    parse(&raw)
+}
+
 /// The queue that a message is about, and its eventfd.
 fn event_of(body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(u32, Option<OwnedFd>), Refusal> {
     let value: u64 = parse(body)?;
@@ -312,9 +351,4 @@ fn event_of(body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(u32, Option<OwnedFd>
     }
     let fd = fds.pop().ok_or("it has no file descriptor")?;
     Ok((index, Some(event(fd).map_err(|error| error.to_string())?)))
-}
-
-/// For a connection.
-pub fn guest(socket: OwnedFd) -> Arc<Guest> {
-    Arc::new(Guest::new(socket))
 }

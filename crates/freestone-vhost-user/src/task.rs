@@ -1,5 +1,6 @@
 //! One request, as it was copied out of the frontend's memory.
 
+use freestone_core::device::zoned::ZoneOp;
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 use zerocopy::FromBytes;
 
@@ -7,12 +8,20 @@ use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
 use crate::memory::{Memory, Unmapped};
 use crate::ring::{Broken, Chain, Segment};
 use crate::wire::{BlkHeader, BlkRange, SECTOR_BYTES, request, status};
+use crate::zones::ZoneRequest;
+
+/// Bytes in which an append is told where its data went.
+pub const SECTOR_NUMBER_BYTES: usize = 8;
 
 /// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A request for the device.
     Io(Request),
+    /// Data for the zone that begins at this byte, at its write pointer.
+    Append(u64),
+    /// Something with zones.
+    Zone(ZoneRequest),
     /// The device's name.
     Id,
     /// Nothing: it is answered with this status.
@@ -24,8 +33,8 @@ pub enum Kind {
 pub struct Finished {
     /// The request.
     pub task: Task,
-    /// What the device says.
-    pub outcome: Result<(), Error>,
+    /// What the device says; of an append, where the data went.
+    pub outcome: Result<u64, Error>,
     /// Its buffer.
     pub buffer: IoBuf,
 }
@@ -69,18 +78,39 @@ impl Task {
             request::OUT => (io(Op::Write, offset, read), read),
             request::FLUSH => (Kind::Io(Request::flush()), 0),
             request::GET_ID => (Kind::Id, written),
+            // In front of the status there is room for a sector.
+            request::ZONE_APPEND if written == SECTOR_NUMBER_BYTES as u64 => (append(offset, read), read),
+            request::ZONE_APPEND => (refused, 0),
+            request::ZONE_REPORT => (zone(offset.map(ZoneRequest::Report)), written),
+            request::ZONE_OPEN => (zone_op(ZoneOp::Open, offset), 0),
+            request::ZONE_CLOSE => (zone_op(ZoneOp::Close, offset), 0),
+            request::ZONE_FINISH => (zone_op(ZoneOp::Finish, offset), 0),
+            request::ZONE_RESET => (zone_op(ZoneOp::Reset, offset), 0),
+            request::ZONE_RESET_ALL => (Kind::Zone(ZoneRequest::ResetAll), 0),
             request::DISCARD => (range(Op::Discard, &chain.readable, read, memory)?, 0),
             request::WRITE_ZEROES => (range(Op::WriteZeroes, &chain.readable, read, memory)?, 0),
             _ => (Kind::Refused(status::UNSUPP), 0),
         };
         let (kind, len) = if len > MAX_REQUEST_BYTES as u64 { (refused, 0) } else { (kind, len as usize) };
-        let data = if header.kind.get() == request::OUT { &mut chain.readable } else { &mut chain.writable };
+        let data = match header.kind.get() {
+            request::OUT | request::ZONE_APPEND => &mut chain.readable,
+            _ => &mut chain.writable,
+        };
         Ok(Self { head, kind, data: std::mem::take(data), len, done: 0, status, charge: 0 })
     }
 
     /// Whether the data goes from the frontend to the device.
     pub fn is_write(&self) -> bool {
-        matches!(self.kind, Kind::Io(Request { op: Op::Write, .. }))
+        matches!(self.kind, Kind::Io(Request { op: Op::Write, .. }) | Kind::Append(_))
+    }
+
+    /// Whether the device is changed.
+    pub fn changes(&self) -> bool {
+        match self.kind {
+            Kind::Io(request) => matches!(request.op, Op::Write | Op::WriteZeroes | Op::Discard),
+            Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => true,
+            Kind::Zone(ZoneRequest::Report(_)) | Kind::Id | Kind::Refused(_) => false,
+        }
     }
 
     /// Whether it goes the other way.
@@ -97,7 +127,8 @@ impl Task {
                 Op::Discard => Failed::Trim,
                 Op::Flush => Failed::Flush,
             },
-            Kind::Id | Kind::Refused(_) => Failed::Read,
+            Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => Failed::Write,
+            Kind::Zone(ZoneRequest::Report(_)) | Kind::Id | Kind::Refused(_) => Failed::Read,
         }
     }
 }
@@ -110,6 +141,22 @@ fn io(op: Op, offset: Option<u64>, len: u64) -> Kind {
         }
         _ => Kind::Refused(status::IOERR),
     }
+}
+
+/// An append of so many bytes.
+fn append(offset: Option<u64>, len: u64) -> Kind {
+    match io(Op::Write, offset, len) {
+        Kind::Io(request) => Kind::Append(request.offset),
+        refused => refused,
+    }
+}
+
+fn zone(request: Option<ZoneRequest>) -> Kind {
+    request.map_or(Kind::Refused(status::ZONE_INVALID_CMD), Kind::Zone)
+}
+
+fn zone_op(op: ZoneOp, offset: Option<u64>) -> Kind {
+    zone(offset.map(|offset| ZoneRequest::Op(op, offset)))
 }
 
 /// A request without data, for the range that it carries.
@@ -136,7 +183,22 @@ fn range(op: Op, segments: &[Segment], len: u64, memory: &Memory) -> Result<Kind
 
 /// How a device's error is told.
 pub fn status_of(error: Error) -> u8 {
-    if error == Error::Unsupported { status::UNSUPP } else { status::IOERR }
+    match error {
+        Error::Unsupported => status::UNSUPP,
+        Error::ZoneWritePointer => status::ZONE_UNALIGNED_WP,
+        Error::ZoneCondition | Error::ZoneBoundary => status::ZONE_INVALID_CMD,
+        Error::ZoneTooManyOpen => status::ZONE_OPEN_RESOURCE,
+        Error::ZoneTooManyActive => status::ZONE_ACTIVE_RESOURCE,
+        _ => status::IOERR,
+    }
+}
+
+/// How an error of an operation on a zone, or of an append, is told.
+pub fn zone_status_of(error: Error) -> u8 {
+    match error {
+        Error::Misaligned | Error::OutOfRange => status::ZONE_INVALID_CMD,
+        error => status_of(error),
+    }
 }
 
 fn total(segments: &[Segment]) -> u64 {
@@ -219,10 +281,14 @@ mod tests {
     }
 
     #[test]
-    fn all_errors_but_one_are_io_errors() {
-        for error in Error::ALL {
+    fn errors_of_other_than_zones_are_io_errors() {
+        let of_zones = |error: &Error| format!("{error:?}").starts_with("Zone");
+        for error in Error::ALL.into_iter().filter(|error| !of_zones(error)) {
             let wanted = if error == Error::Unsupported { status::UNSUPP } else { status::IOERR };
             assert_eq!(status_of(error), wanted);
+        }
+        for error in Error::ALL.into_iter().filter(of_zones) {
+            assert!((3..=6).contains(&status_of(error)), "{error}");
         }
     }
 }

@@ -11,7 +11,9 @@ use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::disk::Disk;
-use crate::queue::{self, Guest, Parts};
+use crate::guest::Guest;
+use crate::inflight::Inflight;
+use crate::queue::{self, Parts};
 use crate::ring::{Addresses, Broken, Ring};
 use crate::task::Finished;
 use crate::wire::feature;
@@ -27,6 +29,8 @@ pub struct Around {
     pub budget: Arc<Budget>,
     /// For dear requests.
     pub workers: Workers,
+    /// Where it is noted what is in flight, if the frontend wants that.
+    pub inflight: Option<Inflight>,
 }
 
 /// A queue.
@@ -82,7 +86,16 @@ impl Vring {
         let has = |bit| features & bit != 0;
         let memory = around.guest.memory();
         let kinds = (has(feature::EVENT_IDX), has(feature::INDIRECT_DESC));
-        let ring = Ring::new(&memory, &addresses, self.size, kinds, self.base)?;
+        let mut ring = Ring::new(&memory, &addresses, self.size, kinds, self.base)?;
+        let mut notes = around.inflight.as_ref().and_then(|inflight| inflight.notes(index, self.size));
+        let used = ring.used_index();
+        let mut again = Vec::new();
+        if let Some(begun) = notes.as_mut().and_then(|notes| notes.recover(used)) {
+            // What was taken is either answered or begun.
+            ring.next_avail = used.wrapping_add(begun.len() as u16);
+            again = begun;
+            again.reverse();
+        }
         let answers = Arc::new(Answers::new()?);
         let parts = Parts {
             index,
@@ -93,6 +106,8 @@ impl Vring {
             workers: around.workers.clone(),
             ring,
             addresses,
+            notes,
+            again,
             kick,
             call: Arc::clone(&self.call),
             err: self.err.clone(),

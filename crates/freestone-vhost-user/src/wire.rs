@@ -51,17 +51,26 @@ pub mod message {
     pub const SET_BACKEND_REQ_FD: u32 = 21;
     pub const GET_CONFIG: u32 = 24;
     pub const SET_CONFIG: u32 = 25;
+    pub const GET_INFLIGHT_FD: u32 = 31;
+    pub const SET_INFLIGHT_FD: u32 = 32;
     pub const RESET_DEVICE: u32 = 34;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
 }
 
+/// Numbers of messages to the frontend.
+pub mod backend_message {
+    pub const CONFIG_CHANGE: u32 = 2;
+}
+
 /// Bits of protocol features.
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
     pub const REPLY_ACK: u64 = 1 << 3;
+    pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
+    pub const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 }
@@ -77,6 +86,7 @@ pub mod feature {
     pub const MQ: u64 = 1 << 12;
     pub const DISCARD: u64 = 1 << 13;
     pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const ZONED: u64 = 1 << 17;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
@@ -149,6 +159,23 @@ pub struct SingleRegion {
 }
 const _: () = assert!(size_of::<SingleRegion>() == 40);
 
+/// Memory in which requests that are in flight are noted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct InflightArea {
+    /// Bytes.
+    pub bytes: u64,
+    /// Where it begins in its file.
+    pub offset: u64,
+    /// Queues.
+    pub queues: u16,
+    /// Entries of each.
+    pub size: u16,
+    /// Nothing.
+    pub padding: [u8; 4],
+}
+const _: () = assert!(size_of::<InflightArea>() == 24);
+
 /// In front of a part of the configuration space.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -204,8 +231,27 @@ pub struct BlkConfig {
     pub write_zeroes_may_unmap: u8,
     /// Nothing.
     pub unused1: [u8; 3],
+    /// Not offered.
+    pub secure_erase: [U32; 3],
+    /// Of a zone.
+    pub zone_sectors: U32,
+    /// Zones that may be open at once; 0 is no limit.
+    pub max_open_zones: U32,
+    /// Zones that may be open or closed at once; 0 is no limit.
+    pub max_active_zones: U32,
+    /// Largest zone append.
+    pub max_append_sectors: U32,
+    /// What writes to zones are a multiple of, in bytes.
+    pub write_granularity: U32,
+    /// [`MODEL_HOST_MANAGED`], or 0.
+    pub zone_model: u8,
+    /// Nothing.
+    pub unused2: [u8; 3],
 }
-const _: () = assert!(size_of::<BlkConfig>() == 60);
+const _: () = assert!(size_of::<BlkConfig>() == 96);
+
+/// Zones are written at their write pointers only.
+pub const MODEL_HOST_MANAGED: u8 = 1;
 
 /// Where in the configuration space the driver says whether writes may sit in a cache.
 pub const WRITEBACK_OFFSET: u32 = 32;
@@ -259,6 +305,13 @@ pub mod request {
     pub const GET_ID: u32 = 8;
     pub const DISCARD: u32 = 11;
     pub const WRITE_ZEROES: u32 = 13;
+    pub const ZONE_APPEND: u32 = 15;
+    pub const ZONE_REPORT: u32 = 16;
+    pub const ZONE_OPEN: u32 = 18;
+    pub const ZONE_CLOSE: u32 = 20;
+    pub const ZONE_FINISH: u32 = 22;
+    pub const ZONE_RESET: u32 = 24;
+    pub const ZONE_RESET_ALL: u32 = 26;
 }
 
 /// What a discard or write zeroes is for.
@@ -282,6 +335,82 @@ pub mod status {
     pub const IOERR: u8 = 1;
     /// The device has no such request.
     pub const UNSUPP: u8 = 2;
+    /// The zone's condition, or its place, forbids it.
+    pub const ZONE_INVALID_CMD: u8 = 3;
+    /// Not at the write pointer.
+    pub const ZONE_UNALIGNED_WP: u8 = 4;
+    /// Too many open zones.
+    pub const ZONE_OPEN_RESOURCE: u8 = 5;
+    /// Too many active zones.
+    pub const ZONE_ACTIVE_RESOURCE: u8 = 6;
+}
+
+/// In front of a report of zones.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct ZoneReport {
+    /// Zones that follow.
+    pub zones: U64,
+    /// Nothing.
+    pub reserved: [u8; 56],
+}
+const _: () = assert!(size_of::<ZoneReport>() == 64);
+
+impl Default for ZoneReport {
+    fn default() -> Self {
+        Self { zones: 0.into(), reserved: [0; 56] }
+    }
+}
+
+/// A zone; all in sectors.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct ZoneDescriptor {
+    /// How much of it can be written.
+    pub capacity: U64,
+    /// Where it begins.
+    pub start: U64,
+    /// Where the next write goes.
+    pub write_pointer: U64,
+    /// [`zone_type`].
+    pub kind: u8,
+    /// [`zone_state`].
+    pub state: u8,
+    /// Nothing.
+    pub reserved: [u8; 38],
+}
+const _: () = assert!(size_of::<ZoneDescriptor>() == 64);
+
+impl Default for ZoneDescriptor {
+    fn default() -> Self {
+        let nothing = U64::ZERO;
+        Self {
+            capacity: nothing,
+            start: nothing,
+            write_pointer: nothing,
+            kind: 0,
+            state: 0,
+            reserved: [0; 38],
+        }
+    }
+}
+
+/// Types of zones.
+pub mod zone_type {
+    pub const CONVENTIONAL: u8 = 1;
+    pub const SEQUENTIAL_REQUIRED: u8 = 2;
+}
+
+/// Conditions of zones.
+pub mod zone_state {
+    pub const NOT_WRITE_POINTER: u8 = 0;
+    pub const EMPTY: u8 = 1;
+    pub const IMPLICIT_OPEN: u8 = 2;
+    pub const EXPLICIT_OPEN: u8 = 3;
+    pub const CLOSED: u8 = 4;
+    pub const READ_ONLY: u8 = 13;
+    pub const FULL: u8 = 14;
+    pub const OFFLINE: u8 = 15;
 }
 
 /// Bytes of a sector, whatever the logical block is.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
+use freestone_core::budget::{self, Budget};
 use freestone_ram::ram::{Config, Ram};
 use freestone_vhost_user::{Export, Options};
 
@@ -17,7 +18,7 @@ const DEPTH: usize = 32;
 
 fn export(path: &Path) -> Export {
     let ram = Ram::new(Config { disksize: DISK_BYTES, ..Config::default() }).unwrap();
-    Export::new(path, "disk", Arc::new(ram), Options::default()).unwrap()
+    Export::new(path, "disk", Arc::new(ram), Options::new(Budget::new(budget::DEFAULT_BYTES))).unwrap()
 }
 
 /// A connected client with so many queues, and memory for buffers.

@@ -10,9 +10,9 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use super::list::Export;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::exports::Export;
 use crate::service::Service;
 
 /// The verb.
@@ -86,7 +86,7 @@ impl Verb for Create {
             disksize: entry.size(),
             created,
             seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
-            exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
+            exports: service.exports.of(entry.name()),
         })
     }
 
@@ -103,6 +103,6 @@ impl Verb for Create {
                 human(*disksize)
             );
         }
-        exports.iter().try_for_each(|e| writeln!(out, "{name}: {kind} {}, {}", human(*disksize), e.uri))
+        exports.iter().try_for_each(|e| writeln!(out, "{name}: {kind} {}, {}", human(*disksize), e.place()))
     }
 }

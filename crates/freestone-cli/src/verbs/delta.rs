@@ -279,7 +279,7 @@ impl Verb for Apply {
         check_bare(&entry, "written behind its layers")?;
         service.registry.check_unused(&entry, "written")?;
         if !force {
-            service.check_idle(&entry)?;
+            service.exports.check_idle(&entry)?;
             if fork.over_stat().own_bytes > 0 {
                 let why = format!(
                     "{name}: delta apply: it has changes of its own; `freestone rewind {name}` first"

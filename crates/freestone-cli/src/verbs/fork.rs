@@ -12,11 +12,11 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::list::Export;
 use super::{Verb, keys};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::exports::Export;
 use crate::paths::{address_text, parse_address};
 use crate::service::Service;
 
@@ -201,7 +201,7 @@ impl Verb for Fork {
             disksize: entry.size(),
             created: *created,
             seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
-            exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
+            exports: service.exports.of(entry.name()),
         };
         Ok(Reply { forks: made.iter().map(told).collect() })
     }
@@ -217,7 +217,7 @@ impl Verb for Fork {
                 [] => {
                     writeln!(out, "{what}, not published; `freestone publish {name} --nbd ADDR` does that")?;
                 }
-                exports => exports.iter().try_for_each(|e| writeln!(out, "{what}, {}", e.uri))?,
+                exports => exports.iter().try_for_each(|e| writeln!(out, "{what}, {}", e.place()))?,
             }
         }
         Ok(())
@@ -238,8 +238,8 @@ fn make(
         (service.create(claim, spec, false)?, true)
     };
     if let Some(address) = address {
-        let there = !created && service.exports_of(entry.name()).iter().any(|e| e.address == *address);
-        if !there && let Err(fault) = service.publish(claim, &entry, address, false) {
+        let there = !created && service.exports.is_at(entry.name(), address);
+        if !there && let Err(fault) = service.exports.publish(claim, &entry, address, false) {
             if created {
                 service.undo(claim, &entry);
             }

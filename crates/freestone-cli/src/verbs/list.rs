@@ -8,7 +8,6 @@ use clap::Args;
 use freestone::cow::Snapshot;
 use freestone::file;
 use freestone::ram::Ram;
-use freestone_nbd::ExportInfo;
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
@@ -19,6 +18,7 @@ use unicode_width::UnicodeWidthStr as _;
 use super::Verb;
 use super::pattern::Pattern;
 use crate::control::protocol::Fault;
+use crate::exports::Export;
 use crate::job::Progress;
 use crate::service::Service;
 
@@ -104,36 +104,6 @@ impl Changed {
     /// Of a base, as of the last look.
     pub fn of(entry: &Entry) -> Option<Self> {
         entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() })
-    }
-}
-
-/// Where a device is published.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Export {
-    /// `unix:PATH` or `tcp:HOST:PORT`.
-    pub address: String,
-    /// What a client is given.
-    pub uri: String,
-    /// Clients cannot write there.
-    pub read_only: bool,
-    /// Also found under the empty name.
-    pub default: bool,
-    /// Every connection gets a fork of its own.
-    pub template: bool,
-    /// Open connections.
-    pub connections: usize,
-}
-
-impl From<&ExportInfo> for Export {
-    fn from(info: &ExportInfo) -> Self {
-        Self {
-            address: info.address.to_string(),
-            uri: info.address.uri(&info.name),
-            read_only: info.read_only,
-            default: info.default,
-            template: info.template,
-            connections: info.connections,
-        }
     }
 }
 
@@ -228,7 +198,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         mem_limit: stat.map(|stat| stat.mem_limit),
         mem_used_max: stat.map(|stat| stat.mem_used_max),
         same_pages: stat.map(|stat| stat.same_pages),
-        exports: service.exports_of(entry.name()).iter().map(Export::from).collect(),
+        exports: service.exports.of(entry.name()),
     }
 }
 

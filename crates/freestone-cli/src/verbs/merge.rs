@@ -114,7 +114,7 @@ impl Verb for Merge {
             // What they show would change with the origin.
             service.registry.check_unused(&entry, "merged")?;
             if !params.force && snapshot.merge_status() == MergeStatus::None {
-                service.check_idle(&*service.find(&origin)?)?;
+                service.exports.check_idle(&*service.find(&origin)?)?;
             }
             // Who finds it running waits beside who began it.
             let began = snapshot.merge_status() != MergeStatus::Running;

@@ -201,7 +201,7 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
     let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
     // What waits for room would be waited for.
     let _now = entry.no_waiting();
-    let (connections_ended, outcome) = service.nbd.restart(&name, || match at {
+    let (connections_ended, outcome) = service.exports.restart(&name, || match at {
         None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
         Some(at) => {
             entry.rewinds.fetch_add(1, Ordering::SeqCst);

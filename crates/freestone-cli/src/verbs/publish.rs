@@ -1,17 +1,20 @@
-//! `publish NAME --nbd ADDR`: an export at run time.
+//! `publish NAME --nbd ADDR --vhost-user unix:PATH`: exports at run time.
 
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
-use freestone_spec::kinds::Spec;
+use freestone_spec::kinds::{Entry, Spec};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, keys};
+use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::exports::vhost_user_address;
 use crate::paths::{address_text, parse_address};
 use crate::service::Service;
 
@@ -26,9 +29,16 @@ pub struct Params {
     /// With --template: the name that clients ask for [default: NAME-fork]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     export: Option<String>,
-    /// unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not yet
+    /// For NBD clients: unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not
+    /// yet
     #[arg(long, value_name = "ADDR", value_parser = super::keys::words_parser())]
-    nbd: String,
+    #[arg(required_unless_present = "vhost_user")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nbd: Option<String>,
+    /// For a virtual machine: a vhost-user-blk socket of this device alone
+    #[arg(long, value_name = "unix:PATH", value_parser = super::keys::words_parser())]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    vhost_user: Option<String>,
     /// Clients cannot write
     #[arg(long)]
     #[serde(default)]
@@ -64,9 +74,36 @@ impl Params {
         }
         self.keys = keys::of_words(&self.name, "template", &self.words)?;
         self.template_spec().map_err(|fault| Usage(fault.message))?;
-        let nbd = parse_address(&self.nbd, None);
-        self.nbd = address_text(&nbd.map_err(|e| Usage(format!("{}: --nbd: {e}", self.name)))?);
+        let places = self.places(["--nbd", "--vhost-user"]).map_err(|fault| Usage(fault.message))?;
+        self.nbd = places.nbd.as_ref().map(address_text);
+        self.vhost_user = places.vhost_user.map(|path| address_text(&Address::Unix(path)));
         Ok(self)
+    }
+
+    /// Where it is to be seen, by these keys.
+    fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Places, Fault> {
+        let name = &self.name;
+        let parse = |key: &str, text: &str| {
+            parse_address(text, None).map_err(|e| Fault::invalid(format!("{name}: {key}: {e}")))
+        };
+        let nbd = self.nbd.as_deref().map(|text| parse(nbd_key, text)).transpose()?;
+        let vhost_user = self.vhost_user.as_deref().map(|text| parse(vhost_user_key, text)).transpose()?;
+        let vhost_user = match vhost_user {
+            None => None,
+            Some(Address::Unix(path)) => Some(path),
+            Some(tcp @ Address::Tcp { .. }) => {
+                let why = "a virtual machine shares its memory: it must be unix:PATH";
+                return Err(Fault::invalid(format!("{name}: {vhost_user_key}: {tcp}: {why}")));
+            }
+        };
+        if self.template && vhost_user.is_some() {
+            let why = "a template is published over NBD; publish a fork of it";
+            return Err(Fault::invalid(format!("{name}: {vhost_user_key}: {why}")));
+        }
+        if nbd.is_none() && vhost_user.is_none() {
+            return Err(Fault::invalid(format!("{name}: publish: {nbd_key} or {vhost_user_key} is missing")));
+        }
+        Ok(Places { nbd, vhost_user })
     }
 
     /// The template that is to be made first.
@@ -94,14 +131,25 @@ impl Params {
     }
 }
 
+/// Where a device is to be seen.
+struct Places {
+    nbd: Option<Address>,
+    vhost_user: Option<PathBuf>,
+}
+
 /// Where it is now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// What clients ask for.
+    /// What NBD clients ask for.
     name: String,
-    /// With the port that was chosen.
-    address: String,
-    uri: String,
+    /// Of NBD, with the port that was chosen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    address: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    uri: Option<String>,
+    /// `vhost-user:PATH`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    vhost_user: Option<String>,
 }
 
 impl Verb for Publish {
@@ -111,9 +159,8 @@ impl Verb for Publish {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let template = params.template_spec()?;
-        let Params { name, nbd, read_only, .. } = params;
-        let address: Address =
-            parse_address(&nbd, None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))?;
+        let places = params.places(["nbd", "vhost_user"])?;
+        let Params { name, read_only, .. } = params;
         let claim = match &template {
             Some(spec) => service.claim_new(Self::METHOD, [spec])?,
             None => service.claim(Self::METHOD, &name)?,
@@ -123,22 +170,41 @@ impl Verb for Publish {
             Some(template) => Arc::clone(template),
             None => service.find(&name)?,
         };
-        match service.publish(&claim, &entry, &address, read_only) {
-            Ok(at) => Ok(Reply {
-                address: at.to_string(),
-                uri: at.uri(entry.name()),
-                name: entry.name().to_owned(),
-            }),
-            Err(fault) => {
-                if let Some(template) = made {
-                    service.undo(&claim, &template);
-                }
-                Err(fault)
+        let published = publish(service, &claim, &entry, &places, read_only);
+        published.inspect_err(|_| {
+            if let Some(template) = made {
+                service.undo(&claim, &template);
             }
-        }
+        })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "{}", reply.uri)
+        [&reply.uri, &reply.vhost_user].into_iter().flatten().try_for_each(|place| writeln!(out, "{place}"))
     }
+}
+
+/// At all of these places, or at none.
+fn publish(
+    service: &Service,
+    claim: &Claim<'_>,
+    entry: &Arc<Entry>,
+    places: &Places,
+    read_only: bool,
+) -> Result<Reply, Fault> {
+    let exports = &service.exports;
+    let mut reply = Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None };
+    let socket = match &places.vhost_user {
+        Some(path) => Some(exports.publish_vhost_user(claim, entry, path, read_only)?),
+        None => None,
+    };
+    reply.vhost_user = socket.as_ref().map(|socket| vhost_user_address(socket.path()));
+    if let Some(address) = &places.nbd {
+        let at = exports.publish(claim, entry, address, read_only).inspect_err(|_| {
+            if let Some(socket) = &socket {
+                exports.withdraw(claim, socket);
+            }
+        })?;
+        (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+    }
+    Ok(reply)
 }

@@ -68,7 +68,7 @@ impl Verb for Reset {
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
-        service.check_wipe(&entry, params.force)?;
+        service.exports.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.

@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
+use crate::exports::check_own;
 use crate::job::Kind;
-use crate::service::{Service, description};
+use crate::service::Service;
 
 /// The verb.
 pub struct Rewind;
@@ -85,7 +86,7 @@ impl Verb for Rewind {
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
         }
         service.registry.check_unused(&entry, "rewound")?;
-        service.check_wipe(&entry, params.force)?;
+        service.exports.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
@@ -115,10 +116,10 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     if !snapshot.kind.memory_snapshot().is_some_and(is_own) {
         return refuse(Errno::EINVAL, "is no snapshot of it");
     }
-    Service::check_own(&entry)?;
+    check_own(&entry)?;
     service.registry.check_unused(&entry, "rewound")?;
     if !force {
-        service.check_idle(&entry)?;
+        service.exports.check_idle(&entry)?;
     }
     let _job = service.jobs.begin(&name, Rewind::METHOD, Kind::WHOLE)?;
     // What it is guaranteed goes over to its successor.
@@ -145,11 +146,9 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     }
     // What waits for room would be waited for.
     let _now = entry.no_waiting();
-    let (ended, replaced) = service.nbd.restart(&name, || {
+    let (ended, replaced) = service.exports.restart(&name, || {
         service.registry.replace(&entry, &new).map_err(|why| why.of(&name))?;
-        if let Some(device) = new.device() {
-            service.nbd.replace(&name, device, &description(&new), &new.failures);
-        }
+        service.exports.replace(&new);
         Ok::<(), Refusal>(())
     });
     replaced?;

@@ -65,7 +65,11 @@ impl Verb for Set {
         }
         let _claim = service.claim(Self::METHOD, &params.name)?;
         let entry = service.find(&params.name)?;
+        let size = entry.size();
         attrs::set(&service.registry, &entry, &params.attrs)?;
+        if entry.size() != size {
+            service.exports.resized(&params.name);
+        }
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 

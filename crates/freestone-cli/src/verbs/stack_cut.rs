@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::protocol::Fault;
 use crate::job::Kind;
-use crate::service::{Service, description};
+use crate::service::Service;
 
 /// What was done.
 pub struct StackCut {
@@ -123,9 +123,7 @@ pub fn cut(
 fn reopen(service: &Service, stack: &Stack, old: &Arc<Entry>) -> Result<Arc<Entry>, Fault> {
     let new = Arc::new(stack.reopen(old)?);
     service.registry.replace(old, &new).map_err(|why| why.of(old.name()))?;
-    if let Some(device) = new.device() {
-        service.nbd.replace(new.name(), device, &description(&new), &new.failures);
-    }
+    service.exports.replace(&new);
     new.kind.begin_merge(&new, &service.registry)?;
     Ok(new)
 }
@@ -133,6 +131,6 @@ fn reopen(service: &Service, stack: &Stack, old: &Arc<Entry>) -> Result<Arc<Entr
 /// Does it with nobody connected to any of these.
 fn restart<T>(service: &Service, names: &[&str], action: &mut dyn FnMut() -> T) -> (usize, T) {
     let [first, rest @ ..] = names else { return (0, action()) };
-    let (ended, (more, done)) = service.nbd.restart(first, || restart(service, rest, action));
+    let (ended, (more, done)) = service.exports.restart(first, || restart(service, rest, action));
     (ended + more, done)
 }

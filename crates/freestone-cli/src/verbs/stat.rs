@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value, json};
 
-use super::list::{Changed, Export, LOOK_MAX};
+use super::list::{Changed, LOOK_MAX};
 use super::pattern::Pattern;
 use super::{Common, Verb};
 use crate::control::protocol::Fault;
@@ -97,7 +97,7 @@ impl Verb for Stat {
         }
         let devices: Result<Vec<_>, _> =
             service.registry.all().iter().map(|entry| text(&device(service, entry, None)?)).collect();
-        let addresses: Vec<_> = service.nbd.addresses().iter().map(ToString::to_string).collect();
+        let addresses: Vec<_> = service.exports.nbd.addresses().iter().map(ToString::to_string).collect();
         let server = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
@@ -253,8 +253,7 @@ fn device(
     if !memory.is_empty() {
         reply.insert("memory".into(), Value::Object(memory));
     }
-    let exports: Vec<_> = service.exports_of(entry.name()).iter().map(Export::from).collect();
-    reply.insert("exports".into(), json!(exports));
+    reply.insert("exports".into(), json!(service.exports.of(entry.name())));
     Ok(reply)
 }
 

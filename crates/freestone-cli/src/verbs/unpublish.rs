@@ -42,10 +42,10 @@ impl Verb for Unpublish {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        if service.exports_of(&name).is_empty() {
+        if service.exports.of(&name).is_empty() {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }
-        let connections_ended = service.unpublish(&claim, &entry, params.force)?;
+        let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
         Ok(Reply { name, connections_ended })
     }
 

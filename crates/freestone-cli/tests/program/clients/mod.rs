@@ -24,4 +24,5 @@ mod saved;
 mod snapshots;
 pub mod tools;
 pub mod tree;
+mod vhost_user;
 mod writeback;

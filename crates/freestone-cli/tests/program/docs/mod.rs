@@ -68,6 +68,11 @@ fn zones() {
 }
 
 #[test]
+fn vhost_user() {
+    run_page("docs/vhost-user.md");
+}
+
+#[test]
 fn zram() {
     run_page("docs/zram.md");
 }
@@ -83,6 +88,7 @@ fn every_page_with_commands_is_run() {
         "docs/nbd.md",
         "docs/power.md",
         "docs/snapshots.md",
+        "docs/vhost-user.md",
         "docs/zones.md",
         "docs/zram.md",
     ];

@@ -1,8 +1,13 @@
 //! A frontend of its own, which does what no honest one does. Its memory is a file that is read and
 //! written as a file.
 
+mod hostile;
+mod inflight;
+mod life;
+mod zones;
+
 use std::fs::File;
-use std::io::{IoSlice, Read, Write};
+use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -10,11 +15,18 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_core::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone_core::budget::{self, Budget};
+use freestone_core::device::zoned::{AppendCompletion, ZoneOp};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried, Zone, Zoned,
+};
 use freestone_ram::ram::{Config, Ram};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use tempfile::TempDir;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -38,7 +50,7 @@ const DATA: u64 = 0x1_0000;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A device that answers each request later, on another thread.
-struct Late(Arc<Ram>);
+struct Late(Arc<dyn Device>);
 
 impl Device for Late {
     fn geometry(&self) -> Geometry {
@@ -49,10 +61,56 @@ impl Device for Late {
         Ok(Tried::WouldBlock)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let ram = Arc::clone(&self.0);
+        let device = Arc::clone(&self.0);
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(20));
-            ram.submit(request, buffer, done);
+            device.submit(request, buffer, done);
+        });
+    }
+    fn zoned(&self) -> Option<&dyn Zoned> {
+        self.0.zoned().map(|_| self as &dyn Zoned)
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.0.extents(offset, len, row)
+    }
+}
+
+impl Zoned for Late {
+    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
+        self.0.zoned().unwrap().report(offset, row)
+    }
+    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
+        self.0.zoned().unwrap().zone_op(op, offset)
+    }
+    fn reset_all(&self) -> Result<()> {
+        self.0.zoned().unwrap().reset_all()
+    }
+    fn try_append(&self, _: u64, _: &[u8], _: Flags) -> Result<Option<u64>> {
+        Ok(None)
+    }
+    fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
+        let device = Arc::clone(&self.0);
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            device.zoned().unwrap().submit_append(offset, data, flags, done);
+        });
+    }
+}
+
+/// A device that answers nothing before it is gone.
+struct Never(Arc<Ram>);
+
+impl Device for Never {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
+        Ok(Tried::WouldBlock)
+    }
+    fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_secs(1));
+            done.complete(Err(Error::Gone), buffer);
         });
     }
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
@@ -66,8 +124,12 @@ fn ram() -> Arc<Ram> {
 
 fn export(device: Arc<dyn Device>) -> (TempDir, Export) {
     let dir = tempfile::tempdir().unwrap();
-    let export = Export::new(&dir.path().join("v"), "disk", device, Options::default()).unwrap();
+    let export = Export::new(&dir.path().join("v"), "disk", device, options()).unwrap();
     (dir, export)
+}
+
+fn options() -> Options {
+    Options::new(Budget::new(budget::DEFAULT_BYTES))
 }
 
 struct Client {
@@ -116,6 +178,43 @@ impl Client {
         let mut body = vec![0; header.size as usize];
         self.socket.read_exact(&mut body).unwrap();
         body
+    }
+
+    /// The same with a file.
+    fn receive_file(&mut self, request: u32) -> (Vec<u8>, OwnedFd) {
+        let mut header = [0; size_of::<Header>()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut header)];
+        let got = recvmsg(&self.socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+        assert_eq!(got.bytes, size_of::<Header>());
+        let mut files: Vec<OwnedFd> = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                files.extend(rights);
+            }
+        }
+        let header = Header::read_from_bytes(&header).unwrap();
+        assert_eq!((header.request, header.flags), (request, 5));
+        let mut body = vec![0; header.size as usize];
+        self.socket.read_exact(&mut body).unwrap();
+        (body, files.pop().expect("it comes with a file"))
+    }
+
+    /// The configuration space.
+    fn config(&mut self) -> BlkConfig {
+        let part = ConfigPart { offset: 0, size: 96, flags: 0 };
+        self.send(message::GET_CONFIG, 0, &[part.as_bytes(), &[0; 96]].concat(), &[]);
+        BlkConfig::read_from_bytes(&self.receive(message::GET_CONFIG)[12..]).unwrap()
+    }
+
+    /// Makes a flush available.
+    fn offer_flush(&mut self) {
+        self.header(request::FLUSH, 0);
+        let chain =
+            [(GUEST + HEADERS, 16, descriptor::NEXT), (GUEST + HEADERS + 0x100, 1, descriptor::WRITE)];
+        self.descriptors(DESC, &chain);
+        self.offer(0);
     }
 
     fn number(&mut self, request: u32) -> u64 {
@@ -220,7 +319,7 @@ impl Client {
     /// The usual chain, with so much data; its status and length.
     fn request(&mut self, kind: u32, sector: u64, len: u32, indirect: bool) -> (u8, u32) {
         self.header(kind, sector);
-        let to_us = matches!(kind, request::IN | request::GET_ID);
+        let to_us = matches!(kind, request::IN | request::GET_ID | request::ZONE_REPORT);
         let data_flags = if to_us { descriptor::WRITE } else { 0 } | descriptor::NEXT;
         let mut chain = vec![(GUEST + HEADERS, 16, descriptor::NEXT)];
         if len > 0 {
@@ -293,7 +392,7 @@ fn all_requests_do_what_they_say() {
 fn a_read_only_export_is_not_written() {
     let ram = ram();
     let dir = tempfile::tempdir().unwrap();
-    let options = Options { read_only: true, ..Options::default() };
+    let options = Options { read_only: true, ..options() };
     let export = Export::new(&dir.path().join("v"), "disk", ram, options).unwrap();
     let mut client = Client::connect(&export);
     client.set_up(0);
@@ -352,10 +451,7 @@ fn a_stopped_queue_has_done_what_it_took_and_goes_on_there() {
     let (_dir, export) = export(Arc::new(Late(ram())));
     let mut client = Client::connect(&export);
     client.set_up(0);
-    client.header(request::FLUSH, 0);
-    let chain = [(GUEST + HEADERS, 16, descriptor::NEXT), (GUEST + HEADERS + 0x100, 1, descriptor::WRITE)];
-    client.descriptors(DESC, &chain);
-    client.offer(0);
+    client.offer_flush();
     client.offer(0);
     client.send(message::GET_VRING_BASE, 0, VringState { index: 0, num: 0 }.as_bytes(), &[]);
     let state = VringState::read_from_bytes(&client.receive(message::GET_VRING_BASE)).unwrap();
@@ -373,151 +469,10 @@ fn a_frontend_that_leaves_with_requests_in_flight_makes_room_for_the_next() {
     for _ in 0..3 {
         let mut client = Client::connect(&export);
         client.set_up(0);
-        client.header(request::FLUSH, 0);
-        let chain =
-            [(GUEST + HEADERS, 16, descriptor::NEXT), (GUEST + HEADERS + 0x100, 1, descriptor::WRITE)];
-        client.descriptors(DESC, &chain);
-        for _ in 0..SIZE {
+        client.offer_flush();
+        for _ in 1..SIZE {
             client.offer(0);
         }
     }
     works(&export);
-}
-
-/// A descriptor: address, length, flags.
-type Entry = (u64, u32, u16);
-
-#[test]
-fn a_broken_chain_ends_its_queue() {
-    let (_dir, export) = export(ram());
-    let (next, write) = (descriptor::NEXT, descriptor::WRITE);
-    let header = (GUEST + HEADERS, 16, next);
-    let status = (GUEST + HEADERS + 0x100, 1, write);
-    let chains: [(&str, Vec<Entry>); 9] = [
-        ("no status", vec![(GUEST + HEADERS, 16, 0)]),
-        ("no header", vec![status]),
-        ("a short header", vec![(GUEST + HEADERS, 15, next), status]),
-        ("a header outside", vec![(0, 16, next), status]),
-        ("a status outside", vec![header, (u64::MAX, 1, write)]),
-        ("an order", vec![header, (GUEST + DATA, 512, write | next), (GUEST + DATA, 512, 0)]),
-        ("a table of no bytes", vec![(GUEST + TABLE, 0, descriptor::INDIRECT)]),
-        ("a table outside", vec![(0, 32, descriptor::INDIRECT)]),
-        ("a table with another behind", vec![(GUEST + TABLE, 32, descriptor::INDIRECT | next), status]),
-    ];
-    for (what, chain) in chains {
-        let mut client = Client::connect(&export);
-        client.set_up(0);
-        client.header(request::FLUSH, 0);
-        client.descriptors(DESC, &chain);
-        client.offer(0);
-        assert!(Client::is_readable(&client.err), "{what}");
-    }
-    for what in ["a circle", "a head outside", "too much available"] {
-        let mut client = Client::connect(&export);
-        client.set_up(0);
-        match what {
-            "a circle" => {
-                let circle =
-                    Descriptor { addr: GUEST.into(), len: 1.into(), flags: next.into(), next: 0.into() };
-                client.put(DESC, circle.as_bytes());
-                client.offer(0);
-            }
-            "a head outside" => client.offer(SIZE),
-            _ => {
-                client.next = SIZE;
-                client.offer(0);
-            }
-        }
-        assert!(Client::is_readable(&client.err), "{what}");
-        assert!(client.state(message::SET_VRING_ENABLE, 0, 1), "the connection lives");
-    }
-    works(&export);
-}
-
-#[test]
-fn what_is_no_message_ends_the_connection_only() {
-    let (_dir, export) = export(ram());
-    let header = |request, flags, size| Header { request, flags, size };
-    for header in [header(1, 0, 0), header(1, 1, u32::MAX), header(u32::MAX, 1, 4)] {
-        let mut client = Client::connect(&export);
-        client.socket.write_all(header.as_bytes()).unwrap();
-        let _ = client.socket.write_all(&[0; 4]);
-        let mut rest = Vec::new();
-        // Closed with unread bytes: a reset, or an end.
-        let _ = client.socket.read_to_end(&mut rest);
-        assert_eq!(rest, []);
-    }
-    // Every message with no body, and with one of zeroes.
-    for request in 0..48 {
-        for size in [0, 8, 40] {
-            let client = Client::connect(&export);
-            client.send(request, NEED_REPLY, &vec![0; size], &[]);
-        }
-    }
-    works(&export);
-}
-
-#[test]
-fn memory_that_is_cut_off_ends_its_connection() {
-    let (_dir, export) = export(ram());
-    let mut client = Client::connect(&export);
-    client.set_up(0);
-    assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
-    client.memory.set_len(0).unwrap();
-    rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
-    let mut rest = Vec::new();
-    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
-    works(&export);
-}
-
-#[test]
-fn regions_lie_in_their_files() {
-    let (_dir, export) = export(ram());
-    let mut client = Client::connect(&export);
-    client.send(message::SET_PROTOCOL_FEATURES, 0, &protocol::REPLY_ACK.to_ne_bytes(), &[]);
-    let memory = client.memory.try_clone().unwrap();
-    let with = |change: fn(&mut MemRegion)| {
-        let mut single = region();
-        change(&mut single.region);
-        single
-    };
-    for wrong in [
-        with(|region| region.size += 1),
-        with(|region| region.size = 0),
-        with(|region| region.size = u64::MAX),
-        with(|region| region.guest = u64::MAX),
-        with(|region| region.offset = u64::MAX - 4096),
-        with(|region| region.offset = 4096),
-    ] {
-        assert!(!client.ask(message::ADD_MEM_REG, wrong.as_bytes(), &[memory.as_fd()]), "{wrong:?}");
-    }
-    let socket = client.socket.try_clone().unwrap();
-    assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[socket.as_fd()]), "no file");
-    assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[]), "none at all");
-    assert!(client.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.as_fd()]));
-}
-
-#[test]
-fn a_socket_that_is_left_is_replaced_and_one_in_use_is_not() {
-    let (dir, mut first) = export(ram());
-    let path = dir.path().join("v");
-    let again = || Export::new(&path, "disk", ram(), Options::default());
-    assert!(again().unwrap_err().to_string().ends_with("another server listens there"));
-    assert!(first.end(PATIENCE) && first.end(PATIENCE));
-    assert!(!path.exists());
-    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    assert!(path.exists());
-    works(&again().unwrap());
-    std::fs::write(&path, "").unwrap();
-    assert!(again().unwrap_err().to_string().ends_with("that is no socket"));
-}
-
-#[test]
-fn a_frontend_that_is_there_does_not_hold_up_the_end() {
-    let (_dir, mut export) = export(ram());
-    let mut client = Client::connect(&export);
-    client.set_up(0);
-    assert!(export.is_connected());
-    assert!(export.end(PATIENCE));
-    assert_eq!(client.socket.read(&mut [0]).unwrap(), 0);
 }

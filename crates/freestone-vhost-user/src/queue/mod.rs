@@ -1,9 +1,11 @@
 //! One queue: the loop of its thread. Each turn takes what the device has finished, works through
 //! what is available, and shows the driver all that is done, with one notification at most.
 
+mod answering;
+
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 use freestone_core::answers::Answers;
 use freestone_core::budget::{Granted, Share};
@@ -14,10 +16,13 @@ use freestone_core::workers::{Costs, MIN_BYTES, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::disk::Disk;
+use crate::guest::Guest;
+use crate::inflight::Notes;
 use crate::memory::Memory;
 use crate::ring::{Addresses, Broken, Chain, Ring};
-use crate::task::{Finished, Kind, Task, gather, scatter, status_of};
+use crate::task::{Finished, Kind, Task, gather, scatter};
 use crate::wire::{ID_BYTES, status};
+use crate::zones;
 
 /// Requests of a queue that a device may hold at once.
 const MAX_IN_FLIGHT: usize = 256;
@@ -29,46 +34,6 @@ const PUBLISH_AT: u16 = 32;
 const MAX_SPARE_BYTES: usize = 512 << 10;
 /// Buffers have at least so many bytes, so that each fits the next request.
 const MIN_BUFFER_BYTES: usize = 4096;
-
-/// What the queues of a frontend share.
-#[derive(Debug)]
-pub struct Guest {
-    /// The memory as of now; locked for a look or a change.
-    memory: Mutex<Arc<Memory>>,
-    /// Changes of the memory so far.
-    generation: AtomicU64,
-    /// Writes may sit in the device's cache.
-    pub writeback: AtomicBool,
-    /// The connection, which a queue ends whose memory is gone.
-    pub socket: OwnedFd,
-}
-
-impl Guest {
-    /// Of a frontend that has no memory yet.
-    pub fn new(socket: OwnedFd) -> Self {
-        Self {
-            memory: Mutex::default(),
-            generation: AtomicU64::new(0),
-            writeback: AtomicBool::new(true),
-            socket,
-        }
-    }
-
-    /// The memory as of now.
-    pub fn memory(&self) -> Arc<Memory> {
-        Arc::clone(&self.memory.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// There is other memory from now on.
-    pub fn set_memory(&self, memory: Memory) {
-        let old = {
-            let mut now = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *now, Arc::new(memory))
-        };
-        self.generation.fetch_add(1, Ordering::SeqCst);
-        drop(old);
-    }
-}
 
 /// What a queue's thread works with.
 pub struct Parts {
@@ -88,6 +53,10 @@ pub struct Parts {
     pub ring: Ring,
     /// Where that lies.
     pub addresses: Addresses,
+    /// Where it is noted what is in flight, if the frontend wants that.
+    pub notes: Option<Notes>,
+    /// Chains that another connection has begun and not answered, the last one first.
+    pub again: Vec<u16>,
     /// Readable when the driver has made something available.
     pub kick: Arc<OwnedFd>,
     /// Tells the driver; may change meanwhile, and is locked for one write.
@@ -126,7 +95,7 @@ struct Queue {
 pub fn run(parts: Parts) -> u16 {
     let device = Bytes::new(Arc::clone(&parts.disk.device));
     let zoned = device.geometry().zones.is_some();
-    let generation = parts.guest.generation.load(Ordering::SeqCst);
+    let generation = parts.guest.generation();
     let memory = parts.guest.memory();
     let mut queue = Queue {
         parts,
@@ -156,7 +125,8 @@ impl Queue {
         while !self.parts.answers.is_ended() {
             self.renew()?;
             self.harvest();
-            let ready = self.parts.ring.available()?;
+            // No more than twice the entries of a queue.
+            let ready = self.parts.ring.available()? + self.parts.again.len() as u16;
             for behind in (0..ready).rev() {
                 if self.parts.answers.is_ended() || !self.has_room() {
                     break;
@@ -186,19 +156,24 @@ impl Queue {
 
     /// Notices other memory, and memory that is gone.
     fn renew(&mut self) -> Result<(), Broken> {
-        let generation = self.parts.guest.generation.load(Ordering::SeqCst);
+        let generation = self.parts.guest.generation();
         if generation != self.generation {
             // In this order a change in between is seen in the next turn.
             self.generation = generation;
             self.memory = self.parts.guest.memory();
             self.parts.ring = self.parts.ring.again(&self.memory, &self.parts.addresses)?;
         }
-        if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) }
+        if self.is_dead() { Err(Broken::Memory) } else { Ok(()) }
+    }
+
+    /// Whether the frontend has taken memory away.
+    fn is_dead(&self) -> bool {
+        self.memory.is_dead() || self.parts.notes.as_ref().is_some_and(Notes::is_dead)
     }
 
     /// Sleeps where nothing is available.
     fn rest(&mut self) -> Result<(), Broken> {
-        if self.parts.ring.available()? > 0 {
+        if self.parts.ring.available()? > 0 || !self.parts.again.is_empty() {
             return Ok(());
         }
         self.parts.ring.want_notification();
@@ -232,12 +207,21 @@ impl Queue {
 
     /// Begins the next request; it stays the next one where the queue is stopped first.
     fn next_request(&mut self, behind: u16) -> Result<(), Broken> {
-        let head = self.parts.ring.chain(&self.memory, &mut self.chain)?;
+        let again = self.parts.again.last().copied();
+        let head = again.unwrap_or_else(|| self.parts.ring.next_head());
+        self.parts.ring.chain(head, &self.memory, &mut self.chain)?;
         let mut task = Task::parse(head, &mut self.chain, &self.memory)?;
         if task.len > 0 && !self.reserve(task.len) {
             return Ok(());
         }
-        self.parts.ring.take();
+        if again.is_some() {
+            self.parts.again.pop();
+        } else {
+            if let Some(notes) = &mut self.parts.notes {
+                notes.begin(head);
+            }
+            self.parts.ring.take();
+        }
         match task.kind {
             Kind::Refused(status) => self.answer(task, status, 0),
             Kind::Id => {
@@ -252,13 +236,17 @@ impl Queue {
                 };
                 self.answer(task, status, n);
             }
+            _ if task.changes() && self.parts.disk.read_only => self.fail(task, Error::ReadOnly),
+            Kind::Append(offset) => self.append(task, offset)?,
+            Kind::Zone(request) => match zones::execute(&*self.parts.disk.device, request, task.len) {
+                Err(error) => self.fail(task, error),
+                Ok(said) => match scatter(&self.memory, &task.data, 0, &said) {
+                    Ok(()) => self.answer(task, status::OK, said.len()),
+                    Err(_) => self.answer(task, status::IOERR, 0),
+                },
+            },
             Kind::Io(mut request) => {
-                let changes = matches!(request.op, Op::Write | Op::WriteZeroes | Op::Discard);
-                if changes && self.parts.disk.read_only {
-                    self.fail(task, Error::ReadOnly);
-                    return Ok(());
-                }
-                if changes && !self.parts.guest.writeback.load(Ordering::SeqCst) {
+                if task.changes() && !self.parts.guest.writeback.load(Ordering::SeqCst) {
                     request.flags |= Flags::FUA;
                     task.kind = Kind::Io(request);
                 }
@@ -337,7 +325,7 @@ impl Queue {
                 Ok(Tried::Done) => {
                     self.costs.learn(&request, began);
                     task.done = 0;
-                    self.succeed(task, buffer);
+                    self.succeed(task, buffer, 0);
                     return Ok(());
                 }
                 Ok(Tried::Partly(bytes)) => {
@@ -356,6 +344,47 @@ impl Queue {
                 }
             }
         }
+    }
+
+    /// Does an append, or begins it.
+    fn append(&mut self, mut task: Task, offset: u64) -> Result<(), Broken> {
+        let mut buffer = match self.buffer(task.len) {
+            Ok(buffer) => buffer,
+            Err(error) => {
+                self.fail(task, error);
+                return Ok(());
+            }
+        };
+        if gather(&self.memory, &task.data, &mut buffer).is_err() {
+            self.answer(task, status::IOERR, 0);
+            return if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) };
+        }
+        // From here on it is where the place of the data is told.
+        std::mem::swap(&mut task.data, &mut self.chain.writable);
+        let device = Arc::clone(&self.parts.disk.device);
+        let Some(zones) = device.zoned() else {
+            self.fail(task, Error::Unsupported);
+            return Ok(());
+        };
+        let durable = !self.parts.guest.writeback.load(Ordering::SeqCst);
+        let flags = if durable { Flags::FUA } else { Flags::empty() };
+        match zones.try_append(offset, &buffer, flags) {
+            Ok(Some(at)) => self.succeed(task, buffer, at),
+            Ok(None) => {
+                let request = Request::write(offset, buffer.len() as u64);
+                let answers = self.charge(&mut task, &request, &buffer);
+                let done = move |outcome| {
+                    answers.push(Finished { task, outcome, buffer: IoBuf::empty() });
+                };
+                self.plug.get_or_insert_with(Plug::start);
+                zones.submit_append(offset, buffer, flags, Box::new(done));
+            }
+            Err(error) => {
+                self.keep(buffer);
+                self.fail(task, error);
+            }
+        }
+        Ok(())
     }
 
     /// Whether a worker should do a large request. What comes alone has nothing to gain, and writes
@@ -391,83 +420,18 @@ impl Queue {
 
     /// Accounts for a request that is going to be another's, and says how its outcome comes back.
     fn begin(&mut self, mut task: Task, request: &Request, buffer: &IoBuf) -> Completion {
+        let answers = self.charge(&mut task, request, buffer);
+        Completion::new(move |outcome, buffer| {
+            answers.push(Finished { task, outcome: outcome.map(|()| 0), buffer });
+        })
+    }
+
+    /// Accounts for a request that is going to be another's; where its outcome goes.
+    fn charge(&mut self, task: &mut Task, request: &Request, buffer: &IoBuf) -> Arc<Answers<Finished>> {
         task.charge = buffer.capacity() + self.device.beside(request);
         self.charged += task.charge;
         self.in_flight += 1;
-        let answers = Arc::clone(&self.parts.answers);
-        Completion::new(move |outcome, buffer| answers.push(Finished { task, outcome, buffer }))
-    }
-
-    /// Answers what the device has finished.
-    fn harvest(&mut self) {
-        if self.in_flight == 0 {
-            return;
-        }
-        let mut finished = std::mem::take(&mut self.finished);
-        self.parts.answers.take(&mut finished);
-        for Finished { task, outcome, buffer } in finished.drain(..) {
-            self.in_flight -= 1;
-            self.charged -= task.charge;
-            match outcome {
-                Ok(()) => self.succeed(task, buffer),
-                Err(error) => self.fail(task, error),
-            }
-        }
-        self.finished = finished;
-    }
-
-    /// A request is done; a read's data from [`Task::done`] on is in the buffer.
-    fn succeed(&mut self, task: Task, buffer: IoBuf) {
-        if !task.is_read() {
-            self.keep(buffer);
-            return self.answer(task, status::OK, 0);
-        }
-        // A device that hands back another buffer has no data for the driver.
-        if task.done + buffer.len() != task.len {
-            return self.fail(task, Error::Media);
-        }
-        let written = scatter(&self.memory, &task.data, task.done, &buffer);
-        self.keep(buffer);
-        let len = task.len;
-        match written {
-            Ok(()) => self.answer(task, status::OK, len),
-            Err(_) => self.answer(task, status::IOERR, 0),
-        }
-    }
-
-    /// Counts what failed for who looks after the device, and answers.
-    #[cold]
-    fn fail(&mut self, task: Task, error: Error) {
-        let (disk, failed) = (&self.parts.disk, task.failed());
-        if let Some(held_back) = disk.failures.count(failed, error) {
-            tracing::warn!(kind = ?task.kind, "{}: {failed}: {error}{held_back}", disk.name);
-        } else {
-            tracing::debug!(kind = ?task.kind, "{}: {failed}: {error}", disk.name);
-        }
-        self.answer(task, status_of(error), 0);
-    }
-
-    /// Gives the chain back with a status, behind `len` bytes of data.
-    fn answer(&mut self, task: Task, status: u8, len: usize) {
-        if self.memory.write(task.status, &[status]).is_err() {
-            self.broken = Some(Broken::Memory);
-        }
-        self.parts.ring.give(task.head, len as u32 + 1);
-        // Its room is the next chain's.
-        let room = if task.is_write() { &mut self.chain.readable } else { &mut self.chain.writable };
-        if room.capacity() == 0 {
-            *room = task.data;
-        }
-    }
-
-    /// Shows the driver what was given back, and tells it where it wants that.
-    fn publish(&mut self) {
-        if self.parts.ring.publish()
-            && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner)
-        {
-            // It does not block; where the counter is full, the driver has not looked at the last.
-            let _ = rustix::io::write(call, &1_u64.to_ne_bytes());
-        }
+        Arc::clone(&self.parts.answers)
     }
 
     /// Waits for what the device has.
@@ -490,7 +454,7 @@ impl Queue {
         if let Some(err) = &self.parts.err {
             let _ = rustix::io::write(err.as_fd(), &1_u64.to_ne_bytes());
         }
-        if self.memory.is_dead() {
+        if self.is_dead() {
             let _ = rustix::net::shutdown(&self.parts.guest.socket, rustix::net::Shutdown::Both);
         }
     }

@@ -1,0 +1,281 @@
+//! Disks for virtual machines, without one: `qemu-img bench` over libblkio is the client of all, one
+//! queue, and the same over NBD.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone_report::{Report, Row, Summary, Target, Unit};
+
+use super::bound::Bound;
+use super::groups::{Bench, copy, words};
+use super::sides::{Running, Side, Starter};
+use crate::data::Data;
+use crate::fio_nbd::Direction;
+use crate::options::Set;
+use crate::served::Server;
+use crate::tool;
+
+const BYTES: u64 = 512 << 20;
+const ROUNDS: u32 = 7;
+const QUICK_ROUNDS: u32 = 1;
+/// Requests in flight, and how many there are of them over vhost-user and over NBD.
+const DEPTHS: [(u32, u32, u32); 2] = [(1, 6_000, 4_000), (32, 150_000, 40_000)];
+const QUICK_PART: u32 = 20;
+/// What a disk through queues has to be beside the same one over NBD.
+const OVER_NBD: f64 = 2.0;
+const CPU_OF_NBD: f64 = 0.5;
+/// And of what our null and the bare codec give.
+const BOUND_PART: f64 = 0.85;
+
+/// A server and how it is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Disk {
+    Null,
+    NullNbd,
+    Same,
+    SameNbd,
+    Ram,
+    QemuNull,
+    QemuFile,
+}
+
+const DISKS: [Disk; 7] =
+    [Disk::Null, Disk::NullNbd, Disk::Same, Disk::SameNbd, Disk::Ram, Disk::QemuNull, Disk::QemuFile];
+
+impl Disk {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::NullNbd => "null, NBD",
+            Self::Same => "same-filled",
+            Self::SameNbd => "same-filled, NBD",
+            Self::Ram => "ram",
+            Self::QemuNull => "qemu-storage-daemon null-co",
+            Self::QemuFile => "qemu-storage-daemon file in tmpfs",
+        }
+    }
+
+    fn is_nbd(self) -> bool {
+        matches!(self, Self::NullNbd | Self::SameNbd)
+    }
+}
+
+/// One that runs.
+struct Member {
+    disk: Disk,
+    server: Served,
+    /// Where `qemu-img` finds it.
+    image: String,
+    command: String,
+}
+
+enum Served {
+    Ours(Running),
+    Qemu { server: Server, _files: tempfile::TempDir },
+}
+
+/// What a run of the client said.
+#[derive(Clone, Copy)]
+struct Slice {
+    per_second: f64,
+    cpu_us: f64,
+}
+
+/// The disks in turns.
+pub fn run(bench: &Bench<'_>) -> Result<Report> {
+    let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
+    let bytes = data.bytes() & !((1 << 20) - 1);
+    let image = bench.place.image(&data, bytes)?;
+    let starter =
+        Starter { place: bench.place, peers: bench.peers, freestone: bench.freestone, image: &image, bytes };
+    let members: Vec<_> = DISKS.iter().map(|disk| start(*disk, &starter)).collect::<Result<_>>()?;
+    let bound = Bound::new(&data)?;
+    let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
+    let mut rows = Vec::new();
+    for direction in [Direction::Read, Direction::Write] {
+        for (depth, many, few) in DEPTHS {
+            let part = if bench.options.quick { QUICK_PART } else { 1 };
+            let mut slices: Vec<Vec<Slice>> = vec![Vec::new(); members.len()];
+            let mut codec = Vec::new();
+            for round in 0..rounds {
+                for turn in 0..members.len() {
+                    let place = (turn + round as usize) % members.len();
+                    let member = &members[place];
+                    let count = if member.disk.is_nbd() { few } else { many } / part;
+                    slices[place].push(slice(bench, member, direction, depth, count)?);
+                }
+                codec.push(bound.page_us(direction, round)?);
+            }
+            let what = if direction == Direction::Read { "reads" } else { "writes" };
+            rows.extend(rows_of(&format!("4 KiB {what}, depth {depth}"), direction, depth, &slices, &codec));
+        }
+    }
+    let mut report = Report {
+        rows,
+        ..Report::new("compare: disks for virtual machines", data.description.clone(), bytes, "lz4")
+    };
+    for member in &members {
+        report = report.note(format!("{}: {}", member.disk.name(), member.command));
+    }
+    let client = client(bench, "IMAGE", Direction::Read, 32, DEPTHS[1].1);
+    Ok(report
+        .note(format!("The client of all: {}", bench.peers.shown(&words(&client))))
+        .note(format!(
+            "The sides take turns, {rounds} runs of each. A ratio is of the same round. Every write has the same byte, so what is written to \
+             ram is same-filled. CPU time: the server's process."
+        ))
+        .note("What null and the codec give: a request that takes as long as our null's in the same round, and then the bare codec.")
+        .print())
+}
+
+fn rows_of(
+    name: &str,
+    direction: Direction,
+    depth: u32,
+    slices: &[Vec<Slice>],
+    codec_us: &[f64],
+) -> Vec<Row> {
+    let of = |disk: Disk, what: fn(&Slice) -> f64| -> Vec<f64> {
+        let place = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
+        slices[place].iter().map(what).collect()
+    };
+    let speed = |one: &Slice| one.per_second;
+    let cpu = |one: &Slice| one.cpu_us;
+    let deep = depth > 1;
+    let mut rows = Vec::new();
+    for disk in DISKS {
+        let value = Summary::of(of(disk, speed).into_iter().map(|speed| speed / 1e3));
+        let row = Row::new(format!("{name}: {}", disk.name()), Unit::Kiops, value);
+        rows.push(row.part("CPU us a request", Summary::of(of(disk, cpu)).median));
+    }
+    let mut over = |ours: Disk, other: Disk, least: Option<f64>| {
+        let ratio = Summary::ratio(&of(ours, speed), &of(other, speed));
+        let row =
+            Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio).judged(true).steady();
+        rows.push(match least {
+            Some(least) => row.target(Target::AtLeast(least)),
+            None => row,
+        });
+    };
+    let wanted = |least: f64| deep.then_some(least);
+    over(Disk::Null, Disk::NullNbd, wanted(OVER_NBD));
+    over(Disk::Same, Disk::SameNbd, wanted(OVER_NBD));
+    over(Disk::Null, Disk::QemuNull, wanted(1.0));
+    over(Disk::Same, Disk::QemuNull, wanted(1.0));
+    over(Disk::Ram, Disk::QemuFile, None);
+    for (ours, nbd) in [(Disk::Null, Disk::NullNbd), (Disk::Same, Disk::SameNbd)] {
+        let ratio = Summary::ratio(&of(ours, cpu), &of(nbd, cpu));
+        let row = Row::ratio(format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name()), ratio);
+        let row = row.judged(false).steady();
+        rows.push(if deep { row.target(Target::AtMost(CPU_OF_NBD)) } else { row });
+    }
+    if direction == Direction::Read {
+        let possible: Vec<_> = of(Disk::Null, speed)
+            .iter()
+            .zip(codec_us)
+            .map(|(null, codec)| 1e6 / (1e6 / null + codec))
+            .collect();
+        let ratio = Summary::ratio(&of(Disk::Ram, speed), &possible);
+        let row = Row::ratio(format!("{name}: ram / what null and the codec give"), ratio).steady();
+        rows.push(if deep { row.target(Target::AtLeast(BOUND_PART)) } else { row });
+    }
+    rows
+}
+
+fn start(disk: Disk, starter: &Starter) -> Result<Member> {
+    let side = match disk {
+        Disk::Null | Disk::NullNbd => Side::Null,
+        Disk::Same | Disk::SameNbd | Disk::Ram => Side::Ram,
+        Disk::QemuNull | Disk::QemuFile => return qemu(disk, starter),
+    };
+    let running = starter.start(side)?;
+    match disk {
+        Disk::Same | Disk::SameNbd => copy(&same_filled(starter)?, &running.socket)?,
+        Disk::Ram => copy(starter.image, &running.socket)?,
+        _ => {}
+    }
+    let mut command = running.command.clone();
+    let image = if disk.is_nbd() {
+        format!("driver=nbd,server.type=unix,server.path={}", running.socket.display())
+    } else {
+        let socket = running.socket.with_file_name("v");
+        let mut publish = Command::new(starter.freestone);
+        publish.args(["publish", "d", "--vhost-user"]).arg(format!("unix:{}", socket.display()));
+        publish.arg("--control").arg(running.socket.with_file_name("control"));
+        tool::run(&mut publish, "freestone")?;
+        command += "; freestone publish d --vhost-user unix:v --control control";
+        over_vhost_user(&socket)
+    };
+    Ok(Member { disk, server: Served::Ours(running), image, command })
+}
+
+fn over_vhost_user(socket: &Path) -> String {
+    format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", socket.display())
+}
+
+/// An image whose pages are each filled with a number of their own.
+fn same_filled(starter: &Starter) -> Result<PathBuf> {
+    let path = starter.image.with_file_name("same.img");
+    if !path.exists() {
+        let mut image = vec![0_u8; starter.bytes as usize];
+        for (number, page) in (1_u32..).zip(image.chunks_exact_mut(PAGE_BYTES)) {
+            page.as_chunks_mut().0.fill(number.to_ne_bytes());
+        }
+        std::fs::write(&path, image).with_context(|| format!("{}", path.display()))?;
+    }
+    Ok(path)
+}
+
+fn qemu(disk: Disk, starter: &Starter) -> Result<Member> {
+    let files = tempfile::tempdir_in("/dev/shm")?;
+    let socket = files.path().join("v");
+    let node = if disk == Disk::QemuNull {
+        format!("driver=null-co,node-name=f0,size={},read-zeroes=on", starter.bytes)
+    } else {
+        let path = files.path().join("img");
+        std::fs::copy(starter.image, &path).with_context(|| format!("{}", path.display()))?;
+        format!("driver=file,node-name=f0,filename={},locking=off,aio=io_uring", path.display())
+    };
+    let mut command = starter.peers.program("qemu-storage-daemon");
+    command.args(["--blockdev", &node, "--export"]).arg(format!(
+        "type=vhost-user-blk,id=e,node-name=f0,addr.type=unix,addr.path={},writable=on,num-queues=4",
+        socket.display()
+    ));
+    let shown = starter.peers.shown(&words(&command)).replace(&format!("{}/", files.path().display()), "");
+    let server = Server::start_until(&command, &|| socket.exists())?;
+    Ok(Member {
+        disk,
+        server: Served::Qemu { server, _files: files },
+        image: over_vhost_user(&socket),
+        command: shown,
+    })
+}
+
+fn client(bench: &Bench<'_>, image: &str, direction: Direction, depth: u32, count: u32) -> Command {
+    let mut command = bench.peers.program("qemu-img");
+    command.args(["bench", "-t", "none", "--image-opts", "-s", "4096"]);
+    if direction == Direction::Write {
+        command.arg("-w");
+    }
+    command.args(["-d", &depth.to_string(), "-c", &count.to_string(), image]);
+    bench.peers.with_modules(&mut command);
+    command
+}
+
+fn slice(bench: &Bench<'_>, member: &Member, direction: Direction, depth: u32, count: u32) -> Result<Slice> {
+    let server = match &member.server {
+        Served::Ours(running) => &running.server,
+        Served::Qemu { server, .. } => server,
+    };
+    let before = server.cpu()?;
+    let said = tool::run(&mut client(bench, &member.image, direction, depth, count), "qemu-utils")
+        .with_context(|| member.disk.name())?;
+    let cpu = server.cpu()?.saturating_sub(before);
+    let seconds =
+        said.split_once("completed in ").and_then(|(_, rest)| rest.split(' ').next()?.parse::<f64>().ok());
+    let seconds = seconds.with_context(|| format!("qemu-img bench says {said:?}"))?;
+    ensure!(seconds > 0.0, "qemu-img bench took no time");
+    Ok(Slice { per_second: f64::from(count) / seconds, cpu_us: cpu.as_secs_f64() * 1e6 / f64::from(count) })
+}

@@ -1,0 +1,121 @@
+//! What no honest frontend does.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+
+use zerocopy::IntoBytes;
+
+use super::*;
+
+/// A descriptor: address, length, flags.
+type Entry = (u64, u32, u16);
+
+#[test]
+fn a_broken_chain_ends_its_queue() {
+    let (_dir, export) = export(ram());
+    let (next, write) = (descriptor::NEXT, descriptor::WRITE);
+    let header = (GUEST + HEADERS, 16, next);
+    let status = (GUEST + HEADERS + 0x100, 1, write);
+    let chains: [(&str, Vec<Entry>); 9] = [
+        ("no status", vec![(GUEST + HEADERS, 16, 0)]),
+        ("no header", vec![status]),
+        ("a short header", vec![(GUEST + HEADERS, 15, next), status]),
+        ("a header outside", vec![(0, 16, next), status]),
+        ("a status outside", vec![header, (u64::MAX, 1, write)]),
+        ("an order", vec![header, (GUEST + DATA, 512, write | next), (GUEST + DATA, 512, 0)]),
+        ("a table of no bytes", vec![(GUEST + TABLE, 0, descriptor::INDIRECT)]),
+        ("a table outside", vec![(0, 32, descriptor::INDIRECT)]),
+        ("a table with another behind", vec![(GUEST + TABLE, 32, descriptor::INDIRECT | next), status]),
+    ];
+    for (what, chain) in chains {
+        let mut client = Client::connect(&export);
+        client.set_up(0);
+        client.header(request::FLUSH, 0);
+        client.descriptors(DESC, &chain);
+        client.offer(0);
+        assert!(Client::is_readable(&client.err), "{what}");
+    }
+    for what in ["a circle", "a head outside", "too much available"] {
+        let mut client = Client::connect(&export);
+        client.set_up(0);
+        match what {
+            "a circle" => {
+                let circle =
+                    Descriptor { addr: GUEST.into(), len: 1.into(), flags: next.into(), next: 0.into() };
+                client.put(DESC, circle.as_bytes());
+                client.offer(0);
+            }
+            "a head outside" => client.offer(SIZE),
+            _ => {
+                client.next = SIZE;
+                client.offer(0);
+            }
+        }
+        assert!(Client::is_readable(&client.err), "{what}");
+        assert!(client.state(message::SET_VRING_ENABLE, 0, 1), "the connection lives");
+    }
+    works(&export);
+}
+
+#[test]
+fn what_is_no_message_ends_the_connection_only() {
+    let (_dir, export) = export(ram());
+    let header = |request, flags, size| Header { request, flags, size };
+    for header in [header(1, 0, 0), header(1, 1, u32::MAX), header(u32::MAX, 1, 4)] {
+        let mut client = Client::connect(&export);
+        client.socket.write_all(header.as_bytes()).unwrap();
+        let _ = client.socket.write_all(&[0; 4]);
+        let mut rest = Vec::new();
+        // Closed with unread bytes: a reset, or an end.
+        let _ = client.socket.read_to_end(&mut rest);
+        assert_eq!(rest, []);
+    }
+    // Every message with no body, and with one of zeroes.
+    for request in 0..48 {
+        for size in [0, 8, 40] {
+            let client = Client::connect(&export);
+            client.send(request, NEED_REPLY, &vec![0; size], &[]);
+        }
+    }
+    works(&export);
+}
+
+#[test]
+fn memory_that_is_cut_off_ends_its_connection() {
+    let (_dir, export) = export(ram());
+    let mut client = Client::connect(&export);
+    client.set_up(0);
+    assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
+    client.memory.set_len(0).unwrap();
+    rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
+    let mut rest = Vec::new();
+    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
+    works(&export);
+}
+
+#[test]
+fn regions_lie_in_their_files() {
+    let (_dir, export) = export(ram());
+    let mut client = Client::connect(&export);
+    client.send(message::SET_PROTOCOL_FEATURES, 0, &protocol::REPLY_ACK.to_ne_bytes(), &[]);
+    let memory = client.memory.try_clone().unwrap();
+    let with = |change: fn(&mut MemRegion)| {
+        let mut single = region();
+        change(&mut single.region);
+        single
+    };
+    for wrong in [
+        with(|region| region.size += 1),
+        with(|region| region.size = 0),
+        with(|region| region.size = u64::MAX),
+        with(|region| region.guest = u64::MAX),
+        with(|region| region.offset = u64::MAX - 4096),
+        with(|region| region.offset = 4096),
+    ] {
+        assert!(!client.ask(message::ADD_MEM_REG, wrong.as_bytes(), &[memory.as_fd()]), "{wrong:?}");
+    }
+    let socket = client.socket.try_clone().unwrap();
+    assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[socket.as_fd()]), "no file");
+    assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[]), "none at all");
+    assert!(client.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.as_fd()]));
+}

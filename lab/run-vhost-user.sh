@@ -1,0 +1,94 @@
+#!/bin/bash
+# run-vhost-user.sh - Freestone's disks in a virtual machine, through QEMU's own vhost-user-blk and a stock kernel's virtio_blk:
+#   boot     a root file system on a fork: it is written, and after `freestone rewind` the next boot finds the base
+#   use      ext4 on two disks with two queues each, filled while one of them grows; read back, checked, trimmed
+#   killed   the server of a file is killed with -9 under a write load and started again: nothing is lost, nothing hangs
+# FREESTONE names the program; without it, it is built. With a name, only that one runs.
+set -eu
+cd "$(dirname "$0")/.."
+only=${1:-}
+dir=$(mktemp -d)
+server=
+end() { [ -z "$server" ] || kill -9 "$server" 2>/dev/null || true; rm -rf "$dir"; }
+trap end EXIT
+if [ -z "${FREESTONE:-}" ]; then
+  cargo build --quiet --package freestone-cli
+  FREESTONE=${CARGO_TARGET_DIR:-target}/debug/freestone
+fi
+FREESTONE=$(realpath "$FREESTONE")
+export FREESTONE_CONTROL=$dir/control
+
+serve() { # devices...
+  "$FREESTONE" serve "$@" --nbd "unix:$dir/nbd" --control "$dir/control" >"$dir/said" 2>>"$dir/log" &
+  server=$!
+  "$FREESTONE" wait
+}
+stop() { kill "$server"; wait "$server" || { echo "the server ended with $?" >&2; cat "$dir/log" >&2; exit 1; }; server=; }
+# The guest's memory is shared; each argument is the socket of a disk.
+guest() { # seconds script-arguments -- sockets...
+  seconds=$1; shift
+  arguments=(); while [ "$1" != -- ]; do arguments+=("$1"); shift; done; shift
+  q="-object memory-backend-memfd,id=m,size=512M,share=on -machine memory-backend=m"
+  n=0; for socket in "$@"; do
+    q="$q -chardev socket,id=c$n,path=$socket,reconnect-ms=200 -device vhost-user-blk-pci,chardev=c$n,num-queues=2"; n=$((n+1)); done
+  lab/kernel-lab.sh -k "${KERNEL:-6.12}" -M 512M -m virtio_blk -b "dd cmp md5sum mke2fs e2fsck resize2fs blkdiscard blockdev" -q "$q" \
+    -t "$seconds" lab/vhost-user.sh "${arguments[@]}"
+}
+wants() { [ -z "$only" ] || [ "$only" = "$1" ]; }
+
+if wants boot; then
+  truncate -s 64M "$dir/base.img"
+  mkdir -p "$dir/tree/bin" "$dir/tree/proc"
+  cp /bin/busybox "$dir/tree/bin/busybox"
+  printf '#!/bin/busybox sh\n[ -e /was-here ] && echo "found what the last boot wrote" || echo "the base"\ntouch /was-here\n' >"$dir/tree/bin/start"
+  chmod +x "$dir/tree/bin/start"
+  mke2fs -q -t ext4 -d "$dir/tree" "$dir/base.img"
+  serve "base=file,path=$dir/base.img,readonly=yes,publish=no"
+  "$FREESTONE" fork base job >/dev/null
+  "$FREESTONE" publish job --vhost-user "unix:$dir/job" >/dev/null
+  for wanted in "the base" "found what the last boot wrote" "the base"; do
+    said=$(guest 120 boot -- "$dir/job")
+    [ "$said" = "$wanted" ] || { echo "boot: wanted '$wanted', the guest said '$said'" >&2; exit 1; }
+    case $wanted in found*) "$FREESTONE" rewind job;; esac
+  done
+  stop
+  echo "boot: a root file system on a fork is rewound between boots"
+fi
+
+if wants use; then
+  serve a=ram,disksize=256M b=ram,disksize=256M,comp_algorithm=zstd
+  for name in a b; do "$FREESTONE" publish $name --vhost-user "unix:$dir/$name" >/dev/null; done
+  guest 300 use -- "$dir/a" "$dir/b" >"$dir/guest" & guest=$!
+  # It grows when the guest has written for a while.
+  until [ "$("$FREESTONE" stat a --json 2>/dev/null | grep -o '"orig_data_size": *[0-9]*' | grep -o '[0-9]*$')" -gt 33554432 ]; do
+    sleep 0.2; kill -0 $guest 2>/dev/null || break; done
+  "$FREESTONE" set a disksize=512M >/dev/null
+  wait $guest || { echo "use: the guest ended with $?" >&2; cat "$dir/guest" "$dir/log" >&2; exit 1; }
+  cat "$dir/guest"
+  stop
+fi
+
+if wants killed; then
+  truncate -s 256M "$dir/disk"
+  file="f=file,path=$dir/disk,publish=no"
+  serve "$file"
+  "$FREESTONE" publish f --vhost-user "unix:$dir/f" >/dev/null
+  guest 300 killed -- "$dir/f" >"$dir/guest" & guest=$!
+  kills=0
+  while kill -0 $guest 2>/dev/null && [ $kills -lt 5 ]; do
+    before=$("$FREESTONE" stat f --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$')
+    for _ in $(seq 600); do
+      now=$("$FREESTONE" stat f --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$')
+      [ "$now" -gt $((before + 200)) ] && break; sleep 0.05; done
+    [ "$now" -gt $((before + 200)) ] || break
+    kill -9 "$server"; wait "$server" || true
+    serve "$file"
+    "$FREESTONE" publish f --vhost-user "unix:$dir/f" >/dev/null
+    kills=$((kills + 1))
+  done
+  wait $guest || { echo "killed: the guest ended with $?, after $kills kills" >&2; cat "$dir/guest" "$dir/log" >&2; exit 1; }
+  [ $kills -ge 2 ] || { echo "killed: only $kills kills" >&2; exit 1; }
+  cat "$dir/guest"
+  stop
+  echo "killed: the server was killed $kills times under a write load"
+fi
