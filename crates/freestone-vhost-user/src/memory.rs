@@ -54,7 +54,7 @@ pub enum MapError {
     Map(rustix::io::Errno),
 }
 
-/// An address that is not in the memory, or memory that is gone.
+/// An address that is not in the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unmapped;
 
@@ -175,7 +175,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// Whether a file of it has lost pages.
+    /// Whether a file of it has lost pages that somebody touched.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.regions.iter().any(|region| region.is_dead())
@@ -192,7 +192,7 @@ impl Memory {
         aligned.then(|| RingPart { region: Arc::clone(region), at, len })
     }
 
-    /// Copies out of the memory.
+    /// Copies out of the memory; zeroes where it [is gone](Self::is_dead).
     pub fn read(&self, guest: u64, into: &mut [u8]) -> Result<(), Unmapped> {
         let mut done = 0;
         while done < into.len() {
@@ -205,7 +205,7 @@ impl Memory {
             unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), to, len) };
             done += len;
         }
-        if self.is_dead() { Err(Unmapped) } else { Ok(()) }
+        Ok(())
     }
 
     /// Copies into the memory.
@@ -218,7 +218,7 @@ impl Memory {
             unsafe { std::ptr::copy_nonoverlapping(from[done..done + len].as_ptr(), place, len) };
             done += len;
         }
-        if self.is_dead() { Err(Unmapped) } else { Ok(()) }
+        Ok(())
     }
 
     /// Where an address is, and how many of `len` bytes from there on.

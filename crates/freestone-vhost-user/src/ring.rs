@@ -81,10 +81,10 @@ pub struct Segment {
 /// The buffers of a chain, in order.
 #[derive(Debug, Default)]
 pub struct Chain {
-    /// What the device reads.
-    pub readable: Vec<Segment>,
-    /// What it writes.
-    pub writable: Vec<Segment>,
+    /// What the device reads, then what it writes.
+    pub segments: Vec<Segment>,
+    /// How many of them it reads.
+    pub readable: usize,
 }
 
 /// A ring in use by a queue's thread.
@@ -164,8 +164,8 @@ impl Ring {
 
     /// The chain of that number.
     pub fn chain(&self, head: u16, memory: &Memory, chain: &mut Chain) -> Result<(), Broken> {
-        chain.readable.clear();
-        chain.writable.clear();
+        chain.segments.clear();
+        chain.readable = 0;
         let mut left = MAX_CHAIN;
         let (mut index, mut count, mut table) = (head, self.size, None);
         loop {
@@ -194,12 +194,13 @@ impl Ring {
                 continue;
             }
             let segment = Segment { addr: entry.addr.get(), len };
-            if flags & descriptor::WRITE != 0 {
-                chain.writable.extend((len > 0).then_some(segment));
-            } else if chain.writable.is_empty() {
-                chain.readable.extend((len > 0).then_some(segment));
-            } else {
+            let is_read = flags & descriptor::WRITE == 0;
+            if is_read && chain.readable != chain.segments.len() {
                 return Err(Broken::Order);
+            }
+            if len > 0 {
+                chain.segments.push(segment);
+                chain.readable += usize::from(is_read);
             }
             if flags & descriptor::NEXT == 0 {
                 return Ok(());

@@ -1,5 +1,7 @@
 //! One request, as it was copied out of the frontend's memory.
 
+use std::ops::{Deref, Range};
+
 use freestone_core::device::zoned::ZoneOp;
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 use zerocopy::FromBytes;
@@ -39,6 +41,33 @@ pub struct Finished {
     pub buffer: IoBuf,
 }
 
+/// The data of a request: some of the segments of its chain.
+#[derive(Debug, Default)]
+pub struct Data {
+    segments: Vec<Segment>,
+    range: Range<usize>,
+    writable: Range<usize>,
+}
+
+impl Data {
+    /// From here on it is what the device writes.
+    pub fn turn(&mut self) {
+        self.range = self.writable.clone();
+    }
+
+    /// The room of the segments.
+    pub fn into_room(self) -> Vec<Segment> {
+        self.segments
+    }
+}
+
+impl Deref for Data {
+    type Target = [Segment];
+    fn deref(&self) -> &[Segment] {
+        &self.segments[self.range.clone()]
+    }
+}
+
 /// A request.
 #[derive(Debug)]
 pub struct Task {
@@ -47,7 +76,7 @@ pub struct Task {
     /// What to do.
     pub kind: Kind,
     /// Where its data is.
-    pub data: Vec<Segment>,
+    pub data: Data,
     /// Bytes of it.
     pub len: usize,
     /// Bytes that are done, and in a read's case already written.
@@ -59,44 +88,48 @@ pub struct Task {
 }
 
 impl Task {
-    /// The request in a chain, out of which its data is taken.
+    /// The request in a chain, out of which its segments are taken.
     pub fn parse(head: u16, chain: &mut Chain, memory: &Memory) -> Result<Self, Broken> {
         let mut raw = [0; size_of::<BlkHeader>()];
-        let readable = total(&chain.readable);
-        if readable < raw.len() as u64 {
-            return Err(Broken::Short);
-        }
-        gather(memory, &chain.readable, &mut raw)?;
-        drop_front(&mut chain.readable, raw.len() as u32);
-        let status = take_last(&mut chain.writable).ok_or(Broken::Short)?;
+        let (readable, writable) = chain.segments.split_at_mut(chain.readable);
+        let from = take_front(memory, readable, &mut raw)?;
+        let last = writable.last_mut().ok_or(Broken::Short)?;
+        last.len -= 1;
+        let status = last.addr.wrapping_add(last.len.into());
+        let last_is_empty = last.len == 0;
+        let left = writable.len() - usize::from(last_is_empty);
+        let (readable, writable) = (&readable[from..], &writable[..left]);
         let header = BlkHeader::read_from_bytes(&raw).map_err(|_| Broken::Short)?;
-        let (read, written) = (readable - raw.len() as u64, total(&chain.writable));
         let offset = header.sector.get().checked_mul(SECTOR_BYTES);
         let refused = Kind::Refused(status::IOERR);
         let (kind, len) = match header.kind.get() {
-            request::IN => (io(Op::Read, offset, written), written),
-            request::OUT => (io(Op::Write, offset, read), read),
+            request::IN => io(Op::Read, offset, total(writable)),
+            request::OUT => io(Op::Write, offset, total(readable)),
             request::FLUSH => (Kind::Io(Request::flush()), 0),
-            request::GET_ID => (Kind::Id, written),
+            request::GET_ID => (Kind::Id, total(writable)),
+            request::DISCARD => (range(Op::Discard, readable, memory)?, 0),
+            request::WRITE_ZEROES => (range(Op::WriteZeroes, readable, memory)?, 0),
             // In front of the status there is room for a sector.
-            request::ZONE_APPEND if written == SECTOR_NUMBER_BYTES as u64 => (append(offset, read), read),
+            request::ZONE_APPEND if total(writable) == SECTOR_NUMBER_BYTES as u64 => {
+                append(offset, total(readable))
+            }
             request::ZONE_APPEND => (refused, 0),
-            request::ZONE_REPORT => (zone(offset.map(ZoneRequest::Report)), written),
+            request::ZONE_REPORT => (zone(offset.map(ZoneRequest::Report)), total(writable)),
             request::ZONE_OPEN => (zone_op(ZoneOp::Open, offset), 0),
             request::ZONE_CLOSE => (zone_op(ZoneOp::Close, offset), 0),
             request::ZONE_FINISH => (zone_op(ZoneOp::Finish, offset), 0),
             request::ZONE_RESET => (zone_op(ZoneOp::Reset, offset), 0),
             request::ZONE_RESET_ALL => (Kind::Zone(ZoneRequest::ResetAll), 0),
-            request::DISCARD => (range(Op::Discard, &chain.readable, read, memory)?, 0),
-            request::WRITE_ZEROES => (range(Op::WriteZeroes, &chain.readable, read, memory)?, 0),
             _ => (Kind::Refused(status::UNSUPP), 0),
         };
         let (kind, len) = if len > MAX_REQUEST_BYTES as u64 { (refused, 0) } else { (kind, len as usize) };
-        let data = match header.kind.get() {
-            request::OUT | request::ZONE_APPEND => &mut chain.readable,
-            _ => &mut chain.writable,
+        let (readable, writable) = (from..chain.readable, chain.readable..chain.readable + left);
+        let range = match header.kind.get() {
+            request::OUT | request::ZONE_APPEND => readable,
+            _ => writable.clone(),
         };
-        Ok(Self { head, kind, data: std::mem::take(data), len, done: 0, status, charge: 0 })
+        let data = Data { segments: std::mem::take(&mut chain.segments), range, writable };
+        Ok(Self { head, kind, data, len, done: 0, status, charge: 0 })
     }
 
     /// Whether the data goes from the frontend to the device.
@@ -134,19 +167,19 @@ impl Task {
 }
 
 /// A read or write of so many bytes.
-fn io(op: Op, offset: Option<u64>, len: u64) -> Kind {
+fn io(op: Op, offset: Option<u64>, len: u64) -> (Kind, u64) {
     match offset {
         Some(offset) if len > 0 && len.is_multiple_of(SECTOR_BYTES) => {
-            Kind::Io(Request::new(op, offset, len))
+            (Kind::Io(Request::new(op, offset, len)), len)
         }
-        _ => Kind::Refused(status::IOERR),
+        _ => (Kind::Refused(status::IOERR), 0),
     }
 }
 
 /// An append of so many bytes.
-fn append(offset: Option<u64>, len: u64) -> Kind {
+fn append(offset: Option<u64>, len: u64) -> (Kind, u64) {
     match io(Op::Write, offset, len) {
-        Kind::Io(request) => Kind::Append(request.offset),
+        (Kind::Io(request), len) => (Kind::Append(request.offset), len),
         refused => refused,
     }
 }
@@ -160,9 +193,9 @@ fn zone_op(op: ZoneOp, offset: Option<u64>) -> Kind {
 }
 
 /// A request without data, for the range that it carries.
-fn range(op: Op, segments: &[Segment], len: u64, memory: &Memory) -> Result<Kind, Broken> {
+fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, Broken> {
     let mut raw = [0; size_of::<BlkRange>()];
-    if len != raw.len() as u64 {
+    if total(segments) != raw.len() as u64 {
         // One range is what the configuration allows.
         return Ok(Kind::Refused(status::IOERR));
     }
@@ -205,29 +238,29 @@ fn total(segments: &[Segment]) -> u64 {
     segments.iter().map(|segment| u64::from(segment.len)).sum()
 }
 
-/// Leaves out the first bytes, of which there are as many.
-fn drop_front(segments: &mut Vec<Segment>, bytes: u32) {
-    let mut left = bytes;
-    segments.retain_mut(|segment| {
-        let n = left.min(segment.len);
-        left -= n;
-        segment.addr = segment.addr.wrapping_add(n.into());
-        segment.len -= n;
-        segment.len > 0
-    });
-}
-
-/// Leaves out the last byte; answers where it is.
-fn take_last(segments: &mut Vec<Segment>) -> Option<u64> {
-    let last = segments.last_mut()?;
-    last.len -= 1;
-    let at = last.addr.wrapping_add(last.len.into());
-    segments.pop_if(|last| last.len == 0);
-    Some(at)
+/// Copies the first bytes and leaves them out; answers how many segments had nothing else.
+fn take_front(memory: &Memory, segments: &mut [Segment], into: &mut [u8]) -> Result<usize, Broken> {
+    let mut done = 0;
+    for (place, segment) in segments.iter_mut().enumerate() {
+        let n = (into.len() - done).min(segment.len as usize);
+        memory.read(segment.addr, &mut into[done..done + n])?;
+        done += n;
+        if done == into.len() {
+            segment.addr = segment.addr.wrapping_add(n as u64);
+            segment.len -= n as u32;
+            return Ok(place + usize::from(segment.len == 0));
+        }
+    }
+    Err(Broken::Short)
 }
 
 /// Copies what is in the segments to memory of ours, as far as that has room.
 pub fn gather(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Result<(), Unmapped> {
+    if let [segment] = segments
+        && segment.len as usize >= into.len()
+    {
+        return memory.read(segment.addr, into);
+    }
     for segment in segments {
         let n = into.len().min(segment.len as usize);
         let (part, rest) = into.split_at_mut(n);
@@ -239,6 +272,12 @@ pub fn gather(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Res
 
 /// Copies `from` into the segments, behind their first `skip` bytes.
 pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, mut from: &[u8]) -> Result<(), Unmapped> {
+    if let [segment] = segments
+        && skip == 0
+        && segment.len as usize >= from.len()
+    {
+        return memory.write(segment.addr, from);
+    }
     let mut skip = skip;
     for segment in segments {
         let n = skip.min(segment.len as usize);
@@ -254,30 +293,60 @@ pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, mut from: &[u
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use rustix::io::pwrite;
+    use zerocopy::IntoBytes as _;
+
     use super::*;
+    use crate::wire::MemRegion;
+
+    const BASE: u64 = 0x1000;
+
+    /// Memory with this header at its start, and three segments behind each other in it.
+    fn memory(header: &BlkHeader) -> Memory {
+        let file = memfd_create("task", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, 4096).unwrap();
+        pwrite(&file, header.as_bytes(), 0).unwrap();
+        let region = MemRegion { guest: BASE, size: 4096, user: 0, offset: 0 };
+        Memory::default().with(region, &file).unwrap()
+    }
 
     #[test]
     fn headers_and_statuses_may_lie_in_any_pieces() {
-        let segment = |addr, len| Segment { addr, len };
-        let mut front = vec![segment(0, 3), segment(10, 13), segment(40, 5)];
-        drop_front(&mut front, 16);
-        assert_eq!(front, [segment(40, 5)]);
-        drop_front(&mut front, 2);
-        assert_eq!(front, [segment(42, 3)]);
-        let mut back = vec![segment(8, 2), segment(20, 1)];
-        assert_eq!(take_last(&mut back), Some(20));
-        assert_eq!(take_last(&mut back), Some(9));
-        assert_eq!(back, [segment(8, 1)]);
-        assert_eq!(take_last(&mut back), Some(8));
-        assert_eq!(take_last(&mut back), None);
+        let header = BlkHeader { kind: request::OUT.into(), reserved: 0.into(), sector: 3.into() };
+        let memory = memory(&header);
+        let segment = |at, len| Segment { addr: BASE + at, len };
+        let parse = |readable: &[Segment], writable: &[Segment]| {
+            let segments = [readable, writable].concat();
+            Task::parse(7, &mut Chain { segments, readable: readable.len() }, &memory)
+        };
+        let task = parse(&[segment(0, 3), segment(3, 13), segment(512, 512)], &[segment(100, 1)]).unwrap();
+        assert_eq!(
+            (task.kind, task.len, task.status),
+            (Kind::Io(Request::write(1536, 512)), 512, BASE + 100)
+        );
+        assert_eq!(task.data[..], [segment(512, 512)]);
+        let mut task = parse(&[segment(0, 16 + 512)], &[segment(90, 8), segment(100, 2)]).unwrap();
+        assert_eq!((task.data[..].to_vec(), task.status), (vec![segment(16, 512)], BASE + 101));
+        task.data.turn();
+        assert_eq!(task.data[..], [segment(90, 8), segment(100, 1)]);
+        for (readable, writable) in [
+            (&[segment(0, 15)][..], &[segment(100, 1)][..]),
+            (&[], &[segment(100, 1)]),
+            (&[segment(0, 16)], &[]),
+        ] {
+            assert_eq!(parse(readable, writable).unwrap_err(), Broken::Short);
+        }
+        assert_eq!(parse(&[segment(8192, 16)], &[segment(0, 1)]).unwrap_err(), Broken::Memory);
     }
 
     #[test]
     fn offsets_that_no_device_has_are_refused() {
-        assert_eq!(io(Op::Read, u64::MAX.checked_mul(SECTOR_BYTES), 512), Kind::Refused(status::IOERR));
-        assert_eq!(io(Op::Read, Some(0), 0), Kind::Refused(status::IOERR));
-        assert_eq!(io(Op::Read, Some(0), 513), Kind::Refused(status::IOERR));
-        assert_eq!(io(Op::Read, Some(512), 512), Kind::Io(Request::read(512, 512)));
+        let refused = (Kind::Refused(status::IOERR), 0);
+        assert_eq!(io(Op::Read, u64::MAX.checked_mul(SECTOR_BYTES), 512), refused);
+        assert_eq!(io(Op::Read, Some(0), 0), refused);
+        assert_eq!(io(Op::Read, Some(0), 513), refused);
+        assert_eq!(io(Op::Read, Some(512), 512), (Kind::Io(Request::read(512, 512)), 512));
     }
 
     #[test]

@@ -82,9 +82,8 @@ impl Queue {
             notes.answer(task.head);
         }
         // Its room is the next chain's.
-        let room = if task.is_write() { &mut self.chain.readable } else { &mut self.chain.writable };
-        if room.capacity() == 0 {
-            *room = task.data;
+        if self.chain.segments.capacity() == 0 {
+            self.chain.segments = task.data.into_room();
         }
     }
 
@@ -99,9 +98,6 @@ impl Queue {
         let tell = self.parts.ring.publish();
         if let Some(notes) = &mut self.parts.notes {
             notes.published(self.parts.ring.used_index());
-            if notes.is_dead() {
-                self.broken = Some(Broken::Memory);
-            }
         }
         if tell && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner) {
             // It does not block; where the counter is full, the driver has not looked at the last.

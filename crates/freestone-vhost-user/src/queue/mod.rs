@@ -141,6 +141,9 @@ impl Queue {
             if let Some(broken) = self.broken {
                 return Err(broken);
             }
+            if self.is_dead() {
+                return Err(Broken::Memory);
+            }
             if self.has_room() {
                 self.rest()?;
             } else {
@@ -163,7 +166,7 @@ impl Queue {
             self.memory = self.parts.guest.memory();
             self.parts.ring = self.parts.ring.again(&self.memory, &self.parts.addresses)?;
         }
-        if self.is_dead() { Err(Broken::Memory) } else { Ok(()) }
+        Ok(())
     }
 
     /// Whether the frontend has taken memory away.
@@ -289,6 +292,13 @@ impl Queue {
         }
     }
 
+    /// Copies what is to be written. False: a part of it is not in the memory.
+    fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, Broken> {
+        let gathered = gather(&self.memory, &task.data, buffer);
+        // Memory that is gone read as zeroes: they are not written.
+        if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(gathered.is_ok()) }
+    }
+
     /// Does a request, or begins it.
     fn execute(&mut self, mut task: Task, request: Request, behind: u16) -> Result<(), Broken> {
         let mut buffer = if task.is_read() || task.is_write() {
@@ -302,10 +312,9 @@ impl Queue {
         } else {
             IoBuf::empty()
         };
-        if task.is_write() && gather(&self.memory, &task.data, &mut buffer).is_err() {
+        if task.is_write() && !self.gather(&task, &mut buffer)? {
             self.answer(task, status::IOERR, 0);
-            // Memory that is gone read as zeroes: they are not written.
-            return if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) };
+            return Ok(());
         }
         let large = !buffer.is_empty() && request.len >= MIN_BYTES;
         if large && self.hands_on(&request, behind) {
@@ -355,12 +364,12 @@ impl Queue {
                 return Ok(());
             }
         };
-        if gather(&self.memory, &task.data, &mut buffer).is_err() {
+        if !self.gather(&task, &mut buffer)? {
             self.answer(task, status::IOERR, 0);
-            return if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(()) };
+            return Ok(());
         }
-        // From here on it is where the place of the data is told.
-        std::mem::swap(&mut task.data, &mut self.chain.writable);
+        // Where the place of the data is told.
+        task.data.turn();
         let device = Arc::clone(&self.parts.disk.device);
         let Some(zones) = device.zoned() else {
             self.fail(task, Error::Unsupported);
