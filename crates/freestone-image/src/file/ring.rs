@@ -47,6 +47,9 @@ const WAKE: u64 = u64::MAX;
 const SUBMITTER_ROUNDS: usize = 4;
 /// The same for the ring's thread: with as many entries the kernel has all it may have.
 const THREAD_ROUNDS: usize = RING_ENTRIES as usize;
+/// Entries that a plug holds back: a disk that has nothing to do loses more than calls of the kernel
+/// cost.
+const PLUGGED_MAX: usize = 4;
 /// Pause after the kernel had no resources for a submission.
 const BREATH: Duration = Duration::from_millis(1);
 
@@ -123,8 +126,10 @@ impl Ring {
         }
         state.schedule.arrive(job);
         shared.start_ready(&mut state);
+        // SAFETY: the state is ours.
+        let queued = unsafe { shared.queue(&mut state) }.len();
         drop(state);
-        if !plug::hold(shared) {
+        if queued >= PLUGGED_MAX || !plug::hold(shared) {
             shared.unplug();
         }
     }
