@@ -6,6 +6,7 @@ mod answering;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use freestone_core::answers::Answers;
 use freestone_core::budget::{Granted, Share};
@@ -32,6 +33,11 @@ const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 const PUBLISH_AT: u16 = 32;
 /// Bytes of buffers that are kept for the next requests.
 const MAX_SPARE_BYTES: usize = 512 << 10;
+/// The longest look at the ring before a queue's thread sleeps: as QEMU's iothreads have it.
+const LOOKOUT_MAX: Duration = Duration::from_micros(32);
+const LOOKOUT_MIN: Duration = Duration::from_micros(4);
+/// Looks between two at the clock.
+const LOOKS: u32 = 16;
 /// Buffers have at least so many bytes, so that each fits the next request.
 const MIN_BUFFER_BYTES: usize = 4096;
 
@@ -65,6 +71,12 @@ pub struct Parts {
     pub err: Option<Arc<OwnedFd>>,
 }
 
+/// How long the next look-out is, after one of that length and a wait behind it, which took so long
+/// together. Where both use one CPU, the look-out is what makes it long.
+fn next_lookout(last: Duration, took: Duration) -> Duration {
+    if took > LOOKOUT_MAX { Duration::ZERO } else { (last * 2).clamp(LOOKOUT_MIN, LOOKOUT_MAX) }
+}
+
 /// What a share of the budget tells when it was granted.
 pub fn granted(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
     Arc::clone(answers) as Arc<dyn Granted>
@@ -86,6 +98,8 @@ struct Queue {
     costs: Arc<Costs>,
     zoned: bool,
     plug: Option<Plug>,
+    /// How long the ring is looked at before the thread sleeps.
+    lookout: Duration,
     /// What an answer has found broken.
     broken: Option<Broken>,
 }
@@ -111,6 +125,7 @@ pub fn run(parts: Parts) -> u16 {
         costs: Arc::default(),
         zoned,
         plug: None,
+        lookout: Duration::ZERO,
         broken: None,
     };
     if let Err(broken) = queue.serve() {
@@ -179,15 +194,42 @@ impl Queue {
         if self.parts.ring.available()? > 0 || !self.parts.again.is_empty() {
             return Ok(());
         }
+        let began = Instant::now();
+        if self.look_out()? {
+            return Ok(());
+        }
         self.parts.ring.want_notification();
         if self.parts.ring.available()? == 0 {
             if self.in_flight == 0 {
                 self.parts.share.keep(self.spare.capacity() as u64);
             }
             self.wait(true);
+            self.lookout = next_lookout(self.lookout, began.elapsed());
         }
         self.parts.ring.want_no_notification();
         Ok(())
+    }
+
+    /// Looks at the ring for a while, where the last waits were short: a driver that comes again at once
+    /// need not wake anybody. Whether there is something.
+    fn look_out(&mut self) -> Result<bool, Broken> {
+        // What the device has is not seen here.
+        if self.lookout.is_zero() || self.in_flight > 0 {
+            return Ok(false);
+        }
+        let began = Instant::now();
+        while began.elapsed() < self.lookout {
+            for _ in 0..LOOKS {
+                if self.parts.ring.available()? > 0 {
+                    return Ok(true);
+                }
+                std::hint::spin_loop();
+            }
+            if self.parts.answers.is_ended() || self.parts.guest.generation() != self.generation {
+                break;
+            }
+        }
+        Ok(false)
     }
 
     /// Waits until there is something to look at; with `kick` also for the driver.
@@ -466,5 +508,23 @@ impl Queue {
         if self.is_dead() {
             let _ = rustix::net::shutdown(&self.parts.guest.socket, rustix::net::Shutdown::Both);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn look_outs_follow_the_waits() {
+        let (short, long) = (LOOKOUT_MAX / 2, LOOKOUT_MAX * 2);
+        assert_eq!(next_lookout(Duration::ZERO, long), Duration::ZERO);
+        assert_eq!(next_lookout(Duration::ZERO, short), LOOKOUT_MIN);
+        let mut now = Duration::ZERO;
+        for _ in 0..8 {
+            now = next_lookout(now, short);
+        }
+        assert_eq!(now, LOOKOUT_MAX);
+        assert_eq!(next_lookout(now, long), Duration::ZERO);
     }
 }
