@@ -29,7 +29,7 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run.
-const PACKAGES: [&str; 9] = [
+const PACKAGES: [&str; 10] = [
     "freestone",
     "freestone-core",
     "freestone-cow",
@@ -38,6 +38,7 @@ const PACKAGES: [&str; 9] = [
     "freestone-nbd",
     "freestone-ram",
     "freestone-testkit",
+    "freestone-ublk",
     "freestone-vhost-user",
 ];
 /// It has the tests of all devices together, and no code.

@@ -111,10 +111,17 @@ impl Step {
             Self::Mutants => torture::mutants(&[]),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
-            Self::Lab => lab(&[&["lab/run-writeback.sh", "first"], &["lab/run-vhost-user.sh"]]),
-            Self::LabRest => {
-                lab(&[&["lab/run-writeback.sh"], &["lab/run-zones.sh"], &["lab/run-snapshots.sh"]])
-            }
+            Self::Lab => lab(&[
+                &["lab/run-writeback.sh", "first"],
+                &["lab/run-vhost-user.sh"],
+                &["lab/run-ublk.sh", "program", "7"],
+            ]),
+            Self::LabRest => lab(&[
+                &["lab/run-writeback.sh"],
+                &["lab/run-zones.sh"],
+                &["lab/run-snapshots.sh"],
+                &["lab/run-ublk.sh"],
+            ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),

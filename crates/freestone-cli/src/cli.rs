@@ -158,6 +158,8 @@ Examples:
   freestone publish ram1 --nbd unix:/run/ram1.sock --read-only
   freestone publish job-7 --vhost-user unix:/run/job-7.sock
       a disk for a virtual machine: -chardev socket,id=c,path=/run/job-7.sock -device vhost-user-blk-pci,chardev=c
+  freestone publish job-7 --ublk
+      a block device of this machine, /dev/ublkbN
   freestone publish golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock
       every connection to scratch gets a fork of golden; the same as
       `freestone fork golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock`";
@@ -352,10 +354,10 @@ pub enum Command {
     /// Let go of the requests that hang by a rule of faults
     #[command(after_help = "Example:\n  freestone release n0")]
     Release(Call<release::Params>),
-    /// Publish a device at an NBD address, or at a socket for a virtual machine
+    /// Publish a device at an NBD address, at a socket for a virtual machine, or as a block device
     #[command(after_help = PUBLISH_EXAMPLES)]
     Publish(Call<publish::Params>),
-    /// Take a device off all addresses and sockets
+    /// Take a device off all its addresses, and its block device away
     #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),
 }

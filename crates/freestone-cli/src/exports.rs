@@ -1,5 +1,5 @@
-//! Where devices are to be seen: at NBD addresses, each with any number of devices, and at sockets
-//! for virtual machines, each with one.
+//! Where devices are to be seen: at NBD addresses, each with any number of devices, and as exports of
+//! one device alone.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -7,16 +7,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone::device::Device;
 use freestone::ram::NoWaiting;
 use freestone_nbd::{Address, ExportInfo, ExportOptions, Limits, PublishError, Server, TemplateOptions};
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec};
-use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
+use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
+use crate::alone::{Alone, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::exposure;
@@ -25,13 +27,15 @@ use crate::template;
 /// How long it may take until the server sees that a client has left, and how often it is looked.
 const LEFT_MAX: Duration = Duration::from_millis(200);
 const LEFT_PAUSE: Duration = Duration::from_millis(2);
+/// How long the end of an export waits for what is in flight.
+const END_GRACE: Duration = Duration::from_secs(5);
 /// How long a restart waits for a call of a device, as the NBD server does.
 const CUT_GRACE: Duration = Duration::from_secs(1);
 
 /// The exports of all devices.
 ///
 /// Addresses are claimed with devices claimed already, and devices are never claimed by who has an
-/// address. `addresses` and `vhost_user` are locked for a look or a change.
+/// address. `addresses` and `alone` are locked for a look or a change.
 pub struct Exports {
     registry: Arc<Registry>,
     /// The NBD server.
@@ -39,7 +43,7 @@ pub struct Exports {
     claims: Claims,
     addresses: Mutex<Addresses>,
     /// By device.
-    vhost_user: Mutex<HashMap<String, Vec<Arc<vhost_user::Export>>>>,
+    alone: Mutex<HashMap<String, Vec<Arc<Alone>>>>,
 }
 
 /// Where the NBD server listens.
@@ -55,7 +59,7 @@ struct Addresses {
 /// Where a device is published.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Export {
-    /// `unix:PATH`, `tcp:HOST:PORT` or `vhost-user:PATH`.
+    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
     pub address: String,
     /// What an NBD client is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -90,22 +94,17 @@ impl From<ExportInfo> for Export {
     }
 }
 
-impl From<&vhost_user::Export> for Export {
-    fn from(export: &vhost_user::Export) -> Self {
+impl From<&Alone> for Export {
+    fn from(export: &Alone) -> Self {
         Self {
-            address: vhost_user_address(export.path()),
+            address: export.address(),
             uri: None,
             read_only: export.is_read_only(),
             default: false,
             template: false,
-            connections: export.is_connected().into(),
+            connections: export.connections(),
         }
     }
-}
-
-/// How the socket of a virtual machine is written.
-pub fn vhost_user_address(path: &Path) -> String {
-    format!("vhost-user:{}", path_text::text(path))
 }
 
 impl Exports {
@@ -116,7 +115,7 @@ impl Exports {
             nbd: Server::new(limits),
             claims: Claims::default(),
             addresses: Mutex::default(),
-            vhost_user: Mutex::default(),
+            alone: Mutex::default(),
         }
     }
 
@@ -125,19 +124,19 @@ impl Exports {
         self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn vhost_user(&self) -> MutexGuard<'_, HashMap<String, Vec<Arc<vhost_user::Export>>>> {
+    fn alone(&self) -> MutexGuard<'_, HashMap<String, Vec<Arc<Alone>>>> {
         // Nothing in here can be half done.
-        self.vhost_user.lock().unwrap_or_else(PoisonError::into_inner)
+        self.alone.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn vhost_user_of(&self, name: &str) -> Vec<Arc<vhost_user::Export>> {
-        self.vhost_user().get(name).cloned().unwrap_or_default()
+    fn alone_of(&self, name: &str) -> Vec<Arc<Alone>> {
+        self.alone().get(name).cloned().unwrap_or_default()
     }
 
     /// Where a device is published.
     pub fn of(&self, name: &str) -> Vec<Export> {
         let nbd = self.nbd.exports_named(name).into_iter().map(Export::from);
-        nbd.chain(self.vhost_user_of(name).iter().map(|export| Export::from(&**export))).collect()
+        nbd.chain(self.alone_of(name).iter().map(|export| Export::from(&**export))).collect()
     }
 
     /// Whether a device is published at an NBD address.
@@ -145,13 +144,11 @@ impl Exports {
         self.nbd.exports_named(name).iter().any(|export| export.address == *address)
     }
 
-    /// Connections that use a device.
-    fn connections(&self, name: &str) -> usize {
-        let machines = self
-            .vhost_user()
-            .get(name)
-            .map_or(0, |exports| exports.iter().filter(|export| export.is_connected()).count());
-        self.nbd.connections(name) + machines
+    /// How many use a device.
+    fn users(&self, name: &str) -> usize {
+        // To ask may take a moment: not under the lock.
+        let alone = self.alone_of(name).iter().filter(|export| export.is_used()).count();
+        self.nbd.connections(name) + alone
     }
 
     // ---- coming and going -----------------------------------------------------------------------
@@ -262,39 +259,70 @@ impl Exports {
         entry: &Arc<Entry>,
         path: &Path,
         read_only: bool,
-    ) -> Result<Arc<vhost_user::Export>, Fault> {
+    ) -> Result<Arc<Alone>, Fault> {
         let name = entry.name();
-        self.check_publish(entry)?;
-        let Some(device) = entry.device() else {
-            let why = "a template is published over NBD; a virtual machine gets a fork by `freestone fork`";
-            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
-        };
+        let device = self.check_alone(entry)?;
         let options = vhost_user::Options {
             read_only: read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
-        let export = vhost_user::Export::new(path, name, Arc::clone(device), options);
+        let export = vhost_user::Export::new(path, name, device, options);
         let export = export.map_err(|error| {
-            let why = format!("{name}: cannot listen at {}: {}", vhost_user_address(path), error.source);
+            let why = format!("{name}: cannot listen at vhost-user:{error}");
             Fault::failed(Errno::EADDRNOTAVAIL, why)
         })?;
+        Ok(self.show_alone(name, Alone::VhostUser(export)))
+    }
+
+    /// Publishes a device as a block device of this machine, with so many queues; 0: as many as it
+    /// has CPUs, up to 4.
+    pub fn publish_ublk(
+        &self,
+        _: &Claim<'_>,
+        entry: &Arc<Entry>,
+        queues: u16,
+        read_only: bool,
+    ) -> Result<Arc<Alone>, Fault> {
+        let name = entry.name();
+        let device = self.check_alone(entry)?;
+        let options = ublk::Options {
+            read_only: read_only || entry.is_read_only(),
+            failures: Arc::clone(&entry.failures),
+            queues,
+            ..ublk::Options::new(Arc::clone(self.nbd.budget()))
+        };
+        let export = ublk::Export::new(name, device, options);
+        let export = export.map_err(|error| Fault::failed(errno_of(&error), format!("{name}: {error}")))?;
+        Ok(self.show_alone(name, Alone::Ublk(export)))
+    }
+
+    /// What may be seen alone.
+    fn check_alone(&self, entry: &Arc<Entry>) -> Result<Arc<dyn Device>, Fault> {
+        self.check_publish(entry)?;
+        entry.device().cloned().ok_or_else(|| {
+            let why = "a template is published over NBD; a fork of it by `freestone fork` is shown alone";
+            Fault::failed(Errno::EOPNOTSUPP, format!("{}: {why}", entry.name()))
+        })
+    }
+
+    fn show_alone(&self, name: &str, export: Alone) -> Arc<Alone> {
         let export = Arc::new(export);
-        self.vhost_user().entry(name.to_owned()).or_default().push(Arc::clone(&export));
-        Ok(export)
+        self.alone().entry(name.to_owned()).or_default().push(Arc::clone(&export));
+        export
     }
 
     /// Takes one of these away again.
-    pub fn withdraw(&self, _: &Claim<'_>, export: &Arc<vhost_user::Export>) {
-        let mut all = self.vhost_user();
-        if let Some(exports) = all.get_mut(export.name()) {
+    pub fn withdraw(&self, _: &Claim<'_>, entry: &Entry, export: &Arc<Alone>) {
+        let mut all = self.alone();
+        if let Some(exports) = all.get_mut(entry.name()) {
             exports.retain(|other| !Arc::ptr_eq(other, export));
             if exports.is_empty() {
-                all.remove(export.name());
+                all.remove(entry.name());
             }
         }
         drop(all);
-        end_all(std::slice::from_ref(export), vhost_user::END_GRACE);
+        end_all(std::slice::from_ref(export), END_GRACE);
     }
 
     /// Takes a device off all addresses. Returns how many connections that ended.
@@ -303,14 +331,14 @@ impl Exports {
         if !force {
             self.check_idle(entry)?;
         }
-        let (at, machines) = (self.nbd.exports_named(name), self.vhost_user_of(name));
+        let (at, alone) = (self.nbd.exports_named(name), self.alone_of(name));
         // Between the check and here somebody may have connected, and nobody does from here on.
-        let held: Vec<_> = machines.iter().map(|export| export.hold()).collect();
-        let connected = held.iter().filter(|held| held.is_connected()).count();
-        if connected > 0 && !force {
-            return Err(in_use(name, connected));
+        let held: Vec<_> = alone.iter().map(|export| export.hold()).collect();
+        let used = alone.iter().filter(|export| export.is_used()).count();
+        if used > 0 && !force {
+            return Err(in_use(name, used));
         }
-        let connections = self.nbd.connections(name) + connected;
+        let connections = self.nbd.connections(name) + used;
         // Connections wait for their answers.
         let _now = force.then(|| self.no_waiting(entry));
         if !at.is_empty() {
@@ -320,8 +348,13 @@ impl Exports {
         for export in at {
             self.leave(&export.address);
         }
-        self.vhost_user().remove(name);
-        end_all(&machines, vhost_user::END_GRACE);
+        self.alone().remove(name);
+        for export in &alone {
+            export.begin_to_end();
+        }
+        // A block device that ends still writes what was cached of it.
+        drop(held);
+        end_all(&alone, END_GRACE);
         Ok(connections)
     }
 
@@ -366,12 +399,12 @@ impl Exports {
     /// meanwhile waits for that. Returns how many connections ended. A thread that a device holds up
     /// for more than a second may still be in a call of the device when `action` runs.
     pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
-        let machines = self.vhost_user_of(name);
-        let held: Vec<_> = machines.iter().map(|export| export.hold()).collect();
+        let alone = self.alone_of(name);
+        let held: Vec<_> = alone.iter().map(|export| export.hold()).collect();
         let cut = held.iter().filter(|held| held.cut()).count();
         let end = Instant::now() + CUT_GRACE;
         if !held.iter().all(|held| held.wait_gone(end)) {
-            warn!("{name}: a request of a virtual machine is still with the device");
+            warn!("{name}: a request is still with the device");
         }
         let (ended, done) = self.nbd.restart(name, action);
         (ended + cut, done)
@@ -382,14 +415,14 @@ impl Exports {
     pub fn replace(&self, new: &Entry) {
         let Some(device) = new.device() else { return };
         self.nbd.replace(new.name(), device, &description(new), &new.failures);
-        for export in self.vhost_user_of(new.name()) {
-            export.replace(Arc::clone(device), Arc::clone(&new.failures));
+        for export in self.alone_of(new.name()) {
+            export.replace(new);
         }
     }
 
     /// A device has another size: tells who can be told. NBD clients see it when they connect again.
     pub fn resized(&self, name: &str) {
-        for export in self.vhost_user_of(name) {
+        for export in self.alone_of(name) {
             export.resized();
         }
     }
@@ -397,14 +430,14 @@ impl Exports {
     /// Stops listening everywhere, finishes what is in flight, and closes all connections; those
     /// that are not done after `grace` are cut.
     pub fn shutdown(&self, grace: Duration) {
-        let machines: Vec<_> = self.vhost_user().drain().flat_map(|(_, exports)| exports).collect();
+        let alone: Vec<_> = self.alone().drain().flat_map(|(_, exports)| exports).collect();
         // With the others, not after them.
-        for export in &machines {
+        for export in &alone {
             export.begin_to_end();
         }
         let end = Instant::now() + grace;
         self.nbd.shutdown(grace);
-        end_all(&machines, end.saturating_duration_since(Instant::now()));
+        end_all(&alone, end.saturating_duration_since(Instant::now()));
     }
 
     // ---- what is refused ------------------------------------------------------------------------
@@ -415,10 +448,10 @@ impl Exports {
         let name = entry.name();
         let of_template = usize::from(entry.template.is_some());
         let end = Instant::now() + LEFT_MAX;
-        while self.connections(name) > 0 && Instant::now() < end {
+        while self.users(name) > 0 && Instant::now() < end {
             thread::sleep(LEFT_PAUSE);
         }
-        match self.connections(name) + of_template {
+        match self.users(name) + of_template {
             0 => Ok(()),
             connections => Err(in_use(name, connections)),
         }
@@ -432,7 +465,7 @@ impl Exports {
         }
         let name = entry.name();
         let layered = entry.layers.power.is_some() || entry.layers.zones.is_some();
-        if !layered || self.connections(name) == 0 {
+        if !layered || self.users(name) == 0 {
             return Ok(());
         }
         let why = "clients are connected, which cannot be told; `freestone unpublish` first";
@@ -448,16 +481,11 @@ fn in_use(name: &str, connections: usize) -> Fault {
     Fault::failed(Errno::EBUSY, format!("{name}: {who} connected; --force goes ahead"))
 }
 
-/// Ends them at the same time; who is not done after `grace` lets go of its device later.
-fn end_all(exports: &[Arc<vhost_user::Export>], grace: Duration) {
-    for export in exports {
-        export.begin_to_end();
-    }
-    let end = Instant::now() + grace;
-    for export in exports {
-        if !export.end(end.saturating_duration_since(Instant::now())) {
-            warn!("{}: requests of a virtual machine are still in flight", export.name());
-        }
+/// Why there is no block device, for programs.
+fn errno_of(error: &ublk::StartError) -> Errno {
+    match error {
+        ublk::StartError::NoDriver | ublk::StartError::TooOld | ublk::StartError::Zoned => Errno::EOPNOTSUPP,
+        _ => Errno::EIO,
     }
 }
 

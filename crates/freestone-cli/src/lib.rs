@@ -1,5 +1,6 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
+mod alone;
 mod claims;
 mod cli;
 mod control;

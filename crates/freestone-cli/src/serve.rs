@@ -48,6 +48,9 @@ const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [de
 const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
                             in the same directory]";
 
+const UBLK_HELP: &str = "Show what is published as block devices of this machine, too: /dev/ublkbN, which are \
+                         printed; what a killed server left of them is removed";
+
 const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 34 MiB \
                                     [default: 1024]";
 
@@ -63,6 +66,9 @@ pub struct ServeArgs {
     /// NBD addresses.
     #[arg(long, value_name = "ADDR", help = NBD_HELP, value_parser = verbs::keys::words_parser())]
     nbd: Vec<String>,
+    /// Block devices.
+    #[arg(long, help = UBLK_HELP)]
+    ublk: bool,
     /// The control socket.
     #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
     control: Option<PathBuf>,
@@ -89,6 +95,7 @@ struct Plan {
     addresses: Vec<Address>,
     control: PathBuf,
     limits: Limits,
+    ublk: bool,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -142,7 +149,7 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, control, limits, private })
+        Ok(Self { devices, addresses, control, limits, ublk: args.ublk, private })
     }
 }
 
@@ -211,7 +218,7 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, control, limits, private } = plan;
+        let Plan { devices, addresses, control, limits, ublk, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
@@ -239,8 +246,16 @@ impl Running {
                     running.sockets.push(socket);
                 }
             }
+            if ublk {
+                remove_left_behind();
+            }
             for (entry, _) in &published {
-                service.exports.publish_home(&service.claim("serve", entry.name())?, entry)?;
+                let claim = service.claim("serve", entry.name())?;
+                service.exports.publish_home(&claim, entry)?;
+                // A template is nobody's device.
+                if ublk && entry.device().is_some() {
+                    service.exports.publish_ublk(&claim, entry, 0, false)?;
+                }
             }
         }
         tell_left(&service);
@@ -355,6 +370,14 @@ fn at_once(status: i32) -> ! {
     std::process::exit(status)
 }
 
+/// Block devices of servers that were killed.
+fn remove_left_behind() {
+    match freestone_ublk::remove_left_behind() {
+        Ok(ids) => ids.iter().for_each(|id| warn!("/dev/ublkb{id}: was left by a killed server: removed")),
+        Err(error) => warn!("block devices that a killed server left are not removed: {error}"),
+    }
+}
+
 /// Logs what a crash has left beside the images.
 fn tell_left(service: &Service) {
     let mut looked = HashSet::new();
@@ -400,6 +423,11 @@ fn announce(service: &Service, control: &Path) {
         let uri = quote(&export.address.uri(&export.name));
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }
+    for entry in service.registry.all() {
+        for block in service.exports.of(entry.name()).iter().filter(|e| e.address.starts_with("/dev/")) {
+            let _ = writeln!(text, "{}: {}", entry.name(), block.address);
+        }
+    }
     for seed in service.registry.seeds() {
         let _ = writeln!(text, "{seed}");
     }
@@ -430,6 +458,7 @@ mod tests {
             addresses: vec![Address::Unix(nbd.clone())],
             control: control.clone(),
             limits: Limits::default(),
+            ublk: false,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

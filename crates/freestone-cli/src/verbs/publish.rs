@@ -1,4 +1,4 @@
-//! `publish NAME --nbd ADDR --vhost-user unix:PATH`: exports at run time.
+//! `publish NAME --nbd ADDR --vhost-user unix:PATH --ublk`: exports at run time.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use clap::Args;
 use freestone_nbd::Address;
 use freestone_spec::kinds::{Entry, Spec};
+use freestone_ublk as ublk;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -14,7 +15,6 @@ use super::{Verb, keys};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::exports::vhost_user_address;
 use crate::paths::{address_text, parse_address};
 use crate::service::Service;
 
@@ -32,13 +32,21 @@ pub struct Params {
     /// For NBD clients: unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not
     /// yet
     #[arg(long, value_name = "ADDR", value_parser = super::keys::words_parser())]
-    #[arg(required_unless_present = "vhost_user")]
+    #[arg(required_unless_present_any = ["vhost_user", "ublk"])]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
     /// For a virtual machine: a vhost-user-blk socket of this device alone
     #[arg(long, value_name = "unix:PATH", value_parser = super::keys::words_parser())]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vhost_user: Option<String>,
+    /// As a block device of this machine, /dev/ublkbN
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ublk: bool,
+    /// With --ublk: queues, each with a thread [default: one a CPU, at most 4]
+    #[arg(long, value_name = "N", requires = "ublk", value_parser = clap::value_parser!(u16).range(1..=16))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    queues: Option<u16>,
     /// Clients cannot write
     #[arg(long)]
     #[serde(default)]
@@ -96,14 +104,27 @@ impl Params {
                 return Err(Fault::invalid(format!("{name}: {vhost_user_key}: {tcp}: {why}")));
             }
         };
-        if self.template && vhost_user.is_some() {
+        if self.template && (vhost_user.is_some() || self.ublk) {
+            let key = if self.ublk { "ublk" } else { vhost_user_key };
             let why = "a template is published over NBD; publish a fork of it";
-            return Err(Fault::invalid(format!("{name}: {vhost_user_key}: {why}")));
+            return Err(Fault::invalid(format!("{name}: {key}: {why}")));
         }
-        if nbd.is_none() && vhost_user.is_none() {
-            return Err(Fault::invalid(format!("{name}: publish: {nbd_key} or {vhost_user_key} is missing")));
+        if nbd.is_none() && vhost_user.is_none() && !self.ublk {
+            let why = format!("{nbd_key}, {vhost_user_key} or ublk is missing");
+            return Err(Fault::invalid(format!("{name}: publish: {why}")));
         }
-        Ok(Places { nbd, vhost_user })
+        let queues = match (self.ublk, self.queues) {
+            (false, Some(_)) => {
+                return Err(Fault::invalid(format!("{name}: publish: queues: only with ublk")));
+            }
+            (_, Some(queues @ 1..=ublk::MAX_QUEUES)) => queues,
+            (_, Some(queues)) => {
+                let why = format!("queues={queues}: must be 1 to {}", ublk::MAX_QUEUES);
+                return Err(Fault::invalid(format!("{name}: publish: {why}")));
+            }
+            (_, None) => 0,
+        };
+        Ok(Places { nbd, vhost_user, ublk: self.ublk.then_some(queues) })
     }
 
     /// The template that is to be made first.
@@ -135,6 +156,8 @@ impl Params {
 struct Places {
     nbd: Option<Address>,
     vhost_user: Option<PathBuf>,
+    /// Queues of the block device.
+    ublk: Option<u16>,
 }
 
 /// Where it is now.
@@ -150,6 +173,9 @@ pub struct Reply {
     /// `vhost-user:PATH`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vhost_user: Option<String>,
+    /// `/dev/ublkbN`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ublk: Option<String>,
 }
 
 impl Verb for Publish {
@@ -179,7 +205,10 @@ impl Verb for Publish {
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        [&reply.uri, &reply.vhost_user].into_iter().flatten().try_for_each(|place| writeln!(out, "{place}"))
+        [&reply.uri, &reply.vhost_user, &reply.ublk]
+            .into_iter()
+            .flatten()
+            .try_for_each(|place| writeln!(out, "{place}"))
     }
 }
 
@@ -192,19 +221,31 @@ fn publish(
     read_only: bool,
 ) -> Result<Reply, Fault> {
     let exports = &service.exports;
-    let mut reply = Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None };
-    let socket = match &places.vhost_user {
-        Some(path) => Some(exports.publish_vhost_user(claim, entry, path, read_only)?),
-        None => None,
-    };
-    reply.vhost_user = socket.as_ref().map(|socket| vhost_user_address(socket.path()));
-    if let Some(address) = &places.nbd {
-        let at = exports.publish(claim, entry, address, read_only).inspect_err(|_| {
-            if let Some(socket) = &socket {
-                exports.withdraw(claim, socket);
-            }
-        })?;
-        (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+    let mut reply =
+        Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None, ublk: None };
+    let mut made = Vec::new();
+    let done = (|| {
+        if let Some(path) = &places.vhost_user {
+            let export = exports.publish_vhost_user(claim, entry, path, read_only)?;
+            reply.vhost_user = Some(export.address());
+            made.push(export);
+        }
+        if let Some(queues) = places.ublk {
+            let export = exports.publish_ublk(claim, entry, queues, read_only)?;
+            reply.ublk = Some(export.address());
+            made.push(export);
+        }
+        if let Some(address) = &places.nbd {
+            let at = exports.publish(claim, entry, address, read_only)?;
+            (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+        }
+        Ok(())
+    })();
+    if let Err(fault) = done {
+        for export in &made {
+            exports.withdraw(claim, entry, export);
+        }
+        return Err(fault);
     }
     Ok(reply)
 }

@@ -24,5 +24,6 @@ mod saved;
 mod snapshots;
 pub mod tools;
 pub mod tree;
+mod ublk;
 mod vhost_user;
 mod writeback;

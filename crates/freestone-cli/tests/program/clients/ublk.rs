@@ -1,0 +1,48 @@
+//! Block devices of this machine, as far as that goes without the driver: what works with it is run
+//! in the kernel lab (`lab/run-ublk.sh`).
+
+use std::path::Path;
+
+use crate::harness::{Serve, finish, freestone};
+
+const DRIVER: &str = "/dev/ublk-control";
+
+#[test]
+fn without_the_driver_its_module_is_named() {
+    let serve = Serve::start(&["r=ram,disksize=1M"]);
+    if Path::new(DRIVER).exists() {
+        let block = serve.text(&["publish", "r", "--ublk"]);
+        assert!(block.starts_with("/dev/ublkb"), "{block}");
+        serve.text(&["unpublish", "r"]);
+        return;
+    }
+    let why = format!("r: there is no {DRIVER}: load the kernel's driver with `modprobe ublk_drv`");
+    assert_eq!(serve.refused(1, &["publish", "r", "--ublk"]), why);
+    // All places or none.
+    assert_eq!(serve.refused(1, &["publish", "r", "--vhost-user", "unix:r.sock", "--ublk"]), why);
+    assert!(!serve.path("r.sock").exists());
+    assert!(serve.text(&["list"]).lines().all(|line| !line.contains("vhost-user")));
+
+    let dir = tempfile::tempdir().unwrap();
+    let sockets = ["--nbd", "unix:nbd", "--control", "control"];
+    let (status, said, error) =
+        finish(freestone(dir.path()).args(["serve", "r=ram,disksize=1M", "--ublk"]).args(sockets));
+    assert_eq!((status, said.as_str(), error.trim_end()), (1, "", format!("freestone: {why}").as_str()));
+    assert!(!dir.path().join("nbd").exists() && !dir.path().join("control").exists());
+}
+
+#[test]
+fn what_cannot_be_a_block_device_is_refused() {
+    let serve = Serve::start(&["z=null,size=8M,blocksize=4096,zoned=1,zone_size=1M", "b=ram,disksize=1M"]);
+    assert_eq!(serve.refused(1, &["publish", "z", "--ublk"]), "z: zones are not shown by ublk");
+    let refused = serve.refused(2, &["publish", "b", "--template", "--ublk"]);
+    assert!(refused.starts_with("b: ublk: a template is published over NBD"), "{refused}");
+    for (words, why) in [
+        (&["publish", "b", "--nbd", "unix:x", "--queues", "2"][..], "--ublk"),
+        (&["publish", "b", "--ublk", "--queues", "0"], "1..=16"),
+        (&["publish", "b", "--ublk", "--queues", "17"], "1..=16"),
+    ] {
+        let (status, _, said) = finish(freestone(serve.dir.path()).args(words));
+        assert!(status == 2 && said.contains(why), "{words:?}: {said}");
+    }
+}

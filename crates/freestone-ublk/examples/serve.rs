@@ -1,0 +1,88 @@
+//! A RAM disk as a block device, for tests in a kernel that has the driver (`lab/ublk.sh`).
+//!
+//! ```text
+//! serve MIB [QUEUES]    serves a disk: its path goes to the output when it is there
+//!                       SIGTERM ends it, within GRACE seconds (5 without); then "ended" or "let go"
+//!                       SIGUSR1 doubles its size; then "grown" or why not
+//!                       SIGUSR2 has it answer nothing any more
+//! serve clean           removes what was left behind; the numbers go to the output
+//! ```
+
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use freestone_core::budget::{Budget, DEFAULT_BYTES};
+use freestone_core::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone_ram::ram::{Config, Ram};
+use freestone_ublk::{Export, Options, remove_left_behind};
+use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+/// A disk that may fall silent.
+struct Disk {
+    ram: Ram,
+    is_silent: AtomicBool,
+}
+
+impl Device for Disk {
+    fn geometry(&self) -> Geometry {
+        self.ram.geometry()
+    }
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if self.is_silent.load(Ordering::SeqCst) {
+            return Ok(Tried::WouldBlock);
+        }
+        self.ram.try_io(request, buffer)
+    }
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        if self.is_silent.load(Ordering::SeqCst) {
+            // As a disk does that hangs for ever.
+            std::mem::forget((buffer, done));
+            return;
+        }
+        self.ram.submit(request, buffer, done);
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.ram.extents(offset, len, row)
+    }
+}
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [size, queues @ ..] = &args[..] else { return Err("usage: serve MIB [QUEUES] | serve clean".into()) };
+    if size == "clean" {
+        for id in remove_left_behind()? {
+            println!("{id}");
+        }
+        return Ok(());
+    }
+    let size = size.parse::<u64>()? << 20;
+    let queues = queues.first().map_or(Ok(0), |queues| queues.parse())?;
+    let grace = std::env::var("GRACE").map_or(Ok(5.0), |grace| grace.parse())?;
+    // Before there are other threads, which would take the signals.
+    let mut signals = Signals::new([SIGTERM, SIGUSR1, SIGUSR2])?;
+    let ram = Ram::new(Config { disksize: size, ..Config::default() })?;
+    let disk = Arc::new(Disk { ram, is_silent: AtomicBool::new(false) });
+    let options = Options { queues, ..Options::new(Budget::new(DEFAULT_BYTES)) };
+    let export = Export::new("serve", Arc::clone(&disk) as Arc<dyn Device>, options)?;
+    println!("{}", export.path().display());
+    for signal in &mut signals {
+        match signal {
+            SIGUSR1 => {
+                disk.ram.grow(disk.geometry().size * 2)?;
+                match export.resize() {
+                    Ok(()) => println!("grown"),
+                    Err(error) => println!("{error}"),
+                }
+            }
+            SIGUSR2 => disk.is_silent.store(true, Ordering::SeqCst),
+            _ => break,
+        }
+    }
+    let ended = export.end(Duration::from_secs_f64(grace));
+    println!("{}", if ended { "ended" } else { "let go" });
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! A device under a name, and what the driver is told of it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use freestone_core::bytes::Bytes;
+use freestone_core::device::{Device, Failures, Geometry};
+
+use crate::abi::{ParamBasic, ParamDiscard, Params, SECTOR_BYTES, attr, param};
+
+/// The block layer's limit of a discard or write zeroes: fewer than 4 GiB.
+const MAX_RANGE_SECTORS: u32 = u32::MAX >> 9;
+
+/// A device under a name.
+pub struct Disk {
+    /// Its name.
+    pub name: String,
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// By option or by the device.
+    pub read_only: bool,
+    /// Requests that failed.
+    pub failures: Arc<Failures>,
+}
+
+impl Disk {
+    /// Under `name`.
+    pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
+        let read_only = read_only || device.geometry().read_only;
+        Self { name: name.to_owned(), device, read_only, failures }
+    }
+
+    /// Its size as of now; what is left of a sector at the end is not shown.
+    pub fn sectors(&self) -> u64 {
+        Bytes::told(self.device.geometry()).size / SECTOR_BYTES
+    }
+
+    /// What the driver is told, where a buffer has `max_bytes`.
+    pub fn params(&self, max_bytes: u32) -> Params {
+        params(&self.device.geometry(), self.read_only, max_bytes)
+    }
+}
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Disk({:?})", self.name)
+    }
+}
+
+fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
+    let page = rustix::param::page_size() as u32;
+    // Smaller requests than the device's blocks are served as well, so that a partition table in
+    // sectors of 512 fits, as over the other exports.
+    let logical = SECTOR_BYTES as u32;
+    let physical = geometry.physical_block.clamp(logical, page);
+    let shift = |bytes: u32| bytes.max(1).ilog2() as u8;
+    let mut attrs = 0;
+    if read_only {
+        attrs |= attr::READ_ONLY;
+    }
+    if geometry.rotational {
+        attrs |= attr::ROTATIONAL;
+    }
+    if geometry.volatile_cache {
+        // Without a cache the block layer sends neither flushes nor FUA.
+        attrs |= attr::VOLATILE_CACHE | attr::FUA;
+    }
+    let wanted = if geometry.max_request == 0 { max_bytes } else { geometry.max_request };
+    // The block layer takes nothing below a page; what the device wants smaller it splits itself.
+    let max_request = wanted.min(max_bytes).max(page);
+    let told = Bytes::told(*geometry);
+    let basic = ParamBasic {
+        attrs,
+        logical_bs_shift: shift(logical),
+        physical_bs_shift: shift(physical),
+        io_opt_shift: shift(geometry.io_opt.max(physical)),
+        io_min_shift: shift(geometry.io_min.max(physical)),
+        max_sectors: max_request / SECTOR_BYTES as u32,
+        chunk_sectors: 0,
+        dev_sectors: told.size / SECTOR_BYTES,
+        virt_boundary_mask: 0,
+    };
+    let len = size_of::<Params>() as u32;
+    if read_only {
+        return Params { len, types: param::BASIC, basic, ..Params::default() };
+    }
+    let frees = geometry.discard_granularity > 0;
+    // It is never zero, also where nothing is to be gained by discards, and none are offered.
+    let granularity = geometry.discard_granularity.max(physical);
+    let whole_units = MAX_RANGE_SECTORS - MAX_RANGE_SECTORS % (granularity / SECTOR_BYTES as u32).max(1);
+    let discard = ParamDiscard {
+        discard_granularity: granularity,
+        max_discard_sectors: if frees { whole_units } else { 0 },
+        max_write_zeroes_sectors: whole_units,
+        max_discard_segments: 1,
+        ..ParamDiscard::default()
+    };
+    Params { len, types: param::BASIC | param::DISCARD, basic, discard, unused: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAX: u32 = 512 << 10;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            size: 64 << 20,
+            padding: 0,
+            logical_block: 4096,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 128 << 10,
+            max_request: 0,
+            discard_granularity: 4096,
+            fast_zeroes: true,
+            volatile_cache: false,
+            volatile_media: true,
+            rotational: false,
+            read_only: false,
+            zones: None,
+        }
+    }
+
+    #[test]
+    fn what_the_geometry_says() {
+        let told = params(&geometry(), false, MAX);
+        assert_eq!((told.len, told.types), (64, param::BASIC | param::DISCARD));
+        let basic = told.basic;
+        assert_eq!((basic.attrs, basic.dev_sectors, basic.max_sectors), (0, 64 << 11, 1024));
+        let shifts =
+            (basic.logical_bs_shift, basic.physical_bs_shift, basic.io_min_shift, basic.io_opt_shift);
+        assert_eq!(shifts, (9, 12, 12, 17));
+        assert_eq!((told.discard.discard_granularity, told.discard.max_discard_segments), (4096, 1));
+        assert_eq!(told.discard.max_discard_sectors % 8, 0);
+        assert!(told.discard.max_discard_sectors > 0 && told.discard.max_write_zeroes_sectors > 0);
+    }
+
+    #[test]
+    fn promises_become_attributes() {
+        let attrs = |geometry: Geometry, read_only| params(&geometry, read_only, MAX).basic.attrs;
+        let cached = Geometry { volatile_cache: true, ..geometry() };
+        assert_eq!(attrs(cached, false), attr::VOLATILE_CACHE | attr::FUA);
+        assert_eq!(attrs(Geometry { rotational: true, ..geometry() }, false), attr::ROTATIONAL);
+        assert_eq!(attrs(geometry(), true), attr::READ_ONLY);
+        assert_eq!(params(&geometry(), true, MAX).types, param::BASIC);
+    }
+
+    #[test]
+    fn limits_that_the_driver_would_refuse_are_never_told() {
+        let odd = Geometry {
+            padding: 3584 + 100,
+            physical_block: 1 << 20,
+            io_min: 0,
+            io_opt: 0,
+            max_request: 512,
+            discard_granularity: 0,
+            ..geometry()
+        };
+        let told = params(&odd, false, MAX);
+        let page = rustix::param::page_size() as u32;
+        assert_eq!(told.basic.max_sectors, page / 512);
+        assert_eq!(told.basic.dev_sectors, (64 << 11) - 8);
+        assert_eq!(1 << told.basic.physical_bs_shift, page);
+        assert!(told.basic.io_opt_shift >= 9 && told.basic.io_min_shift >= 9);
+        assert_eq!((told.discard.max_discard_sectors, told.discard.discard_granularity), (0, page));
+        assert!(told.discard.max_write_zeroes_sectors > 0);
+        let wide = Geometry { max_request: u32::MAX - 4095, ..geometry() };
+        assert_eq!(params(&wide, false, MAX).basic.max_sectors, MAX / 512);
+    }
+}

@@ -1,0 +1,211 @@
+//! The kernel itself: the control device, the nodes of devices, and what sysfs says of them.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, major, makedev, minor, mknodat, open};
+use rustix::io::Errno;
+
+use crate::abi::CtrlCmd;
+use crate::control::is_id;
+use crate::kernel::{BlockDevice, CharDevice, Kernel, Ring};
+use crate::uring::{self, QueueRing};
+
+/// Pause between two looks for a node.
+const LOOK_PAUSE: Duration = Duration::from_millis(10);
+/// A node that is not there for so long is made: neither devtmpfs nor udev does it.
+const MAKE_AFTER: Duration = Duration::from_secs(2);
+
+/// Where the kernel shows its devices.
+#[derive(Debug, Clone)]
+pub struct System {
+    dev: PathBuf,
+    sys: PathBuf,
+}
+
+impl Default for System {
+    fn default() -> Self {
+        Self { dev: "/dev".into(), sys: "/sys".into() }
+    }
+}
+
+impl System {
+    fn control(&self) -> Result<OwnedFd, Errno> {
+        open(self.dev.join("ublk-control"), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// Opens the node `name` of the device that sysfs has at `class`, once both are there.
+    fn node(&self, class: &str, name: &str, kind: FileType, until: Instant) -> io::Result<(OwnedFd, Node)> {
+        let path = self.dev.join(name);
+        let numbers = self.sys.join("class").join(class).join(name).join("dev");
+        let flags = if kind == FileType::CharacterDevice { OFlags::RDWR } else { OFlags::RDONLY };
+        let make_at = Instant::now() + MAKE_AFTER;
+        let mut made = false;
+        loop {
+            let wanted = fs::read_to_string(&numbers).ok().and_then(|text| device_number(&text));
+            let mut last = Errno::NOENT;
+            if let Some((high, low)) = wanted {
+                let opened = open(&path, flags | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty());
+                match opened.and_then(|file| fstat(&file).map(|stat| (file, stat))) {
+                    Ok((file, stat)) if FileType::from_raw_mode(stat.st_mode) == kind => {
+                        if (major(stat.st_rdev), minor(stat.st_rdev)) == (high, low) {
+                            return Ok((file, Node { path, made }));
+                        }
+                    }
+                    Ok(_) => {}
+                    Err(errno) => last = errno,
+                }
+                if last == Errno::NOENT && !made && Instant::now() >= make_at {
+                    let access = Mode::RUSR | Mode::WUSR;
+                    match mknodat(CWD, &path, kind, access, makedev(high, low)) {
+                        Ok(()) => made = true,
+                        // Somebody was faster.
+                        Err(Errno::EXIST) => {}
+                        Err(errno) => return Err(errno.into()),
+                    }
+                    continue;
+                }
+            }
+            if Instant::now() >= until {
+                return Err(last.into());
+            }
+            std::thread::sleep(LOOK_PAUSE);
+        }
+    }
+}
+
+/// The numbers in `MAJOR:MINOR`.
+fn device_number(text: &str) -> Option<(u32, u32)> {
+    let (high, low) = text.trim().split_once(':')?;
+    Some((high.parse().ok()?, low.parse().ok()?))
+}
+
+/// The path of a device; removed again where it was made here.
+struct Node {
+    path: PathBuf,
+    made: bool,
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if self.made {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+struct Char {
+    device: Arc<OwnedFd>,
+    _node: Node,
+}
+
+impl CharDevice for Char {
+    fn ring(&self, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
+        Ok(Box::new(QueueRing::new(Arc::clone(&self.device), queue, depth, wake)?))
+    }
+}
+
+struct Block {
+    node: Node,
+}
+
+impl BlockDevice for Block {
+    fn path(&self) -> PathBuf {
+        self.node.path.clone()
+    }
+
+    fn is_claimed(&self) -> io::Result<bool> {
+        let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        match open(&self.node.path, flags, Mode::empty()) {
+            Err(Errno::BUSY) => Ok(true),
+            // The errors: it is no block device any more.
+            Ok(_) | Err(Errno::NOENT | Errno::NXIO | Errno::NODEV) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl Kernel for System {
+    fn check(&self) -> Result<(), Errno> {
+        self.control().map(drop)
+    }
+
+    fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
+        uring::command(&self.control()?, command, header, payload)
+    }
+
+    fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>> {
+        let name = format!("ublkc{id}");
+        let (device, node) = self.node("ublk-char", &name, FileType::CharacterDevice, until)?;
+        Ok(Arc::new(Char { device: Arc::new(device), _node: node }))
+    }
+
+    fn block(&self, id: u32, until: Instant) -> io::Result<Arc<dyn BlockDevice>> {
+        let (_, node) = self.node("block", &format!("ublkb{id}"), FileType::BlockDevice, until)?;
+        Ok(Arc::new(Block { node }))
+    }
+
+    fn devices(&self) -> io::Result<Vec<u32>> {
+        match fs::read_dir(self.sys.join("class/ublk-char")) {
+            Ok(entries) => {
+                let mut ids: Vec<_> =
+                    entries.filter_map(|entry| id_of(Path::new(&entry.ok()?.file_name()))).collect();
+                ids.sort_unstable();
+                Ok(ids)
+            }
+            // The driver is not there.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn id_of(name: &Path) -> Option<u32> {
+    name.to_str()?.strip_prefix("ublkc")?.parse().ok().filter(|id| is_id(*id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_those_that_sysfs_shows() {
+        let dir = tempfile::tempdir().unwrap();
+        let system = System { dev: dir.path().join("dev"), sys: dir.path().join("sys") };
+        assert_eq!(system.devices().unwrap(), [0; 0]);
+        for name in ["ublkc7", "ublkc0", "ublkb3", "ublkcx", "ublkc1048576", "ublkc-1"] {
+            fs::create_dir_all(dir.path().join("sys/class/ublk-char").join(name)).unwrap();
+        }
+        assert_eq!(system.devices().unwrap(), [0, 7]);
+    }
+
+    #[test]
+    fn a_driver_that_is_absent_and_a_node_that_never_comes() {
+        let dir = tempfile::tempdir().unwrap();
+        let system = System { dev: dir.path().join("dev"), sys: dir.path().join("sys") };
+        assert_eq!(system.check(), Err(Errno::NOENT));
+        assert_eq!(system.command(0, CtrlCmd::new(0, 0), &mut []), Err(Errno::NOENT));
+        let began = Instant::now();
+        let until = began + Duration::from_millis(50);
+        let error = system.open(0, until).err().unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(began.elapsed() >= Duration::from_millis(50));
+    }
+
+    #[test]
+    fn a_file_that_is_no_device_is_not_taken_for_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let system = System { dev: dir.path().to_path_buf(), sys: dir.path().join("sys") };
+        let class = dir.path().join("sys/class/ublk-char/ublkc4");
+        fs::create_dir_all(&class).unwrap();
+        fs::write(class.join("dev"), "240:4\n").unwrap();
+        fs::write(dir.path().join("ublkc4"), "").unwrap();
+        assert!(system.open(4, Instant::now() + Duration::from_millis(30)).is_err());
+        assert_eq!(device_number("259:3\n"), Some((259, 3)));
+        assert_eq!(device_number("259"), None);
+    }
+}

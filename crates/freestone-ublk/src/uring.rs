@@ -1,0 +1,278 @@
+//! The rings: one for each queue, and one for each command to the control device, as those are few.
+#![expect(unsafe_code)]
+// UNSAFETY: io_uring is handed addresses that must stay valid until the kernel has answered, and the
+// driver's descriptors are mapped memory.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue, types};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use zerocopy::IntoBytes;
+
+use crate::abi::{CtrlCmd, IO_DESC_BYTES, IoCmd, IoDesc, MAX_QUEUE_DEPTH, io as io_command};
+use crate::kernel::{Arrived, Ring, Wait};
+
+/// Marks the poll among the answers; tags are small.
+const WAKE: u64 = u64::MAX;
+/// Pause where the kernel has no resources for a submission.
+const BREATH: Duration = Duration::from_millis(1);
+
+/// Does a command to the control device, and waits for its end.
+pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
+    let ring = IoUring::<squeue::Entry128, cqueue::Entry>::builder().build(2);
+    let mut ring = ring.map_err(|error| errno_of(&error))?;
+    let addr = if payload.is_empty() { 0 } else { payload.as_mut_ptr().expose_provenance() as u64 };
+    let header = CtrlCmd { addr, len: payload.len() as u16, ..header };
+    let mut cmd = [0; 80];
+    cmd[..size_of::<CtrlCmd>()].copy_from_slice(header.as_bytes());
+    let entry = opcode::UringCmd80::new(types::Fd(device.as_raw_fd()), command).cmd(cmd).build();
+    // SAFETY: `payload` is ours until the answer is here, and the loop below ends with that: the kernel
+    // has taken the entry, or an error says that it has not.
+    if unsafe { ring.submission().push(&entry) }.is_err() {
+        return Err(Errno::BUSY);
+    }
+    let mut taken = false;
+    loop {
+        match ring.submit_and_wait(1) {
+            Ok(_) => taken = true,
+            Err(error) => {
+                let errno = errno_of(&error);
+                taken |= ring.submission().is_empty();
+                match errno {
+                    Errno::INTR => {}
+                    Errno::AGAIN | Errno::BUSY | Errno::NOMEM => std::thread::sleep(BREATH),
+                    _ if taken => std::thread::sleep(BREATH),
+                    _ => return Err(errno),
+                }
+            }
+        }
+        if let Some(answer) = ring.completion().next() {
+            let result = answer.result();
+            return if result < 0 { Err(Errno::from_raw_os_error(-result)) } else { Ok(()) };
+        }
+    }
+}
+
+fn errno_of(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+/// The descriptors of a queue, which the driver writes.
+struct Descriptors {
+    first: NonNull<IoDesc>,
+    bytes: usize,
+    depth: u16,
+}
+
+impl Descriptors {
+    fn map(device: &OwnedFd, queue: u16, depth: u16) -> io::Result<Self> {
+        let page = rustix::param::page_size();
+        let apart = (usize::from(MAX_QUEUE_DEPTH) * IO_DESC_BYTES).next_multiple_of(page);
+        let bytes = (usize::from(depth) * IO_DESC_BYTES).next_multiple_of(page);
+        let offset = u64::from(queue) * apart as u64;
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let at = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, flags, device, offset) }?;
+        let first = NonNull::new(at.cast()).ok_or(Errno::FAULT)?;
+        Ok(Self { first, bytes, depth })
+    }
+
+    fn copy(&self, tag: u16) -> IoDesc {
+        assert!(tag < self.depth, "a tag of this queue");
+        // SAFETY: inside of the mapping, which is aligned to pages; every pattern is a value of the
+        // structure. The driver may write meanwhile only if it breaks its rules, and then the copy,
+        // which alone is looked at, is mixed.
+        unsafe { self.first.add(usize::from(tag)).read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and no reference into it exists.
+        let _ = unsafe { munmap(self.first.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// The ring of a queue.
+pub struct QueueRing {
+    ring: IoUring,
+    descriptors: Descriptors,
+    device: Arc<OwnedFd>,
+    wake: OwnedFd,
+    queue: u16,
+    /// A poll of `wake` is with the kernel.
+    is_armed: bool,
+    is_deferred: bool,
+}
+
+impl QueueRing {
+    /// For one queue of a device, to be used by the calling thread only.
+    pub fn new(device: Arc<OwnedFd>, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Self> {
+        let descriptors = Descriptors::map(&device, queue, depth)?;
+        // A tag has one entry at a time, and the poll one.
+        let entries = (u32::from(depth) + 1).next_power_of_two();
+        let (ring, is_deferred) = build(entries)?;
+        let wake = wake.try_clone()?;
+        Ok(Self { ring, descriptors, device, wake, queue, is_armed: false, is_deferred })
+    }
+
+    fn push(&mut self, command: u32, tag: u16, result: i32, addr: u64) {
+        let header = IoCmd { q_id: self.queue, tag, result, addr };
+        let mut cmd = [0; 16];
+        cmd.copy_from_slice(header.as_bytes());
+        let device = types::Fd(self.device.as_raw_fd());
+        self.push_entry(&opcode::UringCmd16::new(device, command).cmd(cmd).build().user_data(tag.into()));
+    }
+
+    fn push_entry(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the caller of `fetch` and `commit` keeps the buffer until the tag arrives, and leaks
+        // it where the ring ends before that. The files are open as long as `self` lives, and the
+        // kernel takes its own references when it accepts the entry.
+        let pushed = unsafe { self.ring.submission().push(entry) };
+        debug_assert!(pushed.is_ok(), "there is an entry for each tag and the poll");
+    }
+}
+
+/// A ring with as much of what helps as the kernel has. Whether it works only when it is entered.
+fn build(entries: u32) -> io::Result<(IoUring, bool)> {
+    let mut builder = IoUring::builder();
+    builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+    let mut deferred = builder.clone();
+    deferred.setup_single_issuer().setup_defer_taskrun();
+    // Linux 6.1, 5.19, and before.
+    match deferred.build(entries) {
+        Ok(ring) => return Ok((ring, true)),
+        Err(error) if errno_of(&error) == Errno::INVAL => {}
+        Err(error) => return Err(error),
+    }
+    match builder.build(entries) {
+        Ok(ring) => Ok((ring, false)),
+        Err(error) if errno_of(&error) == Errno::INVAL => Ok((IoUring::new(entries)?, false)),
+        Err(error) => Err(error),
+    }
+}
+
+impl Ring for QueueRing {
+    fn fetch(&mut self, tag: u16, buffer: u64) {
+        self.push(io_command::FETCH_REQ, tag, 0, buffer);
+    }
+
+    fn commit(&mut self, tag: u16, result: i32, buffer: u64) {
+        self.push(io_command::COMMIT_AND_FETCH_REQ, tag, result, buffer);
+    }
+
+    fn has_queued(&mut self) -> bool {
+        !self.ring.submission().is_empty()
+    }
+
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        if !self.is_armed {
+            // It tells of each write to the eventfd, so that nobody has to read that.
+            let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), PollFlags::IN.bits().into());
+            self.push_entry(&poll.multi(true).build().user_data(WAKE));
+            self.is_armed = true;
+        }
+        let queued = self.ring.submission().len() as u32;
+        let mut flags = EnterFlags::GETEVENTS | EnterFlags::EXT_ARG;
+        if self.ring.params().is_feature_no_iowait() {
+            // A server that has nothing to do waits for no disk.
+            flags |= EnterFlags::NO_IOWAIT;
+        }
+        // Waiting for several, for a short while, was tried: it saves calls of a client that hands
+        // requests over one by one, and costs it half of its throughput.
+        let least = u32::from(wait != Wait::No);
+        let most = match wait {
+            Wait::AtMost(time) => Some(types::Timespec::from(time)),
+            Wait::No | Wait::Forever => None,
+        };
+        let args = types::SubmitArgs::new();
+        let args = most.as_ref().map_or(args, |time| args.timespec(time));
+        // SAFETY: the arguments are what the flags say, and live until it returns.
+        let entered = unsafe { self.ring.submitter().enter(queued, least, flags.bits(), Some(&args)) };
+        let Err(error) = entered else { return Ok(()) };
+        match errno_of(&error) {
+            Errno::INTR | Errno::TIME => Ok(()),
+            Errno::AGAIN | Errno::BUSY | Errno::NOMEM => {
+                std::thread::sleep(BREATH);
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+
+    fn arrived(&mut self, into: &mut Vec<Arrived>) {
+        for answer in self.ring.completion() {
+            if answer.user_data() == WAKE {
+                self.is_armed &= cqueue::more(answer.flags());
+                continue;
+            }
+            into.push(Arrived { tag: answer.user_data() as u16, result: answer.result() });
+        }
+    }
+
+    fn descriptor(&self, tag: u16) -> IoDesc {
+        self.descriptors.copy(tag)
+    }
+
+    fn is_deferred(&self) -> bool {
+        self.is_deferred
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, Mode, OFlags, ftruncate, memfd_create, open};
+    use rustix::io::{pwrite, write};
+
+    use super::*;
+
+    /// A file in the place of the device: it has descriptors, and refuses commands.
+    #[test]
+    fn a_ring_brings_what_comes_and_is_woken() {
+        let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
+        let apart = (usize::from(MAX_QUEUE_DEPTH) * IO_DESC_BYTES) as u64;
+        ftruncate(&file, 2 * apart).unwrap();
+        let wanted = IoDesc { op_flags: 1, nr_sectors: 8, start_sector: 16, addr: 4096 };
+        pwrite(&file, wanted.as_bytes(), apart + 3 * IO_DESC_BYTES as u64).unwrap();
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        // A machine may forbid rings.
+        let Ok(mut ring) = QueueRing::new(Arc::new(file), 1, 4, &wake) else { return };
+        assert_eq!((ring.descriptor(3), ring.descriptor(0)), (wanted, IoDesc::default()));
+
+        let mut arrived = Vec::new();
+        ring.fetch(2, 4096);
+        assert!(ring.has_queued());
+        ring.enter(Wait::No).unwrap();
+        assert!(!ring.has_queued());
+        while arrived.is_empty() {
+            ring.enter(Wait::AtMost(Duration::from_secs(1))).unwrap();
+            ring.arrived(&mut arrived);
+        }
+        assert_eq!(arrived, [Arrived { tag: 2, result: -95 }]);
+
+        // Each write ends one wait, although nobody reads.
+        for _ in 0..3 {
+            write(&wake, &1_u64.to_ne_bytes()).unwrap();
+            ring.enter(Wait::Forever).unwrap();
+            ring.arrived(&mut arrived);
+        }
+        let (began, time) = (Instant::now(), Duration::from_millis(30));
+        ring.enter(Wait::AtMost(time)).unwrap();
+        assert!(began.elapsed() >= time && arrived.len() == 1);
+    }
+
+    #[test]
+    fn a_command_that_is_refused_comes_back() {
+        let device = open("/dev/zero", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        assert!(command(&device, 1, CtrlCmd::new(0, 0), &mut [0; 8]).is_err());
+    }
+}
