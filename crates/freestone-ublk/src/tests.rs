@@ -328,7 +328,7 @@ fn a_device_that_is_silent_at_the_start_is_given_up() {
     let (device, kept) = silent();
     let driver = Driver::default();
     driver.state().scans = true;
-    let deadline = Duration::from_millis(100);
+    let deadline = Duration::from_secs(1);
     let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options());
     assert!(matches!(started, Err(StartError::Deadline)));
     driver.wait_for(|state| state.info.is_none().then_some(()));

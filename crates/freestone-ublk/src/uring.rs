@@ -10,13 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue, types};
-use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
 use crate::abi::{CtrlCmd, IO_DESC_BYTES, IoCmd, IoDesc, MAX_QUEUE_DEPTH, io as io_command};
 use crate::kernel::{Arrived, Ring, Wait};
+
+/// `POLLIN` of poll(2).
+const POLLIN: u32 = 1;
 
 /// Marks the poll among the answers; tags are small.
 const WAKE: u64 = u64::MAX;
@@ -174,7 +176,7 @@ impl Ring for QueueRing {
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
         if !self.is_armed {
             // It tells of each write to the eventfd, so that nobody has to read that.
-            let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), PollFlags::IN.bits().into());
+            let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), POLLIN);
             self.push_entry(&poll.multi(true).build().user_data(WAKE));
             self.is_armed = true;
         }
