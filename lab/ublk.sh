@@ -169,7 +169,7 @@ silent() { # a device that never answers again
 memory() { # buffers of an idle queue have none
   begin $MIB 1 || return
   rss() { awk '/^RssAnon/ {print $2}' /proc/$SERVER/status; }
-  has_little() { [ $(($(rss)-before)) -lt 4096 ]; }
+  has_little() { [ $(($(rss)-before)) -lt 512 ]; }
   before=$(rss)
   fio --name=m --filename=$DISK --rw=read --bs=512k --direct=1 --ioengine=io_uring --iodepth=64 --size=${MIB}m >said 2>&1
   used=$(rss); works "an idle queue has no buffers" soon 20 has_little

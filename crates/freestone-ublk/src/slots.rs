@@ -122,22 +122,29 @@ impl Slots {
 /// A buffer without memory.
 fn fresh(bytes: usize) -> Result<IoBuf, Error> {
     let mut buffer = IoBuf::zeroed(bytes)?;
+    // A small request would get memory for the buffers beside as well.
+    advise(&mut buffer, bytes, Advice::LinuxNoHugepage);
     // It was zeroed by writing.
     forget_pages(&mut buffer, bytes);
     Ok(buffer)
 }
 
 fn forget_pages(buffer: &mut IoBuf, touched: usize) {
+    advise(buffer, touched, Advice::LinuxDontNeed);
+}
+
+/// Tells the kernel what the first `bytes` are for, to whole pages.
+fn advise(buffer: &mut IoBuf, bytes: usize, advice: Advice) {
     let page = rustix::param::page_size();
     // Other pages' bytes are not ours: a buffer is whole pages where a page has 4 KiB.
-    let end = touched.next_multiple_of(page).min(buffer.capacity() / page * page);
+    let end = bytes.next_multiple_of(page).min(buffer.capacity() / page * page);
     let at = buffer.as_mut_ptr();
     if end == 0 || !at.addr().is_multiple_of(page) {
         return;
     }
-    // SAFETY: whole pages of private memory, of a buffer that is borrowed exclusively: they read as
-    // zeroes from now on. Where it fails they stay.
-    let _ = unsafe { madvise(at.cast(), end, Advice::LinuxDontNeed) };
+    // SAFETY: whole pages of private memory, of a buffer that is borrowed exclusively: with the advices
+    // above they read as they were, or as zeroes. Where it fails nothing changes.
+    let _ = unsafe { madvise(at.cast(), end, advice) };
 }
 
 #[cfg(test)]

@@ -328,8 +328,9 @@ fn a_device_that_is_silent_at_the_start_is_given_up() {
     let (device, kept) = silent();
     let driver = Driver::default();
     driver.state().scans = true;
-    let deadline = Duration::from_secs(1);
-    let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options());
+    // The queue itself is there much sooner.
+    let (deadline, options) = (Duration::from_secs(2), Options { depth: 1, ..options() });
+    let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options);
     assert!(matches!(started, Err(StartError::Deadline)));
     driver.wait_for(|state| state.info.is_none().then_some(()));
     assert_eq!(kept.lock().unwrap().len(), 1);
