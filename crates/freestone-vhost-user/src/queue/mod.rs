@@ -200,6 +200,10 @@ impl Queue {
         }
         self.parts.ring.want_notification();
         if self.parts.ring.available()? == 0 {
+            // A ring that is gone may look as if nothing were available.
+            if self.is_dead() {
+                return Err(Broken::Memory);
+            }
             if self.in_flight == 0 {
                 self.parts.share.keep(self.spare.capacity() as u64);
             }

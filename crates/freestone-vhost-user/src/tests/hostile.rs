@@ -94,6 +94,20 @@ fn memory_that_is_cut_off_ends_its_connection() {
 }
 
 #[test]
+fn memory_that_is_cut_off_before_anything_was_available_ends_its_connection() {
+    let (_dir, export) = export(ram());
+    let mut client = Client::connect(&export);
+    client.set_up(0);
+    // The queue sleeps when its memory goes.
+    std::thread::sleep(Duration::from_millis(50));
+    client.memory.set_len(0).unwrap();
+    rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
+    let mut rest = Vec::new();
+    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
+    works(&export);
+}
+
+#[test]
 fn regions_lie_in_their_files() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
