@@ -12,5 +12,6 @@ pub mod qcow2;
 pub mod rpc;
 pub mod saved;
 pub mod scratch;
+pub mod vhost_user;
 pub mod words;
 pub mod zones;

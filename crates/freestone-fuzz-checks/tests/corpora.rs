@@ -3,6 +3,7 @@
 use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
 use freestone_fuzz_checks::scratch::Scratch;
+use freestone_fuzz_checks::vhost_user::VhostUser;
 use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
 
 #[test]
@@ -64,4 +65,20 @@ fn json_rpc_lines() {
     let judged = run("rpc", 1500, rpc::check);
     println!("{judged:?}");
     assert!(judged.taken > 10 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn vhost_user_messages() {
+    let vhost_user = VhostUser::new();
+    let judged = run("vhost_user_messages", 2500, |input| vhost_user.messages(input));
+    println!("{judged:?}");
+    assert!(judged.taken > 500 && judged.refused > 500, "{judged:?}");
+}
+
+#[test]
+fn vhost_user_rings() {
+    let vhost_user = VhostUser::new();
+    let judged = run("vhost_user_rings", 2500, |input| vhost_user.rings(input));
+    println!("{judged:?}");
+    assert!(judged.taken > 500 && judged.refused > 300, "{judged:?}");
 }

@@ -307,6 +307,16 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, budget: &Arc<Budget>, wo
     }
 }
 
+/// Serves the frontend at the other end of `socket` on this thread, until it leaves. For checks of very
+/// many frontends, which have no time for a socket in a directory and a thread each.
+#[doc(hidden)]
+pub fn serve_here(device: Arc<dyn Device>, options: Options, socket: OwnedFd) {
+    let Options { read_only, failures, budget, workers } = options;
+    let disk = Arc::new(Disk::new("disk", read_only, device, failures));
+    let guest = Arc::new(Guest::new(socket));
+    Session::new(Around { disk, guest, budget, workers, inflight: None }).run();
+}
+
 impl Drop for Export {
     fn drop(&mut self) {
         // Who has told it to end has waited as long as it wanted.

@@ -1,0 +1,149 @@
+//! Files that a frontend hands over, and how it is seen that nobody has kept one.
+//!
+//! Whether a file is still open somewhere in this process, in whatever thread, is seen without counting
+//! descriptors: what can be polled is in an epoll set until its last descriptor is closed, and a lock
+//! on a file of memory is held as long as a descriptor or a mapping is left.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+/// Bytes of the memory, and of the short one.
+pub const MEMORY_BYTES: u64 = 0x4000;
+const SHORT_BYTES: u64 = 100;
+/// Places in the memory.
+pub const DESC: u64 = 0;
+pub const AVAIL: u64 = 0x1000;
+pub const USED: u64 = 0x2000;
+/// Where it is noted what is in flight.
+pub const NOTES: u64 = 0x3c00;
+const HEADER: u64 = 0x3000;
+/// Descriptors of the queue that is set up well.
+pub const QUEUE: u16 = 4;
+
+/// What a frontend has to hand over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Memory,
+    Kick,
+    Call,
+    Err,
+    Pipe,
+    Socket,
+    /// Memory that is too short.
+    Short,
+    /// Memory that cannot be written to.
+    Unwritable,
+}
+
+/// All of them, in this order.
+pub const KINDS: [Kind; 8] = [
+    Kind::Memory,
+    Kind::Kick,
+    Kind::Call,
+    Kind::Err,
+    Kind::Pipe,
+    Kind::Socket,
+    Kind::Short,
+    Kind::Unwritable,
+];
+
+/// One of each.
+pub struct Files {
+    each: [OwnedFd; 8],
+    epoll: OwnedFd,
+    /// The files of memory, opened once more.
+    again: Vec<File>,
+    _ends: (OwnedFd, UnixStream),
+}
+
+/// The same file, opened once more.
+fn again(fd: &OwnedFd, write: bool) -> File {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    OpenOptions::new().read(true).write(write).open(path).expect("a file in memory opens")
+}
+
+fn memory(bytes: u64) -> OwnedFd {
+    let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a descriptor is left"));
+    file.set_len(bytes).expect("a file in memory");
+    file.into()
+}
+
+fn event(value: u32) -> OwnedFd {
+    eventfd(value, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor is left")
+}
+
+fn lock(file: impl AsFd) -> bool {
+    flock(file, FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+impl Files {
+    /// A read of one sector is available in the memory.
+    pub fn new() -> Self {
+        let (end, pipe) = pipe_with(PipeFlags::CLOEXEC).expect("a descriptor is left");
+        let (socket, other) = UnixStream::pair().expect("a descriptor is left");
+        let (memory, short) = (memory(MEMORY_BYTES), memory(SHORT_BYTES));
+        let again = vec![again(&memory, true), again(&short, true), again(&memory, false)];
+        fill(&again[0]);
+        let unwritable = again[2].try_clone().expect("a descriptor is left").into();
+        let each = [memory, event(1), event(0), event(0), pipe, socket.into(), short, unwritable];
+        let epoll = epoll::create(CreateFlags::CLOEXEC).expect("a descriptor is left");
+        for fd in &each[1..6] {
+            epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::OUT).expect("it can be polled");
+        }
+        Self { each, epoll, again, _ends: (end, other) }
+    }
+
+    /// To hand over.
+    pub fn get(&self, kind: Kind) -> BorrowedFd<'_> {
+        let at = KINDS.iter().position(|other| *other == kind).expect("there is one of each");
+        self.each[at].as_fd()
+    }
+
+    /// They are closed here: nobody else has one.
+    pub fn assert_closed(self) {
+        let Self { each, epoll, mut again, _ends } = self;
+        let [memory, kick, call, err, pipe, socket, short, unwritable] = each;
+        // It was opened once, and is locked by that.
+        drop(again.pop());
+        for file in [&short, &unwritable] {
+            assert!(lock(file), "nobody else locks it");
+        }
+        drop(unwritable);
+        assert!(lock(&memory), "a file is not closed, or is mapped: memory that is not writable");
+        drop((memory, kick, call, err, pipe, socket, short));
+        for file in &again {
+            assert!(lock(file), "a file is not closed, or is mapped");
+        }
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        assert_eq!(epoll::wait(&epoll, &mut events, Some(&now)), Ok(0), "a file is not closed");
+    }
+}
+
+/// A file that was got is closed here: nobody else has it.
+pub fn assert_last(file: OwnedFd) {
+    let again = again(&file, false);
+    assert!(lock(&file), "nobody else locks it");
+    drop(file);
+    assert!(lock(&again), "a file is not closed, or is mapped");
+}
+
+/// What a driver has written: a queue with a request in it.
+fn fill(file: &File) {
+    let guest = super::wire::GUEST;
+    let entry = |addr: u64, len: u32, flags: u16, next: u16| {
+        [&(guest + addr).to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()]
+            .concat()
+    };
+    let chain = [entry(HEADER, 16, 1, 1), entry(HEADER + 512, 512, 3, 2), entry(HEADER + 16, 1, 2, 0)];
+    for (at, bytes) in [(DESC, chain.concat()), (AVAIL, vec![0, 0, 1, 0])] {
+        file.write_all_at(&bytes, at).expect("a file in memory");
+    }
+}

@@ -1,0 +1,168 @@
+//! What a frontend says on its socket, and the files that come with it.
+//!
+//! * The session ends when the frontend leaves, and nothing panics.
+//! * What is answered is what a plain reading of the messages says, each once, in their order; what is
+//!   refused without an answer, and what is no message, ends the session.
+//! * No file is left open, no mapping of one, and no bytes of the budget are held.
+//! * A well-behaved frontend that comes next finds the device served.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use freestone::device::Device;
+
+use super::VhostUser;
+use super::device::{Disk, Manner, SIZE, Shape};
+use super::driver::{self, Driver};
+use super::files::{Files, assert_last};
+use super::judge::{Judge, Message, Verdict, messages};
+use super::requests::well_behaved;
+use super::script::Script;
+use super::wire::{ALWAYS, HEADER_BYTES, hear, send, u32s};
+
+impl VhostUser {
+    /// Checks one input; true: the server took all messages, and answered some.
+    ///
+    /// # Panics
+    /// Something does not hold.
+    pub fn messages(&self, input: &[u8]) -> bool {
+        let Some(script) = Script::new(input) else { return false };
+        let shape = Shape { manner: Manner::Inline, zoned: script.zoned, bad: None, forgets: false, seed: 0 };
+        let disk = Arc::new(Disk::new(shape));
+        let taken = self.talk(&script, &disk);
+        if script.another {
+            self.well_behaved(&disk, script.read_only);
+        }
+        self.assert_sound();
+        taken
+    }
+
+    fn talk(&self, script: &Script, disk: &Arc<Disk>) -> bool {
+        let files = Files::new();
+        let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
+        let (mut bytes, mut with) = (Vec::new(), Vec::new());
+        for part in &script.parts {
+            let handed: Vec<_> = part.files.iter().map(|kind| files.get(*kind)).collect();
+            let sent = send(&ours, &part.bytes, &handed);
+            if sent > 0 {
+                with.push((bytes.len(), part.files.clone()));
+            }
+            bytes.extend_from_slice(&part.bytes[..sent]);
+            if sent < part.bytes.len() {
+                // As if the frontend had left there.
+                break;
+            }
+        }
+        let device = || Arc::clone(disk) as Arc<dyn Device>;
+        if script.is_deaf {
+            drop(ours);
+            self.serve(device(), script.read_only, theirs.into());
+            files.assert_closed();
+            return false;
+        }
+        ours.shutdown(std::net::Shutdown::Write).expect("a socket");
+        self.serve(device(), script.read_only, theirs.into());
+        let (heard, got) = hear(&ours);
+        for file in got {
+            assert_last(file);
+        }
+        files.assert_closed();
+        let messages = messages(&bytes, &with);
+        let taken: usize = messages.iter().map(|message| HEADER_BYTES + message.body.len()).sum();
+        let mut heard = Heard(&heard);
+        let went_on = judge(script, &messages, &mut heard);
+        assert!(heard.0.is_empty(), "an answer to nothing: {:?}", heard.0);
+        went_on && taken == bytes.len() && !messages.is_empty()
+    }
+
+    /// A frontend that keeps to the protocol.
+    fn well_behaved(&self, disk: &Arc<Disk>, read_only: bool) {
+        let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
+        std::thread::scope(|scope| {
+            let device = Arc::clone(disk) as Arc<dyn Device>;
+            scope.spawn(|| self.serve(device, read_only, theirs.into()));
+            let shape = driver::Shape {
+                size: 4,
+                features: ALWAYS,
+                base: 0,
+                used: 0,
+                two_regions: false,
+                notes: false,
+                left: None,
+                told: true,
+                tells_if_wanted: true,
+            };
+            well_behaved(&mut Driver::new(ours, shape, Arc::clone(disk)));
+        });
+    }
+}
+
+/// What is still to be heard.
+struct Heard<'a>(&'a [u8]);
+
+impl<'a> Heard<'a> {
+    /// The answer to `request`; `None`: there is none any more.
+    fn answer(&mut self, request: u32) -> Option<&'a [u8]> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let (header, rest) = self.0.split_at_checked(HEADER_BYTES).expect("a whole header");
+        let size = u32::from_ne_bytes([header[8], header[9], header[10], header[11]]);
+        assert_eq!(header, u32s(&[request, 5, size]), "the header of an answer to {request}");
+        let (body, rest) = rest.split_at_checked(size as usize).expect("a whole answer");
+        self.0 = rest;
+        Some(body)
+    }
+}
+
+/// Compares what was heard; whether the session went on to the end.
+fn judge(script: &Script, messages: &[Message], heard: &mut Heard<'_>) -> bool {
+    let mut judge = Judge::new(script.read_only, script.zoned);
+    // Something may have been refused without an answer.
+    let mut may_have_ended = false;
+    for message in messages {
+        let wants_answer = message.wants_answer() && judge.acks;
+        let verdict = judge.verdict(message);
+        let statuses: &[u64] = match verdict {
+            Verdict::Done => &[0],
+            Verdict::Refused => &[1],
+            Verdict::Either => &[0, 1],
+            _ => &[],
+        };
+        if !statuses.is_empty() && !wants_answer {
+            if verdict == Verdict::Refused {
+                return false;
+            }
+            may_have_ended |= verdict == Verdict::Either;
+            continue;
+        }
+        let Some(body) = heard.answer(message.request) else {
+            assert!(may_have_ended, "{message:?} is not answered");
+            return false;
+        };
+        match &verdict {
+            Verdict::Number(number) => assert_eq!(body, number.to_ne_bytes(), "{message:?}"),
+            Verdict::Base(queue) => {
+                assert_eq!(body.len(), 8, "{message:?}");
+                assert_eq!(body[..4], queue.to_ne_bytes(), "{message:?}");
+                assert_eq!(u32::from_ne_bytes([body[4], body[5], body[6], body[7]]) >> 16, 0, "{message:?}");
+            }
+            Verdict::Config(front, size) => {
+                assert_eq!(body.len(), front.len() + size, "{message:?}");
+                assert_eq!(body[..front.len()], front[..], "{message:?}");
+                if front[..4] == [0; 4] && *size >= 8 {
+                    assert_eq!(body[12..20], (SIZE / 512).to_le_bytes(), "{message:?}");
+                }
+            }
+            Verdict::Area(size) => {
+                assert_eq!(body.len(), *size, "{message:?}");
+                assert_eq!(body[16..20], message.body[16..20], "{message:?}");
+            }
+            _ => {
+                let status = u64::from_ne_bytes(body.try_into().expect("a status has eight bytes"));
+                assert!(statuses.contains(&status), "{message:?} is answered {status}");
+            }
+        }
+    }
+    !may_have_ended
+}

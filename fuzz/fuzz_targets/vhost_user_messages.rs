@@ -1,0 +1,13 @@
+//! What a vhost-user frontend says on its socket; the oracle is stated in `vhost_user/messages.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::vhost_user::VhostUser;
+
+static VHOST_USER: LazyLock<VhostUser> = LazyLock::new(VhostUser::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    VHOST_USER.messages(input);
+});

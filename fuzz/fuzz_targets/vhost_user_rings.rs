@@ -1,0 +1,13 @@
+//! What a vhost-user frontend's driver writes to its memory; the oracle is stated in `vhost_user/rings.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::vhost_user::VhostUser;
+
+static VHOST_USER: LazyLock<VhostUser> = LazyLock::new(VhostUser::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    VHOST_USER.rings(input);
+});
