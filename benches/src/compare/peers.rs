@@ -63,6 +63,11 @@ impl Peers {
         command
     }
 
+    /// Whether they are Debian 13's.
+    pub fn are_unpacked(&self) -> bool {
+        self.tree.is_some()
+    }
+
     /// Has a program of qemu find its modules.
     pub fn with_modules(&self, command: &mut Command) {
         if let Some(tree) = &self.tree {

@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
     }
     let mut notes = vec![
         "Instructions of one request in user space, by callgrind, on the caller's thread. 4 KiB each, lz4, fio's compressible pages \
-         where nothing else is said. Of NBD and vhost-user, what the server executes for one request at a time."
+         where nothing else is said. Of NBD, what the server executes for one request at a time; of vhost-user, for 32 at a time."
             .into(),
         format!("build: {BUILD}"),
     ];

@@ -14,7 +14,7 @@ use freestone_nbd::END_GRACE;
 use freestone_vhost_user::{Export, Options};
 
 use super::client::Client;
-use super::virtio::Virtio;
+use super::virtio::{self, Virtio};
 use crate::callgrind;
 use crate::export::export;
 
@@ -62,7 +62,8 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
             server.shutdown(END_GRACE);
         }
         Over::VhostUser => {
-            let options = Options::new(Budget::new(budget::DEFAULT_BYTES));
+            // How often it looks out is a matter of time.
+            let options = Options { look_out: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
             let _export = Export::new(&args.socket, "null", null, options)?;
             until_told()?;
         }
@@ -124,8 +125,11 @@ fn ask(mut client: Client, asked: Asked, count: u64) -> Result<()> {
 }
 
 fn ask_virtio(mut client: Virtio, asked: Asked, count: u64) -> Result<()> {
-    for number in 0..count {
-        client.request(asked == Asked::Write, number * PAGE_BYTES as u64 % EXPORT_BYTES)?;
+    let mut left = count;
+    while left > 0 {
+        let some = left.min(virtio::DEPTH);
+        client.requests(asked == Asked::Write, some)?;
+        left -= some;
     }
     Ok(())
 }

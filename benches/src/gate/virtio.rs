@@ -1,4 +1,4 @@
-//! A virtio driver that sends one request at a time and waits for its answer.
+//! A virtio driver that makes requests available all at once and waits for their answers.
 #![expect(unsafe_code)]
 // UNSAFETY: the driver says how many of its completions are filled in.
 
@@ -12,6 +12,9 @@ use freestone::PAGE_BYTES;
 
 /// A server that is counted is some fifty times slower than else.
 const ANSWER_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// Requests at once: so few wakes that their share does not count.
+pub const DEPTH: u64 = 32;
 
 /// A queue, and memory for one page.
 pub struct Virtio {
@@ -31,22 +34,26 @@ impl Virtio {
         Ok(Self { queue, page, _client: client })
     }
 
-    /// Reads or writes a page, of whatever is in the memory.
-    pub fn request(&mut self, write: bool, offset: u64) -> Result<()> {
+    /// Reads or writes so many pages at once, at most [`DEPTH`], of whatever is in the memory.
+    pub fn requests(&mut self, write: bool, count: u64) -> Result<()> {
         let none = ReqFlags::empty();
-        if write {
-            let page = std::ptr::with_exposed_provenance(self.page.addr);
-            self.queue.write(offset, page, PAGE_BYTES, 0, none);
-        } else {
-            let page = std::ptr::with_exposed_provenance_mut(self.page.addr);
-            self.queue.read(offset, page, PAGE_BYTES, 0, none);
+        for number in 0..count {
+            let (at, page) = (number * PAGE_BYTES as u64, self.page.addr);
+            if write {
+                self.queue.write(at, std::ptr::with_exposed_provenance(page), PAGE_BYTES, 0, none);
+            } else {
+                self.queue.read(at, std::ptr::with_exposed_provenance_mut(page), PAGE_BYTES, 0, none);
+            }
         }
-        let mut completions = [const { MaybeUninit::<Completion>::uninit() }];
-        let done = self.queue.do_io(&mut completions, 1, Some(&mut ANSWER_WAIT_MAX.clone()), None)?;
-        ensure!(done == 1, "no answer");
-        // SAFETY: one is filled in.
-        let outcome = unsafe { completions[0].assume_init_ref() }.ret;
-        ensure!(outcome == 0, "a request failed: {outcome}");
+        let mut completions = [const { MaybeUninit::<Completion>::uninit() }; DEPTH as usize];
+        let (all, mut patience) = (count as usize, ANSWER_WAIT_MAX);
+        let done = self.queue.do_io(&mut completions[..all], all, Some(&mut patience), None)?;
+        ensure!(done == all, "{done} of {all} requests are answered");
+        for completion in &completions[..done] {
+            // SAFETY: as many are filled in as it says.
+            let outcome = unsafe { completion.assume_init_ref() }.ret;
+            ensure!(outcome == 0, "a request failed: {outcome}");
+        }
         Ok(())
     }
 }

@@ -50,13 +50,16 @@ pub struct Options {
     pub budget: Arc<Budget>,
     /// Who does dear requests.
     pub workers: Workers,
+    /// Before a queue's thread sleeps it looks for more requests for up to 32 us, where waits were that
+    /// short of late; else it sleeps at once.
+    pub look_out: bool,
 }
 
 impl Options {
     /// As the device is, with the workers of the process.
     pub fn new(budget: Arc<Budget>) -> Self {
         let workers = Workers::process().clone();
-        Self { read_only: false, failures: Arc::default(), budget, workers }
+        Self { read_only: false, failures: Arc::default(), budget, workers, look_out: true }
     }
 }
 
@@ -135,8 +138,7 @@ impl Export {
         let other = |error: std::io::Error| fail(error.into());
         let (socket, file) = bind_to(path, BACKLOG).map_err(fail)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let Options { read_only, failures, budget, workers } = options;
-        let disk = Disk::new(name, read_only, device, failures);
+        let disk = Disk::new(name, options.read_only, device, Arc::clone(&options.failures));
         let read_only = disk.read_only;
         let state = State { disk: Some(Arc::new(disk)), file: Some(file), ..State::default() };
         let shared = Arc::new(Shared {
@@ -147,7 +149,7 @@ impl Export {
         let (theirs, label) = (Arc::clone(&shared), name.to_owned());
         let thread = std::thread::Builder::new().name("vhost-user".to_owned());
         let started = thread.spawn(move || {
-            serve(&theirs, &socket, &label, &budget, &workers);
+            serve(&theirs, &socket, &label, &options);
             drop(socket);
             let disk = theirs.lock().disk.take();
             drop(disk);
@@ -270,7 +272,7 @@ impl Drop for Held<'_> {
 }
 
 /// Accepts one frontend after the other.
-fn serve(shared: &Shared, socket: &OwnedFd, name: &str, budget: &Arc<Budget>, workers: &Workers) {
+fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         let _ = poll(&mut fds, None);
@@ -299,22 +301,27 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, budget: &Arc<Budget>, wo
             state.disk.clone().expect("it goes when this ends")
         };
         tracing::debug!("{name}: vhost-user: a frontend is there");
-        let (budget, workers) = (Arc::clone(budget), workers.clone());
-        Session::new(Around { disk, guest, budget, workers, inflight: None }).run();
+        Session::new(around(disk, guest, options)).run();
         shared.lock().guest = None;
         shared.changed.notify_all();
         tracing::debug!("{name}: vhost-user: the frontend has left");
     }
 }
 
+/// What the queues of a frontend need.
+fn around(disk: Arc<Disk>, guest: Arc<Guest>, options: &Options) -> Around {
+    let Options { budget, workers, look_out, .. } = options;
+    let (budget, workers, look_out) = (Arc::clone(budget), workers.clone(), *look_out);
+    Around { disk, guest, budget, workers, look_out, inflight: None }
+}
+
 /// Serves the frontend at the other end of `socket` on this thread, until it leaves. For checks of very
 /// many frontends, which have no time for a socket in a directory and a thread each.
 #[doc(hidden)]
-pub fn serve_here(device: Arc<dyn Device>, options: Options, socket: OwnedFd) {
-    let Options { read_only, failures, budget, workers } = options;
-    let disk = Arc::new(Disk::new("disk", read_only, device, failures));
+pub fn serve_here(device: Arc<dyn Device>, options: &Options, socket: OwnedFd) {
+    let disk = Disk::new("disk", options.read_only, device, Arc::clone(&options.failures));
     let guest = Arc::new(Guest::new(socket));
-    Session::new(Around { disk, guest, budget, workers, inflight: None }).run();
+    Session::new(around(Arc::new(disk), guest, options)).run();
 }
 
 impl Drop for Export {

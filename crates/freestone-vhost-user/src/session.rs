@@ -133,9 +133,7 @@ impl Session {
                 // Queues begin with it, or not at all.
                 self.stop_all();
                 self.around.inflight = Some(inflight);
-                for index in 0..MAX_QUEUES {
-                    self.settle(index as u32)?;
-                }
+                self.settle_all()?;
             }
             message::RESET_OWNER | message::RESET_DEVICE => self.reset(),
             message::SET_MEM_TABLE => self.set_mem_table(&body, &fds)?,
@@ -215,9 +213,7 @@ impl Session {
             self.features = features;
             // Who does not know of flushes cannot do without durable writes.
             self.set_writeback((self.offered & !features) & feature::FLUSH == 0);
-            for index in 0..MAX_QUEUES {
-                self.settle(index as u32)?;
-            }
+            self.settle_all()?;
         }
         Ok(())
     }
@@ -294,6 +290,16 @@ impl Session {
         let vring = self.vrings.get_mut(index as usize).ok_or("there is no such queue")?;
         let settled = vring.settle(index as usize, &self.around, features);
         settled.map_err(|error| format!("queue {index}: {error}"))
+    }
+
+    /// One that does not start again leaves the others alone.
+    fn settle_all(&mut self) -> Result<(), Refusal> {
+        let mut settled = Ok(());
+        for index in 0..MAX_QUEUES {
+            let this = self.settle(index as u32);
+            settled = settled.and(this);
+        }
+        settled
     }
 
     fn stop_all(&mut self) {

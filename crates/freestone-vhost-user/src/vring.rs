@@ -29,6 +29,8 @@ pub struct Around {
     pub budget: Arc<Budget>,
     /// For dear requests.
     pub workers: Workers,
+    /// See [`Options`](crate::Options).
+    pub look_out: bool,
     /// Where it is noted what is in flight, if the frontend wants that.
     pub inflight: Option<Inflight>,
 }
@@ -104,6 +106,7 @@ impl Vring {
             share: around.budget.share(queue::granted(&answers)),
             answers: Arc::clone(&answers),
             workers: around.workers.clone(),
+            look_out: around.look_out,
             ring,
             addresses,
             notes,

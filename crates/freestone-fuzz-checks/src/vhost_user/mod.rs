@@ -57,8 +57,9 @@ impl VhostUser {
             failures: Arc::default(),
             budget: Arc::clone(&self.budget),
             workers: self.workers.clone(),
+            look_out: true,
         };
-        serve_here(device, options, socket);
+        serve_here(device, &options, socket);
     }
 
     /// Nothing panicked so far, and nothing is held while nobody is served.

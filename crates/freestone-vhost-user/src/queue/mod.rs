@@ -55,6 +55,8 @@ pub struct Parts {
     pub share: Share,
     /// For dear requests.
     pub workers: Workers,
+    /// See [`Options`](crate::Options).
+    pub look_out: bool,
     /// The ring in the memory.
     pub ring: Ring,
     /// Where that lies.
@@ -208,7 +210,9 @@ impl Queue {
                 self.parts.share.keep(self.spare.capacity() as u64);
             }
             self.wait(true);
-            self.lookout = next_lookout(self.lookout, began.elapsed());
+            if self.parts.look_out {
+                self.lookout = next_lookout(self.lookout, began.elapsed());
+            }
         }
         self.parts.ring.want_no_notification();
         Ok(())
