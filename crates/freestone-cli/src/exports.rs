@@ -144,6 +144,12 @@ impl Exports {
         self.nbd.exports_named(name).iter().any(|export| export.address == *address)
     }
 
+    /// Connections to a device, as far as they are counted without a question to the kernel.
+    fn connections(&self, name: &str) -> usize {
+        let alone: usize = self.alone_of(name).iter().map(|export| export.connections()).sum();
+        self.nbd.connections(name) + alone
+    }
+
     /// How many use a device.
     fn users(&self, name: &str) -> usize {
         // To ask may take a moment: not under the lock.
@@ -448,7 +454,7 @@ impl Exports {
         let name = entry.name();
         let of_template = usize::from(entry.template.is_some());
         let end = Instant::now() + LEFT_MAX;
-        while self.users(name) > 0 && Instant::now() < end {
+        while self.connections(name) > 0 && Instant::now() < end {
             thread::sleep(LEFT_PAUSE);
         }
         match self.users(name) + of_template {

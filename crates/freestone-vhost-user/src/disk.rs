@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use freestone_core::bytes::Bytes;
 use freestone_core::device::{Device, Failures, Geometry};
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::little_endian::U32;
@@ -73,7 +74,7 @@ impl Disk {
         let zones = geometry.zones;
         let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
         let config = BlkConfig {
-            capacity: ((geometry.size - u64::from(geometry.padding)) / SECTOR_BYTES).into(),
+            capacity: (Bytes::told(geometry).size / SECTOR_BYTES).into(),
             seg_max: SEG_MAX.into(),
             blk_size: block.into(),
             physical_block_exp: (geometry.physical_block / block).max(1).ilog2() as u8,
