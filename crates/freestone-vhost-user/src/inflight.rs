@@ -145,8 +145,7 @@ impl Notes {
         }
         let mut begun = Vec::new();
         for head in (0..self.size).filter(|head| self.is_in_flight(*head)) {
-            let mut counter = [0; 8];
-            self.part.read(entry(head) + COUNTER_AT, &mut counter);
+            let counter = self.part.array(entry(head) + COUNTER_AT);
             begun.push((u64::from_ne_bytes(counter), head));
         }
         begun.sort_unstable();
@@ -158,7 +157,7 @@ impl Notes {
     #[inline]
     pub fn begin(&mut self, head: u16) {
         let at = entry(head);
-        self.part.write(at + COUNTER_AT, &self.counter.to_ne_bytes());
+        self.part.set(at + COUNTER_AT, self.counter.to_ne_bytes());
         self.counter = self.counter.wrapping_add(1);
         self.part.store(at + IN_FLIGHT_AT, 1);
     }

@@ -189,34 +189,71 @@ impl Memory {
         })?;
         let at = user - region.what.user;
         let aligned = region.place(at, len).addr().is_multiple_of(align as usize);
-        aligned.then(|| RingPart { region: Arc::clone(region), at, len })
+        aligned.then(|| RingPart { place: region.place(at, len), region: Arc::clone(region), len })
     }
 
     /// Copies out of the memory; zeroes where it [is gone](Self::is_dead).
+    #[inline]
     pub fn read(&self, guest: u64, into: &mut [u8]) -> Result<(), Unmapped> {
-        let mut done = 0;
-        while done < into.len() {
-            let at = guest.checked_add(done as u64).ok_or(Unmapped)?;
-            let (place, len) = self.find(at, into.len() - done)?;
-            let to = into[done..done + len].as_mut_ptr();
+        self.pieces(guest, into.len(), |place, at, len| {
+            let to = into[at..at + len].as_mut_ptr();
             // SAFETY: `len` bytes are mapped at `place` as long as `self` has the region, and
             // `into` is memory of ours, which is never a part of a region. Others may write what is
             // read: then it is any bytes.
             unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), to, len) };
-            done += len;
+        })
+    }
+
+    /// Copies so many bytes out of the memory.
+    #[inline]
+    pub fn array<const N: usize>(&self, guest: u64) -> Result<[u8; N], Unmapped> {
+        let mut bytes = [0; N];
+        let (place, len) = self.find(guest, N)?;
+        if len == N {
+            // SAFETY: as in `read`.
+            unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), bytes.as_mut_ptr(), N) };
+        } else {
+            self.read(guest, &mut bytes)?;
         }
+        Ok(bytes)
+    }
+
+    /// Writes one byte.
+    #[inline]
+    pub fn set(&self, guest: u64, byte: u8) -> Result<(), Unmapped> {
+        let (place, _) = self.find(guest, 1)?;
+        // SAFETY: one byte is mapped there, see `read`.
+        unsafe { place.write(byte) };
         Ok(())
     }
 
     /// Copies into the memory.
+    #[inline]
     pub fn write(&self, guest: u64, from: &[u8]) -> Result<(), Unmapped> {
-        let mut done = 0;
-        while done < from.len() {
-            let at = guest.checked_add(done as u64).ok_or(Unmapped)?;
-            let (place, len) = self.find(at, from.len() - done)?;
+        self.pieces(guest, from.len(), |place, at, len| {
             // SAFETY: as in `read`, the other way round.
-            unsafe { std::ptr::copy_nonoverlapping(from[done..done + len].as_ptr(), place, len) };
-            done += len;
+            unsafe { std::ptr::copy_nonoverlapping(from[at..at + len].as_ptr(), place, len) };
+        })
+    }
+
+    /// Calls `copy` for each piece of memory that `len` bytes lie in, most often one.
+    #[inline]
+    fn pieces(
+        &self,
+        guest: u64,
+        len: usize,
+        mut copy: impl FnMut(*mut u8, usize, usize),
+    ) -> Result<(), Unmapped> {
+        if len == 0 {
+            return Ok(());
+        }
+        let (place, mut done) = self.find(guest, len)?;
+        copy(place, 0, done);
+        while done < len {
+            let at = guest.checked_add(done as u64).ok_or(Unmapped)?;
+            let (place, more) = self.find(at, len - done)?;
+            copy(place, done, more);
+            done += more;
         }
         Ok(())
     }
@@ -239,10 +276,14 @@ impl Memory {
 /// A part of a ring: bytes that lie in one region.
 #[derive(Debug)]
 pub struct RingPart {
+    /// Keeps it mapped.
     region: Arc<Region>,
-    at: u64,
+    place: *mut u8,
     len: usize,
 }
+
+// SAFETY: as for Region, of which it is a part.
+unsafe impl Send for RingPart {}
 
 impl RingPart {
     /// Whether its file has lost pages.
@@ -254,10 +295,9 @@ impl RingPart {
     #[expect(clippy::cast_ptr_alignment, reason = "a part is aligned, and so is its number")]
     fn number(&self, at: usize) -> &AtomicU16 {
         assert!(at.is_multiple_of(2) && at + 2 <= self.len, "an index of a ring is below its size");
-        let place = self.region.place(self.at + at as u64, 2).cast::<u16>();
-        // SAFETY: mapped as long as the region is held, aligned as the part is; others access it
-        // as a 16-bit number too.
-        unsafe { AtomicU16::from_ptr(place) }
+        // SAFETY: mapped as long as the region is held, checked above, aligned as the part is; others
+        // access it as a 16-bit number too.
+        unsafe { AtomicU16::from_ptr(self.place.add(at).cast::<u16>()) }
     }
 
     /// A number that the driver publishes: what it wrote before is seen after.
@@ -274,21 +314,21 @@ impl RingPart {
         self.number(at).store(value.to_le(), Ordering::Release);
     }
 
-    /// Copies `into.len()` bytes from `at` on.
+    /// Copies the bytes from `at` on.
     #[inline]
-    pub fn read(&self, at: usize, into: &mut [u8]) {
-        assert!(at + into.len() <= self.len, "an entry of a ring is below its size");
-        let place = self.region.place(self.at + at as u64, into.len());
+    pub fn array<const N: usize>(&self, at: usize) -> [u8; N] {
+        assert!(at + N <= self.len, "an entry of a ring is below its size");
+        let mut bytes = [0; N];
         // SAFETY: mapped as long as the region is held, checked above; see `Memory::read`.
-        unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), into.as_mut_ptr(), into.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(self.place.add(at).cast_const(), bytes.as_mut_ptr(), N) };
+        bytes
     }
 
     /// Copies bytes to `at` and on.
     #[inline]
-    pub fn write(&self, at: usize, from: &[u8]) {
-        assert!(at + from.len() <= self.len, "an entry of a ring is below its size");
-        let place = self.region.place(self.at + at as u64, from.len());
-        // SAFETY: as in `read`.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), place, from.len()) };
+    pub fn set<const N: usize>(&self, at: usize, bytes: [u8; N]) {
+        assert!(at + N <= self.len, "an entry of a ring is below its size");
+        // SAFETY: as in `array`.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place.add(at), N) };
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use thiserror::Error;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::transmute;
 
 use crate::memory::{Memory, RingPart, Unmapped};
 use crate::wire::{DESCRIPTOR_BYTES, Descriptor, descriptor};
@@ -105,7 +105,7 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring of `size` entries, which goes on at `next_avail`; what is used is where the ring
+    /// A ring of `size` entries, a power of two, which goes on at `next_avail`; what is used is where the ring
     /// says.
     pub fn new(
         memory: &Memory,
@@ -152,7 +152,7 @@ impl Ring {
     }
 
     fn slot(&self, index: u16) -> usize {
-        usize::from(index % self.size)
+        usize::from(index & (self.size - 1))
     }
 
     /// The number of the chain at the next entry, which stays the next one until it is
@@ -173,15 +173,11 @@ impl Ring {
                 return Err(Broken::Index);
             }
             left = left.checked_sub(1).ok_or(Broken::Long)?;
-            let mut raw = [0; DESCRIPTOR_BYTES];
             let at = usize::from(index) * DESCRIPTOR_BYTES;
-            match table {
-                None => self.desc.read(at, &mut raw),
-                Some(table) => {
-                    memory.read(u64::checked_add(table, at as u64).ok_or(Broken::Memory)?, &mut raw)?;
-                }
-            }
-            let entry = Descriptor::read_from_bytes(&raw).map_err(|_| Broken::Index)?;
+            let entry: Descriptor = transmute!(match table {
+                None => self.desc.array::<DESCRIPTOR_BYTES>(at),
+                Some(table) => memory.array(u64::checked_add(table, at as u64).ok_or(Broken::Memory)?)?,
+            });
             let (flags, len) = (entry.flags.get(), entry.len.get());
             if flags & descriptor::INDIRECT != 0 {
                 let whole = len as usize / DESCRIPTOR_BYTES;
@@ -219,7 +215,8 @@ impl Ring {
     /// [published](Self::publish).
     pub fn give(&mut self, head: u16, written: u32) {
         let at = HEAD_BYTES + self.slot(self.next_used) * USED_ENTRY_BYTES;
-        self.used.write(at, [u32::from(head).to_le(), written.to_le()].as_bytes());
+        let entry: [u8; USED_ENTRY_BYTES] = transmute!([u32::from(head).to_le(), written.to_le()]);
+        self.used.set(at, entry);
         self.next_used = self.next_used.wrapping_add(1);
     }
 

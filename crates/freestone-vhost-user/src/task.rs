@@ -1,10 +1,8 @@
 //! One request, as it was copied out of the frontend's memory.
 
-use std::ops::{Deref, Range};
-
 use freestone_core::device::zoned::ZoneOp;
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
-use zerocopy::FromBytes;
+use zerocopy::{FromBytes as _, transmute};
 
 use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
 use crate::memory::{Memory, Unmapped};
@@ -35,37 +33,12 @@ pub enum Kind {
 pub struct Finished {
     /// The request.
     pub task: Task,
+    /// Those of its chain.
+    pub segments: Vec<Segment>,
     /// What the device says; of an append, where the data went.
     pub outcome: Result<u64, Error>,
     /// Its buffer.
     pub buffer: IoBuf,
-}
-
-/// The data of a request: some of the segments of its chain.
-#[derive(Debug, Default)]
-pub struct Data {
-    segments: Vec<Segment>,
-    range: Range<usize>,
-    writable: Range<usize>,
-}
-
-impl Data {
-    /// From here on it is what the device writes.
-    pub fn turn(&mut self) {
-        self.range = self.writable.clone();
-    }
-
-    /// The room of the segments.
-    pub fn into_room(self) -> Vec<Segment> {
-        self.segments
-    }
-}
-
-impl Deref for Data {
-    type Target = [Segment];
-    fn deref(&self) -> &[Segment] {
-        &self.segments[self.range.clone()]
-    }
 }
 
 /// A request.
@@ -75,9 +48,10 @@ pub struct Task {
     pub head: u16,
     /// What to do.
     pub kind: Kind,
-    /// Where its data is.
-    pub data: Data,
-    /// Bytes of it.
+    /// Of the chain's segments: where the data from the driver begins, where the room for the
+    /// driver's does, and where that ends.
+    parts: [u16; 3],
+    /// Bytes of its data.
     pub len: usize,
     /// Bytes that are done, and in a read's case already written.
     pub done: usize,
@@ -88,18 +62,17 @@ pub struct Task {
 }
 
 impl Task {
-    /// The request in a chain, out of which its segments are taken.
+    /// The request in a chain, out of whose segments header and status are taken.
+    #[inline]
     pub fn parse(head: u16, chain: &mut Chain, memory: &Memory) -> Result<Self, Broken> {
-        let mut raw = [0; size_of::<BlkHeader>()];
         let (readable, writable) = chain.segments.split_at_mut(chain.readable);
-        let from = take_front(memory, readable, &mut raw)?;
+        let (header, from) = header(memory, readable)?;
         let last = writable.last_mut().ok_or(Broken::Short)?;
         last.len -= 1;
         let status = last.addr.wrapping_add(last.len.into());
-        let last_is_empty = last.len == 0;
-        let left = writable.len() - usize::from(last_is_empty);
+        let is_whole = last.len == 0;
+        let left = writable.len() - usize::from(is_whole);
         let (readable, writable) = (&readable[from..], &writable[..left]);
-        let header = BlkHeader::read_from_bytes(&raw).map_err(|_| Broken::Short)?;
         let offset = header.sector.get().checked_mul(SECTOR_BYTES);
         let refused = Kind::Refused(status::IOERR);
         let (kind, len) = match header.kind.get() {
@@ -123,18 +96,50 @@ impl Task {
             _ => (Kind::Refused(status::UNSUPP), 0),
         };
         let (kind, len) = if len > MAX_REQUEST_BYTES as u64 { (refused, 0) } else { (kind, len as usize) };
-        let (readable, writable) = (from..chain.readable, chain.readable..chain.readable + left);
-        let range = match header.kind.get() {
-            request::OUT | request::ZONE_APPEND => readable,
-            _ => writable.clone(),
-        };
-        let data = Data { segments: std::mem::take(&mut chain.segments), range, writable };
-        Ok(Self { head, kind, data, len, done: 0, status, charge: 0 })
+        // A chain is shorter than these numbers' end.
+        let parts = [from as u16, chain.readable as u16, (chain.readable + left) as u16];
+        Ok(Self { head, kind, parts, len, done: 0, status, charge: 0 })
     }
 
-    /// Whether the data goes from the frontend to the device.
-    pub fn is_write(&self) -> bool {
-        matches!(self.kind, Kind::Io(Request { op: Op::Write, .. }) | Kind::Append(_))
+    /// Behind its header: what the driver sends.
+    #[inline]
+    pub fn sent<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
+        &segments[usize::from(self.parts[0])..usize::from(self.parts[1])]
+    }
+
+    /// Before its status: what the driver is told.
+    #[inline]
+    pub fn room<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
+        &segments[usize::from(self.parts[1])..usize::from(self.parts[2])]
+    }
+
+    /// It is done: tells the driver what it asked for, of a read what is in `buffer` from
+    /// [`done`](Self::done) on, of an append that it went to byte `at`. The status, and bytes told.
+    ///
+    /// # Errors
+    /// The device handed back another buffer, in which there is no data for the driver.
+    #[inline]
+    pub fn finish(
+        &self,
+        memory: &Memory,
+        segments: &[Segment],
+        buffer: &[u8],
+        at: u64,
+    ) -> Result<(u8, usize), Error> {
+        let (told, len) = match self.kind {
+            Kind::Io(Request { op: Op::Read, .. }) if self.done + buffer.len() != self.len => {
+                return Err(Error::Media);
+            }
+            Kind::Io(Request { op: Op::Read, .. }) => {
+                (scatter(memory, self.room(segments), self.done, buffer), self.len)
+            }
+            Kind::Append(_) => {
+                let sector = (at / SECTOR_BYTES).to_le_bytes();
+                (scatter(memory, self.room(segments), 0, &sector), sector.len())
+            }
+            _ => (Ok(()), 0),
+        };
+        Ok(if told.is_ok() { (status::OK, len) } else { (status::IOERR, 0) })
     }
 
     /// Whether the device is changed.
@@ -234,33 +239,48 @@ pub fn zone_status_of(error: Error) -> u8 {
     }
 }
 
+#[inline]
 fn total(segments: &[Segment]) -> u64 {
+    if let [segment] = segments {
+        return segment.len.into();
+    }
     segments.iter().map(|segment| u64::from(segment.len)).sum()
 }
 
-/// Copies the first bytes and leaves them out; answers how many segments had nothing else.
-fn take_front(memory: &Memory, segments: &mut [Segment], into: &mut [u8]) -> Result<usize, Broken> {
+/// The header, which is taken out of the first segments, and how many had nothing else.
+#[inline]
+fn header(memory: &Memory, segments: &mut [Segment]) -> Result<(BlkHeader, usize), Broken> {
+    const BYTES: usize = size_of::<BlkHeader>();
+    if let Some(first) = segments.first_mut()
+        && first.len as usize == BYTES
+    {
+        return Ok((transmute!(memory.array::<BYTES>(first.addr)?), 1));
+    }
+    let mut raw = [0; BYTES];
     let mut done = 0;
     for (place, segment) in segments.iter_mut().enumerate() {
-        let n = (into.len() - done).min(segment.len as usize);
-        memory.read(segment.addr, &mut into[done..done + n])?;
+        let n = (raw.len() - done).min(segment.len as usize);
+        memory.read(segment.addr, &mut raw[done..done + n])?;
         done += n;
-        if done == into.len() {
+        if done == raw.len() {
             segment.addr = segment.addr.wrapping_add(n as u64);
             segment.len -= n as u32;
-            return Ok(place + usize::from(segment.len == 0));
+            return Ok((transmute!(raw), place + usize::from(segment.len == 0)));
         }
     }
     Err(Broken::Short)
 }
 
 /// Copies what is in the segments to memory of ours, as far as that has room.
-pub fn gather(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Result<(), Unmapped> {
-    if let [segment] = segments
-        && segment.len as usize >= into.len()
-    {
-        return memory.read(segment.addr, into);
+#[inline]
+pub fn gather(memory: &Memory, segments: &[Segment], into: &mut [u8]) -> Result<(), Unmapped> {
+    match segments {
+        [segment] if segment.len as usize >= into.len() => memory.read(segment.addr, into),
+        _ => gather_pieces(memory, segments, into),
     }
+}
+
+fn gather_pieces(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Result<(), Unmapped> {
     for segment in segments {
         let n = into.len().min(segment.len as usize);
         let (part, rest) = into.split_at_mut(n);
@@ -271,14 +291,20 @@ pub fn gather(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Res
 }
 
 /// Copies `from` into the segments, behind their first `skip` bytes.
-pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, mut from: &[u8]) -> Result<(), Unmapped> {
-    if let [segment] = segments
-        && skip == 0
-        && segment.len as usize >= from.len()
-    {
-        return memory.write(segment.addr, from);
+#[inline]
+pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, from: &[u8]) -> Result<(), Unmapped> {
+    match segments {
+        [segment] if skip == 0 && segment.len as usize >= from.len() => memory.write(segment.addr, from),
+        _ => scatter_pieces(memory, segments, skip, from),
     }
-    let mut skip = skip;
+}
+
+fn scatter_pieces(
+    memory: &Memory,
+    segments: &[Segment],
+    mut skip: usize,
+    mut from: &[u8],
+) -> Result<(), Unmapped> {
     for segment in segments {
         let n = skip.min(segment.len as usize);
         skip -= n;
@@ -318,18 +344,19 @@ mod tests {
         let segment = |at, len| Segment { addr: BASE + at, len };
         let parse = |readable: &[Segment], writable: &[Segment]| {
             let segments = [readable, writable].concat();
-            Task::parse(7, &mut Chain { segments, readable: readable.len() }, &memory)
+            let mut chain = Chain { segments, readable: readable.len() };
+            Task::parse(7, &mut chain, &memory).map(|task| (task, chain.segments))
         };
-        let task = parse(&[segment(0, 3), segment(3, 13), segment(512, 512)], &[segment(100, 1)]).unwrap();
+        let (task, all) =
+            parse(&[segment(0, 3), segment(3, 13), segment(512, 512)], &[segment(100, 1)]).unwrap();
         assert_eq!(
             (task.kind, task.len, task.status),
             (Kind::Io(Request::write(1536, 512)), 512, BASE + 100)
         );
-        assert_eq!(task.data[..], [segment(512, 512)]);
-        let mut task = parse(&[segment(0, 16 + 512)], &[segment(90, 8), segment(100, 2)]).unwrap();
-        assert_eq!((task.data[..].to_vec(), task.status), (vec![segment(16, 512)], BASE + 101));
-        task.data.turn();
-        assert_eq!(task.data[..], [segment(90, 8), segment(100, 1)]);
+        assert_eq!((task.sent(&all), task.room(&all)), (&[segment(512, 512)][..], &[][..]));
+        let (task, all) = parse(&[segment(0, 16 + 512)], &[segment(90, 8), segment(100, 2)]).unwrap();
+        assert_eq!((task.sent(&all), task.status), (&[segment(16, 512)][..], BASE + 101));
+        assert_eq!(task.room(&all), [segment(90, 8), segment(100, 1)]);
         for (readable, writable) in [
             (&[segment(0, 15)][..], &[segment(100, 1)][..]),
             (&[], &[segment(100, 1)]),

@@ -7,8 +7,7 @@ use freestone_core::device::{Error, IoBuf};
 
 use super::Queue;
 use crate::ring::Broken;
-use crate::task::{Finished, Kind, Task, scatter, status_of, zone_status_of};
-use crate::wire::{SECTOR_BYTES, status};
+use crate::task::{Finished, Kind, Task, status_of, zone_status_of};
 
 impl Queue {
     /// Answers what the device has finished.
@@ -18,47 +17,37 @@ impl Queue {
         }
         let mut finished = std::mem::take(&mut self.finished);
         self.parts.answers.take(&mut finished);
-        for Finished { task, outcome, buffer } in finished.drain(..) {
+        for Finished { task, segments, outcome, buffer } in finished.drain(..) {
             self.in_flight -= 1;
             self.charged -= task.charge;
-            match outcome {
-                Ok(at) => self.succeed(task, buffer, at),
-                Err(error) => self.fail(task, error),
+            match outcome.and_then(|at| task.finish(&self.memory, &segments, &buffer, at)) {
+                Ok((status, len)) => self.answer(&task, status, len),
+                Err(error) => self.fail(&task, error),
+            }
+            self.keep(buffer);
+            // Its room is the next chain's.
+            if self.chain.segments.capacity() == 0 {
+                self.chain.segments = segments;
             }
         }
         self.finished = finished;
     }
 
-    /// A request is done; a read's data from [`Task::done`] on is in the buffer, and an append's went
-    /// to byte `at`.
-    pub(super) fn succeed(&mut self, task: Task, buffer: IoBuf, at: u64) {
-        if !task.is_read() {
-            self.keep(buffer);
-            if !matches!(task.kind, Kind::Append(_)) {
-                return self.answer(task, status::OK, 0);
-            }
-            let sector = (at / SECTOR_BYTES).to_le_bytes();
-            return match scatter(&self.memory, &task.data, 0, &sector) {
-                Ok(()) => self.answer(task, status::OK, sector.len()),
-                Err(_) => self.answer(task, status::IOERR, 0),
-            };
-        }
-        // A device that hands back another buffer has no data for the driver.
-        if task.done + buffer.len() != task.len {
-            return self.fail(task, Error::Media);
-        }
-        let written = scatter(&self.memory, &task.data, task.done, &buffer);
+    /// A request is done by this thread, whose segments are those of the chain at hand; for `at` and
+    /// the buffer see [`Task::finish`].
+    #[inline]
+    pub(super) fn succeed(&mut self, task: &Task, buffer: IoBuf, at: u64) {
+        let outcome = task.finish(&self.memory, &self.chain.segments, &buffer, at);
         self.keep(buffer);
-        let len = task.len;
-        match written {
-            Ok(()) => self.answer(task, status::OK, len),
-            Err(_) => self.answer(task, status::IOERR, 0),
+        match outcome {
+            Ok((status, len)) => self.answer(task, status, len),
+            Err(error) => self.fail(task, error),
         }
     }
 
     /// Counts what failed for who looks after the device, and answers.
     #[cold]
-    pub(super) fn fail(&mut self, task: Task, error: Error) {
+    pub(super) fn fail(&mut self, task: &Task, error: Error) {
         let (disk, failed) = (&self.parts.disk, task.failed());
         if let Some(held_back) = disk.failures.count(failed, error) {
             tracing::warn!(kind = ?task.kind, "{}: {failed}: {error}{held_back}", disk.name);
@@ -73,17 +62,14 @@ impl Queue {
     }
 
     /// Gives the chain back with a status, behind `len` bytes of data.
-    pub(super) fn answer(&mut self, task: Task, status: u8, len: usize) {
-        if self.memory.write(task.status, &[status]).is_err() {
+    #[inline]
+    pub(super) fn answer(&mut self, task: &Task, status: u8, len: usize) {
+        if self.memory.set(task.status, status).is_err() {
             self.broken = Some(Broken::Memory);
         }
         self.parts.ring.give(task.head, len as u32 + 1);
         if let Some(notes) = &mut self.parts.notes {
             notes.answer(task.head);
-        }
-        // Its room is the next chain's.
-        if self.chain.segments.capacity() == 0 {
-            self.chain.segments = task.data.into_room();
         }
     }
 

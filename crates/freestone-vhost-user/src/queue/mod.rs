@@ -263,7 +263,7 @@ impl Queue {
         let again = self.parts.again.last().copied();
         let head = again.unwrap_or_else(|| self.parts.ring.next_head());
         self.parts.ring.chain(head, &self.memory, &mut self.chain)?;
-        let mut task = Task::parse(head, &mut self.chain, &self.memory)?;
+        let task = Task::parse(head, &mut self.chain, &self.memory)?;
         if task.len > 0 && !self.reserve(task.len) {
             return Ok(());
         }
@@ -276,37 +276,33 @@ impl Queue {
             self.parts.ring.take();
         }
         match task.kind {
-            Kind::Refused(status) => self.answer(task, status, 0),
+            Kind::Io(request) => return self.execute(task, request, behind),
+            Kind::Append(offset) => return self.append(task, offset),
+            Kind::Refused(status) => self.answer(&task, status, 0),
             Kind::Id => {
                 let mut id = [0; ID_BYTES];
                 let name = self.parts.disk.name.as_bytes();
                 let n = name.len().min(ID_BYTES);
                 id[..n].copy_from_slice(&name[..n]);
-                let n = task.len.min(ID_BYTES);
-                let status = match scatter(&self.memory, &task.data, 0, &id[..n]) {
-                    Ok(()) => status::OK,
-                    Err(_) => status::IOERR,
-                };
-                self.answer(task, status, n);
+                self.tell(&task, &id[..task.len.min(ID_BYTES)]);
             }
-            _ if task.changes() && self.parts.disk.read_only => self.fail(task, Error::ReadOnly),
-            Kind::Append(offset) => self.append(task, offset)?,
+            Kind::Zone(_) if task.changes() && self.parts.disk.read_only => {
+                self.fail(&task, Error::ReadOnly);
+            }
             Kind::Zone(request) => match zones::execute(&*self.parts.disk.device, request, task.len) {
-                Err(error) => self.fail(task, error),
-                Ok(said) => match scatter(&self.memory, &task.data, 0, &said) {
-                    Ok(()) => self.answer(task, status::OK, said.len()),
-                    Err(_) => self.answer(task, status::IOERR, 0),
-                },
+                Err(error) => self.fail(&task, error),
+                Ok(said) => self.tell(&task, &said),
             },
-            Kind::Io(mut request) => {
-                if task.changes() && !self.parts.guest.writeback.load(Ordering::SeqCst) {
-                    request.flags |= Flags::FUA;
-                    task.kind = Kind::Io(request);
-                }
-                self.execute(task, request, behind)?;
-            }
         }
         Ok(())
+    }
+
+    /// Answers with these bytes.
+    fn tell(&mut self, task: &Task, bytes: &[u8]) {
+        match scatter(&self.memory, task.room(&self.chain.segments), 0, bytes) {
+            Ok(()) => self.answer(task, status::OK, bytes.len()),
+            Err(_) => self.answer(task, status::IOERR, 0),
+        }
     }
 
     /// Has bytes for a request, waits for them if need be. False: the queue was stopped first.
@@ -344,29 +340,42 @@ impl Queue {
 
     /// Copies what is to be written. False: a part of it is not in the memory.
     fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, Broken> {
-        let gathered = gather(&self.memory, &task.data, buffer);
+        let gathered = gather(&self.memory, task.sent(&self.chain.segments), buffer);
         // Memory that is gone read as zeroes: they are not written.
         if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(gathered.is_ok()) }
     }
 
+    /// Whether what changes the device is to be durable when it is answered.
+    fn is_write_through(&self) -> bool {
+        !self.parts.guest.writeback.load(Ordering::SeqCst)
+    }
+
     /// Does a request, or begins it.
-    fn execute(&mut self, mut task: Task, request: Request, behind: u16) -> Result<(), Broken> {
-        let mut buffer = if task.is_read() || task.is_write() {
-            match self.buffer(task.len) {
+    fn execute(&mut self, mut task: Task, mut request: Request, behind: u16) -> Result<(), Broken> {
+        let mut buffer = IoBuf::empty();
+        if request.op != Op::Read && task.changes() {
+            if self.parts.disk.read_only {
+                self.fail(&task, Error::ReadOnly);
+                return Ok(());
+            }
+            if self.is_write_through() {
+                request.flags |= Flags::FUA;
+            }
+        }
+        if task.len > 0 {
+            buffer = match self.buffer(task.len) {
                 Ok(buffer) => buffer,
                 Err(error) => {
-                    self.fail(task, error);
+                    self.fail(&task, error);
                     return Ok(());
                 }
+            };
+            if request.op == Op::Write && !self.gather(&task, &mut buffer)? {
+                self.answer(&task, status::IOERR, 0);
+                return Ok(());
             }
-        } else {
-            IoBuf::empty()
-        };
-        if task.is_write() && !self.gather(&task, &mut buffer)? {
-            self.answer(task, status::IOERR, 0);
-            return Ok(());
         }
-        let large = !buffer.is_empty() && request.len >= MIN_BYTES;
+        let large = task.len as u64 >= MIN_BYTES;
         if large && self.hands_on(&request, behind) {
             let done = self.begin(task, &request, &buffer);
             self.device.hand_on(&self.parts.workers, &self.costs, request, buffer, done);
@@ -382,9 +391,11 @@ impl Queue {
             };
             match self.device.try_io(&rest, part) {
                 Ok(Tried::Done) => {
-                    self.costs.learn(&request, began);
+                    if large {
+                        self.costs.learn(&request, began);
+                    }
                     task.done = 0;
-                    self.succeed(task, buffer, 0);
+                    self.succeed(&task, buffer, 0);
                     return Ok(());
                 }
                 Ok(Tried::Partly(bytes)) => {
@@ -398,7 +409,7 @@ impl Queue {
                 }
                 Err(error) => {
                     self.keep(buffer);
-                    self.fail(task, error);
+                    self.fail(&task, error);
                     return Ok(());
                 }
             }
@@ -406,41 +417,40 @@ impl Queue {
     }
 
     /// Does an append, or begins it.
-    fn append(&mut self, mut task: Task, offset: u64) -> Result<(), Broken> {
+    fn append(&mut self, task: Task, offset: u64) -> Result<(), Broken> {
+        if self.parts.disk.read_only {
+            self.fail(&task, Error::ReadOnly);
+            return Ok(());
+        }
         let mut buffer = match self.buffer(task.len) {
             Ok(buffer) => buffer,
             Err(error) => {
-                self.fail(task, error);
+                self.fail(&task, error);
                 return Ok(());
             }
         };
         if !self.gather(&task, &mut buffer)? {
-            self.answer(task, status::IOERR, 0);
+            self.answer(&task, status::IOERR, 0);
             return Ok(());
         }
-        // Where the place of the data is told.
-        task.data.turn();
         let device = Arc::clone(&self.parts.disk.device);
         let Some(zones) = device.zoned() else {
-            self.fail(task, Error::Unsupported);
+            self.fail(&task, Error::Unsupported);
             return Ok(());
         };
-        let durable = !self.parts.guest.writeback.load(Ordering::SeqCst);
-        let flags = if durable { Flags::FUA } else { Flags::empty() };
+        let flags = if self.is_write_through() { Flags::FUA } else { Flags::empty() };
         match zones.try_append(offset, &buffer, flags) {
-            Ok(Some(at)) => self.succeed(task, buffer, at),
+            Ok(Some(at)) => self.succeed(&task, buffer, at),
             Ok(None) => {
                 let request = Request::write(offset, buffer.len() as u64);
-                let answers = self.charge(&mut task, &request, &buffer);
-                let done = move |outcome| {
-                    answers.push(Finished { task, outcome, buffer: IoBuf::empty() });
-                };
+                let finish = self.charge(task, &request, &buffer);
                 self.plug.get_or_insert_with(Plug::start);
-                zones.submit_append(offset, buffer, flags, Box::new(done));
+                let done = Box::new(move |outcome| finish(outcome, IoBuf::empty()));
+                zones.submit_append(offset, buffer, flags, done);
             }
             Err(error) => {
                 self.keep(buffer);
-                self.fail(task, error);
+                self.fail(&task, error);
             }
         }
         Ok(())
@@ -457,40 +467,44 @@ impl Queue {
     }
 
     /// Hands what is left of a request to the device.
-    fn submit(&mut self, mut task: Task, rest: Request, buffer: IoBuf) {
+    fn submit(&mut self, task: Task, rest: Request, buffer: IoBuf) {
         let buffer = if task.done == 0 || buffer.is_empty() {
             buffer
         } else {
-            if task.is_read() && scatter(&self.memory, &task.data, 0, &buffer[..task.done]).is_err() {
-                return self.answer(task, status::IOERR, 0);
+            let room = task.room(&self.chain.segments);
+            if task.is_read() && scatter(&self.memory, room, 0, &buffer[..task.done]).is_err() {
+                return self.answer(&task, status::IOERR, 0);
             }
             match IoBuf::copy_of(&buffer[task.done..]) {
                 Ok(buffer) => buffer,
-                Err(error) => return self.fail(task, error),
+                Err(error) => return self.fail(&task, error),
             }
         };
-        if !task.is_read() {
-            task.done = 0;
-        }
         let done = self.begin(task, &rest, &buffer);
         self.plug.get_or_insert_with(Plug::start);
         self.device.submit(rest, buffer, done);
     }
 
     /// Accounts for a request that is going to be another's, and says how its outcome comes back.
-    fn begin(&mut self, mut task: Task, request: &Request, buffer: &IoBuf) -> Completion {
-        let answers = self.charge(&mut task, request, buffer);
-        Completion::new(move |outcome, buffer| {
-            answers.push(Finished { task, outcome: outcome.map(|()| 0), buffer });
-        })
+    fn begin(&mut self, task: Task, request: &Request, buffer: &IoBuf) -> Completion {
+        let finish = self.charge(task, request, buffer);
+        Completion::new(move |outcome, buffer| finish(outcome.map(|()| 0), buffer))
     }
 
-    /// Accounts for a request that is going to be another's; where its outcome goes.
-    fn charge(&mut self, task: &mut Task, request: &Request, buffer: &IoBuf) -> Arc<Answers<Finished>> {
+    /// Accounts for a request that is going to be another's, with the segments of the chain at hand;
+    /// what it calls with its outcome.
+    fn charge(
+        &mut self,
+        mut task: Task,
+        request: &Request,
+        buffer: &IoBuf,
+    ) -> impl FnOnce(Result<u64, Error>, IoBuf) + Send + 'static {
         task.charge = buffer.capacity() + self.device.beside(request);
         self.charged += task.charge;
         self.in_flight += 1;
-        Arc::clone(&self.parts.answers)
+        let segments = std::mem::take(&mut self.chain.segments);
+        let answers = Arc::clone(&self.parts.answers);
+        move |outcome, buffer| answers.push(Finished { task, segments, outcome, buffer })
     }
 
     /// Waits for what the device has.
