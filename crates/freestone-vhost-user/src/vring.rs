@@ -13,7 +13,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use crate::disk::Disk;
 use crate::guest::Guest;
 use crate::inflight::Inflight;
-use crate::queue::{self, Parts};
+use crate::queue::{self, Parts, Sleep};
 use crate::ring::{Addresses, Broken, Ring};
 use crate::task::Finished;
 use crate::wire::feature;
@@ -111,7 +111,7 @@ impl Vring {
             addresses,
             notes,
             again,
-            kick,
+            sleep: Sleep::new(&*kick, answers.wake_fd())?,
             call: Arc::clone(&self.call),
             err: self.err.clone(),
         };

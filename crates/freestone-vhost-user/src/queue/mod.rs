@@ -2,6 +2,7 @@
 //! what is available, and shows the driver all that is done, with one notification at most.
 
 mod answering;
+mod sleep;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -24,6 +25,8 @@ use crate::ring::{Addresses, Broken, Chain, Ring};
 use crate::task::{Finished, Kind, Task, gather, scatter};
 use crate::wire::{ID_BYTES, status};
 use crate::zones;
+
+pub use self::sleep::Sleep;
 
 /// Requests of a queue that a device may hold at once.
 const MAX_IN_FLIGHT: usize = 256;
@@ -65,8 +68,8 @@ pub struct Parts {
     pub notes: Option<Notes>,
     /// Chains that another connection has begun and not answered, the last one first.
     pub again: Vec<u16>,
-    /// Readable when the driver has made something available.
-    pub kick: Arc<OwnedFd>,
+    /// Ends when the driver has made something available.
+    pub sleep: Sleep,
     /// Tells the driver; may change meanwhile, and is locked for one write.
     pub call: Arc<Mutex<Option<OwnedFd>>>,
     /// Tells the frontend that the queue has ended by itself.
@@ -164,7 +167,7 @@ impl Queue {
             if self.has_room() {
                 self.rest()?;
             } else {
-                self.wait(false);
+                self.wait_for_device();
             }
         }
         Ok(())
@@ -209,7 +212,7 @@ impl Queue {
             if self.in_flight == 0 {
                 self.parts.share.keep(self.spare.capacity() as u64);
             }
-            self.wait(true);
+            self.sleep();
             if self.parts.look_out {
                 self.lookout = next_lookout(self.lookout, began.elapsed());
             }
@@ -240,22 +243,21 @@ impl Queue {
         Ok(false)
     }
 
-    /// Waits until there is something to look at; with `kick` also for the driver.
-    fn wait(&mut self, kick: bool) {
+    /// Waits until the driver or the device has something.
+    fn sleep(&mut self) {
+        self.plug = None;
+        if self.parts.sleep.wait() {
+            self.parts.answers.rearm();
+        }
+    }
+
+    /// Waits until the device has something.
+    fn wait_for_device(&mut self) {
         self.plug = None;
         let answers = &self.parts.answers;
-        let mut fds = [
-            PollFd::new(answers.wake_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(self.parts.kick.as_fd(), PollFlags::IN),
-        ];
         // A signal may end the wait early: every caller looks again.
-        let _ = poll(&mut fds[..if kick { 2 } else { 1 }], None);
-        if !fds[0].revents().is_empty() {
-            answers.rearm();
-        }
-        if !fds[1].revents().is_empty() {
-            let _ = rustix::io::read(self.parts.kick.as_fd(), &mut [0_u8; 8]);
-        }
+        let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
+        answers.rearm();
     }
 
     /// Begins the next request; it stays the next one where the queue is stopped first.
@@ -313,7 +315,7 @@ impl Queue {
             self.parts.share.wait_for(self.charged as u64, bytes as u64);
             self.publish();
             // What was granted meanwhile is noticed by the next look.
-            self.wait(false);
+            self.wait_for_device();
             if self.parts.answers.is_ended() {
                 return false;
             }
@@ -514,7 +516,7 @@ impl Queue {
         self.harvest();
         self.publish();
         while self.in_flight > 0 {
-            self.wait(false);
+            self.wait_for_device();
             self.harvest();
             self.publish();
         }
