@@ -26,6 +26,7 @@ mod served;
 pub mod setup;
 mod threads;
 pub mod tool;
+mod virtio;
 pub mod writeback;
 mod zipf;
 pub mod zones;

@@ -1,7 +1,7 @@
 //! Disks for virtual machines, without one: `qemu-img bench` over libblkio is the client of all, one
 //! queue, and the same over NBD.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -31,7 +31,7 @@ const BOUND_PART: f64 = 0.85;
 
 /// A server and how it is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Disk {
+pub enum Disk {
     Null,
     NullNbd,
     Same,
@@ -41,11 +41,11 @@ enum Disk {
     QemuFile,
 }
 
-const DISKS: [Disk; 7] =
+pub const DISKS: [Disk; 7] =
     [Disk::Null, Disk::NullNbd, Disk::Same, Disk::SameNbd, Disk::Ram, Disk::QemuNull, Disk::QemuFile];
 
 impl Disk {
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Null => "null",
             Self::NullNbd => "null, NBD",
@@ -57,18 +57,38 @@ impl Disk {
         }
     }
 
-    fn is_nbd(self) -> bool {
+    pub fn is_nbd(self) -> bool {
         matches!(self, Self::NullNbd | Self::SameNbd)
     }
 }
 
 /// One that runs.
-struct Member {
-    disk: Disk,
-    server: Served,
+pub struct Member {
+    pub disk: Disk,
+    served: Served,
+    /// Its socket, of NBD or vhost-user.
+    pub socket: PathBuf,
+    pub command: String,
+}
+
+impl Member {
+    /// Its process.
+    pub fn server(&self) -> &Server {
+        match &self.served {
+            Served::Ours(running) => &running.server,
+            Served::Qemu { server, .. } => server,
+        }
+    }
+
     /// Where `qemu-img` finds it.
-    image: String,
-    command: String,
+    fn image(&self) -> String {
+        let path = self.socket.display();
+        if self.disk.is_nbd() {
+            format!("driver=nbd,server.type=unix,server.path={path}")
+        } else {
+            format!("driver=virtio-blk-vhost-user,path={path},cache.direct=on")
+        }
+    }
 }
 
 enum Served {
@@ -78,9 +98,9 @@ enum Served {
 
 /// What a run of the client said.
 #[derive(Clone, Copy)]
-struct Slice {
-    per_second: f64,
-    cpu_us: f64,
+pub struct Slice {
+    pub per_second: f64,
+    pub cpu_us: f64,
 }
 
 /// The disks in turns.
@@ -184,7 +204,8 @@ fn rows_of(
     rows
 }
 
-fn start(disk: Disk, starter: &Starter) -> Result<Member> {
+/// Starts it; ours has what it is to have.
+pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
     let side = match disk {
         Disk::Null | Disk::NullNbd => Side::Null,
         Disk::Same | Disk::SameNbd | Disk::Ram => Side::Ram,
@@ -197,22 +218,16 @@ fn start(disk: Disk, starter: &Starter) -> Result<Member> {
         _ => {}
     }
     let mut command = running.command.clone();
-    let image = if disk.is_nbd() {
-        format!("driver=nbd,server.type=unix,server.path={}", running.socket.display())
-    } else {
-        let socket = running.socket.with_file_name("v");
+    let mut socket = running.socket.clone();
+    if !disk.is_nbd() {
+        socket = running.socket.with_file_name("v");
         let mut publish = Command::new(starter.freestone);
         publish.args(["publish", "d", "--vhost-user"]).arg(format!("unix:{}", socket.display()));
         publish.arg("--control").arg(running.socket.with_file_name("control"));
         tool::run(&mut publish, "freestone")?;
         command += "; freestone publish d --vhost-user unix:v --control control";
-        over_vhost_user(&socket)
-    };
-    Ok(Member { disk, server: Served::Ours(running), image, command })
-}
-
-fn over_vhost_user(socket: &Path) -> String {
-    format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", socket.display())
+    }
+    Ok(Member { disk, served: Served::Ours(running), socket, command })
 }
 
 /// An image whose pages are each filled with a number of their own.
@@ -245,12 +260,7 @@ fn qemu(disk: Disk, starter: &Starter) -> Result<Member> {
     ));
     let shown = starter.peers.shown(&words(&command)).replace(&format!("{}/", files.path().display()), "");
     let server = Server::start_until(&command, &|| socket.exists())?;
-    Ok(Member {
-        disk,
-        server: Served::Qemu { server, _files: files },
-        image: over_vhost_user(&socket),
-        command: shown,
-    })
+    Ok(Member { disk, served: Served::Qemu { server, _files: files }, socket, command: shown })
 }
 
 fn client(bench: &Bench<'_>, image: &str, direction: Direction, depth: u32, count: u32) -> Command {
@@ -265,12 +275,9 @@ fn client(bench: &Bench<'_>, image: &str, direction: Direction, depth: u32, coun
 }
 
 fn slice(bench: &Bench<'_>, member: &Member, direction: Direction, depth: u32, count: u32) -> Result<Slice> {
-    let server = match &member.server {
-        Served::Ours(running) => &running.server,
-        Served::Qemu { server, .. } => server,
-    };
+    let server = member.server();
     let before = server.cpu()?;
-    let said = tool::run(&mut client(bench, &member.image, direction, depth, count), "qemu-utils")
+    let said = tool::run(&mut client(bench, &member.image(), direction, depth, count), "qemu-utils")
         .with_context(|| member.disk.name())?;
     let cpu = server.cpu()?.saturating_sub(before);
     let seconds =

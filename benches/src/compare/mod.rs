@@ -8,6 +8,7 @@ mod machines;
 mod ours;
 mod peers;
 mod place;
+mod queues;
 mod sides;
 
 use std::path::PathBuf;
@@ -55,6 +56,8 @@ enum PartName {
     Server,
     /// Disks for virtual machines against qemu-storage-daemon and NBD.
     Machines,
+    /// The same with one queue and with four, and a client of our own.
+    Queues,
 }
 
 /// Runs the parts.
@@ -64,7 +67,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     if wanted(PartName::Engine) {
         reports.extend(engine(options)?);
     }
-    if wanted(PartName::Server) || wanted(PartName::Machines) {
+    if wanted(PartName::Server) || wanted(PartName::Machines) || wanted(PartName::Queues) {
         let peers = Peers::find(args)?;
         let freestone = ours::program(args.freestone.as_deref())?;
         let place = place::Place::new(&options.data_dir)?;
@@ -80,6 +83,9 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
             eprintln!(
                 "disks for virtual machines are left out: they need Debian 13's qemu-img, with libblkio"
             );
+        }
+        if args.part.contains(&PartName::Queues) || (args.part.is_empty() && peers.are_unpacked()) {
+            reports.push(queues::run(&bench)?);
         }
     }
     Ok(reports)

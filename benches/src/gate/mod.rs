@@ -9,7 +9,6 @@ mod baseline;
 mod client;
 mod paths;
 mod server;
-mod virtio;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -14,9 +14,10 @@ use freestone_nbd::END_GRACE;
 use freestone_vhost_user::{Export, Options};
 
 use super::client::Client;
-use super::virtio::{self, Virtio};
 use crate::callgrind;
 use crate::export::export;
+use crate::fio_nbd::Direction;
+use crate::virtio::{DEPTH_MAX, Load, Virtio};
 
 /// Size of the export.
 const EXPORT_BYTES: u64 = 1 << 30;
@@ -85,7 +86,7 @@ pub fn collected(mut command: Command, over: Over, asked: Asked, count: u64) -> 
     let asking = match over {
         Over::Nbd => connect(&mut child, || Client::connect(&socket)).and_then(|c| ask(c, asked, count)),
         Over::VhostUser => {
-            connect(&mut child, || Virtio::connect(&socket)).and_then(|c| ask_virtio(c, asked, count))
+            connect(&mut child, || Virtio::connect(&socket, 1)).and_then(|c| ask_virtio(c, asked, count))
         }
     };
     if asking.is_err() {
@@ -124,14 +125,14 @@ fn ask(mut client: Client, asked: Asked, count: u64) -> Result<()> {
     client.end()
 }
 
+/// As many at once as a queue takes: so few wakes that their share does not count.
 fn ask_virtio(mut client: Virtio, asked: Asked, count: u64) -> Result<()> {
-    let mut left = count;
-    while left > 0 {
-        let some = left.min(virtio::DEPTH);
-        client.requests(asked == Asked::Write, some)?;
-        left -= some;
-    }
-    Ok(())
+    let direction = match asked {
+        Asked::Read => Direction::Read,
+        Asked::Write => Direction::Write,
+    };
+    let load = Load { direction, depth: DEPTH_MAX, together: DEPTH_MAX };
+    client.run(load, count, EXPORT_BYTES).map(drop)
 }
 
 #[cfg(test)]

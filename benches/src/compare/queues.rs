@@ -1,0 +1,168 @@
+//! Disks for virtual machines through one queue and through four, beside qemu-storage-daemon and NBD with
+//! as many connections. The client is this program: a thread for each queue.
+
+use anyhow::{Context, Result, ensure};
+use freestone_report::{Report, Row, Summary, Target, Unit};
+
+use super::groups::Bench;
+use super::machines::{self, DISKS, Disk, Member, Slice};
+use super::sides::Starter;
+use crate::data::Data;
+use crate::fio_nbd::{self, Amount, Direction};
+use crate::options::Set;
+use crate::virtio::{Load, Virtio};
+
+const BYTES: u64 = 512 << 20;
+const ROUNDS: u32 = 7;
+const QUICK_ROUNDS: u32 = 1;
+const QUEUES: [usize; 2] = [1, 4];
+/// Requests in flight at each queue, and how many are made of vhost-user and of NBD.
+const DEPTHS: [(usize, u64, u64); 2] = [(1, 12_000, 0), (fio_nbd::DEPTH as usize, 200_000, 40_000)];
+const QUICK_PART: u64 = 20;
+/// What is wanted at depth 32.
+const OVER_NBD: f64 = 2.0;
+const CPU_OF_NBD: f64 = 0.5;
+
+/// How the disks are asked in one table's part.
+#[derive(Clone, Copy)]
+struct Case {
+    direction: Direction,
+    depth: usize,
+    queues: usize,
+    /// Requests to vhost-user and to NBD; none of those where 0.
+    counts: (u64, u64),
+}
+
+impl Case {
+    fn name(self) -> String {
+        let what = if self.direction == Direction::Read { "reads" } else { "writes" };
+        let plural = if self.queues == 1 { "" } else { "s" };
+        format!("4 KiB {what}, {} queue{plural}, depth {}", self.queues, self.depth)
+    }
+
+    fn is_deep(self) -> bool {
+        self.depth > 1
+    }
+}
+
+/// The disks in turns.
+pub fn run(bench: &Bench<'_>) -> Result<Report> {
+    let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
+    let bytes = data.bytes() & !((1 << 20) - 1);
+    let image = bench.place.image(&data, bytes)?;
+    let starter =
+        Starter { place: bench.place, peers: bench.peers, freestone: bench.freestone, image: &image, bytes };
+    let members: Vec<_> = DISKS.iter().map(|disk| machines::start(*disk, &starter)).collect::<Result<_>>()?;
+    let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
+    let part = if bench.options.quick { QUICK_PART } else { 1 };
+    let mut rows = Vec::new();
+    for queues in QUEUES {
+        for direction in [Direction::Read, Direction::Write] {
+            for (depth, many, few) in DEPTHS {
+                let case = Case { direction, depth, queues, counts: (many / part, few / part) };
+                let mut slices: Vec<Vec<Slice>> = vec![Vec::new(); members.len()];
+                for round in 0..rounds {
+                    for turn in 0..members.len() {
+                        let place = (turn + round as usize) % members.len();
+                        if let Some(slice) = slice(&members[place], case, round, bytes)? {
+                            slices[place].push(slice);
+                        }
+                    }
+                }
+                rows.extend(rows_of(case, &slices));
+            }
+        }
+    }
+    let mut report = Report {
+        rows,
+        ..Report::new(
+            "compare: disks for virtual machines, one queue and four",
+            data.description.clone(),
+            bytes,
+            "lz4",
+        )
+    };
+    for member in &members {
+        report = report.note(format!("{}: {}", member.disk.name(), member.command));
+    }
+    Ok(report
+        .note(format!(
+            "The client is the program that measures, with libblkio's driver and a thread for each queue; of NBD it is fio, with as many \
+             connections. The sides take turns, {rounds} runs of each. A ratio is of the same round. Every write has the same byte, so what \
+             is written to ram is same-filled. CPU time: the server's process."
+        ))
+        .print())
+}
+
+/// One run; `None` where nothing is to be asked.
+fn slice(member: &Member, case: Case, round: u32, bytes: u64) -> Result<Option<Slice>> {
+    let count = if member.disk.is_nbd() { case.counts.1 } else { case.counts.0 };
+    if count == 0 {
+        return Ok(None);
+    }
+    let server = member.server();
+    if member.disk.is_nbd() {
+        let load = fio_nbd::Load {
+            direction: case.direction,
+            block_bytes: 4096,
+            connections: case.queues as u32,
+            amount: Amount::Requests(count),
+            round,
+        };
+        let before = server.cpu()?;
+        let done = fio_nbd::run(&member.socket, &load).with_context(|| member.disk.name())?;
+        let cpu = server.cpu()?.saturating_sub(before).as_secs_f64() * 1e6 / done.requests as f64;
+        return Ok(Some(Slice { per_second: done.per_second, cpu_us: cpu }));
+    }
+    let mut client = Virtio::connect(&member.socket, case.queues).with_context(|| member.disk.name())?;
+    let load = Load { direction: case.direction, depth: case.depth, together: 1 };
+    let before = server.cpu()?;
+    let took = client.run(load, count, bytes).with_context(|| member.disk.name())?;
+    let cpu = server.cpu()?.saturating_sub(before);
+    ensure!(!took.is_zero(), "the requests took no time");
+    let per_second = count as f64 / took.as_secs_f64();
+    Ok(Some(Slice { per_second, cpu_us: cpu.as_secs_f64() * 1e6 / count as f64 }))
+}
+
+fn rows_of(case: Case, slices: &[Vec<Slice>]) -> Vec<Row> {
+    let name = case.name();
+    let of = |disk: Disk, what: fn(&Slice) -> f64| -> Vec<f64> {
+        let place = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
+        slices[place].iter().map(what).collect()
+    };
+    let speed = |one: &Slice| one.per_second;
+    let cpu = |one: &Slice| one.cpu_us;
+    let mut rows = Vec::new();
+    for disk in DISKS.into_iter().filter(|disk| !of(*disk, speed).is_empty()) {
+        let value = Summary::of(of(disk, speed).into_iter().map(|speed| speed / 1e3));
+        let row = Row::new(format!("{name}: {}", disk.name()), Unit::Kiops, value);
+        rows.push(row.part("CPU us a request", Summary::of(of(disk, cpu)).median));
+    }
+    let mut over = |ours: Disk, other: Disk, least: Option<f64>| {
+        let (ours_was, other_was) = (of(ours, speed), of(other, speed));
+        if other_was.is_empty() {
+            return;
+        }
+        let ratio = Summary::ratio(&ours_was, &other_was);
+        let row =
+            Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio).judged(true).steady();
+        rows.push(match least {
+            Some(least) => row.target(Target::AtLeast(least)),
+            None => row,
+        });
+    };
+    let wanted = |least: f64| case.is_deep().then_some(least);
+    over(Disk::Null, Disk::NullNbd, wanted(OVER_NBD));
+    over(Disk::Same, Disk::SameNbd, wanted(OVER_NBD));
+    over(Disk::Null, Disk::QemuNull, wanted(1.0));
+    over(Disk::Same, Disk::QemuNull, wanted(1.0));
+    over(Disk::Ram, Disk::QemuFile, None);
+    for (ours, nbd) in [(Disk::Null, Disk::NullNbd), (Disk::Same, Disk::SameNbd)] {
+        if !of(nbd, cpu).is_empty() {
+            let ratio = Summary::ratio(&of(ours, cpu), &of(nbd, cpu));
+            let what = format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name());
+            rows.push(Row::ratio(what, ratio).judged(false).steady().target(Target::AtMost(CPU_OF_NBD)));
+        }
+    }
+    rows
+}
