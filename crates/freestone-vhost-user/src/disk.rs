@@ -1,10 +1,7 @@
 //! What a frontend is told of a device: features and configuration space.
 
-use std::fmt;
-use std::sync::Arc;
-
 use freestone_core::bytes::Bytes;
-use freestone_core::device::{Device, Failures, Geometry};
+use freestone_core::device::{Disk, Geometry};
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::little_endian::U32;
 
@@ -22,94 +19,68 @@ pub const MAX_RANGE_SECTORS: u32 = 1 << 30;
 /// Bytes of the configuration space; behind what is filled there are zeroes.
 pub const CONFIG_BYTES: usize = 256;
 
-/// A device under a name.
-pub struct Disk {
-    /// Its name.
-    pub name: String,
-    /// The device.
-    pub device: Arc<dyn Device>,
-    /// By option or by the device.
-    pub read_only: bool,
-    /// Requests that failed.
-    pub failures: Arc<Failures>,
+/// What is offered.
+pub fn features(disk: &Disk) -> u64 {
+    let geometry = disk.device.geometry();
+    let mut features = feature::VERSION_1
+        | feature::EVENT_IDX
+        | feature::INDIRECT_DESC
+        | feature::PROTOCOL_FEATURES
+        | feature::SEG_MAX
+        | feature::BLK_SIZE
+        | feature::TOPOLOGY
+        | feature::MQ;
+    if geometry.volatile_cache {
+        features |= feature::FLUSH | feature::CONFIG_WCE;
+    }
+    if geometry.zones.is_some() {
+        features |= feature::ZONED;
+    }
+    if disk.read_only {
+        features |= feature::RO;
+    } else if geometry.zones.is_none() {
+        features |= feature::DISCARD | feature::WRITE_ZEROES;
+    }
+    features
 }
 
-impl Disk {
-    /// `device` as `name`, read-only where the device or the caller says so.
-    pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
-        let read_only = read_only || device.geometry().read_only;
-        Self { name: name.to_owned(), device, read_only, failures }
-    }
-
-    /// What is offered.
-    pub fn features(&self) -> u64 {
-        let geometry = self.device.geometry();
-        let mut features = feature::VERSION_1
-            | feature::EVENT_IDX
-            | feature::INDIRECT_DESC
-            | feature::PROTOCOL_FEATURES
-            | feature::SEG_MAX
-            | feature::BLK_SIZE
-            | feature::TOPOLOGY
-            | feature::MQ;
-        if geometry.volatile_cache {
-            features |= feature::FLUSH | feature::CONFIG_WCE;
-        }
-        if geometry.zones.is_some() {
-            features |= feature::ZONED;
-        }
-        if self.read_only {
-            features |= feature::RO;
-        } else if geometry.zones.is_none() {
-            features |= feature::DISCARD | feature::WRITE_ZEROES;
-        }
-        features
-    }
-
-    /// The configuration space, as of now: a device may grow.
-    pub fn config(&self, writeback: bool) -> [u8; CONFIG_BYTES] {
-        let geometry = self.device.geometry();
-        let block = told_block(&geometry);
-        let in_blocks = |bytes: u32| bytes / block;
-        let zones = geometry.zones;
-        let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
-        let config = BlkConfig {
-            capacity: (Bytes::told(geometry).size / SECTOR_BYTES).into(),
-            seg_max: SEG_MAX.into(),
-            blk_size: block.into(),
-            physical_block_exp: (geometry.physical_block / block).max(1).ilog2() as u8,
-            min_io_size: u16::try_from(in_blocks(geometry.io_min)).unwrap_or(u16::MAX).into(),
-            opt_io_size: in_blocks(geometry.io_opt).into(),
-            writeback: writeback.into(),
-            num_queues: (MAX_QUEUES as u16).into(),
-            max_discard_sectors: MAX_RANGE_SECTORS.into(),
-            max_discard_seg: 1.into(),
-            discard_sector_alignment: (geometry.discard_granularity / SECTOR_BYTES as u32).max(1).into(),
-            max_write_zeroes_sectors: MAX_RANGE_SECTORS.into(),
-            max_write_zeroes_seg: 1.into(),
-            write_zeroes_may_unmap: 1,
-            zone_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.zone_size)),
-            max_open_zones: zones.map_or(0, |zones| zones.max_open).into(),
-            max_active_zones: zones.map_or(0, |zones| zones.max_active).into(),
-            max_append_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.max_append.into())),
-            write_granularity: zones.map_or(0, |_| geometry.logical_block).into(),
-            zone_model: if zones.is_some() { MODEL_HOST_MANAGED } else { 0 },
-            ..BlkConfig::default()
-        };
-        let mut bytes = [0; CONFIG_BYTES];
-        bytes[..size_of::<BlkConfig>()].copy_from_slice(config.as_bytes());
-        bytes
-    }
+/// The configuration space, as of now: a device may grow.
+pub fn config(disk: &Disk, writeback: bool) -> [u8; CONFIG_BYTES] {
+    let geometry = disk.device.geometry();
+    let block = told_block(&geometry);
+    let in_blocks = |bytes: u32| bytes / block;
+    let zones = geometry.zones;
+    let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
+    let config = BlkConfig {
+        capacity: (Bytes::told(geometry).size / SECTOR_BYTES).into(),
+        seg_max: SEG_MAX.into(),
+        blk_size: block.into(),
+        physical_block_exp: (geometry.physical_block / block).max(1).ilog2() as u8,
+        min_io_size: u16::try_from(in_blocks(geometry.io_min)).unwrap_or(u16::MAX).into(),
+        opt_io_size: in_blocks(geometry.io_opt).into(),
+        writeback: writeback.into(),
+        num_queues: (MAX_QUEUES as u16).into(),
+        max_discard_sectors: MAX_RANGE_SECTORS.into(),
+        max_discard_seg: 1.into(),
+        discard_sector_alignment: (geometry.discard_granularity / SECTOR_BYTES as u32).max(1).into(),
+        max_write_zeroes_sectors: MAX_RANGE_SECTORS.into(),
+        max_write_zeroes_seg: 1.into(),
+        write_zeroes_may_unmap: 1,
+        zone_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.zone_size)),
+        max_open_zones: zones.map_or(0, |zones| zones.max_open).into(),
+        max_active_zones: zones.map_or(0, |zones| zones.max_active).into(),
+        max_append_sectors: zones.map_or(U32::ZERO, |zones| sectors(zones.max_append.into())),
+        write_granularity: zones.map_or(0, |_| geometry.logical_block).into(),
+        zone_model: if zones.is_some() { MODEL_HOST_MANAGED } else { 0 },
+        ..BlkConfig::default()
+    };
+    let mut bytes = [0; CONFIG_BYTES];
+    bytes[..size_of::<BlkConfig>()].copy_from_slice(config.as_bytes());
+    bytes
 }
 
 /// The logical block in bytes. Smaller requests than the device's blocks are served as well, and
 /// firmware boots only from sectors of 512; but zones are written by the device's own blocks.
 fn told_block(geometry: &Geometry) -> u32 {
     if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 }
-}
-
-impl fmt::Debug for Disk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Disk({:?})", self.name)
-    }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
-use freestone_core::device::{Device, Failures};
+use freestone_core::device::{Device, Disk, Failures};
 use freestone_core::unix_socket::{BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -16,7 +16,6 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use thiserror::Error;
 
-use crate::disk::Disk;
 use crate::guest::Guest;
 use crate::session::Session;
 use crate::vring::Around;

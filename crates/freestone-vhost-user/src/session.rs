@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::channel::{Gone, Message, receive, reply};
-use crate::disk::{CONFIG_BYTES, MAX_QUEUES};
+use crate::disk::{self, CONFIG_BYTES, MAX_QUEUES};
 use crate::inflight::{self, Inflight};
 use crate::memory::{MAX_REGIONS, Memory};
 use crate::ring::{Addresses, MAX_QUEUE_SIZE};
@@ -56,7 +56,7 @@ pub struct Session {
 impl Session {
     /// Of a frontend that has said nothing yet.
     pub fn new(around: Around) -> Self {
-        let offered = around.disk.features();
+        let offered = disk::features(&around.disk);
         let vrings = std::iter::repeat_with(Vring::default).take(MAX_QUEUES).collect();
         Self { around, offered, features: 0, protocol: 0, vrings }
     }
@@ -226,7 +226,7 @@ impl Session {
         let (part, _) = ConfigPart::read_from_prefix(body).map_err(|_| "it is too short")?;
         let writeback =
             self.around.guest.writeback.load(Ordering::SeqCst) && self.offered & feature::CONFIG_WCE != 0;
-        let config = self.around.disk.config(writeback);
+        let config = disk::config(&self.around.disk, writeback);
         let from = part.offset as usize;
         let wanted = from.checked_add(part.size as usize).and_then(|end| config.get(from..end));
         // No bytes at all: it is refused.

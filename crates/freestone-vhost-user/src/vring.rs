@@ -7,10 +7,10 @@ use std::thread::JoinHandle;
 
 use freestone_core::answers::Answers;
 use freestone_core::budget::Budget;
+use freestone_core::device::Disk;
 use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use crate::disk::Disk;
 use crate::guest::Guest;
 use crate::inflight::Inflight;
 use crate::queue::{self, Parts, Sleep};

@@ -93,11 +93,7 @@ impl Device for Seen {
         self.0.log.lock().push(request);
         let memory = Arc::clone(&self.0);
         let work = move || {
-            match request.op {
-                Op::Read => memory.run(&request, Buffer::Read(&mut buffer)),
-                Op::Write => memory.run(&request, Buffer::Write(&buffer)),
-                _ => memory.run(&request, Buffer::None),
-            }
+            memory.run(&request, Buffer::of(request.op, &mut buffer));
             done.complete(Ok(()), buffer);
         };
         match &mut *self.0.held.lock() {

@@ -12,6 +12,7 @@ mod completion;
 mod counting;
 #[cfg(not(loom))]
 mod counts;
+mod disk;
 mod error;
 #[cfg(not(loom))]
 mod failures;
@@ -27,6 +28,7 @@ pub use completion::Completion;
 pub use counting::Counting;
 #[cfg(not(loom))]
 pub use counts::{Counted, OpCounts};
+pub use disk::Disk;
 pub use error::{Error, Result};
 #[cfg(not(loom))]
 pub use failures::{Failed, Failures};

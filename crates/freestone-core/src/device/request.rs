@@ -137,3 +137,15 @@ pub enum Buffer<'a> {
     /// Write: where the data is.
     Write(&'a [u8]),
 }
+
+impl<'a> Buffer<'a> {
+    /// What a request of this kind is given of `bytes`.
+    #[inline]
+    pub fn of(op: Op, bytes: &'a mut [u8]) -> Self {
+        match op {
+            Op::Read => Self::Read(bytes),
+            Op::Write => Self::Write(bytes),
+            Op::Flush | Op::Discard | Op::WriteZeroes => Self::None,
+        }
+    }
+}

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
+use super::Workers;
 use crate::device::{Op, Request};
 use crate::sync::{AtomicU32, Ordering};
 
@@ -41,6 +42,14 @@ impl Costs {
         request.len >= MIN_BYTES
             && nanos >= WORTH_NANOS
             && (awake || nanos.saturating_mul(together) >= WORTH_WAKING_NANOS)
+    }
+
+    /// Whether one of `workers` should do a request of a queue that has as many like it `behind`, and
+    /// others at the device where it `is_busy`. What comes alone has nothing to gain.
+    pub fn hand_on(&self, workers: &Workers, request: &Request, behind: u64, is_busy: bool) -> bool {
+        (behind > 0 || is_busy)
+            && workers.has_room()
+            && self.are_worth_it(request, 1 + behind, workers.are_awake())
     }
 
     /// Whether a worker should be woken for this request alone.

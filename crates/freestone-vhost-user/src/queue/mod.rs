@@ -12,12 +12,11 @@ use std::time::{Duration, Instant};
 use freestone_core::answers::Answers;
 use freestone_core::budget::{Granted, Share};
 use freestone_core::bytes::Bytes;
-use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone_core::device::{Buffer, Completion, Disk, Error, Flags, IoBuf, Op, Request, Tried};
 use freestone_core::plug::Plug;
 use freestone_core::workers::{Costs, MIN_BYTES, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::disk::Disk;
 use crate::guest::Guest;
 use crate::inflight::Notes;
 use crate::memory::Memory;
@@ -386,11 +385,7 @@ impl Queue {
         let began = if large { self.costs.begin() } else { None };
         loop {
             let rest = request.rest(task.done as u64);
-            let part = match request.op {
-                Op::Read => Buffer::Read(&mut buffer[task.done..]),
-                Op::Write => Buffer::Write(&buffer[task.done..]),
-                Op::Flush | Op::Discard | Op::WriteZeroes => Buffer::None,
-            };
+            let part = Buffer::of(request.op, buffer.get_mut(task.done..).unwrap_or_default());
             match self.device.try_io(&rest, part) {
                 Ok(Tried::Done) => {
                     if large {
@@ -458,14 +453,10 @@ impl Queue {
         Ok(())
     }
 
-    /// Whether a worker should do a large request. What comes alone has nothing to gain, and writes
-    /// to zones begin in their order.
+    /// Whether a worker should do a large request; writes to zones begin in their order.
     fn hands_on(&self, request: &Request, behind: u16) -> bool {
-        let workers = &self.parts.workers;
-        (behind > 0 || self.in_flight > 0)
-            && !(self.zoned && request.op == Op::Write)
-            && workers.has_room()
-            && self.costs.are_worth_it(request, 1 + u64::from(behind), workers.are_awake())
+        !(self.zoned && request.op == Op::Write)
+            && self.costs.hand_on(&self.parts.workers, request, behind.into(), self.in_flight > 0)
     }
 
     /// Hands what is left of a request to the device.
