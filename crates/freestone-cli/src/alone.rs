@@ -3,11 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
+
+use crate::places::{Place, Wanted};
 
 /// One of these.
 pub enum Alone {
@@ -15,6 +18,14 @@ pub enum Alone {
     VhostUser(vhost_user::Export),
     /// A block device of this machine.
     Ublk(ublk::Export),
+}
+
+/// What was made at a place.
+pub enum Shown {
+    /// At this address, with the port that was chosen.
+    Nbd(Address),
+    /// As an export of its own, which can be taken away again.
+    Alone(Arc<Alone>),
 }
 
 /// Nobody new uses an export while this lives.
@@ -30,6 +41,15 @@ impl Alone {
             Self::VhostUser(export) => format!("vhost-user:{}", path_text::text(export.path())),
             Self::Ublk(export) => path_text::text(export.path()),
         }
+    }
+
+    /// What was asked for.
+    pub fn wanted(&self) -> Wanted {
+        let place = match self {
+            Self::VhostUser(export) => Place::VhostUser(export.path().to_owned()),
+            Self::Ublk(export) => Place::Ublk(export.queues()),
+        };
+        Wanted { place, read_only: self.is_read_only() }
     }
 
     /// Whether it cannot be written.

@@ -5,9 +5,9 @@ use clap::{ArgAction, Parser, Subcommand};
 use crate::serve::ServeArgs;
 use crate::verbs::long::LongCall;
 use crate::verbs::{
-    Call, block_state, cancel, compact, create, delta, fork, get, idle, jobs, list, mark, merge, power_cut,
-    publish, recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat, unpublish, wait,
-    writeback, zones,
+    Call, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
+    power_cut, publish, recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat,
+    unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -196,6 +196,13 @@ Examples:
 
 The algorithms are those of recomp_algorithm, given when the device was created.";
 
+const DUMP_EXAMPLES: &str = "\
+Examples:
+  freestone dump > freestone.toml
+  freestone serve --config freestone.toml
+
+What devices hold is not in it, and neither are the forks of connections to a template.";
+
 const BLOCK_STATE_EXAMPLES: &str = "\
 Examples:
   freestone block-state ram0                         number, time of the last access (seconds since boot), flags
@@ -339,6 +346,9 @@ pub enum Command {
     /// Have a verb that takes long end early
     #[command(after_help = CANCEL_EXAMPLES)]
     Cancel(Call<cancel::Line>),
+    /// Show the devices and exports as the file that would make them
+    #[command(after_help = DUMP_EXAMPLES)]
+    Dump(Call<dump::Params>),
     /// Show the state of each page of a ram device, in the lines of the kernel
     #[command(after_help = BLOCK_STATE_EXAMPLES)]
     BlockState(Call<block_state::Params>),

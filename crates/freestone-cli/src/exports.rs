@@ -18,10 +18,11 @@ use freestone_vhost_user as vhost_user;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::alone::{Alone, end_all};
+use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::exposure;
+use crate::places::{Place, Wanted};
 use crate::template;
 
 /// How long it may take until the server sees that a client has left, and how often it is looked.
@@ -139,6 +140,26 @@ impl Exports {
         nbd.chain(self.alone_of(name).iter().map(|export| Export::from(&**export))).collect()
     }
 
+    /// Where a device is to be seen beside the addresses of the command line.
+    pub fn wanted(&self, name: &str) -> Vec<Wanted> {
+        let home = self.home();
+        let nbd = self.nbd.exports_named(name).into_iter().filter(|export| !home.contains(&export.address));
+        let nbd = nbd.map(|export| Wanted { place: Place::Nbd(export.address), read_only: export.read_only });
+        let alone = self.alone_of(name);
+        nbd.chain(alone.iter().map(|export| export.wanted())).collect()
+    }
+
+    /// The addresses of the command line.
+    pub fn home(&self) -> Vec<Address> {
+        self.addresses().home.clone()
+    }
+
+    /// Whether a device is published at all of those.
+    pub fn is_at_home(&self, name: &str) -> bool {
+        let there = self.nbd.exports_named(name);
+        self.home().iter().all(|address| there.iter().any(|export| export.address == *address))
+    }
+
     /// Whether a device is published at an NBD address.
     pub fn is_at(&self, name: &str, address: &Address) -> bool {
         self.nbd.exports_named(name).iter().any(|export| export.address == *address)
@@ -171,8 +192,7 @@ impl Exports {
 
     /// Publishes a device at the addresses of the command line.
     pub fn publish_home(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), Fault> {
-        let home = self.addresses().home.clone();
-        for address in home {
+        for address in self.home() {
             self.publish(claim, entry, &address, false)?;
         }
         Ok(())
@@ -316,6 +336,16 @@ impl Exports {
         let export = Arc::new(export);
         self.alone().entry(name.to_owned()).or_default().push(Arc::clone(&export));
         export
+    }
+
+    /// Shows a device at a place.
+    pub fn show_at(&self, claim: &Claim<'_>, entry: &Arc<Entry>, wanted: &Wanted) -> Result<Shown, Fault> {
+        let read_only = wanted.read_only;
+        Ok(match &wanted.place {
+            Place::Nbd(address) => Shown::Nbd(self.publish(claim, entry, address, read_only)?),
+            Place::VhostUser(path) => Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only)?),
+            Place::Ublk(queues) => Shown::Alone(self.publish_ublk(claim, entry, *queues, read_only)?),
+        })
     }
 
     /// Takes one of these away again.

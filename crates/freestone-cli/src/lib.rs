@@ -4,6 +4,7 @@ mod alone;
 mod claims;
 mod cli;
 mod control;
+mod declared;
 mod ending;
 mod error;
 mod exports;
@@ -12,6 +13,7 @@ mod exposure;
 pub mod inputs;
 mod job;
 mod paths;
+mod places;
 mod process;
 mod serve;
 mod service;
@@ -101,6 +103,7 @@ fn run(command: Command) -> Result<ExitCode> {
             return ask_long::<verbs::restore::Restore>(&args.try_into()?, &long, &common);
         }
         Command::Jobs(call) => ask::<verbs::jobs::AllJobs>(&call.args.into(), &call.common),
+        Command::Dump(call) => ask::<verbs::dump::Dump>(&call.args, &call.common),
         Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
             let of = |name: &str| args.of(name);

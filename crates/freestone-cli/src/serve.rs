@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
 use freestone_nbd::{Address, Limits};
-use freestone_spec::config::{self, ConfigError, FileConfig};
+use freestone_spec::config::{self, FileConfig};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
 use freestone_spec::machine::keep_large_blocks_apart;
@@ -27,9 +27,11 @@ use tracing::{info, warn};
 
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
+use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
 use crate::error::Usage;
 use crate::paths;
+use crate::places::{Place, Wanted};
 use crate::process;
 use crate::service::Service;
 use crate::until::{self, Ended, Event, Events};
@@ -83,6 +85,9 @@ pub struct ServeArgs {
     /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Check the devices, the file and the options, and end; nothing is opened
+    #[arg(long)]
+    check: bool,
     /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and
     /// $control are set
     #[arg(long, value_name = "CMD")]
@@ -91,7 +96,7 @@ pub struct ServeArgs {
 
 /// What is to be done, checked as far as that goes without doing it.
 struct Plan {
-    devices: Vec<Spec>,
+    devices: Vec<Declared>,
     addresses: Vec<Address>,
     control: PathBuf,
     limits: Limits,
@@ -102,9 +107,9 @@ struct Plan {
 
 impl Plan {
     fn new(args: &ServeArgs) -> Result<Self> {
-        let file = args.config.as_deref().map(read_config).transpose()?;
+        let file = args.config.as_deref().map(declared::read).transpose()?;
         let devices = devices(args, file.as_ref())?;
-        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
+        let FileConfig { nbd, ublk, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
@@ -128,7 +133,7 @@ impl Plan {
             (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
-        if addresses.is_empty() || control.is_none() {
+        if !args.check && (addresses.is_empty() || control.is_none()) {
             let dir = if args.run.is_some() {
                 private.insert(private_dir()?).path().to_path_buf()
             } else {
@@ -141,7 +146,11 @@ impl Plan {
             }
             control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
         }
-        let control = std::path::absolute(control.unwrap_or_default()).context("--control: no path")?;
+        let control = match control {
+            Some(path) => std::path::absolute(path).context("--control: no path")?,
+            // Nothing is made for a check.
+            None => PathBuf::new(),
+        };
         let mut limits = Limits::default();
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
@@ -149,44 +158,30 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, control, limits, ublk: args.ublk, private })
+        Ok(Self { devices, addresses, control, limits, ublk: args.ublk || ublk, private })
     }
 }
 
-fn read_config(path: &Path) -> Result<FileConfig> {
-    config::read(path).map_err(|error| match error {
-        ConfigError::Content(why) => Usage(why).into(),
-        error => error.into(),
-    })
-}
-
-fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Spec>> {
-    let usage = |e: &dyn std::fmt::Display| Usage(e.to_string());
-    let mut devices: Vec<Spec> = Vec::new();
-    let mut add = |spec: Spec| {
-        if devices.iter().any(|d| d.name == spec.name) {
-            return Err(Usage(format!("{}: two devices of that name", spec.name)));
-        }
-        devices.push(spec);
-        Ok(())
+fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>> {
+    let mut devices = match (file, &args.config) {
+        (Some(file), Some(path)) => declared::devices(file, path)?,
+        _ => Vec::new(),
     };
-    if let (Some(file), Some(path)) = (file, &args.config) {
-        let at = path.display();
-        for entries in &file.devices {
-            let spec = Spec::from_entries(entries.clone().with_base(&file.base));
-            let spec = spec.map_err(|e| Usage(format!("{at}: {e}")))?;
-            add(spec).map_err(|e| Usage(format!("{at}: {e}")))?;
-        }
-    }
+    let mut names: HashSet<_> = devices.iter().map(|device| device.spec.name.clone()).collect();
     let here = env::current_dir().context("the working directory cannot be found")?;
     for text in &args.devices {
-        let entries = Entries::parse(text).map_err(|e| usage(&e))?;
-        add(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(&e))?)?;
+        let entries = Entries::parse(text).map_err(|e| Usage(e.to_string()))?;
+        let spec = Spec::from_entries(entries.with_base(&here)).map_err(|e| Usage(e.to_string()))?;
+        if !names.insert(spec.name.clone()) {
+            return Err(Usage(format!("{}: two devices of that name", spec.name)).into());
+        }
+        devices.push(Declared::word(spec));
     }
     // A file without devices means none: they come later.
     if devices.is_empty() && file.is_none() {
-        devices.push(DEFAULT_DEVICE.parse()?);
+        devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
     }
+    declared::check_order(&devices)?;
     Ok(devices)
 }
 
@@ -222,13 +217,16 @@ impl Running {
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
+        let _ = service.control.set(control.clone());
         let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
         {
             let mut published = Vec::new();
-            for spec in devices {
+            let mut exported = Vec::new();
+            for Declared { spec, exports, .. } in devices {
                 let publish = spec.publish;
                 let claim = service.claim_new("serve", [&spec])?;
                 let entry = service.create(&claim, spec, false)?;
+                exported.push((Arc::clone(&entry), exports));
                 if publish != Some(false) {
                     published.push((entry, publish));
                 }
@@ -246,7 +244,8 @@ impl Running {
                     running.sockets.push(socket);
                 }
             }
-            if ublk {
+            let is_ublk = |wanted: &Wanted| matches!(wanted.place, Place::Ublk(_));
+            if ublk || exported.iter().any(|(_, exports)| exports.iter().any(is_ublk)) {
                 remove_left_behind();
             }
             for (entry, _) in &published {
@@ -255,6 +254,12 @@ impl Running {
                 // A template is nobody's device.
                 if ublk && entry.device().is_some() {
                     service.exports.publish_ublk(&claim, entry, 0, false)?;
+                }
+            }
+            for (entry, exports) in &exported {
+                let claim = service.claim("serve", entry.name())?;
+                for wanted in exports {
+                    service.exports.show_at(&claim, entry, wanted)?;
                 }
             }
         }
@@ -325,6 +330,13 @@ impl Drop for Running {
 
 /// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
 pub fn serve(args: ServeArgs) -> Result<ExitCode> {
+    if args.check {
+        let devices = Plan::new(&args)?.devices.len();
+        let plural = if devices == 1 { "" } else { "s" };
+        // A closed pipe has heard enough.
+        let _ = writeln!(io::stdout(), "{devices} device{plural}, nothing is wrong with the words");
+        return Ok(ExitCode::SUCCESS);
+    }
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.
@@ -424,8 +436,8 @@ fn announce(service: &Service, control: &Path) {
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }
     for entry in service.registry.all() {
-        for block in service.exports.of(entry.name()).iter().filter(|e| e.address.starts_with("/dev/")) {
-            let _ = writeln!(text, "{}: {}", entry.name(), block.address);
+        for alone in service.exports.of(entry.name()).iter().filter(|export| export.uri.is_none()) {
+            let _ = writeln!(text, "{}: {}", entry.name(), alone.address);
         }
     }
     for seed in service.registry.seeds() {
@@ -447,14 +459,14 @@ mod tests {
 
     use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
-    use super::{MAX_CONNECTIONS_HELP, Plan, Running, quote};
+    use super::{Declared, MAX_CONNECTIONS_HELP, Plan, Running, quote};
 
     #[test]
     fn a_panic_leaves_no_socket() {
         let dir = tempfile::tempdir().unwrap();
         let (nbd, control) = (dir.path().join("n"), dir.path().join("c"));
         let plan = Plan {
-            devices: vec!["n=null,size=1M".parse().unwrap()],
+            devices: vec![Declared::word("n=null,size=1M".parse().unwrap())],
             addresses: vec![Address::Unix(nbd.clone())],
             control: control.clone(),
             limits: Limits::default(),

@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::sync::{Arc, Weak};
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock, Weak};
 
 use freestone::ram::Ram;
 use freestone_nbd::Limits;
@@ -33,6 +34,10 @@ pub struct Service {
     pub jobs: Jobs,
     /// Devices that are just being removed.
     pub leaving: Leaving,
+    /// Of the server.
+    pub limits: Limits,
+    /// Its own socket, once that is known.
+    pub control: OnceLock<PathBuf>,
     claims: Claims,
     this: Weak<Self>,
 }
@@ -43,6 +48,8 @@ impl Service {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
+            limits: limits.clone(),
+            control: OnceLock::new(),
             exports: Exports::new(limits, Arc::clone(&registry)),
             registry,
             jobs: Jobs::default(),

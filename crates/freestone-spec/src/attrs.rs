@@ -83,7 +83,27 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
     }
     of_layers.make(&entry.layers, entry.name())?;
     changes.sort_unstable_by_key(|(change, ..)| *change);
-    entry.kind.set(entry, registry, &changes)
+    let set = entry.kind.set(entry, registry, &changes);
+    if set.is_ok() {
+        wanted.keys().for_each(|attr| note(entry, attr, wanted));
+    }
+    set
+}
+
+/// Keeps what was set, for who makes the device again.
+fn note(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
+    match attr {
+        "disksize" if entry.spec.kind.fork().is_some() => {
+            entry.words.put("size", &plain(attr, &wanted[attr]));
+        }
+        // These were changed, not replaced.
+        "badblocks" | "zone_readonly" | "zone_offline" => match get(entry, attr) {
+            Ok(now) if now == "none" => entry.words.forget(attr),
+            Ok(now) => entry.words.put(attr, &plain(attr, &now)),
+            Err(_) => {}
+        },
+        _ => entry.words.put(attr, &plain(attr, &wanted[attr])),
+    }
 }
 
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {

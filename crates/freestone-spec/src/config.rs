@@ -1,25 +1,36 @@
-//! The file of `serve --config`: the same devices, keys and values as on the command line, as TOML.
+//! The file of `serve --config`, `apply` and `dump`: all that the command line can say, as TOML.
 //!
 //! ```toml
 //! nbd = ["unix:/run/freestone/nbd.sock"]
 //! control = "/run/freestone/control.sock"
 //!
 //! [[device]]
-//! name = "ram0"
-//! kind = "ram"
-//! disksize = "4G"
+//! name = "golden"
+//! kind = "file"
+//! path = "golden.img"
+//! readonly = true
+//!
+//! [[device]]
+//! name = "job-%n"
+//! kind = "fork"
+//! base = "golden"
+//! count = 8
+//! export = [{ nbd = "unix:/run/job-%n.sock" }, { ublk = true, queues = 2 }]
 //! ```
 
 use std::fs;
 use std::io::{self, Read as _};
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use freestone::budget;
 use thiserror::Error;
-use toml::{Table, Value};
+use toml::Spanned;
+use toml::de::{DeString, DeTable, DeValue};
 
-use crate::entries::{Entries, nearest};
+use crate::entries::{Entries, SpecError, nearest};
+use crate::kinds::registry::MAX_DEVICES;
+use crate::layers::NUMBER;
 use crate::size;
 
 /// More is not a list of devices; bounds what a mistyped path can make us read.
@@ -28,15 +39,18 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 5] = ["nbd", "control", "max_connections", "max_memory_in_flight", "device"];
+const TOP_KEYS: [&str; 6] = ["nbd", "ublk", "control", "max_connections", "max_memory_in_flight", "device"];
+const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
 #[derive(Debug, Default, PartialEq)]
 pub struct FileConfig {
     /// Devices in the order of the file, keys and values unchecked.
-    pub devices: Vec<Entries>,
+    pub devices: Vec<DeviceWords>,
     /// NBD addresses, unchecked.
     pub nbd: Vec<String>,
+    /// What is published is shown as block devices too.
+    pub ublk: bool,
     /// Where the control socket goes.
     pub control: Option<PathBuf>,
     /// Most NBD connections at one time.
@@ -45,6 +59,37 @@ pub struct FileConfig {
     pub max_memory_in_flight: Option<u64>,
     /// The directory of the file.
     pub base: PathBuf,
+}
+
+/// A device of the file, or as many as `count` says.
+#[derive(Debug, PartialEq)]
+pub struct DeviceWords {
+    /// Its name, kind and keys.
+    pub entries: Entries,
+    /// Where it is published, beside the addresses of the server.
+    pub exports: Vec<ExportWords>,
+    /// So many of them; `%n` is the number of each.
+    count: Option<usize>,
+    /// Where it begins, and where its keys are.
+    line: usize,
+    lines: Vec<(String, usize)>,
+}
+
+/// A place where a device is to be seen, unchecked: one of the first three.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct ExportWords {
+    /// An NBD address.
+    pub nbd: Option<String>,
+    /// The socket of a virtual machine, `unix:PATH`.
+    pub vhost_user: Option<String>,
+    /// A block device of this machine.
+    pub ublk: bool,
+    /// Of the block device.
+    pub queues: Option<u16>,
+    /// Nobody writes there.
+    pub read_only: bool,
+    /// Where it stands.
+    pub line: usize,
 }
 
 /// Why there is no such list of devices.
@@ -56,9 +101,41 @@ pub enum ConfigError {
     /// What its paths start at is not to be had.
     #[error("{}: cannot find its directory", .0.display())]
     Directory(PathBuf, #[source] io::Error),
-    /// What is in it cannot be meant; the sentence names the file.
+    /// What is in it cannot be meant; the sentence names file and line.
     #[error("{0}")]
     Content(String),
+}
+
+impl DeviceWords {
+    /// The line where it begins.
+    pub fn line(&self) -> usize {
+        self.line
+    }
+
+    /// The line of what is wrong with it.
+    pub fn line_of(&self, error: &SpecError) -> usize {
+        let of_key = |key| self.lines.iter().find(|(known, _)| known == key);
+        error.key().and_then(of_key).map_or(self.line, |(_, line)| *line)
+    }
+
+    /// Each of the devices that it stands for, with the numbers in.
+    pub fn each(&self) -> Vec<(Entries, Vec<ExportWords>)> {
+        let Some(count) = self.count else { return vec![(self.entries.clone(), self.exports.clone())] };
+        let one = |number: usize| {
+            let at = |text: &str| text.replace(NUMBER, &number.to_string());
+            let mut entries = self.entries.clone();
+            let name = &self.entries.name;
+            entries.name = if name.contains(NUMBER) { at(name) } else { format!("{name}-{number}") };
+            entries.pairs.iter_mut().for_each(|(_, value)| *value = at(value));
+            let mut exports = self.exports.clone();
+            for export in &mut exports {
+                export.nbd = export.nbd.as_deref().map(at);
+                export.vhost_user = export.vhost_user.as_deref().map(at);
+            }
+            (entries, exports)
+        };
+        (0..count).map(one).collect()
+    }
 }
 
 /// Reads the file.
@@ -77,59 +154,104 @@ pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
 }
 
 /// Reads what is in it; `base` is not known here.
+///
+/// # Errors
+/// `line N: ` and a sentence.
 pub fn parse(text: &str) -> Result<FileConfig, String> {
-    let table: Table = text.parse().map_err(|e: toml::de::Error| {
-        let before = text.get(..e.span().map_or(0, |span| span.start)).unwrap_or(text);
-        let line = before.matches('\n').count() + 1;
-        format!("line {line}: {}", e.message().replace('\n', ", "))
+    let lines = Lines(text);
+    let table = DeTable::parse(text).map_err(|error| {
+        let span = error.span().unwrap_or(0..0);
+        lines.at(&span, &error.message().replace('\n', ", "))
     })?;
     let mut config = FileConfig::default();
-    for (key, value) in table {
-        match (key.as_str(), value) {
-            ("nbd", Value::String(address)) => config.nbd.push(address),
-            ("nbd", Value::Array(list)) => {
+    for (key, value) in table.into_inner() {
+        let span = key.span();
+        config
+            .take(&lines, key.get_ref(), value)
+            .map_err(|(within, why)| lines.at(&within.unwrap_or(span), &why))?;
+    }
+    Ok(config)
+}
+
+/// The lines of a text.
+struct Lines<'a>(&'a str);
+
+impl Lines<'_> {
+    fn of(&self, span: &Range<usize>) -> usize {
+        self.0.get(..span.start).unwrap_or(self.0).matches('\n').count() + 1
+    }
+
+    fn at(&self, span: &Range<usize>, why: &str) -> String {
+        format!("line {}: {why}", self.of(span))
+    }
+}
+
+/// What is wrong, and where it is if that is not where the key is.
+type Wrong = (Option<Range<usize>>, String);
+
+fn wrong<T>(why: impl Into<String>) -> Result<T, Wrong> {
+    Err((None, why.into()))
+}
+
+impl FileConfig {
+    fn take(&mut self, lines: &Lines<'_>, key: &str, value: Spanned<DeValue<'_>>) -> Result<(), Wrong> {
+        match (key, value.into_inner()) {
+            ("nbd", DeValue::String(address)) => self.nbd.push(address.into_owned()),
+            ("nbd", DeValue::Array(list)) => {
                 for entry in list {
-                    match entry {
-                        Value::String(address) => config.nbd.push(address),
-                        _ => return Err("nbd: must be a text or a list of texts".into()),
+                    match entry.into_inner() {
+                        DeValue::String(address) => self.nbd.push(address.into_owned()),
+                        _ => return wrong("nbd: must be a text or a list of texts"),
                     }
                 }
             }
-            ("nbd", _) => return Err("nbd: must be a text or a list of texts".into()),
-            ("control", Value::String(path)) => config.control = Some(path.into()),
-            ("control", _) => return Err("control: must be a path as a text".into()),
+            ("nbd", _) => return wrong("nbd: must be a text or a list of texts"),
+            ("ublk", DeValue::Boolean(yes)) => self.ublk = yes,
+            ("ublk", _) => return wrong("ublk: must be true or false"),
+            ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
+            ("control", _) => return wrong("control: must be a path as a text"),
             ("max_connections", value) => {
                 let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
                 let must = format!("must be a number from {min} to {max}");
-                let Value::Integer(number) = value else {
-                    return Err(format!("max_connections: {must}, not {}", value.type_str()));
+                let Some(number) = integer(&value) else {
+                    return wrong(format!("max_connections: {must}, not {}", value.type_str()));
                 };
                 let fits = u32::try_from(number).ok().filter(|_| MAX_CONNECTIONS_RANGE.contains(&number));
-                let fits = fits.ok_or_else(|| format!("max_connections={number}: {must}"));
-                config.max_connections = Some(fits?);
+                let Some(fits) = fits else { return wrong(format!("max_connections={number}: {must}")) };
+                self.max_connections = Some(fits);
             }
-            ("max_memory_in_flight", Value::String(text)) => {
+            ("max_memory_in_flight", DeValue::String(text)) => {
                 let bytes = memory_in_flight(&text);
-                config.max_memory_in_flight =
-                    Some(bytes.map_err(|why| format!("max_memory_in_flight={text}: {why}"))?);
+                let bytes = bytes.map_err(|why| (None, format!("max_memory_in_flight={text}: {why}")))?;
+                self.max_memory_in_flight = Some(bytes);
             }
             ("max_memory_in_flight", _) => {
-                return Err("max_memory_in_flight: must be a size as a text, for example '256M'".into());
+                return wrong("max_memory_in_flight: must be a size as a text, for example '256M'");
             }
-            ("device", Value::Array(list)) => {
+            ("device", DeValue::Array(list)) => {
                 for (index, entry) in list.into_iter().enumerate() {
-                    let Value::Table(table) = entry else { return Err("device: write [[device]]".into()) };
-                    config.devices.push(device(index + 1, table)?);
+                    let span = entry.span();
+                    let DeValue::Table(table) = entry.into_inner() else {
+                        return Err((Some(span), "device: write [[device]]".into()));
+                    };
+                    let device = device(lines, index + 1, table, &span);
+                    self.devices.push(device.map_err(|(within, why)| (within.or(Some(span)), why))?);
                 }
             }
-            ("device", _) => return Err("device: write [[device]], with two brackets".into()),
+            ("device", _) => return wrong("device: write [[device]], with two brackets"),
             (other, _) => {
                 let hint = nearest(other, &TOP_KEYS).map(|h| format!("; {h}?")).unwrap_or_default();
-                return Err(format!("unknown key {other:?}{hint}; the keys are {}", TOP_KEYS.join(", ")));
+                let keys = TOP_KEYS.join(", ");
+                return wrong(format!("unknown key {other:?}{hint}; the keys are {keys}"));
             }
         }
+        Ok(())
     }
-    Ok(config)
+}
+
+fn integer(value: &DeValue<'_>) -> Option<i64> {
+    let number = value.as_integer()?;
+    i64::from_str_radix(number.as_str(), number.radix()).ok()
 }
 
 /// Reads the bytes that connections may hold for requests.
@@ -147,33 +269,132 @@ pub fn memory_in_flight(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
-fn device(number: usize, mut table: Table) -> Result<Entries, String> {
-    let mut text = |key: &str| match table.remove(key) {
-        Some(Value::String(text)) => Ok(text),
-        Some(_) => Err(format!("device {number}: {key}: must be a text")),
-        None => Err(format!("device {number}: {key} is missing")),
+fn device(
+    lines: &Lines<'_>,
+    number: usize,
+    mut table: DeTable<'_>,
+    span: &Range<usize>,
+) -> Result<DeviceWords, Wrong> {
+    let mut text = |key: &str| match table.remove(key).map(|value| (value.span(), value.into_inner())) {
+        Some((_, DeValue::String(text))) => Ok(text.into_owned()),
+        Some((span, _)) => Err((Some(span), format!("device {number}: {key}: must be a text"))),
+        None => wrong(format!("device {number}: {key} is missing")),
     };
-    let mut entries = Entries::new(&text("name")?, &text("kind")?).map_err(|e| e.to_string())?;
+    let entries = Entries::new(&text("name")?, &text("kind")?).map_err(|e| (None, e.to_string()))?;
+    let line = lines.of(span);
+    let mut device = DeviceWords { entries, exports: Vec::new(), count: None, line, lines: Vec::new() };
     for (key, value) in table {
-        let value = match value {
-            Value::String(text) => text,
-            Value::Boolean(yes) => if yes { "yes" } else { "no" }.into(),
+        let span = key.span();
+        device.lines.push((key.get_ref().to_string(), lines.of(&span)));
+        device
+            .take(lines, key.get_ref(), value.into_inner())
+            .map_err(|(within, why)| (within.or(Some(span)), why))?;
+    }
+    if device.entries.name.contains(NUMBER) && device.count.is_none() {
+        return wrong(format!("{}: {NUMBER} is for count", device.entries.name));
+    }
+    Ok(device)
+}
+
+impl DeviceWords {
+    fn take(&mut self, lines: &Lines<'_>, key: &DeString<'_>, value: DeValue<'_>) -> Result<(), Wrong> {
+        let name = self.entries.name.clone();
+        let value = match (key.as_ref(), value) {
+            ("count", value) => {
+                let number = integer(&value).and_then(|number| usize::try_from(number).ok());
+                let Some(count @ 1..=MAX_DEVICES) = number else {
+                    return wrong(format!("{name}: count: must be a number from 1 to {MAX_DEVICES}"));
+                };
+                self.count = Some(count);
+                return Ok(());
+            }
+            ("export", DeValue::Table(table)) => return self.export(lines, table, None),
+            ("export", DeValue::Array(list)) => {
+                for entry in list {
+                    let span = entry.span();
+                    let DeValue::Table(table) = entry.into_inner() else {
+                        return Err((Some(span), format!("{name}: {EXPORT_FORM}")));
+                    };
+                    self.export(lines, table, Some(span))?;
+                }
+                return Ok(());
+            }
+            ("export", _) => return wrong(format!("{name}: {EXPORT_FORM}")),
+            (_, DeValue::String(text)) => text.into_owned(),
+            (_, DeValue::Boolean(yes)) => if yes { "yes" } else { "no" }.into(),
             // Where a size is meant, a number is refused later, with the same words as on the
             // command line.
-            Value::Integer(number) => number.to_string(),
-            other => {
-                let (name, is) = (&entries.name, other.type_str());
-                return Err(format!("{name}: {key}: must be a text, a number or a boolean, not {is}"));
+            (key, value @ DeValue::Integer(_)) => match integer(&value) {
+                Some(number) => number.to_string(),
+                None => return wrong(format!("{name}: {key}: the number is too large")),
+            },
+            (key, other) => {
+                let is = other.type_str();
+                return wrong(format!("{name}: {key}: must be a text, a number or a boolean, not {is}"));
             }
         };
-        entries.add(&key, &value).map_err(|e| e.to_string())?;
+        self.entries.add(key, &value).map_err(|e| (None, e.to_string()))
     }
-    Ok(entries)
+
+    fn export(
+        &mut self,
+        lines: &Lines<'_>,
+        table: DeTable<'_>,
+        span: Option<Range<usize>>,
+    ) -> Result<(), Wrong> {
+        let name = &self.entries.name;
+        let mut export = ExportWords {
+            line: span.as_ref().map_or(self.line, |span| lines.of(span)),
+            ..ExportWords::default()
+        };
+        for (key, value) in table {
+            let at = Some(key.span());
+            let value = value.into_inner();
+            match (key.get_ref().as_ref(), &value) {
+                ("nbd", DeValue::String(address)) => export.nbd = Some(address.to_string()),
+                ("vhost_user", DeValue::String(address)) => export.vhost_user = Some(address.to_string()),
+                ("ublk", DeValue::Boolean(yes)) => export.ublk = *yes,
+                ("read_only", DeValue::Boolean(yes)) => export.read_only = *yes,
+                ("queues", _) => match integer(&value).and_then(|number| u16::try_from(number).ok()) {
+                    Some(queues) => export.queues = Some(queues),
+                    None => return Err((at, format!("{name}: export: queues: must be a number"))),
+                },
+                (key @ ("nbd" | "vhost_user"), _) => {
+                    return Err((at, format!("{name}: export: {key}: must be an address as a text")));
+                }
+                (key @ ("ublk" | "read_only"), _) => {
+                    return Err((at, format!("{name}: export: {key}: must be true or false")));
+                }
+                (other, _) => {
+                    let hint = nearest(other, &EXPORT_KEYS).map(|h| format!("; {h}?")).unwrap_or_default();
+                    let keys = EXPORT_KEYS.join(", ");
+                    return Err((
+                        at,
+                        format!("{name}: export: unknown key {other:?}{hint}; the keys are {keys}"),
+                    ));
+                }
+            }
+        }
+        let places = [export.nbd.is_some(), export.vhost_user.is_some(), export.ublk];
+        if places.iter().filter(|place| **place).count() != 1 {
+            return Err((span, format!("{name}: {EXPORT_FORM}")));
+        }
+        if export.queues.is_some() && !export.ublk {
+            return Err((span, format!("{name}: export: queues: only with ublk")));
+        }
+        self.exports.push(export);
+        Ok(())
+    }
 }
+
+const EXPORT_FORM: &str =
+    "export: write { nbd = ADDRESS }, { vhost_user = 'unix:PATH' } or { ublk = true }, and a list of several";
 
 #[cfg(test)]
 mod tests {
     use super::parse;
+    use crate::entries::Entries;
+    use crate::kinds::Spec;
 
     #[test]
     fn a_file_is_read() {
@@ -186,9 +407,40 @@ mod tests {
         assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
         assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
         assert_eq!(config.max_memory_in_flight, Some(1 << 30));
-        let devices: Vec<_> = config.devices.iter().map(ToString::to_string).collect();
+        let devices: Vec<_> = config.devices.iter().map(|device| device.entries.to_string()).collect();
         assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
         assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
+    }
+
+    #[test]
+    fn exports_and_numbers() {
+        let config = parse(
+            "ublk = true\n[[device]]\nname = 'job-%n'\nkind = 'fork'\nbase = 'golden'\nrecord = 'job-%n.log'\ncount = 2\n\
+             export = [{ nbd = 'unix:/job-%n', read_only = true }, { ublk = true, queues = 2 }, { vhost_user = 'unix:v%n' }]\n\
+             [[device]]\nname = 'n'\nkind = 'null'\ncount = 1\n[[device.export]]\nnbd = 'tcp:127.0.0.1:0'\n",
+        )
+        .unwrap();
+        assert!(config.ublk);
+        let [jobs, null] = &config.devices[..] else { panic!("two devices") };
+        let each = jobs.each();
+        assert_eq!(each[1].0.to_string(), "job-1=fork,base=golden,record=job-1.log");
+        let [nbd, ublk, machine] = &each[1].1[..] else { panic!("three exports") };
+        assert_eq!((nbd.nbd.as_deref(), nbd.read_only), (Some("unix:/job-1"), true));
+        assert_eq!((ublk.ublk, ublk.queues, ublk.read_only), (true, Some(2), false));
+        assert_eq!((machine.vhost_user.as_deref(), machine.line), (Some("unix:v1"), 8));
+        assert_eq!((each.len(), &each[0].0.name[..]), (2, "job-0"));
+        let each = null.each();
+        assert_eq!((&each[0].0.name[..], each[0].1[0].nbd.as_deref()), ("n-0", Some("tcp:127.0.0.1:0")));
+    }
+
+    #[test]
+    fn errors_of_a_device_are_in_its_lines() {
+        let config = parse("\n[[device]]\nname = 'r'\n\nkind = 'ram'\ndisksiez = '1G'\n").unwrap();
+        let device = &config.devices[0];
+        let error = Spec::from_entries(device.entries.clone()).unwrap_err();
+        assert_eq!(device.line_of(&error), 6);
+        let missing = Spec::from_entries(Entries::parse("r=ram").unwrap()).unwrap_err();
+        assert_eq!(device.line_of(&missing), 2);
     }
 
     #[test]
@@ -196,7 +448,7 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, control, max_connections, max_memory_in_flight, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
@@ -221,7 +473,32 @@ mod tests {
                 "r: disksize: must be a text, a number or a boolean, not float",
             ),
         ] {
-            assert_eq!(parse(text).unwrap_err(), sentence, "{text}");
+            let said = parse(text).unwrap_err();
+            let (line, said) = said.split_once(": ").unwrap();
+            assert!(line.starts_with("line "), "{line}");
+            assert_eq!(said, sentence, "{text}");
+        }
+        for (text, said) in [
+            (
+                "[[device]]\nname='r'\nkind='ram'\n\ncount = 0",
+                "line 5: r: count: must be a number from 1 to 65536",
+            ),
+            ("[[device]]\nname='r-%n'\nkind='ram'", "line 1: r-%n: %n is for count"),
+            (
+                "[[device]]\nname='r'\nkind='ram'\nexport = [\n{},\n]",
+                "line 5: r: export: write { nbd = ADDRESS }, { vhost_user = 'unix:PATH' } or { ublk = true }, and a list of several",
+            ),
+            (
+                "[[device]]\nname='r'\nkind='ram'\n[[device.export]]\nnbd='a'\nreadonly=true",
+                "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only",
+            ),
+            (
+                "[[device]]\nname='r'\nkind='ram'\nexport = { nbd='a', queues=2 }",
+                "line 4: r: export: queues: only with ublk",
+            ),
+            ("\nmax_connections = 0", "line 2: max_connections=0: must be a number from 1 to 65536"),
+        ] {
+            assert_eq!(parse(text).unwrap_err(), said, "{text}");
         }
         assert!(parse("nbd = 'a'\n\nnbd = 'b'\n").unwrap_err().starts_with("line 3: "));
         assert!(parse("nbd = [").unwrap_err().starts_with("line 1: "));

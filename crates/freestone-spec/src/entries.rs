@@ -99,6 +99,21 @@ pub enum SpecError {
     },
 }
 
+impl SpecError {
+    /// The key that it is about.
+    pub fn key(&self) -> Option<&str> {
+        match self {
+            Self::Key { key, .. }
+            | Self::NoValue { key, .. }
+            | Self::Twice { key, .. }
+            | Self::Value { key, .. } => Some(key),
+            Self::Kind { .. } => Some("kind"),
+            Self::Params { .. } => Some("algorithm_params"),
+            Self::Form(_) | Self::Name(_) | Self::Missing { .. } => None,
+        }
+    }
+}
+
 fn maybe(hint: Option<&'static str>) -> String {
     hint.map(|h| format!("; {h}?")).unwrap_or_default()
 }
@@ -143,6 +158,14 @@ impl Entries {
         }
         self.pairs.push((key.into(), value.into()));
         Ok(())
+    }
+
+    /// Gives a key another value, or its first one.
+    pub fn put(&mut self, key: &str, value: &str) {
+        match self.pairs.iter_mut().find(|(known, _)| known == key) {
+            Some((_, old)) => value.clone_into(old),
+            None => self.pairs.push((key.into(), value.into())),
+        }
     }
 
     /// Makes the paths among the values independent of the working directory.

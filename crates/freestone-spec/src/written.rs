@@ -31,5 +31,5 @@ pub fn device_words(text: &str) -> Result<Checked, String> {
 /// # Errors
 /// A sentence: it cannot be taken apart.
 pub fn config_file(text: &str) -> Result<Vec<Checked>, String> {
-    Ok(config::parse(text)?.devices.into_iter().map(checked).collect())
+    Ok(config::parse(text)?.devices.into_iter().map(|device| checked(device.entries)).collect())
 }

@@ -92,6 +92,7 @@ pub struct Export {
     path: PathBuf,
     id: u32,
     read_only: bool,
+    queues: u16,
     kernel: Arc<dyn Kernel>,
     shared: Arc<Shared>,
 }
@@ -121,11 +122,12 @@ impl Export {
         let read_only = disk.read_only;
         let shared = Arc::new(Shared::new(disk));
         let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(DEFAULT_QUEUES));
+        let queues = if queues == 0 { cpus() as u16 } else { queues.min(MAX_QUEUES) };
         let around = Around {
             kernel: Arc::clone(&kernel),
             shared: Arc::clone(&shared),
             deadline,
-            queues: if queues == 0 { cpus() as u16 } else { queues.min(MAX_QUEUES) },
+            queues,
             depth: depth.clamp(1, MAX_DEPTH),
             max_bytes: MAX_REQUEST_BYTES,
             budget,
@@ -151,12 +153,17 @@ impl Export {
             (state.path().unwrap_or_default(), state.id.unwrap_or_default())
         };
         tracing::info!(path = %path.display(), "{name}: ublk");
-        Ok(Self { path, id, read_only, kernel, shared })
+        Ok(Self { path, id, read_only, queues, kernel, shared })
     }
 
     /// The block device.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// How many queues it was asked for; the kernel has no more than CPUs.
+    pub fn queues(&self) -> u16 {
+        self.queues
     }
 
     /// Its number.

@@ -7,6 +7,7 @@ pub mod cancel;
 pub mod compact;
 pub mod create;
 pub mod delta;
+pub mod dump;
 pub mod fork;
 pub mod get;
 pub mod idle;
@@ -153,7 +154,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 29] = [
+const VERBS: [(&str, Run); 30] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -183,6 +184,7 @@ const VERBS: [(&str, Run); 29] = [
     entry::<release::Release>(),
     entry::<jobs::AllJobs>(),
     entry::<cancel::Cancel>(),
+    entry::<dump::Dump>(),
 ];
 
 const fn entry<V: Verb>() -> (&'static str, Run) {

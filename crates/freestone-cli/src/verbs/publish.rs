@@ -1,21 +1,21 @@
 //! `publish NAME --nbd ADDR --vhost-user unix:PATH --ublk`: exports at run time.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use freestone_nbd::Address;
 use freestone_spec::kinds::{Entry, Spec};
-use freestone_ublk as ublk;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, keys};
+use crate::alone::{Alone, Shown};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::paths::{address_text, parse_address};
+use crate::places::{Place, Wanted};
 use crate::service::Service;
 
 /// The verb.
@@ -83,27 +83,24 @@ impl Params {
         self.keys = keys::of_words(&self.name, "template", &self.words)?;
         self.template_spec().map_err(|fault| Usage(fault.message))?;
         let places = self.places(["--nbd", "--vhost-user"]).map_err(|fault| Usage(fault.message))?;
-        self.nbd = places.nbd.as_ref().map(address_text);
-        self.vhost_user = places.vhost_user.map(|path| address_text(&Address::Unix(path)));
+        for place in places {
+            match place {
+                Place::Nbd(address) => self.nbd = Some(address_text(&address)),
+                Place::VhostUser(path) => self.vhost_user = Some(address_text(&Address::Unix(path))),
+                Place::Ublk(_) => {}
+            }
+        }
         Ok(self)
     }
 
     /// Where it is to be seen, by these keys.
-    fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Places, Fault> {
+    fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Vec<Place>, Fault> {
         let name = &self.name;
-        let parse = |key: &str, text: &str| {
-            parse_address(text, None).map_err(|e| Fault::invalid(format!("{name}: {key}: {e}")))
-        };
-        let nbd = self.nbd.as_deref().map(|text| parse(nbd_key, text)).transpose()?;
-        let vhost_user = self.vhost_user.as_deref().map(|text| parse(vhost_user_key, text)).transpose()?;
-        let vhost_user = match vhost_user {
-            None => None,
-            Some(Address::Unix(path)) => Some(path),
-            Some(tcp @ Address::Tcp { .. }) => {
-                let why = "a virtual machine shares its memory: it must be unix:PATH";
-                return Err(Fault::invalid(format!("{name}: {vhost_user_key}: {tcp}: {why}")));
-            }
-        };
+        let invalid = |key: &str, why: String| Fault::invalid(format!("{name}: {key}: {why}"));
+        let nbd = self.nbd.as_deref().map(|text| parse_address(text, None)).transpose();
+        let nbd = nbd.map_err(|why| invalid(nbd_key, why))?;
+        let vhost_user = self.vhost_user.as_deref().map(|text| Place::vhost_user(text, None)).transpose();
+        let vhost_user = vhost_user.map_err(|why| invalid(vhost_user_key, why))?;
         if self.template && (vhost_user.is_some() || self.ublk) {
             let key = if self.ublk { "ublk" } else { vhost_user_key };
             let why = "a template is published over NBD; publish a fork of it";
@@ -113,18 +110,13 @@ impl Params {
             let why = format!("{nbd_key}, {vhost_user_key} or ublk is missing");
             return Err(Fault::invalid(format!("{name}: publish: {why}")));
         }
-        let queues = match (self.ublk, self.queues) {
-            (false, Some(_)) => {
-                return Err(Fault::invalid(format!("{name}: publish: queues: only with ublk")));
-            }
-            (_, Some(queues @ 1..=ublk::MAX_QUEUES)) => queues,
-            (_, Some(queues)) => {
-                let why = format!("queues={queues}: must be 1 to {}", ublk::MAX_QUEUES);
-                return Err(Fault::invalid(format!("{name}: publish: {why}")));
-            }
-            (_, None) => 0,
-        };
-        Ok(Places { nbd, vhost_user, ublk: self.ublk.then_some(queues) })
+        if self.queues.is_some() && !self.ublk {
+            return Err(Fault::invalid(format!("{name}: publish: queues: only with ublk")));
+        }
+        let ublk = self.ublk.then(|| Place::ublk(self.queues)).transpose();
+        let ublk = ublk.map_err(|why| invalid("publish", why))?;
+        // NBD last: its address may be new to others, who see it then.
+        Ok([vhost_user, ublk, nbd.map(Place::Nbd)].into_iter().flatten().collect())
     }
 
     /// The template that is to be made first.
@@ -150,14 +142,6 @@ impl Params {
         let entries = keys::over(name, &export, "template", self.ttl, &self.keys)?;
         Spec::from_entries(entries).map(Some).map_err(|e| Fault::invalid(e.to_string()))
     }
-}
-
-/// Where a device is to be seen.
-struct Places {
-    nbd: Option<Address>,
-    vhost_user: Option<PathBuf>,
-    /// Queues of the block device.
-    ublk: Option<u16>,
 }
 
 /// Where it is now.
@@ -196,7 +180,7 @@ impl Verb for Publish {
             Some(template) => Arc::clone(template),
             None => service.find(&name)?,
         };
-        let published = publish(service, &claim, &entry, &places, read_only);
+        let published = publish(service, &claim, &entry, places, read_only);
         published.inspect_err(|_| {
             if let Some(template) = made {
                 service.undo(&claim, &template);
@@ -217,35 +201,33 @@ fn publish(
     service: &Service,
     claim: &Claim<'_>,
     entry: &Arc<Entry>,
-    places: &Places,
+    places: Vec<Place>,
     read_only: bool,
 ) -> Result<Reply, Fault> {
     let exports = &service.exports;
     let mut reply =
         Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None, ublk: None };
     let mut made = Vec::new();
-    let done = (|| {
-        if let Some(path) = &places.vhost_user {
-            let export = exports.publish_vhost_user(claim, entry, path, read_only)?;
-            reply.vhost_user = Some(export.address());
-            made.push(export);
+    for place in places {
+        match exports.show_at(claim, entry, &Wanted { place, read_only }) {
+            Ok(Shown::Nbd(at)) => {
+                (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+            }
+            Ok(Shown::Alone(export)) => {
+                let at = Some(export.address());
+                match &*export {
+                    Alone::VhostUser(_) => reply.vhost_user = at,
+                    Alone::Ublk(_) => reply.ublk = at,
+                }
+                made.push(export);
+            }
+            Err(fault) => {
+                for export in &made {
+                    exports.withdraw(claim, entry, export);
+                }
+                return Err(fault);
+            }
         }
-        if let Some(queues) = places.ublk {
-            let export = exports.publish_ublk(claim, entry, queues, read_only)?;
-            reply.ublk = Some(export.address());
-            made.push(export);
-        }
-        if let Some(address) = &places.nbd {
-            let at = exports.publish(claim, entry, address, read_only)?;
-            (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
-        }
-        Ok(())
-    })();
-    if let Err(fault) = done {
-        for export in &made {
-            exports.withdraw(claim, entry, export);
-        }
-        return Err(fault);
     }
     Ok(reply)
 }

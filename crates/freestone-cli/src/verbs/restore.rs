@@ -7,15 +7,17 @@ use std::sync::Arc;
 use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Family, Ram};
-use freestone::save::{Base, BaseIdentity, Contents, DeviceKind, RestoreError, inspect, restore_watched};
+use freestone::save::{
+    Base, BaseIdentity, Contents, Device as Saved, DeviceKind, RestoreError, inspect, restore_watched,
+};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::{self, KindSpec, Spec};
-use freestone_spec::layers::{FAULT_KEYS, LayerSpec};
+use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
-use freestone_spec::size::human;
+use freestone_spec::size::{exact, human};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -160,6 +162,7 @@ impl Verb for Restore {
             return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
         }
         let layers = asked.layers.clone();
+        let asked_words = asked.words.clone();
         let base = base(service, &contents, &job)?;
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
         let of_family = params.family.keys().find(|key| *key != READONLY);
@@ -190,13 +193,16 @@ impl Verb for Restore {
         })?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         let mut numbers = 0..;
+        let said = asked_words.pairs;
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(&names) {
             let base = base.as_ref();
-            let layers = match told.kind {
-                DeviceKind::Snapshot => LayerSpec::default(),
-                DeviceKind::Disk | DeviceKind::Fork => layers.numbered(numbers.next().unwrap_or_default()),
+            let number = match told.kind {
+                DeviceKind::Snapshot => None,
+                DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
-            let entry = kinds::restored(name.clone(), told.kind, ram, file.clone(), base, layers, readonly);
+            let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
+            let words = words_of(name, told, number, base.map(|base| base.name()), &said);
+            let entry = kinds::restored(words, told.kind, ram, file.clone(), base, layers, readonly);
             let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
@@ -224,6 +230,43 @@ impl Verb for Restore {
             writeln!(out, "{name}: {kind} {}, not published", human(*disksize))
         })
     }
+}
+
+/// The words of a disk or fork that is like this one and holds nothing. A snapshot has none: what it
+/// was taken of is not known.
+fn words_of(
+    name: &str,
+    device: &Saved,
+    number: Option<u64>,
+    base: Option<&str>,
+    said: &[(String, String)],
+) -> Entries {
+    let mut words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
+    let (Some(number), size) = (number, exact(device.size)) else { return words };
+    let number = number.to_string();
+    match (device.kind, base) {
+        (DeviceKind::Disk, None) => {
+            "ram".clone_into(&mut words.kind);
+            words.pairs.extend_from_slice(said);
+            words.put("disksize", &size);
+            if !said.iter().any(|(key, _)| key == "comp_algorithm") {
+                words.put("comp_algorithm", device.comp_algorithm.name());
+            }
+        }
+        (_, Some(base)) => {
+            "fork".clone_into(&mut words.kind);
+            words.put("base", base);
+            words.put("size", &size);
+            let of_layers = said.iter().filter(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
+            words.pairs.extend(of_layers.cloned());
+        }
+        // Of a snapshot beside it in the file.
+        (_, None) => return words,
+    }
+    for (_, value) in words.pairs.iter_mut().filter(|(key, _)| key == "record") {
+        *value = value.replace(NUMBER, &number);
+    }
+    words
 }
 
 /// What the devices are called here.

@@ -132,6 +132,8 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     let fork = ForkSpec { base: to.to_owned(), size: None, mem_limit, mem_min, full: ram.own_wait() };
     let spec = Spec {
         name: name.clone(),
+        // Made again it would be what it was: the snapshot stands on it.
+        words: entry.words.now(),
         publish: entry.spec.publish,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),

@@ -13,6 +13,7 @@ mod snapshot;
 mod template;
 #[cfg(test)]
 mod tests;
+mod words;
 
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -40,6 +41,7 @@ pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };
 pub use self::template::TemplateSpec;
+use self::words::Words;
 use crate::entries::{Entries, SpecError, check_name, nearest};
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
@@ -81,6 +83,8 @@ const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 pub struct Spec {
     /// Its name.
     pub name: String,
+    /// The words that it was asked for with.
+    pub words: Entries,
     /// Publish it on the addresses of `serve`, where this was said.
     pub publish: Option<bool>,
     /// What it is.
@@ -201,7 +205,7 @@ impl Spec {
         let layers = LayerSpec::take(&keys)?;
         let is_file = kind.below_layers().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
-        Ok(Self { name: keys.0.name, publish, kind, layers })
+        Ok(Self { name: keys.0.name.clone(), words: keys.0, publish, kind, layers })
     }
 }
 
@@ -410,6 +414,8 @@ fn is_live(base: &Entry) -> String {
 pub struct Entry {
     /// As it was asked for; what can change later is asked of the device.
     pub spec: Spec,
+    /// The words that would make it as it is set up now.
+    pub words: Words,
     /// The device.
     pub kind: Box<dyn Made>,
     /// The template, where this was made for one of its connections. It goes with that.
@@ -449,6 +455,7 @@ impl Entry {
         let counting = device.map(|device| Arc::new(Counting::new(device)));
         let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
         Self {
+            words: Words::new(spec.words.clone()),
             spec,
             kind,
             template: None,

@@ -11,6 +11,7 @@ use super::ram::{RamDisk, shown};
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
+use crate::entries::Entries;
 use crate::layers::LayerSpec;
 use crate::refusal::Refusal;
 
@@ -33,9 +34,10 @@ impl Asked for RestoredSpec {
     }
 }
 
-/// A device that was in `file`, and stood on `base`; with these layers.
+/// A device that was in `file`, and stood on `base`; with these layers. Its words are those of the
+/// nearest that can be asked for, if there is one.
 pub fn restored(
-    name: String,
+    words: Entries,
     kind: DeviceKind,
     ram: Ram,
     file: PathBuf,
@@ -47,7 +49,7 @@ pub fn restored(
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
-    let spec = Spec { name, publish: None, kind: kind_spec, layers };
+    let spec = Spec { name: words.name.clone(), words, publish: None, kind: kind_spec, layers };
     let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{Refused, Registry};
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
-use crate::entries::SpecError;
+use crate::entries::{Entries, SpecError};
 use crate::full;
 use crate::keys::{Keys, joined};
 use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
@@ -116,7 +116,9 @@ impl Made for Template {
                 continue;
             }
             let layers = template.spec.layers.numbered(number);
-            let spec = Spec { name, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
+            // It goes with its connection: nobody makes it again.
+            let words = Entries { name: name.clone(), kind: "fork".into(), pairs: Vec::new() };
+            let spec = Spec { name, words, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
             let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
             let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
             let mut entry = made.map_err(|error| failed(error.errno, &error.sentence))?;

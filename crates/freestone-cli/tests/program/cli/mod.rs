@@ -1,5 +1,6 @@
 //! The whole program: the built binary, its sockets, its sentences and exit statuses.
 
+mod declared;
 mod memory;
 mod scripts;
 mod sentences;
@@ -514,7 +515,7 @@ fn a_file_says_the_same_as_the_command_line() {
     let unit = "give a unit; 64M? (K, M, G and T are known, 1024-based)";
     assert_eq!(
         refused("[[device]]\nname = 'r'\nkind = 'ram'\ndisksize = 64\n"),
-        format!("conf/freestone.toml: r: disksize=64: {unit}")
+        format!("conf/freestone.toml: line 4: r: disksize=64: {unit}")
     );
     assert_eq!(
         refused("[[device]]\nname = 'n'\nkind = 'null'\nsize = '1M'\n"),

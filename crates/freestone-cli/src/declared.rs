@@ -1,0 +1,90 @@
+//! Devices that a file declares, with the places where they are to be seen: checked as far as that
+//! goes without opening anything.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use anyhow::Result;
+use freestone_spec::config::{self, ConfigError, FileConfig};
+use freestone_spec::kinds::{KindSpec, Spec};
+
+use crate::error::Usage;
+use crate::places::{Place, Wanted};
+
+/// A device, and where it is to be seen beside the addresses of the server.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Declared {
+    /// The device.
+    pub spec: Spec,
+    /// The places.
+    pub exports: Vec<Wanted>,
+    /// Where it was said, in front of what is wrong with it: `FILE: line N: `, or nothing.
+    pub at: String,
+}
+
+impl Declared {
+    /// One of the command line.
+    pub fn word(spec: Spec) -> Self {
+        Self { spec, exports: Vec::new(), at: String::new() }
+    }
+}
+
+/// Reads a file.
+pub fn read(path: &Path) -> Result<FileConfig> {
+    config::read(path).map_err(|error| match error {
+        ConfigError::Content(why) => Usage(why).into(),
+        error => error.into(),
+    })
+}
+
+/// The devices of the file at `path`, each as often as it says.
+pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
+    let mut names = HashSet::new();
+    let mut devices = Vec::new();
+    for words in &file.devices {
+        let at = |line: usize, why: String| Usage(format!("{}: line {line}: {why}", path.display()));
+        for (entries, exports) in words.each() {
+            let spec = Spec::from_entries(entries.with_base(&file.base));
+            let spec = spec.map_err(|error| at(words.line_of(&error), error.to_string()))?;
+            let name = spec.name.clone();
+            let of_device = |line: usize, why: String| at(line, format!("{name}: {why}"));
+            let mut wanted: Vec<Wanted> = Vec::new();
+            for export in &exports {
+                let one = Wanted::of(export, &file.base).map_err(|why| of_device(export.line, why))?;
+                let is_template = matches!(spec.kind, KindSpec::Template(_));
+                if is_template && !matches!(one.place, Place::Nbd(_)) {
+                    let why = "export: a template is published over NBD; publish a fork of it";
+                    return Err(of_device(export.line, why.into()));
+                }
+                if wanted.iter().any(|other| other.place.is(&one.place)) {
+                    return Err(of_device(export.line, "export: the same place twice".into()));
+                }
+                wanted.push(one);
+            }
+            if !names.insert(name.clone()) {
+                return Err(of_device(words.line(), "two devices of that name".into()));
+            }
+            let at = format!("{}: line {}: ", path.display(), words.line());
+            devices.push(Declared { spec, exports: wanted, at });
+        }
+    }
+    Ok(devices)
+}
+
+/// Refuses a device that stands on one which does not come before it.
+pub fn check_order(devices: &[Declared]) -> Result<(), Usage> {
+    let mut there = HashSet::new();
+    for Declared { spec, at, .. } in devices {
+        let below = if matches!(spec.kind, KindSpec::Snapshot(_)) { "origin" } else { "base" };
+        for (key, needed) in [(below, spec.kind.below()), ("cow", spec.kind.copies_to())] {
+            if let Some(needed) = needed
+                && !there.contains(needed)
+            {
+                let why = "there is no such device before it";
+                return Err(Usage(format!("{at}{}: {key}={needed}: {why}", spec.name)));
+            }
+        }
+        there.insert(spec.name.as_str());
+    }
+    Ok(())
+}

@@ -1,0 +1,79 @@
+//! Places where a device is to be seen, as they are asked for: in words, in JSON, in a file.
+
+use std::path::{Path, PathBuf};
+
+use freestone_nbd::Address;
+use freestone_spec::config::ExportWords;
+use freestone_ublk as ublk;
+
+use crate::paths::parse_address;
+
+/// One of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// An NBD address.
+    Nbd(Address),
+    /// The socket of a virtual machine.
+    VhostUser(PathBuf),
+    /// A block device of this machine, with so many queues; 0: what the machine has CPUs for.
+    Ublk(u16),
+}
+
+/// A place, and how it is to be seen there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    /// Where.
+    pub place: Place,
+    /// Nobody writes there.
+    pub read_only: bool,
+}
+
+impl Place {
+    /// Whether it is the same one. Of port 0 there are as many as are asked for.
+    pub fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Nbd(Address::Tcp { port: 0, .. }), _) => false,
+            (Self::Ublk(_), Self::Ublk(_)) => true,
+            _ => self == other,
+        }
+    }
+
+    /// The socket of a virtual machine; the error is half a sentence that follows the text.
+    pub fn vhost_user(text: &str, base: Option<&Path>) -> Result<Self, String> {
+        match parse_address(text, base)? {
+            Address::Unix(path) => Ok(Self::VhostUser(path)),
+            tcp @ Address::Tcp { .. } => {
+                Err(format!("{tcp}: a virtual machine shares its memory: it must be unix:PATH"))
+            }
+        }
+    }
+
+    /// A block device; the error is a half sentence.
+    pub fn ublk(queues: Option<u16>) -> Result<Self, String> {
+        match queues {
+            None => Ok(Self::Ublk(0)),
+            Some(queues @ 1..=ublk::MAX_QUEUES) => Ok(Self::Ublk(queues)),
+            Some(queues) => Err(format!("queues={queues}: must be 1 to {}", ublk::MAX_QUEUES)),
+        }
+    }
+}
+
+impl Wanted {
+    /// What a file asks for; relative paths start at `base`.
+    ///
+    /// # Errors
+    /// Half a sentence.
+    pub fn of(words: &ExportWords, base: &Path) -> Result<Self, String> {
+        let ExportWords { nbd, vhost_user, queues, read_only, .. } = words;
+        let place = match (nbd, vhost_user) {
+            (Some(text), _) => {
+                Place::Nbd(parse_address(text, Some(base)).map_err(|why| format!("export: nbd: {why}"))?)
+            }
+            (None, Some(text)) => {
+                Place::vhost_user(text, Some(base)).map_err(|why| format!("export: vhost_user: {why}"))?
+            }
+            (None, None) => Place::ublk(*queues).map_err(|why| format!("export: {why}"))?,
+        };
+        Ok(Self { place, read_only: *read_only })
+    }
+}

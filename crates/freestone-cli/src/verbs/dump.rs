@@ -1,0 +1,114 @@
+//! `dump`: the file that would make what runs, for `serve --config` and `apply`.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use freestone_nbd::Limits;
+use freestone_spec::entries::Entries;
+use freestone_spec::kinds::{Entry, Spec};
+use freestone_spec::{path_text, size};
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use super::Verb;
+use crate::control::protocol::Fault;
+use crate::paths::address_text;
+use crate::places::{Place, Wanted};
+use crate::service::Service;
+
+/// The verb.
+pub struct Dump;
+
+/// Its parameters: none.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {}
+
+/// The file.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    toml: String,
+}
+
+impl Verb for Dump {
+    const METHOD: &'static str = "dump";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, _: Params) -> Result<Reply, Fault> {
+        let mut file = server(service);
+        let (mut devices, mut left_out) = (Vec::new(), Vec::new());
+        // Those of connections go with them.
+        for entry in service.registry.all().iter().filter(|entry| entry.template.is_none()) {
+            let words = entry.words.now();
+            match Spec::from_entries(words.clone()) {
+                Ok(_) => devices.push(Value::Table(device(service, entry, words))),
+                Err(_) => left_out.push(entry.name().to_owned()),
+            }
+        }
+        if !devices.is_empty() {
+            file.insert("device".into(), Value::Array(devices));
+        }
+        let comment = |name| format!("\n# {name}: was restored from a file, and is not made by words\n");
+        let toml = file.to_string() + &left_out.into_iter().map(comment).collect::<String>();
+        Ok(Reply { toml })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        out.write_all(reply.toml.as_bytes())
+    }
+}
+
+fn server(service: &Service) -> Table {
+    let mut file = Table::new();
+    let home = service.exports.home();
+    file.insert("nbd".into(), home.iter().map(address_text).collect::<Vec<_>>().into());
+    if let Some(control) = service.control.get() {
+        file.insert("control".into(), path_text::text(control).into());
+    }
+    let (limits, usual) = (&service.limits, Limits::default());
+    if limits.max_connections != usual.max_connections {
+        file.insert("max_connections".into(), (limits.max_connections as i64).into());
+    }
+    if limits.max_memory_in_flight != usual.max_memory_in_flight {
+        file.insert("max_memory_in_flight".into(), size::exact(limits.max_memory_in_flight).into());
+    }
+    file
+}
+
+fn device(service: &Service, entry: &Entry, words: Entries) -> Table {
+    let mut device = Table::new();
+    device.insert("name".into(), words.name.into());
+    device.insert("kind".into(), words.kind.into());
+    for (key, value) in words.pairs.into_iter().filter(|(key, _)| key != "publish") {
+        device.insert(key, value.into());
+    }
+    if !service.exports.is_at_home(entry.name()) {
+        device.insert("publish".into(), false.into());
+    }
+    let exports: Vec<_> = service.exports.wanted(entry.name()).iter().map(export).collect();
+    if !exports.is_empty() {
+        device.insert("export".into(), Value::Array(exports));
+    }
+    device
+}
+
+fn export(wanted: &Wanted) -> Value {
+    let mut export = Table::new();
+    match &wanted.place {
+        Place::Nbd(address) => {
+            export.insert("nbd".into(), address_text(address).into());
+        }
+        Place::VhostUser(path) => {
+            export.insert("vhost_user".into(), format!("unix:{}", path_text::text(path)).into());
+        }
+        Place::Ublk(queues) => {
+            export.insert("ublk".into(), true.into());
+            export.insert("queues".into(), i64::from(*queues).into());
+        }
+    }
+    if wanted.read_only {
+        export.insert("read_only".into(), true.into());
+    }
+    Value::Table(export)
+}

@@ -1,0 +1,119 @@
+//! Files that say all that a server has: checked, served, and dumped again.
+
+use std::fs;
+
+use rustix::process::Signal;
+
+use crate::harness::{Serve, finish, freestone, refused};
+
+const FILE: &str = "
+nbd = 'unix:nbd'
+control = 'control'
+
+[[device]]
+name = 'data'
+kind = 'ram'
+disksize = '64M'
+export = [{ nbd = 'unix:alone', read_only = true }, { vhost_user = 'unix:machine' }]
+
+[[device]]
+name = 'golden'
+kind = 'file'
+path = 'golden.img'
+readonly = true
+publish = false
+
+[[device]]
+name = 'job-%n'
+kind = 'fork'
+base = 'golden'
+count = 2
+export = { nbd = 'unix:job-%n.sock' }
+
+[[device]]
+name = 'drive'
+kind = 'null'
+size = '64M'
+memory_backed = true
+zoned = true
+zone_size = '4M'
+badblocks = '+8-15'
+";
+
+fn directory() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden.img"), vec![0; 1 << 20]).unwrap();
+    fs::write(dir.path().join("f.toml"), FILE).unwrap();
+    dir
+}
+
+#[test]
+fn a_check_opens_nothing_and_errors_name_their_lines() {
+    let dir = directory();
+    let at = dir.path();
+    fs::remove_file(at.join("golden.img")).unwrap();
+    let check = |text: &str| {
+        fs::write(at.join("g.toml"), text).unwrap();
+        refused(at, 2, &["serve", "--config", "g.toml", "--check"])
+    };
+    let (code, out, _) = finish(freestone(at).args(["serve", "--config", "f.toml", "--check"]));
+    assert_eq!((code, out.as_str()), (0, "5 devices, nothing is wrong with the words\n"));
+    for (from, to, said) in [
+        (
+            "base = 'golden'",
+            "base = 'goldn'",
+            "line 18: job-0: base=goldn: there is no such device before it",
+        ),
+        (
+            "disksize = '64M'",
+            "disksize = '64'",
+            "line 8: data: disksize=64: give a unit; 64M? (K, M, G and T are known, 1024-based)",
+        ),
+        (
+            "unix:machine",
+            "tcp:[::1]:1",
+            "line 9: data: export: vhost_user: tcp:[::1]:1: a virtual machine shares its memory: it must be unix:PATH",
+        ),
+        ("'golden'\nkind", "'data'\nkind", "line 11: data: two devices of that name"),
+    ] {
+        assert_eq!(check(&FILE.replacen(from, to, 1)), format!("g.toml: {said}"));
+    }
+    // What was checked is not there.
+    let left: Vec<_> = fs::read_dir(at).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+}
+
+#[test]
+fn what_is_dumped_makes_the_same_again() {
+    let serve = Serve::start_in(directory(), &["--config", "f.toml"], false);
+    assert!(serve.said.contains("\ndata: vhost-user:"), "{}", serve.said);
+    for verb in [
+        &["set", "data", "mem_limit=48M", "disksize=128M"][..],
+        &["set", "job-1", "disksize=2M"],
+        &["set", "drive", "zone_offline=8M", "badblocks=-8-9"],
+        &["create", "hidden=ram,disksize=1M"],
+        &["snapshot", "data", "data-1"],
+        &["unpublish", "drive"],
+    ] {
+        serve.text(verb);
+    }
+    let dumped = serve.text(&["dump"]);
+    let table: toml::Table = dumped.parse().unwrap();
+    let device = |name: &str| {
+        let all = table["device"].as_array().unwrap().iter().map(|device| device.as_table().unwrap());
+        all.clone().find(|device| device["name"].as_str() == Some(name)).unwrap().clone()
+    };
+    let text = |name: &str, key: &str| device(name)[key].as_str().unwrap().to_owned();
+    assert_eq!((text("data", "mem_limit"), text("data", "disksize")), ("48M".into(), "128M".into()));
+    assert_eq!(text("job-1", "size"), "2M");
+    assert_eq!((text("drive", "zone_offline"), text("drive", "badblocks")), ("8M".into(), "+10-15".into()));
+    assert_eq!(device("drive")["publish"].as_bool(), Some(false));
+    assert_eq!(device("data")["export"].as_array().unwrap().len(), 2);
+    assert_eq!(text("data-1", "origin"), "data");
+    serve.signal(Signal::TERM);
+    let (code, dir) = serve.wait();
+    assert_eq!(code, Some(0));
+    fs::write(dir.path().join("d.toml"), &dumped).unwrap();
+    let again = Serve::start_in(dir, &["--config", "d.toml"], false);
+    assert_eq!(again.text(&["dump"]), dumped);
+}
