@@ -5,7 +5,7 @@ use clap::{ArgAction, Parser, Subcommand};
 use crate::serve::ServeArgs;
 use crate::verbs::long::LongCall;
 use crate::verbs::{
-    Call, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
+    Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
     power_cut, publish, recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat,
     unpublish, wait, writeback, zones,
 };
@@ -196,6 +196,15 @@ Examples:
 
 The algorithms are those of recomp_algorithm, given when the device was created.";
 
+const APPLY_EXAMPLES: &str = "\
+Examples:
+  freestone apply freestone.toml --check      what would change
+  freestone apply freestone.toml
+  kill -HUP PID                               the same for the file of serve --config
+
+Each change is shown. What was made at run time stays, unless with --prune. Where something cannot be (a key
+that is fixed, a device in use), that is said and nothing is done.";
+
 const DUMP_EXAMPLES: &str = "\
 Examples:
   freestone dump > freestone.toml
@@ -346,6 +355,9 @@ pub enum Command {
     /// Have a verb that takes long end early
     #[command(after_help = CANCEL_EXAMPLES)]
     Cancel(Call<cancel::Line>),
+    /// Bring in what a file says: make, set, publish, and remove what an earlier one had made
+    #[command(after_help = APPLY_EXAMPLES)]
+    Apply(Call<apply::Params>),
     /// Show the devices and exports as the file that would make them
     #[command(after_help = DUMP_EXAMPLES)]
     Dump(Call<dump::Params>),

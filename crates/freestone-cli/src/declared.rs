@@ -71,6 +71,22 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
     Ok(devices)
 }
 
+/// Shows what is published as block devices, too.
+pub fn as_block_devices(devices: &mut [Declared]) {
+    let copies: HashSet<String> =
+        devices.iter().filter_map(|device| device.spec.kind.copies_to().map(str::to_owned)).collect();
+    for device in devices {
+        let spec = &device.spec;
+        // A template is nobody's device, and where copies go is nobody's to see, unless that was said.
+        let published = spec.publish.unwrap_or_else(|| !copies.contains(&spec.name));
+        let is_template = matches!(spec.kind, KindSpec::Template(_));
+        let wanted = Wanted { place: Place::Ublk(0), read_only: false };
+        if published && !is_template && !device.exports.iter().any(|other| other.place.is(&wanted.place)) {
+            device.exports.push(wanted);
+        }
+    }
+}
+
 /// Refuses a device that stands on one which does not come before it.
 pub fn check_order(devices: &[Declared]) -> Result<(), Usage> {
     let mut there = HashSet::new();

@@ -193,7 +193,9 @@ impl Exports {
     /// Publishes a device at the addresses of the command line.
     pub fn publish_home(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), Fault> {
         for address in self.home() {
-            self.publish(claim, entry, &address, false)?;
+            if !self.is_at(entry.name(), &address) {
+                self.publish(claim, entry, &address, false)?;
+            }
         }
         Ok(())
     }
@@ -359,6 +361,27 @@ impl Exports {
         }
         drop(all);
         end_all(std::slice::from_ref(export), END_GRACE);
+    }
+
+    /// Takes a device off one place.
+    pub fn hide_at(&self, claim: &Claim<'_>, entry: &Entry, place: &Place, force: bool) -> Result<(), Fault> {
+        let name = entry.name();
+        if let Place::Nbd(address) = place {
+            let done = self.nbd.unpublish_at(name, address, force);
+            done.map_err(|e| Fault::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
+            self.leave(address);
+            return Ok(());
+        }
+        let all = self.alone_of(name);
+        let Some(export) = all.iter().find(|export| export.wanted().place.is(place)) else { return Ok(()) };
+        let held = export.hold();
+        if export.is_used() && !force {
+            return Err(in_use(name, 1));
+        }
+        export.begin_to_end();
+        drop(held);
+        self.withdraw(claim, entry, export);
+        Ok(())
     }
 
     /// Takes a device off all addresses. Returns how many connections that ended.

@@ -1,9 +1,11 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
 mod alone;
+mod apply;
 mod claims;
 mod cli;
 mod control;
+mod declarations;
 mod declared;
 mod ending;
 mod error;
@@ -104,6 +106,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Jobs(call) => ask::<verbs::jobs::AllJobs>(&call.args.into(), &call.common),
         Command::Dump(call) => ask::<verbs::dump::Dump>(&call.args, &call.common),
+        Command::Apply(call) => ask::<verbs::apply::Apply>(&call.args.checked()?, &call.common),
         Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
             let of = |name: &str| args.of(name);

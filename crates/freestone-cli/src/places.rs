@@ -1,12 +1,14 @@
 //! Places where a device is to be seen, as they are asked for: in words, in JSON, in a file.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use freestone_nbd::Address;
 use freestone_spec::config::ExportWords;
+use freestone_spec::path_text;
 use freestone_ublk as ublk;
 
-use crate::paths::parse_address;
+use crate::paths::{address_text, parse_address};
 
 /// One of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +19,16 @@ pub enum Place {
     VhostUser(PathBuf),
     /// A block device of this machine, with so many queues; 0: what the machine has CPUs for.
     Ublk(u16),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd(address) => write!(f, "{}", address_text(address)),
+            Self::VhostUser(path) => write!(f, "vhost-user:{}", path_text::text(path)),
+            Self::Ublk(_) => write!(f, "a block device"),
+        }
+    }
 }
 
 /// A place, and how it is to be seen there.

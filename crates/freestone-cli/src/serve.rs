@@ -25,6 +25,7 @@ use freestone_spec::machine::keep_large_blocks_apart;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
+use crate::apply;
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::declared::{self, Declared};
@@ -100,7 +101,6 @@ struct Plan {
     addresses: Vec<Address>,
     control: PathBuf,
     limits: Limits,
-    ublk: bool,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -108,8 +108,11 @@ struct Plan {
 impl Plan {
     fn new(args: &ServeArgs) -> Result<Self> {
         let file = args.config.as_deref().map(declared::read).transpose()?;
-        let devices = devices(args, file.as_ref())?;
-        let FileConfig { nbd, ublk, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
+        let mut devices = devices(args, file.as_ref())?;
+        if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
+            declared::as_block_devices(&mut devices);
+        }
+        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
@@ -158,7 +161,7 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, control, limits, ublk: args.ublk || ublk, private })
+        Ok(Self { devices, addresses, control, limits, private })
     }
 }
 
@@ -213,7 +216,7 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, control, limits, ublk, private } = plan;
+        let Plan { devices, addresses, control, limits, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
@@ -222,11 +225,14 @@ impl Running {
         {
             let mut published = Vec::new();
             let mut exported = Vec::new();
-            for Declared { spec, exports, .. } in devices {
+            for Declared { spec, exports, at } in devices {
                 let publish = spec.publish;
                 let claim = service.claim_new("serve", [&spec])?;
                 let entry = service.create(&claim, spec, false)?;
-                exported.push((Arc::clone(&entry), exports));
+                if !at.is_empty() {
+                    service.declarations.declare(entry.name());
+                }
+                exported.push((Arc::clone(&entry), exports, !at.is_empty()));
                 if publish != Some(false) {
                     published.push((entry, publish));
                 }
@@ -245,21 +251,20 @@ impl Running {
                 }
             }
             let is_ublk = |wanted: &Wanted| matches!(wanted.place, Place::Ublk(_));
-            if ublk || exported.iter().any(|(_, exports)| exports.iter().any(is_ublk)) {
+            if exported.iter().any(|(_, exports, _)| exports.iter().any(is_ublk)) {
                 remove_left_behind();
             }
             for (entry, _) in &published {
                 let claim = service.claim("serve", entry.name())?;
                 service.exports.publish_home(&claim, entry)?;
-                // A template is nobody's device.
-                if ublk && entry.device().is_some() {
-                    service.exports.publish_ublk(&claim, entry, 0, false)?;
-                }
             }
-            for (entry, exports) in &exported {
+            for (entry, exports, declared) in &exported {
                 let claim = service.claim("serve", entry.name())?;
                 for wanted in exports {
-                    service.exports.show_at(&claim, entry, wanted)?;
+                    let shown = service.exports.show_at(&claim, entry, wanted)?;
+                    if *declared {
+                        service.declarations.declare_export(entry.name(), wanted, &shown);
+                    }
                 }
             }
         }
@@ -352,7 +357,18 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
     } else {
         announce(&running.service, &control);
-        until::signalled(&events).map(|()| 0)
+        let (config, service) = (args.config.as_deref(), running.service.weak());
+        let had_terminal = until::has_terminal();
+        let on_hangup = || match config {
+            // It is the terminal that hung up.
+            Some(_) if had_terminal && !until::has_terminal() => false,
+            Some(file) => {
+                apply::again(&service, file);
+                true
+            }
+            None => false,
+        };
+        until::signalled(&events, &on_hangup).map(|()| 0)
     };
     info!("ending");
     let flushed = running.shutdown(events.sender())?;
@@ -470,7 +486,6 @@ mod tests {
             addresses: vec![Address::Unix(nbd.clone())],
             control: control.clone(),
             limits: Limits::default(),
-            ublk: false,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

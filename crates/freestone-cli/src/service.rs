@@ -7,13 +7,16 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use freestone::ram::Ram;
 use freestone_nbd::Limits;
+use freestone_spec::attrs;
 use freestone_spec::entries::nearest;
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{self, Entry, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
+use serde_json::{Map, Value};
 
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
+use crate::declarations::Declarations;
 use crate::ending::Leaving;
 use crate::exports::{Exports, check_own};
 use crate::job::Jobs;
@@ -34,6 +37,8 @@ pub struct Service {
     pub jobs: Jobs,
     /// Devices that are just being removed.
     pub leaving: Leaving,
+    /// What files have declared.
+    pub declarations: Declarations,
     /// Of the server.
     pub limits: Limits,
     /// Its own socket, once that is known.
@@ -48,6 +53,7 @@ impl Service {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
+            declarations: Declarations::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
             exports: Exports::new(limits, Arc::clone(&registry)),
@@ -91,6 +97,16 @@ impl Service {
             shared.extend(spec.kind.fork().map(|fork| fork.base.as_str()));
         }
         self.claims.devices(verb, &own, &shared)
+    }
+
+    /// Waits for the right to change devices, while others stay as they are.
+    pub fn claim_over_all(
+        &self,
+        verb: &'static str,
+        names: &[&str],
+        below: &[&str],
+    ) -> Result<Claim<'_>, Fault> {
+        self.claims.devices(verb, names, below)
     }
 
     /// The device of that name.
@@ -143,6 +159,16 @@ impl Service {
         let (name, kind) = (found.name(), found.kind.name());
         let other = format!("{name}: a {kind} device of that name exists, and was made with other settings");
         Err(Fault::failed(Errno::EEXIST, other))
+    }
+
+    /// Sets attributes, all of them or none; who has claimed the device.
+    pub fn set(&self, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
+        let size = entry.size();
+        attrs::set(&self.registry, entry, wanted)?;
+        if entry.size() != size {
+            self.exports.resized(entry.name());
+        }
+        Ok(())
     }
 
     /// Snapshots of several devices at one moment.

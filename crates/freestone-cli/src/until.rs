@@ -74,11 +74,18 @@ pub fn is_ignored(signal: i32) -> bool {
     mask & (1 << (signal - 1)) != 0
 }
 
-/// Waits for a signal.
-pub fn signalled(events: &Events) -> Result<()> {
+/// Whether there is a terminal that can hang up.
+pub fn has_terminal() -> bool {
+    fs::File::open("/dev/tty").is_ok()
+}
+
+/// Waits for a signal that asks for the end. A hangup does not where `on_hangup` takes it.
+pub fn signalled(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
     loop {
-        if let Event::Signal(_) = events.receiver.recv().context("the thread for signals is gone")? {
-            return Ok(());
+        match events.receiver.recv().context("the thread for signals is gone")? {
+            Event::Signal(SIGHUP) if on_hangup() => {}
+            Event::Signal(_) => return Ok(()),
+            Event::Child | Event::Ended => {}
         }
     }
 }

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 const DEVICES: [&str; 2] =
     ["ram0=ram,disksize=64K", "null0=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,power_cut=yes"];
-const APART: [&str; 8] =
-    ["delta_show", "delta_save", "delta_apply", "save", "restore", "publish", "create", "writeback"];
+const APART: [&str; 9] =
+    ["delta_show", "delta_save", "delta_apply", "save", "restore", "publish", "create", "writeback", "apply"];
 
 fn runs(method: &str, params: Option<&Value>) -> bool {
     let words = params.map(Value::to_string).unwrap_or_default();

@@ -166,7 +166,19 @@ impl Server {
     /// [`PublishError::NotPublished`]; [`PublishError::Busy`] where clients use it and `force` is
     /// not set.
     pub fn unpublish(&self, name: &str, force: bool) -> Result<usize, PublishError> {
-        let (removed, links) = self.shared.lock().unpublish(name, force)?;
+        self.unpublish_from(name, None, force)
+    }
+
+    /// The same at one address only, and for the connections that came in there.
+    ///
+    /// # Errors
+    /// As [`unpublish`](Self::unpublish).
+    pub fn unpublish_at(&self, name: &str, address: &Address, force: bool) -> Result<(), PublishError> {
+        self.unpublish_from(name, Some(&address.absolute()), force).map(drop)
+    }
+
+    fn unpublish_from(&self, name: &str, only: Option<&Address>, force: bool) -> Result<usize, PublishError> {
+        let (removed, links) = self.shared.lock().unpublish(name, only, force)?;
         self.shared.end(links, END_GRACE);
         // Their devices may go with them, which may wait for a disk: not under the lock.
         Ok(removed.len())

@@ -228,17 +228,28 @@ impl Tables {
         Ok(())
     }
 
-    /// Takes `name` away from all addresses.
-    pub fn unpublish(&mut self, name: &str, force: bool) -> Result<Unpublished, PublishError> {
-        let known = self.names.get_mut(name).filter(|known| !known.listeners.is_empty());
-        let known = known.ok_or_else(|| PublishError::NotPublished(name.to_owned()))?;
-        if !known.users.is_empty() && !force {
-            let connections = known.users.len();
-            return Err(PublishError::Busy { name: name.to_owned(), connections });
+    /// Takes `name` away from all addresses, or `only` from that one.
+    pub fn unpublish(
+        &mut self,
+        name: &str,
+        only: Option<&Address>,
+        force: bool,
+    ) -> Result<Unpublished, PublishError> {
+        let not_published = || PublishError::NotPublished(name.to_owned());
+        let only = only.map(|address| self.listener_id(address).ok_or_else(not_published)).transpose()?;
+        let known = self.names.get_mut(name).ok_or_else(not_published)?;
+        let (at, rest): (BTreeSet<u64>, BTreeSet<u64>) =
+            known.listeners.iter().partition(|at| only.is_none_or(|only| only == **at));
+        if at.is_empty() {
+            return Err(not_published());
         }
-        let at = std::mem::take(&mut known.listeners);
-        let links = known.users.iter().filter_map(|id| self.connections.get(id));
-        let links = links.map(|connection| Arc::clone(&connection.link)).collect();
+        let users = known.users.iter().filter_map(|id| self.connections.get(id));
+        let users = users.filter(|connection| only.is_none_or(|only| only == connection.listener));
+        let links: Vec<_> = users.map(|connection| Arc::clone(&connection.link)).collect();
+        if !links.is_empty() && !force {
+            return Err(PublishError::Busy { name: name.to_owned(), connections: links.len() });
+        }
+        known.listeners = rest;
         self.change_name(name, |_| ());
         let removed = at.iter().filter_map(|at| self.listeners.get_mut(at)?.remove(name)).collect();
         Ok((removed, links))

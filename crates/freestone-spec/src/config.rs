@@ -275,6 +275,8 @@ fn device(
     mut table: DeTable<'_>,
     span: &Range<usize>,
 ) -> Result<DeviceWords, Wrong> {
+    let at = |(key, _): (&Spanned<DeString<'_>>, _)| (key.get_ref().to_string(), lines.of(&key.span()));
+    let key_lines = table.iter().map(at).collect();
     let mut text = |key: &str| match table.remove(key).map(|value| (value.span(), value.into_inner())) {
         Some((_, DeValue::String(text))) => Ok(text.into_owned()),
         Some((span, _)) => Err((Some(span), format!("device {number}: {key}: must be a text"))),
@@ -282,10 +284,9 @@ fn device(
     };
     let entries = Entries::new(&text("name")?, &text("kind")?).map_err(|e| (None, e.to_string()))?;
     let line = lines.of(span);
-    let mut device = DeviceWords { entries, exports: Vec::new(), count: None, line, lines: Vec::new() };
+    let mut device = DeviceWords { entries, exports: Vec::new(), count: None, line, lines: key_lines };
     for (key, value) in table {
         let span = key.span();
-        device.lines.push((key.get_ref().to_string(), lines.of(&span)));
         device
             .take(lines, key.get_ref(), value.into_inner())
             .map_err(|(within, why)| (within.or(Some(span)), why))?;

@@ -1,6 +1,7 @@
 //! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
 //! the server does, and how the answer is shown to people.
 
+pub mod apply;
 mod bar;
 pub mod block_state;
 pub mod cancel;
@@ -154,7 +155,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 30] = [
+const VERBS: [(&str, Run); 31] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -185,6 +186,7 @@ const VERBS: [(&str, Run); 30] = [
     entry::<jobs::AllJobs>(),
     entry::<cancel::Cancel>(),
     entry::<dump::Dump>(),
+    entry::<apply::Apply>(),
 ];
 
 const fn entry<V: Verb>() -> (&'static str, Run) {

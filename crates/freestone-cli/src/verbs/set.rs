@@ -65,11 +65,7 @@ impl Verb for Set {
         }
         let _claim = service.claim(Self::METHOD, &params.name)?;
         let entry = service.find(&params.name)?;
-        let size = entry.size();
-        attrs::set(&service.registry, &entry, &params.attrs)?;
-        if entry.size() != size {
-            service.exports.resized(&params.name);
-        }
+        service.set(&entry, &params.attrs)?;
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 

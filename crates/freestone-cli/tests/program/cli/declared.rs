@@ -1,6 +1,8 @@
 //! Files that say all that a server has: checked, served, and dumped again.
 
 use std::fs;
+use std::thread;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -116,4 +118,85 @@ fn what_is_dumped_makes_the_same_again() {
     fs::write(dir.path().join("d.toml"), &dumped).unwrap();
     let again = Serve::start_in(dir, &["--config", "d.toml"], false);
     assert_eq!(again.text(&["dump"]), dumped);
+}
+
+/// As [`FILE`], with these texts instead of others.
+fn changed(changes: &[(&str, &str)]) -> String {
+    changes.iter().fold(FILE.to_owned(), |text, (from, to)| {
+        assert!(text.contains(from), "{from}");
+        text.replacen(from, to, 1)
+    })
+}
+
+#[test]
+fn a_file_changes_what_it_made_and_nothing_else() {
+    let serve = Serve::start_in(directory(), &["--config", "f.toml"], false);
+    let names = |serve: &Serve| {
+        let list = serve.json(&["list"]);
+        let all = list["devices"].as_array().unwrap().iter();
+        all.map(|device| device["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
+    serve.text(&["create", "mine=ram,disksize=1M"]);
+    serve.text(&["publish", "data", "--nbd", "unix:mine"]);
+    let new =
+        "\n[[device]]\nname = 'new'\nkind = 'ram'\ndisksize = '8M'\nexport = { nbd = 'tcp:127.0.0.1:0' }\n";
+    let text = changed(&[
+        ("disksize = '64M'", "disksize = '64M'\nmem_limit = '32M'"),
+        ("unix:machine", "unix:other"),
+        ("read_only = true", "read_only = false"),
+        ("count = 2", "count = 1"),
+        ("publish = false", "publish = true"),
+    ]) + new;
+    fs::write(serve.path("f.toml"), &text).unwrap();
+    let dir = serve.dir.path().display().to_string();
+    let wanted = format!(
+        "remove job-1\nset data mem_limit=32M\nunpublish data from unix:{dir}/alone\n\
+         unpublish data from vhost-user:{dir}/machine\npublish data at unix:{dir}/alone\n\
+         publish data at vhost-user:{dir}/other\npublish golden\ncreate new=ram,disksize=8M\n"
+    );
+    assert_eq!(serve.text(&["apply", "f.toml", "--check"]), wanted);
+    assert_eq!(names(&serve), "data golden job-0 job-1 drive mine");
+    assert_eq!(serve.text(&["apply", "f.toml"]), wanted);
+    assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
+    assert_eq!(names(&serve), "data golden job-0 drive mine new");
+    assert!(serve.path("mine").exists() && serve.path("other").exists() && !serve.path("machine").exists());
+
+    // What cannot be is said, and then nothing is done.
+    let gold = [("name = 'golden'", "name = 'gold'"), ("base = 'golden'", "base = 'gold'")];
+    for (status, changes, said) in [
+        (
+            1,
+            &[("disksize = '8M'", "disksize = '8M'\ncomp_algorithm = 'zstd'")][..],
+            "line 35: new: comp_algorithm: is not set",
+        ),
+        (1, &gold, "golden: cannot be removed: job-0 stands on it"),
+        (1, &[("nbd = 'unix:nbd'", "nbd = 'unix:home'")], "f.toml: nbd: the server has unix:"),
+        (2, &[("kind = 'null'", "kind = 'nul'")], "line 28: drive: unknown kind \"nul\""),
+    ] {
+        let less = text.replacen("mem_limit = '32M'", "mem_limit = '1M'", 1);
+        let text = changes.iter().fold(less, |text, (from, to)| text.replacen(from, to, 1));
+        fs::write(serve.path("f.toml"), text).unwrap();
+        let refused = serve.refused(status, &["apply", "f.toml"]);
+        assert!(refused.contains(said), "{refused}");
+    }
+    assert_eq!(serve.json(&["get", "data", "mem_limit"])["mem_limit"], 32 << 20);
+
+    // The same by a signal, for the file that it began with.
+    fs::write(serve.path("f.toml"), text.replacen("disksize = '8M'", "disksize = '16M'", 1)).unwrap();
+    serve.signal(Signal::HUP);
+    let grown = || serve.json(&["get", "new", "disksize"])["disksize"] == 16 << 20;
+    for _ in 0..1000 {
+        if grown() {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!(grown(), "10 s after the signal");
+    assert_eq!(
+        serve.text(&["apply", "f.toml", "--prune"]),
+        format!("remove mine\nunpublish data from unix:{dir}/mine\n")
+    );
+    serve.signal(Signal::TERM);
+    assert_eq!(serve.wait().0, Some(0));
 }

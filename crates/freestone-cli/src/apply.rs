@@ -1,0 +1,372 @@
+//! What a file changes in a server that runs.
+//!
+//! A file declares only what it made: devices and exports that were made at run time stay, unless
+//! they are to be pruned. Nothing is done where something could not be.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::thread;
+
+use freestone_nbd::Address;
+use freestone_spec::config::FileConfig;
+use freestone_spec::kinds::{Entry, Spec};
+use freestone_spec::refusal::Errno;
+use serde_json::{Map, Value};
+use tracing::{error, info};
+
+use crate::claims::Claim;
+use crate::control::protocol::Fault;
+use crate::declared::{self, Declared};
+use crate::paths::parse_address;
+use crate::places::{Place, Wanted};
+use crate::service::Service;
+
+/// What can be set at run time, of all the keys. What is not there any more is set to the second.
+const SETTABLE: [(&str, Option<&str>); 12] = [
+    ("disksize", None),
+    ("size", None),
+    ("mem_limit", Some("none")),
+    ("mem_min", Some("0")),
+    ("full", None),
+    ("full_timeout", None),
+    ("full_warn", None),
+    ("writeback_limit", None),
+    ("writeback_limit_enable", Some("0")),
+    ("writeback_batch_size", None),
+    ("faults", Some("none")),
+    ("seed", None),
+];
+
+/// How far a file goes.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    /// What no file declares goes, too.
+    pub prune: bool,
+    /// Also where clients are connected; they are cut off.
+    pub force: bool,
+    /// Only says what would change.
+    pub check: bool,
+}
+
+/// One change.
+#[derive(Debug)]
+enum Change {
+    Remove(String),
+    Hide(String, Place),
+    Set(String, Map<String, Value>),
+    Create(Box<Declared>),
+    ShowHome(String),
+    Show(String, Wanted),
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Remove(name) => write!(f, "remove {name}"),
+            Self::Hide(name, place) => write!(f, "unpublish {name} from {place}"),
+            Self::Set(name, attrs) => {
+                write!(f, "set {name}")?;
+                attrs
+                    .iter()
+                    .try_for_each(|(attr, value)| write!(f, " {attr}={}", value.as_str().unwrap_or_default()))
+            }
+            Self::Create(declared) => write!(f, "create {}", declared.spec.words),
+            Self::ShowHome(name) => write!(f, "publish {name}"),
+            Self::Show(name, wanted) => {
+                let how = if wanted.read_only { ", read-only" } else { "" };
+                write!(f, "publish {name} at {}{how}", wanted.place)
+            }
+        }
+    }
+}
+
+/// Brings in what the file at `path` says. Answers the changes, which were made unless it is a check.
+pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<String>, Fault> {
+    let invalid = |error: anyhow::Error| Fault::failed(Errno::EINVAL, format!("{error:#}"));
+    let file = declared::read(path).map_err(invalid)?;
+    let mut devices = declared::devices(&file, path).map_err(|why| Fault::invalid(why.0))?;
+    if file.ublk {
+        declared::as_block_devices(&mut devices);
+    }
+    check_server(service, &file, path)?;
+    let known = service.declarations.names();
+    let all = if extent.prune { service.registry.all() } else { Vec::new() };
+    let mut own: HashSet<&str> = devices.iter().map(|device| device.spec.name.as_str()).collect();
+    own.extend(known.iter().map(String::as_str));
+    own.extend(all.iter().filter(|entry| entry.template.is_none()).map(|entry| entry.name()));
+    let shared: Vec<&str> = devices.iter().filter_map(|device| device.spec.kind.below()).collect();
+    own.extend(devices.iter().flat_map(|device| device.spec.kind.changes()));
+    let own: Vec<&str> = own.into_iter().collect();
+    let claim = service.claim_over_all("apply", &own, &shared)?;
+    let changes = Plan { service, devices: &devices, extent }.changes()?;
+    if extent.check {
+        return Ok(changes.iter().map(ToString::to_string).collect());
+    }
+    let (mut done, count) = (Vec::new(), changes.len());
+    for change in changes {
+        let text = change.to_string();
+        make(service, &claim, change, extent).map_err(|fault| {
+            let message = format!("{}; {} of {count} changes were made", fault.message, done.len());
+            Fault { message, ..fault }
+        })?;
+        done.push(text);
+    }
+    for device in &devices {
+        service.declarations.declare(&device.spec.name);
+    }
+    Ok(done)
+}
+
+/// What concerns the server as a whole is for its next start.
+fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(), Fault> {
+    let differs = |key: &str, is: String| {
+        let why = format!("{}: {key}: the server has {is}; this changes with a restart only", path.display());
+        Err(Fault::failed(Errno::EBUSY, why))
+    };
+    let home = service.exports.home();
+    let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
+        // It has another port each time.
+        Ok(Address::Tcp { host, port: 0, .. }) => {
+            home.iter().any(|at| matches!(at, Address::Tcp { host: other, .. } if *other == host))
+        }
+        Ok(address) => home.contains(&address),
+        Err(_) => false,
+    };
+    let same = file.nbd.len() == home.len() && file.nbd.iter().all(is_home);
+    if !file.nbd.is_empty() && !same {
+        let is: Vec<_> = home.iter().map(ToString::to_string).collect();
+        return differs("nbd", is.join(", "));
+    }
+    if let (Some(control), Some(is)) = (&file.control, service.control.get())
+        && std::path::absolute(file.base.join(control)).ok().as_ref() != Some(is)
+    {
+        return differs("control", is.display().to_string());
+    }
+    let limits = &service.limits;
+    if file.max_connections.is_some_and(|most| most as usize != limits.max_connections) {
+        return differs("max_connections", limits.max_connections.to_string());
+    }
+    if file.max_memory_in_flight.is_some_and(|most| most != limits.max_memory_in_flight) {
+        return differs("max_memory_in_flight", freestone_spec::size::exact(limits.max_memory_in_flight));
+    }
+    Ok(())
+}
+
+/// What is to be changed, and whether that can be.
+struct Plan<'a> {
+    service: &'a Service,
+    devices: &'a [Declared],
+    extent: Extent,
+}
+
+impl Plan<'_> {
+    fn changes(&self) -> Result<Vec<Change>, Fault> {
+        let mut changes = Vec::new();
+        let removed = self.removals(&mut changes)?;
+        let mut there: HashSet<String> = HashSet::new();
+        for device in self.devices {
+            let name = &device.spec.name;
+            match self.service.registry.find(name) {
+                Some(entry) if entry.template.is_some() => {
+                    let why = "was made for a connection to a template";
+                    return Err(Fault::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
+                }
+                Some(entry) => self.change(device, &entry, &mut changes)?,
+                None => {
+                    for below in
+                        [device.spec.kind.below(), device.spec.kind.copies_to()].into_iter().flatten()
+                    {
+                        let is_there = there.contains(below)
+                            || (self.service.registry.find(below).is_some() && !removed.contains(below));
+                        if !is_there {
+                            let why = format!("{}{name}: {below}: there is no such device", device.at);
+                            return Err(Fault::failed(Errno::ENODEV, why));
+                        }
+                    }
+                    changes.push(Change::Create(Box::new(device.clone())));
+                }
+            }
+            there.insert(name.clone());
+        }
+        Ok(changes)
+    }
+
+    /// What goes, those that stand on others first; their names.
+    fn removals(&self, changes: &mut Vec<Change>) -> Result<HashSet<String>, Fault> {
+        let service = self.service;
+        let declared: HashSet<&str> = self.devices.iter().map(|device| device.spec.name.as_str()).collect();
+        let known: HashSet<String> = service.declarations.names().into_iter().collect();
+        let all = service.registry.all();
+        let goes = |entry: &&Arc<Entry>| {
+            let name = entry.name();
+            entry.template.is_none()
+                && !declared.contains(name)
+                && (self.extent.prune || known.contains(name))
+        };
+        let removed: HashSet<String> = all.iter().filter(goes).map(|entry| entry.name().to_owned()).collect();
+        for entry in all.iter().rev().filter(|entry| removed.contains(entry.name())) {
+            let stays = |other: &&Arc<Entry>| {
+                let needs = other.needs().iter().any(|needed| Arc::ptr_eq(needed, entry));
+                needs && other.template.is_none() && !removed.contains(other.name())
+            };
+            if let Some(other) = all.iter().find(stays) {
+                let why = format!("{}: cannot be removed: {} stands on it", entry.name(), other.name());
+                return Err(Fault::failed(Errno::EBUSY, why));
+            }
+            if !self.extent.force {
+                service.exports.check_idle(entry)?;
+            }
+            changes.push(Change::Remove(entry.name().to_owned()));
+        }
+        Ok(removed)
+    }
+
+    /// What changes of a device that is there.
+    fn change(&self, device: &Declared, entry: &Arc<Entry>, changes: &mut Vec<Change>) -> Result<(), Fault> {
+        let (service, name) = (self.service, entry.name());
+        let attrs = differences(entry, &device.spec)
+            .map_err(|why| Fault::failed(Errno::EBUSY, format!("{}{name}: {why}", device.at)))?;
+        if !attrs.is_empty() {
+            changes.push(Change::Set(name.to_owned(), attrs));
+        }
+        let live = service.exports.wanted(name);
+        let known = service.declarations.of(name);
+        let is_shown = |wanted: &Wanted| {
+            let read_only = wanted.read_only || entry.is_read_only();
+            let at = |place: &Place| live.iter().any(|is| is.place.is(place) && is.read_only == read_only);
+            at(&wanted.place) || known.iter().any(|(before, place)| before == wanted && at(place))
+        };
+        let is_wanted = |place: &Place| {
+            let by = |wanted: &Wanted| {
+                is_shown(wanted)
+                    && (wanted.place.is(place)
+                        || known.iter().any(|(before, at)| before == wanted && at.is(place)))
+            };
+            device.exports.iter().any(by)
+        };
+        for export in live.iter().filter(|export| !is_wanted(&export.place)) {
+            // Also one that is to be seen otherwise at the same place.
+            let again = device.exports.iter().any(|wanted| wanted.place.is(&export.place));
+            if self.extent.prune || again || known.iter().any(|(_, at)| at.is(&export.place)) {
+                changes.push(Change::Hide(name.to_owned(), export.place.clone()));
+            }
+        }
+        let home = service.exports.home();
+        let at_home = home.iter().filter(|address| service.exports.is_at(name, address));
+        let at_home: Vec<_> = at_home.cloned().collect();
+        let belongs = match device.spec.publish {
+            Some(said) => said,
+            None => service.registry.copies_for(entry).is_none(),
+        };
+        if belongs && at_home.len() < home.len() {
+            changes.push(Change::ShowHome(name.to_owned()));
+        } else if !belongs {
+            changes.extend(at_home.into_iter().map(|at| Change::Hide(name.to_owned(), Place::Nbd(at))));
+        }
+        let missing = device.exports.iter().filter(|wanted| !is_shown(wanted));
+        changes.extend(missing.map(|wanted| Change::Show(name.to_owned(), wanted.clone())));
+        Ok(())
+    }
+}
+
+/// What is to be set so that a device is as it is asked for; or why that cannot be.
+fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String> {
+    let now = entry.words.now();
+    let is = Spec::from_entries(now.clone()).map_err(|_| "was restored from a file".to_owned())?;
+    let mut attrs = Map::new();
+    if is.kind == asked.kind && is.layers == asked.layers {
+        return Ok(attrs);
+    }
+    if now.kind != asked.words.kind {
+        return Err(format!("is a {} device; remove it first", now.kind));
+    }
+    let of = |pairs: &[(String, String)], key: &str| {
+        pairs.iter().find(|(known, _)| known == key).map(|(_, value)| value.clone())
+    };
+    let keys = now.pairs.iter().chain(&asked.words.pairs).map(|(key, _)| key.as_str());
+    let keys: HashSet<&str> = keys.filter(|key| *key != "publish").collect();
+    for key in keys {
+        let wanted = of(&asked.words.pairs, key);
+        let mut probe = now.clone();
+        match &wanted {
+            Some(value) => probe.put(key, value),
+            None => probe.pairs.retain(|(known, _)| known != key),
+        }
+        // Other words may mean the same.
+        if Spec::from_entries(probe).is_ok_and(|probe| probe.kind == is.kind && probe.layers == is.layers) {
+            continue;
+        }
+        let usual = SETTABLE.iter().find(|(settable, _)| *settable == key);
+        let is = of(&now.pairs, key).unwrap_or_else(|| "not set".into());
+        let Some((_, without)) = usual else {
+            return Err(format!("{key}: is {is} as long as the device is there; remove it first"));
+        };
+        let Some(value) = wanted.or_else(|| without.map(str::to_owned)) else {
+            return Err(format!("{key}: is {is}, and the file does not say what it is to be"));
+        };
+        let attr = if key == "size" { "disksize" } else { key };
+        attrs.insert(attr.to_owned(), value.into());
+    }
+    Ok(attrs)
+}
+
+fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) -> Result<(), Fault> {
+    let (exports, declarations) = (&service.exports, &service.declarations);
+    match change {
+        Change::Remove(name) => {
+            service.remove(claim, &service.find(&name)?, extent.force)?;
+            declarations.forget(&name);
+        }
+        Change::Hide(name, place) => {
+            exports.hide_at(claim, &*service.find(&name)?, &place, extent.force)?;
+            declarations.forget_export(&name, &place);
+        }
+        Change::Set(name, attrs) => service.set(&service.find(&name)?, &attrs)?,
+        Change::Create(device) => {
+            let Declared { spec, exports: wanted, .. } = *device;
+            let (name, publish) = (spec.name.clone(), spec.publish);
+            let entry = service.create(claim, spec, false)?;
+            declarations.declare(&name);
+            entry.kind.begin_merge(&entry, &service.registry)?;
+            if publish.unwrap_or_else(|| service.registry.copies_for(&entry).is_none()) {
+                exports.publish_home(claim, &entry)?;
+            }
+            for wanted in &wanted {
+                let shown = exports.show_at(claim, &entry, wanted)?;
+                declarations.declare_export(&name, wanted, &shown);
+            }
+        }
+        Change::ShowHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
+        Change::Show(name, wanted) => {
+            let shown = exports.show_at(claim, &service.find(&name)?, &wanted)?;
+            declarations.declare_export(&name, &wanted, &shown);
+        }
+    }
+    Ok(())
+}
+
+/// Brings in what the file says now, in the background: the server may be told to end meanwhile.
+pub fn again(service: &Weak<Service>, file: &Path) {
+    let (service, file) = (Weak::clone(service), file.to_owned());
+    let work = move || {
+        let Some(service) = service.upgrade() else { return };
+        match apply(&service, &file, Extent { prune: false, force: false, check: false }) {
+            Ok(changes) => {
+                let mut out = io::stdout().lock();
+                // Nobody may listen any more.
+                let _ = changes
+                    .iter()
+                    .try_for_each(|change| writeln!(out, "{change}"))
+                    .and_then(|()| out.flush());
+                info!("{}: {} changes were made", file.display(), changes.len());
+            }
+            Err(fault) => error!("{}", fault.message),
+        }
+    };
+    if let Err(why) = thread::Builder::new().name("apply".into()).spawn(work) {
+        error!("cannot start the thread that applies the file: {why}");
+    }
+}

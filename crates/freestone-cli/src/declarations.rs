@@ -1,0 +1,54 @@
+//! What files have declared so far: that is theirs to take away again.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::alone::Shown;
+use crate::places::{Place, Wanted};
+
+/// By device: the places, and where those came to be. Locked for a look or a change.
+#[derive(Default)]
+pub struct Declarations(Mutex<HashMap<String, Vec<(Wanted, Place)>>>);
+
+impl Declarations {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<(Wanted, Place)>>> {
+        // Nothing in here can be half done.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A device is a file's.
+    pub fn declare(&self, name: &str) {
+        self.lock().entry(name.to_owned()).or_default();
+    }
+
+    /// So is this export of it.
+    pub fn declare_export(&self, name: &str, wanted: &Wanted, shown: &Shown) {
+        let place = match shown {
+            Shown::Nbd(address) => Place::Nbd(address.clone()),
+            Shown::Alone(export) => export.wanted().place,
+        };
+        self.lock().entry(name.to_owned()).or_default().push((wanted.clone(), place));
+    }
+
+    /// A device is gone.
+    pub fn forget(&self, name: &str) {
+        self.lock().remove(name);
+    }
+
+    /// All devices.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
+    }
+
+    /// The exports of one.
+    pub fn of(&self, name: &str) -> Vec<(Wanted, Place)> {
+        self.lock().get(name).cloned().unwrap_or_default()
+    }
+
+    /// An export is gone.
+    pub fn forget_export(&self, name: &str, place: &Place) {
+        if let Some(exports) = self.lock().get_mut(name) {
+            exports.retain(|(_, at)| at != place);
+        }
+    }
+}
