@@ -1,0 +1,177 @@
+//! The lines of the file: written, and read again after whatever may have happened.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::topology::{Device, Topology};
+
+/// The version that is written.
+pub const VERSION: u32 = 1;
+const FORMAT: &str = "freestone state";
+/// Digits of a checksum, and the blank.
+const HEAD_BYTES: usize = 17;
+
+/// A line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, deny_unknown_fields)]
+pub enum Line {
+    /// The first one.
+    Format { format: String, version: u32 },
+    /// A change is about to take effect.
+    Begin { begin: u64, synced: u64, verb: String, names: Vec<String> },
+    /// It makes a device, or has it otherwise.
+    Put { put: u64, device: Device },
+    /// It removes a device.
+    Gone { gone: u64, name: String },
+    /// It is committed.
+    End { end: u64 },
+}
+
+impl Line {
+    /// The first one.
+    pub fn first() -> Self {
+        Self::Format { format: FORMAT.to_owned(), version: VERSION }
+    }
+
+    /// Adds it to what is to be written.
+    pub fn write(&self, text: &mut String) {
+        let json = serde_json::to_string(self).expect("texts and numbers have a JSON");
+        let _ = writeln!(text, "{:016x} {json}", xxh3_64(json.as_bytes()));
+    }
+
+    /// Several, one after the other.
+    pub fn text(lines: &[Self]) -> String {
+        let mut text = String::new();
+        for line in lines {
+            line.write(&mut text);
+        }
+        text
+    }
+
+    fn read(line: &[u8]) -> Option<Self> {
+        let (sum, json) = (line.get(..HEAD_BYTES)?, &line[HEAD_BYTES..]);
+        let sum = u64::from_str_radix(std::str::from_utf8(sum).ok()?.strip_suffix(' ')?, 16).ok()?;
+        if sum == xxh3_64(json) { serde_json::from_slice(json).ok() } else { None }
+    }
+}
+
+/// What a file says.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Read {
+    /// The devices, how much of the file that is, changes that were not committed (verb and names), and
+    /// the number of the next one.
+    Whole { topology: Topology, bytes: u64, unfinished: Vec<(String, Vec<String>)>, next: u64 },
+    /// Of something else.
+    Foreign,
+    /// Of a later version.
+    Newer(u32),
+    /// This line was durable, and is not what it was.
+    Damaged(usize),
+}
+
+/// A change that is not committed yet.
+struct Open {
+    verb: String,
+    names: Vec<String>,
+    puts: Vec<Device>,
+    gone: Vec<String>,
+}
+
+/// Reads a file.
+pub fn read(file: &[u8]) -> Read {
+    let mut at = 0;
+    let lines = file.split_inclusive(|byte| *byte == b'\n').map(|line| {
+        let begin = at;
+        at += line.len();
+        (begin, line.strip_suffix(b"\n").and_then(Line::read))
+    });
+    let lines: Vec<(usize, Option<Line>)> = lines.collect();
+    match lines.first() {
+        Some((_, Some(Line::Format { format, version }))) if format == FORMAT && *version > VERSION => {
+            return Read::Newer(*version);
+        }
+        Some((_, Some(Line::Format { format, .. }))) if format == FORMAT => {}
+        // Made, and never written to.
+        None => {}
+        Some(_) => return Read::Foreign,
+    }
+    let whole = lines.iter().position(|(_, line)| line.is_none()).unwrap_or(lines.len());
+    let end = lines.get(whole).map_or(file.len(), |(begin, _)| *begin);
+    let says_durable = |(_, line): &(usize, Option<Line>)| matches!(line, Some(Line::Begin { synced, .. }) if *synced > end as u64);
+    if lines[whole..].iter().any(says_durable) {
+        return Read::Damaged(whole + 1);
+    }
+    let (mut topology, mut open, mut next) = (Topology::default(), HashMap::<u64, Open>::new(), 1);
+    for (number, (_, line)) in lines.into_iter().take(whole).enumerate().skip(1) {
+        let Some(line) = line else { break };
+        let known = match line {
+            Line::Format { .. } => false,
+            Line::Begin { begin, verb, names, .. } => {
+                next = next.max(begin + 1);
+                open.insert(begin, Open { verb, names, puts: Vec::new(), gone: Vec::new() }).is_none()
+            }
+            Line::Put { put, device } => open.get_mut(&put).map(|open| open.puts.push(device)).is_some(),
+            Line::Gone { gone, name } => open.get_mut(&gone).map(|open| open.gone.push(name)).is_some(),
+            Line::End { end } => match open.remove(&end) {
+                Some(Open { puts, gone, .. }) => {
+                    for name in gone {
+                        topology.remove(&name);
+                    }
+                    for device in puts {
+                        topology.put(device);
+                    }
+                    true
+                }
+                None => false,
+            },
+        };
+        if !known {
+            return Read::Damaged(number + 1);
+        }
+    }
+    let mut left: Vec<_> = open.into_iter().collect();
+    left.sort_unstable_by_key(|(number, _)| *number);
+    let unfinished = left.into_iter().map(|(_, open)| (open.verb, open.names)).collect();
+    Read::Whole { topology, bytes: end as u64, unfinished, next }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_read_as_they_were_written() {
+        let begin = Line::Begin { begin: 7, synced: 99, verb: "fork".into(), names: vec!["ä\n".into()] };
+        for line in [Line::first(), begin, Line::Gone { gone: 7, name: "x".into() }, Line::End { end: 7 }] {
+            let mut text = String::new();
+            line.write(&mut text);
+            assert_eq!(Line::read(text.strip_suffix('\n').unwrap().as_bytes()), Some(line));
+            assert_eq!(text.matches('\n').count(), 1);
+            let damaged = text.replace('7', "8");
+            if damaged != text {
+                assert_eq!(Line::read(damaged.strip_suffix('\n').unwrap().as_bytes()), None);
+            }
+        }
+        assert_eq!(Line::read(b""), None);
+    }
+
+    #[test]
+    fn other_files_are_told() {
+        assert_eq!(read(b"[Unit]\n"), Read::Foreign);
+        assert_eq!(read(b"\0\0\0\0"), Read::Foreign);
+        let mut text = String::new();
+        Line::Format { format: FORMAT.into(), version: VERSION + 1 }.write(&mut text);
+        assert_eq!(read(text.as_bytes()), Read::Newer(VERSION + 1));
+    }
+
+    #[test]
+    fn lines_that_belong_to_no_change_are_damage() {
+        let mut text = String::new();
+        Line::first().write(&mut text);
+        Line::End { end: 3 }.write(&mut text);
+        assert_eq!(read(text.as_bytes()), Read::Damaged(2));
+    }
+}

@@ -1,0 +1,194 @@
+use std::fs;
+use std::thread;
+
+use super::*;
+
+fn device(name: &str, words: &str) -> Device {
+    Device {
+        name: name.into(),
+        uuid: "0".repeat(32),
+        words: format!("{name}={words}"),
+        declared: false,
+        home: true,
+        exports: Vec::new(),
+    }
+}
+
+fn open(dir: &Path) -> (State, Vec<Unfinished>) {
+    State::open(dir).unwrap()
+}
+
+fn names(state: &State) -> Vec<String> {
+    state.topology().devices().map(|device| device.name.clone()).collect()
+}
+
+fn put(state: &State, name: &str, words: &str) {
+    let mut change = state.begin("create", &[name]).unwrap();
+    change.put(device(name, words));
+    change.commit().unwrap();
+}
+
+#[test]
+fn what_was_committed_is_there_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("state");
+    let (state, unfinished) = open(&at);
+    assert!(unfinished.is_empty() && names(&state).is_empty());
+    put(&state, "b", "ram,disksize=1M");
+    put(&state, "a", "fork,base=b");
+    put(&state, "b", "ram,disksize=2M");
+    put(&state, "c", "null");
+    let mut change = state.begin("remove", &["c"]).unwrap();
+    change.gone("c");
+    change.commit().unwrap();
+    // Begun, and given up or cut off.
+    drop(state.begin("fork", &["d", "e"]).unwrap());
+    assert!(matches!(State::open(&at), Err(StateError::InUse(_))));
+    drop(state);
+    let (state, unfinished) = open(&at);
+    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["d".into(), "e".into()] }]);
+    assert_eq!(names(&state), ["b", "a"], "in the order of coming");
+    assert_eq!(state.topology().find("b").unwrap().words, "b=ram,disksize=2M");
+    drop(state);
+    assert!(open(&at).1.is_empty(), "it was told once");
+}
+
+#[test]
+fn cut_at_any_byte_a_change_is_there_whole_or_not_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(TOPOLOGY);
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    let before = fs::metadata(&file).unwrap().len() as usize;
+    let mut change = state.begin("snapshot", &["b", "c", "a"]).unwrap();
+    change.put(device("b", "ram"));
+    change.put(device("c", "ram"));
+    change.gone("a");
+    change.commit().unwrap();
+    drop(state);
+    let whole = fs::read(&file).unwrap();
+    for end in before..=whole.len() {
+        fs::write(&file, &whole[..end]).unwrap();
+        let (state, unfinished) = open(dir.path());
+        let wanted: &[&str] = if end == whole.len() { &["b", "c"] } else { &["a"] };
+        assert_eq!(names(&state), wanted, "{end}");
+        assert!(unfinished.len() <= 1);
+        // It goes on.
+        put(&state, "new", "null");
+        assert_eq!(open_again(state, dir.path()).last().unwrap(), "new");
+    }
+    // The pages of the last lines may have reached the disk in any order.
+    let mut hole = whole.clone();
+    hole[before + 20..before + 30].fill(0);
+    fs::write(&file, &hole).unwrap();
+    assert_eq!(names(&open(dir.path()).0), ["a"]);
+}
+
+fn open_again(state: State, dir: &Path) -> Vec<String> {
+    drop(state);
+    names(&open(dir).0)
+}
+
+#[test]
+fn damage_is_told_and_nothing_is_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(TOPOLOGY);
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    put(&state, "b", "null");
+    drop(state);
+    let whole = fs::read(&file).unwrap();
+    let first = whole.iter().position(|byte| *byte == b'\n').unwrap() + 1;
+    let last = whole.windows(7).rposition(|word| word == b"\"begin\"").unwrap();
+    let mut told = 0;
+    for at in (first..last - 20).step_by(3) {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 1;
+        fs::write(&file, &damaged).unwrap();
+        // A newline that is gone, or a new one, makes two lines bad.
+        assert!(matches!(State::open(dir.path()), Err(StateError::Damaged(..))), "{at}");
+        assert_eq!(fs::read(&file).unwrap(), damaged);
+        told += 1;
+    }
+    assert!(told > 20);
+    fs::write(&file, "[Unit]\nDescription=another\n").unwrap();
+    assert!(matches!(State::open(dir.path()), Err(StateError::Foreign(_))));
+    let mut newer = String::new();
+    Line::Format { format: "freestone state".into(), version: lines::VERSION + 1 }.write(&mut newer);
+    fs::write(&file, &newer).unwrap();
+    assert!(
+        matches!(State::open(dir.path()), Err(StateError::Newer(_, version)) if version == lines::VERSION + 1)
+    );
+    assert_eq!(fs::read_to_string(&file).unwrap(), newer);
+}
+
+#[test]
+fn changes_of_many_threads_are_all_there() {
+    const THREADS: usize = 8;
+    const EACH: usize = 40;
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let state = &state;
+            scope.spawn(move || {
+                for turn in 0..EACH {
+                    put(state, &format!("d{number}"), &format!("ram,disksize={turn}M"));
+                    if turn % 2 == 0 {
+                        put(state, &format!("d{number}-{turn}"), "null");
+                    }
+                }
+            });
+        }
+    });
+    let before = state.topology();
+    drop(state);
+    let (state, unfinished) = open(dir.path());
+    assert!(unfinished.is_empty());
+    let sorted = |topology: &Topology| {
+        let mut all: Vec<_> = topology.devices().cloned().collect();
+        all.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        all
+    };
+    assert_eq!(sorted(&state.topology()), sorted(&before));
+    assert_eq!(names(&state).len(), THREADS * (1 + EACH / 2));
+}
+
+#[test]
+fn what_cannot_be_written_does_not_take_effect() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(TOPOLOGY);
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    let change = state.begin("create", &["b"]).unwrap();
+    let good = {
+        let mut log = state.log();
+        log.room = u64::MAX;
+        std::mem::replace(&mut log.file, File::open(&file).unwrap())
+    };
+    assert!(matches!(state.begin("create", &["c"]), Err(StateError::Write(..))));
+    let mut change = change;
+    change.put(device("b", "null"));
+    // That it could not be taken back leaves the rest unknown.
+    assert!(matches!(change.commit(), Err(StateError::Write(..) | StateError::Broken(_))));
+    state.log().file = good;
+    assert!(matches!(state.begin("create", &["c"]), Err(StateError::Broken(_))));
+    assert_eq!(open_again(state, dir.path()), ["a"]);
+}
+
+#[test]
+fn a_file_of_past_changes_is_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(TOPOLOGY);
+    let (state, _) = open(dir.path());
+    let words = format!("null,record={}", "x".repeat(100_000));
+    let mut most = 0;
+    for turn in 0..100 {
+        put(&state, "a", &format!("{words}{turn}"));
+        most = most.max(fs::metadata(&file).unwrap().len());
+    }
+    assert!((REWRITE_BYTES - (1 << 20)..REWRITE_BYTES + (1 << 20)).contains(&most), "{most}");
+    assert!(fs::metadata(&file).unwrap().len() < most);
+    assert!(state.topology().find("a").unwrap().words.ends_with("x99"));
+    assert_eq!(open_again(state, dir.path()), ["a"]);
+}

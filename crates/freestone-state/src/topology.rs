@@ -1,0 +1,88 @@
+//! The devices, in the order in which they were made.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::{Deserialize, Serialize};
+
+/// A device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// Its name.
+    pub name: String,
+    /// By which it is told from another one that had the name before: 32 hex digits.
+    pub uuid: String,
+    /// The words that make it: `NAME=KIND,key=value`.
+    pub words: String,
+    /// A file has declared it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub declared: bool,
+    /// It is published at the addresses of the server.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub home: bool,
+    /// Where else it is published.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exports: Vec<Export>,
+}
+
+/// A place where a device is published: one of the first three.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Export {
+    /// An NBD address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nbd: Option<String>,
+    /// The socket of a virtual machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user: Option<String>,
+    /// The queues of a block device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ublk: Option<u16>,
+    /// Nobody writes there.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub read_only: bool,
+    /// A file has declared it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub declared: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_false(yes: &bool) -> bool {
+    !yes
+}
+
+/// All devices.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Topology {
+    /// By number, in the order of coming.
+    devices: BTreeMap<u64, Device>,
+    numbers: HashMap<String, u64>,
+    next: u64,
+}
+
+impl Topology {
+    /// In the order in which they were made: what stands on others comes behind these.
+    pub fn devices(&self) -> impl Iterator<Item = &Device> {
+        self.devices.values()
+    }
+
+    /// The device of that name.
+    pub fn find(&self, name: &str) -> Option<&Device> {
+        self.devices.get(self.numbers.get(name)?)
+    }
+
+    /// A new device, or another one in its place.
+    pub fn put(&mut self, device: Device) {
+        let next = self.next;
+        let number = *self.numbers.entry(device.name.clone()).or_insert(next);
+        self.next = next.max(number + 1);
+        self.devices.insert(number, device);
+    }
+
+    /// A device is gone.
+    pub fn remove(&mut self, name: &str) {
+        if let Some(number) = self.numbers.remove(name) {
+            self.devices.remove(&number);
+        }
+    }
+}
