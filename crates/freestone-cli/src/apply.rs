@@ -23,6 +23,7 @@ use crate::declared::{self, Declared};
 use crate::paths::parse_address;
 use crate::places::{Place, Wanted};
 use crate::service::Service;
+use crate::started_by;
 
 /// What can be set at run time, of all the keys. What is not there any more is set to the second.
 const SETTABLE: [(&str, Option<&str>); 12] = [
@@ -353,7 +354,10 @@ pub fn again(service: &Weak<Service>, file: &Path) {
     let (service, file) = (Weak::clone(service), file.to_owned());
     let work = move || {
         let Some(service) = service.upgrade() else { return };
-        match apply(&service, &file, Extent { prune: false, force: false, check: false }) {
+        started_by::reloading();
+        let applied = apply(&service, &file, Extent { prune: false, force: false, check: false });
+        started_by::ready(service.registry.all().len());
+        match applied {
             Ok(changes) => {
                 let mut out = io::stdout().lock();
                 // Nobody may listen any more.

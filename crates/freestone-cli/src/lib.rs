@@ -19,6 +19,7 @@ mod places;
 mod process;
 mod serve;
 mod service;
+mod started_by;
 mod template;
 mod until;
 mod verbs;

@@ -35,6 +35,7 @@ use crate::paths;
 use crate::places::{Place, Wanted};
 use crate::process;
 use crate::service::Service;
+use crate::started_by::{self, Pidfile};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 
@@ -89,6 +90,12 @@ pub struct ServeArgs {
     /// Check the devices, the file and the options, and end; nothing is opened
     #[arg(long)]
     check: bool,
+    /// Write the process number to FILE once the server is ready; it is removed at the end
+    #[arg(long, value_name = "FILE")]
+    pidfile: Option<PathBuf>,
+    /// End when the process that has started the server ends
+    #[arg(long)]
+    exit_with_parent: bool,
     /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and
     /// $control are set
     #[arg(long, value_name = "CMD")]
@@ -211,6 +218,7 @@ struct Running {
     control: Option<Arc<ControlServer>>,
     /// The NBD sockets of the command line.
     sockets: Vec<SocketPath>,
+    pidfile: Option<Pidfile>,
     private: Option<TempDir>,
 }
 
@@ -221,7 +229,13 @@ impl Running {
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
         let _ = service.control.set(control.clone());
-        let mut running = Self { service: Arc::clone(&service), control: None, sockets: Vec::new(), private };
+        let mut running = Self {
+            service: Arc::clone(&service),
+            control: None,
+            sockets: Vec::new(),
+            pidfile: None,
+            private,
+        };
         {
             let mut published = Vec::new();
             let mut exported = Vec::new();
@@ -322,6 +336,7 @@ impl Running {
             control.remove_path();
         }
         self.sockets.clear();
+        self.pidfile = None;
         self.private = None;
     }
 }
@@ -342,13 +357,19 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         let _ = writeln!(io::stdout(), "{devices} device{plural}, nothing is wrong with the words");
         return Ok(ExitCode::SUCCESS);
     }
+    let parent = started_by::parent();
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;
+    if args.exit_with_parent {
+        started_by::end_with(parent)?;
+    }
     let plan = Plan::new(&args)?;
     let control = plan.control.clone();
     let mut running = Running::start(plan)?;
+    running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
+    started_by::ready(running.service.registry.all().len());
     let outcome = if let Some(command) = args.run {
         // Standard output is the command's.
         for seed in running.service.registry.seeds() {
@@ -371,6 +392,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         until::signalled(&events, &on_hangup).map(|()| 0)
     };
     info!("ending");
+    started_by::ending("devices are flushed");
     let flushed = running.shutdown(events.sender())?;
     if let Ended::Signal(signal) = until::ended(&events, None) {
         // Told twice: at once.
@@ -382,6 +404,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     // What else devices do when they end is not what a client waits for, and not waited for longer
     // than that.
     running.remove_paths();
+    started_by::ending("devices are closed");
     running.close(events.sender(), end)?;
     match until::ended(&events, Some(end)) {
         Ended::Well => {}
@@ -434,6 +457,7 @@ fn run_command(command: &str, open_files: Option<u64>, service: &Service, contro
         None => command.to_owned(),
     };
     shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
+    shell.env_remove(started_by::NOTIFY_SOCKET);
     shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
     let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
     match unix {

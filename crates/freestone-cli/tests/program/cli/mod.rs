@@ -4,6 +4,7 @@ mod declared;
 mod memory;
 mod scripts;
 mod sentences;
+mod started;
 mod statistics;
 mod writeback;
 

@@ -1,0 +1,96 @@
+//! Who has started a server, and what that is told: a service manager how far it is, others its
+//! process number in a file; and a parent whose end is the server's.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
+use sd_notify::NotifyState;
+use tracing::warn;
+
+/// What the manager's socket is found by; not for our children.
+pub const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+
+/// Tells the service manager, if there is one, as `sd_notify(3)` describes.
+fn tell(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        warn!("the service manager cannot be told: {error}");
+    }
+}
+
+/// All devices are there.
+pub fn ready(devices: usize) {
+    let plural = if devices == 1 { "" } else { "s" };
+    tell(&[NotifyState::Ready, NotifyState::Status(&format!("{devices} device{plural}"))]);
+}
+
+/// Its file is read again; [`ready`] follows.
+pub fn reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => tell(&[NotifyState::Reloading, now]),
+        Err(error) => warn!("the service manager cannot be told: {error}"),
+    }
+}
+
+/// It ends, and is at this.
+pub fn ending(at: &str) {
+    tell(&[NotifyState::Stopping, NotifyState::Status(at)]);
+}
+
+/// The process number in a file, which goes with the server.
+pub struct Pidfile(PathBuf);
+
+impl Pidfile {
+    /// Writes it, over one that is there.
+    pub fn write(path: &Path) -> Result<Self> {
+        let path = std::path::absolute(path).context("--pidfile: no path")?;
+        fs::write(&path, format!("{}\n", getpid().as_raw_nonzero()))
+            .with_context(|| format!("{}: cannot write the pidfile", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Pidfile {
+    fn drop(&mut self) {
+        let ours = getpid().as_raw_nonzero().to_string();
+        // Another server may have written its own since.
+        if fs::read_to_string(&self.0).is_ok_and(|text| text.trim() == ours) {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+}
+
+/// The process that has started us, as of now.
+pub fn parent() -> Option<Pid> {
+    getppid()
+}
+
+/// Ends this server, as SIGTERM does, when the process that has started it ends.
+pub fn end_with(parent: Option<Pid>) -> Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM)).context("--exit-with-parent")?;
+    // It may have ended before that was said.
+    if getppid() != parent {
+        bail!("--exit-with-parent: the parent has ended already");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pidfile_goes_with_its_server_and_not_with_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        let written = Pidfile::write(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
+        fs::write(&path, "1\n").unwrap();
+        drop(written);
+        assert!(path.exists());
+        drop(Pidfile::write(&path).unwrap());
+        assert!(!path.exists());
+        assert!(Pidfile::write(&dir.path().join("no/pid")).is_err());
+    }
+}
