@@ -2,6 +2,7 @@
 //! one device alone.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -185,6 +186,15 @@ impl Exports {
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
         let listen = self.nbd.listen(address);
         let at = listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
+        warn_of_exposure(&at);
+        self.addresses().home.push(at.clone());
+        Ok(at)
+    }
+
+    /// The same with a socket that listens already.
+    pub fn adopt_home(&self, socket: OwnedFd) -> Result<Address, Fault> {
+        let adopted = self.nbd.adopt(socket);
+        let at = adopted.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
         warn_of_exposure(&at);
         self.addresses().home.push(at.clone());
         Ok(at)

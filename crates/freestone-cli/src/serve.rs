@@ -6,6 +6,7 @@ use std::env;
 use std::fmt::Write as _;
 use std::fs::Permissions;
 use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -106,6 +107,8 @@ pub struct ServeArgs {
 struct Plan {
     devices: Vec<Declared>,
     addresses: Vec<Address>,
+    /// Those that a service manager listens at.
+    sockets: Vec<OwnedFd>,
     control: PathBuf,
     limits: Limits,
     /// The directory of the sockets, where it goes with us.
@@ -143,7 +146,8 @@ impl Plan {
             (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
-        if !args.check && (addresses.is_empty() || control.is_none()) {
+        let sockets = started_by::sockets()?;
+        if !args.check && ((addresses.is_empty() && sockets.is_empty()) || control.is_none()) {
             let dir = if args.run.is_some() {
                 private.insert(private_dir()?).path().to_path_buf()
             } else {
@@ -151,7 +155,7 @@ impl Plan {
                 paths::create_private(&dir)?;
                 dir
             };
-            if addresses.is_empty() {
+            if addresses.is_empty() && sockets.is_empty() {
                 addresses.push(Address::Unix(dir.join(paths::NBD_SOCKET)));
             }
             control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
@@ -168,7 +172,7 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, control, limits, private })
+        Ok(Self { devices, addresses, sockets, control, limits, private })
     }
 }
 
@@ -224,7 +228,7 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, control, limits, private } = plan;
+        let Plan { devices, addresses, sockets, control, limits, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
@@ -263,6 +267,9 @@ impl Running {
                         SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
                     running.sockets.push(socket);
                 }
+            }
+            for socket in sockets {
+                service.exports.adopt_home(socket)?;
             }
             let is_ublk = |wanted: &Wanted| matches!(wanted.place, Place::Ublk(_));
             if exported.iter().any(|(_, exports, _)| exports.iter().any(is_ublk)) {
@@ -457,7 +464,9 @@ fn run_command(command: &str, open_files: Option<u64>, service: &Service, contro
         None => command.to_owned(),
     };
     shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
-    shell.env_remove(started_by::NOTIFY_SOCKET);
+    for variable in started_by::VARIABLES {
+        shell.env_remove(variable);
+    }
     shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
     let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
     match unix {
@@ -508,6 +517,7 @@ mod tests {
         let plan = Plan {
             devices: vec![Declared::word("n=null,size=1M".parse().unwrap())],
             addresses: vec![Address::Unix(nbd.clone())],
+            sockets: Vec::new(),
             control: control.clone(),
             limits: Limits::default(),
             private: None,

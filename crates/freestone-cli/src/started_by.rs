@@ -1,7 +1,10 @@
 //! Who has started a server, and what that is told: a service manager how far it is, others its
 //! process number in a file; and a parent whose end is the server's.
+#![expect(unsafe_code)]
+// UNSAFETY: takes the sockets over that the manager has opened, which come as numbers.
 
 use std::fs;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
@@ -9,8 +12,8 @@ use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_sig
 use sd_notify::NotifyState;
 use tracing::warn;
 
-/// What the manager's socket is found by; not for our children.
-pub const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+/// What the manager says to us, and not to our children.
+pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
 /// Tells the service manager, if there is one, as `sd_notify(3)` describes.
 fn tell(states: &[NotifyState<'_>]) {
@@ -36,6 +39,14 @@ pub fn reloading() {
 /// It ends, and is at this.
 pub fn ending(at: &str) {
     tell(&[NotifyState::Stopping, NotifyState::Status(at)]);
+}
+
+/// The sockets that the service manager listens at for us (`sd_listen_fds(3)`). To be called once.
+pub fn sockets() -> Result<Vec<OwnedFd>> {
+    let sockets = sd_notify::listen_fds().context("LISTEN_FDS, the sockets of the service manager")?;
+    // SAFETY: the manager has opened them for this process, and nothing else in it knows their
+    // numbers.
+    Ok(sockets.map(|socket| unsafe { OwnedFd::from_raw_fd(socket) }).collect())
 }
 
 /// The process number in a file, which goes with the server.

@@ -1,13 +1,18 @@
 //! Listening sockets: made and removed.
 
+use std::ffi::OsStr;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 
 pub use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
 use freestone_core::unix_socket::{self, BindError, SocketFile};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt,
+};
 use thiserror::Error;
 
 use crate::address::Address;
@@ -103,6 +108,32 @@ pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
             Ok(Bound { address, sockets, file: None })
         }
     }
+}
+
+/// A socket that listens already.
+pub fn adopted(socket: OwnedFd) -> Result<Bound, ListenError> {
+    let other = |source: io::Error| ListenError::Other { address: Address::Unix("socket".into()), source };
+    let address = address_of(&socket).map_err(other)?;
+    if !sockopt::socket_acceptconn(&socket).map_err(|error| other(error.into()))? {
+        return Err(ListenError::Other { address, source: io::Error::other("the socket does not listen") });
+    }
+    let flags = rustix::fs::fcntl_getfl(&socket).map_err(|error| other(error.into()))?;
+    rustix::fs::fcntl_setfl(&socket, flags | rustix::fs::OFlags::NONBLOCK)
+        .map_err(|error| other(error.into()))?;
+    Ok(Bound { address, sockets: vec![socket], file: None })
+}
+
+/// Where a socket is.
+fn address_of(socket: &OwnedFd) -> io::Result<Address> {
+    let is = getsockname(socket)?;
+    if let Ok(at) = SocketAddr::try_from(is.clone()) {
+        let (host, port) = (at.ip().to_string(), at.port());
+        return Ok(Address::Tcp { host, port });
+    }
+    let unix = SocketAddrUnix::try_from(is).ok();
+    let path = unix.as_ref().and_then(SocketAddrUnix::path_bytes);
+    let path = path.ok_or_else(|| io::Error::other("a socket that is neither TCP's nor at a path"))?;
+    Ok(Address::Unix(Path::new(OsStr::from_bytes(path)).to_path_buf()).absolute())
 }
 
 /// Listens at every address of the host, at one port.

@@ -14,7 +14,7 @@ use crate::address::Address;
 use crate::arrivals;
 use crate::export::{Export, ExportInfo, ExportOptions, Source, TemplateOptions};
 use crate::limits::{END_GRACE, Limits};
-use crate::listen::{self, ListenError};
+use crate::listen::{self, Bound, ListenError};
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::ServerShared;
 use crate::stats::Stats;
@@ -54,17 +54,36 @@ impl Server {
     /// See [`ListenError`].
     pub fn listen(&self, address: &Address) -> Result<Address, ListenError> {
         let address = address.absolute();
+        self.listen_by(&address, || listen::bind_to(&address))
+    }
+
+    /// Listens with a socket that somebody else has made, at its own address, which is returned. It is
+    /// theirs: its file stays when the server ends.
+    ///
+    /// # Errors
+    /// [`ListenError::Other`]: it is no socket that listens. See [`ListenError`].
+    pub fn adopt(&self, socket: OwnedFd) -> Result<Address, ListenError> {
+        let bound = listen::adopted(socket)?;
+        let address = bound.address.clone();
+        self.listen_by(&address, || Ok(bound))
+    }
+
+    fn listen_by(
+        &self,
+        address: &Address,
+        bind: impl FnOnce() -> Result<Bound, ListenError>,
+    ) -> Result<Address, ListenError> {
         let _binding = self.shared.binding.lock().unwrap_or_else(PoisonError::into_inner);
         {
             let tables = self.shared.lock();
             if tables.shutting_down {
                 return Err(ListenError::ShuttingDown);
             }
-            if tables.listener(&address).is_some() {
-                return Ok(address);
+            if tables.listener(address).is_some() {
+                return Ok(address.clone());
             }
         }
-        let bound = listen::bind_to(&address)?;
+        let bound = bind()?;
         let address = bound.address;
         let other = |source| ListenError::Other { address: address.clone(), source };
         {

@@ -77,3 +77,41 @@ fn it_ends_with_its_parent() {
     shell.wait().unwrap();
     wait_for(false);
 }
+
+/// Sockets at the numbers from 3 on, as a service manager hands them over.
+#[test]
+fn sockets_of_a_service_manager_are_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("activated");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    // A shell gives the socket its number, and says whose it is by becoming the server.
+    let serve = format!(
+        "exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {} serve n=null,size=1M --control c",
+        env!("CARGO_BIN_EXE_freestone")
+    );
+    let start = || {
+        let child = std::process::Command::new("sh")
+            .args(["-c", &serve])
+            .current_dir(dir.path())
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .env_remove("FREESTONE_CONTROL")
+            .stdin(std::os::fd::OwnedFd::from(listener.try_clone().unwrap()))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (code, _, err) =
+            finish(freestone(dir.path()).args(["wait", "--control", "c", "--timeout", "30s"]));
+        assert_eq!(code, 0, "{err}");
+        child
+    };
+    for _ in 0..2 {
+        let mut server = start();
+        let uri = format!("nbd+unix:///n?socket={}", path.display());
+        let (code, out, err) = finish(std::process::Command::new("nbdinfo").args(["--size", &uri]));
+        assert_eq!((code, out.trim()), (0, "1048576"), "{err}");
+        assert!(!dir.path().join("freestone").exists(), "no socket of its own");
+        kill_process(Pid::from_raw(server.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+        assert_eq!(server.wait().unwrap().code(), Some(0));
+        assert!(path.exists(), "it is the manager's");
+    }
+}
