@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 parts= kernels=
 for word in "$@"; do case $word in drive|files) parts="$parts $word";; *) kernels="$kernels $word";; esac; done
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
+lab/zonefs_super.py "$dir/zonefs"
 [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
 strip -o "$dir/freestone" "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}"
 for kernel in ${kernels:-6.12 7}; do
@@ -15,6 +16,6 @@ for kernel in ${kernels:-6.12 7}; do
   for part in ${parts:-drive files}; do
     echo "== $kernel, $part"
     lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -M 1500M \
-      -b "dd cmp md5sum diff fio blkzone blockdev mkfs.f2fs fsck.f2fs mkfs.btrfs btrfs $dir/freestone" lab/ublk-zones.sh "$part"
+      -b "dd cmp md5sum diff fio blkzone blockdev mkfs.f2fs fsck.f2fs mkfs.btrfs btrfs $dir/freestone" -i "$dir/zonefs:/zonefs" lab/ublk-zones.sh "$part"
   done
 done
