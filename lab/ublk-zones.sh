@@ -5,8 +5,8 @@ set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
 for module in ublk_drv crc32c_generic; do modprobe $module 2>/dev/null || true; done
 mkdir -p /tmp/lab/mnt; cd /tmp/lab
-trap '[ $? = 0 ] || tail -n 5 err out said' EXIT
-wrong() { echo "FAIL $1"; dmesg | tail -n 5; exit 1; }
+trap '[ $? = 0 ] || { tail -n 5 err out said; dmesg | tail -n 5; }' EXIT
+wrong() { echo "FAIL $1"; exit 1; }
 soon() { for _ in $(seq 100); do "$@" && return; sleep 0.1; done; wrong "not in time: $*"; }
 absent() { [ ! -e "$1" ]; }
 begin() { # devices..: DISK is that of the first
@@ -81,7 +81,7 @@ drive() {
 # ---- file systems --------------------------------------------------------------------------------------------------------
 
 fill() { # files with sums, that are durable
-  for name in a b c; do dd if=/dev/urandom of=mnt/$name bs=1M count=${1:-4} status=none; done
+  for file in a b c; do dd if=/dev/urandom of=mnt/$file bs=1M count=${1:-4} status=none; done
   sync; (cd mnt && md5sum a b c) >sums; }
 check() { (cd mnt && md5sum -c --quiet ../sums) >said 2>&1 || wrong "$1: another content"; }
 load() { (n=0; while :; do n=$((n+1)); dd if=/dev/zero of=mnt/load.$((n%4)) bs=64k count=48 conv=fsync status=none || break; done) 2>/dev/null & client=$!; }
@@ -127,15 +127,15 @@ btrfs_() {
 
 zonefs() { # a file a zone: the first has the super block
   modprobe zonefs
-  begin z=null,size=64M,memory_backed=1,cache_size=16M,zoned=1,zone_size=4M,zone_nr_conv=2,zone_max_open=4
+  begin z=null,size=128M,memory_backed=1,cache_size=16M,zoned=1,zone_size=8M,zone_nr_conv=2,zone_max_open=4
   dd if=/zonefs of=$DISK bs=4k oflag=direct conv=notrunc,fsync status=none
   mount -t zonefs $DISK mnt; [ "$(ls mnt/seq | wc -l)" = 14 ] && [ "$(ls mnt/cnv | wc -l)" = 1 ] || wrong "zonefs has other files: $(ls mnt/*)"
   dd if=/dev/urandom of=noise bs=64k count=32 status=none
   dd if=noise of=mnt/seq/3 bs=64k oflag=direct,append conv=notrunc,fsync status=none; sync
   [ "$(stat -c %s mnt/seq/3)" = 2097152 ] || wrong "zonefs: a file of $(stat -c %s mnt/seq/3)"; cmp noise mnt/seq/3 || wrong "zonefs has another content"
-  condition 5 cl; fails dd if=noise of=mnt/seq/3 bs=64k count=1 oflag=direct conv=notrunc status=none
+  condition 5 oi; fails dd if=noise of=mnt/seq/3 bs=64k count=1 oflag=direct conv=notrunc status=none
   dd if=noise of=mnt/cnv/0 bs=64k count=4 conv=notrunc,fsync status=none; cmp -n 262144 noise mnt/cnv/0 || wrong "zonefs: a conventional zone has another content"
-  truncate -s 4M mnt/seq/4; condition 6 fu; truncate -s 0 mnt/seq/4; condition 6 em
+  truncate -s 8M mnt/seq/4; condition 6 fu; truncate -s 0 mnt/seq/4; condition 6 em
   dd if=noise of=mnt/seq/7 bs=64k count=8 oflag=direct,append conv=notrunc status=none; umount mnt
   freestone power-cut z; freestone unpublish z; soon absent $DISK; DISK=$(freestone publish z --ublk); agree "zonefs, after a power cut"
   mount -t zonefs $DISK mnt; cmp noise mnt/seq/3 || wrong "zonefs has another content after a power cut"
@@ -143,6 +143,6 @@ zonefs() { # a file a zone: the first has the super block
   echo "ok   zonefs: zones are appended to, filled, emptied; the power went off"
   end; }
 
-files() { zonefs; f2fs; btrfs_; }
+files() { btrfs_; zonefs; f2fs; }
 
 $1
