@@ -143,11 +143,11 @@ impl Driver {
         if ends.count() == rows.len() { Ok(rows) } else { Err(Errno::NODEV) }
     }
 
-    /// Tells of the data that was fetched, the last first.
-    pub fn tell_fetched(&self, lane: usize) {
+    /// Tells of data that was fetched, of so many requests, the last first.
+    pub fn tell_fetched(&self, lane: usize, most: usize) {
         let lane = &mut self.state().lanes[lane];
-        let fetched = std::mem::take(&mut lane.fetched);
-        lane.arrived.extend(fetched.into_iter().rev());
+        let rest = lane.fetched.len().saturating_sub(most);
+        lane.arrived.extend(lane.fetched.drain(rest..).rev());
         ring_bell(&lane.bell);
     }
 
