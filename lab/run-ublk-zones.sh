@@ -11,8 +11,8 @@ lab/zonefs_super.py "$dir/zonefs"
 [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
 strip -o "$dir/freestone" "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}"
 for kernel in ${kernels:-6.12 7}; do
-  # Before Linux 7 it is a module that file systems ask for by themselves.
-  modules="ublk_drv f2fs btrfs zonefs"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic"
+  # Before Linux 7 they are modules that file systems ask for by themselves.
+  modules="ublk_drv f2fs btrfs zonefs"; [ "$kernel" = 7 ] || modules="$modules crc32_generic crc32c_generic"
   for part in ${parts:-drive files}; do
     echo "== $kernel, $part"
     lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -M 1500M \

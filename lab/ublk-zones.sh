@@ -3,7 +3,7 @@
 # ends it.
 set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
-for module in ublk_drv crc32c_generic; do modprobe $module 2>/dev/null || true; done
+for module in ublk_drv crc32_generic crc32c_generic; do modprobe $module 2>/dev/null || true; done
 mkdir -p /tmp/lab/mnt; cd /tmp/lab
 trap '[ $? = 0 ] || { tail -n 5 err out said; dmesg | tail -n 5; }' EXIT
 wrong() { echo "FAIL $1"; exit 1; }
