@@ -144,8 +144,9 @@ impl QueueRing {
 
     fn push_entry(&mut self, entry: &squeue::Entry) {
         // SAFETY: the caller of `fetch` and `commit` keeps the buffer until the tag arrives, that of
-        // `fetch_data` and `send_data` until the data does, and leaks it where the ring ends before that. The files are open as long as `self` lives, and the
-        // kernel takes its own references when it accepts the entry.
+        // `fetch_data` and `send_data` until the data does, and leaks it where the ring ends before
+        // that. The files are open as long as `self` lives, and the kernel takes its own references
+        // when it accepts the entry.
         let pushed = unsafe { self.ring.submission().push(entry) };
         debug_assert!(pushed.is_ok(), "there are entries for each tag and the poll");
     }

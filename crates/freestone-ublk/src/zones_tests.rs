@@ -487,6 +487,30 @@ fn large_requests_and_many_tags() {
 }
 
 #[test]
+fn data_on_its_way_is_charged() {
+    let (driver, budget) = (Driver::default(), Budget::new(0));
+    driver.state().holds_fetched = true;
+    let options = Options { queues: 1, ..Options::new(Arc::clone(&budget)) };
+    let export = try_start(&driver, Arc::new(zones(config())), options).unwrap();
+    let sectors = MAX_REQUEST_BYTES / 512;
+    // More than what a queue may have in flight, to conventional zones.
+    let requests = (0..100).map(|at| (WRITE, at % 16 * u64::from(sectors), sectors));
+    let tickets = driver.submit_all(0, requests);
+    until(|| driver.state().lanes[0].fetched.len() == 64);
+    let held = 64 * u64::from(MAX_REQUEST_BYTES);
+    assert!(budget.bytes().1 >= held && budget.bytes().1 <= 2 * held, "{:?}", budget.bytes());
+    for ticket in tickets {
+        until(|| {
+            driver.tell_fetched(0, 7);
+            driver.is_done(0, ticket)
+        });
+        assert_eq!(driver.wait(0, ticket).0, MAX_REQUEST_BYTES as i32);
+    }
+    assert!(export.end(PATIENCE));
+    assert_eq!(budget.bytes().1, 0);
+}
+
+#[test]
 fn a_kernel_without_zones_is_told_of() {
     let with = |set: &dyn Fn(&Driver)| {
         let driver = Driver::default();
