@@ -43,7 +43,7 @@ drive() {
   echo "ok   zones are written, read, closed, opened, finished, reset"
 
   blkzone open -o $((4*16384)) -c 4 $DISK; fails blkzone open -o $((8*16384)) -c 1 $DISK; fails put 8 0 8
-  condition 8 em   # since Linux 6.13 a zone takes no write after one that failed before it was reported
+  condition 8 em   # a zone of Linux 7 takes no write after one that failed before it was reported
   blkzone close -o $((4*16384)) -c 4 $DISK; condition 5 em
   for zone in 4 5 6 7 8 9; do put $zone 0 8; blkzone close -o $((zone*16384)) -c 1 $DISK; done
   fails put 10 0 8; grep -q "Value too large" said || wrong "the limit of active zones: $(cat said)"
