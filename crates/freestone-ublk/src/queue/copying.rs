@@ -75,6 +75,8 @@ impl Copying {
 
     /// Leaks the buffers: the kernel may still write to them.
     pub fn leak(self) {
-        std::mem::forget(self.fetching);
+        for copied in self.fetching {
+            std::mem::forget(copied.buffer);
+        }
     }
 }
