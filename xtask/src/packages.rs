@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 30] = [
+const TOOLS: [(&str, &str); 35] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -31,6 +31,12 @@ const TOOLS: [(&str, &str); 30] = [
     ("mountpoint", "util-linux"),
     ("nsenter", "util-linux"),
     ("blkdiscard", "util-linux"),
+    // Zoned block devices, and file systems on them.
+    ("blkzone", "util-linux"),
+    ("mkfs.f2fs", "f2fs-tools"),
+    ("fsck.f2fs", "f2fs-tools"),
+    ("mkfs.btrfs", "btrfs-progs"),
+    ("btrfs", "btrfs-progs"),
     // The gate counts instructions.
     ("valgrind", "valgrind"),
     // The kernel lab.

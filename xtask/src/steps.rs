@@ -60,8 +60,9 @@ pub enum Step {
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
-    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots
-    /// and merges that go from dm-snapshot to Freestone and back
+    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
+    /// merges that go from dm-snapshot to Freestone and back, and zoned block devices under file
+    /// systems and fio's own tests
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -115,12 +116,15 @@ impl Step {
                 &["lab/run-writeback.sh", "first"],
                 &["lab/run-vhost-user.sh"],
                 &["lab/run-ublk.sh", "program", "7"],
+                &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
             Self::LabRest => lab(&[
                 &["lab/run-writeback.sh"],
                 &["lab/run-zones.sh"],
                 &["lab/run-snapshots.sh"],
                 &["lab/run-ublk.sh"],
+                &["lab/run-ublk-zones.sh"],
+                &["lab/run-ublk-zbd.sh"],
             ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),

@@ -22,6 +22,7 @@ use crate::params::Disk;
 use crate::parts::{Parts, granted};
 use crate::queue::Queue;
 use crate::shared::{Line, Shared};
+use crate::zones::{self, UnfitZones};
 
 /// How long making a block device may take.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);
@@ -41,9 +42,12 @@ pub enum StartError {
     /// The driver lacks what is used.
     #[error("the kernel's ublk driver is too old: Linux 6.5 or later is needed")]
     TooOld,
-    /// A device with zones.
-    #[error("zones are not shown by ublk")]
-    Zoned,
+    /// There are no zones by ublk here.
+    #[error("the kernel shows no zones by ublk: Linux 6.6 or later with CONFIG_BLK_DEV_ZONED is needed")]
+    NoZones,
+    /// Zones that the kernel cannot have.
+    #[error("{0}")]
+    Unfit(#[from] UnfitZones),
     /// The driver refuses.
     #[error("ublk: {0}")]
     Control(#[from] ControlError),
@@ -132,20 +136,32 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     if features & feature::CMD_IOCTL_ENCODE == 0 {
         return Err(StartError::TooOld);
     }
+    let needed = if disk.is_zoned() { zones::FEATURES } else { 0 };
+    if features & needed != needed {
+        return Err(StartError::NoZones);
+    }
     let pid = std::process::id();
     let asked = DevInfo {
         nr_hw_queues: around.queues,
         queue_depth: around.depth,
         max_io_buf_bytes: around.max_bytes,
         ublksrv_pid: pid as i32,
-        flags: features & WANTED_FEATURES,
+        flags: features & WANTED_FEATURES | needed,
         ublksrv_flags: mark(pid),
         ..DevInfo::default()
     };
-    let (info, ours) = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)))?;
+    let made_by = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
+    let (info, ours) = made_by.map_err(|error: ControlError| match error.errno {
+        // What it says where the kernel is built without zones, with the feature or not.
+        Errno::INVAL if needed != 0 => StartError::NoZones,
+        _ => error.into(),
+    })?;
     let id = info.dev_id;
     (made.id, made.ours) = (Some(id), Some(ours));
     around.shared.change(|state| (state.id, state.features) = (Some(id), info.flags & features));
+    if info.flags & needed != needed {
+        return Err(StartError::NoZones);
+    }
     control.set_params(id, &disk.params(info.max_io_buf_bytes))?;
     let node = |name: String| move |source| StartError::Node { node: name, source };
     let char = around.kernel.open(id, until).map_err(node(format!("ublkc{id}")))?;
@@ -178,6 +194,7 @@ fn start_queues(
             index,
             depth: info.queue_depth,
             max_bytes: info.max_io_buf_bytes as usize,
+            user_copy: info.flags & feature::USER_COPY != 0,
             shared: Arc::clone(&around.shared),
             share: around.budget.share(granted(&answers)),
             answers: Arc::clone(&answers),
@@ -217,8 +234,9 @@ fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<
     // takes CAP_SYS_RESOURCE, and works without.
     let _ = configure_io_flusher_behavior(true);
     let (shared, index) = (Arc::clone(&parts.shared), parts.index);
-    let queue =
-        char.ring(index, parts.depth, parts.answers.wake_fd()).and_then(|ring| Queue::new(parts, ring, disk));
+    let queue = char
+        .ring(index, parts.depth, parts.user_copy, parts.answers.wake_fd())
+        .and_then(|ring| Queue::new(parts, ring, disk));
     drop(char);
     let close = || shared.change(|state| state.queues[usize::from(index)].closed = true);
     match queue {

@@ -104,8 +104,8 @@ struct Char {
 }
 
 impl CharDevice for Char {
-    fn ring(&self, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
-        Ok(Box::new(QueueRing::new(Arc::clone(&self.device), queue, depth, wake)?))
+    fn ring(&self, queue: u16, depth: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
+        Ok(Box::new(QueueRing::new(Arc::clone(&self.device), queue, depth, user_copy, wake)?))
     }
 }
 
