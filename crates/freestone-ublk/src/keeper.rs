@@ -95,6 +95,9 @@ struct Made {
 
 /// Makes a device, tells of it, and keeps it until it is to end.
 pub fn run(around: &Around, disk: Arc<Disk>, tell: &Sender<Result<(), StartError>>) {
+    // Memory that this thread needs is not made free by writing to a block device, which may be its
+    // own; the threads of queues inherit that.
+    let is_flusher = configure_io_flusher_behavior(true).is_ok();
     let mut made = Made::default();
     let begun = begin(around, &disk, &mut made);
     // What is shared is the one that others may replace.
@@ -103,6 +106,10 @@ pub fn run(around: &Around, disk: Arc<Disk>, tell: &Sender<Result<(), StartError
         undo(around, made);
         let _ = tell.send(begun);
         return;
+    }
+    if !is_flusher {
+        let name = around.shared.name();
+        tracing::warn!("{name}: ublk: may hang where memory is short: its threads lack CAP_SYS_RESOURCE");
     }
     // Nobody listens where it took too long: then it is to end already.
     let _ = tell.send(begun);
@@ -213,9 +220,6 @@ fn start_queues(
 
 /// A queue's thread.
 fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<io::Result<()>>) {
-    // Memory that it needs is not made free by writing to a block device, which may be its own. It
-    // takes CAP_SYS_RESOURCE, and works without.
-    let _ = configure_io_flusher_behavior(true);
     let (shared, index) = (Arc::clone(&parts.shared), parts.index);
     let queue =
         char.ring(index, parts.depth, parts.answers.wake_fd()).and_then(|ring| Queue::new(parts, ring, disk));

@@ -19,6 +19,13 @@
 //! at, and checked as those of any client; what it does not offer is asked for by feature bits.
 //! Nothing waits for it without an end, but threads nobody waits for.
 //!
+//! # Where memory is short
+//! The kernel frees memory by writing to disks, and a thread that asks for some may be made to wait
+//! for that. If the disk is an export, and its server the thread, nothing goes on. So every thread
+//! that has a part in a request has to be an I/O flusher (`PR_SET_IO_FLUSHER`). Those of exports are;
+//! devices' own are where whoever made them was, since threads inherit it: a program does it first of
+//! all, when it has one thread.
+//!
 //! # When it ends
 //! The block device goes when its requests are done. What the device has not answered in time is
 //! answered with an error in its place: else whoever uses the block device would hang with it, and
