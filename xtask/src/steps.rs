@@ -115,6 +115,7 @@ impl Step {
                 &["lab/run-writeback.sh", "first"],
                 &["lab/run-vhost-user.sh"],
                 &["lab/run-ublk.sh", "program", "7"],
+                &["lab/run-ublk.sh", "user", "7"],
             ]),
             Self::LabRest => lab(&[
                 &["lab/run-writeback.sh"],

@@ -15,7 +15,7 @@ use rustix::process::configure_io_flusher_behavior;
 use thiserror::Error;
 
 use crate::abi::{DevInfo, feature};
-use crate::control::{Control, ControlError, WANTED_FEATURES, delete, mark};
+use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
 use crate::ours::Ours;
 use crate::params::Disk;
@@ -25,6 +25,8 @@ use crate::shared::{Line, Shared};
 
 /// How long making a block device may take.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);
+/// How long the node of a user's device may take to become his.
+const OWN_DEADLINE: Duration = Duration::from_secs(10);
 
 /// A device cannot be shown as a block device.
 #[derive(Debug, Error)]
@@ -33,8 +35,19 @@ pub enum StartError {
     #[error("there is no /dev/ublk-control: load the kernel's driver with `modprobe ublk_drv`")]
     NoDriver,
     /// Only root may.
-    #[error("/dev/ublk-control: permission denied: ublk devices are made with CAP_SYS_ADMIN")]
+    #[error(
+        "/dev/ublk-control: permission denied: block devices are made by root, and by all users where \
+         Freestone's udev rule is installed"
+    )]
     Denied,
+    /// A device that its user may not open.
+    #[error(
+        "/dev/{0}: permission denied: Freestone's udev rule, which gives it to its user, is not installed"
+    )]
+    NotGiven(String),
+    /// The driver has enough of them.
+    #[error("the kernel's ublk driver allows no more devices: its parameter ublks_max says how many")]
+    TooMany,
     /// The control device cannot be opened.
     #[error("/dev/ublk-control: {0}")]
     NoControl(Errno),
@@ -86,7 +99,7 @@ pub struct Around {
 /// What there is of a device, to be undone.
 #[derive(Default)]
 struct Made {
-    id: Option<u32>,
+    target: Option<Target>,
     char: Option<Arc<dyn CharDevice>>,
     threads: Vec<JoinHandle<()>>,
     /// Until it is removed.
@@ -149,22 +162,35 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
         ublksrv_flags: mark(pid),
         ..DevInfo::default()
     };
-    let (info, ours) = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)))?;
+    let added = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
+    let (info, ours) = added.map_err(|error| match error.errno {
+        Errno::PERM => StartError::Denied,
+        Errno::ACCESS => StartError::TooMany,
+        _ => error.into(),
+    })?;
     let id = info.dev_id;
-    (made.id, made.ours) = (Some(id), Some(ours));
+    let target = Target::new(id, info.flags);
+    (made.target, made.ours) = (Some(target), Some(ours));
     around.shared.change(|state| (state.id, state.features) = (Some(id), info.flags & features));
-    control.set_params(id, &disk.params(info.max_io_buf_bytes))?;
-    let node = |name: String| move |source| StartError::Node { node: name, source };
-    let char = around.kernel.open(id, until).map_err(node(format!("ublkc{id}")))?;
+    let given = || if target.by_path { until.min(Instant::now() + OWN_DEADLINE) } else { until };
+    let node = |name: String| {
+        move |source: io::Error| match source.kind() {
+            io::ErrorKind::PermissionDenied if target.by_path => StartError::NotGiven(name),
+            _ => StartError::Node { node: name, source },
+        }
+    };
+    // First of all: what a user may do with his device depends on its node.
+    let char = around.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
     made.char = Some(Arc::clone(&char));
+    control.set_params(target, &disk.params(info.max_io_buf_bytes))?;
     start_queues(around, disk, &char, info, made, until)?;
     drop(char);
     if around.shared.lock().ending {
         return Err(StartError::Deadline);
     }
     // The queues serve already: partitions are looked for before this returns.
-    control.start(id, pid)?;
-    let block = around.kernel.block(id, until).map_err(node(format!("ublkb{id}")))?;
+    control.start(target, pid)?;
+    let block = around.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
     around.shared.change(|state| state.block = Some(block));
     Ok(())
 }
@@ -246,11 +272,11 @@ fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<
 /// Takes away what there is of a device, once its requests are done.
 fn undo(around: &Around, made: Made) {
     let (shared, control) = (&around.shared, Control(&*around.kernel));
-    let Made { id, char, threads, ours } = made;
+    let Made { target, char, threads, ours } = made;
     shared.change(|state| state.ending = true);
-    if let Some(id) = id {
+    if let Some(target) = target {
         // Also gives back the tags of a device that was not started.
-        let stopped = control.stop(id);
+        let stopped = control.stop(target);
         if let Err(error) = stopped
             && error.errno != Errno::NODEV
         {
@@ -267,7 +293,7 @@ fn undo(around: &Around, made: Made) {
         }
         state.block = None;
         drop(state);
-        if let Err(error) = delete(&control, id, char) {
+        if let Err(error) = delete(&control, target, char) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
     }

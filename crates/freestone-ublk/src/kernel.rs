@@ -19,6 +19,9 @@ pub trait Kernel: Send + Sync {
     /// may take as long as requests do that it waits for.
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno>;
 
+    /// Where a character device has its node.
+    fn char_path(&self, id: u32) -> PathBuf;
+
     /// The character device, once there is a node for it.
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>>;
 

@@ -65,6 +65,8 @@ impl System {
                         Ok(()) => made = true,
                         // Somebody was faster.
                         Err(Errno::EXIST) => {}
+                        // Only root makes nodes.
+                        Err(Errno::PERM | Errno::ACCESS) => return Err(last.into()),
                         Err(errno) => return Err(errno.into()),
                     }
                     continue;
@@ -136,6 +138,10 @@ impl Kernel for System {
 
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
         uring::command(&self.control()?, command, header, payload)
+    }
+
+    fn char_path(&self, id: u32) -> PathBuf {
+        self.dev.join(format!("ublkc{id}"))
     }
 
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>> {
