@@ -1,18 +1,18 @@
 #!/bin/bash
 # run-ublk.sh [PART] [KERNEL..] - block devices by the ublk driver of stock kernels (6.12 and 7 without an argument). The parts, all
-# without an argument: a RAM disk used in all ways (device, see ublk.sh), those of the program (program, see ublk-program.sh), those
-# of a user without privileges (user, see ublk-user.sh), and where memory is short (memory, see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs that serve them;
-# without them, they are built.
+# without an argument: a RAM disk used in all ways (device, see ublk.sh), those of the program (program, see ublk-program.sh), a
+# hundred of them (many, see ublk-many.sh), those of a user without privileges (user, see ublk-user.sh), and where memory is short
+# (memory, see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs that serve them; without them, they are built.
 set -eu
 cd "$(dirname "$0")/.."
-parts="device program user memory"
-case ${1:-} in device|program|user|memory) parts=$1; shift;; esac
+parts="device program many user memory"
+case ${1:-} in device|program|many|user|memory) parts=$1; shift;; esac
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
 built=${CARGO_TARGET_DIR:-target}/debug
 case $parts in *device*)
   [ -n "${UBLK_SERVE:-}" ] || cargo build --quiet --package freestone-ublk --example serve
   strip -o "$dir/serve" "${UBLK_SERVE:-$built/examples/serve}"; esac
-case $parts in *program*|*user*|*memory*)
+case $parts in *program*|*many*|*user*|*memory*)
   [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
   strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"; esac
 [ $# -gt 0 ] || set -- 6.12 7
@@ -26,6 +26,8 @@ for kernel in "$@"; do
         -b "cmp dd fio mkfs.ext4 e2fsck blkdiscard blockdev $dir/serve" lab/ublk.sh;;
       program) lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 \
         -b "dd md5sum mkfs.ext4 blockdev $dir/freestone" lab/ublk-program.sh;;
+      many)
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -b "awk dd $dir/freestone" lab/ublk-many.sh;;
       user)
         lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -i packaging/udev/60-freestone-ublk.rules:/lab/rules \
           -b "cmp dd md5sum setpriv stat mkfs.ext4 blockdev $dir/freestone" lab/ublk-user.sh;;
