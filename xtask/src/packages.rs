@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 30] = [
+const TOOLS: [(&str, &str); 33] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -43,6 +43,10 @@ const TOOLS: [(&str, &str); 30] = [
     ("nbd-client", "nbd-client"),
     ("socat", "socat"),
     ("dmsetup", "dmsetup"),
+    // File systems on our disks there.
+    ("mkfs.xfs", "xfsprogs"),
+    ("mkfs.btrfs", "btrfs-progs"),
+    ("mkfs.f2fs", "f2fs-tools"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

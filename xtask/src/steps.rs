@@ -60,8 +60,8 @@ pub enum Step {
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
-    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots
-    /// and merges that go from dm-snapshot to Freestone and back
+    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
+    /// merges that go from dm-snapshot to Freestone and back, and file systems on our disks
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -113,7 +113,7 @@ impl Step {
             Self::Reproduce => reproduce(),
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
-                &["lab/run-vhost-user.sh"],
+                &["lab/run-vhost-user.sh", "boot", "use", "killed"],
                 &["lab/run-ublk.sh", "program", "7"],
                 &["lab/run-ublk.sh", "user", "7"],
             ]),
@@ -121,6 +121,7 @@ impl Step {
                 &["lab/run-writeback.sh"],
                 &["lab/run-zones.sh"],
                 &["lab/run-snapshots.sh"],
+                &["lab/run-vhost-user.sh", "cut", "files"],
                 &["lab/run-ublk.sh"],
             ]),
             Self::Models => models(),
