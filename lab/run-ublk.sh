@@ -18,8 +18,8 @@ case $parts in *program*|*use*|*many*|*memory*)
   strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"; esac
 [ $# -gt 0 ] || set -- 6.12 7
 for kernel in "$@"; do
-  # Before Linux 7 it is a module that ext4 asks for by itself.
-  modules="ublk_drv ext4"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic"
+  # Before Linux 7 there are modules that file systems ask for by themselves.
+  modules="ublk_drv ext4"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic crc32_generic"
   for part in $parts; do
     echo "== $kernel, $part"
     case $part in

@@ -122,7 +122,7 @@ if wants files; then
   serve a=ram,disksize=320M,publish=no
   "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
   modules="virtio_blk ext4 xfs btrfs f2fs" flavour=gen
-  [ "${KERNEL:-6.12}" = 7 ] || modules="$modules crc32c_generic"
+  [ "${KERNEL:-6.12}" = 7 ] || modules="$modules crc32c_generic crc32_generic"
   tools="fio mkfs.ext4 mkfs.xfs xfs_repair mkfs.btrfs btrfs mkfs.f2fs fsck.f2fs"
   guest 1200 files -- "$dir/a"
   stop

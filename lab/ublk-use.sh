@@ -3,7 +3,7 @@
 # and go while they are used. Its first mistake ends it.
 set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
-for module in ublk_drv crc32c_generic ext4 xfs btrfs f2fs; do modprobe $module 2>/dev/null || true; done
+for module in ublk_drv crc32c_generic crc32_generic ext4 xfs btrfs f2fs; do modprobe $module 2>/dev/null || true; done
 mkdir -p /tmp/lab/mnt; cd /tmp/lab
 wrong() { echo "FAIL $1"; cat err; dmesg | tail -n 40; exit 1; }
 soon() { for _ in $(seq 300); do "$@" && return; sleep 0.1; done; wrong "not in time: $*"; }

@@ -49,7 +49,7 @@ case $1 in
         echo "cut: six rounds of writes are there, on a disk that has grown";; esac;;
   files)
     wrong() { echo "files: $1"; exit 1; }
-    for module in crc32c_generic ext4 xfs btrfs f2fs; do modprobe $module 2>/dev/null || true; done
+    for module in crc32c_generic crc32_generic ext4 xfs btrfs f2fs; do modprobe $module 2>/dev/null || true; done
     . /lab/disk-use.sh; cd /tmp
     for kind in ext4 xfs btrfs f2fs; do file_system $kind /dev/vda /tmp/at 64; done
     verified /dev/vda 128
