@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 33] = [
+const TOOLS: [(&str, &str); 36] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -31,6 +31,13 @@ const TOOLS: [(&str, &str); 33] = [
     ("mountpoint", "util-linux"),
     ("nsenter", "util-linux"),
     ("blkdiscard", "util-linux"),
+    // Zoned block devices, and file systems on these and others.
+    ("blkzone", "util-linux"),
+    ("mkfs.xfs", "xfsprogs"),
+    ("mkfs.f2fs", "f2fs-tools"),
+    ("fsck.f2fs", "f2fs-tools"),
+    ("mkfs.btrfs", "btrfs-progs"),
+    ("btrfs", "btrfs-progs"),
     // The gate counts instructions.
     ("valgrind", "valgrind"),
     // The kernel lab.
@@ -43,10 +50,6 @@ const TOOLS: [(&str, &str); 33] = [
     ("nbd-client", "nbd-client"),
     ("socat", "socat"),
     ("dmsetup", "dmsetup"),
-    // File systems on our disks there.
-    ("mkfs.xfs", "xfsprogs"),
-    ("mkfs.btrfs", "btrfs-progs"),
-    ("mkfs.f2fs", "f2fs-tools"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

@@ -116,6 +116,7 @@ impl Step {
                 &["lab/run-vhost-user.sh", "boot", "use", "killed"],
                 &["lab/run-ublk.sh", "program", "7"],
                 &["lab/run-ublk.sh", "user", "7"],
+                &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
             Self::LabRest => lab(&[
                 &["lab/run-writeback.sh"],
@@ -123,6 +124,7 @@ impl Step {
                 &["lab/run-snapshots.sh"],
                 &["lab/run-vhost-user.sh", "cut", "files"],
                 &["lab/run-ublk.sh"],
+                &["lab/run-ublk-zones.sh", "drive"],
             ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),

@@ -543,7 +543,11 @@ fn in_use(name: &str, connections: usize) -> Fault {
 /// Why there is no block device, for programs.
 fn errno_of(error: &ublk::StartError) -> Errno {
     match error {
-        ublk::StartError::NoDriver | ublk::StartError::TooOld | ublk::StartError::Zoned => Errno::EOPNOTSUPP,
+        ublk::StartError::NoDriver
+        | ublk::StartError::TooOld
+        | ublk::StartError::NoZones
+        | ublk::StartError::ZonesOfUser
+        | ublk::StartError::Unfit(_) => Errno::EOPNOTSUPP,
         _ => Errno::EIO,
     }
 }

@@ -10,6 +10,12 @@ pub const MAX_ID: u32 = 1 << 20;
 /// Descriptors that a queue may have; the arrays of two queues are so many apart in the mapping.
 pub const MAX_QUEUE_DEPTH: u16 = 4096;
 
+/// Where the data of a tag's request lies in the character device, for servers that copy it
+/// themselves.
+pub const fn data_offset(queue: u16, tag: u16) -> u64 {
+    0x8000_0000 + ((queue as u64) << 41) + ((tag as u64) << 25)
+}
+
 /// The argument goes to the driver.
 const READ: u32 = 2;
 /// It goes both ways.
@@ -62,6 +68,10 @@ pub mod feature {
     pub const UNPRIVILEGED_DEV: u64 = 1 << 5;
     /// Commands are numbered as ioctls are.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
+    /// The server copies data itself, by reads and writes of the character device.
+    pub const USER_COPY: u64 = 1 << 7;
+    /// A device with zones.
+    pub const ZONED: u64 = 1 << 8;
     /// The device may get another size.
     pub const UPDATE_SIZE: u64 = 1 << 10;
     /// The device can be stopped on the condition that nobody has it open.
@@ -82,6 +92,13 @@ pub mod op {
     pub const FLUSH: u8 = 2;
     pub const DISCARD: u8 = 3;
     pub const WRITE_ZEROES: u8 = 5;
+    pub const ZONE_OPEN: u8 = 10;
+    pub const ZONE_CLOSE: u8 = 11;
+    pub const ZONE_FINISH: u8 = 12;
+    pub const ZONE_APPEND: u8 = 13;
+    pub const ZONE_RESET_ALL: u8 = 14;
+    pub const ZONE_RESET: u8 = 15;
+    pub const REPORT_ZONES: u8 = 18;
 }
 
 /// Flags of a request; the others are hints.
@@ -104,6 +121,7 @@ pub mod attr {
 pub mod param {
     pub const BASIC: u32 = 1 << 0;
     pub const DISCARD: u32 = 1 << 1;
+    pub const ZONED: u32 = 1 << 3;
 }
 
 /// Part of each command to the control device.
@@ -214,6 +232,21 @@ pub struct ParamDiscard {
 }
 const _: () = assert!(size_of::<ParamDiscard>() == 20);
 
+/// What a device with zones has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct ParamZoned {
+    /// Open at once; 0 is no limit.
+    pub max_open_zones: u32,
+    /// Open or closed at once; 0 is no limit.
+    pub max_active_zones: u32,
+    /// Of one append; not zero.
+    pub max_zone_append_sectors: u32,
+    /// Nothing.
+    pub reserved: [u32; 5],
+}
+const _: () = assert!(size_of::<ParamZoned>() == 32);
+
 /// Parameters, as far as they are used here: the driver takes as many bytes as `len` says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -224,12 +257,16 @@ pub struct Params {
     pub types: u32,
     /// Mandatory.
     pub basic: ParamBasic,
-    /// Absent where the device is read-only.
+    /// Absent where the device is read-only, or has zones.
     pub discard: ParamDiscard,
+    /// The numbers of nodes, which only the driver says.
+    pub numbers: [u32; 4],
+    /// Of a device with zones.
+    pub zoned: ParamZoned,
     /// The first field of what is not used.
     pub unused: u32,
 }
-const _: () = assert!(size_of::<Params>() == 64);
+const _: () = assert!(size_of::<Params>() == 112);
 
 /// A request, in memory of the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -237,7 +274,7 @@ const _: () = assert!(size_of::<Params>() == 64);
 pub struct IoDesc {
     /// [`op`] in the low byte, [`op_flag`] above.
     pub op_flags: u32,
-    /// Length.
+    /// Length; of a report, in zones.
     pub nr_sectors: u32,
     /// Where.
     pub start_sector: u64,
@@ -266,7 +303,49 @@ pub struct IoCmd {
     pub tag: u16,
     /// The outcome of the one before: bytes, or a negative errno.
     pub result: i32,
-    /// The buffer: for what that one has read, then for the next one.
+    /// The buffer: for what that one has read, then for the next one. Nothing where the server copies
+    /// data itself, but for an append the sector that it went to.
     pub addr: u64,
 }
 const _: () = assert!(size_of::<IoCmd>() == 16);
+
+/// A zone in a report; all in sectors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct ZoneRow {
+    /// Where it begins.
+    pub start: u64,
+    /// Its length; 0 behind the last row.
+    pub len: u64,
+    /// Its write pointer.
+    pub write_pointer: u64,
+    /// [`zone_type`].
+    pub kind: u8,
+    /// [`zone_condition`].
+    pub condition: u8,
+    /// Flags of drives that advise, and padding.
+    pub unused: [u8; 6],
+    /// What can be written of it.
+    pub capacity: u64,
+    /// Nothing.
+    pub reserved: [u8; 24],
+}
+const _: () = assert!(size_of::<ZoneRow>() == 64);
+
+/// Types of zones.
+pub mod zone_type {
+    pub const CONVENTIONAL: u8 = 1;
+    pub const SEQUENTIAL_REQUIRED: u8 = 2;
+}
+
+/// Conditions of zones.
+pub mod zone_condition {
+    pub const NOT_WRITE_POINTER: u8 = 0;
+    pub const EMPTY: u8 = 1;
+    pub const IMPLICIT_OPEN: u8 = 2;
+    pub const EXPLICIT_OPEN: u8 = 3;
+    pub const CLOSED: u8 = 4;
+    pub const READ_ONLY: u8 = 13;
+    pub const FULL: u8 = 14;
+    pub const OFFLINE: u8 = 15;
+}

@@ -20,6 +20,7 @@ use crate::params::Disk;
 use crate::shared::Shared;
 use crate::system::System;
 use crate::within::within;
+use crate::zones;
 
 /// How long dropping an export waits for what is in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
@@ -114,9 +115,7 @@ impl Export {
         device: Arc<dyn Device>,
         options: Options,
     ) -> Result<Self, StartError> {
-        if device.geometry().zones.is_some() {
-            return Err(StartError::Zoned);
-        }
+        zones::check(&device.geometry())?;
         let Options { read_only, failures, budget, workers, queues, depth } = options;
         let disk = Disk::new(name, read_only, device, failures);
         let read_only = disk.read_only;

@@ -22,6 +22,7 @@ use crate::params::Disk;
 use crate::parts::{Parts, granted};
 use crate::queue::Queue;
 use crate::shared::{Line, Shared};
+use crate::zones::{self, UnfitZones};
 
 /// How long making a block device may take.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);
@@ -54,9 +55,15 @@ pub enum StartError {
     /// The driver lacks what is used.
     #[error("the kernel's ublk driver is too old: Linux 6.5 or later is needed")]
     TooOld,
-    /// A device with zones.
-    #[error("zones are not shown by ublk")]
-    Zoned,
+    /// There are no zones by ublk here.
+    #[error("the kernel shows no zones by ublk: Linux 6.6 or later with CONFIG_BLK_DEV_ZONED is needed")]
+    NoZones,
+    /// Only root may have zones.
+    #[error("zoned block devices are made with CAP_SYS_ADMIN: the driver has none for other users")]
+    ZonesOfUser,
+    /// Zones that the kernel cannot have.
+    #[error("{0}")]
+    Unfit(#[from] UnfitZones),
     /// The driver refuses.
     #[error("ublk: {0}")]
     Control(#[from] ControlError),
@@ -152,26 +159,39 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     if features & feature::CMD_IOCTL_ENCODE == 0 {
         return Err(StartError::TooOld);
     }
+    let needed = if disk.is_zoned() { zones::FEATURES } else { 0 };
+    if features & needed != needed {
+        return Err(StartError::NoZones);
+    }
+    // The driver refuses its kind of copies to them, and says no more than that.
+    if needed != 0 && !around.kernel.is_admin() {
+        return Err(StartError::ZonesOfUser);
+    }
     let pid = std::process::id();
     let asked = DevInfo {
         nr_hw_queues: around.queues,
         queue_depth: around.depth,
         max_io_buf_bytes: around.max_bytes,
         ublksrv_pid: pid as i32,
-        flags: features & WANTED_FEATURES,
+        flags: features & WANTED_FEATURES | needed,
         ublksrv_flags: mark(pid),
         ..DevInfo::default()
     };
     let added = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
-    let (info, ours) = added.map_err(|error| match error.errno {
+    let (info, ours) = added.map_err(|error: ControlError| match error.errno {
         Errno::PERM => StartError::Denied,
         Errno::ACCESS => StartError::TooMany,
+        // What it says where the kernel is built without zones, with the feature or not.
+        Errno::INVAL if needed != 0 => StartError::NoZones,
         _ => error.into(),
     })?;
     let id = info.dev_id;
     let target = Target::new(id, info.flags);
     (made.target, made.ours) = (Some(target), Some(ours));
     around.shared.change(|state| (state.id, state.features) = (Some(id), info.flags & features));
+    if info.flags & needed != needed {
+        return Err(StartError::NoZones);
+    }
     let given = || if target.by_path { until.min(Instant::now() + OWN_DEADLINE) } else { until };
     let node = |name: String| {
         move |source: io::Error| match source.kind() {
@@ -211,6 +231,7 @@ fn start_queues(
             index,
             depth: info.queue_depth,
             max_bytes: info.max_io_buf_bytes as usize,
+            user_copy: info.flags & feature::USER_COPY != 0,
             shared: Arc::clone(&around.shared),
             share: around.budget.share(granted(&answers)),
             answers: Arc::clone(&answers),
@@ -247,8 +268,9 @@ fn start_queues(
 /// A queue's thread.
 fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<io::Result<()>>) {
     let (shared, index) = (Arc::clone(&parts.shared), parts.index);
-    let queue =
-        char.ring(index, parts.depth, parts.answers.wake_fd()).and_then(|ring| Queue::new(parts, ring, disk));
+    let queue = char
+        .ring(index, parts.depth, parts.user_copy, parts.answers.wake_fd())
+        .and_then(|ring| Queue::new(parts, ring, disk));
     drop(char);
     let close = || shared.change(|state| state.queues[usize::from(index)].closed = true);
     match queue {

@@ -15,6 +15,9 @@ pub trait Kernel: Send + Sync {
     /// Whether the driver is there.
     fn check(&self) -> Result<(), Errno>;
 
+    /// Whether it is root, or another with `CAP_SYS_ADMIN`, who asks.
+    fn is_admin(&self) -> bool;
+
     /// A command to the control device, with `payload` at its address; returns when it is done, which
     /// may take as long as requests do that it waits for.
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno>;
@@ -34,8 +37,9 @@ pub trait Kernel: Send + Sync {
 
 /// `/dev/ublkcN`, open as long as this or a ring of it lives.
 pub trait CharDevice: Send + Sync {
-    /// The ring of a queue, to be called by the thread that will use it. `wake` ends a wait.
-    fn ring(&self, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Box<dyn Ring>>;
+    /// The ring of a queue of so many tags, to be called by the thread that will use it. With
+    /// `user_copy` data is moved by it. `wake` ends a wait.
+    fn ring(&self, queue: u16, depth: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>>;
 }
 
 /// `/dev/ublkbN`.
@@ -58,24 +62,49 @@ pub enum Wait {
     Forever,
 }
 
-/// A tag whose command has come back.
+/// What of a tag has come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// Its command. 0: it has a request. Else a negative errno: none will come; but where it was a
+    /// commit behind data that could not be sent, it is [`NOT_DONE`].
+    Command,
+    /// Data that was fetched: so many bytes, or a negative errno.
+    Fetched,
+    /// Data that was sent, the same.
+    Sent,
+}
+
+/// What a commit behind data comes back with if that was not taken as a whole: its request is as
+/// before (`ECANCELED`).
+pub const NOT_DONE: i32 = -125;
+
+/// Something of a tag has come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrived {
     /// Which.
     pub tag: u16,
-    /// 0: it has a request. Else a negative errno: none will come.
+    /// What.
+    pub event: Event,
+    /// How it went.
     pub result: i32,
 }
 
 /// The ring of one queue. A tag is the kernel's from a fetch or commit until it arrives, and its
 /// buffer is, too.
 pub trait Ring {
-    /// Asks for the first request of a tag. This, and a commit, reaches the kernel with the next
+    /// Asks for the first request of a tag. This, and all below, reaches the kernel with the next
     /// [`enter`](Self::enter).
     fn fetch(&mut self, tag: u16, buffer: u64);
 
-    /// Tells the outcome of a request, and asks for the next one. What was read is in `buffer`.
+    /// Tells the outcome of a request, and asks for the next one. What was read is in `buffer`; with
+    /// user copy that is the sector that an append went to, or 0.
     fn commit(&mut self, tag: u16, result: i32, buffer: u64);
+
+    /// Copies the data of a tag's request to `to`. It begins in the order of the calls.
+    fn fetch_data(&mut self, tag: u16, to: u64, len: usize);
+
+    /// Copies data into a tag's request. Followed by its commit, which is done only if all was copied.
+    fn send_data(&mut self, tag: u16, from: u64, len: usize);
 
     /// Whether something waits for the next [`enter`](Self::enter).
     fn has_queued(&mut self) -> bool;

@@ -10,9 +10,17 @@
 //! The driver copies a write's data into the buffer of the request's tag before it tells of it, and a
 //! read's data out of there when that is answered. The device works in this buffer, so there is no
 //! copy beside the driver's. A tag's buffer is as large as the largest request; its pages get memory
-//! when they are first used, and lose it after a second without requests. Copies by the server itself
-//! (user copy) are for devices with zones only, where a write is answered with the place it went to;
-//! such devices are not shown yet.
+//! when they are first used, and lose it after a second without requests.
+//!
+//! With zones the server copies by itself (user copy), as an append is answered with the place it went
+//! to where else the buffer is. Copies are entries of the queue's ring: that of a write's data comes
+//! before the request, that of a read's goes with its answer. The kernel does them while it takes the
+//! entries, so writes begin in the order in which they came, and there are two system calls where
+//! there was one: one for the data of all writes that have arrived, one for all answers.
+//!
+//! # Zones
+//! The kernel asks for a report when the block device begins, and after a write that failed. Reports
+//! and operations on zones may wait for the device below: each queue has a thread for them.
 //!
 //! # What is trusted
 //! The kernel: it decides what is copied where. Its descriptors are copied before they are looked
@@ -38,9 +46,11 @@
 //! stays is removed by [`remove_left_behind`].
 //!
 //! # Not offered
-//! Recovery: a successor that takes over a block device in use. Zones. Zero copy, with which a server cannot see the data.
+//! Recovery: a successor that takes over a block device in use. Zones for users without privileges.
+//! Write zeroes to zones. Zero copy, with which a server cannot see the data.
 
 mod abi;
+mod aside;
 mod control;
 mod export;
 #[cfg(test)]
@@ -60,6 +70,9 @@ mod task;
 mod tests;
 mod uring;
 mod within;
+mod zones;
+#[cfg(test)]
+mod zones_tests;
 
 pub use control::ControlError;
 pub use export::{
@@ -69,6 +82,7 @@ pub use export::{
 pub use keeper::{START_DEADLINE, StartError};
 pub use ours::LeftBehindError;
 pub use owner::OwnerError;
+pub use zones::UnfitZones;
 
 /// Removes the devices that a process of ours has left when it was killed, which nobody uses. Those
 /// of other programs, and those that are served, stay. Returns the numbers of what was removed.

@@ -7,6 +7,7 @@ use freestone_core::bytes::Bytes;
 use freestone_core::device::{Device, Failures, Geometry};
 
 use crate::abi::{ParamBasic, ParamDiscard, Params, SECTOR_BYTES, attr, param};
+use crate::zones;
 
 /// The block layer's limit of a discard or write zeroes: fewer than 4 GiB.
 const MAX_RANGE_SECTORS: u32 = u32::MAX >> 9;
@@ -35,6 +36,11 @@ impl Disk {
         Bytes::told(self.device.geometry()).size / SECTOR_BYTES
     }
 
+    /// Whether it has zones; data is moved by user copy then.
+    pub fn is_zoned(&self) -> bool {
+        self.device.geometry().zones.is_some()
+    }
+
     /// What the driver is told, where a buffer has `max_bytes`.
     pub fn params(&self, max_bytes: u32) -> Params {
         params(&self.device.geometry(), self.read_only, max_bytes)
@@ -50,8 +56,8 @@ impl fmt::Debug for Disk {
 fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
     let page = rustix::param::page_size() as u32;
     // Smaller requests than the device's blocks are served as well, so that a partition table in
-    // sectors of 512 fits, as over the other exports.
-    let logical = SECTOR_BYTES as u32;
+    // sectors of 512 fits, as over the other exports. But zones are written by the device's own blocks.
+    let logical = if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 };
     let physical = geometry.physical_block.clamp(logical, page);
     let shift = |bytes: u32| bytes.max(1).ilog2() as u8;
     let mut attrs = 0;
@@ -76,11 +82,17 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
         io_opt_shift: shift(geometry.io_opt.max(physical)),
         io_min_shift: shift(geometry.io_min.max(physical)),
         max_sectors: max_request / SECTOR_BYTES as u32,
-        chunk_sectors: 0,
+        chunk_sectors: geometry.zones.map_or(0, |zones| (zones.zone_size / SECTOR_BYTES) as u32),
         dev_sectors: told.size / SECTOR_BYTES,
         virt_boundary_mask: 0,
     };
     let len = size_of::<Params>() as u32;
+    if let Some(zones) = &geometry.zones {
+        // No write zeroes: the block layer would not cut it at the ends of zones, as it does what it
+        // writes instead.
+        let zoned = zones::params(zones, max_request);
+        return Params { len, types: param::BASIC | param::ZONED, basic, zoned, ..Params::default() };
+    }
     if read_only {
         return Params { len, types: param::BASIC, basic, ..Params::default() };
     }
@@ -95,12 +107,16 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
         max_discard_segments: 1,
         ..ParamDiscard::default()
     };
-    Params { len, types: param::BASIC | param::DISCARD, basic, discard, unused: 0 }
+    Params { len, types: param::BASIC | param::DISCARD, basic, discard, ..Params::default() }
 }
 
 #[cfg(test)]
 mod tests {
+    use freestone_core::device::ZoneGeometry;
+
     use super::*;
+    use crate::abi::ParamZoned;
+    use crate::zones::UnfitZones;
 
     const MAX: u32 = 512 << 10;
 
@@ -126,7 +142,7 @@ mod tests {
     #[test]
     fn what_the_geometry_says() {
         let told = params(&geometry(), false, MAX);
-        assert_eq!((told.len, told.types), (64, param::BASIC | param::DISCARD));
+        assert_eq!((told.len, told.types), (112, param::BASIC | param::DISCARD));
         let basic = told.basic;
         assert_eq!((basic.attrs, basic.dev_sectors, basic.max_sectors), (0, 64 << 11, 1024));
         let shifts =
@@ -168,5 +184,28 @@ mod tests {
         assert!(told.discard.max_write_zeroes_sectors > 0);
         let wide = Geometry { max_request: u32::MAX - 4095, ..geometry() };
         assert_eq!(params(&wide, false, MAX).basic.max_sectors, MAX / 512);
+    }
+
+    #[test]
+    fn zones_are_told_in_sectors_and_by_the_blocks_of_the_device() {
+        let zones =
+            ZoneGeometry { zone_size: 4 << 20, nr_zones: 16, max_open: 3, max_active: 5, max_append: 16384 };
+        let with = |zones, block| Geometry { zones: Some(zones), logical_block: block, ..geometry() };
+        let told = params(&with(zones, 4096), false, MAX);
+        assert_eq!(told.types, param::BASIC | param::ZONED);
+        assert_eq!((told.basic.chunk_sectors, told.basic.logical_bs_shift), (8192, 12));
+        let ParamZoned { max_open_zones, max_active_zones, max_zone_append_sectors, .. } = told.zoned;
+        assert_eq!((max_open_zones, max_active_zones, max_zone_append_sectors), (3, 5, 32));
+        assert_eq!(told.discard, ParamDiscard::default());
+        let wide = ZoneGeometry { max_append: !511, ..zones };
+        let told = params(&with(wide, 512), true, MAX);
+        assert_eq!((told.zoned.max_zone_append_sectors, told.basic.logical_bs_shift), (MAX / 512, 9));
+        assert_eq!(told.basic.attrs, attr::READ_ONLY);
+        assert_eq!(crate::zones::check(&with(zones, 4096)), Ok(()));
+        let unfit = |zones: ZoneGeometry| crate::zones::check(&with(zones, 4096));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 3 << 20, ..zones }), Err(UnfitZones::Size(3 << 20)));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 1 << 42, ..zones }), Err(UnfitZones::Size(1 << 42)));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 128 << 20, ..zones }), Err(UnfitZones::ShortLast));
+        assert_eq!(unfit(ZoneGeometry { max_append: 0, ..zones }), Err(UnfitZones::NoAppend));
     }
 }

@@ -19,6 +19,8 @@ pub struct Parts {
     pub depth: u16,
     /// Largest request in bytes.
     pub max_bytes: usize,
+    /// It copies data itself, as for zones.
+    pub user_copy: bool,
     /// What it has to obey.
     pub shared: Arc<Shared>,
     /// How its thread is woken.

@@ -13,6 +13,8 @@ pub enum Place {
     Kernel,
     /// Its request has arrived, and is not begun.
     Waiting,
+    /// The data of its request is on the way.
+    Fetching,
     /// The device has its request.
     Device,
     /// Its outcome cannot be told yet, for lack of a buffer.

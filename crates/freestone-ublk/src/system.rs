@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, major, makedev, minor, mknodat, open};
 use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::abi::CtrlCmd;
 use crate::control::is_id;
@@ -106,8 +107,8 @@ struct Char {
 }
 
 impl CharDevice for Char {
-    fn ring(&self, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
-        Ok(Box::new(QueueRing::new(Arc::clone(&self.device), queue, depth, wake)?))
+    fn ring(&self, queue: u16, depth: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
+        Ok(Box::new(QueueRing::new(Arc::clone(&self.device), queue, depth, user_copy, wake)?))
     }
 }
 
@@ -134,6 +135,11 @@ impl BlockDevice for Block {
 impl Kernel for System {
     fn check(&self) -> Result<(), Errno> {
         self.control().map(drop)
+    }
+
+    fn is_admin(&self) -> bool {
+        // Where that cannot be told the driver will say what it does not like.
+        capabilities(None).map_or(true, |sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
     }
 
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {

@@ -562,34 +562,3 @@ fn what_was_left_behind_is_removed() {
     driver.state().info = Some(info);
     assert!(ours::remove(driver).is_err());
 }
-
-#[test]
-fn zones_are_not_shown() {
-    struct Zoned(Arc<Ram>);
-    impl Device for Zoned {
-        fn geometry(&self) -> Geometry {
-            let zones = freestone_core::device::ZoneGeometry {
-                zone_size: 1 << 20,
-                nr_zones: 64,
-                max_open: 0,
-                max_active: 0,
-                max_append: 0,
-            };
-            Geometry { zones: Some(zones), ..self.0.geometry() }
-        }
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-            self.0.try_io(request, buffer)
-        }
-        fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-            self.0.submit(request, buffer, done);
-        }
-        fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-            self.0.extents(offset, len, row)
-        }
-    }
-    let driver = Driver::default();
-    let device = Arc::new(Zoned(ram()));
-    let started = Export::with(Arc::new(driver.clone()), START_DEADLINE, "disk", device, options());
-    assert!(matches!(started, Err(StartError::Zoned)));
-    assert!(driver.state().log.is_empty());
-}

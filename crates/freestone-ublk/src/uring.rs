@@ -14,14 +14,17 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
-use crate::abi::{CtrlCmd, IO_DESC_BYTES, IoCmd, IoDesc, MAX_QUEUE_DEPTH, io as io_command};
-use crate::kernel::{Arrived, Ring, Wait};
+use crate::abi::{CtrlCmd, IO_DESC_BYTES, IoCmd, IoDesc, MAX_QUEUE_DEPTH, data_offset, io as io_command};
+use crate::kernel::{Arrived, Event, Ring, Wait};
 
 /// `POLLIN` of poll(2).
 const POLLIN: u32 = 1;
 
 /// Marks the poll among the answers; tags are small.
 const WAKE: u64 = u64::MAX;
+/// Marks copies of data, above the tag.
+const FETCHED: u64 = 1 << 16;
+const SENT: u64 = 2 << 16;
 /// Pause where the kernel has no resources for a submission.
 const BREATH: Duration = Duration::from_millis(1);
 
@@ -115,10 +118,17 @@ pub struct QueueRing {
 
 impl QueueRing {
     /// For one queue of a device, to be used by the calling thread only.
-    pub fn new(device: Arc<OwnedFd>, queue: u16, depth: u16, wake: &OwnedFd) -> io::Result<Self> {
+    pub fn new(
+        device: Arc<OwnedFd>,
+        queue: u16,
+        depth: u16,
+        user_copy: bool,
+        wake: &OwnedFd,
+    ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&device, queue, depth)?;
-        // A tag has one entry at a time, and the poll one.
-        let entries = (u32::from(depth) + 1).next_power_of_two();
+        // A tag has one entry at a time, or a commit behind its data, and the poll one.
+        let each = 1 + u32::from(user_copy);
+        let entries = (u32::from(depth) * each + 1).next_power_of_two();
         let (ring, is_deferred) = build(entries)?;
         let wake = wake.try_clone()?;
         Ok(Self { ring, descriptors, device, wake, queue, is_armed: false, is_deferred })
@@ -133,11 +143,11 @@ impl QueueRing {
     }
 
     fn push_entry(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the caller of `fetch` and `commit` keeps the buffer until the tag arrives, and leaks
-        // it where the ring ends before that. The files are open as long as `self` lives, and the
+        // SAFETY: the caller of `fetch` and `commit` keeps the buffer until the tag arrives, that of
+        // `fetch_data` and `send_data` until the data does, and leaks it where the ring ends before that. The files are open as long as `self` lives, and the
         // kernel takes its own references when it accepts the entry.
         let pushed = unsafe { self.ring.submission().push(entry) };
-        debug_assert!(pushed.is_ok(), "there is an entry for each tag and the poll");
+        debug_assert!(pushed.is_ok(), "there are entries for each tag and the poll");
     }
 }
 
@@ -167,6 +177,21 @@ impl Ring for QueueRing {
 
     fn commit(&mut self, tag: u16, result: i32, buffer: u64) {
         self.push(io_command::COMMIT_AND_FETCH_REQ, tag, result, buffer);
+    }
+
+    fn fetch_data(&mut self, tag: u16, to: u64, len: usize) {
+        let to = std::ptr::with_exposed_provenance_mut(to as usize);
+        let read = opcode::Read::new(types::Fd(self.device.as_raw_fd()), to, len as u32);
+        let read = read.offset(data_offset(self.queue, tag)).build();
+        self.push_entry(&read.user_data(FETCHED | u64::from(tag)));
+    }
+
+    fn send_data(&mut self, tag: u16, from: u64, len: usize) {
+        let from = std::ptr::with_exposed_provenance(from as usize);
+        let write = opcode::Write::new(types::Fd(self.device.as_raw_fd()), from, len as u32);
+        // A link ends where less was written: the commit is not done then.
+        let write = write.offset(data_offset(self.queue, tag)).build().flags(squeue::Flags::IO_LINK);
+        self.push_entry(&write.user_data(SENT | u64::from(tag)));
     }
 
     fn has_queued(&mut self) -> bool {
@@ -214,7 +239,12 @@ impl Ring for QueueRing {
                 self.is_armed &= cqueue::more(answer.flags());
                 continue;
             }
-            into.push(Arrived { tag: answer.user_data() as u16, result: answer.result() });
+            let event = match answer.user_data() & (FETCHED | SENT) {
+                FETCHED => Event::Fetched,
+                SENT => Event::Sent,
+                _ => Event::Command,
+            };
+            into.push(Arrived { tag: answer.user_data() as u16, event, result: answer.result() });
         }
     }
 
@@ -236,6 +266,7 @@ mod tests {
     use rustix::io::{pwrite, write};
 
     use super::*;
+    use crate::kernel::NOT_DONE;
 
     /// A file in the place of the device: it has descriptors, and refuses commands.
     #[test]
@@ -247,7 +278,7 @@ mod tests {
         pwrite(&file, wanted.as_bytes(), apart + 3 * IO_DESC_BYTES as u64).unwrap();
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         // A machine may forbid rings.
-        let Ok(mut ring) = QueueRing::new(Arc::new(file), 1, 4, &wake) else { return };
+        let Ok(mut ring) = QueueRing::new(Arc::new(file), 1, 4, false, &wake) else { return };
         assert_eq!((ring.descriptor(3), ring.descriptor(0)), (wanted, IoDesc::default()));
 
         let mut arrived = Vec::new();
@@ -259,7 +290,7 @@ mod tests {
             ring.enter(Wait::AtMost(Duration::from_secs(1))).unwrap();
             ring.arrived(&mut arrived);
         }
-        assert_eq!(arrived, [Arrived { tag: 2, result: -95 }]);
+        assert_eq!(arrived, [Arrived { tag: 2, event: Event::Command, result: -95 }]);
 
         // Each write ends one wait, although nobody reads.
         for _ in 0..3 {
@@ -270,6 +301,40 @@ mod tests {
         let (began, time) = (Instant::now(), Duration::from_millis(30));
         ring.enter(Wait::AtMost(time)).unwrap();
         assert!(began.elapsed() >= time && arrived.len() == 1);
+    }
+
+    /// The same file has data of requests.
+    #[test]
+    fn data_is_copied_and_a_commit_behind_less_of_it_is_not_done() {
+        let file = memfd_create("ublkc", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, data_offset(1, 3) + 700).unwrap();
+        pwrite(&file, b"a request", data_offset(1, 3)).unwrap();
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let file = Arc::new(file);
+        let Ok(mut ring) = QueueRing::new(Arc::clone(&file), 1, 4, true, &wake) else { return };
+        let arrived = |ring: &mut QueueRing, count| {
+            let mut arrived = Vec::new();
+            while arrived.len() < count {
+                ring.enter(Wait::AtMost(Duration::from_secs(1))).unwrap();
+                ring.arrived(&mut arrived);
+            }
+            arrived.into_iter().map(|Arrived { tag, event, result }| (tag, event, result)).collect::<Vec<_>>()
+        };
+        let mut buffer = vec![0_u8; 1024];
+        let at = buffer.as_mut_ptr().expose_provenance() as u64;
+        ring.fetch_data(3, at, 512);
+        assert_eq!(arrived(&mut ring, 1), [(3, Event::Fetched, 512)]);
+        assert_eq!(&buffer[..9], b"a request");
+        ring.fetch_data(3, at, 1024);
+        assert_eq!(arrived(&mut ring, 1), [(3, Event::Fetched, 700)]);
+        ring.send_data(2, at, 512);
+        ring.commit(2, 512, 0);
+        // The file refuses commands, so that this one was tried.
+        assert_eq!(arrived(&mut ring, 2), [(2, Event::Sent, 512), (2, Event::Command, -95)]);
+        rustix::fs::fcntl_add_seals(&*file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
+        ring.send_data(2, at, 512);
+        ring.commit(2, 512, 0);
+        assert_eq!(arrived(&mut ring, 2), [(2, Event::Sent, -1), (2, Event::Command, NOT_DONE)]);
     }
 
     #[test]

@@ -33,8 +33,15 @@ fn without_the_driver_its_module_is_named() {
 
 #[test]
 fn what_cannot_be_a_block_device_is_refused() {
-    let serve = Serve::start(&["z=null,size=8M,blocksize=4096,zoned=1,zone_size=1M", "b=ram,disksize=1M"]);
-    assert_eq!(serve.refused(1, &["publish", "z", "--ublk"]), "z: zones are not shown by ublk");
+    let serve = Serve::start(&[
+        "z=null,size=8M,zoned=1,zone_size=1M,zone_append_max_sectors=0",
+        "s=null,size=9M,zoned=1,zone_size=2M",
+        "b=ram,disksize=1M",
+    ]);
+    let refused = serve.refused(1, &["publish", "z", "--ublk"]);
+    assert_eq!(refused, "z: ublk has no zones without appends: zone_append_max_sectors must not be 0");
+    let refused = serve.refused(1, &["publish", "s", "--ublk"]);
+    assert!(refused.starts_with("s: the last zone is shorter"), "{refused}");
     let refused = serve.refused(2, &["publish", "b", "--template", "--ublk"]);
     assert!(refused.starts_with("b: ublk: a template is published over NBD"), "{refused}");
     for (words, why) in [

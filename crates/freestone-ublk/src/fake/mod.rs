@@ -1,7 +1,7 @@
 //! A driver for tests: takes the same commands, keeps the same rules, and gives requests to the
 //! queues as the block layer does.
-#![expect(unsafe_code)]
-// UNSAFETY: copies to and from buffers by the addresses that it was given, as the driver does.
+
+mod lane;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -10,18 +10,21 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::abi::{CtrlCmd, DevInfo, IoDesc, Params, control, feature, op, state};
-use crate::kernel::{Arrived, BlockDevice, CharDevice, Kernel, Ring, Wait};
+use crate::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
+use crate::kernel::{Arrived, BlockDevice, CharDevice, Event, Kernel, NOT_DONE, Ring, Wait};
+use lane::{Lane, Pending, ring_bell};
 
 pub const ID: u32 = 7;
 /// Who makes devices.
 pub const OWNER: (u32, u32) = (1000, 100);
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const ABORT: i32 = -19;
+/// Zones that it asks for at once, as one that is short of memory.
+const ROWS_ASKED: u32 = 5;
 
 /// A request's outcome, and what was read.
 pub type Outcome = (i32, Vec<u8>);
@@ -50,6 +53,14 @@ pub struct State {
     pub no_fetch: bool,
     /// Reads a sector while it starts.
     pub scans: bool,
+    /// It is built without zones.
+    pub no_zones: bool,
+    /// Bits that it does not grant, though it has them.
+    pub withholds: u64,
+    /// What the next copies of data come to: so many bytes, or a negative errno.
+    pub copies: VecDeque<i32>,
+    /// Data that was fetched is told of by [`Driver::tell_fetched`] only.
+    pub holds_fetched: bool,
     pub claimed: bool,
     /// Who asks has no privileges.
     pub is_user: bool,
@@ -60,112 +71,10 @@ pub struct State {
     pub info: Option<DevInfo>,
     pub params: Option<Params>,
     pub sectors: u64,
+    /// As of the start.
+    pub zones: Vec<ZoneRow>,
     pub lanes: Vec<Lane>,
     next_ticket: u64,
-}
-
-/// A queue.
-pub struct Lane {
-    tags: Vec<Tag>,
-    queued: VecDeque<Pending>,
-    done: HashMap<u64, Outcome>,
-    arrived: VecDeque<Arrived>,
-    bell: OwnedFd,
-    /// How often it was entered, and how many requests it had.
-    pub enters: u64,
-    pub requests: u64,
-    pub is_open: bool,
-    aborted: bool,
-}
-
-#[derive(Default)]
-struct Tag {
-    /// The buffer it was fetched with, while no request has come.
-    fetched: Option<u64>,
-    busy: Option<u64>,
-    descriptor: IoDesc,
-}
-
-struct Pending {
-    ticket: u64,
-    descriptor: IoDesc,
-    data: Vec<u8>,
-}
-
-fn event() -> OwnedFd {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
-}
-
-fn ring_bell(bell: &OwnedFd) {
-    let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
-}
-
-impl Lane {
-    fn new(depth: u16) -> Self {
-        Self {
-            tags: (0..depth).map(|_| Tag::default()).collect(),
-            queued: VecDeque::new(),
-            done: HashMap::new(),
-            arrived: VecDeque::new(),
-            bell: event(),
-            enters: 0,
-            requests: 0,
-            is_open: false,
-            aborted: false,
-        }
-    }
-
-    fn is_busy(&self) -> bool {
-        !self.queued.is_empty() || self.tags.iter().any(|tag| tag.busy.is_some())
-    }
-
-    /// Gives requests to tags that are fetched.
-    fn dispatch(&mut self) {
-        for (number, tag) in self.tags.iter_mut().enumerate() {
-            if tag.fetched.is_none() {
-                continue;
-            }
-            let Some(pending) = self.queued.pop_front() else { return };
-            let addr = tag.fetched.take().unwrap();
-            tag.busy = Some(pending.ticket);
-            tag.descriptor = IoDesc { addr, ..pending.descriptor };
-            if pending.descriptor.op() == op::WRITE {
-                let to = std::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
-                // SAFETY: the server keeps a buffer of the largest request there until the tag arrives.
-                unsafe { to.copy_from_nonoverlapping(pending.data.as_ptr(), pending.data.len()) };
-            }
-            self.requests += 1;
-            self.arrived.push_back(Arrived { tag: number as u16, result: 0 });
-            ring_bell(&self.bell);
-        }
-    }
-
-    fn commit(&mut self, number: u16, result: i32, addr: u64) {
-        assert_ne!(addr, 0, "a buffer is mandatory");
-        let tag = &mut self.tags[usize::from(number)];
-        let ticket = tag.busy.take().expect("a commit without a request");
-        let mut data = Vec::new();
-        if tag.descriptor.op() == op::READ && result > 0 {
-            let len = result as usize;
-            assert_eq!(len as u64, u64::from(tag.descriptor.nr_sectors) * 512, "short results loop");
-            data = vec![0; len];
-            let from = std::ptr::with_exposed_provenance::<u8>(addr as usize);
-            // SAFETY: as above; the server has not got the tag back.
-            unsafe { from.copy_to_nonoverlapping(data.as_mut_ptr(), len) };
-        }
-        self.done.insert(ticket, (result, data));
-        self.fetch(number, addr);
-    }
-
-    fn fetch(&mut self, number: u16, addr: u64) {
-        if self.aborted {
-            self.arrived.push_back(Arrived { tag: number, result: ABORT });
-            return ring_bell(&self.bell);
-        }
-        let tag = &mut self.tags[usize::from(number)];
-        assert!(tag.fetched.is_none() && tag.busy.is_none(), "a tag that is the kernel's");
-        tag.fetched = Some(addr);
-    }
 }
 
 impl Driver {
@@ -217,6 +126,37 @@ impl Driver {
         self.wait(0, ticket)
     }
 
+    /// The zones, as a report has them; `Err`: it fails, or is none.
+    pub fn report(&self) -> Result<Vec<ZoneRow>, Errno> {
+        let (sectors, zone) = {
+            let state = self.state();
+            (state.sectors, u64::from(state.params.unwrap().basic.chunk_sectors))
+        };
+        let mut rows = Vec::new();
+        while (rows.len() as u64) < sectors / zone {
+            let (result, data) = self.io(op::REPORT_ZONES.into(), rows.len() as u64 * zone, ROWS_ASKED, &[]);
+            if result < 0 {
+                return Err(Errno::from_raw_os_error(-result));
+            }
+            let told = data.chunks(size_of::<ZoneRow>()).map(|row| ZoneRow::read_from_bytes(row).unwrap());
+            let before = rows.len();
+            rows.extend(told.take_while(|row| row.len > 0));
+            if rows.len() == before {
+                return Err(Errno::NODEV);
+            }
+        }
+        let ends = rows.iter().scan(0, |end, row| (row.start == *end).then(|| *end += row.len));
+        if ends.count() == rows.len() { Ok(rows) } else { Err(Errno::NODEV) }
+    }
+
+    /// Tells of data that was fetched, of so many requests, the last first.
+    pub fn tell_fetched(&self, lane: usize, most: usize) {
+        let lane = &mut self.state().lanes[lane];
+        let rest = lane.fetched.len().saturating_sub(most);
+        lane.arrived.extend(lane.fetched.drain(rest..).rev());
+        ring_bell(&lane.bell);
+    }
+
     pub fn has_come(&self, command: u32) -> bool {
         self.state().log.contains(&command)
     }
@@ -229,7 +169,11 @@ impl Driver {
             lane.aborted = true;
             for (number, tag) in lane.tags.iter_mut().enumerate() {
                 if tag.fetched.take().is_some() {
-                    lane.arrived.push_back(Arrived { tag: number as u16, result: ABORT });
+                    lane.arrived.push_back(Arrived {
+                        tag: number as u16,
+                        event: Event::Command,
+                        result: ABORT,
+                    });
                 }
             }
             ring_bell(&lane.bell);
@@ -250,14 +194,19 @@ impl State {
     }
 
     fn features(&self) -> u64 {
-        let all = feature::UPDATE_SIZE | feature::SAFE_STOP_DEV | feature::UNPRIVILEGED_DEV | 1 << 40;
-        (feature::CMD_IOCTL_ENCODE | all) & !self.lacks
+        let of_zones = feature::USER_COPY | feature::ZONED;
+        let others = feature::UPDATE_SIZE | feature::SAFE_STOP_DEV | feature::UNPRIVILEGED_DEV | 1 << 40;
+        (feature::CMD_IOCTL_ENCODE | others | of_zones) & !self.lacks
     }
 }
 
 impl Kernel for Driver {
     fn check(&self) -> Result<(), Errno> {
         if self.state().is_absent { Err(Errno::NOENT) } else { Ok(()) }
+    }
+
+    fn is_admin(&self) -> bool {
+        !self.state().is_user
     }
 
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
@@ -304,7 +253,16 @@ impl Kernel for Driver {
                     return Err(Errno::PERM);
                 }
                 (info.owner_uid, info.owner_gid) = OWNER;
-                state.lanes = (0..info.nr_hw_queues).map(|_| Lane::new(info.queue_depth)).collect();
+                let user_copy = info.flags & feature::USER_COPY != 0;
+                if user_copy && state.is_user {
+                    return Err(Errno::INVAL);
+                }
+                if info.flags & feature::ZONED != 0 && (state.no_zones || !user_copy) {
+                    return Err(Errno::INVAL);
+                }
+                info.flags &= !state.withholds;
+                let lane = || Lane::new(info.queue_depth, user_copy);
+                state.lanes = (0..info.nr_hw_queues).map(|_| lane()).collect();
                 state.info = Some(info);
                 payload.copy_from_slice(info.as_bytes());
             }
@@ -312,6 +270,10 @@ impl Kernel for Driver {
                 let params = Params::read_from_bytes(payload).unwrap();
                 assert_eq!(params.len as usize, payload.len());
                 let mut state = self.state();
+                let is_zoned = state.info.unwrap().flags & feature::ZONED != 0;
+                assert_eq!(params.types & param::ZONED != 0, is_zoned);
+                let (zone, append) = (params.basic.chunk_sectors, params.zoned.max_zone_append_sectors);
+                assert_eq!((zone > 0, append > 0), (is_zoned, is_zoned));
                 state.sectors = params.basic.dev_sectors;
                 state.params = Some(params);
             }
@@ -319,6 +281,10 @@ impl Kernel for Driver {
                 let all = |lane: &Lane| lane.is_open && lane.tags.iter().all(|tag| tag.fetched.is_some());
                 self.wait_for(|state| state.lanes.iter().all(all).then_some(()));
                 assert_eq!(header.data, u64::from(std::process::id()));
+                if self.state().params.unwrap().types & param::ZONED != 0 {
+                    let zones = self.report()?;
+                    self.state().zones = zones;
+                }
                 if self.state().scans {
                     self.io(op::READ.into(), 0, 8, &[]);
                 }
@@ -373,9 +339,12 @@ impl BlockDevice for Driver {
 }
 
 impl CharDevice for Driver {
-    fn ring(&self, queue: u16, _: u16, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
+    fn ring(&self, queue: u16, _: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
         let lane = usize::from(queue);
-        self.state().lanes[lane].is_open = true;
+        let mut state = self.state();
+        assert_eq!(state.lanes[lane].user_copy, user_copy);
+        state.lanes[lane].is_open = true;
+        drop(state);
         Ok(Box::new(FakeRing { driver: self.clone(), lane, queued: Vec::new(), wake: wake.try_clone()? }))
     }
 }
@@ -383,6 +352,8 @@ impl CharDevice for Driver {
 enum Entry {
     Fetch(u16, u64),
     Commit(u16, i32, u64),
+    FetchData(u16, u64, usize),
+    SendData(u16, u64, usize),
 }
 
 struct FakeRing {
@@ -401,6 +372,14 @@ impl Ring for FakeRing {
         self.queued.push(Entry::Commit(tag, result, buffer));
     }
 
+    fn fetch_data(&mut self, tag: u16, to: u64, len: usize) {
+        self.queued.push(Entry::FetchData(tag, to, len));
+    }
+
+    fn send_data(&mut self, tag: u16, from: u64, len: usize) {
+        self.queued.push(Entry::SendData(tag, from, len));
+    }
+
     fn has_queued(&mut self) -> bool {
         !self.queued.is_empty()
     }
@@ -408,24 +387,45 @@ impl Ring for FakeRing {
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
         let bell = {
             let mut state = self.driver.state();
-            let refuses = state.no_fetch;
+            let (refuses, holds) = (state.no_fetch, state.holds_fetched);
+            let mut copies = std::mem::take(&mut state.copies);
             let lane = &mut state.lanes[self.lane];
             lane.enters += 1;
+            // The tag whose data was not taken: its commit follows.
+            let mut broken = None;
             for entry in self.queued.drain(..) {
+                let arrived = |tag, event, result| Arrived { tag, event, result };
                 match entry {
                     Entry::Fetch(tag, _) if refuses => {
-                        lane.arrived.push_back(Arrived { tag, result: -22 });
+                        lane.arrived.push_back(arrived(tag, Event::Command, -22));
                     }
                     Entry::Fetch(tag, buffer) => lane.fetch(tag, buffer),
+                    Entry::Commit(tag, ..) if broken.take() == Some(tag) => {
+                        lane.arrived.push_back(arrived(tag, Event::Command, NOT_DONE));
+                    }
                     Entry::Commit(tag, result, buffer) => lane.commit(tag, result, buffer),
+                    Entry::FetchData(tag, to, len) => {
+                        let result = lane.fetch_data(tag, to, len, copies.pop_front());
+                        let into = if holds { &mut lane.fetched } else { &mut lane.arrived };
+                        into.push_back(arrived(tag, Event::Fetched, result));
+                    }
+                    Entry::SendData(tag, from, len) => {
+                        let result = lane.send_data(tag, from, len, copies.pop_front());
+                        lane.arrived.push_back(arrived(tag, Event::Sent, result));
+                        broken = (result != len as i32).then_some(tag);
+                    }
                 }
             }
             lane.dispatch();
             self.driver.0.changed.notify_all();
-            if wait == Wait::No || !lane.arrived.is_empty() {
-                return Ok(());
-            }
-            lane.bell.try_clone()?
+            let bell = if wait == Wait::No || !lane.arrived.is_empty() {
+                None
+            } else {
+                Some(lane.bell.try_clone()?)
+            };
+            state.copies = copies;
+            let Some(bell) = bell else { return Ok(()) };
+            bell
         };
         let time = match wait {
             Wait::AtMost(time) => Some(Timespec::try_from(time).unwrap()),

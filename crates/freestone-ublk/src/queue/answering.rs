@@ -1,0 +1,113 @@
+//! The way back: what is done, told to the kernel.
+
+use freestone_core::device::{Error, IoBuf};
+
+use super::Queue;
+use crate::abi::SECTOR_BYTES;
+use crate::slots::Place;
+use crate::task::{Finished, Kind, Task, result_of};
+
+impl Queue {
+    /// Answers what the device has finished.
+    pub(super) fn harvest(&mut self) {
+        if self.in_flight == 0 {
+            return;
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        self.parts.answers.take(&mut finished);
+        for Finished { task, outcome, buffer } in finished.drain(..) {
+            self.in_flight -= 1;
+            self.charged -= task.charge;
+            let slot = self.slots.get(task.tag);
+            if slot.place != Place::Device || slot.serial != task.serial {
+                // It was answered in the device's place.
+                continue;
+            }
+            match outcome.and_then(|at| self.take_data(&task, buffer).map(|()| at)) {
+                Ok(at) => self.succeed(&task, at),
+                Err(error) => self.fail(&task, error),
+            }
+        }
+        self.finished = finished;
+    }
+
+    /// Puts what a device has handed back to where it belongs.
+    fn take_data(&mut self, task: &Task, buffer: IoBuf) -> Result<(), Error> {
+        if task.len == 0 {
+            return Ok(());
+        }
+        let is_read = task.is_read();
+        // A device that hands back another buffer has no data for the kernel.
+        let fits = buffer.len() == task.len - task.done;
+        if task.done == 0 {
+            let fits = fits && buffer.capacity() >= self.slots.bytes();
+            self.slots.put(task.tag, buffer);
+            return if fits || !is_read { Ok(()) } else { Err(Error::Media) };
+        }
+        if is_read {
+            if !fits {
+                return Err(Error::Media);
+            }
+            let mut whole = self.slots.take(task.tag, task.len);
+            whole[task.done..].copy_from_slice(&buffer);
+            self.slots.put(task.tag, whole);
+        }
+        Ok(())
+    }
+
+    /// Answers a request that is done; an append went to the byte `at`.
+    pub(super) fn succeed(&mut self, task: &Task, at: u64) {
+        let tag = task.tag;
+        if !self.parts.user_copy {
+            return self.commit(tag, task.result());
+        }
+        if task.is_read() {
+            match self.slots.address(tag) {
+                Ok(from) => self.copying.send(&mut *self.ring, tag, from, task.len),
+                Err(error) => return self.fail(task, error),
+            }
+        }
+        let place = if matches!(task.kind, Kind::Append(_)) { at / SECTOR_BYTES } else { 0 };
+        self.ring.commit(tag, task.result(), place);
+        self.slots.get(tag).place = Place::Kernel;
+    }
+
+    /// Counts what failed for who looks after the device, and answers.
+    #[cold]
+    pub(super) fn fail(&mut self, task: &Task, error: Error) {
+        let (disk, failed) = (&self.disk, task.failed());
+        if let Some(held_back) = disk.failures.count(failed, error) {
+            tracing::warn!(kind = ?task.kind, "{}: {failed}: {error}{held_back}", disk.name);
+        } else {
+            tracing::debug!(kind = ?task.kind, "{}: {failed}: {error}", disk.name);
+        }
+        self.commit(task.tag, result_of(error));
+    }
+
+    /// Answers what is no request for the device.
+    #[cold]
+    pub(super) fn refuse(&mut self, tag: u16, op: u8, error: Error) {
+        tracing::debug!(op, "{}: ublk: refused: {error}", self.disk.name);
+        self.commit(tag, result_of(error));
+    }
+
+    /// Tells an outcome with the next entry of the ring; the tag and its buffer are the kernel's.
+    pub(super) fn commit(&mut self, tag: u16, result: i32) {
+        let buffer = if self.parts.user_copy { Ok(0) } else { self.slots.address(tag) };
+        if let Ok(buffer) = buffer {
+            self.ring.commit(tag, result, buffer);
+            self.slots.get(tag).place = Place::Kernel;
+        } else {
+            // There is no data to tell without a buffer: only a read that is done has any.
+            self.starved.push((tag, result));
+            self.slots.get(tag).place = Place::Starved;
+        }
+    }
+
+    /// Tries again where there was no memory.
+    pub(super) fn feed(&mut self) {
+        for (tag, result) in std::mem::take(&mut self.starved) {
+            self.commit(tag, result);
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Zones, as the driver has them.
+
+use freestone_core::device::zoned::{ZoneCondition, ZoneOp, ZoneType};
+use freestone_core::device::{Device, Error, Geometry, Result, Zone, ZoneGeometry};
+use thiserror::Error;
+use zerocopy::IntoBytes;
+
+use crate::abi::{ParamZoned, SECTOR_BYTES, ZoneRow, feature, zone_condition, zone_type};
+
+/// Features without which there are no zones: an append is answered in the place of a buffer.
+pub const FEATURES: u64 = feature::ZONED | feature::USER_COPY;
+/// Bytes of a zone in a report.
+pub const ROW_BYTES: usize = size_of::<ZoneRow>();
+
+/// Zones that the kernel cannot have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum UnfitZones {
+    /// Its arithmetic is by shifts.
+    #[error("zones of {0} bytes: the kernel takes powers of two, from a page up to 2 TiB")]
+    Size(u64),
+    /// It asks for whole zones only.
+    #[error("the last zone is shorter than the others: ublk shows whole zones only")]
+    ShortLast,
+    /// It wants to append.
+    #[error("ublk has no zones without appends: zone_append_max_sectors must not be 0")]
+    NoAppend,
+}
+
+/// Whether the kernel can have these zones.
+pub fn check(geometry: &Geometry) -> std::result::Result<(), UnfitZones> {
+    let Some(zones) = geometry.zones else { return Ok(()) };
+    let sizes = rustix::param::page_size() as u64..=u64::from(u32::MAX) * SECTOR_BYTES;
+    if !zones.zone_size.is_power_of_two() || !sizes.contains(&zones.zone_size) {
+        return Err(UnfitZones::Size(zones.zone_size));
+    }
+    if !geometry.size.is_multiple_of(zones.zone_size) {
+        return Err(UnfitZones::ShortLast);
+    }
+    if zones.max_append == 0 { Err(UnfitZones::NoAppend) } else { Ok(()) }
+}
+
+/// What the driver is told of them, where a request has at most so many bytes.
+pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
+    let max_append = u64::from(zones.max_append.min(max_request)).min(zones.zone_size);
+    ParamZoned {
+        max_open_zones: zones.max_open,
+        max_active_zones: zones.max_active,
+        max_zone_append_sectors: (max_append / SECTOR_BYTES) as u32,
+        ..ParamZoned::default()
+    }
+}
+
+/// What is done with zones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ZoneRequest {
+    /// Tell of those from the one that has this byte on.
+    Report(u64),
+    /// This, to the zone that begins at this byte.
+    Op(ZoneOp, u64),
+    /// Reset all.
+    ResetAll,
+}
+
+/// Does it. A report fills `rows` as far as there are zones, and the rest with zeroes.
+pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Result<()> {
+    let zones = device.zoned().ok_or(Error::Unsupported)?;
+    match request {
+        ZoneRequest::Op(op, offset) => zones.zone_op(op, offset),
+        ZoneRequest::ResetAll => zones.reset_all(),
+        ZoneRequest::Report(offset) => {
+            rows.fill(0);
+            let mut left = rows.chunks_exact_mut(ROW_BYTES).peekable();
+            zones.report(offset, &mut |zone| {
+                if let Some(place) = left.next() {
+                    place.copy_from_slice(row(&zone).as_bytes());
+                }
+                left.peek().is_some()
+            })
+        }
+    }
+}
+
+fn row(zone: &Zone) -> ZoneRow {
+    let kind = match zone.kind {
+        ZoneType::Conventional => zone_type::CONVENTIONAL,
+        ZoneType::SequentialRequired => zone_type::SEQUENTIAL_REQUIRED,
+    };
+    let condition = match zone.condition {
+        ZoneCondition::NotWritePointer => zone_condition::NOT_WRITE_POINTER,
+        ZoneCondition::Empty => zone_condition::EMPTY,
+        ZoneCondition::ImplicitOpen => zone_condition::IMPLICIT_OPEN,
+        ZoneCondition::ExplicitOpen => zone_condition::EXPLICIT_OPEN,
+        ZoneCondition::Closed => zone_condition::CLOSED,
+        ZoneCondition::ReadOnly => zone_condition::READ_ONLY,
+        ZoneCondition::Full => zone_condition::FULL,
+        ZoneCondition::Offline => zone_condition::OFFLINE,
+    };
+    ZoneRow {
+        start: zone.start / SECTOR_BYTES,
+        len: zone.len / SECTOR_BYTES,
+        write_pointer: zone.write_pointer / SECTOR_BYTES,
+        kind,
+        condition,
+        capacity: zone.capacity / SECTOR_BYTES,
+        ..ZoneRow::default()
+    }
+}
