@@ -1,23 +1,25 @@
 #!/bin/bash
-# run-ublk.sh [device|program] [kernel..] - block devices by the ublk driver of stock kernels (6.12 and 7 without an argument): a RAM
-# disk used in all ways (device, see ublk.sh), and those of the program (program, see ublk-program.sh). UBLK_SERVE and FREESTONE name
-# the programs that serve them; without them, they are built.
+# run-ublk.sh [PART] [KERNEL..] - block devices by the ublk driver of stock kernels (6.12 and 7 without an argument). The parts, all
+# without an argument: a RAM disk used in all ways (device, see ublk.sh), those of the program (program, see ublk-program.sh), file
+# systems on them (use, see ublk-use.sh), a hundred of them (many, see ublk-many.sh), those of a user without privileges (user, see
+# ublk-user.sh), and where memory is short (memory, see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs that serve them;
+# without them, they are built.
 set -eu
 cd "$(dirname "$0")/.."
-parts="device program"
-case ${1:-} in device|program) parts=$1; shift;; esac
+parts="device program use many user memory"
+case ${1:-} in device|program|use|many|user|memory) parts=$1; shift;; esac
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
 built=${CARGO_TARGET_DIR:-target}/debug
 case $parts in *device*)
   [ -n "${UBLK_SERVE:-}" ] || cargo build --quiet --package freestone-ublk --example serve
   strip -o "$dir/serve" "${UBLK_SERVE:-$built/examples/serve}"; esac
-case $parts in *program*)
+case $parts in *program*|*use*|*many*|*memory*)
   [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
   strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"; esac
 [ $# -gt 0 ] || set -- 6.12 7
 for kernel in "$@"; do
-  # Before Linux 7 it is a module that ext4 asks for by itself.
-  modules="ublk_drv ext4"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic"
+  # Before Linux 7 there are modules that file systems ask for by themselves.
+  modules="ublk_drv ext4"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic crc32_generic"
   for part in $parts; do
     echo "== $kernel, $part"
     case $part in
@@ -25,6 +27,19 @@ for kernel in "$@"; do
         -b "cmp dd fio mkfs.ext4 e2fsck blkdiscard blockdev $dir/serve" lab/ublk.sh;;
       program) lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 \
         -b "dd md5sum mkfs.ext4 blockdev $dir/freestone" lab/ublk-program.sh;;
+      use)
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules xfs btrfs f2fs" -t 1200 -i lab/disk-use.sh:/lab/disk-use.sh \
+          -b "dd md5sum fio blockdev mkfs.ext4 e2fsck mkfs.xfs xfs_repair mkfs.btrfs btrfs mkfs.f2fs fsck.f2fs $dir/freestone" \
+          lab/ublk-use.sh;;
+      many)
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -b "awk dd $dir/freestone" lab/ublk-many.sh;;
+      user)
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -i packaging/udev/60-freestone-ublk.rules:/lab/rules \
+          -b "cmp dd md5sum setpriv stat mkfs.ext4 blockdev $dir/freestone" lab/ublk-user.sh;;
+      memory)
+        rm -f "$dir/disk"; truncate -s 2G "$dir/disk"
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 900 -M 256M -D "$dir/disk" \
+          -b "awk cmp dd mkfs.ext4 e2fsck $dir/freestone" lab/ublk-memory.sh;;
     esac
   done
 done

@@ -3,10 +3,12 @@
 #   boot     a root file system on a fork: it is written, and after `freestone rewind` the next boot finds the base
 #   use      ext4 on two disks with two queues each, filled while one of them grows; read back, checked, trimmed
 #   killed   the server of a file is killed with -9 under a write load and started again: nothing is lost, nothing hangs
-# FREESTONE names the program; without it, it is built. With a name, only that one runs.
+#   cut      the connection is cut under a write load, again and again, and the disk grows: nothing is lost, nothing hangs
+#   files    ext4, xfs, btrfs and f2fs are filled and checked, and fio verifies with 4 jobs over 2 queues
+# FREESTONE names the program; without it, it is built. With names, only those run.
 set -eu
 cd "$(dirname "$0")/.."
-only=${1:-}
+only=" ${*:-boot use killed cut files} "
 dir=$(mktemp -d)
 server=
 end() { [ -z "$server" ] || kill -9 "$server" 2>/dev/null || true; rm -rf "$dir"; }
@@ -25,16 +27,17 @@ serve() { # devices...
 }
 stop() { kill "$server"; wait "$server" || { echo "the server ended with $?" >&2; cat "$dir/log" >&2; exit 1; }; server=; }
 # The guest's memory is shared; each argument is the socket of a disk.
+modules=virtio_blk flavour=cloud tools=
 guest() { # seconds script-arguments -- sockets...
   seconds=$1; shift
   arguments=(); while [ "$1" != -- ]; do arguments+=("$1"); shift; done; shift
   q="-object memory-backend-memfd,id=m,size=512M,share=on -machine memory-backend=m"
   n=0; for socket in "$@"; do
     q="$q -chardev socket,id=c$n,path=$socket,reconnect-ms=200 -device vhost-user-blk-pci,chardev=c$n,num-queues=2"; n=$((n+1)); done
-  lab/kernel-lab.sh -k "${KERNEL:-6.12}" -M 512M -m virtio_blk -b "dd cmp md5sum mke2fs e2fsck resize2fs blkdiscard blockdev" -q "$q" \
-    -t "$seconds" lab/vhost-user.sh "${arguments[@]}"
+  lab/kernel-lab.sh -k "${KERNEL:-6.12}" -f $flavour -M 512M -m "$modules" -i lab/disk-use.sh:/lab/disk-use.sh \
+    -b "dd cmp md5sum mke2fs e2fsck resize2fs blkdiscard blockdev $tools" -q "$q" -t "$seconds" lab/vhost-user.sh "${arguments[@]}"
 }
-wants() { [ -z "$only" ] || [ "$only" = "$1" ]; }
+wants() { case $only in *" $1 "*) true;; *) false;; esac; }
 
 if wants boot; then
   truncate -s 64M "$dir/base.img"
@@ -91,4 +94,36 @@ if wants killed; then
   cat "$dir/guest"
   stop
   echo "killed: the server was killed $kills times under a write load"
+fi
+
+if wants cut; then
+  serve a=ram,disksize=256M,publish=no
+  "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
+  guest 600 cut -- "$dir/a" >"$dir/guest" & guest=$!
+  written() { "$FREESTONE" stat a --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$'; }
+  writes() { # it goes on
+    local before; before=$(written)
+    for _ in $(seq 600); do [ "$(written)" -gt $((before + 200)) ] && return; sleep 0.05; done; false; }
+  cuts=0
+  while kill -0 $guest 2>/dev/null && [ $cuts -lt 8 ] && writes; do
+    if [ $cuts = 2 ]; then "$FREESTONE" set a disksize=512M >/dev/null; writes || break; fi
+    "$FREESTONE" unpublish a --force >/dev/null
+    "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
+    cuts=$((cuts + 1))
+  done
+  wait $guest || { echo "cut: the guest ended with $?, after $cuts cuts" >&2; cat "$dir/guest" "$dir/log" >&2; exit 1; }
+  [ $cuts -ge 3 ] || { echo "cut: only $cuts cuts" >&2; exit 1; }
+  cat "$dir/guest"
+  stop
+  echo "cut: the connection was cut $cuts times under a write load"
+fi
+
+if wants files; then
+  serve a=ram,disksize=320M,publish=no
+  "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
+  modules="virtio_blk ext4 xfs btrfs f2fs" flavour=gen
+  [ "${KERNEL:-6.12}" = 7 ] || modules="$modules crc32c_generic crc32_generic"
+  tools="fio mkfs.ext4 mkfs.xfs xfs_repair mkfs.btrfs btrfs mkfs.f2fs fsck.f2fs"
+  guest 1200 files -- "$dir/a"
+  stop
 fi

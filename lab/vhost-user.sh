@@ -30,16 +30,28 @@ case $1 in
       dd if=/dev/$d bs=1M count=64 status=none | cmp -s -n 67108864 - /dev/zero || { echo "use: $d is not empty after a discard"; exit 1; }
     done
     echo "use: ext4 on two disks of two queues, filled, grown, checked, discarded";;
-  killed)
+  killed|cut)
     # Each block says its round; what was written with direct I/O and answered is there.
+    before=$(blockdev --getsz /dev/vda)
     mkdir -p /tmp/vda; mke2fs -q -t ext4 /dev/vda; mount -t ext4 /dev/vda /tmp/vda
     for round in 1 2 3 4 5 6; do
       yes "round $round" | head -c 8388608 >/tmp/wanted
       dd if=/tmp/wanted of=/tmp/vda/file bs=4k oflag=direct conv=notrunc status=none
       fill /tmp/vda 4
-      dd if=/tmp/vda/file bs=4k iflag=direct status=none | cmp -s - /tmp/wanted || { echo "killed: round $round has other content"; exit 1; }
-      (cd /tmp/vda && md5sum -c --status /tmp/sums-vda) || { echo "killed: round $round: sums"; exit 1; }
+      dd if=/tmp/vda/file bs=4k iflag=direct status=none | cmp -s - /tmp/wanted || { echo "$1: round $round has other content"; exit 1; }
+      (cd /tmp/vda && md5sum -c --status /tmp/sums-vda) || { echo "$1: round $round: sums"; exit 1; }
     done
-    umount /tmp/vda; e2fsck -fn /dev/vda >/dev/null 2>&1 || { echo "killed: e2fsck"; exit 1; }
-    echo "killed: six rounds of writes are there";;
+    umount /tmp/vda; e2fsck -fn /dev/vda >/dev/null 2>&1 || { echo "$1: e2fsck"; exit 1; }
+    case $1 in
+      killed) echo "killed: six rounds of writes are there";;
+      cut)
+        [ "$(blockdev --getsz /dev/vda)" = $((2 * before)) ] || { echo "cut: the guest does not see that its disk has grown"; exit 1; }
+        echo "cut: six rounds of writes are there, on a disk that has grown";; esac;;
+  files)
+    wrong() { echo "files: $1"; exit 1; }
+    for module in crc32c_generic crc32_generic ext4 xfs btrfs f2fs; do modprobe $module 2>/dev/null || true; done
+    . /lab/disk-use.sh; cd /tmp
+    for kind in ext4 xfs btrfs f2fs; do file_system $kind /dev/vda /tmp/at 64; done
+    verified /dev/vda 128
+    echo "files: file systems and a verifying client";;
 esac

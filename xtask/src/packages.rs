@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 35] = [
+const TOOLS: [(&str, &str); 36] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -31,8 +31,9 @@ const TOOLS: [(&str, &str); 35] = [
     ("mountpoint", "util-linux"),
     ("nsenter", "util-linux"),
     ("blkdiscard", "util-linux"),
-    // Zoned block devices, and file systems on them.
+    // Zoned block devices, and file systems on these and others.
     ("blkzone", "util-linux"),
+    ("mkfs.xfs", "xfsprogs"),
     ("mkfs.f2fs", "f2fs-tools"),
     ("fsck.f2fs", "f2fs-tools"),
     ("mkfs.btrfs", "btrfs-progs"),

@@ -61,8 +61,7 @@ pub enum Step {
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
-    /// merges that go from dm-snapshot to Freestone and back, and zoned block devices under file
-    /// systems and fio's own tests
+    /// merges that go from dm-snapshot to Freestone and back, and file systems on our disks
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -114,17 +113,18 @@ impl Step {
             Self::Reproduce => reproduce(),
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
-                &["lab/run-vhost-user.sh"],
+                &["lab/run-vhost-user.sh", "boot", "use", "killed"],
                 &["lab/run-ublk.sh", "program", "7"],
+                &["lab/run-ublk.sh", "user", "7"],
                 &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
             Self::LabRest => lab(&[
                 &["lab/run-writeback.sh"],
                 &["lab/run-zones.sh"],
                 &["lab/run-snapshots.sh"],
+                &["lab/run-vhost-user.sh", "cut", "files"],
                 &["lab/run-ublk.sh"],
-                &["lab/run-ublk-zones.sh"],
-                &["lab/run-ublk-zbd.sh"],
+                &["lab/run-ublk-zones.sh", "drive"],
             ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),

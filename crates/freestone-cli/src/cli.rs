@@ -3,6 +3,7 @@
 use clap::{ArgAction, Parser, Subcommand};
 
 use crate::serve::ServeArgs;
+use crate::ublk_owner;
 use crate::verbs::long::LongCall;
 use crate::verbs::{
     Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
@@ -382,4 +383,7 @@ pub enum Command {
     /// Take a device off all its addresses, and its block device away
     #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),
+    /// Print user and group of a block device, for udev
+    #[command(after_help = "Example:\n  freestone ublk-owner ublkb0")]
+    UblkOwner(ublk_owner::Line),
 }

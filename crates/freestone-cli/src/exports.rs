@@ -556,6 +556,7 @@ fn errno_of(error: &ublk::StartError) -> Errno {
         ublk::StartError::NoDriver
         | ublk::StartError::TooOld
         | ublk::StartError::NoZones
+        | ublk::StartError::ZonesOfUser
         | ublk::StartError::Unfit(_) => Errno::EOPNOTSUPP,
         _ => Errno::EIO,
     }

@@ -21,6 +21,7 @@ mod serve;
 mod service;
 mod started_by;
 mod template;
+mod ublk_owner;
 mod until;
 mod verbs;
 
@@ -56,6 +57,7 @@ pub fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve::serve(args),
+        Command::UblkOwner(line) => return ublk_owner::tell(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),

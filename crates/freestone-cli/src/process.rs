@@ -1,10 +1,13 @@
-//! What this process uses of memory, and how many files it may open.
+//! What this process is to the kernel: what it uses of memory, how many files it may open, and that
+//! disks are served by it.
 
 use std::fs;
+use std::io;
+use std::process::{Child, Command};
 
 use anyhow::{Context as _, Result};
 use freestone_spec::machine::kib_line;
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Resource, Rlimit, configure_io_flusher_behavior};
 use serde::{Deserialize, Serialize};
 
 /// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take
@@ -19,6 +22,25 @@ pub fn raise_open_files() -> Option<u64> {
     // If that is refused, the limit is what it was.
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).ok()?;
     Some(former)
+}
+
+/// Makes this thread, and all that are started after it, I/O flushers: the kernel finds memory for
+/// them without writing to any disk, which may be one of ours, and slows their writes down by the
+/// state of the disk they write to alone. It takes `CAP_SYS_RESOURCE`; without, nothing changes.
+///
+/// It is called while there is no other thread, because each thread has its own mark, which no other
+/// one can set. So it is not left until the first block device is shown: who mounts an NBD export on
+/// this machine needs it as well.
+pub fn become_io_flusher() {
+    let _ = configure_io_flusher_behavior(true);
+}
+
+/// Starts a program that is a user of disks, not a server: it does not inherit that mark.
+pub fn spawn(command: &mut Command) -> io::Result<Child> {
+    let _ = configure_io_flusher_behavior(false);
+    let child = command.spawn();
+    become_io_flusher();
+    child
 }
 
 /// Memory of this process as the kernel counts it, in bytes.

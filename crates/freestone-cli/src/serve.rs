@@ -365,6 +365,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let parent = started_by::parent();
+    process::become_io_flusher();
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     // Before any socket exists, so that no signal can leave one behind.

@@ -12,6 +12,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::process;
+
 /// How long a command that was told to end may take before it is killed.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
 /// A process that a signal ended has this plus the signal's number as its status, as shells have
@@ -120,7 +122,7 @@ pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
 /// Runs the command and waits for its end. A signal is passed on to it; a second one, or too long a
 /// wait, kills it. Returns its exit status.
 pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
-    let mut child = command.spawn().context("--run: cannot start sh")?;
+    let mut child = process::spawn(&mut command).context("--run: cannot start sh")?;
     let mut kill_at = None;
     loop {
         // Only here is the child reaped, so its number is its own whenever a signal is sent.

@@ -35,6 +35,8 @@ pub mod control {
     }
 
     pub const GET_DEV_INFO: u32 = command(READ, 0x02);
+    /// The same for who names the character device.
+    pub const GET_DEV_INFO2: u32 = command(READ, 0x12);
     pub const ADD_DEV: u32 = command(READ_WRITE, 0x04);
     pub const DEL_DEV: u32 = command(READ_WRITE, 0x05);
     pub const START_DEV: u32 = command(READ_WRITE, 0x06);
@@ -62,6 +64,8 @@ const _: () = assert!(io::FETCH_REQ == 0xc010_7520 && io::COMMIT_AND_FETCH_REQ =
 
 /// Bits of features.
 pub mod feature {
+    /// The device is a user's without privileges.
+    pub const UNPRIVILEGED_DEV: u64 = 1 << 5;
     /// Commands are numbered as ioctls are.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
     /// The server copies data itself, by reads and writes of the character device.
@@ -134,7 +138,8 @@ pub struct CtrlCmd {
     pub addr: u64,
     /// A number that goes with it.
     pub data: u64,
-    /// For devices of users without privileges.
+    /// Of what is at `addr`, bytes of the character device's path, with a zero at its end; then comes
+    /// what else there is. Only in commands to devices of users without privileges.
     pub dev_path_len: u16,
     /// Nothing.
     pub pad: u16,

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::abi::feature;
-use crate::control::{Control, ControlError};
+use crate::control::{Control, ControlError, Target};
 use crate::keeper::{self, Around, START_DEADLINE, StartError};
 use crate::kernel::Kernel;
 use crate::params::Disk;
@@ -220,9 +220,9 @@ impl Export {
         if features & feature::UPDATE_SIZE == 0 {
             return Err(ResizeError::Unsupported);
         }
-        let (kernel, id) = (Arc::clone(&self.kernel), self.id);
+        let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
         let resized =
-            within(ASK_DEADLINE, "ublk-resize", move || Control(&*kernel).set_size(id, disk.sectors()));
+            within(ASK_DEADLINE, "ublk-resize", move || Control(&*kernel).set_size(target, disk.sectors()));
         Ok(resized?.ok_or(ResizeError::Deadline)??)
     }
 
@@ -263,8 +263,8 @@ impl Export {
             return if self.is_connected() { Err(InUse) } else { Ok(self.end(grace)) };
         }
         let end = Instant::now() + grace;
-        let (kernel, id) = (Arc::clone(&self.kernel), self.id);
-        let stopped = within(grace, "ublk-stop", move || Control(&*kernel).try_stop(id));
+        let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
+        let stopped = within(grace, "ublk-stop", move || Control(&*kernel).try_stop(target));
         if let Ok(Some(Err(ControlError { errno: Errno::BUSY, .. }))) = stopped {
             return Err(InUse);
         }

@@ -15,7 +15,7 @@ use rustix::process::configure_io_flusher_behavior;
 use thiserror::Error;
 
 use crate::abi::{DevInfo, feature};
-use crate::control::{Control, ControlError, WANTED_FEATURES, delete, mark};
+use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
 use crate::ours::Ours;
 use crate::params::Disk;
@@ -26,6 +26,8 @@ use crate::zones::{self, UnfitZones};
 
 /// How long making a block device may take.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);
+/// How long the node of a user's device may take to become his.
+const OWN_DEADLINE: Duration = Duration::from_secs(10);
 
 /// A device cannot be shown as a block device.
 #[derive(Debug, Error)]
@@ -34,8 +36,19 @@ pub enum StartError {
     #[error("there is no /dev/ublk-control: load the kernel's driver with `modprobe ublk_drv`")]
     NoDriver,
     /// Only root may.
-    #[error("/dev/ublk-control: permission denied: ublk devices are made with CAP_SYS_ADMIN")]
+    #[error(
+        "/dev/ublk-control: permission denied: block devices are made by root, and by all users where \
+         Freestone's udev rule is installed"
+    )]
     Denied,
+    /// A device that its user may not open.
+    #[error(
+        "/dev/{0}: permission denied: Freestone's udev rule, which gives it to its user, is not installed"
+    )]
+    NotGiven(String),
+    /// The driver has enough of them.
+    #[error("the kernel's ublk driver allows no more devices: its parameter ublks_max says how many")]
+    TooMany,
     /// The control device cannot be opened.
     #[error("/dev/ublk-control: {0}")]
     NoControl(Errno),
@@ -45,6 +58,9 @@ pub enum StartError {
     /// There are no zones by ublk here.
     #[error("the kernel shows no zones by ublk: Linux 6.6 or later with CONFIG_BLK_DEV_ZONED is needed")]
     NoZones,
+    /// Only root may have zones.
+    #[error("zoned block devices are made with CAP_SYS_ADMIN: the driver has none for other users")]
+    ZonesOfUser,
     /// Zones that the kernel cannot have.
     #[error("{0}")]
     Unfit(#[from] UnfitZones),
@@ -90,7 +106,7 @@ pub struct Around {
 /// What there is of a device, to be undone.
 #[derive(Default)]
 struct Made {
-    id: Option<u32>,
+    target: Option<Target>,
     char: Option<Arc<dyn CharDevice>>,
     threads: Vec<JoinHandle<()>>,
     /// Until it is removed.
@@ -99,6 +115,9 @@ struct Made {
 
 /// Makes a device, tells of it, and keeps it until it is to end.
 pub fn run(around: &Around, disk: Arc<Disk>, tell: &Sender<Result<(), StartError>>) {
+    // Memory that this thread needs is not made free by writing to a block device, which may be its
+    // own; the threads of queues inherit that.
+    let is_flusher = configure_io_flusher_behavior(true).is_ok();
     let mut made = Made::default();
     let begun = begin(around, &disk, &mut made);
     // What is shared is the one that others may replace.
@@ -107,6 +126,10 @@ pub fn run(around: &Around, disk: Arc<Disk>, tell: &Sender<Result<(), StartError
         undo(around, made);
         let _ = tell.send(begun);
         return;
+    }
+    if !is_flusher {
+        let name = around.shared.name();
+        tracing::warn!("{name}: ublk: may hang where memory is short: its threads lack CAP_SYS_RESOURCE");
     }
     // Nobody listens where it took too long: then it is to end already.
     let _ = tell.send(begun);
@@ -140,6 +163,10 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     if features & needed != needed {
         return Err(StartError::NoZones);
     }
+    // The driver refuses its kind of copies to them, and says no more than that.
+    if needed != 0 && !around.kernel.is_admin() {
+        return Err(StartError::ZonesOfUser);
+    }
     let pid = std::process::id();
     let asked = DevInfo {
         nr_hw_queues: around.queues,
@@ -150,30 +177,40 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
         ublksrv_flags: mark(pid),
         ..DevInfo::default()
     };
-    let made_by = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
-    let (info, ours) = made_by.map_err(|error: ControlError| match error.errno {
+    let added = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
+    let (info, ours) = added.map_err(|error: ControlError| match error.errno {
+        Errno::PERM => StartError::Denied,
+        Errno::ACCESS => StartError::TooMany,
         // What it says where the kernel is built without zones, with the feature or not.
         Errno::INVAL if needed != 0 => StartError::NoZones,
         _ => error.into(),
     })?;
     let id = info.dev_id;
-    (made.id, made.ours) = (Some(id), Some(ours));
+    let target = Target::new(id, info.flags);
+    (made.target, made.ours) = (Some(target), Some(ours));
     around.shared.change(|state| (state.id, state.features) = (Some(id), info.flags & features));
     if info.flags & needed != needed {
         return Err(StartError::NoZones);
     }
-    control.set_params(id, &disk.params(info.max_io_buf_bytes))?;
-    let node = |name: String| move |source| StartError::Node { node: name, source };
-    let char = around.kernel.open(id, until).map_err(node(format!("ublkc{id}")))?;
+    let given = || if target.by_path { until.min(Instant::now() + OWN_DEADLINE) } else { until };
+    let node = |name: String| {
+        move |source: io::Error| match source.kind() {
+            io::ErrorKind::PermissionDenied if target.by_path => StartError::NotGiven(name),
+            _ => StartError::Node { node: name, source },
+        }
+    };
+    // First of all: what a user may do with his device depends on its node.
+    let char = around.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
     made.char = Some(Arc::clone(&char));
+    control.set_params(target, &disk.params(info.max_io_buf_bytes))?;
     start_queues(around, disk, &char, info, made, until)?;
     drop(char);
     if around.shared.lock().ending {
         return Err(StartError::Deadline);
     }
     // The queues serve already: partitions are looked for before this returns.
-    control.start(id, pid)?;
-    let block = around.kernel.block(id, until).map_err(node(format!("ublkb{id}")))?;
+    control.start(target, pid)?;
+    let block = around.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
     around.shared.change(|state| state.block = Some(block));
     Ok(())
 }
@@ -230,9 +267,6 @@ fn start_queues(
 
 /// A queue's thread.
 fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<io::Result<()>>) {
-    // Memory that it needs is not made free by writing to a block device, which may be its own. It
-    // takes CAP_SYS_RESOURCE, and works without.
-    let _ = configure_io_flusher_behavior(true);
     let (shared, index) = (Arc::clone(&parts.shared), parts.index);
     let queue = char
         .ring(index, parts.depth, parts.user_copy, parts.answers.wake_fd())
@@ -260,11 +294,11 @@ fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<
 /// Takes away what there is of a device, once its requests are done.
 fn undo(around: &Around, made: Made) {
     let (shared, control) = (&around.shared, Control(&*around.kernel));
-    let Made { id, char, threads, ours } = made;
+    let Made { target, char, threads, ours } = made;
     shared.change(|state| state.ending = true);
-    if let Some(id) = id {
+    if let Some(target) = target {
         // Also gives back the tags of a device that was not started.
-        let stopped = control.stop(id);
+        let stopped = control.stop(target);
         if let Err(error) = stopped
             && error.errno != Errno::NODEV
         {
@@ -281,7 +315,7 @@ fn undo(around: &Around, made: Made) {
         }
         state.block = None;
         drop(state);
-        if let Err(error) = delete(&control, id, char) {
+        if let Err(error) = delete(&control, target, char) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
     }

@@ -15,9 +15,15 @@ pub trait Kernel: Send + Sync {
     /// Whether the driver is there.
     fn check(&self) -> Result<(), Errno>;
 
+    /// Whether it is root, or another with `CAP_SYS_ADMIN`, who asks.
+    fn is_admin(&self) -> bool;
+
     /// A command to the control device, with `payload` at its address; returns when it is done, which
     /// may take as long as requests do that it waits for.
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno>;
+
+    /// Where a character device has its node.
+    fn char_path(&self, id: u32) -> PathBuf;
 
     /// The character device, once there is a node for it.
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>>;

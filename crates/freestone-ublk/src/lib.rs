@@ -27,6 +27,18 @@
 //! at, and checked as those of any client; what it does not offer is asked for by feature bits.
 //! Nothing waits for it without an end, but threads nobody waits for.
 //!
+//! # Users without privileges
+//! Who has no `CAP_SYS_ADMIN` makes devices of his own kind. The kernel lets nobody but him, and root,
+//! open them, and looks for what commands may do at the node of the character device. So somebody has
+//! to give the nodes to him: udev, which asks [`owner`].
+//!
+//! # Where memory is short
+//! The kernel frees memory by writing to disks, and a thread that asks for some may be made to wait
+//! for that. If the disk is an export, and its server the thread, nothing goes on. So every thread
+//! that has a part in a request has to be an I/O flusher (`PR_SET_IO_FLUSHER`). Those of exports are;
+//! devices' own are where whoever made them was, since threads inherit it: a program does it first of
+//! all, when it has one thread.
+//!
 //! # When it ends
 //! The block device goes when its requests are done. What the device has not answered in time is
 //! answered with an error in its place: else whoever uses the block device would hang with it, and
@@ -34,8 +46,8 @@
 //! stays is removed by [`remove_left_behind`].
 //!
 //! # Not offered
-//! Recovery: a successor that takes over a block device in use. Devices for users without
-//! privileges. Write zeroes to zones. Zero copy, with which a server cannot see the data.
+//! Recovery: a successor that takes over a block device in use. Zones for users without privileges.
+//! Write zeroes to zones. Zero copy, with which a server cannot see the data.
 
 mod abi;
 mod aside;
@@ -46,6 +58,7 @@ mod fake;
 mod keeper;
 mod kernel;
 mod ours;
+mod owner;
 mod params;
 mod parts;
 mod queue;
@@ -68,6 +81,7 @@ pub use export::{
 };
 pub use keeper::{START_DEADLINE, StartError};
 pub use ours::LeftBehindError;
+pub use owner::OwnerError;
 pub use zones::UnfitZones;
 
 /// Removes the devices that a process of ours has left when it was killed, which nobody uses. Those
@@ -77,4 +91,13 @@ pub use zones::UnfitZones;
 /// See [`LeftBehindError`].
 pub fn remove_left_behind() -> Result<Vec<u32>, LeftBehindError> {
     ours::remove(system::System::default())
+}
+
+/// User and group whose the device is that has the node `name`: `ublkcN`, `ublkbN`, or a partition of
+/// that. `None`: it is root's.
+///
+/// # Errors
+/// See [`OwnerError`].
+pub fn owner(name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
+    owner::owner(&system::System::default(), name)
 }

@@ -10,7 +10,7 @@ use rustix::process::{Pid, test_kill_process};
 use thiserror::Error;
 
 use crate::abi::{DevInfo, state};
-use crate::control::{Control, ControlError, delete, maker};
+use crate::control::{Control, ControlError, Target, delete, maker};
 use crate::kernel::Kernel;
 use crate::within::within;
 
@@ -87,8 +87,12 @@ fn remove_all(kernel: &dyn Kernel) -> Result<Vec<u32>, LeftBehindError> {
 
 fn remove_one(kernel: &dyn Kernel, control: &Control<'_>, id: u32) -> Result<bool, ControlError> {
     // No device of this process is made meanwhile, so that one with its number is an older one's.
-    let is_left = || control.info(id).map(|info| is_left(&info, &ids(), is_running));
-    if !is_left()? {
+    let left = || {
+        let info = control.info(id)?;
+        let is_left = is_left(&info, &ids(), is_running);
+        Ok(is_left.then(|| Target::new(id, info.flags)))
+    };
+    if left()?.is_none() {
         return Ok(false);
     }
     let hold = match kernel.open(id, Instant::now()) {
@@ -98,11 +102,9 @@ fn remove_one(kernel: &dyn Kernel, control: &Control<'_>, id: u32) -> Result<boo
         Err(_) => None,
     };
     // Before it was open, the id may have become another device's.
-    if !is_left()? {
-        return Ok(false);
-    }
+    let Some(target) = left()? else { return Ok(false) };
     tracing::info!("ublk device {id} was left behind, and is removed");
-    delete(control, id, hold).map(|()| true)
+    delete(control, target, hold).map(|()| true)
 }
 
 /// Whether a device is one of ours that nobody serves.

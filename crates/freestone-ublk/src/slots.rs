@@ -121,13 +121,11 @@ impl Slots {
     }
 }
 
-/// A buffer without memory.
+/// A buffer without memory: all but small ones have none before they are used.
 fn fresh(bytes: usize) -> Result<IoBuf, Error> {
     let mut buffer = IoBuf::zeroed(bytes)?;
     // A small request would get memory for the buffers beside as well.
     advise(&mut buffer, bytes, Advice::LinuxNoHugepage);
-    // It was zeroed by writing.
-    forget_pages(&mut buffer, bytes);
     Ok(buffer)
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, major, makedev, minor, mknodat, open};
 use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::abi::CtrlCmd;
 use crate::control::is_id;
@@ -65,6 +66,8 @@ impl System {
                         Ok(()) => made = true,
                         // Somebody was faster.
                         Err(Errno::EXIST) => {}
+                        // Only root makes nodes.
+                        Err(Errno::PERM | Errno::ACCESS) => return Err(last.into()),
                         Err(errno) => return Err(errno.into()),
                     }
                     continue;
@@ -134,8 +137,17 @@ impl Kernel for System {
         self.control().map(drop)
     }
 
+    fn is_admin(&self) -> bool {
+        // Where that cannot be told the driver will say what it does not like.
+        capabilities(None).map_or(true, |sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
+    }
+
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
         uring::command(&self.control()?, command, header, payload)
+    }
+
+    fn char_path(&self, id: u32) -> PathBuf {
+        self.dev.join(format!("ublkc{id}"))
     }
 
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>> {

@@ -1,5 +1,7 @@
 //! Whole exports over a driver of our own.
 
+mod unprivileged;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -556,7 +558,7 @@ fn what_was_left_behind_is_removed() {
     driver.state().info = Some(info);
     assert_eq!(ours::remove(driver.clone()).unwrap(), [ID]);
     assert!(driver.state().info.is_none());
-    driver.state().refused.insert(control::GET_DEV_INFO, Errno::IO);
+    driver.state().refused.insert(control::GET_DEV_INFO2, Errno::IO);
     driver.state().info = Some(info);
     assert!(ours::remove(driver).is_err());
 }

@@ -527,6 +527,8 @@ fn a_kernel_without_zones_is_told_of() {
     }
     let (_, error) = with(&|driver| driver.state().no_zones = true);
     assert!(error.to_string().contains("CONFIG_BLK_DEV_ZONED"), "{error}");
+    let (driver, error) = with(&|driver| driver.state().is_user = true);
+    assert!(matches!(error, StartError::ZonesOfUser) && !driver.has_come(control::ADD_DEV), "{error}");
     // Zones are told of while it starts.
     let (_, error) = with(&|driver| driver.state().copies.push_back(-14));
     assert!(matches!(error, StartError::Control(error) if error.errno == Errno::IO), "{error}");

@@ -1,17 +1,22 @@
 //! Memory that a device owns while a submitted request runs.
 #![expect(unsafe_code)]
-// UNSAFETY: allocates zeroed memory with an alignment of its own, which Vec cannot, and views it as
-// a slice.
+// UNSAFETY: allocates or maps zeroed memory with an alignment of its own, which Vec cannot, and views
+// it as a slice.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
 use super::{Error, Result};
 
 /// Every [`IoBuf`] begins at a multiple of this many bytes, so that it fits `O_DIRECT`.
 pub const IO_ALIGN_BYTES: usize = 4096;
+/// A buffer of so many bytes is a mapping: it is zero without being written, and has no memory where
+/// it is not used. An allocator zeroes what it aligns by writing.
+const MAPPED_BYTES: usize = 512 << 10;
 
 /// An owned, initialised, page-aligned buffer.
 pub struct IoBuf {
@@ -32,13 +37,20 @@ impl IoBuf {
         Self { ptr: NonNull::dangling(), len: 0, capacity: 0 }
     }
 
-    /// A buffer of `len` zeroes.
+    /// A buffer of `len` zeroes. From 512 KiB on its pages get memory when they are first used.
     ///
     /// # Errors
     /// [`Error::NoMemory`].
     pub fn zeroed(len: usize) -> Result<Self> {
         if len == 0 {
             return Ok(Self::empty());
+        }
+        if len >= MAPPED_BYTES {
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let map = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE) };
+            let ptr = map.ok().and_then(|at| NonNull::new(at.cast())).ok_or(Error::NoMemory)?;
+            return Ok(Self { ptr, len, capacity: len });
         }
         let layout = Layout::from_size_align(len, IO_ALIGN_BYTES).map_err(|_| Error::NoMemory)?;
         // SAFETY: the layout's size is not zero.
@@ -70,7 +82,10 @@ impl IoBuf {
 
 impl Drop for IoBuf {
     fn drop(&mut self) {
-        if self.capacity != 0 {
+        if self.capacity >= MAPPED_BYTES {
+            // SAFETY: mapped in `zeroed` with this length, and no reference into it is left.
+            let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.capacity) };
+        } else if self.capacity != 0 {
             // The layout was valid when the buffer was made.
             if let Ok(layout) = Layout::from_size_align(self.capacity, IO_ALIGN_BYTES) {
                 // SAFETY: allocated in `zeroed` with this layout, freed once.
@@ -99,5 +114,40 @@ impl DerefMut for IoBuf {
 impl fmt::Debug for IoBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "IoBuf({} bytes)", self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_and_large_ones_are_zero_aligned_and_written() {
+        for len in [1, 4096, MAPPED_BYTES - 1, MAPPED_BYTES, MAPPED_BYTES + 513] {
+            let mut buf = IoBuf::zeroed(len).unwrap();
+            assert!(buf.as_ptr().addr().is_multiple_of(IO_ALIGN_BYTES), "{len}");
+            assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0), "{len}");
+            buf.fill(7);
+            buf.show(1);
+            assert_eq!((buf.len(), buf.capacity()), (1, len));
+            drop(buf);
+            assert_eq!(IoBuf::copy_of(&vec![9; len]).unwrap()[len - 1], 9);
+        }
+        assert!(matches!(IoBuf::zeroed(usize::MAX / 2), Err(Error::NoMemory)));
+    }
+
+    #[test]
+    fn a_large_one_has_no_memory_until_it_is_used() {
+        let resident = || {
+            let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+            text.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
+        };
+        let bytes = 64 << 20;
+        let before = resident();
+        let mut buf = IoBuf::zeroed(bytes).unwrap();
+        // Other tests run beside.
+        assert!(resident() < before + bytes / 2);
+        buf.fill(1);
+        assert!(resident() > before + bytes / 2);
     }
 }

@@ -19,6 +19,8 @@ use crate::kernel::{Arrived, BlockDevice, CharDevice, Event, Kernel, NOT_DONE, R
 use lane::{Lane, Pending, ring_bell};
 
 pub const ID: u32 = 7;
+/// Who makes devices.
+pub const OWNER: (u32, u32) = (1000, 100);
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const ABORT: i32 = -19;
 /// Zones that it asks for at once, as one that is short of memory.
@@ -60,6 +62,10 @@ pub struct State {
     /// Data that was fetched is told of by [`Driver::tell_fetched`] only.
     pub holds_fetched: bool,
     pub claimed: bool,
+    /// Who asks has no privileges.
+    pub is_user: bool,
+    /// Nodes are not its user's.
+    pub not_given: bool,
     /// All commands that came.
     pub log: Vec<u32>,
     pub info: Option<DevInfo>,
@@ -189,8 +195,8 @@ impl State {
 
     fn features(&self) -> u64 {
         let of_zones = feature::USER_COPY | feature::ZONED;
-        let others = feature::CMD_IOCTL_ENCODE | feature::UPDATE_SIZE | feature::SAFE_STOP_DEV | 1 << 40;
-        (others | of_zones) & !self.lacks
+        let others = feature::UPDATE_SIZE | feature::SAFE_STOP_DEV | feature::UNPRIVILEGED_DEV | 1 << 40;
+        (feature::CMD_IOCTL_ENCODE | others | of_zones) & !self.lacks
     }
 }
 
@@ -199,7 +205,12 @@ impl Kernel for Driver {
         if self.state().is_absent { Err(Errno::NOENT) } else { Ok(()) }
     }
 
+    fn is_admin(&self) -> bool {
+        !self.state().is_user
+    }
+
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
+        let (path, payload) = payload.split_at_mut(header.dev_path_len.into());
         {
             let mut state = self.state();
             state.log.push(command);
@@ -212,6 +223,19 @@ impl Kernel for Driver {
                 return Err(Errno::NODEV);
             }
             assert_eq!(is_new, header.dev_id == u32::MAX);
+            let is_users = state.info.is_some_and(|info| info.flags & feature::UNPRIVILEGED_DEV != 0);
+            if !is_new && (is_users || command == control::GET_DEV_INFO2) {
+                let node = [self.char_path(ID).as_os_str().as_encoded_bytes(), &[0]].concat();
+                assert_eq!(path, node, "the path of the character device");
+                if state.not_given {
+                    return Err(Errno::ACCESS);
+                }
+            } else {
+                assert!(path.is_empty(), "it would be taken for what the command carries");
+                if !is_new && state.is_user {
+                    return Err(Errno::PERM);
+                }
+            }
         }
         match command {
             control::GET_FEATURES => payload.copy_from_slice(self.state().features().as_bytes()),
@@ -223,7 +247,16 @@ impl Kernel for Driver {
                 info.nr_hw_queues = info.nr_hw_queues.min(2);
                 info.flags &= state.features();
                 info.flags |= feature::CMD_IOCTL_ENCODE;
+                if !state.is_user {
+                    info.flags &= !feature::UNPRIVILEGED_DEV;
+                } else if info.flags & feature::UNPRIVILEGED_DEV == 0 {
+                    return Err(Errno::PERM);
+                }
+                (info.owner_uid, info.owner_gid) = OWNER;
                 let user_copy = info.flags & feature::USER_COPY != 0;
+                if user_copy && state.is_user {
+                    return Err(Errno::INVAL);
+                }
                 if info.flags & feature::ZONED != 0 && (state.no_zones || !user_copy) {
                     return Err(Errno::INVAL);
                 }
@@ -265,15 +298,24 @@ impl Kernel for Driver {
                 state.info = None;
             }
             control::UPDATE_SIZE => self.state().sectors = header.data,
-            control::GET_DEV_INFO => payload.copy_from_slice(self.state().info.unwrap().as_bytes()),
+            control::GET_DEV_INFO | control::GET_DEV_INFO2 => {
+                payload.copy_from_slice(self.state().info.unwrap().as_bytes());
+            }
             _ => return Err(Errno::OPNOTSUPP),
         }
         self.0.changed.notify_all();
         Ok(())
     }
 
+    fn char_path(&self, id: u32) -> PathBuf {
+        format!("/dev/ublkc{id}").into()
+    }
+
     fn open(&self, id: u32, _: Instant) -> io::Result<Arc<dyn CharDevice>> {
         assert_eq!(id, ID);
+        if self.state().not_given {
+            return Err(Errno::ACCESS.into());
+        }
         if self.state().no_node { Err(Errno::NOENT.into()) } else { Ok(Arc::new(self.clone())) }
     }
 

@@ -1,6 +1,7 @@
 //! What devices take of the server's memory, what bounds it, and what gives it back.
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use tempfile::tempdir;
 
 use crate::clients::tools::{KIB, MIB, noise};
 use crate::drives::raw::{EIO, Raw};
-use crate::harness::{Serve, ask};
+use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 
 /// Memory of the server that no file holds, in bytes.
 fn anonymous(serve: &Serve) -> u64 {
@@ -152,4 +153,47 @@ fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
     });
     let (peak, most) = (peak(&serve), (48 + 64 + 64) * MIB);
     assert!(peak <= most, "{} of {} MiB", peak / MIB, most / MIB);
+}
+
+/// Of the flags of a thread: it is an I/O flusher (`PF_MEMALLOC_NOIO`, `PF_LOCAL_THROTTLE`).
+const FLUSHER: u64 = 0x18_0000;
+
+/// Whether the thread with these statistics is one.
+fn is_flusher(stat: &str) -> bool {
+    // What follows the name begins with the third field.
+    let (_, fields) = stat.rsplit_once(") ").unwrap();
+    let flags: u64 = fields.split(' ').nth(6).unwrap().parse().unwrap();
+    flags & FLUSHER == FLUSHER
+}
+
+#[test]
+fn memory_for_any_thread_is_found_without_writing_to_disks() {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
+    let may = u64::from_str_radix(capabilities, 16).unwrap() & (1 << 24) != 0;
+
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("image"), [7; 4096]).unwrap();
+    let serve = Serve::start_in(dir, &["f=file,path=image", "r=ram,disksize=1M"], true);
+    let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
+    connect_nbd(&mut client, "f");
+    let pid = serve.json(&["stat"])["server"]["pid"].as_u64().unwrap();
+    let threads: Vec<_> = fs::read_dir(format!("/proc/{pid}/task"))
+        .unwrap()
+        .filter_map(|thread| fs::read_to_string(thread.unwrap().path().join("stat")).ok())
+        .collect();
+    assert!(threads.len() > 3, "{threads:?}");
+    for thread in threads {
+        assert_eq!(is_flusher(&thread), may, "{thread}");
+    }
+
+    // A command is a user of disks.
+    let (status, said, error) = finish(freestone(serve.dir.path()).args([
+        "serve",
+        "r=ram,disksize=1M",
+        "--run",
+        "cat /proc/self/stat",
+    ]));
+    assert_eq!((status, error.as_str()), (0, ""));
+    assert!(!is_flusher(&said), "{said}");
 }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Serve, finish, freestone};
+use crate::harness::{Serve, finish, freestone, refused};
 
 const DRIVER: &str = "/dev/ublk-control";
 
@@ -52,4 +52,20 @@ fn what_cannot_be_a_block_device_is_refused() {
         let (status, _, said) = finish(freestone(serve.dir.path()).args(words));
         assert!(status == 2 && said.contains(why), "{words:?}: {said}");
     }
+}
+
+#[test]
+fn whose_a_device_is_is_told_to_udev() {
+    let dir = tempfile::tempdir().unwrap();
+    for node in ["sda", "ublk-control", "ublkbx"] {
+        let why = format!("ublk-owner: {node}: must be ublkcN or ublkbN");
+        assert_eq!(refused(dir.path(), 1, &["ublk-owner", node]), why);
+    }
+    if !Path::new(DRIVER).exists() {
+        let why = refused(dir.path(), 1, &["ublk-owner", "ublkb0"]);
+        assert!(why.starts_with(&format!("ublk-owner: {DRIVER}: ")), "{why}");
+    }
+    // The rule asks what there is to ask.
+    let rule = include_str!("../../../../../packaging/udev/60-freestone-ublk.rules");
+    assert!(rule.contains("PROGRAM=\"/usr/bin/freestone ublk-owner %k\", OWNER=\"%c{1}\", GROUP=\"%c{2}\""));
 }
