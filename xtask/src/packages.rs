@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 30] = [
+const TOOLS: [(&str, &str); 33] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -43,6 +43,10 @@ const TOOLS: [(&str, &str); 30] = [
     ("nbd-client", "nbd-client"),
     ("socat", "socat"),
     ("dmsetup", "dmsetup"),
+    // And with libvirt; the second is what tells that its driver for qemu is there.
+    ("libvirtd", "libvirt-daemon"),
+    ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
+    ("virsh", "libvirt-clients"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.
