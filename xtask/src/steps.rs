@@ -61,7 +61,8 @@ pub enum Step {
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
-    /// merges that go from dm-snapshot to Freestone and back, block devices, machines of libvirt
+    /// merges that go from dm-snapshot to Freestone and back, block devices, machines of
+    /// libvirt, a host with systemd
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -122,6 +123,7 @@ impl Step {
                 &["lab/run-snapshots.sh"],
                 &["lab/run-ublk.sh"],
                 &["lab/run-libvirt.sh"],
+                &["lab/run-systemd.sh"],
             ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
