@@ -69,7 +69,8 @@ truncate -s 400M "$dir/disk"
 # Its files are root's, whoever we are.
 unshare --user --map-root-user mke2fs -q -t ext4 -d "$root" "$dir/disk"
 
-timeout "${SECONDS_AT_MOST:-600}" "$lab/qemu" -accel tcg,thread=single -icount shift=3 -smp 1 -m 1G -cpu max,la57=off -M q35 -nodefaults -display none -monitor none \
+# Its clock goes by instructions, so that nothing is late on a busy machine.
+timeout "${SECONDS_AT_MOST:-1500}" "$lab/qemu" -accel tcg,thread=single -icount shift=3 -smp 1 -m 1G -cpu max,la57=off -M q35 -nodefaults -display none -monitor none \
   -drive "file=$dir/disk,format=raw,if=none,id=d,cache=unsafe" -device nvme,drive=d,serial=lab \
   -serial "file:$dir/console" -serial "file:$dir/said" -kernel "$lab/vmlinuz" \
   -append "$(cat "$lab/append") root=/dev/nvme0n1 rw systemd.show_status=no systemd.service_watchdogs=no systemd.journald.forward_to_console=yes" </dev/null || echo "qemu ended with $?" >&2
