@@ -1,6 +1,6 @@
 #!/bin/sh
 # Unpacks Debian 13's nbdkit, qemu-utils, qemu-storage-daemon and libblkio, with every library that they need, beside the system's own and without a change to it.
-#   debian13.sh [DIR]        DIR: target/peers/debian13 where it is not given
+#   debian13.sh [DIR [PACKAGE..]]        DIR: target/peers/debian13 where it is not given; other packages, where they are (the kernel lab's)
 # Needs a Debian machine with apt; no root. The archive is the one that this machine's own sources name, with the suite changed. A
 # second call does nothing; what was there stays where a call fails. `benches/src/compare` starts the programs from there.
 set -eu
@@ -9,6 +9,7 @@ SUITE=trixie
 PACKAGES="nbdkit qemu-utils qemu-block-extra qemu-system-common libblkio1"
 
 tree=${1:-target/peers/debian13}
+[ $# -le 1 ] || { shift; PACKAGES=$*; }
 fail() { echo "debian13.sh: $*" >&2; exit 1; }
 
 [ -e "$tree/.unpacked" ] && exit 0

@@ -6,9 +6,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
+/// A program, and the package that it comes from.
+type Tool = (&'static str, &'static str);
+
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-const TOOLS: [(&str, &str); 36] = [
+pub const TOOLS: [Tool; 36] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -52,20 +55,27 @@ const TOOLS: [(&str, &str); 36] = [
     ("dmsetup", "dmsetup"),
 ];
 
+/// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
+pub const SLOW_TOOLS: [Tool; 3] = [
+    ("libvirtd", "libvirt-daemon"),
+    ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
+    ("virsh", "libvirt-clients"),
+];
+
 /// Where tools of the system lie; not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
 
-/// Installs what is missing, if we may. An error names what is still missing and the command that
+/// Installs what is missing of `tools`, if we may. An error names what is still missing and the command that
 /// installs it.
-pub fn ensure() -> Result<()> {
-    let missing = missing();
+pub fn ensure(tools: &[Tool]) -> Result<()> {
+    let missing = missing(tools);
     if missing.is_empty() {
-        println!("all there: {}", packages(&TOOLS).join(" "));
+        println!("all there: {}", packages(tools).join(" "));
         return Ok(());
     }
     let packages = packages(&missing);
-    let tools: Vec<_> = missing.iter().map(|(tool, _)| *tool).collect();
-    println!("missing: {}", tools.join(" "));
+    let names: Vec<_> = missing.iter().map(|(tool, _)| *tool).collect();
+    println!("missing: {}", names.join(" "));
     let by_hand = format!("apt-get install --no-install-recommends {}", packages.join(" "));
     if !is_there("apt-get") {
         bail!("install what Debian has in {} (there is no apt-get here)", packages.join(" "));
@@ -89,18 +99,18 @@ pub fn ensure() -> Result<()> {
             bail!("apt-get failed; run: {by_hand}");
         }
     }
-    match self::missing().as_slice() {
+    match self::missing(tools).as_slice() {
         [] => Ok(()),
         rest => bail!("{} came with no package of {}", rest[0].0, packages.join(" ")),
     }
 }
 
-fn missing() -> Vec<(&'static str, &'static str)> {
-    TOOLS.iter().copied().filter(|(tool, _)| !is_there(tool)).collect()
+fn missing(tools: &[Tool]) -> Vec<Tool> {
+    tools.iter().copied().filter(|(tool, _)| !is_there(tool)).collect()
 }
 
 /// The packages, each once.
-fn packages(tools: &[(&'static str, &'static str)]) -> Vec<&'static str> {
+fn packages(tools: &[Tool]) -> Vec<&'static str> {
     let mut packages: Vec<_> = tools.iter().map(|(_, package)| *package).collect();
     packages.dedup();
     packages

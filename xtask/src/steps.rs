@@ -61,7 +61,8 @@ pub enum Step {
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
-    /// merges that go from dm-snapshot to Freestone and back, and file systems on our disks
+    /// merges that go from dm-snapshot to Freestone and back, and our disks under file systems, zoned
+    /// ones under fio's own tests too, machines of libvirt, a host with systemd
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -90,7 +91,7 @@ impl Step {
     fn run(self) -> Result<Outcome> {
         match self {
             Self::Packages => {
-                packages::ensure()?;
+                packages::ensure(&packages::TOOLS)?;
                 // The fio engine is built against it.
                 fio::source().map(|()| Outcome { ok: true, counts: Counts::default() })
             }
@@ -118,14 +119,19 @@ impl Step {
                 &["lab/run-ublk.sh", "user", "7"],
                 &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
-            Self::LabRest => lab(&[
-                &["lab/run-writeback.sh"],
-                &["lab/run-zones.sh"],
-                &["lab/run-snapshots.sh"],
-                &["lab/run-vhost-user.sh", "cut", "files"],
-                &["lab/run-ublk.sh"],
-                &["lab/run-ublk-zones.sh", "drive"],
-            ]),
+            Self::LabRest => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| {
+                lab(&[
+                    &["lab/run-writeback.sh"],
+                    &["lab/run-zones.sh"],
+                    &["lab/run-snapshots.sh"],
+                    &["lab/run-vhost-user.sh", "cut", "files"],
+                    &["lab/run-ublk.sh"],
+                    &["lab/run-ublk-zones.sh"],
+                    &["lab/run-ublk-zbd.sh"],
+                    &["lab/run-libvirt.sh"],
+                    &["lab/run-systemd.sh"],
+                ])
+            }),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),

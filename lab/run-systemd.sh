@@ -1,0 +1,79 @@
+#!/bin/bash
+# run-systemd.sh - packaging/systemd and packaging/udev on a host of Debian 13 with its systemd and udev, in QEMU, on a stock kernel: a
+# file system on a block device of Freestone's is made once, mounted at each boot under its name, and unmounted before the server ends,
+# also at a reboot (see systemd.sh). FREESTONE names the program; without it, it is built.
+set -eu
+cd "$(dirname "$0")/.."
+LAB=${LAB:-${XDG_CACHE_HOME:-$HOME/.cache}/kernel-lab}
+if [ -z "${FREESTONE:-}" ]; then cargo build --quiet --package freestone-cli; fi
+FREESTONE=${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}
+sh benches/peers/debian13.sh "$LAB/cache/systemd13" systemd-sysv udev kmod mount util-linux e2fsprogs base-files base-passwd \
+  liblzma5 bash dash coreutils grep sed findutils
+lab=$(lab/kernel-lab.sh -n -k "${KERNEL:-6.12}" /dev/null)
+dir=$(mktemp -d); root=$dir/root
+trap 'rm -rf "$dir" "$lab"' EXIT
+
+# The host: Debian's packages as they are unpacked, what they would have set up, one module.
+mask() { mkdir -p "$root/etc/systemd/${1%/*}"; ln -s /dev/null "$root/etc/systemd/$1"; }
+mkdir "$root"
+tar -C "$LAB/cache/systemd13" --exclude=./usr/share/doc --exclude=./usr/share/man --exclude=./usr/share/locale -c . | tar -C "$root" -x
+for list in passwd group; do cp "$root/usr/share/base-passwd/$list.master" "$root/etc/$list"; done
+echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
+echo host >"$root/etc/hostname"
+mkdir -p "$root/var/log/journal" "$root/etc/systemd/system/multi-user.target.wants"
+ln -s /usr/lib/systemd/system/multi-user.target "$root/etc/systemd/system/default.target"
+# Each of these costs seconds without KVM, and a host of this size has no use for them; it may take its time.
+for name in debug getty gpt-auto hibernate-resume rc-local run ssh system-update sysv tpm2; do
+  mask "system-generators/systemd-$name-generator"; done
+for unit in dev-hugepages.mount dev-mqueue.mount proc-sys-fs-binfmt_misc.automount sys-fs-fuse-connections.mount sys-kernel-config.mount \
+  sys-kernel-debug.mount sys-kernel-tracing.mount ldconfig.service systemd-{ask-password-console,ask-password-wall}.path \
+  systemd-{binfmt,firstboot,hibernate-clear,hwdb-update,journal-catalog-update,logind,pcrmachine,pcrphase,pcrphase-sysinit}.service \
+  systemd-{random-seed,tpm2-setup,tpm2-setup-early,user-sessions,update-done,machine-id-commit}.service \
+  getty.target getty-static.service systemd-{creds,hostnamed,pcrextend,pcrlock,sysext}.socket; do mask "system/$unit"; done
+mkdir "$root/etc/systemd/system.conf.d"
+printf '[Manager]\nDefaultTimeoutStartSec=600\nDefaultDeviceTimeoutSec=600\n' >"$root/etc/systemd/system.conf.d/lab.conf"
+kernel=$(basename "$(realpath "$lab/modules")")
+mkdir -p "$root/usr/lib/modules/$kernel/kernel/drivers/block"
+cp "$lab"/modules/modules.builtin* "$lab/modules/modules.order" "$root/usr/lib/modules/$kernel"
+cp "$lab"/modules/kernel/drivers/block/ublk_drv.ko* "$root/usr/lib/modules/$kernel/kernel/drivers/block"
+unshare --user --map-root-user chroot "$root" depmod "$kernel"
+
+# Freestone, as packaging has it.
+strip -o "$root/usr/bin/freestone" "$FREESTONE"
+install -D -m 755 packaging/udev/freestone-name "$root/usr/lib/freestone/freestone-name"
+install -D -m 644 packaging/udev/61-freestone-names.rules "$root/usr/lib/udev/rules.d/61-freestone-names.rules"
+install -D -m 644 packaging/systemd/freestone.service "$root/usr/lib/systemd/system/freestone.service"
+cat >"$root/etc/freestone.toml" <<END
+nbd = "unix:/run/freestone/nbd.sock"
+
+[[device]]
+name = "data"
+kind = "file"
+path = "/var/lib/freestone/data.img"
+size = "64M"
+
+[[device]]
+name = "job-7"
+kind = "ram"
+disksize = "64M"
+publish = false
+END
+mkdir -p "$root/srv/data"
+echo "/dev/freestone/data /srv/data ext4 _netdev,x-systemd.requires=freestone.service,x-systemd.makefs 0 0" >"$root/etc/fstab"
+
+install -m 755 lab/systemd.sh "$root/usr/bin/lab"
+printf '[Service]\nExecStart=/usr/bin/lab\nStandardOutput=file:/dev/ttyS1\nStandardError=inherit\n' >"$root/usr/lib/systemd/system/lab.service"
+for unit in freestone.service lab.service remote-fs.target; do
+  ln -s "/usr/lib/systemd/system/$unit" "$root/etc/systemd/system/multi-user.target.wants/$unit"; done
+truncate -s 400M "$dir/disk"
+# Its files are root's, whoever we are.
+unshare --user --map-root-user mke2fs -q -t ext4 -d "$root" "$dir/disk"
+
+# Its clock goes by instructions, so that nothing is late on a busy machine.
+timeout "${SECONDS_AT_MOST:-1500}" "$lab/qemu" -accel tcg,thread=single -icount shift=3 -smp 1 -m 1G -cpu max,la57=off -M q35 -nodefaults -display none -monitor none \
+  -drive "file=$dir/disk,format=raw,if=none,id=d,cache=unsafe" -device nvme,drive=d,serial=lab \
+  -serial "file:$dir/console" -serial "file:$dir/said" -kernel "$lab/vmlinuz" \
+  -append "$(cat "$lab/append") root=/dev/nvme0n1 rw systemd.show_status=no systemd.service_watchdogs=no systemd.journald.forward_to_console=yes" </dev/null || echo "qemu ended with $?" >&2
+tr -d '\r' <"$dir/said" >"$dir/told"
+grep -v '^LAB-EXIT' "$dir/told" || true
+grep -q '^LAB-EXIT:0$' "$dir/told" || { echo "systemd: it did not come to its end" >&2; tail -n 60 "$dir/console" >&2; exit 1; }
