@@ -27,7 +27,7 @@ fn a_frontend_that_is_there_does_not_hold_up_the_end() {
     client.set_up(0);
     assert!(export.is_connected());
     assert!(export.end(PATIENCE));
-    assert_eq!(client.socket.read(&mut [0]).unwrap(), 0);
+    assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
 }
 
 /// A frontend with one flush in flight, which its device does not answer before `PATIENCE`.
@@ -48,13 +48,13 @@ fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends()
     assert!(!held.cut() && !held.is_connected());
     assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0, "it was not answered");
     let mut next = Client::connect(&export);
-    next.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    next.front.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     next.send(message::GET_FEATURES, 0, &[], &[]);
-    assert!(next.socket.read(&mut [0]).is_err(), "it is not let in");
+    assert!(next.front.socket.read(&mut [0]).is_err(), "it is not let in");
     let other = ram();
     export.replace(other.clone(), Arc::default());
     drop(held);
-    next.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    next.front.socket.set_read_timeout(Some(PATIENCE)).unwrap();
     assert_ne!(u64::read_from_bytes(&next.receive(message::GET_FEATURES)).unwrap(), 0);
     next.set_up(0);
     next.put(DATA, &[5; 512]);
