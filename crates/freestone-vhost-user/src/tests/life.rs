@@ -64,6 +64,46 @@ fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends()
     assert_eq!(block, [5; 512], "it has the other device");
 }
 
+/// One whose flush the device has, and keeps for a second.
+fn stuck() -> (TempDir, Export, Client) {
+    let (dir, export) = export(Arc::new(Never(ram())));
+    let client = waiting(&export);
+    std::thread::sleep(Duration::from_millis(200));
+    (dir, export, client)
+}
+
+#[test]
+fn the_end_is_seen_when_nothing_is_in_flight_any_more() {
+    for is_cut in [false, true] {
+        let (_dir, export, mut client) = stuck();
+        if is_cut {
+            assert!(export.hold().cut());
+        } else {
+            export.begin_to_end();
+        }
+        assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
+        let answered = client.memory.word(USED + 2);
+        assert_eq!(answered, u16::from(!is_cut), "it was waited for");
+    }
+}
+
+#[test]
+fn the_end_is_seen_after_the_grace_although_a_request_is_in_flight() {
+    for is_cut in [false, true] {
+        let (_dir, export, mut client) = stuck();
+        let began = Instant::now();
+        if is_cut {
+            let held = export.hold();
+            assert!(held.cut() && !held.wait_gone(began));
+        } else {
+            assert!(!export.end(Duration::ZERO));
+        }
+        assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
+        assert_eq!(client.memory.word(USED + 2), 0);
+        assert!(began.elapsed() < Duration::from_millis(600), "the device has not let go of it");
+    }
+}
+
 #[test]
 fn an_end_does_not_wait_longer_than_its_grace() {
     let (_dir, export) = export(Arc::new(Late(ram())));
