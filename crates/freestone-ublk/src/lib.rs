@@ -30,6 +30,8 @@
 //! privileges. Zones. Zero copy, with which a server cannot see the data.
 
 mod abi;
+#[cfg(test)]
+mod conformance;
 mod control;
 mod export;
 #[cfg(test)]
