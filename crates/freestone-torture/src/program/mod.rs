@@ -7,13 +7,19 @@
 //! does not give the same run: it gives the same devices, and each thread the same numbers to
 //! choose by.
 
+mod asleep;
 mod bad;
+mod bad_machine;
+mod block;
 mod clients;
 mod control;
+mod link;
 mod look;
+mod machine;
 mod plan;
 mod refusals;
 mod round;
+mod said;
 mod server;
 mod stall;
 mod verbs;
@@ -40,9 +46,12 @@ const ROUND: Duration = Duration::from_secs(24);
 pub struct Report {
     /// Rounds with devices of their own.
     pub rounds: u64,
-    /// Requests of judged clients by command.
+    /// Connections of judged clients by export.
+    pub clients: BTreeMap<String, u64>,
+    /// Requests of judged clients by export and command.
     pub requests: BTreeMap<String, u64>,
-    /// Those that were answered with an error for which there is a reason, by command and error.
+    /// Those that were answered with an error for which there is a reason, by export, command and
+    /// error.
     pub errors: BTreeMap<String, u64>,
     /// Verbs on the control socket by name and outcome (`ok`, or the errno).
     pub verbs: BTreeMap<String, u64>,
@@ -96,6 +105,7 @@ impl fmt::Display for Report {
         writeln!(f, "rounds: {}", self.rounds)?;
         writeln!(f, "memory of a server after all was removed, at most: {} KiB", self.left_kib)?;
         let groups = [
+            ("clients", &self.clients),
             ("requests checked", &self.requests),
             ("requests that failed for a reason", &self.errors),
             ("verbs", &self.verbs),
@@ -118,6 +128,7 @@ impl Report {
         let of = |group| world.counts.of(group);
         Self {
             rounds,
+            clients: of("clients"),
             requests: of("requests"),
             errors: of("errors"),
             verbs: of("verbs"),
