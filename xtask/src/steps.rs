@@ -60,8 +60,8 @@ pub enum Step {
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
-    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, and snapshots
-    /// and merges that go from dm-snapshot to Freestone and back
+    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
+    /// merges that go from dm-snapshot to Freestone and back, block devices, and the torture over them
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -121,6 +121,7 @@ impl Step {
                 &["lab/run-zones.sh"],
                 &["lab/run-snapshots.sh"],
                 &["lab/run-ublk.sh"],
+                &["lab/run-torture.sh"],
             ]),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),

@@ -34,11 +34,15 @@ pub enum Mutant {
     LeakedSlot,
     /// An origin's flush is answered by nobody.
     FlushGoesNowhere,
+    /// What a machine was answered stays noted as in flight.
+    AnsweredInFlight,
+    /// A machine sees the end of its connection while requests of it are in flight.
+    EndSeenTooSoon,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 14] = [
+pub const ALL: [Mutant; 16] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -53,6 +57,8 @@ pub const ALL: [Mutant; 14] = [
     Mutant::ExceptionsBeforeCopies,
     Mutant::LeakedSlot,
     Mutant::FlushGoesNowhere,
+    Mutant::AnsweredInFlight,
+    Mutant::EndSeenTooSoon,
 ];
 
 /// Whether this fault is there.

@@ -44,7 +44,8 @@ pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
             std::thread::yield_now();
             continue;
         }
-        let disk = &disks[rng.below(disks.len() as u64) as usize];
+        let any = &disks[rng.below(disks.len() as u64) as usize];
+        let disk = disks.iter().find(|disk| rng.chance(50) && world.is_missed(disk)).unwrap_or(any);
         // Some look at all of it, so that what got lost is not only found by chance.
         let talk = if rng.chance(15) { Talk::Sweep } else { Talk::Random };
         visit(world, slot, disk, &mut rng, talk);
@@ -78,7 +79,10 @@ fn visit(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, talk: Talk
     if addresses.is_empty() {
         return;
     }
-    let place = &addresses[rng.below(addresses.len() as u64) as usize];
+    let any = rng.below(addresses.len() as u64) as usize;
+    // A machine that waits for its disk goes first.
+    let wakes = world.is_missed(disk).then(|| addresses.iter().find(|at| matches!(at, Place::Machine(_))));
+    let place = wakes.flatten().unwrap_or(&addresses[any]);
     slot.begin(format!("{}: connects at {place:?}", disk.name), REQUEST_MAX);
     // Who cuts its power waits until nobody is inside.
     let _inside = disk.gate.read().unwrap_or_else(PoisonError::into_inner);

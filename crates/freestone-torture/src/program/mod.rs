@@ -149,12 +149,13 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     // Where it may not be raised, crowds are smaller.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-    let start = Instant::now();
     let time = Duration::from_secs_f64(minutes.max(0.0) * 60.0);
     let world = Arc::new(World::new(binary));
     let mut rng = Rng::new(seed);
     let mut rounds = 0;
     let mut outcome = empty(&world);
+    // Rounds have all of the time, however long that took.
+    let start = Instant::now();
     while let Ok(empty) = &outcome
         && start.elapsed() < time
     {
@@ -179,5 +180,7 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
 fn empty(world: &World) -> Result<(server::Held, u64), String> {
     let dir = tempfile::Builder::new().prefix("torture-empty-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    round::empty_server(world, dir.path())
+    // Its directory goes with it.
+    let told = |what| format!("{what}\nits log ends with:\n{}", server::log_tail(dir.path()));
+    round::empty_server(world, dir.path()).map_err(told)
 }

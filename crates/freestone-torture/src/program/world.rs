@@ -485,6 +485,12 @@ impl World {
         Some(asleep.remove(at))
     }
 
+    /// Whether one waits for this device.
+    pub fn is_missed(&self, disk: &Disk) -> bool {
+        let asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        asleep.iter().any(|machine| machine.disk == disk.name)
+    }
+
     /// All give up: there are other devices now.
     pub fn forget_machines(&self) {
         self.asleep.lock().unwrap_or_else(PoisonError::into_inner).clear();
