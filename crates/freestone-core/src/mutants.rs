@@ -36,13 +36,11 @@ pub enum Mutant {
     FlushGoesNowhere,
     /// What a machine was answered stays noted as in flight.
     AnsweredInFlight,
-    /// A machine sees the end of its connection while requests of it are in flight.
-    EndSeenTooSoon,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 16] = [
+pub const ALL: [Mutant; 15] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -58,7 +56,6 @@ pub const ALL: [Mutant; 16] = [
     Mutant::LeakedSlot,
     Mutant::FlushGoesNowhere,
     Mutant::AnsweredInFlight,
-    Mutant::EndSeenTooSoon,
 ];
 
 /// Whether this fault is there.

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
-use freestone_core::mutants::{self, Mutant};
 use freestone_core::unix_socket::{BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -245,9 +244,8 @@ impl Export {
 /// Nothing of the frontend is listened to any more, so its connection ends. It sees the end only when
 /// nothing of it is in flight: then its memory is its own again.
 fn hear_no_more(guest: &Guest) {
-    let what = if mutants::on(Mutant::EndSeenTooSoon) { Shutdown::Both } else { Shutdown::Read };
     // Where the frontend has gone already, it has ended.
-    let _ = shutdown(&guest.socket, what);
+    let _ = shutdown(&guest.socket, Shutdown::Read);
 }
 
 /// No frontend is let in while this lives.
