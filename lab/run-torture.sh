@@ -11,5 +11,5 @@ built=${CARGO_TARGET_DIR:-target}/debug
 strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"
 strip -o "$dir/freestone-torture" "${TORTURE:-$built/freestone-torture}"
 kernel=${1:-7}; [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- 1 2 3
-lab/kernel-lab.sh -k "$kernel" -f gen -m ublk_drv -M 3G -t $((90 + 120 * $#)) -b "$dir/freestone $dir/freestone-torture" lab/torture.sh "$@"
+[ $# -gt 0 ] || set -- 1
+lab/kernel-lab.sh -k "$kernel" -f gen -m ublk_drv -M 3G -t $((120 + 600 * $#)) -b "$dir/freestone $dir/freestone-torture" lab/torture.sh "$@"

@@ -4,7 +4,7 @@ set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run TMPDIR=/tmp
 modprobe ublk_drv
 for seed in "$@"; do
-  freestone-torture program --seed "$seed" --minutes 0.7 --bin "$(command -v freestone)" >out 2>&1 || { echo "FAIL"; cat out; exit 1; }
+  freestone-torture program --seed "$seed" --minutes 0.4 --bin "$(command -v freestone)" >out 2>&1 || { echo "FAIL"; cat out; exit 1; }
   # It has done what it is here for.
   for kind in nbd vhost-user ublk; do
     grep -q "^ *[0-9]* $kind write$" out || { echo "FAIL: no $kind write was judged"; cat out; exit 1; }; done
