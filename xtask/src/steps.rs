@@ -61,8 +61,8 @@ pub enum Step {
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
-    /// merges that go from dm-snapshot to Freestone and back, and our disks under file systems, zoned
-    /// ones under fio's own tests too, machines of libvirt, a host with systemd
+    /// merges that go from dm-snapshot to Freestone and back, our disks under file systems and under the
+    /// torture, zoned ones under fio's own tests too, machines of libvirt, a host with systemd
     LabRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
@@ -128,6 +128,7 @@ impl Step {
                     &["lab/run-ublk.sh"],
                     &["lab/run-ublk-zones.sh"],
                     &["lab/run-ublk-zbd.sh"],
+                    &["lab/run-torture.sh"],
                     &["lab/run-libvirt.sh"],
                     &["lab/run-systemd.sh"],
                 ])

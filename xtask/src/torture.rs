@@ -35,7 +35,7 @@ pub enum Mode {
 }
 
 /// The faults that can be put back (`freestone::mutants`), and the mode that finds each.
-const MUTANTS: [(&str, Mode); 14] = [
+const MUTANTS: [(&str, Mode); 15] = [
     ("PinnedCall", Mode::Exact),
     ("FalseNoSpace", Mode::Exact),
     ("TooManyReads", Mode::Exact),
@@ -50,6 +50,7 @@ const MUTANTS: [(&str, Mode); 14] = [
     ("ExceptionsBeforeCopies", Mode::Exact),
     ("LeakedSlot", Mode::Exact),
     ("FlushGoesNowhere", Mode::Exact),
+    ("AnsweredInFlight", Mode::Program),
 ];
 
 impl Mode {

@@ -17,6 +17,9 @@ fn judged_clients_meet_nothing_but_what_is_allowed() {
     // It has done something of everything.
     assert!(report.rounds >= 1);
     assert!(report.requests.values().sum::<u64>() > 100, "{report}");
+    for export in ["nbd", "vhost-user"] {
+        assert!(report.requests.contains_key(&format!("{export} write")), "{report}");
+    }
     assert!(report.verbs.len() > 5, "{report}");
     assert!(!report.bad_clients.is_empty() && !report.program.is_empty(), "{report}");
     assert!(report.ends.contains_key("emptied"), "{report}");

@@ -34,11 +34,13 @@ pub enum Mutant {
     LeakedSlot,
     /// An origin's flush is answered by nobody.
     FlushGoesNowhere,
+    /// What a machine was answered stays noted as in flight.
+    AnsweredInFlight,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 14] = [
+pub const ALL: [Mutant; 15] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -53,6 +55,7 @@ pub const ALL: [Mutant; 14] = [
     Mutant::ExceptionsBeforeCopies,
     Mutant::LeakedSlot,
     Mutant::FlushGoesNowhere,
+    Mutant::AnsweredInFlight,
 ];
 
 /// Whether this fault is there.

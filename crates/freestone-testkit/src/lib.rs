@@ -7,6 +7,8 @@
 //! * [`Faulty`]: a disk in memory that fails, hangs, tears, corrupts and fills up when it is told
 //!   to.
 //! * [`ModelZoned`]: the plainest zoned device.
+//! * [`Through`]: a device that is used by way of an export.
+//! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -23,6 +25,8 @@ mod faulty;
 mod model;
 mod model_zoned;
 mod rng;
+mod through;
+pub mod vhost_user;
 
 pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
@@ -30,3 +34,4 @@ pub use faulty::{Counts, Faulty, What, When};
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;
+pub use through::{Carrier, Through};

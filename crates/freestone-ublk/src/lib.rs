@@ -51,6 +51,8 @@
 
 mod abi;
 mod aside;
+#[cfg(test)]
+mod conformance;
 mod control;
 mod export;
 #[cfg(test)]

@@ -119,6 +119,14 @@ impl Shared {
         }
         Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
     }
+
+    /// The frontend sees the end of its connection although something is in flight; false.
+    fn let_go(&self) -> bool {
+        if let Some(guest) = &self.lock().guest {
+            let _ = shutdown(&guest.socket, Shutdown::Both);
+        }
+        false
+    }
 }
 
 impl Export {
@@ -209,7 +217,7 @@ impl Export {
         let mut state = self.shared.lock();
         let file = state.file.take();
         if let Some(guest) = &state.guest {
-            let _ = shutdown(&guest.socket, Shutdown::Both);
+            hear_no_more(guest);
         }
         drop(state);
         drop(file);
@@ -225,11 +233,18 @@ impl Export {
         self.begin_to_end();
         let mut state = self.shared.lock();
         while !state.ended {
-            let Some(changed) = self.shared.wait_until(state, end) else { return false };
+            let Some(changed) = self.shared.wait_until(state, end) else { return self.shared.let_go() };
             state = changed;
         }
         true
     }
+}
+
+/// Nothing of the frontend is listened to any more, so its connection ends. It sees the end only when
+/// nothing of it is in flight: then its memory is its own again.
+fn hear_no_more(guest: &Guest) {
+    // Where the frontend has gone already, it has ended.
+    let _ = shutdown(&guest.socket, Shutdown::Read);
 }
 
 /// No frontend is let in while this lives.
@@ -247,7 +262,7 @@ impl Held<'_> {
         let guest = self.0.shared.lock().guest.clone();
         let Some(guest) = guest else { return false };
         guest.silent.store(true, Ordering::SeqCst);
-        let _ = shutdown(&guest.socket, Shutdown::Both);
+        hear_no_more(&guest);
         true
     }
 
@@ -256,7 +271,7 @@ impl Held<'_> {
         let shared = &self.0.shared;
         let mut state = shared.lock();
         while state.guest.is_some() {
-            let Some(changed) = shared.wait_until(state, end) else { return false };
+            let Some(changed) = shared.wait_until(state, end) else { return shared.let_go() };
             state = changed;
         }
         true

@@ -8,6 +8,7 @@
 
 use std::os::fd::OwnedFd;
 
+use freestone_core::mutants::{self, Mutant};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use crate::disk::MAX_QUEUES;
@@ -179,7 +180,8 @@ impl Notes {
     /// It was; the used index is `used` now.
     pub fn published(&mut self, used: u16) {
         for head in self.answered.drain(..) {
-            self.part.store(entry(head) + IN_FLIGHT_AT, 0);
+            let is_noted = mutants::on(Mutant::AnsweredInFlight);
+            self.part.store(entry(head) + IN_FLIGHT_AT, is_noted.into());
         }
         self.part.store(USED_AT, used);
     }

@@ -1,166 +1,53 @@
 //! The contract of a device, as it comes through a virtual machine's queues.
-#![expect(unsafe_code)]
-// UNSAFETY: looks into the client's buffers, of which the client gives the address.
 
-use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
 use std::time::Duration;
 
-use blkio::{Blkio, Blkioq, Completion as Answered, ReqFlags};
 use freestone_core::budget::{self, Budget};
-use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
-};
+use freestone_core::device::Device;
 use freestone_drive::null::{self, Memory};
+use freestone_drive::zone::{self, State, Zones};
 use freestone_ram::ram::{Config, Ram};
-use freestone_testkit::{Deferred, Policy, conformance};
+use freestone_testkit::vhost_user::{Machine, Shape};
+use freestone_testkit::{Carrier, Deferred, Policy, Through, conformance};
 use freestone_vhost_user::{Export, Options};
-use tempfile::TempDir;
 
 const SIZE: u64 = 16 << 20;
-const QUEUES: usize = 3;
-const MAX_IO: usize = 256 << 10;
+const MAX_IO: u64 = 256 << 10;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A device that a client without a machine uses through all its queues, one request at a time in
-/// each.
-struct Through {
-    inner: Arc<dyn Device>,
-    queues: Vec<Mutex<mpsc::Sender<Job>>>,
-    next: AtomicUsize,
-    threads: Vec<JoinHandle<()>>,
-    _client: Mutex<Blkio>,
-    _export: Export,
-    _dir: TempDir,
+fn through(inner: Arc<dyn Device>, shape: Shape) -> Arc<dyn Device> {
+    let dir = tempfile::tempdir().unwrap();
+    let options = Options::new(Budget::new(budget::DEFAULT_BYTES));
+    let export = Export::new(&dir.path().join("v"), "disk", Arc::clone(&inner), options).unwrap();
+    let mut machine = Machine::connect(export.path(), shape, PATIENCE).unwrap();
+    assert_eq!(machine.config().capacity() * 512, inner.geometry().size);
+    let queues = std::mem::take(&mut machine.queues);
+    let carriers = queues.into_iter().map(|queue| Box::new(queue) as Box<dyn Carrier>);
+    Arc::new(Through::new(inner, carriers.collect(), Box::new((machine, export, dir))))
 }
 
-struct Job {
-    request: Request,
-    buffer: IoBuf,
-    done: Completion,
-}
-
-impl Through {
-    fn new(inner: Arc<dyn Device>) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("v");
-        let options = Options::new(Budget::new(budget::DEFAULT_BYTES));
-        let export = Export::new(&path, "disk", Arc::clone(&inner), options).unwrap();
-        let mut client = Blkio::new("virtio-blk-vhost-user").unwrap();
-        client.set_str("path", path.to_str().unwrap()).unwrap();
-        client.connect().unwrap();
-        assert_eq!(client.get_u64("capacity").unwrap(), inner.geometry().size);
-        client.set_i32("num-queues", QUEUES as i32).unwrap();
-        let started = client.start().unwrap();
-        let memory = client.alloc_mem_region(QUEUES * MAX_IO).unwrap();
-        client.map_mem_region(&memory).unwrap();
-        let (mut queues, mut threads) = (Vec::new(), Vec::new());
-        for (i, queue) in started.queues.into_iter().enumerate() {
-            let (sender, jobs) = mpsc::channel();
-            queues.push(Mutex::new(sender));
-            let buffer = memory.addr + i * MAX_IO;
-            threads.push(thread::spawn(move || serve(queue, buffer, &jobs)));
-        }
-        Self {
-            inner,
-            queues,
-            next: AtomicUsize::new(0),
-            threads,
-            _client: Mutex::new(client),
-            _export: export,
-            _dir: dir,
-        }
-    }
-}
-
-impl Drop for Through {
-    fn drop(&mut self) {
-        self.queues.clear();
-        for thread in self.threads.drain(..) {
-            thread.join().unwrap();
-        }
-    }
-}
-
-fn serve(mut queue: Blkioq, buffer: usize, jobs: &mpsc::Receiver<Job>) {
-    for Job { request, buffer: mut data, done } in jobs {
-        // SAFETY: this part of the client's memory is this queue's, and nothing is in flight.
-        let memory = unsafe {
-            std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<u8>(buffer), MAX_IO)
-        };
-        let (at, len, none) = (request.offset, request.len, ReqFlags::empty());
-        match request.op {
-            Op::Read => queue.read(at, memory.as_mut_ptr(), len as usize, 0, none),
-            Op::Write => {
-                memory[..data.len()].copy_from_slice(&data);
-                queue.write(at, memory.as_ptr(), len as usize, 0, none);
-            }
-            Op::Flush => queue.flush(0, none),
-            Op::Discard => queue.discard(at, len, 0, none),
-            Op::WriteZeroes => {
-                let keep = if request.flags.contains(Flags::MAY_FREE) { none } else { ReqFlags::NO_UNMAP };
-                queue.write_zeroes(at, len, 0, keep);
-            }
-        }
-        let mut outcome = finish(&mut queue);
-        if outcome.is_ok() && request.flags.contains(Flags::FUA) {
-            // virtio has none.
-            queue.flush(0, none);
-            outcome = finish(&mut queue);
-        }
-        if outcome.is_ok() && request.op == Op::Read {
-            data.copy_from_slice(&memory[..len as usize]);
-        }
-        done.complete(outcome, data);
-    }
-}
-
-fn finish(queue: &mut Blkioq) -> Result<()> {
-    let mut answered = [const { MaybeUninit::<Answered>::uninit() }];
-    let mut patience = PATIENCE;
-    let done = queue.do_io(&mut answered, 1, Some(&mut patience), None).unwrap();
-    assert_eq!(done, 1, "no answer");
-    // SAFETY: the client has filled in as many as it says.
-    let ret = unsafe { answered[0].assume_init_ref() }.ret;
-    if ret == 0 { Ok(()) } else { Err(Error::Media) }
-}
-
-impl Device for Through {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<Tried> {
-        request.check(&self.geometry())?;
-        Ok(Tried::WouldBlock)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        if let Err(error) = request.check(&self.geometry()) {
-            return done.complete(Err(error), buffer);
-        }
-        // Relaxed: any queue will do.
-        let queue = &self.queues[self.next.fetch_add(1, Ordering::Relaxed) % QUEUES];
-        queue.lock().unwrap().send(Job { request, buffer, done }).unwrap();
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-}
-
-fn check(name: &str, make: &dyn Fn() -> Arc<dyn Device>) {
-    let options = conformance::Options {
-        max_io: MAX_IO as u64,
+fn options() -> conformance::Options {
+    conformance::Options {
+        max_io: MAX_IO,
         rounds: 100,
         thread_rounds: 100,
         // The machine's sectors are smaller than the pages of these devices.
         whole: 512,
         ..conformance::Options::default()
-    };
-    conformance::check(name, &|| Arc::new(Through::new(make())), options);
+    }
+}
+
+fn check(name: &str, make: &dyn Fn() -> Arc<dyn Device>) {
+    for indirect in [true, false] {
+        let shape =
+            Shape { queues: 3, slot_bytes: MAX_IO, indirect, event_idx: indirect, ..Shape::default() };
+        conformance::check(name, &|| through(make(), shape), options());
+    }
+}
+
+fn memory() -> Arc<dyn Device> {
+    Arc::new(Memory::new(null::Config::plain(SIZE, 512)).unwrap())
 }
 
 #[test]
@@ -169,14 +56,42 @@ fn ram() {
 }
 
 #[test]
-fn memory() {
-    check("memory", &|| Arc::new(Memory::new(null::Config::plain(SIZE, 512)).unwrap()));
+fn memory_of_a_test_drive() {
+    check("memory", &memory);
 }
 
 #[test]
 fn devices_that_answer_in_another_order() {
-    check("deferred", &|| {
-        let memory = Memory::new(null::Config::plain(SIZE, 512)).unwrap();
-        Arc::new(Deferred::new(Arc::new(memory), Policy::Sometimes(50), 7))
-    });
+    check("deferred", &|| Arc::new(Deferred::new(memory(), Policy::Sometimes(50), 7)));
+}
+
+/// One queue, so that requests keep their order.
+fn check_zoned(name: &str, config: zone::Config) {
+    let make = || {
+        let memory = Memory::new(null::Config::plain(SIZE, 4096)).unwrap();
+        let zones = Zones::new(Arc::new(memory), config, State::Volatile, None).unwrap();
+        through(Arc::new(zones), Shape { slot_bytes: 2 << 20, ..Shape::default() })
+    };
+    let options = conformance::Options { whole: u64::MAX, unwritten: 0xff, ..options() };
+    conformance::check_zoned(name, &make, options);
+}
+
+#[test]
+fn zones() {
+    let config = zone::Config {
+        zone_size: 1 << 20,
+        zone_capacity: 768 << 10,
+        zone_nr_conv: 1,
+        zone_max_open: 3,
+        zone_max_active: 5,
+        ..zone::Config::default()
+    };
+    check_zoned("zones", config);
+}
+
+#[test]
+fn zones_with_one_limit() {
+    let config =
+        zone::Config { zone_size: 1 << 20, zone_max_open: 2, zone_max_active: 2, ..zone::Config::default() };
+    check_zoned("zones with one limit", config);
 }

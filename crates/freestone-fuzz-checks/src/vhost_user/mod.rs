@@ -10,7 +10,6 @@ mod plain;
 mod requests;
 mod rings;
 mod script;
-mod wire;
 
 use std::os::fd::OwnedFd;
 use std::panic;
@@ -20,6 +19,7 @@ use std::sync::{Arc, LazyLock};
 use freestone::budget::{self, Budget};
 use freestone::device::Device;
 use freestone_nbd::Workers;
+use freestone_testkit::vhost_user::wire;
 use freestone_vhost_user::{Options, serve_here};
 
 /// Panics of the threads of queues, which end with their thread and are seen nowhere else.

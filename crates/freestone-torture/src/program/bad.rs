@@ -10,10 +10,11 @@ use std::time::Duration;
 use freestone_testkit::Rng;
 use serde_json::Value;
 
+use super::said::{self, Broken};
 use super::server;
-use super::watch::Slot;
-use super::wire::{self, Broken, Wire};
-use super::world::{Disk, REQUEST_MAX, World};
+use super::watch::{REQUEST_MAX, Slot};
+use super::wire::{self, Wire};
+use super::world::{Disk, World};
 use crate::oracle::{Fill, Kind as Write, Outcome, SECTOR_BYTES};
 
 /// How long one that does nothing goes on doing it.
@@ -87,7 +88,7 @@ impl Bad<'_> {
     /// A connection that has chosen an export: bytes can be sent as they are.
     fn chosen(disk: &Disk) -> std::io::Result<UnixStream> {
         let gone = || std::io::Error::from(ErrorKind::NotFound);
-        let path = disk.addresses().first().cloned().ok_or_else(gone)?;
+        let path = disk.nbd().ok_or_else(gone)?;
         let mut stream = connect(&path)?;
         wire::greet(&mut stream, true).map_err(|_| gone())?;
         stream.write_all(&wire::option(1, disk.name.as_bytes()))?;
@@ -166,7 +167,7 @@ fn strange_options(bad: &mut Bad<'_>) -> std::io::Result<()> {
 fn wrong_magic(bad: &mut Bad<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = Bad::chosen(&disk)?;
-    let mut bytes = wire::request(0, wire::WRITE, 1, 0, 512);
+    let mut bytes = wire::request(0, said::WRITE, 1, 0, 512);
     bytes[bad.rng.below(4) as usize] ^= 0x11;
     bytes.extend(vec![0x77; 4096]);
     stream.write_all(&bytes)?;
@@ -180,7 +181,7 @@ fn wrong_magic(bad: &mut Bad<'_>) -> std::io::Result<()> {
 fn half_request(bad: &mut Bad<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = Bad::chosen(&disk)?;
-    let bytes = wire::request(0, wire::WRITE, 1, 0, 4096);
+    let bytes = wire::request(0, said::WRITE, 1, 0, 4096);
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -208,7 +209,7 @@ fn half_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
     // What came of it may be there, whole or in part.
     let token = disk.oracle().begin_write(id, 0..len / SECTOR, Write::Write);
     let sent = stream
-        .write_all(&wire::request(0, wire::WRITE, 1, 0, len as u32))
+        .write_all(&wire::request(0, said::WRITE, 1, 0, len as u32))
         .and_then(|()| stream.write_all(&data[..cut]));
     stream.shutdown(std::net::Shutdown::Write)?;
     // Its end: nothing is done for it from here on.
@@ -221,7 +222,7 @@ fn huge_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = Bad::chosen(&disk)?;
     let len = [u32::MAX, (32 << 20) + 1, 1 << 31][bad.rng.below(3) as usize];
-    stream.write_all(&wire::request(0, wire::WRITE, 1, 0, len))?;
+    stream.write_all(&wire::request(0, said::WRITE, 1, 0, len))?;
     let noise = bad.noise(64 << 10);
     for _ in 0..8 {
         stream.write_all(&noise)?;
@@ -233,7 +234,7 @@ fn never_reads(bad: &mut Bad<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = Bad::chosen(&disk)?;
     for cookie in 0..300 {
-        stream.write_all(&wire::request(0, wire::READ, cookie, 0, 1 << 20))?;
+        stream.write_all(&wire::request(0, said::READ, cookie, 0, 1 << 20))?;
     }
     bad.idle();
     Ok(())
@@ -252,10 +253,9 @@ fn crowd_greeted(bad: &mut Bad<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut held = Vec::new();
     for _ in 0..=bad.rng.below(60) {
-        let addresses = disk.addresses();
-        let Some(path) = addresses.first() else { break };
+        let Some(path) = disk.nbd() else { break };
         bad.slot.moved();
-        match Wire::connect(path, &disk.name, &mut bad.rng) {
+        match Wire::connect(&path, &disk.name, &mut bad.rng) {
             Ok(wire) => held.push(wire),
             Err(Broken::Wrong(why)) => bad.world.fail(format!("{}: {why}", disk.name)),
             Err(Broken::Ended(why)) => return Err(std::io::Error::other(why)),

@@ -5,8 +5,8 @@ use freestone_testkit::Rng;
 use serde_json::Value;
 
 use super::control::{self, No};
-use super::watch::Slot;
-use super::world::{Disk, Kind, VERB_MAX, World};
+use super::watch::{Slot, VERB_MAX};
+use super::world::{Disk, Kind, World};
 
 /// Runs until the world stops.
 pub fn run(world: &World, slot: &Slot, mut rng: Rng) {

@@ -7,13 +7,19 @@
 //! does not give the same run: it gives the same devices, and each thread the same numbers to
 //! choose by.
 
+mod asleep;
 mod bad;
+mod bad_machine;
+mod block;
 mod clients;
 mod control;
+mod link;
 mod look;
+mod machine;
 mod plan;
 mod refusals;
 mod round;
+mod said;
 mod server;
 mod stall;
 mod verbs;
@@ -40,9 +46,12 @@ const ROUND: Duration = Duration::from_secs(24);
 pub struct Report {
     /// Rounds with devices of their own.
     pub rounds: u64,
-    /// Requests of judged clients by command.
+    /// Connections of judged clients by export.
+    pub clients: BTreeMap<String, u64>,
+    /// Requests of judged clients by export and command.
     pub requests: BTreeMap<String, u64>,
-    /// Those that were answered with an error for which there is a reason, by command and error.
+    /// Those that were answered with an error for which there is a reason, by export, command and
+    /// error.
     pub errors: BTreeMap<String, u64>,
     /// Verbs on the control socket by name and outcome (`ok`, or the errno).
     pub verbs: BTreeMap<String, u64>,
@@ -96,6 +105,7 @@ impl fmt::Display for Report {
         writeln!(f, "rounds: {}", self.rounds)?;
         writeln!(f, "memory of a server after all was removed, at most: {} KiB", self.left_kib)?;
         let groups = [
+            ("clients", &self.clients),
             ("requests checked", &self.requests),
             ("requests that failed for a reason", &self.errors),
             ("verbs", &self.verbs),
@@ -118,6 +128,7 @@ impl Report {
         let of = |group| world.counts.of(group);
         Self {
             rounds,
+            clients: of("clients"),
             requests: of("requests"),
             errors: of("errors"),
             verbs: of("verbs"),
@@ -138,12 +149,13 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     // Where it may not be raised, crowds are smaller.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-    let start = Instant::now();
     let time = Duration::from_secs_f64(minutes.max(0.0) * 60.0);
     let world = Arc::new(World::new(binary));
     let mut rng = Rng::new(seed);
     let mut rounds = 0;
     let mut outcome = empty(&world);
+    // Rounds have all of the time, however long that took.
+    let start = Instant::now();
     while let Ok(empty) = &outcome
         && start.elapsed() < time
     {
@@ -168,5 +180,7 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
 fn empty(world: &World) -> Result<(server::Held, u64), String> {
     let dir = tempfile::Builder::new().prefix("torture-empty-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    round::empty_server(world, dir.path())
+    // Its directory goes with it.
+    let told = |what| format!("{what}\nits log ends with:\n{}", server::log_tail(dir.path()));
+    round::empty_server(world, dir.path()).map_err(told)
 }

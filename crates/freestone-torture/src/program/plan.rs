@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use freestone_testkit::Rng;
 
+use super::link::Place;
 use super::server;
 use super::world::{Disk, Kind, World};
 use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_BYTES, fill};
@@ -23,6 +24,7 @@ pub const ROOMY_COW: &str = "48M";
 /// Makes the devices of a round and the files that they need, and gives them to the world.
 pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     world.set_disks(Vec::new());
+    world.forget_machines();
     for n in 0..=rng.below(3) {
         ram(world, dir, n, rng);
     }
@@ -53,7 +55,7 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
 fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
     disk.words = Some(words);
     disk.from_start = true;
-    disk.publish(dir.join(server::NBD));
+    disk.publish(Place::Nbd(dir.join(server::NBD)));
     world.add(disk)
 }
 

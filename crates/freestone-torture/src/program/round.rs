@@ -13,9 +13,11 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::{self, No};
+use super::link::Place;
 use super::server::{self, Held, Server};
-use super::world::{Disk, Kind, VERB_MAX, World};
-use super::{bad, clients, look, plan, stall, verbs};
+use super::watch::VERB_MAX;
+use super::world::{Disk, Kind, World};
+use super::{bad, bad_machine, clients, look, plan, stall, verbs};
 
 /// How long a server may take until it has ended: 5 s for clients that hang, 2 s for verbs, 60 s
 /// for what is not flushed.
@@ -40,7 +42,7 @@ enum End {
 
 /// What a server without devices holds, once each kind of device was there.
 pub fn empty_server(world: &World, dir: &Path) -> Result<(Held, u64), String> {
-    let server = Server::start(&world.program, dir, &["x=null,size=1M".into()])?;
+    let server = Server::start(&world.program, dir, &["x=null,size=1M".into()], world.has_ublk)?;
     fs::write(dir.join("x.img"), vec![1; 1 << 20]).map_err(|e| e.to_string())?;
     let ask = |method: &str, params: &Value| {
         control::ask(&server.control, method, params).map_err(|no| format!("{method} {params}: {no:?}"))
@@ -126,7 +128,7 @@ fn again(world: &World, dir: &Path, killed: bool) {
         }
         let of = disk.of.as_ref().map(|of| &of.name);
         let of = of.and_then(|of| disks.iter().find(|disk| disk.name == *of)).cloned();
-        disks.push(Arc::new(disk.again(killed, of, dir.join(server::NBD))));
+        disks.push(Arc::new(disk.again(killed, of, Place::Nbd(dir.join(server::NBD)))));
     }
     world.set_disks(disks);
 }
@@ -143,7 +145,9 @@ fn one_life(
     world.set_stop(false);
     world.set_dying(false);
     world.note(format!("a server starts: {words:?}"));
-    let server = Server::start(&world.program, dir, &words).map_err(|e| format!("{words:?}: {e}"))?;
+    let server =
+        Server::start(&world.program, dir, &words, world.has_ublk).map_err(|e| format!("{words:?}: {e}"))?;
+    show(world, &server, rng)?;
     let time = time.mul_f64(0.5 + rng.below(100) as f64 / 100.0);
     let over = AtomicBool::new(false);
     let removed = thread::scope(|scope| {
@@ -156,6 +160,7 @@ fn one_life(
         (0..4).for_each(|n| start(format!("client {n}"), clients::run));
         (0..3).for_each(|n| start(format!("verbs {n}"), verbs::run));
         (0..2).for_each(|n| start(format!("bad {n}"), bad::run));
+        start("bad machine".into(), bad_machine::run);
         start("program".into(), look::run);
         start("stall".into(), stall::run);
         let begun = Instant::now();
@@ -203,10 +208,35 @@ fn one_life(
             nothing_left(world, &server, empty)?;
             server.signal(Signal::TERM);
             ended(world, &server)?;
+            no_block_devices(world)?;
             world.counts.add("ends", "emptied", 1);
             no_files(world, dir)
         }
     }
+}
+
+/// Shows some devices to virtual machines from the beginning, so that those which were connected to
+/// the last server find them; and finds the block devices.
+fn show(world: &World, server: &Server, rng: &mut Rng) -> Result<(), String> {
+    let ask = |method: &str, params: &Value| {
+        control::ask(&server.control, method, params).map_err(|no| format!("{method} {params}: {no:?}"))
+    };
+    for disk in world.disks(|disk| disk.kind != Kind::Template && !disk.is_merging()) {
+        if rng.chance(60) {
+            let path = world.dir().join(format!("p{}", world.number()));
+            ask("publish", &json!({ "name": disk.name, "vhost_user": format!("unix:{}", path.display()) }))?;
+            disk.publish(Place::Machine(path));
+        }
+        if world.has_ublk {
+            let stat = ask("stat", &json!({ "name": disk.name }))?;
+            let exports = stat["exports"].as_array().into_iter().flatten();
+            let addresses = exports.filter_map(|export| export["address"].as_str());
+            for path in addresses.filter(|address| address.starts_with("/dev/")) {
+                disk.publish(Place::Block(path.into()));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// In order: status 0, in time.
@@ -329,6 +359,26 @@ fn no_files(world: &World, dir: &Path) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// The kernel removes the last ones a little after the server has ended.
+fn no_block_devices(world: &World) -> Result<(), String> {
+    let start = Instant::now();
+    if !world.has_ublk {
+        return Ok(());
+    }
+    loop {
+        let names =
+            fs::read_dir("/sys/block").map_err(|e| e.to_string())?.flatten().map(|entry| entry.file_name());
+        let left: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with("ublkb")).collect();
+        if left.is_empty() {
+            return Ok(());
+        }
+        if start.elapsed() > QUIET_MAX {
+            return Err(format!("block devices are left: {left:?}"));
+        }
+        thread::sleep(LOOK_EVERY);
+    }
 }
 
 fn is_socket(path: &Path) -> bool {

@@ -39,11 +39,14 @@ pub struct Held {
 
 impl Server {
     /// Starts it in `dir` and waits until it says that it is ready. The error is what it said.
-    pub fn start(program: &Path, dir: &Path, devices: &[String]) -> Result<Self, String> {
+    pub fn start(program: &Path, dir: &Path, devices: &[String], ublk: bool) -> Result<Self, String> {
         let log = File::options().create(true).append(true).open(dir.join(LOG)).map_err(|e| e.to_string())?;
         let mut command = Command::new(program);
         command.arg("serve").args(devices);
         command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
+        if ublk {
+            command.arg("--ublk");
+        }
         command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
         // What is freed goes back to the kernel, so that what is left at the end is what was not
         // freed.

@@ -10,8 +10,8 @@ use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
 use super::control::{self, No};
-use super::watch::Slot;
-use super::world::{VERB_MAX, World};
+use super::watch::{Slot, VERB_MAX};
+use super::world::World;
 
 /// How often one looks whether the verb waits already.
 const LOOK_EVERY: Duration = Duration::from_millis(10);

@@ -7,10 +7,11 @@ use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
 use super::control::{self, No};
+use super::link::Place;
 use super::plan;
 use super::refusals;
-use super::watch::Slot;
-use super::world::{Disk, Kind, VERB_MAX, World};
+use super::watch::{Slot, VERB_MAX};
+use super::world::{Disk, Kind, World};
 use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
 
 /// Devices that verbs made are no more than these.
@@ -129,11 +130,28 @@ impl Hand<'_> {
     }
 
     fn publish_one(&mut self, disk: &Arc<Disk>) {
-        let at = self.path(&format!("p{}", self.world.number()));
+        let (mut params, mut places) = (json!({ "name": disk.name }), Vec::new());
+        // A template is shown to NBD clients only.
+        let which = if disk.kind == Kind::Template { 0 } else { self.rng.below(6) };
+        if matches!(which, 0..2 | 4) {
+            let at = self.path(&format!("p{}", self.world.number()));
+            params["nbd"] = json!(format!("unix:{}", at.display()));
+            places.push(Place::Nbd(at));
+        }
+        if matches!(which, 2..=4) || which == 5 && !self.world.has_ublk {
+            let at = self.path(&format!("p{}", self.world.number()));
+            params["vhost_user"] = json!(format!("unix:{}", at.display()));
+            places.push(Place::Machine(at));
+        }
+        if which >= 4 && self.world.has_ublk {
+            params["ublk"] = json!(true);
+        }
         let _alone = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
-        let params = json!({ "name": disk.name, "nbd": format!("unix:{}", at.display()) });
-        if self.ask("publish", &params).is_some() {
-            disk.publish(at);
+        if let Some(told) = self.ask("publish", &params) {
+            places.extend(told["ublk"].as_str().map(|path| Place::Block(path.into())));
+            for place in places {
+                disk.publish(place);
+            }
         }
     }
 
@@ -170,7 +188,9 @@ impl Hand<'_> {
         }
         let since: Vec<ReadToken> = all.iter().map(|origin| origin.oracle().begin_read()).collect();
         let asked: Vec<Value> = new.iter().map(|(asked, _)| asked.clone()).collect();
-        let done = self.ask("snapshot", &json!({ "snapshots": asked })).is_some();
+        // It is flushed first.
+        let fails = all.iter().find(|origin| origin.may_fail()).map(Arc::as_ref);
+        let done = self.ask_of("snapshot", &json!({ "snapshots": asked }), fails).is_some();
         for ((origin, since), (asked, mut disk)) in all.iter().zip(since).zip(new) {
             if !done {
                 origin.oracle().abandon(since);
@@ -253,7 +273,7 @@ impl Hand<'_> {
                 of: Some(Arc::clone(&base)),
                 spills: base.spills,
                 made_by: asked.to_string(),
-                ..Disk::new(&name, kind, oracle, at.clone().into_iter().collect())
+                ..Disk::new(&name, kind, oracle, at.clone().map(Place::Nbd).into_iter().collect())
             };
             disk.tight(own && !base.spills);
             disk.fails(base.may_fail());
@@ -491,7 +511,7 @@ impl Hand<'_> {
         let device = format!("{name}=ram,disksize={}K,publish=yes{keys}", bytes / KIB);
         if self.ask("create", &json!({ "device": device })).is_some() {
             let oracle = Oracle::new(&name, bytes / SECTOR, Durability::Answered);
-            let at = vec![self.path(super::server::NBD)];
+            let at = vec![Place::Nbd(self.path(super::server::NBD))];
             self.world.add(Disk { spills, made_by: device, ..Disk::new(&name, Kind::Ram, oracle, at) });
         }
     }

@@ -4,6 +4,13 @@ use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// A request that has no answer by then has failed. On a machine whose disk is busy with other
+/// things, `compact` was seen to hold up writes at a memory limit for 90 s.
+pub const REQUEST_MAX: Duration = Duration::from_secs(180);
+/// A verb that has no answer by then has failed. Verbs wait for one another for 30 s at most, and
+/// for a pass as requests do.
+pub const VERB_MAX: Duration = Duration::from_secs(240);
+
 /// All threads of a run.
 #[derive(Default)]
 pub struct Watch(Mutex<Vec<Arc<Slot>>>);

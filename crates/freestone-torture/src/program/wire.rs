@@ -9,29 +9,12 @@ use std::path::Path;
 use freestone_testkit::Rng;
 use rustix::event::{PollFd, PollFlags, poll};
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
-pub const DISC: u16 = 2;
-pub const FLUSH: u16 = 3;
-pub const TRIM: u16 = 4;
-pub const CACHE: u16 = 5;
-pub const WRITE_ZEROES: u16 = 6;
-pub const BLOCK_STATUS: u16 = 7;
-
-pub const FUA: u16 = 1;
-pub const NO_HOLE: u16 = 2;
-
-pub const EPERM: u32 = 1;
-pub const EIO: u32 = 5;
-pub const ENOMEM: u32 = 12;
-pub const EINVAL: u32 = 22;
-pub const ENOSPC: u32 = 28;
-pub const ESHUTDOWN: u32 = 108;
+use super::said::{Broken, DISC, Offers, READ, Reply};
 
 /// Bits of an export's flags.
-pub const READ_ONLY: u16 = 1 << 1;
-pub const SEND_TRIM: u16 = 1 << 5;
-pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+const READ_ONLY: u16 = 1 << 1;
+const SEND_TRIM: u16 = 1 << 5;
+const SEND_WRITE_ZEROES: u16 = 1 << 6;
 
 const HOLE_OR_ZERO: u32 = 2;
 const OPTION_MAGIC: &[u8; 8] = b"IHAVEOPT";
@@ -42,35 +25,6 @@ const CHUNK_MAGIC: u32 = 0x668e_33ef;
 const ERR_BIT: u32 = 1 << 31;
 /// No error text, extents or data of one chunk are longer.
 const CHUNK_MAX_BYTES: usize = 33 << 20;
-
-/// Why a connection is of no more use.
-#[derive(Debug)]
-pub enum Broken {
-    /// The server ended it, or is not there.
-    Ended(String),
-    /// The server will not give this export: the option's error and its text.
-    Refused(u32, String),
-    /// What came is not the protocol.
-    Wrong(String),
-}
-
-impl From<std::io::Error> for Broken {
-    fn from(error: std::io::Error) -> Self {
-        Self::Ended(error.to_string())
-    }
-}
-
-/// The answer to one request.
-#[derive(Debug)]
-pub struct Reply {
-    pub cookie: u64,
-    /// 0, or a number of the protocol.
-    pub error: u32,
-    /// What was read.
-    pub data: Vec<u8>,
-    /// Of a block status: length, and whether it reads as zeroes.
-    pub extents: Vec<(u32, bool)>,
-}
 
 struct Pending {
     command: u16,
@@ -90,12 +44,8 @@ pub struct Wire {
     pending: HashMap<u64, Pending>,
     next_cookie: u64,
     structured: bool,
-    /// Block status is answered.
-    pub contexts: bool,
-    /// The export's size when it was chosen.
-    pub size: u64,
-    /// What it offers.
-    pub flags: u16,
+    /// What was offered when the export was chosen.
+    pub offers: Offers,
 }
 
 /// The magic numbers, and our flags; the stream is in its option phase then.
@@ -214,9 +164,14 @@ impl Wire {
             pending: HashMap::new(),
             next_cookie: rng.word(),
             structured,
-            contexts,
-            size,
-            flags,
+            offers: Offers {
+                size,
+                writable: flags & READ_ONLY == 0,
+                zeroes: flags & SEND_WRITE_ZEROES != 0,
+                trims: flags & SEND_TRIM != 0,
+                contexts,
+                ..Offers::default()
+            },
         })
     }
 

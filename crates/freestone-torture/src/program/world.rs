@@ -7,18 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use super::asleep::Asleep;
+use super::link::Place;
 use super::watch::Watch;
 use crate::oracle::{Durability, Fill, Oracle, ReadToken, SECTOR_BYTES};
 
-/// A request that has no answer by then has failed. On a machine whose disk is busy with other
-/// things, `compact` was seen to hold up writes at a memory limit for 90 s.
-pub const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// A verb that has no answer by then has failed. Verbs wait for one another for 30 s at most, and
-/// for a pass as requests do.
-pub const VERB_MAX: Duration = Duration::from_secs(240);
-
 /// Verbs that are told with a failure.
 const HISTORY_MAX: usize = 60;
+/// Machines that wait for their disk at most.
+const ASLEEP_MAX: usize = 8;
 
 /// What a device is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +91,7 @@ pub struct Disk {
 )]
 pub struct State {
     /// Where it is published.
-    at: Vec<PathBuf>,
+    at: Vec<Place>,
     /// ENOSPC may be the answer.
     tight: bool,
     /// EIO may be the answer, with the reason.
@@ -131,7 +128,7 @@ pub struct Mark {
 
 impl Disk {
     /// A device that may hold what `oracle` says, published at `at`.
-    pub fn new(name: &str, kind: Kind, oracle: Oracle, at: Vec<PathBuf>) -> Self {
+    pub fn new(name: &str, kind: Kind, oracle: Oracle, at: Vec<Place>) -> Self {
         Self {
             name: name.to_owned(),
             kind,
@@ -162,12 +159,28 @@ impl Disk {
     }
 
     /// Where clients find it now.
-    pub fn addresses(&self) -> Vec<PathBuf> {
+    pub fn addresses(&self) -> Vec<Place> {
         let state = self.state();
         if state.closed > 0 || state.removed { Vec::new() } else { state.at.clone() }
     }
 
-    pub fn publish(&self, at: PathBuf) {
+    /// Where NBD clients find it.
+    pub fn nbd(&self) -> Option<PathBuf> {
+        self.addresses().into_iter().find_map(|place| match place {
+            Place::Nbd(path) => Some(path),
+            _ => None,
+        })
+    }
+
+    /// Where virtual machines find it.
+    pub fn machine(&self) -> Option<PathBuf> {
+        self.addresses().into_iter().find_map(|place| match place {
+            Place::Machine(path) => Some(path),
+            _ => None,
+        })
+    }
+
+    pub fn publish(&self, at: Place) {
         self.state().at.push(at);
     }
 
@@ -298,7 +311,7 @@ impl Disk {
 
     /// The same device when the server is started again. `killed`: without a chance to write
     /// anything.
-    pub fn again(&self, killed: bool, of: Option<Arc<Disk>>, at: PathBuf) -> Self {
+    pub fn again(&self, killed: bool, of: Option<Arc<Disk>>, at: Place) -> Self {
         let mut oracle = self.oracle();
         let (name, size) = (self.name.as_str(), oracle.size());
         let fresh = match self.kind {
@@ -379,9 +392,13 @@ impl Counts {
 /// What the threads of a run share.
 pub struct World {
     pub program: PathBuf,
+    /// The kernel has block devices for us.
+    pub has_ublk: bool,
     /// The directory of this round.
     pub dir: Mutex<PathBuf>,
     disks: Mutex<Vec<Arc<Disk>>>,
+    /// Machines that wait for their disk.
+    asleep: Mutex<Vec<Asleep>>,
     /// Threads begin nothing any more.
     stop: AtomicBool,
     /// The server is being killed or ended: connections end for no other reason.
@@ -400,8 +417,10 @@ impl World {
     pub fn new(program: &Path) -> Self {
         Self {
             program: program.to_owned(),
+            has_ublk: std::fs::File::options().read(true).write(true).open("/dev/ublk-control").is_ok(),
             dir: Mutex::new(PathBuf::new()),
             disks: Mutex::new(Vec::new()),
+            asleep: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
             dying: AtomicBool::new(false),
             steady: RwLock::new(()),
@@ -447,6 +466,34 @@ impl World {
     pub fn forget(&self, disk: &Arc<Disk>) {
         disk.remove();
         self.list().retain(|other| !Arc::ptr_eq(other, disk));
+    }
+
+    /// A machine whose connection was ended waits until it can connect again. Those that have waited
+    /// longest give up.
+    pub fn falls_asleep(&self, machine: Asleep) {
+        let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        if asleep.len() == ASLEEP_MAX {
+            asleep.remove(0);
+        }
+        asleep.push(machine);
+    }
+
+    /// One that waits for this device.
+    pub fn wakes(&self, disk: &str) -> Option<Asleep> {
+        let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = asleep.iter().position(|machine| machine.disk == disk)?;
+        Some(asleep.remove(at))
+    }
+
+    /// Whether one waits for this device.
+    pub fn is_missed(&self, disk: &Disk) -> bool {
+        let asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        asleep.iter().any(|machine| machine.disk == disk.name)
+    }
+
+    /// All give up: there are other devices now.
+    pub fn forget_machines(&self) {
+        self.asleep.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// A number that nobody had yet.

@@ -63,11 +63,11 @@ fn what_is_no_message_ends_the_connection_only() {
     let header = |request, flags, size| Header { request, flags, size };
     for header in [header(1, 0, 0), header(1, 1, u32::MAX), header(u32::MAX, 1, 4)] {
         let mut client = Client::connect(&export);
-        client.socket.write_all(header.as_bytes()).unwrap();
-        let _ = client.socket.write_all(&[0; 4]);
+        client.front.socket.write_all(header.as_bytes()).unwrap();
+        let _ = client.front.socket.write_all(&[0; 4]);
         let mut rest = Vec::new();
         // Closed with unread bytes: a reset, or an end.
-        let _ = client.socket.read_to_end(&mut rest);
+        let _ = client.front.socket.read_to_end(&mut rest);
         assert_eq!(rest, []);
     }
     // Every message with no body, and with one of zeroes.
@@ -86,10 +86,10 @@ fn memory_that_is_cut_off_ends_its_connection() {
     let mut client = Client::connect(&export);
     client.set_up(0);
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
-    client.memory.set_len(0).unwrap();
+    client.memory.cut(0);
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
-    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
+    assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
     works(&export);
 }
 
@@ -100,10 +100,10 @@ fn memory_that_is_cut_off_before_anything_was_available_ends_its_connection() {
     client.set_up(0);
     // The queue sleeps when its memory goes.
     std::thread::sleep(Duration::from_millis(50));
-    client.memory.set_len(0).unwrap();
+    client.memory.cut(0);
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
-    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
+    assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
     works(&export);
 }
 
@@ -112,7 +112,7 @@ fn regions_lie_in_their_files() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.send(message::SET_PROTOCOL_FEATURES, 0, &protocol::REPLY_ACK.to_ne_bytes(), &[]);
-    let memory = client.memory.try_clone().unwrap();
+    let memory = Arc::clone(&client.memory);
     let with = |change: fn(&mut MemRegion)| {
         let mut single = region();
         change(&mut single.region);
@@ -126,10 +126,10 @@ fn regions_lie_in_their_files() {
         with(|region| region.offset = u64::MAX - 4096),
         with(|region| region.offset = 4096),
     ] {
-        assert!(!client.ask(message::ADD_MEM_REG, wrong.as_bytes(), &[memory.as_fd()]), "{wrong:?}");
+        assert!(!client.ask(message::ADD_MEM_REG, wrong.as_bytes(), &[memory.fd()]), "{wrong:?}");
     }
-    let socket = client.socket.try_clone().unwrap();
+    let socket = client.front.socket.try_clone().unwrap();
     assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[socket.as_fd()]), "no file");
     assert!(!client.ask(message::ADD_MEM_REG, region().as_bytes(), &[]), "none at all");
-    assert!(client.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.as_fd()]));
+    assert!(client.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.fd()]));
 }

@@ -1,5 +1,9 @@
 //! Servers that are killed, and frontends that come again.
 
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+
 use zerocopy::IntoBytes;
 
 use super::*;
@@ -8,16 +12,14 @@ use crate::wire::InflightArea;
 impl Client {
     /// Asks for memory in which it is noted what is in flight.
     fn inflight(&mut self) -> (InflightArea, OwnedFd) {
-        let asked = InflightArea { bytes: 0, offset: 0, queues: 1, size: SIZE, padding: [0; 4] };
-        self.send(message::GET_INFLIGHT_FD, 0, asked.as_bytes(), &[]);
-        let (body, file) = self.receive_file(message::GET_INFLIGHT_FD);
+        let (body, file) = self.front.inflight(1, SIZE).unwrap();
         (InflightArea::read_from_bytes(&body).unwrap(), file)
     }
 
     /// Connects anew with the same memory, as a frontend does after its server was killed.
     fn again(&self, export: &Export) -> Self {
         let mut next = Self::connect(export);
-        next.memory = self.memory.try_clone().unwrap();
+        next.memory = Arc::clone(&self.memory);
         (next.next, next.seen) = (self.next, u16::from_le_bytes(self.get(USED + 2)));
         next
     }
@@ -130,14 +132,13 @@ fn memory_for_it_that_is_wrong_is_refused_and_cut_off_ends_the_connection() {
     }
     assert!(!client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[]), "no file");
     assert!(!client.ask(message::GET_INFLIGHT_FD, &[0; 24], &[]), "no queues");
-    let own = File::from(memfd_create("inflight", MemfdFlags::CLOEXEC).unwrap());
-    own.set_len(area.bytes).unwrap();
-    assert!(client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[own.as_fd()]));
+    let own = Memory::new(area.bytes).unwrap();
+    assert!(client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[own.fd()]));
     client.set_up(0);
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
-    own.set_len(0).unwrap();
+    own.cut(0);
     client.offer_write(0, 0, 1);
     let mut rest = Vec::new();
-    assert!(matches!(client.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
+    assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
     works(&export);
 }

@@ -27,7 +27,7 @@ fn a_frontend_that_is_there_does_not_hold_up_the_end() {
     client.set_up(0);
     assert!(export.is_connected());
     assert!(export.end(PATIENCE));
-    assert_eq!(client.socket.read(&mut [0]).unwrap(), 0);
+    assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
 }
 
 /// A frontend with one flush in flight, which its device does not answer before `PATIENCE`.
@@ -48,13 +48,13 @@ fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends()
     assert!(!held.cut() && !held.is_connected());
     assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0, "it was not answered");
     let mut next = Client::connect(&export);
-    next.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    next.front.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     next.send(message::GET_FEATURES, 0, &[], &[]);
-    assert!(next.socket.read(&mut [0]).is_err(), "it is not let in");
+    assert!(next.front.socket.read(&mut [0]).is_err(), "it is not let in");
     let other = ram();
     export.replace(other.clone(), Arc::default());
     drop(held);
-    next.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    next.front.socket.set_read_timeout(Some(PATIENCE)).unwrap();
     assert_ne!(u64::read_from_bytes(&next.receive(message::GET_FEATURES)).unwrap(), 0);
     next.set_up(0);
     next.put(DATA, &[5; 512]);
@@ -62,6 +62,46 @@ fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends()
     let mut block = [0; 512];
     other.try_io(&Request::read(0, 512), Buffer::Read(&mut block)).unwrap();
     assert_eq!(block, [5; 512], "it has the other device");
+}
+
+/// One whose flush the device has, and keeps for a second.
+fn stuck() -> (TempDir, Export, Client) {
+    let (dir, export) = export(Arc::new(Never(ram())));
+    let client = waiting(&export);
+    std::thread::sleep(Duration::from_millis(200));
+    (dir, export, client)
+}
+
+#[test]
+fn the_end_is_seen_when_nothing_is_in_flight_any_more() {
+    for is_cut in [false, true] {
+        let (_dir, export, mut client) = stuck();
+        if is_cut {
+            assert!(export.hold().cut());
+        } else {
+            export.begin_to_end();
+        }
+        assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
+        let answered = client.memory.word(USED + 2);
+        assert_eq!(answered, u16::from(!is_cut), "it was waited for");
+    }
+}
+
+#[test]
+fn the_end_is_seen_after_the_grace_although_a_request_is_in_flight() {
+    for is_cut in [false, true] {
+        let (_dir, export, mut client) = stuck();
+        let began = Instant::now();
+        if is_cut {
+            let held = export.hold();
+            assert!(held.cut() && !held.wait_gone(began));
+        } else {
+            assert!(!export.end(Duration::ZERO));
+        }
+        assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
+        assert_eq!(client.memory.word(USED + 2), 0);
+        assert!(began.elapsed() < Duration::from_millis(600), "the device has not let go of it");
+    }
 }
 
 #[test]

@@ -1,16 +1,11 @@
-//! A frontend of its own, which does what no honest one does. Its memory is a file that is read and
-//! written as a file.
+//! A frontend that does what no honest one does: its driver writes each descriptor as a test says.
 
 mod hostile;
 mod inflight;
 mod life;
 mod zones;
 
-use std::fs::File;
-use std::io::{IoSlice, IoSliceMut, Read};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,12 +16,8 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried, Zone, Zoned,
 };
 use freestone_ram::ram::{Config, Ram};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use freestone_testkit::vhost_user::{self, Frontend, Memory};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -133,8 +124,8 @@ fn options() -> Options {
 }
 
 struct Client {
-    socket: UnixStream,
-    memory: File,
+    front: Frontend,
+    memory: Arc<Memory>,
     kick: OwnedFd,
     call: OwnedFd,
     err: OwnedFd,
@@ -143,7 +134,7 @@ struct Client {
 }
 
 fn event() -> OwnedFd {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+    vhost_user::event().unwrap()
 }
 
 fn region() -> SingleRegion {
@@ -152,53 +143,17 @@ fn region() -> SingleRegion {
 
 impl Client {
     fn connect(export: &Export) -> Self {
-        let memory = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
-        memory.set_len(MEMORY_BYTES).unwrap();
-        let socket = UnixStream::connect(export.path()).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        Self { socket, memory, kick: event(), call: event(), err: event(), next: 0, seen: 0 }
+        let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
+        let front = Frontend::connect(export.path(), PATIENCE).unwrap();
+        Self { front, memory, kick: event(), call: event(), err: event(), next: 0, seen: 0 }
     }
 
     fn send(&self, request: u32, flags: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
-        let header = Header { request, flags: 1 | flags, size: body.len() as u32 };
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-        }
-        let slices = [IoSlice::new(header.as_bytes()), IoSlice::new(body)];
-        sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL).unwrap();
+        self.front.say(request, flags, body, fds).unwrap();
     }
 
     fn receive(&mut self, request: u32) -> Vec<u8> {
-        let mut header = [0; size_of::<Header>()];
-        self.socket.read_exact(&mut header).unwrap();
-        let header = Header::read_from_bytes(&header).unwrap();
-        assert_eq!((header.request, header.flags), (request, 5));
-        let mut body = vec![0; header.size as usize];
-        self.socket.read_exact(&mut body).unwrap();
-        body
-    }
-
-    /// The same with a file.
-    fn receive_file(&mut self, request: u32) -> (Vec<u8>, OwnedFd) {
-        let mut header = [0; size_of::<Header>()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let into = &mut [IoSliceMut::new(&mut header)];
-        let got = recvmsg(&self.socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
-        assert_eq!(got.bytes, size_of::<Header>());
-        let mut files: Vec<OwnedFd> = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = message {
-                files.extend(rights);
-            }
-        }
-        let header = Header::read_from_bytes(&header).unwrap();
-        assert_eq!((header.request, header.flags), (request, 5));
-        let mut body = vec![0; header.size as usize];
-        self.socket.read_exact(&mut body).unwrap();
-        (body, files.pop().expect("it comes with a file"))
+        self.front.hear(request).unwrap().0
     }
 
     /// The configuration space.
@@ -218,14 +173,12 @@ impl Client {
     }
 
     fn number(&mut self, request: u32) -> u64 {
-        self.send(request, 0, &[], &[]);
-        u64::read_from_bytes(&self.receive(request)).unwrap()
+        self.front.number(request).unwrap()
     }
 
     /// Sends what has no answer of its own; answers whether it was done.
     fn ask(&mut self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
-        self.send(request, NEED_REPLY, body, fds);
-        u64::read_from_bytes(&self.receive(request)).unwrap() == 0
+        self.front.ask(request, body, fds).unwrap()
     }
 
     fn state(&mut self, request: u32, index: u32, num: u32) -> bool {
@@ -240,8 +193,8 @@ impl Client {
         let protocols = self.number(message::GET_PROTOCOL_FEATURES);
         self.send(message::SET_PROTOCOL_FEATURES, 0, &protocols.to_ne_bytes(), &[]);
         assert!(self.ask(message::SET_FEATURES, &features, &[]), "a second time");
-        let memory = self.memory.try_clone().unwrap();
-        assert!(self.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.as_fd()]));
+        let memory = Arc::clone(&self.memory);
+        assert!(self.ask(message::ADD_MEM_REG, region().as_bytes(), &[memory.fd()]));
         self.start(0);
     }
 
@@ -268,12 +221,12 @@ impl Client {
     }
 
     fn put(&self, at: u64, bytes: &[u8]) {
-        self.memory.write_all_at(bytes, at).unwrap();
+        self.memory.put(at, bytes);
     }
 
     fn get<const N: usize>(&self, at: u64) -> [u8; N] {
         let mut bytes = [0; N];
-        self.memory.read_exact_at(&mut bytes, at).unwrap();
+        self.memory.get(at, &mut bytes);
         bytes
     }
 
@@ -431,13 +384,13 @@ fn what_frontends_send_beside_passes() {
     // Memory that is added, and removed with a file, while the queue runs.
     let mut other = region();
     (other.region.guest, other.region.user) = (GUEST << 8, USER << 8);
-    let memory = client.memory.try_clone().unwrap();
-    assert!(client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.as_fd()]));
-    assert!(!client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.as_fd()]), "it overlaps");
-    assert!(client.ask(message::REM_MEM_REG, other.as_bytes(), &[memory.as_fd()]));
+    let memory = Arc::clone(&client.memory);
+    assert!(client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.fd()]));
+    assert!(!client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.fd()]), "it overlaps");
+    assert!(client.ask(message::REM_MEM_REG, other.as_bytes(), &[memory.fd()]));
     assert!(!client.ask(message::REM_MEM_REG, other.as_bytes(), &[]), "it is not there");
     let table = [&1_u64.to_ne_bytes(), region().region.as_bytes()].concat();
-    assert!(client.ask(message::SET_MEM_TABLE, &table, &[memory.as_fd()]));
+    assert!(client.ask(message::SET_MEM_TABLE, &table, &[memory.fd()]));
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
     assert!(!client.ask(99, &[], &[]), "an unknown message");
     assert!(!client.ask(message::SET_FEATURES, &u64::MAX.to_ne_bytes(), &[]));

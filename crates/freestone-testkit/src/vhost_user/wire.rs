@@ -115,6 +115,14 @@ pub fn addresses(queue: u32, desc: u64, used: u64, avail: u64) -> Vec<u8> {
     [u32s(&[queue, 0]), u64s(&[desc, used, avail, 0])].concat()
 }
 
+/// The data of a discard or write of zeroes, of this range in bytes.
+pub fn range(offset: u64, len: u64, may_free: bool) -> Vec<u8> {
+    let mut bytes = (offset / 512).to_le_bytes().to_vec();
+    bytes.extend(((len / 512) as u32).to_le_bytes());
+    bytes.extend(u32::from(may_free).to_le_bytes());
+    bytes
+}
+
 /// Sends bytes and files without waiting; how many of the bytes had room.
 pub fn send(socket: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> usize {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];

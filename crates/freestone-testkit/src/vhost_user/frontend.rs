@@ -1,0 +1,174 @@
+//! The messages of a frontend.
+
+use std::io::{self, IoSlice, IoSliceMut, Read as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+use super::wire::{self, HEADER_BYTES};
+
+/// Bytes of the configuration space.
+const CONFIG_BYTES: usize = 96;
+/// In the flags of an answer: the version, and that it is one.
+const ANSWER_FLAGS: u32 = 5;
+
+/// A connected frontend. What it says need not be right.
+#[derive(Debug)]
+pub struct Frontend {
+    /// The connection.
+    pub socket: UnixStream,
+}
+
+/// The configuration space, as far as it is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    bytes: [u8; CONFIG_BYTES],
+}
+
+impl Config {
+    fn word(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.bytes[at..at + 4].try_into().expect("four bytes"))
+    }
+
+    /// Sectors of 512 bytes.
+    pub fn capacity(&self) -> u64 {
+        u64::from_le_bytes(self.bytes[..8].try_into().expect("eight bytes"))
+    }
+
+    /// The logical block in bytes.
+    pub fn block(&self) -> u32 {
+        self.word(20)
+    }
+
+    /// Queues that are offered.
+    pub fn queues(&self) -> u16 {
+        u16::from_le_bytes([self.bytes[34], self.bytes[35]])
+    }
+}
+
+/// What came is not the protocol.
+pub(super) fn wrong(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+impl Frontend {
+    /// Connects; an answer that takes longer than `patience` is an error.
+    ///
+    /// # Errors
+    /// Nobody listens there.
+    pub fn connect(path: &Path, patience: Duration) -> io::Result<Self> {
+        let socket = UnixStream::connect(path)?;
+        socket.set_read_timeout(Some(patience))?;
+        Ok(Self { socket })
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    ///
+    /// # Panics
+    /// With more than eight files.
+    pub fn say(&self, request: u32, flags: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(files)), "at most eight");
+        }
+        let message = wire::message(request, flags, body);
+        sendmsg(&self.socket, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// The answer to this message, and the file that comes with it.
+    ///
+    /// # Errors
+    /// The connection has ended, or something else came.
+    pub fn hear(&mut self, request: u32) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+        let mut header = [0; HEADER_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut header)];
+        let got = recvmsg(&self.socket, into, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        let mut files: Vec<OwnedFd> = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                files.extend(rights);
+            }
+        }
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.socket.read_exact(&mut header[got..])?;
+        let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        if (word(0), word(4)) != (request, ANSWER_FLAGS) {
+            return Err(wrong(format!("message {request} is answered with {header:x?}")));
+        }
+        let mut body = vec![0; word(8) as usize];
+        self.socket.read_exact(&mut body)?;
+        Ok((body, files.pop()))
+    }
+
+    /// Asks for a number.
+    ///
+    /// # Errors
+    /// See [`hear`](Self::hear).
+    pub fn number(&mut self, request: u32) -> io::Result<u64> {
+        self.say(request, 0, &[], &[])?;
+        let (body, _) = self.hear(request)?;
+        let body = body.try_into().map_err(|body| wrong(format!("{body:x?} is no number")))?;
+        Ok(u64::from_ne_bytes(body))
+    }
+
+    /// Sends what has no answer of its own; answers whether it was done.
+    ///
+    /// # Errors
+    /// See [`hear`](Self::hear).
+    pub fn ask(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<bool> {
+        self.say(request, wire::NEED_REPLY, body, files)?;
+        let (body, _) = self.hear(request)?;
+        Ok(body == [0; 8])
+    }
+
+    /// The same of what has to be done.
+    ///
+    /// # Errors
+    /// See [`hear`](Self::hear); or it was refused.
+    pub fn must(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        if self.ask(request, body, files)? {
+            Ok(())
+        } else {
+            Err(wrong(format!("message {request} is refused")))
+        }
+    }
+
+    /// The configuration space.
+    ///
+    /// # Errors
+    /// See [`hear`](Self::hear).
+    pub fn config(&mut self) -> io::Result<Config> {
+        let part = wire::u32s(&[0, CONFIG_BYTES as u32, 0]);
+        self.say(wire::GET_CONFIG, 0, &[&part[..], &[0; CONFIG_BYTES]].concat(), &[])?;
+        let (body, _) = self.hear(wire::GET_CONFIG)?;
+        let bytes = body.get(part.len()..).and_then(|bytes| bytes.try_into().ok());
+        Ok(Config { bytes: bytes.ok_or_else(|| wrong(format!("{} bytes of configuration", body.len())))? })
+    }
+
+    /// Asks for memory in which it is noted what is in flight: how it is described, and its file.
+    ///
+    /// # Errors
+    /// See [`hear`](Self::hear).
+    pub fn inflight(&mut self, queues: u16, size: u16) -> io::Result<(Vec<u8>, OwnedFd)> {
+        let sizes = [queues.to_ne_bytes(), size.to_ne_bytes(), [0; 2], [0; 2]].concat();
+        self.say(wire::GET_INFLIGHT_FD, 0, &[wire::u64s(&[0, 0]), sizes].concat(), &[])?;
+        let (area, file) = self.hear(wire::GET_INFLIGHT_FD)?;
+        Ok((area, file.ok_or_else(|| wrong("memory for what is in flight comes without a file"))?))
+    }
+}

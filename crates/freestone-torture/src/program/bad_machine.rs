@@ -1,0 +1,262 @@
+//! Frontends that do what no machine does, on the sockets for machines. What they get is their own
+//! affair; nobody else may notice. None of them writes to a device.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use freestone_testkit::Rng;
+use freestone_testkit::vhost_user::{Asked, Data, Frontend, Machine, Memory, Queue, Shape, event, wire};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+use super::watch::{REQUEST_MAX, Slot};
+use super::world::World;
+
+/// How long one that does nothing goes on doing it.
+const IDLE: Duration = Duration::from_millis(100);
+/// How long one waits for its turn: a socket has one machine at a time.
+const TURN_MAX: Duration = Duration::from_secs(5);
+const MEMORY_BYTES: u64 = 1 << 16;
+/// Messages have smaller numbers.
+const MESSAGES: u64 = 48;
+
+type Manner = fn(&mut Bad<'_>, &Path) -> io::Result<()>;
+
+const MANNERS: [(&str, Manner); 9] = [
+    ("machine: garbage", garbage),
+    ("machine: half a message", half_message),
+    ("machine: messages in any order", any_messages),
+    ("machine: stalls while it is set up", stalls),
+    ("machine: memory that shrinks", shrinks),
+    ("machine: nonsense in the rings", nonsense),
+    ("machine: nonsense about what is in flight", nonsense_in_flight),
+    ("machine: leaves with requests in flight", leaves),
+    ("machine: a crowd that is silent", crowd),
+];
+
+struct Bad<'a> {
+    world: &'a World,
+    slot: &'a Slot,
+    rng: Rng,
+}
+
+/// Runs until the world stops.
+pub fn run(world: &World, slot: &Slot, rng: Rng) {
+    let mut bad = Bad { world, slot, rng };
+    while !world.stopped() {
+        let paths: Vec<PathBuf> = world.disks(|_| true).iter().filter_map(|disk| disk.machine()).collect();
+        let Some(path) = paths.get(bad.rng.below(paths.len() as u64) as usize) else {
+            std::thread::sleep(IDLE);
+            continue;
+        };
+        let (name, manner) = MANNERS[bad.rng.below(MANNERS.len() as u64) as usize];
+        slot.begin(format!("bad {name}"), REQUEST_MAX);
+        // Where the server ends the connection early it is right.
+        let _ = manner(&mut bad, path);
+        world.counts.add("bad clients", name, 1);
+        slot.end();
+    }
+}
+
+impl Bad<'_> {
+    fn noise(&mut self, bytes: u64) -> Vec<u8> {
+        let mut noise = vec![0; bytes as usize];
+        self.rng.fill(&mut noise);
+        noise
+    }
+
+    /// For a while, as long as the server lives.
+    fn idle(&self) {
+        if !self.world.stopped() {
+            std::thread::sleep(IDLE);
+        }
+    }
+
+    fn machine(&mut self, path: &Path) -> io::Result<Machine> {
+        let (indirect, event_idx, inflight) = (self.rng.chance(50), self.rng.chance(50), self.rng.chance(50));
+        let shape = Shape {
+            queues: 2,
+            slots: 16,
+            slot_bytes: 4096,
+            indirect,
+            event_idx,
+            inflight,
+            ..Shape::default()
+        };
+        Machine::connect(path, shape, TURN_MAX)
+    }
+
+    /// Reads that nobody waits for.
+    fn begin_reads(machine: &mut Machine) {
+        let block = machine.config().block() as usize;
+        let read = Asked { kind: wire::IN, offset: 0, data: Data::In(block), pieces: 1 };
+        for queue in &mut machine.queues {
+            while queue.begin(read).is_some() {}
+        }
+    }
+
+    /// The server has to end this connection.
+    fn must_end(&self, what: &str, socket: &mut UnixStream) {
+        // What it still says is of no interest.
+        let ended =
+            socket.set_read_timeout(Some(REQUEST_MAX)).and_then(|()| socket.read_to_end(&mut Vec::new()));
+        let reset = |error: &io::Error| error.kind() == io::ErrorKind::ConnectionReset;
+        if ended.as_ref().is_err_and(|error| !reset(error)) && !self.world.dying() {
+            self.world.fail(format!("{what}: its connection does not end: {ended:?}"));
+        }
+    }
+}
+
+fn garbage(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let mut socket = UnixStream::connect(path)?;
+    socket.set_write_timeout(Some(IDLE))?;
+    let bytes = 16 + bad.rng.below(4096);
+    let mut noise = bad.noise(bytes);
+    // A message that is longer than any.
+    noise[8..12].copy_from_slice(&u32::MAX.to_ne_bytes());
+    socket.write_all(&noise)?;
+    bad.must_end("a frontend that sends garbage", &mut socket);
+    Ok(())
+}
+
+fn half_message(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let mut socket = UnixStream::connect(path)?;
+    let message = wire::message(wire::SET_VRING_ADDR, 0, &[0; 40]);
+    let cut = 1 + bad.rng.below(message.len() as u64 - 1) as usize;
+    socket.write_all(&message[..cut])?;
+    if bad.rng.chance(50) {
+        bad.idle();
+    }
+    Ok(())
+}
+
+fn any_messages(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let front = Frontend::connect(path, TURN_MAX)?;
+    front.socket.set_write_timeout(Some(IDLE))?;
+    let (memory, bell) = (Memory::new(MEMORY_BYTES)?, event()?);
+    for _ in 0..60 {
+        let request = bad.rng.below(MESSAGES) as u32;
+        let bytes = [0, 8, 12, 24, 40][bad.rng.below(5) as usize];
+        let body = if bad.rng.chance(50) { vec![0; bytes as usize] } else { bad.noise(bytes) };
+        let files = [memory.fd(), bell.as_fd(), front.socket.as_fd()];
+        let files = match bad.rng.below(5) {
+            n @ 0..3 => &files[n as usize..=n as usize],
+            3 => &files[..],
+            _ => &[],
+        };
+        let flags = if bad.rng.chance(50) { wire::NEED_REPLY } else { 0 };
+        front.say(request, flags, &body, files)?;
+    }
+    Ok(())
+}
+
+/// Sets a queue up to some step, and says no more.
+fn stalls(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let mut front = Frontend::connect(path, TURN_MAX)?;
+    let (memory, kick) = (Memory::new(MEMORY_BYTES)?, event()?);
+    let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
+    let region = wire::region(0, MEMORY_BYTES, wire::USER);
+    let steps: [(u32, &[u8], &[_]); 8] = [
+        (wire::SET_OWNER, &[], &[]),
+        (wire::ADD_MEM_REG, &region, &[memory.fd()]),
+        (wire::SET_VRING_NUM, &wire::u32s(&[0, 16]), &[]),
+        (wire::SET_VRING_BASE, &wire::u32s(&[0, 0]), &[]),
+        (wire::SET_VRING_ADDR, &rings, &[]),
+        (wire::SET_VRING_KICK, &wire::u64s(&[0]), &[kick.as_fd()]),
+        (wire::SET_VRING_CALL, &wire::u64s(&[0]), &[kick.as_fd()]),
+        (wire::SET_VRING_ENABLE, &wire::u32s(&[0, 1]), &[]),
+    ];
+    let features = front.number(wire::GET_FEATURES)?;
+    front.say(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
+    front.must(wire::SET_FEATURES, &wire::u64s(&[features]), &[])?;
+    for (request, body, files) in &steps[..bad.rng.below(steps.len() as u64 + 1) as usize] {
+        front.must(*request, body, files)?;
+    }
+    bad.idle();
+    Ok(())
+}
+
+fn shrinks(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let mut machine = bad.machine(path)?;
+    if bad.rng.chance(70) {
+        Bad::begin_reads(&mut machine);
+    }
+    machine.memory().cut([0, 4096, 8192][bad.rng.below(3) as usize]);
+    machine.queues.iter().for_each(Queue::kick);
+    bad.slot.moved();
+    if bad.rng.chance(50) {
+        // The first queue looks at what is gone.
+        machine.memory().cut(0);
+        machine.queues.iter().for_each(Queue::kick);
+        bad.must_end("a machine without memory", machine.socket());
+    }
+    Ok(())
+}
+
+fn nonsense(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let machine = bad.machine(path)?;
+    let size = machine.memory().bytes();
+    // Everywhere, or here and there.
+    for _ in 0..=bad.rng.below(20) {
+        let bytes = if bad.rng.chance(20) { size / 2 } else { 64 };
+        let at = bad.rng.below(size - bytes + 1);
+        let noise = bad.noise(bytes);
+        machine.memory().put(at, &noise);
+        machine.queues.iter().for_each(Queue::kick);
+    }
+    let noise = bad.noise(4096 + 64);
+    machine.memory().put(0, &noise);
+    machine.queues.iter().for_each(Queue::kick);
+    bad.idle();
+    Ok(())
+}
+
+fn nonsense_in_flight(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let mut front = Frontend::connect(path, TURN_MAX)?;
+    front.say(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
+    let (area, _) = front.inflight(1, 16)?;
+    let (memory, notes, kick) = (Memory::new(MEMORY_BYTES)?, Memory::new(4096)?, event()?);
+    let noise = bad.noise(4096);
+    notes.put(0, &noise);
+    // Its version, so that the rest is believed.
+    notes.put(8, &1_u16.to_ne_bytes());
+    let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
+    front.must(wire::SET_INFLIGHT_FD, &area, &[notes.fd()])?;
+    front.must(wire::ADD_MEM_REG, &wire::region(0, MEMORY_BYTES, wire::USER), &[memory.fd()])?;
+    front.must(wire::SET_VRING_NUM, &wire::u32s(&[0, 16]), &[])?;
+    front.must(wire::SET_VRING_ADDR, &rings, &[])?;
+    front.must(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[kick.as_fd()])?;
+    front.ask(wire::SET_VRING_ENABLE, &wire::u32s(&[0, 1]), &[])?;
+    if bad.rng.chance(50) {
+        notes.cut(0);
+    }
+    bad.idle();
+    Ok(())
+}
+
+fn leaves(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    for _ in 0..3 {
+        let mut machine = bad.machine(path)?;
+        Bad::begin_reads(&mut machine);
+        bad.slot.moved();
+    }
+    Ok(())
+}
+
+fn connect_at_once(path: &Path) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+fn crowd(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+    let count = 1 + bad.rng.below(40);
+    // Where one finds no place to wait, all go: the first one has to leave before there is another.
+    let silent: Result<Vec<_>, _> = (0..count).map(|_| connect_at_once(path)).collect();
+    bad.idle();
+    silent.map(drop)
+}

@@ -1,0 +1,148 @@
+//! A disk of a virtual machine: requests through its queues, and what is in flight when its server
+//! goes.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use freestone_testkit::Rng;
+use freestone_testkit::vhost_user::{Asked, Data, Machine, Shape, wire};
+
+use super::said::{Broken, EIO, EOPNOTSUPP, FLUSH, NO_HOLE, Offers, READ, Reply, TRIM, WRITE, WRITE_ZEROES};
+use super::watch::REQUEST_MAX;
+
+/// Largest request, in bytes.
+pub const DATA_BYTES_MAX: u64 = 256 << 10;
+/// No request of virtio.
+const NO_KIND: u32 = 99;
+
+/// A machine, of which each request has a cookie.
+pub struct Driver {
+    machine: Machine,
+    slots: u16,
+    cookies: HashMap<(u16, u16), u64>,
+    next: u64,
+    has_ended: bool,
+    rng: Rng,
+    pub offers: Offers,
+}
+
+impl Driver {
+    /// A machine of some shape.
+    pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, Broken> {
+        let shape = Shape {
+            queues: 1 + rng.below(3) as u16,
+            slots: 4 << rng.below(4),
+            slot_bytes: DATA_BYTES_MAX,
+            indirect: rng.chance(70),
+            event_idx: rng.chance(70),
+            inflight: rng.chance(75),
+            write_through: rng.chance(25),
+            table: rng.chance(30),
+        };
+        let machine = Machine::connect(path, shape, REQUEST_MAX)?;
+        let write_through = shape.write_through && machine.features() & wire::CONFIG_WCE != 0;
+        let offers = Offers { write_through, ..offers(&machine, &shape) };
+        let (next, rng) = (rng.word(), Rng::new(rng.word()));
+        Ok(Self { machine, slots: shape.slots, cookies: HashMap::new(), next, has_ended: false, rng, offers })
+    }
+
+    /// Goes on at another server with what is in flight, or at the same one after it has ended the
+    /// connection.
+    pub fn reconnect(&mut self, path: &Path) -> Result<(), Broken> {
+        self.machine.reconnect(path, REQUEST_MAX)?;
+        self.has_ended = false;
+        self.offers.size = self.machine.config().capacity() * 512;
+        Ok(())
+    }
+
+    /// Whether it can do so: the server has ended the connection, and all answers were taken.
+    pub fn can_reconnect(&self) -> bool {
+        self.has_ended && self.machine.is_noted()
+    }
+
+    pub fn on_the_way(&self) -> usize {
+        self.cookies.len()
+    }
+
+    /// The cookie of the request that is sent next.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Makes a request available, in a queue that has room.
+    pub fn send(
+        &mut self,
+        flags: u16,
+        command: u16,
+        offset: u64,
+        len: u32,
+        data: &[u8],
+    ) -> Result<(), Broken> {
+        // A discard has no flags.
+        let range = wire::range(offset, len.into(), command == WRITE_ZEROES && flags & NO_HOLE == 0);
+        let range = &range[..];
+        let (kind, offset, data) = match command {
+            READ => (wire::IN, offset, Data::In(len as usize)),
+            WRITE => (wire::OUT, offset, Data::Out(data)),
+            FLUSH => (wire::FLUSHES, 0, Data::None),
+            TRIM => (wire::DISCARD, 0, Data::Out(range)),
+            WRITE_ZEROES => (wire::WRITE_ZEROES, 0, Data::Out(range)),
+            _ => (NO_KIND, offset, Data::None),
+        };
+        let asked = Asked { kind, offset, data, pieces: 1 + self.rng.below(8) };
+        let first = self.rng.below(self.machine.queues.len() as u64) as usize;
+        for n in 0..self.machine.queues.len() {
+            let index = (first + n) % self.machine.queues.len();
+            if let Some(slot) = self.machine.queues[index].begin(asked) {
+                self.cookies.insert((index as u16, slot), self.next);
+                self.next = self.next.wrapping_add(0x1_0001);
+                return Ok(());
+            }
+        }
+        Err(Broken::Wrong(format!(
+            "{} requests are in flight, and {} slots have room",
+            self.on_the_way(),
+            self.slots
+        )))
+    }
+
+    /// The next answer. What was answered before the connection ended is told first.
+    pub fn reply(&mut self) -> Result<Reply, Broken> {
+        loop {
+            if let Some((queue, answer)) = self.machine.answer()? {
+                let Some(cookie) = self.cookies.remove(&(queue, answer.slot)) else {
+                    return Err(Broken::Wrong(format!("an answer to slot {}", answer.slot)));
+                };
+                let error = match answer.status {
+                    wire::OK => 0,
+                    wire::UNSUPP => EOPNOTSUPP,
+                    _ => EIO,
+                };
+                return Ok(Reply { cookie, error, data: answer.data, extents: Vec::new() });
+            }
+            if self.has_ended {
+                return Err(Broken::Ended("the server closed the machine's connection".into()));
+            }
+            match self.machine.wait() {
+                Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => self.has_ended = true,
+                other => other?,
+            }
+        }
+    }
+}
+
+fn offers(machine: &Machine, shape: &Shape) -> Offers {
+    let has = |bit: u64| machine.features() & bit == bit;
+    let both = has(wire::DISCARD_AND_ZEROES);
+    Offers {
+        size: machine.config().capacity() * 512,
+        writable: !has(wire::RO),
+        zeroes: both,
+        trims: both,
+        contexts: false,
+        fua: false,
+        is_coarse: true,
+        depth: usize::from(shape.queues) * usize::from(shape.slots),
+        ..Offers::default()
+    }
+}
