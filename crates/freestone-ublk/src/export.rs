@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
-use freestone_core::device::{Device, Failures};
+use freestone_core::device::{Device, Disk, Failures};
 use freestone_core::workers::Workers;
 use rustix::io::Errno;
 use thiserror::Error;
@@ -16,7 +16,7 @@ use crate::abi::feature;
 use crate::control::{Control, ControlError, Target};
 use crate::keeper::{self, Around, START_DEADLINE, StartError};
 use crate::kernel::Kernel;
-use crate::params::Disk;
+use crate::params;
 use crate::shared::Shared;
 use crate::system::System;
 use crate::within::within;
@@ -221,8 +221,9 @@ impl Export {
             return Err(ResizeError::Unsupported);
         }
         let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
-        let resized =
-            within(ASK_DEADLINE, "ublk-resize", move || Control(&*kernel).set_size(target, disk.sectors()));
+        let resized = within(ASK_DEADLINE, "ublk-resize", move || {
+            Control(&*kernel).set_size(target, params::sectors(&disk))
+        });
         Ok(resized?.ok_or(ResizeError::Deadline)??)
     }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::answers::Answers;
 use freestone_core::budget::Budget;
+use freestone_core::device::Disk;
 use freestone_core::workers::Workers;
 use rustix::io::Errno;
 use rustix::process::configure_io_flusher_behavior;
@@ -18,7 +19,7 @@ use crate::abi::{DevInfo, feature};
 use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
 use crate::ours::Ours;
-use crate::params::Disk;
+use crate::params;
 use crate::parts::{Parts, granted};
 use crate::queue::Queue;
 use crate::shared::{Line, Shared};
@@ -159,7 +160,7 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     if features & feature::CMD_IOCTL_ENCODE == 0 {
         return Err(StartError::TooOld);
     }
-    let needed = if disk.is_zoned() { zones::FEATURES } else { 0 };
+    let needed = if params::is_zoned(disk) { zones::FEATURES } else { 0 };
     if features & needed != needed {
         return Err(StartError::NoZones);
     }
@@ -202,7 +203,7 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     // First of all: what a user may do with his device depends on its node.
     let char = around.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
     made.char = Some(Arc::clone(&char));
-    control.set_params(target, &disk.params(info.max_io_buf_bytes))?;
+    control.set_params(target, &params::of(disk, info.max_io_buf_bytes))?;
     start_queues(around, disk, &char, info, made, until)?;
     drop(char);
     if around.shared.lock().ending {

@@ -1,10 +1,7 @@
-//! A device under a name, and what the driver is told of it.
-
-use std::fmt;
-use std::sync::Arc;
+//! What the driver is told of a device.
 
 use freestone_core::bytes::Bytes;
-use freestone_core::device::{Device, Failures, Geometry};
+use freestone_core::device::{Disk, Geometry};
 
 use crate::abi::{ParamBasic, ParamDiscard, Params, SECTOR_BYTES, attr, param};
 use crate::zones;
@@ -12,45 +9,19 @@ use crate::zones;
 /// The block layer's limit of a discard or write zeroes: fewer than 4 GiB.
 const MAX_RANGE_SECTORS: u32 = u32::MAX >> 9;
 
-/// A device under a name.
-pub struct Disk {
-    /// Its name.
-    pub name: String,
-    /// The device.
-    pub device: Arc<dyn Device>,
-    /// By option or by the device.
-    pub read_only: bool,
-    /// Requests that failed.
-    pub failures: Arc<Failures>,
+/// Its size as of now; what is left of a sector at the end is not shown.
+pub fn sectors(disk: &Disk) -> u64 {
+    Bytes::told(disk.device.geometry()).size / SECTOR_BYTES
 }
 
-impl Disk {
-    /// Under `name`.
-    pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
-        let read_only = read_only || device.geometry().read_only;
-        Self { name: name.to_owned(), device, read_only, failures }
-    }
-
-    /// Its size as of now; what is left of a sector at the end is not shown.
-    pub fn sectors(&self) -> u64 {
-        Bytes::told(self.device.geometry()).size / SECTOR_BYTES
-    }
-
-    /// Whether it has zones; data is moved by user copy then.
-    pub fn is_zoned(&self) -> bool {
-        self.device.geometry().zones.is_some()
-    }
-
-    /// What the driver is told, where a buffer has `max_bytes`.
-    pub fn params(&self, max_bytes: u32) -> Params {
-        params(&self.device.geometry(), self.read_only, max_bytes)
-    }
+/// Whether it has zones; data is moved by user copy then.
+pub fn is_zoned(disk: &Disk) -> bool {
+    disk.device.geometry().zones.is_some()
 }
 
-impl fmt::Debug for Disk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Disk({:?})", self.name)
-    }
+/// What the driver is told, where a buffer has `max_bytes`.
+pub fn of(disk: &Disk, max_bytes: u32) -> Params {
+    params(&disk.device.geometry(), disk.read_only, max_bytes)
 }
 
 fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {

@@ -6,9 +6,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use freestone_core::answers::Answers;
+use freestone_core::device::Disk;
 
 use crate::kernel::BlockDevice;
-use crate::params::Disk;
 use crate::task::Finished;
 
 /// Lock order: `state` is innermost, held for a look or a change, or to wait for one.

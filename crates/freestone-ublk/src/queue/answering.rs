@@ -75,12 +75,7 @@ impl Queue {
     /// Counts what failed for who looks after the device, and answers.
     #[cold]
     pub(super) fn fail(&mut self, task: &Task, error: Error) {
-        let (disk, failed) = (&self.disk, task.failed());
-        if let Some(held_back) = disk.failures.count(failed, error) {
-            tracing::warn!(kind = ?task.kind, "{}: {failed}: {error}{held_back}", disk.name);
-        } else {
-            tracing::debug!(kind = ?task.kind, "{}: {failed}: {error}", disk.name);
-        }
+        self.disk.failed(&task.kind, task.failed(), error);
         self.commit(task.tag, result_of(error));
     }
 

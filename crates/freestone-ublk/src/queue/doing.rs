@@ -133,11 +133,7 @@ impl Queue {
         let began = if large { self.costs.begin() } else { None };
         let outcome = loop {
             let rest = request.rest(task.done as u64);
-            let part = match request.op {
-                Op::Read => Buffer::Read(&mut buffer[task.done..]),
-                Op::Write => Buffer::Write(&buffer[task.done..]),
-                Op::Flush | Op::Discard | Op::WriteZeroes => Buffer::None,
-            };
+            let part = Buffer::of(request.op, buffer.get_mut(task.done..).unwrap_or_default());
             match self.device.try_io(&rest, part) {
                 Ok(Tried::Done) => {
                     self.costs.learn(&request, began);
@@ -199,14 +195,11 @@ impl Queue {
         });
     }
 
-    /// Whether a worker should do a large request. What comes alone has nothing to gain, and writes to
-    /// zones begin in their order.
+    /// Whether a worker should do a large request; writes to zones begin in their order.
     fn hands_on(&self, request: &Request) -> bool {
         let (workers, behind) = (&self.parts.workers, self.waiting.len() as u64);
-        (behind > 0 || self.in_flight > 0)
-            && !(self.parts.user_copy && request.op == Op::Write)
-            && workers.has_room()
-            && self.costs.are_worth_it(request, 1 + behind, workers.are_awake())
+        !(self.parts.user_copy && request.op == Op::Write)
+            && self.costs.hand_on(workers, request, behind, self.in_flight > 0)
     }
 
     /// Hands what is left of a request to the device.

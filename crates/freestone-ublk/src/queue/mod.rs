@@ -12,14 +12,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::bytes::Bytes;
-use freestone_core::device::Error;
+use freestone_core::device::{Disk, Error};
 use freestone_core::plug::Plug;
 use freestone_core::workers::Costs;
 use rustix::io::Errno;
 
 use crate::aside::Aside;
 use crate::kernel::{Arrived, Event, NOT_DONE, Ring, Wait};
-use crate::params::Disk;
 use crate::parts::{Drained, Parts};
 use crate::slots::{Place, Slots};
 use crate::task::Finished;
