@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -79,6 +80,8 @@ pub struct Queue {
     next: u16,
     seen: u16,
     free: Vec<u16>,
+    /// How often the server has told so far, as far as that was looked at.
+    told: AtomicU64,
     /// Where each slot gets data from the device and how much, while it is in flight.
     gets: Vec<Option<(u64, usize)>>,
 }
@@ -105,6 +108,7 @@ impl Queue {
             call: event()?,
             next: 0,
             seen: 0,
+            told: AtomicU64::new(0),
             free: (0..shape.slots).rev().collect(),
             gets: vec![None; shape.slots.into()],
         })
@@ -118,6 +122,12 @@ impl Queue {
     /// How many were used, as the server has told.
     pub(super) fn used(&self) -> u16 {
         self.memory.word(self.at + USED_AT + 2)
+    }
+
+    /// How often the server has told of answers: each is a system call of its.
+    pub fn told(&self) -> u64 {
+        self.hush();
+        self.told.load(Ordering::SeqCst)
     }
 
     /// Requests without an answer.
@@ -296,7 +306,10 @@ impl Queue {
 
     /// Takes what it was told.
     pub(super) fn hush(&self) {
+        let mut count = [0; 8];
         // Nothing there: nothing to take.
-        let _ = rustix::io::read(&self.call, &mut [0; 8]);
+        if rustix::io::read(&self.call, &mut count).is_ok() {
+            self.told.fetch_add(u64::from_ne_bytes(count), Ordering::SeqCst);
+        }
     }
 }

@@ -1,0 +1,53 @@
+//! System calls of a queue: they are counted, not timed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone_core::budget::{self, Budget};
+use freestone_drive::null::{self, Memory};
+use freestone_testkit::vhost_user::{Asked, Data, Machine, Shape, wire};
+use freestone_vhost_user::{Export, Options};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const DEPTH: u64 = 32;
+const ROUNDS: u64 = 200;
+const PAGE: u64 = 4096;
+/// Of each request, at depth 32.
+const CALLS_MAX: f64 = 0.1;
+
+/// Each round the queue's thread sleeps once, until the one kick, and it tells when it is asked to.
+#[test]
+fn ten_requests_take_one_call_at_most() {
+    for write in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let device = Arc::new(Memory::new(null::Config::plain(DEPTH * PAGE, 512)).unwrap());
+        // How often it looks out is a matter of time.
+        let options = Options { look_out: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
+        let export = Export::new(&dir.path().join("v"), "disk", device, options).unwrap();
+        let shape = Shape { slots: DEPTH as u16, slot_bytes: PAGE, ..Shape::default() };
+        let mut machine = Machine::connect(export.path(), shape, PATIENCE).unwrap();
+        let mut queue = machine.queues.remove(0);
+        let page = [7; PAGE as usize];
+        let before = queue.told();
+        for _ in 0..ROUNDS {
+            for number in 0..DEPTH {
+                let (kind, data) =
+                    if write { (wire::OUT, Data::Out(&page)) } else { (wire::IN, Data::In(page.len())) };
+                let asked = Asked { kind, offset: number * PAGE, data, pieces: 1 };
+                queue.begin(asked).expect("a slot is free");
+            }
+            queue.kick();
+            while queue.in_flight() > 0 {
+                if let Some(answer) = queue.answer().unwrap() {
+                    assert_eq!(answer.status, 0);
+                } else {
+                    assert!(queue.wait(PATIENCE).unwrap(), "no answer in time");
+                }
+            }
+        }
+        let calls = ROUNDS + queue.told() - before;
+        let of_one = calls as f64 / (ROUNDS * DEPTH) as f64;
+        assert!(of_one <= CALLS_MAX, "{of_one} calls a request");
+        drop(machine);
+    }
+}
