@@ -27,6 +27,12 @@ if [ ! -e /srv/data/boot ]; then
   freestone unpublish job-7
   soon 60 absent /dev/freestone/job-7 || wrong "/dev/freestone/job-7 stays"
   echo "ok   a device that is published later has its name, until it is unpublished"
+  printf '\n[[device]]\nname = "more"\nkind = "ram"\ndisksize = "1M"\n' >>/etc/freestone.toml
+  systemctl reload freestone.service
+  soon 60 test -e /dev/freestone/more || wrong "no /dev/freestone/more after the reload"
+  is "after the reload, the mount" active "$(systemctl is-active srv-data.mount)"
+  is "after the reload, data" "$disk" "$(readlink -f /dev/freestone/data)"
+  echo "ok   a reload brings in what the file says, and leaves what is there"
   freestone unpublish data 2>/dev/null && wrong "a mounted device is unpublished"
   systemctl stop freestone.service
   is "after the stop, the mount" inactive "$(systemctl is-active srv-data.mount || true)"

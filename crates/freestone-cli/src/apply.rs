@@ -7,6 +7,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread;
 
@@ -89,7 +90,7 @@ pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<Strin
     let invalid = |error: anyhow::Error| Fault::failed(Errno::EINVAL, format!("{error:#}"));
     let file = declared::read(path).map_err(invalid)?;
     let mut devices = declared::devices(&file, path).map_err(|why| Fault::invalid(why.0))?;
-    if file.ublk {
+    if file.ublk || service.as_block_devices.load(Ordering::SeqCst) {
         declared::as_block_devices(&mut devices);
     }
     check_server(service, &file, path)?;

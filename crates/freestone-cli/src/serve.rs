@@ -11,6 +11,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -111,6 +112,8 @@ struct Plan {
     sockets: Vec<OwnedFd>,
     control: PathBuf,
     limits: Limits,
+    /// All that is published is shown as block devices, too.
+    ublk: bool,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -172,7 +175,7 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, sockets, control, limits, private })
+        Ok(Self { devices, addresses, sockets, control, limits, ublk: args.ublk, private })
     }
 }
 
@@ -228,11 +231,12 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, limits, private } = plan;
+        let Plan { devices, addresses, sockets, control, limits, ublk, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
         let _ = service.control.set(control.clone());
+        service.as_block_devices.store(ublk, Ordering::SeqCst);
         let mut running = Self {
             service: Arc::clone(&service),
             control: None,
@@ -521,6 +525,7 @@ mod tests {
             sockets: Vec::new(),
             control: control.clone(),
             limits: Limits::default(),
+            ublk: false,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 
 use freestone::ram::Ram;
@@ -43,6 +44,8 @@ pub struct Service {
     pub limits: Limits,
     /// Its own socket, once that is known.
     pub control: OnceLock<PathBuf>,
+    /// The command line has all that is published shown as block devices, too.
+    pub as_block_devices: AtomicBool,
     claims: Claims,
     this: Weak<Self>,
 }
@@ -56,6 +59,7 @@ impl Service {
             declarations: Declarations::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
+            as_block_devices: AtomicBool::new(false),
             exports: Exports::new(limits, Arc::clone(&registry)),
             registry,
             jobs: Jobs::default(),

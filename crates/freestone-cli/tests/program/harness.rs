@@ -28,6 +28,22 @@ pub fn freestone(dir: &Path) -> Command {
     command
 }
 
+/// The program, which hears hangups also where the tests are run by somebody who does not (nohup).
+#[allow(dead_code, reason = "not all tests that share this file send any")]
+pub fn hearing_hangups(dir: &Path) -> Command {
+    let program = freestone(dir);
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(program.get_program());
+    for (key, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(key, value),
+            None => command.env_remove(key),
+        };
+    }
+    command.current_dir(dir).stdin(Stdio::null());
+    command
+}
+
 /// The program run by somebody whom file modes apply to: root is not such a one.
 pub fn unprivileged(dir: &Path) -> Command {
     if !rustix::process::geteuid().is_root() {
@@ -97,7 +113,8 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    fn ready(dir: TempDir, mut command: Command) -> Self {
+    /// Waits until the server that the command starts is ready.
+    pub fn ready(dir: TempDir, mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut said = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::harness::{Serve, finish, freestone, refused};
+use crate::harness::{Serve, finish, freestone, hearing_hangups, refused};
 
 const FILE: &str = "
 nbd = 'unix:nbd'
@@ -130,7 +130,10 @@ fn changed(changes: &[(&str, &str)]) -> String {
 
 #[test]
 fn a_file_changes_what_it_made_and_nothing_else() {
-    let serve = Serve::start_in(directory(), &["--config", "f.toml"], false);
+    let dir = directory();
+    let mut command = hearing_hangups(dir.path());
+    command.args(["serve", "--config", "f.toml"]);
+    let serve = Serve::ready(dir, command);
     let names = |serve: &Serve| {
         let list = serve.json(&["list"]);
         let all = list["devices"].as_array().unwrap().iter();

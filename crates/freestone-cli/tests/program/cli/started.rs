@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{finish, freestone};
+use crate::harness::{finish, freestone, hearing_hangups};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -23,7 +23,7 @@ fn a_service_manager_hears_how_far_it_is() {
         String::from_utf8(text[..len].to_vec()).unwrap()
     };
     fs::write(dir.path().join("f.toml"), "[[device]]\nname = 'n'\nkind = 'null'\nsize = '1M'\n").unwrap();
-    let mut server = freestone(dir.path())
+    let mut server = hearing_hangups(dir.path())
         .args(["serve", "--config", "f.toml", "--pidfile", "pid"])
         .env("NOTIFY_SOCKET", dir.path().join("notify"))
         .stdout(Stdio::null())
