@@ -83,7 +83,7 @@ fn try_all(shared: &Shared, request: Request, buffer: &mut IoBuf) -> Result<Opti
     let mut rest = request;
     loop {
         let from = (request.len - rest.len) as usize;
-        let part = Buffer::of(request.op, &mut buffer[from..]);
+        let part = Buffer::rest(request.op, buffer, from);
         match shared.device.try_io(&rest, part)? {
             Tried::Done => return Ok(None),
             Tried::Partly(bytes) => rest = rest.rest(bytes),

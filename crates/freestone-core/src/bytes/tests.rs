@@ -93,7 +93,7 @@ impl Device for Seen {
         self.0.log.lock().push(request);
         let memory = Arc::clone(&self.0);
         let work = move || {
-            memory.run(&request, Buffer::of(request.op, &mut buffer));
+            memory.run(&request, Buffer::rest(request.op, &mut buffer, 0));
             done.complete(Ok(()), buffer);
         };
         match &mut *self.0.held.lock() {

@@ -12,6 +12,7 @@ mod completion;
 mod counting;
 #[cfg(not(loom))]
 mod counts;
+#[cfg(not(loom))]
 mod disk;
 mod error;
 #[cfg(not(loom))]
@@ -28,6 +29,7 @@ pub use completion::Completion;
 pub use counting::Counting;
 #[cfg(not(loom))]
 pub use counts::{Counted, OpCounts};
+#[cfg(not(loom))]
 pub use disk::Disk;
 pub use error::{Error, Result};
 #[cfg(not(loom))]

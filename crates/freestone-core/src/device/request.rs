@@ -139,13 +139,26 @@ pub enum Buffer<'a> {
 }
 
 impl<'a> Buffer<'a> {
-    /// What a request of this kind is given of `bytes`.
+    /// What a request of this kind is given of `bytes` when the first `done` are done. One without data
+    /// has none, however much of it is done.
     #[inline]
-    pub fn of(op: Op, bytes: &'a mut [u8]) -> Self {
+    pub fn rest(op: Op, bytes: &'a mut [u8], done: usize) -> Self {
         match op {
-            Op::Read => Self::Read(bytes),
-            Op::Write => Self::Write(bytes),
+            Op::Read => Self::Read(&mut bytes[done..]),
+            Op::Write => Self::Write(&bytes[done..]),
             Op::Flush | Op::Discard | Op::WriteZeroes => Self::None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rest_of_a_request_without_data_has_none() {
+        assert!(matches!(Buffer::rest(Op::Discard, &mut [], 4096), Buffer::None));
+        assert!(matches!(Buffer::rest(Op::Write, &mut [1, 2, 3], 2), Buffer::Write([3])));
+        assert!(matches!(Buffer::rest(Op::Read, &mut [1, 2, 3], 3), Buffer::Read([])));
     }
 }

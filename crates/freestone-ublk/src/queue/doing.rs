@@ -133,7 +133,7 @@ impl Queue {
         let began = if large { self.costs.begin() } else { None };
         let outcome = loop {
             let rest = request.rest(task.done as u64);
-            let part = Buffer::of(request.op, buffer.get_mut(task.done..).unwrap_or_default());
+            let part = Buffer::rest(request.op, &mut buffer, task.done);
             match self.device.try_io(&rest, part) {
                 Ok(Tried::Done) => {
                     self.costs.learn(&request, began);
