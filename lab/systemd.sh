@@ -28,7 +28,7 @@ if [ ! -e /srv/data/boot ]; then
   soon 60 absent /dev/freestone/job-7 || wrong "/dev/freestone/job-7 stays"
   echo "ok   a device that is published later has its name, until it is unpublished"
   printf '\n[[device]]\nname = "more"\nkind = "ram"\ndisksize = "1M"\n' >>/etc/freestone.toml
-  systemctl reload freestone.service
+  systemctl reload freestone.service || wrong "the reload fails"
   soon 60 test -e /dev/freestone/more || wrong "no /dev/freestone/more after the reload"
   is "after the reload, the mount" active "$(systemctl is-active srv-data.mount)"
   is "after the reload, data" "$disk" "$(readlink -f /dev/freestone/data)"
