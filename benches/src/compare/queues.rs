@@ -56,8 +56,9 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
     let part = if bench.options.quick { QUICK_PART } else { 1 };
     let mut rows = Vec::new();
-    for queues in QUEUES {
-        for direction in [Direction::Read, Direction::Write] {
+    // Reads first: what is written is same-filled.
+    for direction in [Direction::Read, Direction::Write] {
+        for queues in QUEUES {
             for (depth, many, few) in DEPTHS {
                 let case = Case { direction, depth, queues, counts: (many / part, few / part) };
                 let mut slices: Vec<Vec<Slice>> = vec![Vec::new(); members.len()];
