@@ -331,21 +331,3 @@ pub struct ZoneRow {
     pub reserved: [u8; 24],
 }
 const _: () = assert!(size_of::<ZoneRow>() == 64);
-
-/// Types of zones.
-pub mod zone_type {
-    pub const CONVENTIONAL: u8 = 1;
-    pub const SEQUENTIAL_REQUIRED: u8 = 2;
-}
-
-/// Conditions of zones.
-pub mod zone_condition {
-    pub const NOT_WRITE_POINTER: u8 = 0;
-    pub const EMPTY: u8 = 1;
-    pub const IMPLICIT_OPEN: u8 = 2;
-    pub const EXPLICIT_OPEN: u8 = 3;
-    pub const CLOSED: u8 = 4;
-    pub const READ_ONLY: u8 = 13;
-    pub const FULL: u8 = 14;
-    pub const OFFLINE: u8 = 15;
-}

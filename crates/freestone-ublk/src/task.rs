@@ -1,10 +1,10 @@
 //! One request, as its descriptor was copied out of the driver's memory.
 
-use freestone_core::device::zoned::ZoneOp;
+use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 
 use crate::abi::{IoDesc, SECTOR_BYTES, op, op_flag};
-use crate::zones::{ROW_BYTES, ZoneRequest};
+use crate::zones::ROW_BYTES;
 
 /// The outcome of a submitted request.
 #[derive(Debug)]

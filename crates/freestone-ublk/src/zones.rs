@@ -1,11 +1,11 @@
 //! Zones, as the driver has them.
 
-use freestone_core::device::zoned::{ZoneCondition, ZoneOp, ZoneType};
+use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Device, Error, Geometry, Result, Zone, ZoneGeometry};
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
-use crate::abi::{ParamZoned, SECTOR_BYTES, ZoneRow, feature, zone_condition, zone_type};
+use crate::abi::{ParamZoned, SECTOR_BYTES, ZoneRow, feature};
 
 /// Features without which there are no zones: an append is answered in the place of a buffer.
 pub const FEATURES: u64 = feature::ZONED | feature::USER_COPY;
@@ -50,17 +50,6 @@ pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
     }
 }
 
-/// What is done with zones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ZoneRequest {
-    /// Tell of those from the one that has this byte on.
-    Report(u64),
-    /// This, to the zone that begins at this byte.
-    Op(ZoneOp, u64),
-    /// Reset all.
-    ResetAll,
-}
-
 /// Does it. A report fills `rows` as far as there are zones, and the rest with zeroes.
 pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Result<()> {
     let zones = device.zoned().ok_or(Error::Unsupported)?;
@@ -81,26 +70,12 @@ pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Re
 }
 
 fn row(zone: &Zone) -> ZoneRow {
-    let kind = match zone.kind {
-        ZoneType::Conventional => zone_type::CONVENTIONAL,
-        ZoneType::SequentialRequired => zone_type::SEQUENTIAL_REQUIRED,
-    };
-    let condition = match zone.condition {
-        ZoneCondition::NotWritePointer => zone_condition::NOT_WRITE_POINTER,
-        ZoneCondition::Empty => zone_condition::EMPTY,
-        ZoneCondition::ImplicitOpen => zone_condition::IMPLICIT_OPEN,
-        ZoneCondition::ExplicitOpen => zone_condition::EXPLICIT_OPEN,
-        ZoneCondition::Closed => zone_condition::CLOSED,
-        ZoneCondition::ReadOnly => zone_condition::READ_ONLY,
-        ZoneCondition::Full => zone_condition::FULL,
-        ZoneCondition::Offline => zone_condition::OFFLINE,
-    };
     ZoneRow {
         start: zone.start / SECTOR_BYTES,
         len: zone.len / SECTOR_BYTES,
         write_pointer: zone.write_pointer / SECTOR_BYTES,
-        kind,
-        condition,
+        kind: zone.kind.number(),
+        condition: zone.condition.number(),
         capacity: zone.capacity / SECTOR_BYTES,
         ..ZoneRow::default()
     }

@@ -12,11 +12,27 @@ use freestone_drive::zone::{Config, State, Zones};
 use freestone_ram::ram::{Config as RamConfig, Ram};
 use rustix::io::Errno;
 
-use crate::abi::{control, feature, op, param, zone_condition as condition, zone_type};
+use crate::abi::{control, feature, op, param};
 use crate::export::{Export, MAX_REQUEST_BYTES, Options};
 use crate::fake::{Driver, PATIENCE};
 use crate::keeper::{START_DEADLINE, StartError};
 use crate::zones::UnfitZones;
+
+/// As the kernel numbers them.
+mod zone_type {
+    pub const CONVENTIONAL: u8 = 1;
+    pub const SEQUENTIAL_REQUIRED: u8 = 2;
+}
+mod condition {
+    pub const NOT_WRITE_POINTER: u8 = 0;
+    pub const EMPTY: u8 = 1;
+    pub const IMPLICIT_OPEN: u8 = 2;
+    pub const EXPLICIT_OPEN: u8 = 3;
+    pub const CLOSED: u8 = 4;
+    pub const READ_ONLY: u8 = 13;
+    pub const FULL: u8 = 14;
+    pub const OFFLINE: u8 = 15;
+}
 
 const READ: u32 = op::READ as u32;
 const WRITE: u32 = op::WRITE as u32;

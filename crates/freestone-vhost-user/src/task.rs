@@ -1,6 +1,6 @@
 //! One request, as it was copied out of the frontend's memory.
 
-use freestone_core::device::zoned::ZoneOp;
+use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 use zerocopy::{FromBytes as _, transmute};
 
@@ -8,7 +8,6 @@ use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
 use crate::memory::{Memory, Unmapped};
 use crate::ring::{Broken, Chain, Segment};
 use crate::wire::{BlkHeader, BlkRange, SECTOR_BYTES, request, status};
-use crate::zones::ZoneRequest;
 
 /// Bytes in which an append is told where its data went.
 pub const SECTOR_NUMBER_BYTES: usize = 8;

@@ -33,6 +33,32 @@ pub enum ZoneCondition {
     Offline,
 }
 
+impl ZoneType {
+    /// Its number in the zoned block standards, and so in the kernel and in VIRTIO.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Conventional => 1,
+            Self::SequentialRequired => 2,
+        }
+    }
+}
+
+impl ZoneCondition {
+    /// Its number in the zoned block standards, and so in the kernel and in VIRTIO.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::NotWritePointer => 0,
+            Self::Empty => 1,
+            Self::ImplicitOpen => 2,
+            Self::ExplicitOpen => 3,
+            Self::Closed => 4,
+            Self::ReadOnly => 13,
+            Self::Full => 14,
+            Self::Offline => 15,
+        }
+    }
+}
+
 /// One row of a zone report; all in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Zone {
@@ -62,6 +88,17 @@ pub enum ZoneOp {
     Finish,
     /// To empty; its data is gone.
     Reset,
+}
+
+/// What those who export a device are asked to do with its zones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ZoneRequest {
+    /// Tell of them, from the one that has this byte on.
+    Report(u64),
+    /// This, to the zone that begins at this byte.
+    Op(ZoneOp, u64),
+    /// Reset all.
+    ResetAll,
 }
 
 /// How an append that did not finish inline is answered: where the data went, or why it did not.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use freestone_core::answers::Answers;
+use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Buffer, Completion, Error, Geometry, IoBuf, Op, Request, Tried};
 use freestone_core::plug::Plug;
 use freestone_core::workers::MIN_BYTES;
@@ -11,7 +12,7 @@ use super::copying::Copied;
 use super::{CUT, Queue};
 use crate::slots::Place;
 use crate::task::{Finished, Kind, Task};
-use crate::zones::{self, ZoneRequest};
+use crate::zones;
 
 impl Queue {
     /// Begins the request of a tag, the first that waits. The bytes that it has moved; `None`: there

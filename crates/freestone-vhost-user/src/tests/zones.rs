@@ -1,9 +1,22 @@
 //! Zones over virtio.
 
 use super::*;
-use crate::wire::{ZoneDescriptor, ZoneReport, zone_state, zone_type};
+use crate::wire::{ZoneDescriptor, ZoneReport};
 use freestone_drive::null::{self, Memory};
 use freestone_drive::zone::{Config, State, Zones};
+
+/// As VIRTIO numbers them.
+mod zone_type {
+    pub const CONVENTIONAL: u8 = 1;
+    pub const SEQUENTIAL_REQUIRED: u8 = 2;
+}
+mod zone_state {
+    pub const NOT_WRITE_POINTER: u8 = 0;
+    pub const EMPTY: u8 = 1;
+    pub const EXPLICIT_OPEN: u8 = 3;
+    pub const CLOSED: u8 = 4;
+    pub const FULL: u8 = 14;
+}
 
 const ZONE_SECTORS: u64 = 2048;
 /// Where an append is told its sector.
