@@ -37,6 +37,11 @@ guest() { # seconds script-arguments -- sockets...
   lab/kernel-lab.sh -k "${KERNEL:-6.12}" -f $flavour -M 512M -m "$modules" -i lab/disk-use.sh:/lab/disk-use.sh \
     -b "dd cmp md5sum mke2fs e2fsck resize2fs blkdiscard blockdev $tools" -q "$q" -t "$seconds" lab/vhost-user.sh "${arguments[@]}"
 }
+written() { # device
+  "$FREESTONE" stat "$1" --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$'; }
+writes() { # device: its guest goes on
+  local before; before=$(written "$1")
+  for _ in $(seq 600); do [ "$(written "$1")" -gt $((before + 200)) ] && return; sleep 0.05; done; false; }
 wants() { case $only in *" $1 "*) true;; *) false;; esac; }
 
 if wants boot; then
@@ -79,11 +84,7 @@ if wants killed; then
   guest 300 killed -- "$dir/f" >"$dir/guest" & guest=$!
   kills=0
   while kill -0 $guest 2>/dev/null && [ $kills -lt 5 ]; do
-    before=$("$FREESTONE" stat f --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$')
-    for _ in $(seq 600); do
-      now=$("$FREESTONE" stat f --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$')
-      [ "$now" -gt $((before + 200)) ] && break; sleep 0.05; done
-    [ "$now" -gt $((before + 200)) ] || break
+    writes f || break
     kill -9 "$server"; wait "$server" || true
     serve "$file"
     "$FREESTONE" publish f --vhost-user "unix:$dir/f" >/dev/null
@@ -100,13 +101,9 @@ if wants cut; then
   serve a=ram,disksize=256M,publish=no
   "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
   guest 600 cut -- "$dir/a" >"$dir/guest" & guest=$!
-  written() { "$FREESTONE" stat a --json | grep -o '"writes": *[0-9]*' | head -1 | grep -o '[0-9]*$'; }
-  writes() { # it goes on
-    local before; before=$(written)
-    for _ in $(seq 600); do [ "$(written)" -gt $((before + 200)) ] && return; sleep 0.05; done; false; }
   cuts=0
-  while kill -0 $guest 2>/dev/null && [ $cuts -lt 8 ] && writes; do
-    if [ $cuts = 2 ]; then "$FREESTONE" set a disksize=512M >/dev/null; writes || break; fi
+  while kill -0 $guest 2>/dev/null && [ $cuts -lt 8 ] && writes a; do
+    if [ $cuts = 2 ]; then "$FREESTONE" set a disksize=512M >/dev/null; writes a || break; fi
     "$FREESTONE" unpublish a --force >/dev/null
     "$FREESTONE" publish a --vhost-user "unix:$dir/a" >/dev/null
     cuts=$((cuts + 1))

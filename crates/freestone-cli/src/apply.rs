@@ -276,7 +276,7 @@ impl Plan<'_> {
 
 /// What is to be set so that a device is as it is asked for; or why that cannot be.
 fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String> {
-    let now = entry.words.now();
+    let now = entry.words.now(&entry.spec);
     let is = Spec::from_entries(now.clone()).map_err(|_| "was restored from a file".to_owned())?;
     let mut attrs = Map::new();
     if is.kind == asked.kind && is.layers == asked.layers {

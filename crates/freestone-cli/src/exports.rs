@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use freestone::device::Device;
 use freestone::ram::NoWaiting;
-use freestone_nbd::{Address, ExportInfo, ExportOptions, Limits, PublishError, Server, TemplateOptions};
+use freestone_nbd::{
+    Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
+};
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::refusal::Errno;
@@ -184,17 +186,16 @@ impl Exports {
     /// Listens for NBD clients at an address of the command line. Returns it with the port that it
     /// got.
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
-        let listen = self.nbd.listen(address);
-        let at = listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
-        warn_of_exposure(&at);
-        self.addresses().home.push(at.clone());
-        Ok(at)
+        self.at_home(self.nbd.listen(address))
     }
 
     /// The same with a socket that listens already.
     pub fn adopt_home(&self, socket: OwnedFd) -> Result<Address, Fault> {
-        let adopted = self.nbd.adopt(socket);
-        let at = adopted.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
+        self.at_home(self.nbd.adopt(socket))
+    }
+
+    fn at_home(&self, listens: Result<Address, ListenError>) -> Result<Address, Fault> {
+        let at = listens.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
         warn_of_exposure(&at);
         self.addresses().home.push(at.clone());
         Ok(at)

@@ -94,15 +94,15 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
 fn note(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
     match attr {
         "disksize" if entry.spec.kind.fork().is_some() => {
-            entry.words.put("size", &plain(attr, &wanted[attr]));
+            entry.words.put(&entry.spec, "size", &plain(attr, &wanted[attr]));
         }
         // These were changed, not replaced.
         "badblocks" | "zone_readonly" | "zone_offline" => match get(entry, attr) {
-            Ok(now) if now == "none" => entry.words.forget(attr),
-            Ok(now) => entry.words.put(attr, &plain(attr, &now)),
+            Ok(now) if now == "none" => entry.words.forget(&entry.spec, attr),
+            Ok(now) => entry.words.put(&entry.spec, attr, &plain(attr, &now)),
             Err(_) => {}
         },
-        _ => entry.words.put(attr, &plain(attr, &wanted[attr])),
+        _ => entry.words.put(&entry.spec, attr, &plain(attr, &wanted[attr])),
     }
 }
 

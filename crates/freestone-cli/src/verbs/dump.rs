@@ -40,7 +40,7 @@ impl Verb for Dump {
         let (mut devices, mut left_out) = (Vec::new(), Vec::new());
         // Those of connections go with them.
         for entry in service.registry.all().iter().filter(|entry| entry.template.is_none()) {
-            let words = entry.words.now();
+            let words = entry.words.now(&entry.spec);
             match Spec::from_entries(words.clone()) {
                 Ok(_) => devices.push(Value::Table(device(service, entry, words))),
                 Err(_) => left_out.push(entry.name().to_owned()),

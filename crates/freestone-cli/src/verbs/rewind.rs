@@ -133,7 +133,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     let spec = Spec {
         name: name.clone(),
         // Made again it would be what it was: the snapshot stands on it.
-        words: entry.words.now(),
+        words: entry.words.now(&entry.spec),
         publish: entry.spec.publish,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),

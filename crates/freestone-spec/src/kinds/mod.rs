@@ -455,7 +455,7 @@ impl Entry {
         let counting = device.map(|device| Arc::new(Counting::new(device)));
         let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
         Self {
-            words: Words::new(spec.words.clone()),
+            words: Words::default(),
             spec,
             kind,
             template: None,
