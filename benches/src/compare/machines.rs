@@ -129,7 +129,12 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
                 codec.push(bound.page_us(direction, round)?);
             }
             let what = if direction == Direction::Read { "reads" } else { "writes" };
-            rows.extend(rows_of(&format!("4 KiB {what}, depth {depth}"), direction, depth, &slices, &codec));
+            let name = format!("4 KiB {what}, depth {depth}");
+            let reached = Reached { name, is_deep: depth > 1, slices: &slices };
+            rows.extend(reached.rows());
+            if direction == Direction::Read {
+                rows.push(reached.beside_codec(&codec));
+            }
         }
     }
     let mut report = Report {
@@ -150,58 +155,80 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
         .print())
 }
 
-fn rows_of(
-    name: &str,
-    direction: Direction,
-    depth: u32,
-    slices: &[Vec<Slice>],
-    codec_us: &[f64],
-) -> Vec<Row> {
-    let of = |disk: Disk, what: fn(&Slice) -> f64| -> Vec<f64> {
+/// What the disks have reached when they were asked in one way.
+pub struct Reached<'a> {
+    /// How they were asked.
+    pub name: String,
+    /// Many requests at once: what is wanted is wanted then.
+    pub is_deep: bool,
+    /// Of each of [`DISKS`]; none of one that was not asked.
+    pub slices: &'a [Vec<Slice>],
+}
+
+impl Reached<'_> {
+    fn of(&self, disk: Disk, what: fn(&Slice) -> f64) -> Vec<f64> {
         let place = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
-        slices[place].iter().map(what).collect()
-    };
-    let speed = |one: &Slice| one.per_second;
-    let cpu = |one: &Slice| one.cpu_us;
-    let deep = depth > 1;
-    let mut rows = Vec::new();
-    for disk in DISKS {
-        let value = Summary::of(of(disk, speed).into_iter().map(|speed| speed / 1e3));
-        let row = Row::new(format!("{name}: {}", disk.name()), Unit::Kiops, value);
-        rows.push(row.part("CPU us a request", Summary::of(of(disk, cpu)).median));
+        self.slices[place].iter().map(what).collect()
     }
-    let mut over = |ours: Disk, other: Disk, least: Option<f64>| {
-        let ratio = Summary::ratio(&of(ours, speed), &of(other, speed));
-        let row =
-            Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio).judged(true).steady();
-        rows.push(match least {
-            Some(least) => row.target(Target::AtLeast(least)),
-            None => row,
-        });
-    };
-    let wanted = |least: f64| deep.then_some(least);
-    over(Disk::Null, Disk::NullNbd, wanted(OVER_NBD));
-    over(Disk::Same, Disk::SameNbd, wanted(OVER_NBD));
-    over(Disk::Null, Disk::QemuNull, wanted(1.0));
-    over(Disk::Same, Disk::QemuNull, wanted(1.0));
-    over(Disk::Ram, Disk::QemuFile, None);
-    for (ours, nbd) in [(Disk::Null, Disk::NullNbd), (Disk::Same, Disk::SameNbd)] {
-        let ratio = Summary::ratio(&of(ours, cpu), &of(nbd, cpu));
-        let row = Row::ratio(format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name()), ratio);
-        let row = row.judged(false).steady();
-        rows.push(if deep { row.target(Target::AtMost(CPU_OF_NBD)) } else { row });
+
+    fn speed(&self, disk: Disk) -> Vec<f64> {
+        self.of(disk, |one| one.per_second)
     }
-    if direction == Direction::Read {
-        let possible: Vec<_> = of(Disk::Null, speed)
-            .iter()
-            .zip(codec_us)
-            .map(|(null, codec)| 1e6 / (1e6 / null + codec))
-            .collect();
-        let ratio = Summary::ratio(&of(Disk::Ram, speed), &possible);
-        let row = Row::ratio(format!("{name}: ram / what null and the codec give"), ratio).steady();
-        rows.push(if deep { row.target(Target::AtLeast(BOUND_PART)) } else { row });
+
+    fn cpu(&self, disk: Disk) -> Vec<f64> {
+        self.of(disk, |one| one.cpu_us)
     }
-    rows
+
+    /// Each, and ours beside the others.
+    pub fn rows(&self) -> Vec<Row> {
+        let name = &self.name;
+        let mut rows = Vec::new();
+        for disk in DISKS.into_iter().filter(|disk| !self.speed(*disk).is_empty()) {
+            let value = Summary::of(self.speed(disk).into_iter().map(|speed| speed / 1e3));
+            let row = Row::new(format!("{name}: {}", disk.name()), Unit::Kiops, value);
+            rows.push(row.part("CPU us a request", Summary::of(self.cpu(disk)).median));
+        }
+        let mut over = |ours: Disk, other: Disk, least: Option<f64>| {
+            let theirs = self.speed(other);
+            if theirs.is_empty() {
+                return;
+            }
+            let ratio = Summary::ratio(&self.speed(ours), &theirs);
+            let row = Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio)
+                .judged(true)
+                .steady();
+            rows.push(match least.filter(|_| self.is_deep) {
+                Some(least) => row.target(Target::AtLeast(least)),
+                None => row,
+            });
+        };
+        over(Disk::Null, Disk::NullNbd, Some(OVER_NBD));
+        over(Disk::Same, Disk::SameNbd, Some(OVER_NBD));
+        over(Disk::Null, Disk::QemuNull, Some(1.0));
+        over(Disk::Same, Disk::QemuNull, Some(1.0));
+        over(Disk::Ram, Disk::QemuFile, None);
+        for (ours, nbd) in [(Disk::Null, Disk::NullNbd), (Disk::Same, Disk::SameNbd)] {
+            let theirs = self.cpu(nbd);
+            if theirs.is_empty() {
+                continue;
+            }
+            let ratio = Summary::ratio(&self.cpu(ours), &theirs);
+            let row = Row::ratio(format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name()), ratio);
+            let row = row.judged(false).steady();
+            rows.push(if self.is_deep { row.target(Target::AtMost(CPU_OF_NBD)) } else { row });
+        }
+        rows
+    }
+
+    /// The RAM disk beside what takes as long as our null and then the bare codec.
+    fn beside_codec(&self, codec_us: &[f64]) -> Row {
+        let null = self.speed(Disk::Null);
+        let possible: Vec<_> =
+            null.iter().zip(codec_us).map(|(null, codec)| 1e6 / (1e6 / null + codec)).collect();
+        let ratio = Summary::ratio(&self.speed(Disk::Ram), &possible);
+        let row = Row::ratio(format!("{}: ram / what null and the codec give", self.name), ratio).steady();
+        if self.is_deep { row.target(Target::AtLeast(BOUND_PART)) } else { row }
+    }
 }
 
 /// Starts it; ours has what it is to have.

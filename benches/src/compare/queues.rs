@@ -2,10 +2,10 @@
 //! as many connections. The client is this program: a thread for each queue.
 
 use anyhow::{Context, Result, ensure};
-use freestone_report::{Report, Row, Summary, Target, Unit};
+use freestone_report::Report;
 
 use super::groups::Bench;
-use super::machines::{self, DISKS, Disk, Member, Slice};
+use super::machines::{self, DISKS, Member, Reached, Slice};
 use super::sides::Starter;
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, Direction};
@@ -19,9 +19,6 @@ const QUEUES: [usize; 2] = [1, 4];
 /// Requests in flight at each queue, and how many are made of vhost-user and of NBD.
 const DEPTHS: [(usize, u64, u64); 2] = [(1, 12_000, 0), (fio_nbd::DEPTH as usize, 200_000, 40_000)];
 const QUICK_PART: u64 = 20;
-/// What is wanted at depth 32.
-const OVER_NBD: f64 = 2.0;
-const CPU_OF_NBD: f64 = 0.5;
 
 /// How the disks are asked in one table's part.
 #[derive(Clone, Copy)]
@@ -38,10 +35,6 @@ impl Case {
         let what = if self.direction == Direction::Read { "reads" } else { "writes" };
         let plural = if self.queues == 1 { "" } else { "s" };
         format!("4 KiB {what}, {} queue{plural}, depth {}", self.queues, self.depth)
-    }
-
-    fn is_deep(self) -> bool {
-        self.depth > 1
     }
 }
 
@@ -70,7 +63,8 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
                         }
                     }
                 }
-                rows.extend(rows_of(case, &slices));
+                let reached = Reached { name: case.name(), is_deep: depth > 1, slices: &slices };
+                rows.extend(reached.rows());
             }
         }
     }
@@ -123,47 +117,4 @@ fn slice(member: &Member, case: Case, round: u32, bytes: u64) -> Result<Option<S
     ensure!(!took.is_zero(), "the requests took no time");
     let per_second = count as f64 / took.as_secs_f64();
     Ok(Some(Slice { per_second, cpu_us: cpu.as_secs_f64() * 1e6 / count as f64 }))
-}
-
-fn rows_of(case: Case, slices: &[Vec<Slice>]) -> Vec<Row> {
-    let name = case.name();
-    let of = |disk: Disk, what: fn(&Slice) -> f64| -> Vec<f64> {
-        let place = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
-        slices[place].iter().map(what).collect()
-    };
-    let speed = |one: &Slice| one.per_second;
-    let cpu = |one: &Slice| one.cpu_us;
-    let mut rows = Vec::new();
-    for disk in DISKS.into_iter().filter(|disk| !of(*disk, speed).is_empty()) {
-        let value = Summary::of(of(disk, speed).into_iter().map(|speed| speed / 1e3));
-        let row = Row::new(format!("{name}: {}", disk.name()), Unit::Kiops, value);
-        rows.push(row.part("CPU us a request", Summary::of(of(disk, cpu)).median));
-    }
-    let mut over = |ours: Disk, other: Disk, least: Option<f64>| {
-        let (ours_was, other_was) = (of(ours, speed), of(other, speed));
-        if other_was.is_empty() {
-            return;
-        }
-        let ratio = Summary::ratio(&ours_was, &other_was);
-        let row =
-            Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio).judged(true).steady();
-        rows.push(match least {
-            Some(least) => row.target(Target::AtLeast(least)),
-            None => row,
-        });
-    };
-    let wanted = |least: f64| case.is_deep().then_some(least);
-    over(Disk::Null, Disk::NullNbd, wanted(OVER_NBD));
-    over(Disk::Same, Disk::SameNbd, wanted(OVER_NBD));
-    over(Disk::Null, Disk::QemuNull, wanted(1.0));
-    over(Disk::Same, Disk::QemuNull, wanted(1.0));
-    over(Disk::Ram, Disk::QemuFile, None);
-    for (ours, nbd) in [(Disk::Null, Disk::NullNbd), (Disk::Same, Disk::SameNbd)] {
-        if !of(nbd, cpu).is_empty() {
-            let ratio = Summary::ratio(&of(ours, cpu), &of(nbd, cpu));
-            let what = format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name());
-            rows.push(Row::ratio(what, ratio).judged(false).steady().target(Target::AtMost(CPU_OF_NBD)));
-        }
-    }
-    rows
 }
