@@ -320,7 +320,6 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
     match change {
         Change::Remove(name) => {
             service.remove(claim, &service.find(&name)?, extent.force)?;
-            declarations.forget(&name);
         }
         Change::Hide(name, place) => {
             exports.hide_at(claim, &*service.find(&name)?, &place, extent.force)?;

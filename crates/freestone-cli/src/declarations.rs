@@ -45,6 +45,13 @@ impl Declarations {
         self.lock().get(name).cloned().unwrap_or_default()
     }
 
+    /// Its exports are gone.
+    pub fn forget_exports(&self, name: &str) {
+        if let Some(exports) = self.lock().get_mut(name) {
+            exports.clear();
+        }
+    }
+
     /// An export is gone.
     pub fn forget_export(&self, name: &str, place: &Place) {
         if let Some(exports) = self.lock().get_mut(name) {

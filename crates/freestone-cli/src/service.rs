@@ -251,6 +251,8 @@ impl Service {
         removed.map_err(|users| {
             Fault::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
         })?;
+        // One that gets the name later is not the file's.
+        self.declarations.forget(name);
         if let Some(faults) = &entry.layers.faults {
             // A verb that hangs could not be let go any more: the name is gone.
             faults.close();

@@ -46,6 +46,7 @@ impl Verb for Unpublish {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }
         let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
+        service.declarations.forget_exports(&name);
         Ok(Reply { name, connections_ended })
     }
 

@@ -200,6 +200,16 @@ fn a_file_changes_what_it_made_and_nothing_else() {
         serve.text(&["apply", "f.toml", "--prune"]),
         format!("remove mine\nunpublish data from unix:{dir}/mine\n")
     );
+    // Who removes what a file has made, and makes another by hand, has one of his own.
+    serve.text(&["remove", "new"]);
+    serve.text(&["create", "new=ram,disksize=1M"]);
+    serve.text(&["unpublish", "data"]);
+    serve.text(&["publish", "data", "--nbd", "unix:alone"]);
+    let without = text.replacen(new, "", 1).replacen("{ nbd = 'unix:alone', read_only = false }, ", "", 1);
+    fs::write(serve.path("f.toml"), without).unwrap();
+    let again = format!("publish data\npublish data at vhost-user:{dir}/other\n");
+    assert_eq!(serve.text(&["apply", "f.toml"]), again);
+    assert!(names(&serve).ends_with(" new") && serve.path("alone").exists());
     serve.signal(Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
 }
