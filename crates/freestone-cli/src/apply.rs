@@ -15,6 +15,7 @@ use freestone_nbd::Address;
 use freestone_spec::config::FileConfig;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::refusal::Errno;
+use freestone_state::State;
 use serde_json::{Map, Value};
 use tracing::{error, info};
 
@@ -22,7 +23,8 @@ use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::declared::{self, Declared};
 use crate::paths::parse_address;
-use crate::places::{Place, Wanted};
+use crate::places::{Place, Seen, Wanted};
+use crate::records::Recording;
 use crate::service::Service;
 use crate::started_by;
 
@@ -43,6 +45,7 @@ const SETTABLE: [(&str, Option<&str>); 12] = [
 ];
 
 /// How far a file goes.
+#[expect(clippy::struct_excessive_bools, reason = "each is a word of its own")]
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
     /// What no file declares goes, too.
@@ -51,6 +54,8 @@ pub struct Extent {
     pub force: bool,
     /// Only says what would change.
     pub check: bool,
+    /// What earlier files declared stays where it is not said: this is no file.
+    pub adds: bool,
 }
 
 /// One change.
@@ -62,6 +67,7 @@ enum Change {
     Create(Box<Declared>),
     ShowHome(String),
     Show(String, Wanted),
+    Withhold(String, Seen),
 }
 
 impl fmt::Display for Change {
@@ -81,6 +87,10 @@ impl fmt::Display for Change {
                 let how = if wanted.read_only { ", read-only" } else { "" };
                 write!(f, "publish {name} at {}{how}", wanted.place)
             }
+            Self::Withhold(name, seen) => {
+                write!(f, "publish {name}, once it is no longer withheld")?;
+                seen.exports.iter().try_for_each(|(wanted, _)| write!(f, ", at {}", wanted.place))
+            }
         }
     }
 }
@@ -94,6 +104,11 @@ pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<Strin
         declared::as_block_devices(&mut devices);
     }
     check_server(service, &file, path)?;
+    bring_in(service, &devices, extent)
+}
+
+/// Brings in these devices.
+pub fn bring_in(service: &Service, devices: &[Declared], extent: Extent) -> Result<Vec<String>, Fault> {
     let known = service.declarations.names();
     let all = if extent.prune { service.registry.all() } else { Vec::new() };
     let mut own: HashSet<&str> = devices.iter().map(|device| device.spec.name.as_str()).collect();
@@ -103,22 +118,26 @@ pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<Strin
     own.extend(devices.iter().flat_map(|device| device.spec.kind.changes()));
     let own: Vec<&str> = own.into_iter().collect();
     let claim = service.claim_over_all("apply", &own, &shared)?;
-    let changes = Plan { service, devices: &devices, extent }.changes()?;
+    let changes = Plan { service, devices, extent }.changes()?;
     if extent.check {
         return Ok(changes.iter().map(ToString::to_string).collect());
     }
+    let recording = Recording::begin(service, &claim, "apply", &own)?;
     let (mut done, count) = (Vec::new(), changes.len());
     for change in changes {
         let text = change.to_string();
-        make(service, &claim, change, extent).map_err(|fault| {
+        if let Err(fault) = make(service, &claim, change, extent) {
             let message = format!("{}; {} of {count} changes were made", fault.message, done.len());
-            Fault { message, ..fault }
-        })?;
+            // Those are kept.
+            recording.commit()?;
+            return Err(Fault { message, ..fault });
+        }
         done.push(text);
     }
-    for device in &devices {
+    for device in devices.iter().filter(|device| device.is_of_file()) {
         service.declarations.declare(&device.spec.name);
     }
+    recording.commit()?;
     Ok(done)
 }
 
@@ -146,6 +165,12 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         && std::path::absolute(file.base.join(control)).ok().as_ref() != Some(is)
     {
         return differs("control", is.display().to_string());
+    }
+    if let Some(asked) = &file.state {
+        let is = service.records.state().map(State::dir);
+        if std::path::absolute(file.base.join(asked)).ok().as_deref() != is {
+            return differs("state", is.map_or_else(|| "none".into(), |dir| dir.display().to_string()));
+        }
     }
     let limits = &service.limits;
     if file.max_connections.is_some_and(|most| most as usize != limits.max_connections) {
@@ -206,7 +231,7 @@ impl Plan<'_> {
             let name = entry.name();
             entry.template.is_none()
                 && !declared.contains(name)
-                && (self.extent.prune || known.contains(name))
+                && (self.extent.prune || (known.contains(name) && !self.extent.adds))
         };
         let removed: HashSet<String> = all.iter().filter(goes).map(|entry| entry.name().to_owned()).collect();
         for entry in all.iter().rev().filter(|entry| removed.contains(entry.name())) {
@@ -226,6 +251,21 @@ impl Plan<'_> {
         Ok(removed)
     }
 
+    /// Where a device that is withheld is to be seen once it no longer is.
+    fn seen_once(&self, device: &Declared, entry: &Arc<Entry>, is: &Seen) -> Seen {
+        let home = device.spec.publish.unwrap_or_else(|| self.service.registry.copies_for(entry).is_none());
+        let stays = |wanted: &Wanted| !device.exports.iter().any(|other| other.place.is(&wanted.place));
+        let by_hand =
+            is.exports.iter().filter(|(wanted, declared)| !declared && !self.extent.prune && stays(wanted));
+        let of_file = device.exports.iter().map(|asked| {
+            let chosen = |(is, _): &&(Wanted, bool)| {
+                is.read_only == asked.read_only && is.place.has_chosen_port_of(&asked.place)
+            };
+            (is.exports.iter().find(chosen).map_or(asked, |(is, _)| is).clone(), device.is_of_file())
+        });
+        Seen { home, exports: by_hand.cloned().chain(of_file).collect() }
+    }
+
     /// What changes of a device that is there.
     fn change(&self, device: &Declared, entry: &Arc<Entry>, changes: &mut Vec<Change>) -> Result<(), Fault> {
         let (service, name) = (self.service, entry.name());
@@ -233,6 +273,14 @@ impl Plan<'_> {
             .map_err(|why| Fault::failed(Errno::EBUSY, format!("{}{name}: {why}", device.at)))?;
         if !attrs.is_empty() {
             changes.push(Change::Set(name.to_owned(), attrs));
+        }
+        if let Some(is) = service.withheld.of(name) {
+            // No file says that what is lost may be seen, but where, once it may be.
+            let seen = self.seen_once(device, entry, &is);
+            if !seen.is_same(&is) {
+                changes.push(Change::Withhold(name.to_owned(), seen));
+            }
+            return Ok(());
         }
         let live = service.exports.wanted(name);
         let known = service.declarations.of(name);
@@ -279,7 +327,7 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
     let now = entry.words.now(&entry.spec);
     let is = Spec::from_entries(now.clone()).map_err(|_| "was restored from a file".to_owned())?;
     let mut attrs = Map::new();
-    if is.kind == asked.kind && is.layers == asked.layers {
+    if is.is_same(asked) {
         return Ok(attrs);
     }
     if now.kind != asked.words.kind {
@@ -298,7 +346,7 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
             None => probe.pairs.retain(|(known, _)| known != key),
         }
         // Other words may mean the same.
-        if Spec::from_entries(probe).is_ok_and(|probe| probe.kind == is.kind && probe.layers == is.layers) {
+        if Spec::from_entries(probe).is_ok_and(|probe| probe.is_same(&is)) {
             continue;
         }
         let usual = SETTABLE.iter().find(|(settable, _)| *settable == key);
@@ -327,19 +375,25 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
         }
         Change::Set(name, attrs) => service.set(&service.find(&name)?, &attrs)?,
         Change::Create(device) => {
+            let is_of_file = device.is_of_file();
             let Declared { spec, exports: wanted, .. } = *device;
             let (name, publish) = (spec.name.clone(), spec.publish);
             let entry = service.create(claim, spec, false)?;
-            declarations.declare(&name);
+            if is_of_file {
+                declarations.declare(&name);
+            }
             entry.kind.begin_merge(&entry, &service.registry)?;
             if publish.unwrap_or_else(|| service.registry.copies_for(&entry).is_none()) {
                 exports.publish_home(claim, &entry)?;
             }
             for wanted in &wanted {
                 let shown = exports.show_at(claim, &entry, wanted)?;
-                declarations.declare_export(&name, wanted, &shown);
+                if is_of_file {
+                    declarations.declare_export(&name, wanted, &shown);
+                }
             }
         }
+        Change::Withhold(name, seen) => service.withheld.put(&name, seen),
         Change::ShowHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
         Change::Show(name, wanted) => {
             let shown = exports.show_at(claim, &service.find(&name)?, &wanted)?;
@@ -355,7 +409,8 @@ pub fn again(service: &Weak<Service>, file: &Path) {
     let work = move || {
         let Some(service) = service.upgrade() else { return };
         started_by::reloading();
-        let applied = apply(&service, &file, Extent { prune: false, force: false, check: false });
+        let applied =
+            apply(&service, &file, Extent { prune: false, force: false, check: false, adds: false });
         started_by::ready(service.registry.all().len());
         match applied {
             Ok(changes) => {

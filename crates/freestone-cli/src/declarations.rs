@@ -40,6 +40,11 @@ impl Declarations {
         self.lock().keys().cloned().collect()
     }
 
+    /// Whether a device is a file's.
+    pub fn has(&self, name: &str) -> bool {
+        self.lock().contains_key(name)
+    }
+
     /// The exports of one.
     pub fn of(&self, name: &str) -> Vec<(Wanted, Place)> {
         self.lock().get(name).cloned().unwrap_or_default()

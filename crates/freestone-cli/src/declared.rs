@@ -27,6 +27,11 @@ impl Declared {
     pub fn word(spec: Spec) -> Self {
         Self { spec, exports: Vec::new(), at: String::new() }
     }
+
+    /// Whether a file says it.
+    pub fn is_of_file(&self) -> bool {
+        !self.at.is_empty()
+    }
 }
 
 /// Reads a file.

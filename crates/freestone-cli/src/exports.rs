@@ -361,8 +361,8 @@ impl Exports {
         })
     }
 
-    /// Takes one of these away again.
-    pub fn withdraw(&self, _: &Claim<'_>, entry: &Entry, export: &Arc<Alone>) {
+    /// Takes one of these away.
+    fn withdraw(&self, entry: &Entry, export: &Arc<Alone>) {
         let mut all = self.alone();
         if let Some(exports) = all.get_mut(entry.name()) {
             exports.retain(|other| !Arc::ptr_eq(other, export));
@@ -375,7 +375,7 @@ impl Exports {
     }
 
     /// Takes a device off one place.
-    pub fn hide_at(&self, claim: &Claim<'_>, entry: &Entry, place: &Place, force: bool) -> Result<(), Fault> {
+    pub fn hide_at(&self, _: &Claim<'_>, entry: &Entry, place: &Place, force: bool) -> Result<(), Fault> {
         let name = entry.name();
         if let Place::Nbd(address) = place {
             let done = self.nbd.unpublish_at(name, address, force);
@@ -391,7 +391,7 @@ impl Exports {
         }
         export.begin_to_end();
         drop(held);
-        self.withdraw(claim, entry, export);
+        self.withdraw(entry, export);
         Ok(())
     }
 

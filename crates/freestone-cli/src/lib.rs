@@ -17,13 +17,16 @@ mod job;
 mod paths;
 mod places;
 mod process;
+mod records;
 mod serve;
 mod service;
+mod start;
 mod started_by;
 mod template;
 mod ublk_owner;
 mod until;
 mod verbs;
+mod withheld;
 
 use std::env;
 use std::ffi::OsStr;

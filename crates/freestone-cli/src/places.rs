@@ -40,6 +40,23 @@ pub struct Wanted {
     pub read_only: bool,
 }
 
+/// Where a device is to be seen.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Seen {
+    /// At the addresses of the server.
+    pub home: bool,
+    /// Where else, and whether a file says so.
+    pub exports: Vec<(Wanted, bool)>,
+}
+
+impl Seen {
+    /// Whether it is at the same places, in whatever order.
+    pub fn is_same(&self, other: &Self) -> bool {
+        let all_there = self.exports.iter().all(|export| other.exports.contains(export));
+        self.home == other.home && self.exports.len() == other.exports.len() && all_there
+    }
+}
+
 impl Place {
     /// Whether it is the same one. Of port 0 there are as many as are asked for.
     pub fn is(&self, other: &Self) -> bool {
@@ -47,6 +64,16 @@ impl Place {
             (Self::Nbd(Address::Tcp { port: 0, .. }), _) => false,
             (Self::Ublk(_), Self::Ublk(_)) => true,
             _ => self == other,
+        }
+    }
+
+    /// Whether it is the address whose port was chosen where `asked` is port 0.
+    pub fn has_chosen_port_of(&self, asked: &Self) -> bool {
+        match (self, asked) {
+            (Self::Nbd(Address::Tcp { host, .. }), Self::Nbd(Address::Tcp { host: asked, port: 0 })) => {
+                host == asked
+            }
+            _ => false,
         }
     }
 

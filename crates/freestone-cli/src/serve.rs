@@ -34,12 +34,14 @@ use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
 use crate::error::Usage;
 use crate::paths;
-use crate::places::{Place, Wanted};
 use crate::process;
+use crate::records::NEEDS_STATE;
 use crate::service::Service;
+use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
+use crate::withheld;
 
 /// What is served where nothing was said.
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
@@ -65,6 +67,7 @@ const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all con
 
 /// The command line of `serve`.
 #[derive(Debug, Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServeArgs {
     /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
     #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
@@ -85,6 +88,13 @@ pub struct ServeArgs {
     /// Memory for requests.
     #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, value_parser = config::memory_in_flight)]
     max_memory_in_flight: Option<u64>,
+    /// Keep devices, forks, snapshots and exports in this directory, made where it is not there: the
+    /// next server on it has them again
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+    /// With --state: change what it has otherwise than the devices and the file say; else that is refused
+    #[arg(long)]
+    apply: bool,
     /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
     /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
@@ -114,6 +124,12 @@ struct Plan {
     limits: Limits,
     /// All that is published is shown as block devices, too.
     ublk: bool,
+    /// The directory of what is there after the next start.
+    state: Option<PathBuf>,
+    /// A file was given: what it does not say any more is to go.
+    has_file: bool,
+    /// What that has otherwise is changed.
+    apply: bool,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -125,7 +141,7 @@ impl Plan {
         if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
             declared::as_block_devices(&mut devices);
         }
-        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
+        let FileConfig { nbd, control, state, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
@@ -168,6 +184,18 @@ impl Plan {
             // Nothing is made for a check.
             None => PathBuf::new(),
         };
+        let state = args.state.clone().or_else(|| state.map(|path| file_dir.join(path)));
+        let state = state.map(std::path::absolute).transpose().context("--state: no path")?;
+        if state.is_none() {
+            if args.apply {
+                return Err(Usage("--apply: needs a state: --state DIR".into()).into());
+            }
+            if let Some(Declared { spec, at, .. }) =
+                devices.iter().find(|device| device.spec.on_lost.is_some())
+            {
+                return Err(Usage(format!("{at}{}: on_lost: {NEEDS_STATE}", spec.name)).into());
+            }
+        }
         let mut limits = Limits::default();
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
@@ -175,7 +203,9 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, sockets, control, limits, ublk: args.ublk, private })
+        let (ublk, apply) = (args.ublk, args.apply);
+        let has_file = args.config.is_some();
+        Ok(Self { devices, addresses, sockets, control, limits, ublk, state, has_file, apply, private })
     }
 }
 
@@ -194,8 +224,8 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>>
         }
         devices.push(Declared::word(spec));
     }
-    // A file without devices means none: they come later.
-    if devices.is_empty() && file.is_none() {
+    // A file without devices means none: they come later. A state has its own.
+    if devices.is_empty() && file.is_none() && args.state.is_none() {
         devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
     }
     declared::check_order(&devices)?;
@@ -231,7 +261,8 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, limits, ublk, private } = plan;
+        let Plan { devices, addresses, sockets, control, limits, ublk, state, has_file, apply, private } =
+            plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
@@ -245,26 +276,21 @@ impl Running {
             private,
         };
         {
-            let mut published = Vec::new();
-            let mut exported = Vec::new();
-            for Declared { spec, exports, at } in devices {
-                let publish = spec.publish;
-                let claim = service.claim_new("serve", [&spec])?;
-                let entry = service.create(&claim, spec, false)?;
-                if !at.is_empty() {
-                    service.declarations.declare(entry.name());
-                }
-                exported.push((Arc::clone(&entry), exports, !at.is_empty()));
-                if publish != Some(false) {
-                    published.push((entry, publish));
-                }
+            let state = state.map(|dir| start::open(&dir, &devices, has_file, apply)).transpose()?;
+            let (state, known) = state.unzip();
+            if let Some(state) = state {
+                service.records.keep(state);
             }
-            // Where copies go is nobody's to see, unless that was said; then it is refused.
-            published.retain(|(entry, said)| said.is_some() || service.registry.copies_for(entry).is_none());
+            let known = known.filter(|topology| topology.devices().next().is_some());
+            let (begun, changes) = match known {
+                Some(topology) => (start::of_state(&service, &topology), apply.then_some(devices)),
+                None => (start::of_words(&service, devices)?, None),
+            };
             // All snapshots are open, and nobody sees an origin yet.
             for entry in service.registry.all() {
                 entry.kind.begin_merge(&entry, &service.registry)?;
             }
+            start::keep(&service, &begun)?;
             for address in &addresses {
                 if let Address::Unix(path) = service.exports.listen_home(address)? {
                     let socket =
@@ -275,22 +301,12 @@ impl Running {
             for socket in sockets {
                 service.exports.adopt_home(socket)?;
             }
-            let is_ublk = |wanted: &Wanted| matches!(wanted.place, Place::Ublk(_));
-            if exported.iter().any(|(_, exports, _)| exports.iter().any(is_ublk)) {
+            if begun.iter().any(Begun::is_block_device) {
                 remove_left_behind();
             }
-            for (entry, _) in &published {
-                let claim = service.claim("serve", entry.name())?;
-                service.exports.publish_home(&claim, entry)?;
-            }
-            for (entry, exports, declared) in &exported {
-                let claim = service.claim("serve", entry.name())?;
-                for wanted in exports {
-                    let shown = service.exports.show_at(&claim, entry, wanted)?;
-                    if *declared {
-                        service.declarations.declare_export(entry.name(), wanted, &shown);
-                    }
-                }
+            start::show(&service, &begun)?;
+            if let Some(devices) = changes {
+                start::bring_in(&service, &devices, has_file)?;
             }
         }
         tell_left(&service);
@@ -494,6 +510,11 @@ fn announce(service: &Service, control: &Path) {
             let _ = writeln!(text, "{}: {}", entry.name(), alone.address);
         }
     }
+    for entry in service.registry.all() {
+        if service.withheld.has(entry.name()) {
+            let _ = writeln!(text, "{}", withheld::told(entry.name()));
+        }
+    }
     for seed in service.registry.seeds() {
         let _ = writeln!(text, "{seed}");
     }
@@ -526,6 +547,9 @@ mod tests {
             control: control.clone(),
             limits: Limits::default(),
             ublk: false,
+            state: None,
+            has_file: false,
+            apply: false,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

@@ -11,7 +11,7 @@ use freestone_nbd::Limits;
 use freestone_spec::attrs;
 use freestone_spec::entries::nearest;
 use freestone_spec::kinds::registry::Registry;
-use freestone_spec::kinds::{self, Entry, KindSpec, Spec, build};
+use freestone_spec::kinds::{self, Entry, Identity, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
 use serde_json::{Map, Value};
 
@@ -21,6 +21,9 @@ use crate::declarations::Declarations;
 use crate::ending::Leaving;
 use crate::exports::{Exports, check_own};
 use crate::job::Jobs;
+use crate::places::Seen;
+use crate::records::{self, Records};
+use crate::withheld::Withheld;
 
 /// The state behind the control socket.
 ///
@@ -40,6 +43,10 @@ pub struct Service {
     pub leaving: Leaving,
     /// What files have declared.
     pub declarations: Declarations,
+    /// What is there after the next start.
+    pub records: Records,
+    /// What has lost its content, and is not seen.
+    pub withheld: Withheld,
     /// Of the server.
     pub limits: Limits,
     /// Its own socket, once that is known.
@@ -57,6 +64,8 @@ impl Service {
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
             declarations: Declarations::default(),
+            records: Records::default(),
+            withheld: Withheld::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
@@ -134,14 +143,24 @@ impl Service {
 
     /// Sets a device up and publishes it at home, where that is asked.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
-        self.check_new(&spec)?;
-        let entry = Arc::new(build(spec, &self.registry)?);
-        self.add(&entry)?;
+        let entry = self.make(spec, None)?;
         if publish && let Err(fault) = self.exports.publish_home(claim, &entry) {
             // All or nothing.
             self.undo(claim, &entry);
             return Err(fault);
         }
+        Ok(entry)
+    }
+
+    /// Sets a device up, one that was there before if it has an identity.
+    pub fn make(&self, spec: Spec, identity: Option<Identity>) -> Result<Arc<Entry>, Fault> {
+        self.check_new(&spec)?;
+        let mut entry = build(spec, &self.registry)?;
+        if let Some(identity) = identity {
+            entry.identity = identity;
+        }
+        let entry = Arc::new(entry);
+        self.add(&entry)?;
         Ok(entry)
     }
 
@@ -156,13 +175,27 @@ impl Service {
         let Some(found) = self.registry.find(&spec.name) else {
             return Ok((self.create(claim, spec, publish)?, true));
         };
-        let same = found.spec.kind == spec.kind && found.spec.layers == spec.layers;
+        let same = found.spec.is_same(&spec);
         if same && found.template.is_none() {
             return Ok((found, false));
         }
         let (name, kind) = (found.name(), found.kind.name());
         let other = format!("{name}: a {kind} device of that name exists, and was made with other settings");
         Err(Fault::failed(Errno::EEXIST, other))
+    }
+
+    /// Shows a device wherever it is to be seen.
+    pub fn show(&self, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) -> Result<(), Fault> {
+        if seen.home {
+            self.exports.publish_home(claim, entry)?;
+        }
+        for (wanted, declared) in &seen.exports {
+            let shown = self.exports.show_at(claim, entry, wanted)?;
+            if *declared {
+                self.declarations.declare_export(entry.name(), wanted, &shown);
+            }
+        }
+        Ok(())
     }
 
     /// Sets attributes, all of them or none; who has claimed the device.
@@ -201,6 +234,9 @@ impl Service {
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
+        if spec.on_lost.is_some() && self.records.state().is_none() {
+            return Err(Fault::invalid(format!("{name}: on_lost: {}", records::NEEDS_STATE)));
+        }
         if let Some(cow) = spec.kind.copies_to()
             && !self.exports.of(cow).is_empty()
         {
@@ -253,6 +289,7 @@ impl Service {
         })?;
         // One that gets the name later is not the file's.
         self.declarations.forget(name);
+        let _ = self.withheld.take(name);
         if let Some(faults) = &entry.layers.faults {
             // A verb that hangs could not be let go any more: the name is gone.
             faults.close();

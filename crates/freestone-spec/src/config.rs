@@ -39,7 +39,8 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 6] = ["nbd", "ublk", "control", "max_connections", "max_memory_in_flight", "device"];
+const TOP_KEYS: [&str; 7] =
+    ["nbd", "ublk", "control", "state", "max_connections", "max_memory_in_flight", "device"];
 const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
@@ -53,6 +54,8 @@ pub struct FileConfig {
     pub ublk: bool,
     /// Where the control socket goes.
     pub control: Option<PathBuf>,
+    /// The directory of what is there after the next start.
+    pub state: Option<PathBuf>,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
@@ -210,6 +213,8 @@ impl FileConfig {
             ("ublk", _) => return wrong("ublk: must be true or false"),
             ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
             ("control", _) => return wrong("control: must be a path as a text"),
+            ("state", DeValue::String(path)) => self.state = Some(PathBuf::from(&*path)),
+            ("state", _) => return wrong("state: must be a path as a text"),
             ("max_connections", value) => {
                 let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
                 let must = format!("must be a number from {min} to {max}");
@@ -449,7 +454,7 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, max_connections, max_memory_in_flight, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),

@@ -8,8 +8,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::topology::{Device, Topology};
 
-/// The version that is written.
-pub const VERSION: u32 = 1;
+/// The version that is written. Version 1 had no generations, and withheld nothing: all that it has is
+/// read as it is.
+pub const VERSION: u32 = 2;
 const FORMAT: &str = "freestone state";
 /// Digits of a checksum, and the blank.
 const HEAD_BYTES: usize = 17;

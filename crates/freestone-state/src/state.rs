@@ -23,8 +23,9 @@ const MAX_BYTES: u64 = 1 << 30;
 const REWRITE_BYTES: u64 = 4 << 20;
 /// How much smaller.
 const REWRITE_PART: u64 = 4;
-/// Room that a change has on the disk before it takes effect.
-const ROOM_BYTES: u64 = 256 << 10;
+/// Room that a change has on the disk before it takes effect, and what each of its devices may take.
+const ROOM_BYTES: u64 = 128 << 10;
+const DEVICE_BYTES: u64 = 1 << 10;
 
 /// Why a state is not to be had, or not kept.
 #[derive(Debug, Error)]
@@ -105,6 +106,7 @@ pub struct Change<'a> {
     state: &'a State,
     number: u64,
     lines: Vec<Line>,
+    ended: bool,
 }
 
 impl State {
@@ -153,9 +155,19 @@ impl State {
         Ok((state, unfinished.collect()))
     }
 
+    /// Its directory.
+    pub fn dir(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
+    }
+
     /// The devices, as of the last committed change.
     pub fn topology(&self) -> Topology {
         self.log().topology.clone()
+    }
+
+    /// One of them.
+    pub fn find(&self, name: &str) -> Option<Device> {
+        self.log().topology.find(name).cloned()
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
@@ -173,17 +185,17 @@ impl State {
     /// # Errors
     /// [`StateError::Write`] or [`StateError::Broken`]: the verb must not take effect.
     pub fn begin(&self, verb: &str, names: &[&str]) -> Result<Change<'_>, StateError> {
-        let names = names.iter().map(|name| (*name).to_owned()).collect();
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let synced = self.sync().bytes;
         let mut log = self.log();
         let number = log.next;
-        log.make_room().map_err(|error| self.write_error(error))?;
+        log.make_room(names.len()).map_err(|error| self.write_error(error))?;
         let line = Line::Begin { begin: number, synced, verb: verb.to_owned(), names };
         let end = self.append(&mut log, &[line])?;
         log.next += 1;
         log.open += 1;
         drop(log);
-        let change = Change { state: self, number, lines: Vec::new() };
+        let change = Change { state: self, number, lines: Vec::new(), ended: false };
         self.wait_durable(end)?;
         Ok(change)
     }
@@ -273,13 +285,16 @@ impl State {
 
 impl Log {
     /// Has the disk promise room for a change, so that one that has taken effect can be committed.
-    fn make_room(&mut self) -> io::Result<()> {
-        if self.room >= self.bytes + ROOM_BYTES / 2 {
+    fn make_room(&mut self, devices: usize) -> io::Result<()> {
+        let wanted = ROOM_BYTES + devices as u64 * DEVICE_BYTES;
+        if self.room >= self.bytes + wanted {
             return Ok(());
         }
-        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, self.bytes, ROOM_BYTES) {
+        // And as much again for those that come next.
+        let bytes = wanted + ROOM_BYTES;
+        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, self.bytes, bytes) {
             Ok(()) => {
-                self.room = self.bytes + ROOM_BYTES;
+                self.room = self.bytes + bytes;
                 Ok(())
             }
             // Not all file systems can.
@@ -309,6 +324,8 @@ impl Change<'_> {
         let mut lines = std::mem::take(&mut self.lines);
         lines.push(Line::End { end: self.number });
         let mut log = state.log();
+        // Whatever comes of it, nothing is to be added.
+        self.ended = true;
         let end = state.append(&mut log, &lines)?;
         for line in lines {
             match line {
@@ -329,7 +346,12 @@ impl Change<'_> {
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
-        self.state.log().open -= 1;
+        let mut log = self.state.log();
+        log.open -= 1;
+        if !self.ended {
+            // It was given up: an end without a change, which needs not be durable.
+            let _ = self.state.append(&mut log, &[Line::End { end: self.number }]);
+        }
     }
 }
 

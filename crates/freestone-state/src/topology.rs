@@ -12,8 +12,14 @@ pub struct Device {
     pub name: String,
     /// By which it is told from another one that had the name before: 32 hex digits.
     pub uuid: String,
+    /// Of its content: how often that was begun anew, because a server that ended has lost it.
+    #[serde(default = "first", skip_serializing_if = "is_first")]
+    pub generation: u64,
     /// The words that make it: `NAME=KIND,key=value`.
     pub words: String,
+    /// Its content was lost, and nobody has said yet that it may be seen as it is.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub withheld: bool,
     /// A file has declared it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,
@@ -46,6 +52,15 @@ pub struct Export {
     pub declared: bool,
 }
 
+const fn first() -> u64 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_first(generation: &u64) -> bool {
+    *generation == first()
+}
+
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
 fn is_false(yes: &bool) -> bool {
     !yes
@@ -71,8 +86,12 @@ impl Topology {
         self.devices.get(self.numbers.get(name)?)
     }
 
-    /// A new device, or another one in its place.
+    /// A new device, or what became of one that is there.
     pub fn put(&mut self, device: Device) {
+        if self.find(&device.name).is_some_and(|old| old.uuid != device.uuid) {
+            // Another one of that name: it stands on what came before it, and not before the old one.
+            self.remove(&device.name);
+        }
         let next = self.next;
         let number = *self.numbers.entry(device.name.clone()).or_insert(next);
         self.next = next.max(number + 1);

@@ -58,7 +58,7 @@ impl Verb for Apply {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { file, check, prune, force } = params;
-        Ok(Reply { changes: apply(service, &file, Extent { prune, force, check })? })
+        Ok(Reply { changes: apply(service, &file, Extent { prune, force, check, adds: false })? })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {

@@ -13,6 +13,7 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::exports::Export;
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -70,14 +71,15 @@ impl Verb for Create {
         let spec: Spec = params.device.parse().map_err(|e| Fault::invalid(format!("{e}")))?;
         let publish = spec.publish.unwrap_or(false);
         let claim = service.claim_new(Self::METHOD, [&spec])?;
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&spec.name])?;
         let (entry, created) = if params.if_absent {
             service.create_if_absent(&claim, spec, publish)?
         } else {
             (service.create(&claim, spec, publish)?, true)
         };
-        if created && let Err(refusal) = entry.kind.begin_merge(&entry, &service.registry) {
-            service.undo(&claim, &entry);
-            return Err(refusal.into());
+        if created {
+            let done = entry.kind.begin_merge(&entry, &service.registry).map_err(Fault::from);
+            done.and_then(|()| recording.commit()).inspect_err(|_| service.undo(&claim, &entry))?;
         }
         drop(claim);
         Ok(Reply {

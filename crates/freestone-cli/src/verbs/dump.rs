@@ -14,6 +14,7 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::paths::address_text;
 use crate::places::{Place, Wanted};
+use crate::records;
 use crate::service::Service;
 
 /// The verb.
@@ -66,6 +67,9 @@ fn server(service: &Service) -> Table {
     if let Some(control) = service.control.get() {
         file.insert("control".into(), path_text::text(control).into());
     }
+    if let Some(state) = service.records.state() {
+        file.insert("state".into(), path_text::text(state.dir()).into());
+    }
     let (limits, usual) = (&service.limits, Limits::default());
     if limits.max_connections != usual.max_connections {
         file.insert("max_connections".into(), (limits.max_connections as i64).into());
@@ -83,10 +87,11 @@ fn device(service: &Service, entry: &Entry, words: Entries) -> Table {
     for (key, value) in words.pairs.into_iter().filter(|(key, _)| key != "publish") {
         device.insert(key, value.into());
     }
-    if !service.exports.is_at_home(entry.name()) {
+    let seen = records::seen(service, entry.name());
+    if !seen.home {
         device.insert("publish".into(), false.into());
     }
-    let exports: Vec<_> = service.exports.wanted(entry.name()).iter().map(export).collect();
+    let exports: Vec<_> = seen.exports.iter().map(|(wanted, _)| export(wanted)).collect();
     if !exports.is_empty() {
         device.insert("export".into(), Value::Array(exports));
     }

@@ -18,6 +18,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::exports::Export;
 use crate::paths::{address_text, parse_address};
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -179,21 +180,20 @@ impl Verb for Fork {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let plan = params.plan()?;
         let claim = service.claim_new(Self::METHOD, plan.iter().map(|one| &one.spec))?;
+        let names: Vec<_> = plan.iter().map(|one| one.spec.name.as_str()).collect();
+        let recording = Recording::begin(service, &claim, Self::METHOD, &names)?;
         let mut made = Vec::with_capacity(plan.len());
-        for One { spec, address } in plan {
-            match make(service, &claim, spec, address.as_ref(), params.if_absent) {
-                Ok(one) => made.push(one),
-                Err(fault) => {
-                    // All or nothing.
-                    for (entry, created) in made.iter().rev() {
-                        if *created {
-                            service.undo(&claim, entry);
-                        }
-                    }
-                    return Err(fault);
-                }
+        let mut each = plan.into_iter();
+        let done = each.try_for_each(|One { spec, address }| {
+            made.push(make(service, &claim, spec, address.as_ref(), params.if_absent)?);
+            Ok(())
+        });
+        done.and_then(|()| recording.commit()).inspect_err(|_| {
+            // All or nothing.
+            for (entry, _) in made.iter().rev().filter(|(_, created)| *created) {
+                service.undo(&claim, entry);
             }
-        }
+        })?;
         let told = |(entry, created): &(std::sync::Arc<Entry>, bool)| Made {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),

@@ -41,6 +41,16 @@ pub struct Params {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     devices: Vec<Row>,
+    /// Those of the state that could not be made again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    missing: Vec<Missing>,
+}
+
+/// A device that is not there.
+#[derive(Debug, Serialize, Deserialize)]
+struct Missing {
+    name: String,
+    why: String,
 }
 
 /// One device; all sizes in bytes. What only memory has is absent elsewhere.
@@ -70,6 +80,9 @@ struct Row {
     /// A verb that takes long runs there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     progress: Option<Progress>,
+    /// Its content was lost with a server, and its exports are withheld.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    withheld: bool,
     /// It has zones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
@@ -118,13 +131,17 @@ impl Verb for List {
         let entries = service.registry.all();
         let devices = entries.iter().filter(|e| pattern.matches(e.name())).map(|e| row(e, service));
         let devices = devices.collect();
-        Ok(Reply { devices })
+        let missing = service.records.all_missing().into_iter().filter(|(name, _)| pattern.matches(name));
+        Ok(Reply { devices, missing: missing.map(|(name, why)| Missing { name, why }).collect() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         let mut rows = vec![HEADER.map(str::to_owned)];
         rows.extend(reply.devices.iter().map(cells));
-        write_table(&rows, out)
+        write_table(&rows, out)?;
+        reply.missing.iter().try_for_each(|Missing { name, why }| {
+            writeln!(out, "{name}: is not there again, {why}; `freestone remove {name}` forgets it")
+        })
     }
 }
 
@@ -190,6 +207,7 @@ fn row(entry: &Entry, service: &Service) -> Row {
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.show(entry.name()),
+        withheld: service.withheld.has(entry.name()),
         zoned: entry.layers.zones.is_some(),
         orig_data_size: stat.map(|stat| stat.orig_data_size),
         compr_data_size: stat.map(|stat| stat.compr_data_size),
@@ -237,6 +255,9 @@ fn kind(row: &Row) -> String {
     let mut text = row.kind.clone();
     if row.zoned {
         text.push_str(" zoned");
+    }
+    if row.withheld {
+        text.push_str(" lost, withheld");
     }
     if row.changed.is_some() {
         text.push_str(" changed");

@@ -16,6 +16,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::paths::{address_text, parse_address};
 use crate::places::{Place, Wanted};
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -32,7 +33,6 @@ pub struct Params {
     /// For NBD clients: unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not
     /// yet
     #[arg(long, value_name = "ADDR", value_parser = super::keys::words_parser())]
-    #[arg(required_unless_present_any = ["vhost_user", "ublk"])]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
     /// For a virtual machine: a vhost-user-blk socket of this device alone
@@ -106,9 +106,8 @@ impl Params {
             let why = "a template is published over NBD; publish a fork of it";
             return Err(Fault::invalid(format!("{name}: {key}: {why}")));
         }
-        if nbd.is_none() && vhost_user.is_none() && !self.ublk {
-            let why = format!("{nbd_key}, {vhost_user_key} or ublk is missing");
-            return Err(Fault::invalid(format!("{name}: publish: {why}")));
+        if self.template && nbd.is_none() {
+            return Err(Fault::invalid(format!("{name}: publish: {nbd_key} is missing")));
         }
         if self.queues.is_some() && !self.ublk {
             return Err(Fault::invalid(format!("{name}: publish: queues: only with ublk")));
@@ -175,13 +174,36 @@ impl Verb for Publish {
             Some(spec) => service.claim_new(Self::METHOD, [spec])?,
             None => service.claim(Self::METHOD, &name)?,
         };
+        let of = template.as_ref().map_or(name.as_str(), |template| &template.name).to_owned();
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&of])?;
         let made = template.map(|spec| service.create(&claim, spec, false)).transpose()?;
         let entry = match &made {
             Some(template) => Arc::clone(template),
             None => service.find(&name)?,
         };
-        let published = publish(service, &claim, &entry, places, read_only);
+        if places.is_empty() && !service.withheld.has(entry.name()) {
+            let why = "say where: --nbd, --vhost-user or --ublk; it is not withheld from where it was";
+            return Err(Fault::invalid(format!("{name}: publish: {why}")));
+        }
+        let withheld = service.withheld.take(entry.name());
+        let mut shown = Vec::new();
+        let again = withheld.as_ref().map(|seen| service.show(&claim, &entry, seen));
+        let again = again.unwrap_or(Ok(()));
+        let published = again.and_then(|()| {
+            let wanted = places.into_iter().map(|place| Wanted { place, read_only });
+            let reply = publish(service, &claim, &entry, wanted, &mut shown)?;
+            recording.commit().map(|()| reply)
+        });
         published.inspect_err(|_| {
+            // All or nothing; that it is not published is no error here.
+            if let Some(seen) = withheld {
+                let _ = service.exports.unpublish(&claim, &entry, true);
+                service.declarations.forget_exports(entry.name());
+                service.withheld.put(entry.name(), seen);
+            }
+            for place in &shown {
+                let _ = service.exports.hide_at(&claim, &entry, place, true);
+            }
             if let Some(template) = made {
                 service.undo(&claim, &template);
             }
@@ -196,36 +218,29 @@ impl Verb for Publish {
     }
 }
 
-/// At all of these places, or at none.
+/// At all of these places; where it is now is added to `shown`.
 fn publish(
     service: &Service,
     claim: &Claim<'_>,
     entry: &Arc<Entry>,
-    places: Vec<Place>,
-    read_only: bool,
+    places: impl Iterator<Item = Wanted>,
+    shown: &mut Vec<Place>,
 ) -> Result<Reply, Fault> {
-    let exports = &service.exports;
     let mut reply =
         Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None, ublk: None };
-    let mut made = Vec::new();
-    for place in places {
-        match exports.show_at(claim, entry, &Wanted { place, read_only }) {
-            Ok(Shown::Nbd(at)) => {
+    for wanted in places {
+        match service.exports.show_at(claim, entry, &wanted)? {
+            Shown::Nbd(at) => {
                 (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+                shown.push(Place::Nbd(at));
             }
-            Ok(Shown::Alone(export)) => {
+            Shown::Alone(export) => {
                 let at = Some(export.address());
                 match &*export {
                     Alone::VhostUser(_) => reply.vhost_user = at,
                     Alone::Ublk(_) => reply.ublk = at,
                 }
-                made.push(export);
-            }
-            Err(fault) => {
-                for export in &made {
-                    exports.withdraw(claim, entry, export);
-                }
-                return Err(fault);
+                shown.push(wanted.place);
             }
         }
     }

@@ -12,6 +12,7 @@ use serde_json::json;
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::job::Kind;
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -75,11 +76,22 @@ impl Verb for Remove {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
+        if service.registry.find(&name).is_none() && service.records.why_missing(&name).is_some() {
+            let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
+            recording.forget_missing();
+            recording.commit()?;
+            return Ok(Reply { name, connections_ended: 0 });
+        }
         let entry = service.find(&name)?;
         check_merged(&entry)?;
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         let job = service.jobs.begin_on(&[&name], Self::METHOD, Kind::WHOLE_BESIDE)?;
         let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
+        recording.commit().map_err(|fault| {
+            let message = format!("{name}: is removed, but not for the next start: {}", fault.message);
+            Fault { message, ..fault }
+        })?;
         drop(claim);
         job.tell(json!({ "connections_ended": connections_ended }));
         // To give back a large device takes time, and a file is flushed: nobody else waits for

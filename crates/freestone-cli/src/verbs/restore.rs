@@ -23,9 +23,11 @@ use serde_json::{Map, Value};
 
 use super::delta::absolute;
 use super::{Verb, words};
+use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::job::{Job, Kind};
+use crate::records::Recording;
 use crate::service::Service;
 
 /// How a restore that was cancelled leaves things.
@@ -149,7 +151,8 @@ impl Verb for Restore {
         let contents = inspect(file).map_err(|error| failed(&error))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
         // The names are taken until the devices are there.
-        let claim = service.claim_all(Self::METHOD, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let all: Vec<_> = names.iter().map(String::as_str).collect();
+        let claim = service.claim_all(Self::METHOD, &all)?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
@@ -191,6 +194,7 @@ impl Verb for Restore {
             RestoreError::Cancelled => job.cancelled(NOTHING_MADE),
             error => failed(&error),
         })?;
+        let recording = Recording::begin(service, &claim, Self::METHOD, &all)?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
         let mut numbers = 0..;
         let said = asked_words.pairs;
@@ -207,12 +211,9 @@ impl Verb for Restore {
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
             });
-            added.inspect_err(|_| {
-                for before in made.iter().rev() {
-                    service.undo(&claim, before);
-                }
-            })?;
+            added.inspect_err(|_| undo(service, &claim, &made))?;
         }
+        recording.commit().inspect_err(|_| undo(service, &claim, &made))?;
         let devices = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),
@@ -229,6 +230,12 @@ impl Verb for Restore {
             }
             writeln!(out, "{name}: {kind} {}, not published", human(*disksize))
         })
+    }
+}
+
+fn undo(service: &Service, claim: &Claim<'_>, made: &[Arc<Entry>]) {
+    for entry in made.iter().rev() {
+        service.undo(claim, entry);
     }
 }
 

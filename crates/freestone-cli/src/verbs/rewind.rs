@@ -135,14 +135,17 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         // Made again it would be what it was: the snapshot stands on it.
         words: entry.words.now(&entry.spec),
         publish: entry.spec.publish,
+        on_lost: entry.spec.on_lost,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),
     };
-    let made = build(spec, &service.registry).map(Arc::new);
-    let new = made.inspect_err(|_| {
+    let made = build(spec, &service.registry);
+    let mut new = made.inspect_err(|_| {
         // It was its own until now, and nobody else was told that it is to be had.
         let _ = give(mem_min);
     })?;
+    new.identity = entry.identity;
+    let new = Arc::new(new);
     if let Some(faults) = &entry.layers.faults {
         faults.release();
     }

@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -63,9 +64,11 @@ impl Verb for Set {
         if params.attrs.is_empty() {
             return Err(Fault::invalid(format!("{}: set: no attribute given", params.name)));
         }
-        let _claim = service.claim(Self::METHOD, &params.name)?;
+        let claim = service.claim(Self::METHOD, &params.name)?;
         let entry = service.find(&params.name)?;
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&params.name])?;
         service.set(&entry, &params.attrs)?;
+        recording.commit()?;
         params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 

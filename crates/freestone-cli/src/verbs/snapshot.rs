@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 use super::{Verb, words};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
+use crate::records::Recording;
 use crate::service::Service;
 
 /// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.
@@ -161,15 +162,16 @@ impl Verb for Snapshot {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let specs = params.specs()?;
         let claim = service.claim_new(Self::METHOD, &specs)?;
+        let names: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        let recording = Recording::begin(service, &claim, Self::METHOD, &names)?;
         let made = service.snapshot(&claim, specs)?;
-        for entry in &made {
-            if let Err(refusal) = entry.kind.begin_merge(entry, &service.registry) {
-                for entry in &made {
-                    service.undo(&claim, entry);
-                }
-                return Err(refusal.into());
+        let mut each = made.iter();
+        let begun = each.try_for_each(|entry| entry.kind.begin_merge(entry, &service.registry));
+        begun.map_err(Fault::from).and_then(|()| recording.commit()).inspect_err(|_| {
+            for entry in &made {
+                service.undo(&claim, entry);
             }
-        }
+        })?;
         let told = made.iter().map(|entry| Made {
             name: entry.name().to_owned(),
             origin: entry.spec.kind.below().unwrap_or_default().to_owned(),

@@ -54,7 +54,7 @@ pub struct Params {
     names: Option<Vec<String>>,
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "base":, "mm_stat": {..}, "io_stat": {..},
+/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
@@ -187,6 +187,8 @@ fn device(
         "name": entry.name(),
         "kind": entry.kind.name(),
         "disksize": entry.size(),
+        "uuid": entry.identity.uuid.to_string(),
+        "generation": entry.identity.generation,
     }));
     let mut insert = |key: &str, value: Option<Value>| {
         if let Some(value) = value {
@@ -196,6 +198,7 @@ fn device(
     insert("base", entry.spec.kind.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(entry).map(|changed| json!(changed)));
+    insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
     insert("progress", service.jobs.show(entry.name()).map(|progress| json!(progress)));
     if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));

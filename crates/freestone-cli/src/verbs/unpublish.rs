@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
+use crate::records::Recording;
 use crate::service::Service;
 
 /// The verb.
@@ -42,11 +43,15 @@ impl Verb for Unpublish {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        if service.exports.of(&name).is_empty() {
+        if service.exports.of(&name).is_empty() && !service.withheld.has(&name) {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
+        // There is nothing left to be withheld.
+        let _ = service.withheld.take(&name);
         service.declarations.forget_exports(&name);
+        recording.commit()?;
         Ok(Reply { name, connections_ended })
     }
 

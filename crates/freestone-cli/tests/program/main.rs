@@ -6,4 +6,5 @@ mod clients;
 mod docs;
 mod drives;
 mod harness;
+mod restarts;
 mod stalls;

@@ -19,7 +19,8 @@ use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 
 pub(super) const NAME: &str = "fork";
-const KEYS: [&str; 11] = joined(&["base", "size", "mem_limit", "mem_min", "full"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 12] =
+    joined(&["base", "size", "mem_limit", "mem_min", "full"], &FAULT_KEYS, &["publish", "on_lost"]);
 
 /// A fork as it was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +71,10 @@ impl Asked for ForkSpec {
 
     fn below(&self) -> Option<&str> {
         Some(&self.base)
+    }
+
+    fn is_lost(&self) -> bool {
+        true
     }
 }
 

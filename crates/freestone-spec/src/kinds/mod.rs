@@ -4,6 +4,8 @@
 
 mod file;
 mod fork;
+mod identity;
+mod made;
 mod null;
 mod qcow2;
 mod ram;
@@ -16,20 +18,22 @@ mod tests;
 mod words;
 
 use std::ops::Deref;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
-use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
 use serde_json::Value;
 
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
+use self::identity::parse_on_lost;
+pub use self::identity::{Identity, OnLost};
+pub use self::made::Made;
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -46,7 +50,6 @@ use crate::entries::{Entries, SpecError, check_name, nearest};
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
 use crate::layers::{self, Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
-use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
 /// How a kind takes its keys.
@@ -87,6 +90,8 @@ pub struct Spec {
     pub words: Entries,
     /// Publish it on the addresses of `serve`, where this was said.
     pub publish: Option<bool>,
+    /// What becomes of its exports where a server that ended has lost its content, where this was said.
+    pub on_lost: Option<OnLost>,
     /// What it is.
     pub kind: KindSpec,
     /// What lies over its data.
@@ -178,6 +183,11 @@ pub trait Asked {
         None
     }
 
+    /// See [`Spec::is_lost`].
+    fn is_lost(&self) -> bool {
+        false
+    }
+
     /// What its layers have to know.
     fn below_layers(&self) -> Below<'_> {
         Below::default()
@@ -202,10 +212,25 @@ impl Spec {
         };
         let kind = take(&keys)?;
         let publish = keys.take("publish", parse_bool)?;
+        let on_lost = keys.take("on_lost", parse_on_lost)?;
         let layers = LayerSpec::take(&keys)?;
         let is_file = kind.below_layers().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
-        Ok(Self { name: keys.0.name.clone(), words: keys.0, publish, kind, layers })
+        let spec = Self { name: keys.0.name.clone(), words: keys.0.clone(), publish, on_lost, kind, layers };
+        if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
+            return Err(keys.refuse("on_lost", "it holds nothing that is lost with the server"));
+        }
+        Ok(spec)
+    }
+
+    /// Whether the same was asked for.
+    pub fn is_same(&self, other: &Self) -> bool {
+        (&self.kind, &self.layers, self.on_lost) == (&other.kind, &other.layers, other.on_lost)
+    }
+
+    /// What it holds itself is in memory, and ends with the server.
+    pub fn is_lost(&self) -> bool {
+        self.kind.is_lost() || (self.layers.zones.is_some() && self.kind.below_layers().file.is_none())
     }
 }
 
@@ -267,142 +292,6 @@ fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     Ok(entry)
 }
 
-/// What is not the same for all devices that are there. What a kind does not say is the usual.
-pub trait Made: Send + Sync {
-    /// The name of the kind.
-    fn name(&self) -> &'static str;
-
-    /// Disk, fork or snapshot in memory.
-    fn ram(&self) -> Option<&Arc<Ram>> {
-        None
-    }
-
-    /// A fork.
-    fn fork(&self) -> Option<&Arc<Ram>> {
-        None
-    }
-
-    /// A snapshot in memory.
-    fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
-        None
-    }
-
-    /// A snapshot whose copies lie in a store.
-    fn cow(&self) -> Option<&cow::Snapshot> {
-        None
-    }
-
-    /// In memory, what a file's snapshot has copied.
-    fn copies(&self) -> Option<&Ram> {
-        None
-    }
-
-    /// Where its copies lie.
-    fn cow_device(&self) -> Option<&CowDevice> {
-        None
-    }
-
-    /// The family that began with it.
-    fn own_family(&self) -> Option<Family> {
-        None
-    }
-
-    /// Refuses to be an origin, and to take the copies of one, with half a sentence.
-    fn check_origin(&self) -> Result<(), &'static str>;
-
-    /// What an origin notes beside its data.
-    fn notes(&self) -> Box<dyn cow::Notes> {
-        Box::<MemoryNotes>::default()
-    }
-
-    /// Refuses to be a base, with half a sentence.
-    fn check_base(&self, base: &Entry) -> Result<(), String>;
-
-    /// Whether forks can be made of it, each with a family that is not its own.
-    fn is_outer_base(&self, _read_only: bool) -> bool {
-        false
-    }
-
-    /// Which of the files of a base is not what it was when it was opened, as of the last look, and
-    /// what became of it.
-    fn changed(&self) -> Option<(PathBuf, Changed)> {
-        None
-    }
-
-    /// Whether its data can be set back to what it was in the beginning.
-    fn can_wipe(&self) -> bool {
-        false
-    }
-
-    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on
-    /// request the counters of a RAM disk or fork as well.
-    fn wipe(&self, _counters: bool) -> device::Result<()> {
-        Err(device::Error::Unsupported)
-    }
-
-    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that
-    /// was under way when its store was closed. When this returns its origin shows the snapshot.
-    fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
-        Ok(())
-    }
-
-    /// What to do about an origin of which only a part is merged.
-    fn half_merged(&self, _name: &str) -> String {
-        "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
-    }
-
-    /// What says beside its data how it was closed.
-    fn closes(&self) -> Option<Weak<dyn Device>> {
-        None
-    }
-
-    /// Another fork, for a connection to this template; it is among the devices.
-    fn fresh(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
-        unreachable!("only templates are published as such")
-    }
-
-    /// The names of its attributes, without those of its layers.
-    fn attrs(&self) -> &'static [&'static str];
-
-    /// The value of one of them. Sizes are numbers of bytes.
-    fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
-
-    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the
-    /// forks of a base share has a limit, and what is done there; all else is fixed.
-    fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
-        let (name, kind) = (entry.name(), self.name());
-        if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
-            return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
-        }
-        self.attrs().contains(&attr).then(|| {
-            let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
-            Err(Refusal::failed(Errno::EBUSY, why))
-        })
-    }
-
-    /// Sets what [`check`](Self::check) has allowed, each with its name and text.
-    fn set(
-        &self,
-        entry: &Arc<Entry>,
-        registry: &Registry,
-        changes: &[(Change, &String, String)],
-    ) -> Result<(), Refusal> {
-        if changes.is_empty() {
-            return Ok(());
-        }
-        let family = entry.family_of(registry)?;
-        for (change, ..) in changes {
-            change.make_of_family(&family);
-        }
-        Ok(())
-    }
-
-    /// The name of its own statistics, and these.
-    fn stat(&self) -> Option<(&'static str, Value)> {
-        None
-    }
-}
-
 /// Why a device that changes is no base.
 fn is_live(base: &Entry) -> String {
     format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
@@ -416,6 +305,8 @@ pub struct Entry {
     pub spec: Spec,
     /// The words that would make it as it is set up now.
     pub words: Words,
+    /// By which it is told from others that have had its name.
+    pub identity: Identity,
     /// The device.
     pub kind: Box<dyn Made>,
     /// The template, where this was made for one of its connections. It goes with that.
@@ -456,6 +347,7 @@ impl Entry {
         let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
         Self {
             words: Words::default(),
+            identity: Identity::new(),
             spec,
             kind,
             template: None,

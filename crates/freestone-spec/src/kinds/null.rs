@@ -38,12 +38,12 @@ const NAMES: [&str; 14] = [
     "readonly",
 ];
 const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_params"], &[]);
-const OTHER_KEYS: [&str; 18] = joined(
+const OTHER_KEYS: [&str; 19] = joined(
     &["mem_limit"],
     &ZONE_KEYS,
-    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish"],
+    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "on_lost"],
 );
-const KEYS: [&str; 34] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
+const KEYS: [&str; 35] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
 const _: () = assert!(FAULT_KEYS.len() == 5, "they are all in the list above");
 /// Keys of compressed memory.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
@@ -289,6 +289,10 @@ impl Asked for NullSpec {
 
     fn is_read_only(&self) -> bool {
         self.readonly
+    }
+
+    fn is_lost(&self) -> bool {
+        self.backing != NullBacking::Nothing
     }
 
     fn below_layers(&self) -> Below<'_> {

@@ -32,6 +32,10 @@ impl Asked for RestoredSpec {
     fn below(&self) -> Option<&str> {
         self.base.as_deref()
     }
+
+    fn is_lost(&self) -> bool {
+        true
+    }
 }
 
 /// A device that was in `file`, and stood on `base`; with these layers. Its words are those of the
@@ -49,7 +53,8 @@ pub fn restored(
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
-    let spec = Spec { name: words.name.clone(), words, publish: None, kind: kind_spec, layers };
+    let spec =
+        Spec { name: words.name.clone(), words, publish: None, on_lost: None, kind: kind_spec, layers };
     let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),

@@ -17,8 +17,8 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 12] =
-    joined(&["base", "size", "mem_limit", "mem_min", "full", "ttl"], &FAULT_KEYS, &["publish"]);
+const KEYS: [&str; 13] =
+    joined(&["base", "size", "mem_limit", "mem_min", "full", "ttl"], &FAULT_KEYS, &["publish", "on_lost"]);
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -118,7 +118,14 @@ impl Made for Template {
             let layers = template.spec.layers.numbered(number);
             // It goes with its connection: nobody makes it again.
             let words = Entries { name: name.clone(), kind: "fork".into(), pairs: Vec::new() };
-            let spec = Spec { name, words, publish: None, kind: KindSpec::Fork(spec.clone()), layers };
+            let spec = Spec {
+                name,
+                words,
+                publish: None,
+                on_lost: None,
+                kind: KindSpec::Fork(spec.clone()),
+                layers,
+            };
             let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
             let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
             let mut entry = made.map_err(|error| failed(error.errno, &error.sentence))?;

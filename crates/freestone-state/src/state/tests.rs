@@ -2,12 +2,15 @@ use std::fs;
 use std::thread;
 
 use super::*;
+use crate::topology::Export;
 
 fn device(name: &str, words: &str) -> Device {
     Device {
         name: name.into(),
         uuid: "0".repeat(32),
+        generation: 1,
         words: format!("{name}={words}"),
+        withheld: false,
         declared: false,
         home: true,
         exports: Vec::new(),
@@ -41,8 +44,9 @@ fn what_was_committed_is_there_again() {
     let mut change = state.begin("remove", &["c"]).unwrap();
     change.gone("c");
     change.commit().unwrap();
-    // Begun, and given up or cut off.
-    drop(state.begin("fork", &["d", "e"]).unwrap());
+    // Begun, and given up; and cut off.
+    drop(state.begin("fork", &["f"]).unwrap());
+    std::mem::forget(state.begin("fork", &["d", "e"]).unwrap());
     assert!(matches!(State::open(&at), Err(StateError::InUse(_))));
     drop(state);
     let (state, unfinished) = open(&at);
@@ -191,4 +195,36 @@ fn a_file_of_past_changes_is_written_anew() {
     assert!(fs::metadata(&file).unwrap().len() < most);
     assert!(state.topology().find("a").unwrap().words.ends_with("x99"));
     assert_eq!(open_again(state, dir.path()), ["a"]);
+}
+
+/// What version 1 wrote, as it is kept in the repository.
+#[test]
+fn a_directory_of_version_1_is_read_and_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(TOPOLOGY);
+    let old = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/version-1").join(TOPOLOGY);
+    fs::copy(old, &file).unwrap();
+    let (state, unfinished) = open(dir.path());
+    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["next".into()] }]);
+    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only: false, declared: false };
+    let device =
+        |name: &str, words: &str, uuid: u8| Device { uuid: format!("{uuid:032x}"), ..device(name, words) };
+    let expected = [
+        Device { declared: true, ..device("base", "file,path=/srv/base.img,readonly=yes", 1) },
+        Device {
+            home: false,
+            exports: vec![
+                Export { nbd: Some("tcp:localhost:10809".into()), read_only: true, ..none.clone() },
+                Export { vhost_user: Some("unix:/run/vm.sock".into()), ..none.clone() },
+                Export { ublk: Some(2), declared: true, ..none.clone() },
+            ],
+            ..device("work", "fork,base=base,size=4G,mem_limit=1G", 2)
+        },
+        device("old", "ram,disksize=2G", 3),
+    ];
+    assert_eq!(state.topology().devices().cloned().collect::<Vec<_>>(), expected);
+    drop(state);
+    let written = fs::read_to_string(&file).unwrap();
+    assert!(written.lines().next().unwrap().contains("\"version\":2"), "{written}");
+    assert_eq!(open(dir.path()).0.topology().devices().cloned().collect::<Vec<_>>(), expected);
 }

@@ -40,7 +40,7 @@ const OWN_KEYS: [&str; 10] = [
     "force",
     "merge",
 ];
-const KEYS: [&str; 25] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
+const KEYS: [&str; 26] = joined(&OWN_KEYS, &family::KEYS, &["publish", "on_lost"]);
 /// Keys that mean nothing where the copies are kept in memory.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 
@@ -177,6 +177,10 @@ impl Asked for SnapshotSpec {
             CowPlace::Device(name) => Some(name),
             CowPlace::Path(_) => None,
         }
+    }
+
+    fn is_lost(&self) -> bool {
+        !self.cow.as_ref().is_some_and(|cow| cow.store.is_persistent())
     }
 
     fn changes(&self) -> Vec<&str> {

@@ -1,0 +1,214 @@
+//! What a server begins with: the devices of its command line and file, or those of its state.
+
+use std::collections::HashSet;
+use std::mem;
+use std::path::Path;
+use std::sync::Arc;
+
+use freestone_spec::entries::Entries;
+use freestone_spec::kinds::{Entry, Identity, OnLost, Spec};
+use freestone_spec::refusal::Errno;
+use freestone_state::{Device, State, Topology};
+use tracing::{error, info, warn};
+use uuid::Uuid;
+
+use crate::apply::{self, Extent};
+use crate::control::protocol::Fault;
+use crate::declared::Declared;
+use crate::places::{Place, Seen, Wanted};
+use crate::records::{self, Recording};
+use crate::service::Service;
+
+/// A device that is there, and is not seen by anybody yet.
+pub struct Begun {
+    entry: Arc<Entry>,
+    /// Where it is to be seen.
+    seen: Seen,
+}
+
+impl Begun {
+    /// Whether it is to be a block device.
+    pub fn is_block_device(&self) -> bool {
+        self.seen.exports.iter().any(|(wanted, _)| matches!(wanted.place, Place::Ublk(_)))
+    }
+}
+
+/// Opens the state in `dir`. What other words say than it does is refused, unless they are to be
+/// brought in.
+pub fn open(
+    dir: &Path,
+    devices: &[Declared],
+    has_file: bool,
+    apply: bool,
+) -> Result<(State, Topology), Fault> {
+    let failed = |why: String| Fault::failed(Errno::EINVAL, why);
+    let (state, unfinished) = State::open(dir).map_err(|why| failed(why.to_string()))?;
+    for one in unfinished {
+        warn!("{}: {} had begun when the server ended, and is not done", one.names.join(", "), one.verb);
+    }
+    let topology = state.topology();
+    let is_new = topology.devices().next().is_none();
+    let differs = if is_new || apply { Vec::new() } else { differences(&topology, devices, has_file) };
+    if differs.is_empty() {
+        return Ok((state, topology));
+    }
+    let differs = differs.join("; ");
+    let hint = "--apply does that; without devices and --config all is as the state has it";
+    Err(failed(format!("{}: is otherwise than what is asked for: {differs}; {hint}", dir.display())))
+}
+
+/// What would have to change so that the devices of a state are as they are asked for.
+fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<String> {
+    let mut differs = Vec::new();
+    let copies: HashSet<&str> = asked.iter().filter_map(|device| device.spec.kind.copies_to()).collect();
+    let names: HashSet<&str> = asked.iter().map(|device| device.spec.name.as_str()).collect();
+    let gone = |device: &&Device| has_file && device.declared && !names.contains(device.name.as_str());
+    differs.extend(topology.devices().filter(gone).map(|device| format!("remove {}", device.name)));
+    for Declared { spec, exports, .. } in asked {
+        let name = &spec.name;
+        let Some(device) = topology.find(name) else {
+            differs.push(format!("create {}", spec.words));
+            continue;
+        };
+        if !device.words.parse::<Spec>().is_ok_and(|is| is.is_same(spec)) {
+            differs.push(format!("{name}: {} is to be {}", device.words, spec.words));
+        }
+        let home = spec.publish.unwrap_or_else(|| !copies.contains(name.as_str()));
+        if home != device.home {
+            differs.push(format!("{} {name}", if home { "publish" } else { "unpublish" }));
+        }
+        let places = places(device).exports;
+        let is = |wanted: &Wanted, known: &Wanted| {
+            let same_port = known.place.is(&wanted.place) || known.place.has_chosen_port_of(&wanted.place);
+            same_port && known.read_only == wanted.read_only
+        };
+        for wanted in exports {
+            if !places.iter().any(|(known, _)| is(wanted, known)) {
+                differs.push(format!("publish {name} at {}", wanted.place));
+            }
+        }
+        let gone = |(known, declared): &&(Wanted, bool)| {
+            *declared && !exports.iter().any(|wanted| is(wanted, known))
+        };
+        for (known, _) in places.iter().filter(gone) {
+            differs.push(format!("unpublish {name} from {}", known.place));
+        }
+    }
+    differs
+}
+
+/// Sets up the devices that were asked for.
+pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>, Fault> {
+    let mut begun = Vec::with_capacity(devices.len());
+    for device in devices {
+        let declared = device.is_of_file();
+        let Declared { spec, exports, .. } = device;
+        let publish = spec.publish;
+        let claim = service.claim_new("serve", [&spec])?;
+        let entry = service.create(&claim, spec, false)?;
+        if declared {
+            service.declarations.declare(entry.name());
+        }
+        let exports = exports.into_iter().map(|wanted| (wanted, declared)).collect();
+        begun.push((entry, publish, exports));
+    }
+    // Where copies go is nobody's to see, unless that was said; then it is refused.
+    let seen = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
+        let home = publish.unwrap_or_else(|| service.registry.copies_for(&entry).is_none());
+        Begun { entry, seen: Seen { home, exports } }
+    };
+    Ok(begun.into_iter().map(seen).collect())
+}
+
+/// Makes the devices of a state again, in its order. One that cannot be made holds up no other: it is
+/// logged, and stays in the state.
+pub fn of_state(service: &Service, topology: &Topology) -> Vec<Begun> {
+    let (mut begun, mut lost) = (Vec::new(), HashSet::new());
+    for device in topology.devices() {
+        match again(service, device, &lost) {
+            Ok((entry, is_lost)) => {
+                if is_lost {
+                    lost.insert(device.name.clone());
+                }
+                let mut seen = places(device);
+                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold;
+                if device.withheld || (is_lost && withholds) {
+                    service.withheld.put(&device.name, mem::take(&mut seen));
+                }
+                if device.declared {
+                    service.declarations.declare(&device.name);
+                }
+                begun.push(Begun { entry, seen });
+            }
+            Err(fault) => {
+                error!("is not there again: {}", fault.message);
+                service.records.miss(&device.name, &fault.message);
+                lost.insert(device.name.clone());
+            }
+        }
+    }
+    begun
+}
+
+/// Makes a device again. True: what it holds or shows is lost.
+fn again(service: &Service, device: &Device, lost: &HashSet<String>) -> Result<(Arc<Entry>, bool), Fault> {
+    let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
+    let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
+    let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
+    if let Some(log) = spec.layers.record.as_ref().filter(|log| log.exists()) {
+        warn!("{}: {}: the recording has ended with the server before", device.name, log.display());
+        let mut words = words;
+        words.pairs.retain(|(key, _)| key != "record");
+        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+    }
+    let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
+    let is_lost = spec.is_lost() || spec.kind.below().is_some_and(|below| lost.contains(below));
+    let generation = device.generation + u64::from(is_lost);
+    let identity = Identity { uuid, generation };
+    let _claim = service.claim_new("serve", [&spec])?;
+    Ok((service.make(spec, Some(identity))?, is_lost))
+}
+
+/// Where a device of a state is to be seen.
+fn places(device: &Device) -> Seen {
+    let mut seen = Seen { home: device.home, exports: Vec::new() };
+    for export in &device.exports {
+        match records::wanted(export) {
+            Ok(wanted) => seen.exports.push((wanted, export.declared)),
+            Err(why) => error!("{}: {why}", device.name),
+        }
+    }
+    seen
+}
+
+/// Keeps what is there now, and where it is to be seen, before anybody sees it.
+pub fn keep(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+    let seen =
+        |device: &Begun| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
+    service.records.put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
+}
+
+/// Shows the devices.
+pub fn show(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+    for Begun { entry, seen } in begun {
+        let claim = service.claim("serve", entry.name())?;
+        service.show(&claim, entry, seen)?;
+    }
+    // Ports that were chosen.
+    let chosen = begun.iter().filter(|device| service.records.differs(service, &device.entry));
+    let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
+    if !chosen.is_empty() {
+        let claim = service.claim_all("serve", &chosen)?;
+        Recording::begin(service, &claim, "serve", &chosen)?.commit()?;
+    }
+    Ok(())
+}
+
+/// Brings in what the command line and file say otherwise than the state.
+pub fn bring_in(service: &Service, devices: &[Declared], has_file: bool) -> Result<(), Fault> {
+    let extent = Extent { prune: false, force: false, check: false, adds: !has_file };
+    for change in apply::bring_in(service, devices, extent)? {
+        info!("{change}");
+    }
+    Ok(())
+}

@@ -1,0 +1,247 @@
+//! Random verbs of several clients, and a server that is killed at random moments: each verb is there
+//! whole after the next start, or not at all.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::{image, serve};
+use crate::harness::Serve;
+
+const VERBS: usize = 2000;
+const CLIENTS: usize = 3;
+
+/// Numbers from a seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) % end as u64) as usize
+    }
+}
+
+/// What is to be known of a device.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Device {
+    kind: String,
+    below: Option<String>,
+    mem_limit: Option<String>,
+    home: bool,
+    exports: BTreeSet<String>,
+}
+
+type Devices = BTreeMap<String, Device>;
+
+/// One of the clients, with devices of its own.
+struct Client {
+    number: usize,
+    random: Random,
+    next: usize,
+    devices: Devices,
+    /// What is there if the last verb is, of which there was no answer.
+    perhaps: Option<Devices>,
+    verbs: usize,
+}
+
+impl Client {
+    fn name(&mut self) -> String {
+        self.next += 1;
+        format!("c{}-{}", self.number, self.next)
+    }
+
+    fn pick(&mut self, fits: impl Fn(&str, &Device) -> bool) -> Option<String> {
+        let names: Vec<_> = self.devices.iter().filter(|(name, device)| fits(name, device)).collect();
+        let names: Vec<String> = names.into_iter().map(|(name, _)| name.clone()).collect();
+        if names.is_empty() { None } else { Some(names[self.random.below(names.len())].clone()) }
+    }
+
+    /// A verb with its parameters, and what is there when it is done.
+    fn verb(&mut self, dir: &Path) -> (&'static str, Value, Devices) {
+        let mut then = self.devices.clone();
+        let place = |name: &str| format!("unix:{}/{name}.sock", dir.display());
+        let many = self.devices.len() > 12;
+        loop {
+            match self.random.below(9) {
+                0 | 1 if !many => {
+                    let (name, home) = (self.name(), self.random.below(2) == 0);
+                    let on_lost = ["", ",on_lost=empty"][self.random.below(2)];
+                    let device = Device { kind: "ram".into(), home, ..Device::default() };
+                    let publish = if home { ",publish=yes" } else { "" };
+                    then.insert(name.clone(), device);
+                    return (
+                        "create",
+                        json!({ "device": format!("{name}=ram,disksize=1M{on_lost}{publish}") }),
+                        then,
+                    );
+                }
+                2 if !many => {
+                    let name = self.name();
+                    for number in 0..3 {
+                        let name = format!("{name}-{number}");
+                        let device = Device {
+                            kind: "fork".into(),
+                            below: Some("golden".into()),
+                            exports: [place(&name)].into(),
+                            ..Device::default()
+                        };
+                        then.insert(name, device);
+                    }
+                    let nbd = place(&format!("{name}-%n"));
+                    return ("fork", json!({ "base": "golden", "name": name, "count": 3, "nbd": nbd }), then);
+                }
+                3 if !many => {
+                    let Some(origin) = self.pick(|_, device| device.kind == "ram") else { continue };
+                    let name = self.name();
+                    let below = Some(origin.clone());
+                    then.insert(name.clone(), Device { kind: "snapshot".into(), below, ..Device::default() });
+                    return ("snapshot", json!({ "snapshots": [{ "origin": origin, "name": name }] }), then);
+                }
+                4 => {
+                    let Some(name) = self.pick(|_, device| device.kind != "snapshot") else { continue };
+                    let limit = format!("{}M", 1 + self.random.below(1000));
+                    then.get_mut(&name).unwrap().mem_limit = Some(limit.clone());
+                    return ("set", json!({ "name": name, "attrs": { "mem_limit": limit } }), then);
+                }
+                5 | 6 => {
+                    let Some(name) = self.pick(|_, _| true) else { continue };
+                    self.next += 1;
+                    let at = place(&format!("{name}-at-{}", self.next));
+                    then.get_mut(&name).unwrap().exports.insert(at.clone());
+                    return ("publish", json!({ "name": name, "nbd": at }), then);
+                }
+                7 => {
+                    let seen = |_: &str, device: &Device| device.home || !device.exports.is_empty();
+                    let Some(name) = self.pick(seen) else { continue };
+                    let device = then.get_mut(&name).unwrap();
+                    (device.home, device.exports) = (false, BTreeSet::new());
+                    return ("unpublish", json!({ "name": name }), then);
+                }
+                8 => {
+                    let below: BTreeSet<_> =
+                        then.values().filter_map(|device| device.below.clone()).collect();
+                    let Some(name) = self.pick(|name, _| !below.contains(name)) else { continue };
+                    then.remove(&name);
+                    return ("remove", json!({ "name": name }), then);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Runs verbs until the server is gone.
+    fn run(&mut self, dir: &Path, most: usize) {
+        let Ok(stream) = UnixStream::connect(dir.join("control")) else { return };
+        let mut answers = BufReader::new(stream.try_clone().unwrap());
+        for _ in 0..most {
+            let (method, params, then) = self.verb(dir);
+            let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+            self.perhaps = Some(then.clone());
+            let mut answer = String::new();
+            let asked = (&stream).write_all(format!("{request}\n").as_bytes());
+            if asked.is_err() || answers.read_line(&mut answer).unwrap_or(0) == 0 {
+                return;
+            }
+            // A part of an answer is none.
+            let Ok(answer) = serde_json::from_str::<Value>(&answer) else { return };
+            assert!(answer.get("error").is_none(), "{request}: {answer}");
+            (self.devices, self.perhaps) = (then, None);
+            self.verbs += 1;
+        }
+    }
+}
+
+/// What a server has of a client's devices.
+fn there(serve: &Serve, client: usize) -> Devices {
+    let dumped: toml::Table = serve.text(&["dump"]).parse().unwrap();
+    let prefix = format!("c{client}-");
+    let devices = dumped.get("device").and_then(|all| all.as_array()).into_iter().flatten();
+    let own = devices.filter_map(|device| {
+        let text = |key: &str| device.get(key).and_then(|value| value.as_str()).map(str::to_owned);
+        let name = text("name").filter(|name| name.starts_with(&prefix))?;
+        let exports = device.get("export").and_then(|exports| exports.as_array()).into_iter().flatten();
+        let known = Device {
+            kind: text("kind")?,
+            below: text("base").or_else(|| text("origin")),
+            mem_limit: text("mem_limit"),
+            home: device.get("publish").is_none(),
+            exports: exports.filter_map(|export| export["nbd"].as_str().map(str::to_owned)).collect(),
+        };
+        Some((name, known))
+    });
+    own.collect()
+}
+
+/// UUIDs by name.
+fn uuids(serve: &Serve) -> BTreeMap<String, String> {
+    let stat = serve.json(&["stat"]);
+    let text = |device: &Value, key: &str| device[key].as_str().unwrap().to_owned();
+    stat["devices"].as_array().unwrap().iter().map(|d| (text(d, "name"), text(d, "uuid"))).collect()
+}
+
+#[test]
+fn a_server_that_is_killed_has_each_verb_whole_or_not_at_all() {
+    let seed = 18;
+    let mut random = Random(seed);
+    let mut dir: TempDir = image(1 << 20);
+    let mut clients: Vec<Client> = (0..CLIENTS)
+        .map(|number| Client {
+            number,
+            random: Random(seed + 1 + number as u64),
+            next: 0,
+            devices: Devices::new(),
+            perhaps: None,
+            verbs: 0,
+        })
+        .collect();
+    let (mut kills, mut cut_off, mut done) = (0, [0, 0], 0);
+    let mut known: BTreeMap<String, String> = BTreeMap::new();
+    while done < VERBS {
+        let words: &[&str] = if kills == 0 { &["golden=file,path=golden.img,readonly=yes"] } else { &[] };
+        let server = serve(dir, words);
+        let now = uuids(&server);
+        for client in &mut clients {
+            let there = there(&server, client.number);
+            if there != client.devices {
+                let perhaps = client.perhaps.take();
+                assert_eq!(Some(&there), perhaps.as_ref(), "kill {kills}; else {:?}", client.devices);
+                cut_off[1] += 1;
+                client.devices = there;
+            } else if client.perhaps.take().is_some() {
+                cut_off[0] += 1;
+            }
+            for name in client.devices.keys() {
+                // A name is given once.
+                assert!(known.get(name).is_none_or(|uuid| *uuid == now[name]), "{name}");
+            }
+        }
+        known = now;
+        let micros = random.below(20_000) as u64;
+        let at = server.dir.path();
+        thread::scope(|scope| {
+            for client in &mut clients {
+                scope.spawn(|| client.run(at, 100));
+            }
+            thread::sleep(Duration::from_micros(micros));
+            server.signal(Signal::KILL);
+        });
+        dir = server.wait().1;
+        kills += 1;
+        done = clients.iter().map(|client| client.verbs).sum();
+    }
+    println!(
+        "{done} verbs, {kills} kills; of verbs cut off {} were not there, {} were",
+        cut_off[0], cut_off[1]
+    );
+    assert!(kills > 10 && cut_off[0] > 0);
+}
