@@ -7,8 +7,8 @@ use crate::ublk_owner;
 use crate::verbs::long::LongCall;
 use crate::verbs::{
     Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
-    power_cut, publish, recompress, release, remove, reset, restore, rewind, save, set, snapshot, stat,
-    unpublish, wait, writeback, zones,
+    power_cut, publish, recompress, release, remove, reset, restore, rewind, save, set, shutdown, snapshot,
+    stat, unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -362,6 +362,9 @@ pub enum Command {
     /// Show the devices and exports as the file that would make them
     #[command(after_help = DUMP_EXAMPLES)]
     Dump(Call<dump::Params>),
+    /// End the server in good order, and wait until it has ended
+    #[command(after_help = "Examples:\n  freestone shutdown\n  freestone shutdown --timeout 10s")]
+    Shutdown(Call<shutdown::Line>),
     /// Show the state of each page of a ram device, in the lines of the kernel
     #[command(after_help = BLOCK_STATE_EXAMPLES)]
     BlockState(Call<block_state::Params>),

@@ -62,6 +62,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Serve(args) => return serve::serve(args),
         Command::UblkOwner(line) => return ublk_owner::tell(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
+        Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),
         Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),

@@ -24,6 +24,7 @@ use freestone_spec::config::{self, FileConfig};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
 use freestone_spec::machine::keep_large_blocks_apart;
+use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
@@ -396,6 +397,9 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     let plan = Plan::new(&args)?;
     let control = plan.control.clone();
     let mut running = Running::start(plan)?;
+    let end = events.sender();
+    // It waits for its end, or has done so.
+    let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));
     running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
     started_by::ready(running.service.registry.all().len());
     let outcome = if let Some(command) = args.run {

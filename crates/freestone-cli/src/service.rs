@@ -51,6 +51,8 @@ pub struct Service {
     pub limits: Limits,
     /// Its own socket, once that is known.
     pub control: OnceLock<PathBuf>,
+    /// Has the server end.
+    pub end: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// The command line has all that is published shown as block devices, too.
     pub as_block_devices: AtomicBool,
     claims: Claims,
@@ -68,6 +70,7 @@ impl Service {
             withheld: Withheld::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
+            end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
             exports: Exports::new(limits, Arc::clone(&registry)),
             registry,

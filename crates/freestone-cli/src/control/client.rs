@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use freestone_spec::refusal::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::Pid;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
@@ -55,6 +57,12 @@ impl Client {
     /// Where it is connected to.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The process of the server.
+    pub fn server(&self) -> Result<Pid> {
+        let peer = socket_peercred(&self.stream);
+        Ok(peer.with_context(|| format!("{}: cannot tell whose it is", self.path.display()))?.pid)
     }
 
     /// From now on an answer that does not come within `time` is an error.

@@ -31,6 +31,7 @@ pub mod restore;
 pub mod rewind;
 pub mod save;
 pub mod set;
+pub mod shutdown;
 pub mod snapshot;
 mod stack_cut;
 pub mod stat;
@@ -155,7 +156,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 31] = [
+const VERBS: [(&str, Run); 32] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -187,6 +188,7 @@ const VERBS: [(&str, Run); 31] = [
     entry::<cancel::Cancel>(),
     entry::<dump::Dump>(),
     entry::<apply::Apply>(),
+    entry::<shutdown::Shutdown>(),
 ];
 
 const fn entry<V: Verb>() -> (&'static str, Run) {

@@ -38,7 +38,8 @@ pub struct Line {
     job: Option<u64>,
 }
 
-fn parse_time(text: &str) -> Result<Duration, String> {
+/// A whole number with a unit.
+pub fn parse_time(text: &str) -> Result<Duration, String> {
     match quantity::parse(text, &TIMES) {
         Ok(ms) if Duration::from_millis(ms) <= TIMEOUT_MAX => Ok(Duration::from_millis(ms)),
         Ok(_) | Err(Wrong::Overflow | Wrong::Long) => Err("at most 168h".into()),

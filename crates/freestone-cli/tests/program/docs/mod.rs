@@ -47,6 +47,11 @@ fn forks() {
 }
 
 #[test]
+fn restarts() {
+    run_page("docs/restarts.md");
+}
+
+#[test]
 fn snapshots() {
     run_page("docs/snapshots.md");
 }
@@ -87,6 +92,7 @@ fn every_page_with_commands_is_run() {
         "docs/forks.md",
         "docs/nbd.md",
         "docs/power.md",
+        "docs/restarts.md",
         "docs/snapshots.md",
         "docs/vhost-user.md",
         "docs/zones.md",

@@ -1,5 +1,6 @@
 //! Servers with a state that end, in whatever way, and are started again.
 
+mod fates;
 mod random;
 
 use std::fs;
@@ -32,7 +33,10 @@ fn ended(serve: Serve) -> TempDir {
 }
 
 fn image(size: usize) -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
+    image_in(tempfile::tempdir().unwrap(), size)
+}
+
+fn image_in(dir: TempDir, size: usize) -> TempDir {
     fs::write(dir.path().join("golden.img"), vec![7; size]).unwrap();
     dir
 }
