@@ -42,7 +42,7 @@ impl World {
 
     fn step(&mut self) {
         let at = self.random.below(self.devices.len() as u64) as usize;
-        let random = &mut self.random;
+        let (random, few) = (&mut self.random, self.devices.len() < 7);
         let Modelled { ram, bytes, least, .. } = &mut self.devices[at];
         if ram.is_snapshot() {
             return self.of_snapshot(at);
@@ -79,7 +79,7 @@ impl World {
                 ram.grow(size + more).unwrap();
                 bytes.resize((size + more) as usize, 0);
             }
-            28 if self.devices.len() < 7 => {
+            28 if few => {
                 let (ram, bytes, least) = (ram.snapshot().unwrap(), bytes.clone(), *least);
                 self.add("snapshot", ram, bytes, least);
             }

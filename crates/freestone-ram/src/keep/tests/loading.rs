@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::codec::Algorithm;
-use crate::ram::{ForkConfig, WhenFull};
+use crate::ram::{Backing, ForkConfig};
 use freestone_core::device::{Extent, ExtentKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -142,7 +142,7 @@ fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
     let dir = tempfile::tempdir().unwrap();
     let before = content(&numbered(dir.path(), 1024, Algorithm::Lz4));
     let backing = family().ram(16 * MIB).unwrap();
-    let backing = crate::ram::Backing { device: Arc::new(backing), ..crate::ram::Backing::default() };
+    let backing = Backing { device: Arc::new(backing), compressed_writeback: true, path: None };
     let family = Family::new(Config { mem_limit: MIB, backing: Some(backing), ..Config::default() }).unwrap();
     let (_keep, devices, mut loading) = restored(dir.path(), &family, &[]);
     load(&mut loading);
