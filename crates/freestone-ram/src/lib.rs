@@ -1,5 +1,6 @@
 //! The compressed RAM disk, its forks and its snapshots: [`ram`] is what they can be asked for,
-//! [`codec`] compresses pages, [`save`] keeps families of disks in files.
+//! [`codec`] compresses pages, [`save`] saves families of disks to files, [`keep`] keeps them in a
+//! directory across restarts.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -9,6 +10,8 @@ mod age;
 mod clock;
 #[cfg(not(loom))]
 pub mod codec;
+#[cfg(not(loom))]
+pub mod keep;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]

@@ -10,7 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::chain::Role;
+use super::layer::Layer;
+use super::pages::Pages;
 use super::parent::Parent;
+use super::staged::next_in;
 use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
 use crate::spill::objects::{Near, Spilled};
@@ -105,8 +108,8 @@ impl Ram {
 
     /// What it lies over.
     pub(crate) fn lower(&self) -> Lower {
-        match &self.0.parent {
-            Parent::Nothing => Lower::Nothing,
+        match self.0.parent.loaded() {
+            Parent::Nothing | Parent::Staged(_) => Lower::Nothing,
             Parent::Device(base) => Lower::Device(Arc::clone(&base.device)),
             Parent::Snapshot(ram) => Lower::Snapshot(ram.clone()),
         }
@@ -132,7 +135,11 @@ impl Ram {
     /// leaf.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
         let end = self.0.slots();
-        let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page.min(end), end));
+        // Before the slots are looked at: what is loaded meanwhile is in one of both.
+        let here = self.0.parent.here();
+        let page = page.min(end);
+        let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page, end));
+        let first = here.and_then(|here| next_in(&*here.source, page, first)).unwrap_or(first);
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }
 
@@ -148,20 +155,50 @@ impl Ram {
         since: Option<&Self>,
         into: &mut Gathered,
     ) -> std::result::Result<(), (u64, Error)> {
-        into.clear();
         // What both find in one place is one page. A page that moves to a younger snapshot between
         // the two looks is taken for another one, which does no harm; what lies in a snapshot
         // before this one never moves to this one or behind it.
         let is_same = |page| since.is_some_and(|older| older.holder(page) == self.holder(page));
-        let mut ask: Vec<u64> = pages.filter(|&page| !is_same(page)).collect();
+        self.copy_all(pages.filter(|&page| !is_same(page)).collect(), since.is_some(), into)
+    }
+
+    /// Copies these pages; those of which neither this snapshot nor its chain holds any as
+    /// [`Stored::Parent`].
+    ///
+    /// # Errors
+    /// As [`copy_pages`](Self::copy_pages).
+    pub(crate) fn copy_changed(
+        &self,
+        pages: Vec<u64>,
+        into: &mut Gathered,
+    ) -> std::result::Result<(), (u64, Error)> {
+        self.copy_all(pages, true, into)
+    }
+
+    fn copy_all(
+        &self,
+        mut ask: Vec<u64>,
+        also_parents: bool,
+        into: &mut Gathered,
+    ) -> std::result::Result<(), (u64, Error)> {
+        into.clear();
         while !ask.is_empty() {
+            // Before the slots are looked at: what is loaded meanwhile is in one of both.
+            let here = self.0.parent.here();
             let (mut spilled, mut again) = (Vec::new(), Vec::new());
             for page in ask {
-                match self.copy_out(page, into) {
-                    Found::Parent if since.is_some() => into.push(page, Stored::Parent, &[]),
-                    Found::Parent | Found::Copied => {}
-                    Found::InFlight => again.push(page),
-                    Found::Spilled(found) => spilled.push(found),
+                match (self.copy_out(page, into), &here) {
+                    (Found::Parent, Some(here)) if here.has(page) => {
+                        let mut push = |incoming: Incoming<'_>| {
+                            self.push_incoming(page, incoming, into);
+                            Ok(())
+                        };
+                        here.source.fetch(page, &mut push).map_err(|error| (page, error))?;
+                    }
+                    (Found::Parent, _) if also_parents => into.push(page, Stored::Parent, &[]),
+                    (Found::Parent | Found::Copied, _) => {}
+                    (Found::InFlight, _) => again.push(page),
+                    (Found::Spilled(found), _) => spilled.push(found),
                 }
             }
             if !again.is_empty() {
@@ -175,6 +212,26 @@ impl Ram {
         }
         into.items.sort_unstable_by_key(|item| item.page);
         Ok(())
+    }
+
+    /// Takes a page that is not loaded yet.
+    fn push_incoming(&self, page: u64, incoming: Incoming<'_>, into: &mut Gathered) {
+        match incoming {
+            Incoming::Parent => into.push(page, Stored::Same(0), &[]),
+            Incoming::Same(pattern) => into.push(page, Stored::Same(pattern), &[]),
+            Incoming::Pattern(pattern) => into.push(page, Stored::Pattern, &pattern),
+            Incoming::Compressed { priority, object } => {
+                into.push(page, Stored::Compressed(priority), object);
+            }
+            Incoming::Huge(content) => into.push(page, Stored::Huge, content),
+            Incoming::Page(content) => {
+                let mut scratch = Scratch::new();
+                match self.0.pages.codecs.primary().compress(content, &mut scratch) {
+                    Some(object) => into.push(page, Stored::Compressed(0), object),
+                    None => into.push(page, Stored::Huge, content),
+                }
+            }
+        }
     }
 
     fn copy_out(&self, page: u64, into: &mut Gathered) -> Found {
@@ -317,19 +374,7 @@ impl Ram {
     /// No memory for it, below the limit or at all.
     pub(crate) fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
         let pages = &self.0.pages;
-        let layer = self.0.layer();
-        let object = |bytes: &[u8]| pages.store_object(&layer, page, bytes);
-        let new = match incoming {
-            Incoming::Parent => Word::EMPTY,
-            Incoming::Same(pattern) => Word::same(pattern),
-            Incoming::Pattern(pattern) => Word::pattern(object(&pattern)?),
-            Incoming::Compressed { priority, object: bytes } => {
-                Word::compressed(object(bytes)?, bytes.len() as u32, priority)
-            }
-            Incoming::Huge(content) => Word::huge(object(content)?),
-            Incoming::Page(content) => pages.store_page(&layer, page, content)?,
-        };
-        let new = if new == Word::EMPTY { new } else { new.with_age(pages.ages.now()) };
+        let new = pages.word_of(&self.0.layer(), page, incoming)?;
         let put = pin::pinned(|pin| {
             let view = self.0.view.load(pin);
             let guard = view.layer.table().leaf_or_new(page)?.lock(page);
@@ -347,6 +392,24 @@ impl Ram {
     /// Whether pages leave memory where it is short, so that a write can wait for room.
     pub(crate) fn can_spill(&self) -> bool {
         self.0.pages.store.is_some()
+    }
+}
+
+impl Pages {
+    /// Stores a page that comes from elsewhere for a slot; returns the word that says so.
+    pub(super) fn word_of(&self, layer: &Layer, page: u64, incoming: Incoming<'_>) -> Result<Word> {
+        let object = |bytes: &[u8]| self.store_object(layer, page, bytes);
+        let new = match incoming {
+            Incoming::Parent => return Ok(Word::EMPTY),
+            Incoming::Same(pattern) => Word::same(pattern),
+            Incoming::Pattern(pattern) => Word::pattern(object(&pattern)?),
+            Incoming::Compressed { priority, object: bytes } => {
+                Word::compressed(object(bytes)?, bytes.len() as u32, priority)
+            }
+            Incoming::Huge(content) => Word::huge(object(content)?),
+            Incoming::Page(content) => self.store_page(layer, page, content)?,
+        };
+        Ok(new.with_age(self.ages.now()))
     }
 }
 
@@ -390,11 +453,6 @@ impl Family {
             let _ = self.0.pages.codecs.set(PRIORITIES, learned()?);
         }
         Ok(())
-    }
-
-    /// The page of an object that the algorithm of this priority can read.
-    pub(crate) fn unpack(&self, priority: u8, object: &[u8], page: &mut Page) -> Result<()> {
-        self.0.pages.codecs.decompress(priority.into(), object, page)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::chain::View;
 use super::parent::Parent;
+use super::staged::Here;
 use super::{Inner, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
@@ -47,6 +48,8 @@ impl Inner {
         end: u64,
         row: &mut dyn FnMut(Extent) -> bool,
     ) -> device::Result<u64> {
+        // What is loaded meanwhile is in the file all the same.
+        let here = self.parent.here();
         // What lies below may be on a disk: it is asked with nothing pinned.
         let runs = pin::pinned(|pin| {
             let view = self.view.load(pin);
@@ -67,7 +70,7 @@ impl Inner {
                     given = to - offset;
                     row(Extent { offset: from, len: to - from, kind })
                 }
-                Holds::Parent => below_extents(&self.parent, from, to, &mut |extent| {
+                Holds::Parent => below_extents(&self.parent, here.as_ref(), from, to, &mut |extent| {
                     given = extent.offset + extent.len - offset;
                     row(extent)
                 })?,
@@ -83,12 +86,33 @@ impl Inner {
 /// Describes `[from, to)` as it is below. False: that is enough.
 fn below_extents(
     parent: &Parent,
+    here: Option<&Here>,
     from: u64,
     to: u64,
     row: &mut dyn FnMut(Extent) -> bool,
 ) -> device::Result<bool> {
+    if let Parent::Staged(staged) = parent {
+        let mut at = from;
+        while at < to {
+            let (run, has) =
+                here.map_or((u64::MAX, false), |here| here.source.run(at / PAGE, to.div_ceil(PAGE)));
+            let end = (at / PAGE).saturating_add(run).saturating_mul(PAGE).min(to);
+            let more = if has {
+                row(Extent { offset: at, len: end - at, kind: ExtentKind::Data })
+            } else {
+                below_extents(&staged.below, None, at, end, row)?
+            };
+            if !more {
+                return Ok(false);
+            }
+            at = end;
+        }
+        return Ok(true);
+    }
     let (device, size): (&dyn device::Device, u64) = match parent {
-        Parent::Nothing => return Ok(row(Extent { offset: from, len: to - from, kind: ExtentKind::Hole })),
+        Parent::Nothing | Parent::Staged(_) => {
+            return Ok(row(Extent { offset: from, len: to - from, kind: ExtentKind::Hole }));
+        }
         Parent::Device(base) => (&*base.device, base.size),
         Parent::Snapshot(ram) => (ram, ram.0.size()),
     };
@@ -131,9 +155,14 @@ fn changes(
     row: &mut dyn FnMut(Change) -> bool,
 ) -> device::Result<u64> {
     let end = range_end(offset, len, ram.size())?;
+    let here = ram.parent.here();
     let runs = pin::pinned(|pin| {
         let view = ram.view.load(pin);
-        runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| next(pin, view, slot, end))
+        runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match (next(pin, view, slot, end), &here) {
+            // What is not loaded yet is its own as well.
+            ((run, false), Some(here)) => here.source.run(slot, slot + run),
+            (next, _) => next,
+        })
     });
     let mut given = 0;
     for run in runs.0 {

@@ -36,18 +36,31 @@ pub(super) enum Place<'a> {
 
 /// Has `then` look at where the page of a slot is.
 pub(super) fn locate<R>(view: &View, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
-    view.with_page(pin, slot, |found| match (found, &view.parent) {
-        (Some((layer, guard)), _) if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) => {
+    view.with_page(pin, slot, |found| match found {
+        Some((layer, guard)) if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) => {
             then(Place::Slot(layer, guard))
         }
-        (None, Parent::Device(base)) if view.parent.reaches(slot) => then(Place::Base(base)),
-        (None, Parent::Snapshot(ram)) if view.parent.reaches(slot) => {
+        Some(_) => then(Place::Here),
+        None => locate_below(&view.parent, pin, slot, then),
+    })
+}
+
+/// The same, of a page that lies below.
+fn locate_below<R>(parent: &Parent, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
+    match parent {
+        Parent::Staged(staged) => match staged.here(pin).filter(|here| here.has(slot)) {
+            Some(here) => then(Place::Base(&here.base)),
+            None => locate_below(&staged.below, pin, slot, then),
+        },
+        _ if !parent.reaches(slot) => then(Place::Here),
+        Parent::Nothing => then(Place::Here),
+        Parent::Device(base) => then(Place::Base(base)),
+        Parent::Snapshot(ram) => {
             // Not one function of itself for each level.
             let then: Box<dyn FnOnce(Place<'_>) -> R + '_> = Box::new(then);
             locate(ram.0.view.load(pin), pin, slot, then)
         }
-        _ => then(Place::Here),
-    })
+    }
 }
 
 /// What a request that queues on a page has to do beside that.
@@ -145,6 +158,12 @@ impl Ram {
                 Look::Base(base, bytes) => {
                     let len = bytes.min(left as usize);
                     on_base.push(BaseRead::new(base, slot, Piece { at, from, len }));
+                    *pending += 1;
+                    offset += len as u64;
+                }
+                Look::Staged(base, bytes) => {
+                    let len = bytes.min(left as usize);
+                    on_base.push(BaseRead::new(&base, slot, Piece { at, from, len }));
                     *pending += 1;
                     offset += len as u64;
                 }

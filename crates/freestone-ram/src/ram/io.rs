@@ -3,7 +3,7 @@
 use super::chain::View;
 use super::job::Part;
 
-use super::parent::{Look, Parent};
+use super::parent::Look;
 use super::read::{PageResult, Waits};
 use super::removals::Hope;
 use super::stats::counter;
@@ -86,14 +86,11 @@ impl Inner {
         let (offset, end) = (request.offset, request.offset + request.len);
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => {
-                let read = match self.parent {
-                    Parent::Nothing if !self.is_snapshot => {
-                        pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
-                    }
-                    _ => {
-                        let len = request.len;
-                        self.read_through(offset, into).map(|(done, _)| progress(done as u64, len))
-                    }
+                let read = if self.is_plain() {
+                    pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
+                } else {
+                    let len = request.len;
+                    self.read_through(offset, into).map(|(done, _)| progress(done as u64, len))
                 };
                 let read = read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1));
                 read.map(Attempt::Tried)
@@ -234,6 +231,8 @@ impl Inner {
                         return Ok((done, look));
                     }
                 }
+                // A file is never read at once.
+                Look::Staged(..) => return Ok((done, look)),
             }
         }
         Ok((done, Look::All))
@@ -243,7 +242,7 @@ impl Inner {
     /// waited for then.
     pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
         let len = into.len();
-        let read = if self.is_snapshot || !matches!(self.parent, Parent::Nothing) {
+        let read = if !self.is_plain() {
             self.read_through(offset, into)
         } else {
             pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {
@@ -346,7 +345,7 @@ impl Inner {
                 continue;
             }
             let last = end / PAGE;
-            let present = if view.parent.reaches(slot) { Some(slot) } else { table.next_present(slot, last) };
+            let present = view.parent.next_reached(slot, last, || table.next_present(slot, last));
             let Some(present) = present else {
                 at = last * PAGE;
                 continue;
@@ -391,9 +390,7 @@ impl Inner {
     fn change_over(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
         let (slot, from, len) = piece(request.offset, request.len);
         let mut page = [0; PAGE_BYTES];
-        if let Some(base) = self.parent.base(slot)
-            && base.read(slot * PAGE, &mut page)? < PAGE_BYTES
-        {
+        if self.parent.read_page(slot, &mut page)? < PAGE_BYTES {
             return Ok(Some(Tried::WouldBlock));
         }
         data.get(..len).map_or(Part::Zeroes(len), Part::Data).put(from, &mut page);

@@ -43,6 +43,7 @@ mod full_tests;
 mod idle;
 mod io;
 mod job;
+mod keep;
 mod keeper;
 mod layer;
 mod limits;
@@ -62,6 +63,7 @@ mod room_waiters;
 mod room_watch;
 mod sample;
 mod snapshot;
+mod staged;
 mod stats;
 mod submit;
 #[cfg(test)]
@@ -84,6 +86,7 @@ pub use self::extents::OverBase;
 pub use self::family::{Family, FamilyStat};
 pub use self::full::WhenFull;
 pub use self::idle::Idle;
+pub(crate) use self::keep::WeakRam;
 use self::layer::Layer;
 use self::limits::Limits;
 pub use self::outcome::{WritebackError, Written};
@@ -92,6 +95,7 @@ use self::parent::Parent;
 use self::parts::FamilyParts;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
 pub use self::snapshot::PendingSnapshot;
+pub(crate) use self::staged::{Loader, Source};
 use self::stats::counter;
 pub use self::stats::{DebugStat, IoStat, Memory, MmStat, OverStat};
 pub use self::writeback::{BackingStat, BdStat, Writeback};
@@ -100,7 +104,7 @@ use freestone_core::consistency_group::{self, NotInTime};
 use freestone_core::percpu::Counters;
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
-use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
 /// Smallest request: a part of a page.
 const LOGICAL_BLOCK_BYTES: u32 = 512;
@@ -147,6 +151,9 @@ struct Inner {
     limits: Arc<Limits>,
     /// As that of every view of it. Here so that it can be read with nothing pinned.
     parent: Parent,
+    /// Not 0: all that it holds is in its own slots. It is live, nothing lies below it, and nothing
+    /// is left to be loaded.
+    plain: AtomicU32,
     /// The live device's chain, or that of which the snapshot is one.
     chain: Current,
     /// Taken by growth, reset and rewind.
@@ -175,6 +182,8 @@ impl Ram {
         retire::pace();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
         let chain = Chain::new(layer, parent.clone());
+        let parent = parent.of_device();
+        let plain = AtomicU32::new(matches!(parent, Parent::Nothing).into());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             pages: Arc::clone(&family.pages),
             family: Arc::clone(family),
@@ -184,6 +193,7 @@ impl Ram {
             counters: Counters::default(),
             limits,
             parent,
+            plain,
             chain: Current::new(chain),
             changing: Mutex::default(),
         })))
@@ -274,7 +284,11 @@ impl Ram {
         }
         let _one = inner.changing.lock();
         let layer = inner.pages.layers.make(&inner.pages.common, Arc::clone(&inner.limits))?;
-        let new = Chain::new(layer, inner.parent.clone());
+        let new = Chain::new(layer, inner.parent.loaded().clone());
+        if let Parent::Staged(staged) = &inner.parent {
+            // Before anybody writes to the new layer: what is below that is not in the file.
+            staged.is_left();
+        }
         // Who sees the new content may write before the old one can be freed.
         inner.pages.removal_begins();
         let (unused, held) = inner.chain.rewind(&inner.pages, &new, &self.0);
@@ -282,6 +296,7 @@ impl Ram {
             retire::layer(&inner.pages, layer);
         }
         inner.pages.removal_ended();
+        inner.look_if_plain();
         carry_on(held);
         Ok(())
     }
@@ -359,7 +374,7 @@ impl Ram {
 
     /// Whether this lies over a base.
     pub fn is_fork(&self) -> bool {
-        !self.0.is_snapshot && !matches!(self.0.parent, Parent::Nothing)
+        !self.0.is_snapshot && !matches!(self.0.parent.loaded(), Parent::Nothing)
     }
 
     /// How many snapshots of this disk or fork there are.
@@ -456,6 +471,21 @@ impl Inner {
         self.size.load(Ordering::Acquire)
     }
 
+    /// Whether all that it holds is in its own slots.
+    #[inline]
+    fn is_plain(&self) -> bool {
+        // Acquire: pairs with the Release in `look_if_plain`.
+        self.plain.load(Ordering::Acquire) != 0
+    }
+
+    /// Nothing is left to be loaded, or it has another content now.
+    fn look_if_plain(&self) {
+        if !self.is_snapshot && matches!(self.parent.loaded(), Parent::Nothing) {
+            // Release: pairs with the Acquire in `is_plain`; what was loaded is there.
+            self.plain.store(1, Ordering::Release);
+        }
+    }
+
     /// Pages; the device can end within the last one.
     fn slots(&self) -> u64 {
         self.size().div_ceil(PAGE)
@@ -477,6 +507,7 @@ impl Inner {
             counters: Counters::default(),
             limits: Arc::default(),
             parent: view.parent.clone(),
+            plain: AtomicU32::new(0),
             chain: Current::new(Arc::clone(chain)),
             changing: Mutex::default(),
             view: Swap::new(Box::new(view)),

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::read::Waits;
+use super::staged::{Here, Staged};
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
@@ -17,6 +18,8 @@ pub(super) enum Parent {
     Nothing,
     Device(Base),
     Snapshot(Ram),
+    /// What is not loaded yet, and what lies below that.
+    Staged(Arc<Staged>),
 }
 
 /// A read-only device that others are made from.
@@ -77,7 +80,44 @@ impl Base {
 impl Parent {
     /// Whether anything lies at this page.
     pub fn reaches(&self, slot: u64) -> bool {
-        slot * PAGE < self.size()
+        match self {
+            Self::Staged(staged) => staged.reaches(slot),
+            _ => slot * PAGE < self.size(),
+        }
+    }
+
+    /// Of two pages from `slot` on and before `end` the first: `other`, which is one, and the first
+    /// that [lies here](Self::reaches); what does lies from `slot` on, or is not loaded yet.
+    pub fn next_reached(&self, slot: u64, end: u64, other: impl FnOnce() -> Option<u64>) -> Option<u64> {
+        match self {
+            _ if self.reaches(slot) => Some(slot),
+            Self::Staged(staged) => staged.next(slot, end).into_iter().chain(other()).min(),
+            _ => other(),
+        }
+    }
+
+    /// What lies below, when all is loaded.
+    pub fn loaded(&self) -> &Self {
+        match self {
+            Self::Staged(staged) => staged.below.loaded(),
+            _ => self,
+        }
+    }
+
+    /// For a device that can be rewound while others read on.
+    pub fn of_device(&self) -> Self {
+        match self {
+            Self::Staged(staged) => Self::Staged(Arc::new(staged.of_device())),
+            _ => self.clone(),
+        }
+    }
+
+    /// What is not loaded yet.
+    pub fn here(&self) -> Option<Here> {
+        match self {
+            Self::Staged(staged) => pin::pinned(|pin| staged.here(pin).cloned()),
+            _ => None,
+        }
     }
 
     /// How many devices lie below one another.
@@ -86,6 +126,7 @@ impl Parent {
             Self::Nothing => 0,
             Self::Device(_) => 1,
             Self::Snapshot(ram) => 1 + ram.0.parent.depth(),
+            Self::Staged(staged) => staged.below.depth(),
         }
     }
 
@@ -94,27 +135,41 @@ impl Parent {
             Self::Nothing => 0,
             Self::Device(base) => base.size,
             Self::Snapshot(ram) => ram.0.size(),
+            Self::Staged(staged) => staged.below.size(),
         }
     }
 
-    /// The base on which a page lies that nobody above it holds.
-    pub fn base(&self, slot: u64) -> Option<&Base> {
-        match self {
-            _ if !self.reaches(slot) => None,
-            Self::Nothing => None,
-            Self::Device(base) => Some(base),
-            Self::Snapshot(ram) => ram.0.parent.base(slot),
+    /// Reads a page that nobody above holds, from a base where it lies on one: as
+    /// [`Base::read`], with nothing pinned.
+    pub fn read_page(&self, slot: u64, page: &mut Page) -> device::Result<usize> {
+        if let Self::Device(base) = self {
+            return base.read(slot * PAGE, page);
+        }
+        // Where it lies is looked up at once for all levels: it may just be loaded.
+        match self.page(slot, page)? {
+            Look::All => Ok(PAGE_BYTES),
+            Look::Waits => Ok(0),
+            Look::Base(base, _) => base.read(slot * PAGE, page),
+            Look::Staged(base, _) => base.read(slot * PAGE, page),
         }
     }
 
     /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an
     /// end.
-    fn look<'a>(&'a self, pin: &Pin<'_>, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'a>)> {
+    pub fn look<'a>(
+        &'a self,
+        pin: &Pin<'_>,
+        offset: u64,
+        into: &mut [u8],
+    ) -> device::Result<(usize, Look<'a>)> {
+        if let Self::Staged(staged) = self {
+            return staged.look(pin, offset, into);
+        }
         let len = into.len();
         let there = self.size().saturating_sub(offset).min(len as u64) as usize;
         let looked = match self {
             _ if there == 0 => (0, Look::All),
-            Self::Nothing => (0, Look::All),
+            Self::Nothing | Self::Staged(_) => (0, Look::All),
             // What lies beyond its end comes with the rest.
             Self::Device(base) => return Ok((0, Look::Base(base, len))),
             Self::Snapshot(ram) => ram.0.look(pin, offset, &mut into[..there])?,
@@ -140,6 +195,8 @@ pub(super) enum Look<'a> {
     Waits,
     /// The next so many bytes lie on this base: another device, which is not called under a pin.
     Base(&'a Base, usize),
+    /// As [`Base`](Self::Base), of what is not loaded yet: the file is there as long as this is.
+    Staged(Base, usize),
 }
 
 impl Inner {

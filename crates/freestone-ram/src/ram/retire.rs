@@ -220,10 +220,10 @@ impl PassingOn {
 /// Drops what lay below a device. The end of a device may have to wait for a disk: not on this
 /// thread.
 fn drop_parent(parent: Parent) {
-    if let Parent::Device(base) = &parent
-        && Arc::strong_count(&base.device) == 1
-    {
-        drop_apart(parent);
+    match &parent {
+        Parent::Device(base) if Arc::strong_count(&base.device) > 1 => {}
+        Parent::Device(_) | Parent::Staged(_) => drop_apart(parent),
+        Parent::Nothing | Parent::Snapshot(_) => {}
     }
 }
 

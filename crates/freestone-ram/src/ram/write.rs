@@ -78,7 +78,7 @@ impl Pages {
             Kind::Empty => match view.parent.page(slot, &mut page) {
                 Ok(Look::All) => Ok(()),
                 Ok(Look::Waits) => return Err(Waits),
-                Ok(Look::Base(..)) => return Ok(Ok(Patched::OnBase)),
+                Ok(Look::Base(..) | Look::Staged(..)) => return Ok(Ok(Patched::OnBase)),
                 Err(error) => Err(error),
             },
             _ => self.load(&guard, &mut page),

@@ -102,6 +102,9 @@ pub enum RestoreError {
     /// Torn or cut.
     #[error("{} is not complete: it does not end with its commit record", .0.display())]
     Incomplete(PathBuf),
+    /// It has only what changed since another file.
+    #[error("{} is an increment of kept devices; give the directory to what kept them", .0.display())]
+    Increment(PathBuf),
     /// A checksum, or what no save writes.
     #[error("{} is damaged at byte {at}: {what}", path.display())]
     Damaged {

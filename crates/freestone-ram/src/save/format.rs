@@ -11,7 +11,7 @@
 
 use std::mem::offset_of;
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -19,9 +19,12 @@ use crate::codec::{Algorithm, DICTIONARY_BYTES_MAX};
 
 /// The first bytes of every file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
-/// The newest format that this program reads, and which it writes where a device ends within a
-/// page.
-pub const VERSION: u32 = 2;
+/// The newest format that this program reads.
+pub const VERSION: u32 = VERSION_KEPT;
+/// The format of files of kept devices.
+pub const VERSION_KEPT: u32 = 3;
+/// The format in which a device can end within a page, which it writes where one does.
+pub const VERSION_PARTS: u32 = 2;
 /// The format in which devices have whole pages, which it writes where they have, so that older
 /// programs read it.
 pub const VERSION_WHOLE_PAGES: u32 = 1;
@@ -97,6 +100,23 @@ pub struct NodeRecord {
     pub reserved2: U64,
 }
 
+/// First of the contents in version 3: the file's place among those of kept devices.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct KeptRecord {
+    /// Counts up with each whole file.
+    pub generation: U64,
+    /// 0: whole. Else the number of the increment.
+    pub number: U32,
+    pub reserved: U32,
+    /// The salt of the file that an increment continues.
+    pub continues: U64,
+    /// When the devices had this content, since 1970.
+    pub seconds: U64,
+    pub nanos: U32,
+    pub reserved2: [u8; 12],
+}
+
 /// What a node lies over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Over {
@@ -106,6 +126,18 @@ pub enum Over {
     /// It is what became of a snapshot's origin later: over the same, and with pages that differ
     /// since then only.
     After(u32),
+}
+
+impl Over {
+    /// As a [`NodeRecord`] has it: `over` and `below`.
+    pub fn fields(self) -> (u8, u32) {
+        match self {
+            Self::Nothing => (0, 0),
+            Self::Base(base) => (1, base),
+            Self::Node(below) => (2, below),
+            Self::After(before) => (3, before),
+        }
+    }
 }
 
 /// Before every payload.
@@ -124,7 +156,8 @@ pub struct BlockHeader {
     /// How many records.
     pub records: U32,
     pub payload_bytes: U32,
-    pub reserved: U32,
+    /// In version 3, of pages: of the header from the magic to here and of the records.
+    pub head_checksum: U32,
 }
 
 pub mod kind {
@@ -189,6 +222,7 @@ pub struct EndRecord {
 }
 
 const _: () = assert!(size_of::<Header>() == 64 && size_of::<BaseRecord>() == 32);
+const _: () = assert!(size_of::<KeptRecord>() == 48);
 const _: () = assert!(size_of::<NodeRecord>() == 32 && size_of::<BlockHeader>() == 40);
 const _: () = assert!(size_of::<AlgorithmRecord>() == 8 && size_of::<PageRecord>() == 16);
 const _: () = assert!(size_of::<EndRecord>() == 32);
@@ -196,6 +230,14 @@ const _: () = assert!(size_of::<EndRecord>() == 32);
 /// The checksum of a block: of its header and payload, without the first field.
 pub fn block_sum(block: &[u8], salt: u64) -> u64 {
     xxh3_64_with_seed(&block[size_of::<U64>()..], salt)
+}
+
+/// The checksum by which a block's records are known to be right without its data.
+pub fn head_sum(header: &BlockHeader, records: &[u8], salt: u64) -> u32 {
+    let mut sum = Xxh3::with_seed(salt);
+    sum.update(&header.as_bytes()[offset_of!(BlockHeader, magic)..offset_of!(BlockHeader, head_checksum)]);
+    sum.update(records);
+    sum.digest() as u32
 }
 
 const ALGORITHMS: [(u8, Algorithm); 5] = [

@@ -13,11 +13,12 @@
 
 mod base;
 mod errors;
-mod format;
-mod plan;
-mod reader;
-mod restore;
-mod writer;
+pub(crate) mod format;
+pub(crate) mod known;
+pub(crate) mod plan;
+pub(crate) mod reader;
+pub(crate) mod restore;
+pub(crate) mod writer;
 
 use std::path::Path;
 
@@ -27,7 +28,7 @@ use self::format::Over;
 use self::plan::Plan;
 use self::reader::Reader;
 pub use self::restore::{Base, restore, restore_watched};
-use self::writer::Writer;
+use self::writer::{Contents as FileContents, PageWriter, Writer};
 use crate::codec::Algorithm;
 use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
 use freestone_core::consistency_group::{self, NotInTime};
@@ -141,7 +142,24 @@ pub fn save_with(
     let plan = Plan::new(frozen(devices)?)?;
     let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
     let mut writer = Writer::new(unfinished.as_file(), &place.path);
-    writer.contents(&plan, &plan.identify_bases(options.check, options.cancelled)?)?;
+    let bases = plan.identify_bases(options.check, options.cancelled)?;
+    writer.contents(&FileContents::new(None, &plan, &bases))?;
+    let mut writer = PageWriter::new(writer, &plan)?;
+    let all = write_pages(&plan, &mut writer, options.cancelled, progress)?;
+    let saved = writer.to.finish()?;
+    go_on()?;
+    place.put(unfinished, may_go).map_err(failed)?;
+    progress(all, all);
+    Ok(saved)
+}
+
+/// Writes what all nodes hold. Returns how much that was for `progress`.
+pub(crate) fn write_pages(
+    plan: &Plan,
+    writer: &mut PageWriter<'_>,
+    cancelled: &dyn Fn() -> bool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<u64, SaveError> {
     let all = plan.nodes.iter().map(|node| held_bytes(&node.ram)).sum();
     let mut done = 0;
     progress(0, all);
@@ -154,7 +172,9 @@ pub fn save_with(
         let mut next = 0;
         while let Some(held) = node.ram.next_held(next) {
             next = held.end;
-            go_on()?;
+            if cancelled() {
+                return Err(SaveError::Cancelled);
+            }
             node.ram
                 .copy_pages(held.clone(), since, &mut pages)
                 .map_err(|(page, error)| SaveError::Page { device: node.label.clone(), page, error })?;
@@ -165,13 +185,9 @@ pub fn save_with(
             // Where the origin's writers came to before us there may be more than was counted.
             progress(done.min(all), all);
         }
-        writer.end_of_node()?;
+        writer.to.end_of_node()?;
     }
-    let saved = writer.finish()?;
-    go_on()?;
-    place.put(unfinished, may_go).map_err(failed)?;
-    progress(all, all);
-    Ok(saved)
+    Ok(all)
 }
 
 /// The snapshots that are saved, each with its name, and whether it was taken of a live device now.
@@ -228,7 +244,7 @@ pub fn verify(path: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Content
     Ok(contents(&reader))
 }
 
-fn contents(reader: &Reader) -> Contents {
+pub(crate) fn contents(reader: &Reader) -> Contents {
     let nodes = &reader.nodes;
     let base = |mut over: Over| {
         while let Over::Node(below) | Over::After(below) = over {

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::FromBytes as _;
 
 use super::format::{
-    ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, MAGIC,
-    NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_WHOLE_PAGES,
-    algorithm_of, block_sum, form, kind,
+    ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, KeptRecord,
+    MAGIC, NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_KEPT,
+    VERSION_WHOLE_PAGES, algorithm_of, block_sum, form, head_sum, kind,
 };
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
 use crate::codec::{Algorithm, Scratch};
@@ -24,9 +24,11 @@ use crate::codec;
 
 const HEADER_BYTES: usize = size_of::<BlockHeader>();
 const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
+/// What is read at once of a block of which the data is skipped.
+const SKIM_BYTES: usize = 16 << 10;
 /// Largest bases, nodes and names.
-const CONTENTS_BYTES_MAX: u64 =
-    (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
+const CONTENTS_BYTES_MAX: u64 = size_of::<KeptRecord>() as u64
+    + (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
 
 /// A saved file, read from front to back.
 pub struct Reader {
@@ -35,7 +37,9 @@ pub struct Reader {
     pub bases: Vec<BaseIdentity>,
     pub nodes: Arc<[Node]>,
     pub end: End,
-    salt: u64,
+    /// In a file of kept devices.
+    pub kept: Option<KeptRecord>,
+    pub salt: u64,
     /// Where the next block begins.
     at: u64,
     blocks: u64,
@@ -66,6 +70,13 @@ impl Node {
     }
 }
 
+/// An algorithm of the file.
+struct Learned {
+    algorithm: Algorithm,
+    level: i32,
+    trained: bool,
+}
+
 /// The commit record.
 #[derive(Clone, Copy)]
 pub struct End {
@@ -79,6 +90,21 @@ pub struct End {
 pub enum Block<'a> {
     Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
     Pages { node: u32, pages: Pages<'a> },
+}
+
+/// What a block holds, without the data of its pages.
+pub enum Skimmed<'a> {
+    Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
+    Pages { node: u32, place: BlockPlace, records: &'a [PageRecord] },
+}
+
+/// Where a block of pages is in its file, and how long.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockPlace {
+    pub at: u64,
+    pub bytes: u32,
+    /// Where the data of its pages begins in it.
+    pub data: u32,
 }
 
 /// Pages of a node, in order, which have been checked.
@@ -99,6 +125,12 @@ pub enum Page<'a> {
 impl Reader {
     /// Opens a file and looks at its beginning and its end.
     pub fn open(path: &Path) -> Result<Self, RestoreError> {
+        let reader = Self::open_any(path)?;
+        if reader.is_increment() { Err(RestoreError::Increment(reader.path)) } else { Ok(reader) }
+    }
+
+    /// The same of an increment, too.
+    pub fn open_any(path: &Path) -> Result<Self, RestoreError> {
         let failed = |source| RestoreError::Read { path: path.to_owned(), source };
         // A pipe without a writer would not be opened.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
@@ -112,6 +144,7 @@ impl Reader {
             bases: Vec::new(),
             nodes: Arc::default(),
             end: End { file_bytes: len, pages: 0, blocks: 0, digest: 0 },
+            kept: None,
             salt: 0,
             at: 0,
             blocks: 0,
@@ -125,6 +158,16 @@ impl Reader {
         reader.end = reader.commit_record(len)?;
         reader.contents(&header, len)?;
         Ok(reader)
+    }
+
+    /// Whether it has only what changed since another file.
+    pub fn is_increment(&self) -> bool {
+        self.kept.is_some_and(|kept| kept.number.get() > 0)
+    }
+
+    /// The file, to read blocks of it again.
+    pub fn into_file(self) -> File {
+        self.file
     }
 
     /// Where the next block begins.
@@ -149,7 +192,7 @@ impl Reader {
     fn header(&mut self, len: u64) -> Result<Header, RestoreError> {
         let mut start = [0; size_of::<Header>()];
         let there = start.len().min(len as usize);
-        self.file.read_exact(&mut start[..there]).map_err(|error| self.failed(error))?;
+        self.file.read_exact_at(&mut start[..there], 0).map_err(|error| self.failed(error))?;
         let Ok(header) = Header::read_from_bytes(&start) else { return Err(self.damaged("no header")) };
         if header.magic[..there.min(MAGIC.len())] != MAGIC[..there.min(MAGIC.len())] || there == 0 {
             return Err(RestoreError::Foreign(self.path.clone()));
@@ -202,11 +245,18 @@ impl Reader {
             return Err(self.damaged("more devices than there can be"));
         }
         let mut contents = vec![0; bytes as usize];
-        self.file.read_exact(&mut contents).map_err(|error| self.failed(error))?;
+        self.file.read_exact_at(&mut contents, self.at).map_err(|error| self.failed(error))?;
         if xxh3_64_with_seed(&contents, self.salt) != header.contents_checksum.get() {
             return Err(self.damaged("the checksum of the list of devices is wrong"));
         }
-        let Ok((base_records, rest)) = <[BaseRecord]>::ref_from_prefix_with_elems(&contents, bases) else {
+        let mut listed = &contents[..];
+        if header.version.get() == VERSION_KEPT {
+            let Ok((kept, rest)) = KeptRecord::read_from_prefix(listed) else {
+                return Err(self.damaged("the list of devices is too short"));
+            };
+            (self.kept, listed) = (Some(kept), rest);
+        }
+        let Ok((base_records, rest)) = <[BaseRecord]>::ref_from_prefix_with_elems(listed, bases) else {
             return Err(self.damaged("the list of devices is too short"));
         };
         let Ok((node_records, mut names)) = <[NodeRecord]>::ref_from_prefix_with_elems(rest, nodes) else {
@@ -301,86 +351,142 @@ impl Reader {
 
     /// The next block; `None` after the last one, when all of the file has been seen to be right.
     pub fn next(&mut self) -> Result<Option<Block<'_>>, RestoreError> {
-        let (header, len) = self.load_block()?;
+        let Some(header) = self.load_next(false)? else { return Ok(None) };
+        if header.kind.get() == kind::ALGORITHM {
+            let Learned { algorithm, level, trained } = self.learned()?;
+            let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
+            return Ok(Some(Block::Algorithm { algorithm, level, trained, dictionary }));
+        }
+        let (node, records) = (header.node.get(), header.records.get() as usize);
+        match <[PageRecord]>::ref_from_prefix_with_elems(&self.block[HEADER_BYTES..], records) {
+            Ok((records, data)) => Ok(Some(Block::Pages { node, pages: Pages { records, data } })),
+            Err(_) => Err(self.damaged("a block is too short")),
+        }
+    }
+
+    /// As [`next`](Self::next), without the data of pages: that is not known to be right before
+    /// the whole block was read. Of version 3 only, in which records have a checksum of their own.
+    pub fn skim(&mut self) -> Result<Option<Skimmed<'_>>, RestoreError> {
+        let at = self.at;
+        let Some(header) = self.load_next(true)? else { return Ok(None) };
+        if header.kind.get() == kind::ALGORITHM {
+            let Learned { algorithm, level, trained } = self.learned()?;
+            let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
+            return Ok(Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }));
+        }
+        let bytes = HEADER_BYTES as u32 + header.payload_bytes.get();
+        let data = HEADER_BYTES as u32 + header.records.get() * size_of::<PageRecord>() as u32;
+        let place = BlockPlace { at, bytes, data };
+        match <[PageRecord]>::ref_from_bytes(&self.block[HEADER_BYTES..data as usize]) {
+            Ok(records) => Ok(Some(Skimmed::Pages { node: header.node.get(), place, records })),
+            Err(_) => Err(self.damaged("a block is too short")),
+        }
+    }
+
+    /// Loads the next block into `self.block`, and checks it.
+    fn load_next(&mut self, skim: bool) -> Result<Option<BlockHeader>, RestoreError> {
+        let header = self.load_block(skim)?;
+        let len = HEADER_BYTES as u64 + u64::from(header.payload_bytes.get());
         let (kind, node) = (header.kind.get(), header.node.get());
         if kind == kind::END {
             let end = self.end;
-            let complete = self.at + len as u64 == end.file_bytes
+            let complete = self.at + len == end.file_bytes
                 && self.blocks == end.blocks
                 && self.pages == end.pages
                 && self.digest.digest() == end.digest;
-            self.at += len as u64;
+            self.at += len;
             return if complete {
                 Ok(None)
             } else {
                 Err(self.damaged("the commit record is of other blocks"))
             };
         }
-        let kept = match kind {
+        match kind {
             kind::ALGORITHM
                 if node == self.algorithms && node < ALGORITHMS_MAX as u32 && header.records.get() == 1 =>
             {
                 self.algorithms += 1;
-                Ok(())
             }
-            kind::PAGES => self.check_pages(node, header.records.get()),
-            _ => Err(self.damaged("a block is of no kind that there is")),
-        };
-        kept?;
+            kind::PAGES => self.check_pages(&header)?,
+            _ => return Err(self.damaged("a block is of no kind that there is")),
+        }
         self.digest.update(&header.checksum.get().to_le_bytes());
         self.blocks += 1;
-        self.at += len as u64;
-        let payload = &self.block[HEADER_BYTES..];
-        if kind == kind::PAGES {
-            let records = header.records.get() as usize;
-            return match <[PageRecord]>::ref_from_prefix_with_elems(payload, records) {
-                Ok((records, data)) => Ok(Some(Block::Pages { node, pages: Pages { records, data } })),
-                Err(_) => Err(self.damaged("a block is too short")),
-            };
-        }
-        let Ok((record, dictionary)) = AlgorithmRecord::read_from_prefix(payload) else {
+        self.at += len;
+        Ok(Some(header))
+    }
+
+    /// The algorithm in `self.block`.
+    fn learned(&self) -> Result<Learned, RestoreError> {
+        let Ok((record, _)) = AlgorithmRecord::read_from_prefix(&self.block[HEADER_BYTES..]) else {
             return Err(self.damaged("a block is too short"));
         };
         let Some(algorithm) = algorithm_of(record.algorithm) else {
             return Err(self.damaged("an algorithm is not known"));
         };
-        let (level, trained) = (record.level.get(), record.trained == 1);
-        Ok(Some(Block::Algorithm { algorithm, level, trained, dictionary }))
+        Ok(Learned { algorithm, level: record.level.get(), trained: record.trained == 1 })
     }
 
-    /// Reads a block into `self.block`; returns its header and length.
-    fn load_block(&mut self) -> Result<(BlockHeader, usize), RestoreError> {
-        self.block.resize(HEADER_BYTES, 0);
-        self.file.read_exact(&mut self.block).map_err(|error| self.failed(error))?;
-        let Ok(header) = BlockHeader::read_from_bytes(&self.block) else {
+    /// Reads a block into `self.block`, without the data of pages where it is to `skim`; returns its
+    /// header.
+    fn load_block(&mut self, skim: bool) -> Result<BlockHeader, RestoreError> {
+        let there = self.end.file_bytes.saturating_sub(self.at);
+        // Records of most blocks come along with the header.
+        let first = if skim { SKIM_BYTES.min(there as usize).max(HEADER_BYTES) } else { HEADER_BYTES };
+        self.read_block(0, first)?;
+        let Ok((header, _)) = BlockHeader::read_from_prefix(&self.block) else {
             return Err(self.damaged("a block is too short"));
         };
         let payload = header.payload_bytes.get() as usize;
-        let left = self.end.file_bytes.saturating_sub(self.at + HEADER_BYTES as u64);
+        let left = there.saturating_sub(HEADER_BYTES as u64);
         if header.magic != BLOCK_MAGIC || payload > PAYLOAD_BYTES_MAX || payload as u64 > left {
             return Err(self.damaged("no block begins there"));
         }
-        self.block.resize(HEADER_BYTES + payload, 0);
-        self.file.read_exact(&mut self.block[HEADER_BYTES..]).map_err(|error| self.failed(error))?;
-        if header.checksum.get() != block_sum(&self.block, self.salt) {
+        let is_pages = header.kind.get() == kind::PAGES;
+        let records = header.records.get() as usize * size_of::<PageRecord>();
+        if is_pages && records > payload {
+            return Err(self.damaged("a block is too short"));
+        }
+        let skim = skim && is_pages;
+        self.read_block(first, HEADER_BYTES + if skim { records } else { payload })?;
+        let sum = |reader: &Self| header.checksum.get() == block_sum(&reader.block, reader.salt);
+        if !skim && !sum(self) {
             return Err(self.damaged("a block's checksum is wrong"));
         }
-        if header.number.get() != self.blocks || header.reserved.get() != 0 {
+        let head = if is_pages && self.kept.is_some() {
+            head_sum(&header, &self.block[HEADER_BYTES..][..records], self.salt)
+        } else {
+            0
+        };
+        if header.number.get() != self.blocks || header.head_checksum.get() != head {
             return Err(self.damaged("a block is in the wrong place"));
         }
-        Ok((header, self.block.len()))
+        Ok(header)
+    }
+
+    /// Makes `self.block` so long; what comes behind `from` is read.
+    fn read_block(&mut self, from: usize, to: usize) -> Result<(), RestoreError> {
+        self.block.resize(to, 0);
+        if from < to {
+            let read = self.file.read_exact_at(&mut self.block[from..], self.at + from as u64);
+            read.map_err(|error| self.failed(error))?;
+        }
+        Ok(())
     }
 
     /// Pages come in order, lie in their device, and have all of their bytes.
-    fn check_pages(&mut self, node: u32, count: u32) -> Result<(), RestoreError> {
+    fn check_pages(&mut self, header: &BlockHeader) -> Result<(), RestoreError> {
+        let (node, count) = (header.node.get(), header.records.get() as usize);
         let payload = &self.block[HEADER_BYTES..];
         let wrong = |what| Err(self.damaged(what));
         let Some((size, over)) = self.nodes.get(node as usize).map(|node| (node.size, node.over)) else {
             return wrong("pages are of a device that is not there");
         };
-        let Ok((records, data)) = <[PageRecord]>::ref_from_prefix_with_elems(payload, count as usize) else {
+        let Ok((records, _)) = <[PageRecord]>::ref_from_prefix_with_elems(payload, count) else {
             return wrong("a block is too short");
         };
+        let data = header.payload_bytes.get() as usize - count * size_of::<PageRecord>();
+        let may_be_below = matches!(over, Over::After(_)) || self.is_increment();
         if node < self.next.0 {
             return wrong("pages are not in order");
         }
@@ -390,7 +496,7 @@ impl Reader {
             let len = usize::from(record.len.get());
             let fits = match record.form {
                 form::SAME => len > 0,
-                form::BELOW => len > 0 && matches!(over, Over::After(_)),
+                form::BELOW => len > 0 && may_be_below,
                 form::PATTERN => len == 8,
                 form::COMPRESSED => (1..=Scratch::BYTES).contains(&len),
                 form::HUGE => len == PAGE_BYTES,
@@ -410,7 +516,7 @@ impl Reader {
             pages += run;
             bytes += if form::is_run(record.form) { 0 } else { len };
         }
-        if bytes != data.len() {
+        if bytes != data {
             return wrong("a block has other bytes than its pages");
         }
         self.next = (node, next);
@@ -425,29 +531,24 @@ impl<'a> Iterator for Pages<'a> {
     fn next(&mut self) -> Option<Self::Item> {
         let (record, rest) = self.records.split_first()?;
         self.records = rest;
-        let len = record.len.get();
-        let page = record.page.get();
-        match record.form {
-            form::SAME => {
-                return Some((
-                    page,
-                    Page::Same { pattern: u32::from_ne_bytes(record.pattern), pages: len.into() },
-                ));
-            }
-            form::BELOW => return Some((page, Page::Parent { pages: len.into() })),
-            _ => {}
-        }
+        let len = if form::is_run(record.form) { 0 } else { record.len.get() };
         // It was checked that all bytes are there.
         let (bytes, rest) = self.data.split_at_checked(len.into())?;
         self.data = rest;
-        let algorithm = record.algorithm;
-        Some((
-            page,
-            match record.form {
-                form::PATTERN => Page::Pattern(bytes.try_into().ok()?),
-                form::HUGE => Page::Huge { algorithm, content: bytes.try_into().ok()? },
-                _ => Page::Compressed { algorithm, object: bytes },
-            },
-        ))
+        Some((record.page.get(), Page::of(record, bytes)?))
+    }
+}
+
+impl<'a> Page<'a> {
+    /// Of a record that was checked, and its data.
+    pub fn of(record: &PageRecord, bytes: &'a [u8]) -> Option<Self> {
+        let (algorithm, pages) = (record.algorithm, record.len.get().into());
+        Some(match record.form {
+            form::SAME => Self::Same { pattern: u32::from_ne_bytes(record.pattern), pages },
+            form::BELOW => Self::Parent { pages },
+            form::PATTERN => Self::Pattern(bytes.try_into().ok()?),
+            form::HUGE => Self::Huge { algorithm, content: bytes.try_into().ok()? },
+            _ => Self::Compressed { algorithm, object: bytes },
+        })
     }
 }

@@ -1,15 +1,16 @@
 //! Restoring: devices are made one after the other, each before those that lie over it, and nobody
 //! gets any of them before the last byte of the file has been seen to be right.
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
 use super::format::Over;
+use super::known::{self, BEHIND_THE_END, Known, Refused};
 use super::reader::{Block, Node, Page, Pages, Reader};
 use super::{BaseIdentity, RestoreError};
-use crate::codec::{self, Algorithm, Dictionary, Params, Streams, StreamsError};
+use crate::codec::Algorithm;
 use crate::ram::{Family, ForkConfig, Incoming, Ram};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking as _, Device, Error, Flags};
@@ -71,7 +72,7 @@ pub fn restore_watched(
     let (nodes, all) = (Arc::clone(&reader.nodes), reader.end.file_bytes);
     let mut go_on = |done| if watch(done, all) { Ok(()) } else { Err(RestoreError::Cancelled) };
     go_on(0)?;
-    let bases = find_bases(&reader, bases, &mut || go_on(0).is_err())?;
+    let bases = find_bases((&reader.bases, &reader.nodes), bases, &mut || go_on(0).is_err())?;
     let mut loader = Loader::new(family, &nodes, bases);
     loop {
         let taken = match reader.next()? {
@@ -93,15 +94,15 @@ pub fn restore_watched(
 }
 
 /// Finds the bases of a file among those that are given.
-fn find_bases(
-    reader: &Reader,
+pub fn find_bases(
+    (wanted, nodes): (&[BaseIdentity], &[Node]),
     given: &[Base],
     cancelled: &mut dyn FnMut() -> bool,
 ) -> Result<Vec<Base>, RestoreError> {
     let cancelled = RefCell::new(cancelled);
     let find = |(number, wanted): (usize, &BaseIdentity)| {
         let over = |node: &&Node| node.over == Over::Base(number as u32);
-        let device = || reader.nodes.iter().find(over).map(Node::label).unwrap_or_default();
+        let device = || nodes.iter().find(over).map(Node::label).unwrap_or_default();
         let mut last = None;
         for base in given {
             // One of another size need not be read.
@@ -123,55 +124,7 @@ fn find_bases(
             None => RestoreError::BaseMissing { device: device(), wanted: *wanted },
         })
     };
-    reader.bases.iter().enumerate().map(find).collect()
-}
-
-/// What no device has.
-const BEHIND_THE_END: &str = "a page has something behind the end of its device";
-
-/// Why something of a block was not taken.
-enum Refused {
-    /// The file is to blame.
-    Damaged(&'static str),
-    Other(RestoreError),
-}
-
-impl From<StreamsError> for Refused {
-    fn from(error: StreamsError) -> Self {
-        match error {
-            StreamsError::Params(_) => {
-                Self::Damaged("an algorithm has a level or dictionary that it cannot have")
-            }
-            StreamsError::Device(_) => Self::Other(RestoreError::NoMemory),
-        }
-    }
-}
-
-/// An algorithm of the file.
-struct Known {
-    algorithm: Algorithm,
-    /// The priority in the family of what reads its objects.
-    priority: Option<u8>,
-    dictionary: Option<Dictionary>,
-    /// What reads them where the family cannot, once there was one.
-    streams: OnceCell<Arc<Streams>>,
-}
-
-impl Known {
-    /// The page of an object.
-    fn unpack(&self, family: &Family, object: &[u8], page: &mut codec::Page) -> Result<(), Refused> {
-        let unpacked = match (self.priority, self.streams.get()) {
-            (Some(priority), _) => family.unpack(priority, object, page),
-            (None, Some(streams)) => streams.decompress(object, page),
-            (None, None) => {
-                // No level is needed to read.
-                let params = Params { dictionary: self.dictionary.clone(), ..Params::default() };
-                let streams = Streams::shared(self.algorithm, &params)?;
-                self.streams.get_or_init(|| streams).decompress(object, page)
-            }
-        };
-        unpacked.map_err(|_| Refused::Damaged("a page cannot be decompressed"))
-    }
+    wanted.iter().enumerate().map(find).collect()
 }
 
 struct Loader<'a> {
@@ -210,17 +163,8 @@ impl<'a> Loader<'a> {
         trained: bool,
         dictionary: &[u8],
     ) -> Result<(), Refused> {
-        let dictionary = match dictionary {
-            [] => None,
-            bytes => Some(Dictionary::trained(bytes).ok_or(Refused::Damaged("a dictionary is too large"))?),
-        };
-        let level = (algorithm != Algorithm::Store).then_some(level);
-        if trained {
-            let params = Params { level, dictionary: dictionary.clone(), algo: None };
-            self.family.adopt(|| Ok::<_, Refused>(Streams::shared(algorithm, &params)?))?;
-        }
-        let priority = self.family.reads(algorithm, dictionary.as_ref());
-        self.algorithms.push(Known { algorithm, priority, dictionary, streams: OnceCell::new() });
+        let dictionary = Known::dictionary(dictionary)?;
+        self.algorithms.push(Known::new(self.family, algorithm, level, trained, dictionary)?);
         Ok(())
     }
 
@@ -311,7 +255,7 @@ impl<'a> Loader<'a> {
                 }
                 continue;
             }
-            let incoming = self.unpack(&page, bytes_of(number), &mut content)?;
+            let incoming = known::incoming(&self.algorithms, &page, bytes_of(number), &mut content, true)?;
             match ram.put(number, incoming) {
                 // As any write it waits until others have left memory.
                 Err(Error::NoSpace) if ram.can_spill() => {
@@ -323,42 +267,5 @@ impl<'a> Loader<'a> {
             .map_err(|error| failed(number, error))?;
         }
         Ok(())
-    }
-
-    /// The content of a page, of which the device has so many bytes, and the form in which it goes
-    /// in.
-    fn unpack<'p>(
-        &self,
-        page: &Page<'p>,
-        bytes: usize,
-        content: &'p mut codec::Page,
-    ) -> Result<Incoming<'p>, Refused> {
-        let known = |algorithm: u8| &self.algorithms[usize::from(algorithm)];
-        match *page {
-            // They come in runs.
-            Page::Same { .. } | Page::Parent { .. } => content.fill(0),
-            Page::Pattern(pattern) => content.as_chunks_mut().0.fill(pattern),
-            Page::Huge { content: raw, .. } => content.copy_from_slice(raw),
-            Page::Compressed { algorithm, object } => {
-                known(algorithm).unpack(self.family, object, content)?;
-            }
-        }
-        if content[bytes..].iter().any(|&byte| byte != 0) {
-            return Err(Refused::Damaged(BEHIND_THE_END));
-        }
-        Ok(match *page {
-            Page::Same { pattern, .. } => Incoming::Same(pattern),
-            Page::Parent { .. } => Incoming::Parent,
-            Page::Pattern(pattern) => Incoming::Pattern(pattern),
-            Page::Huge { algorithm, content: raw } => {
-                // Another algorithm may do better.
-                let same = known(algorithm).algorithm == self.family.comp_algorithm();
-                if same { Incoming::Huge(raw) } else { Incoming::Page(raw) }
-            }
-            Page::Compressed { algorithm, object } => match known(algorithm).priority {
-                Some(priority) => Incoming::Compressed { priority, object },
-                None => Incoming::Page(content),
-            },
-        })
     }
 }

@@ -12,8 +12,8 @@ use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BLOCK_TARGET_BYTES, BaseRecord, BlockHeader, EndRecord,
-    Header, MAGIC, NodeRecord, Over, PageRecord, RUN_PAGES_MAX, VERSION, VERSION_WHOLE_PAGES, algorithm_id,
-    block_sum, form, kind,
+    Header, KeptRecord, MAGIC, NodeRecord, PageRecord, RUN_PAGES_MAX, VERSION_KEPT, VERSION_PARTS,
+    VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
 };
 use super::plan::Plan;
 use super::{BaseCheck, BaseIdentity, SaveError, Saved};
@@ -27,15 +27,12 @@ pub struct Writer<'a> {
     file: &'a File,
     path: &'a Path,
     salt: u64,
+    is_kept: bool,
     at: u64,
     blocks: u64,
     pages: u64,
     digest: Xxh3,
     algorithms: Vec<Known>,
-    /// The nodes' devices.
-    rams: Vec<Ram>,
-    /// Numbers of algorithms by node and priority.
-    numbers: HashMap<(u32, u8), u8>,
     /// The block of pages that is being filled.
     node: u32,
     records: Vec<PageRecord>,
@@ -44,19 +41,47 @@ pub struct Writer<'a> {
     block: Vec<u8>,
 }
 
-/// An algorithm that the file has already.
+/// An algorithm that the file has already, or shall have.
 #[derive(PartialEq, Eq)]
-struct Known {
-    id: u8,
-    level: i32,
-    trained: bool,
-    dictionary: Option<Dictionary>,
+pub struct Known {
+    pub id: u8,
+    pub level: i32,
+    pub trained: bool,
+    pub dictionary: Option<Dictionary>,
 }
 
 impl Known {
     fn new(streams: &Streams, trained: bool) -> Self {
         let (id, level) = (algorithm_id(streams.algorithm()), streams.level());
         Self { id, level, trained, dictionary: streams.dictionary().cloned() }
+    }
+}
+
+/// What stands at the beginning of a file, behind the header.
+pub struct Contents<'a> {
+    /// In files of kept devices.
+    pub kept: Option<KeptRecord>,
+    pub bases: &'a [BaseIdentity],
+    pub nodes: Vec<NodeRecord>,
+    /// Of the nodes that have one.
+    pub names: Vec<&'a str>,
+}
+
+impl<'a> Contents<'a> {
+    /// Of what is to be saved now.
+    pub fn new(kept: Option<KeptRecord>, plan: &'a Plan, bases: &'a [BaseIdentity]) -> Self {
+        let nodes = plan.nodes.iter().map(node_record).collect();
+        let names = plan.nodes.iter().filter_map(|node| node.name.as_deref()).collect();
+        Self { kept, bases, nodes, names }
+    }
+
+    fn version(&self) -> u32 {
+        let whole_pages = |node: &NodeRecord| node.size.get().is_multiple_of(PAGE_BYTES as u64);
+        match self.kept {
+            Some(_) => VERSION_KEPT,
+            None if self.nodes.iter().all(whole_pages) => VERSION_WHOLE_PAGES,
+            None => VERSION_PARTS,
+        }
     }
 }
 
@@ -67,13 +92,12 @@ impl<'a> Writer<'a> {
             file,
             path,
             salt,
+            is_kept: false,
             at: 0,
             blocks: 0,
             pages: 0,
             digest: Xxh3::with_seed(salt),
             algorithms: Vec::new(),
-            rams: Vec::new(),
-            numbers: HashMap::new(),
             node: 0,
             records: Vec::new(),
             data: Vec::new(),
@@ -81,10 +105,19 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Header, bases, nodes, names; and the algorithms that are there now.
-    pub fn contents(&mut self, plan: &Plan, bases: &[BaseIdentity]) -> Result<(), SaveError> {
+    /// By which another file can name this one.
+    pub fn salt(&self) -> u64 {
+        self.salt
+    }
+
+    /// Header, bases, nodes, names.
+    pub fn contents(&mut self, of: &Contents<'_>) -> Result<(), SaveError> {
+        self.is_kept = of.kept.is_some();
         let mut contents = Vec::new();
-        for base in bases {
+        if let Some(kept) = &of.kept {
+            contents.extend_from_slice(kept.as_bytes());
+        }
+        for base in of.bases {
             let check = match base.check {
                 BaseCheck::Sampled => 1,
                 BaseCheck::Whole => 2,
@@ -93,58 +126,35 @@ impl<'a> Writer<'a> {
             let record = BaseRecord { size: U64::new(base.size), check, reserved: [0; 7], hash };
             contents.extend_from_slice(record.as_bytes());
         }
-        for node in &plan.nodes {
-            contents.extend_from_slice(node_record(node).as_bytes());
-        }
-        for name in plan.nodes.iter().filter_map(|node| node.name.as_ref()) {
+        contents.extend_from_slice(of.nodes.as_bytes());
+        for name in &of.names {
             contents.extend_from_slice(name.as_bytes());
         }
-        let whole_pages =
-            |node: &super::plan::Node| node.ram.geometry().size.is_multiple_of(PAGE_BYTES as u64);
-        let version = if plan.nodes.iter().all(whole_pages) { VERSION_WHOLE_PAGES } else { VERSION };
         let mut header = Header {
             magic: MAGIC,
-            version: U32::new(version),
+            version: U32::new(of.version()),
             reserved: U32::ZERO,
             salt: U64::new(self.salt),
             contents_bytes: U32::new(contents.len() as u32),
-            bases: U32::new(bases.len() as u32),
-            nodes: U32::new(plan.nodes.len() as u32),
+            bases: U32::new(of.bases.len() as u32),
+            nodes: U32::new(of.nodes.len() as u32),
             reserved2: U32::ZERO,
             contents_checksum: U64::new(xxh3_64_with_seed(&contents, self.salt)),
             checksum: U64::ZERO,
         };
         header.checksum = U64::new(header.sum());
         self.write(header.as_bytes())?;
-        self.write(&contents)?;
-        self.rams = plan.nodes.iter().map(|node| node.ram.clone()).collect();
-        for (node, priority) in
-            (0..self.rams.len() as u32).flat_map(|node| (0..=PRIORITIES as u8).map(move |p| (node, p)))
-        {
-            self.number(node, priority)?;
-        }
-        Ok(())
+        self.write(&contents)
     }
 
-    /// The number of a node's algorithm, which is written before anything refers to it. `None`:
-    /// there is none.
-    fn number(&mut self, node: u32, priority: u8) -> Result<Option<u8>, SaveError> {
-        if let Some(&number) = self.numbers.get(&(node, priority)) {
-            return Ok(Some(number));
+    /// The number of an algorithm, which is written if it is not in the file yet.
+    pub fn algorithm(&mut self, known: Known) -> Result<u8, SaveError> {
+        if let Some(number) = self.algorithms.iter().position(|other| *other == known) {
+            return Ok(number as u8);
         }
-        let Some(known) = self.rams[node as usize].streams(priority, Known::new) else { return Ok(None) };
-        let number = match self.algorithms.iter().position(|other| *other == known) {
-            Some(number) => number as u8,
-            None => self.algorithm(known)?,
-        };
-        self.numbers.insert((node, priority), number);
-        Ok(Some(number))
-    }
-
-    fn algorithm(&mut self, known: Known) -> Result<u8, SaveError> {
         let number = self.algorithms.len();
         if number >= ALGORITHMS_MAX {
-            return Err(self.failed(io::Error::other("too many algorithms and dictionaries for one file")));
+            return Err(self.wrong("too many algorithms and dictionaries for one file"));
         }
         let record = AlgorithmRecord {
             algorithm: known.id,
@@ -158,49 +168,24 @@ impl<'a> Writer<'a> {
         Ok(number as u8)
     }
 
-    /// Adds a page. Those of a node come in their order, the nodes in theirs.
-    pub fn page(&mut self, node: u32, page: u64, stored: Stored, bytes: &[u8]) -> Result<(), SaveError> {
+    /// Adds a record with its data, of a page or a run. Those of a node come in their order, the
+    /// nodes in theirs.
+    pub fn record(&mut self, node: u32, record: PageRecord, data: &[u8]) -> Result<(), SaveError> {
         debug_assert!(self.records.is_empty() || self.node == node);
         self.node = node;
-        self.pages += 1;
-        let record = |form, algorithm, pattern| PageRecord {
-            page: U64::new(page),
-            form,
-            algorithm,
-            len: U16::new(bytes.len() as u16),
-            pattern,
-        };
-        let run = match stored {
-            Stored::Same(pattern) => Some((form::SAME, pattern.to_ne_bytes())),
-            Stored::Parent => Some((form::BELOW, [0; 4])),
-            _ => None,
-        };
-        if let (Some(run), Some(last)) = (run, self.records.last_mut()) {
-            let len = u64::from(last.len.get());
-            if (last.form, last.pattern) == run && last.page.get() + len == page && len < RUN_PAGES_MAX {
-                last.len += 1;
+        let len = u64::from(record.len.get());
+        let is_run = form::is_run(record.form);
+        self.pages += if is_run { len } else { 1 };
+        if let Some(last) = self.records.last_mut().filter(|_| is_run) {
+            let before = u64::from(last.len.get());
+            let same = (last.form, last.pattern) == (record.form, record.pattern);
+            if same && last.page.get() + before == record.page.get() && before + len <= RUN_PAGES_MAX {
+                last.len = U16::new((before + len) as u16);
                 return Ok(());
             }
         }
-        let record = match stored {
-            Stored::Same(pattern) => {
-                PageRecord { len: U16::new(1), ..record(form::SAME, 0, pattern.to_ne_bytes()) }
-            }
-            Stored::Parent => PageRecord { len: U16::new(1), ..record(form::BELOW, 0, [0; 4]) },
-            Stored::Pattern => record(form::PATTERN, 0, [0; 4]),
-            Stored::Compressed(priority) => {
-                let Some(number) = self.number(node, priority)? else {
-                    return Err(self.failed(io::Error::other("a page's algorithm is not known")));
-                };
-                record(form::COMPRESSED, number, [0; 4])
-            }
-            Stored::Huge => {
-                let number = self.number(node, 0)?.unwrap_or_default();
-                record(form::HUGE, number, [0; 4])
-            }
-        };
         self.records.push(record);
-        self.data.extend_from_slice(bytes);
+        self.data.extend_from_slice(data);
         if self.data.len() + size_of_val(&*self.records) >= BLOCK_TARGET_BYTES {
             self.end_of_node()?;
         }
@@ -236,7 +221,7 @@ impl<'a> Writer<'a> {
     }
 
     fn put_block(&mut self, kind: u32, node: u32, records: u32, payload: &[&[u8]]) -> Result<(), SaveError> {
-        let header = BlockHeader {
+        let mut header = BlockHeader {
             checksum: U64::ZERO,
             magic: BLOCK_MAGIC,
             kind: U32::new(kind),
@@ -244,8 +229,11 @@ impl<'a> Writer<'a> {
             node: U32::new(node),
             records: U32::new(records),
             payload_bytes: U32::new(payload.iter().map(|part| part.len()).sum::<usize>() as u32),
-            reserved: U32::ZERO,
+            head_checksum: U32::ZERO,
         };
+        if self.is_kept && kind == kind::PAGES {
+            header.head_checksum = U32::new(head_sum(&header, payload[0], self.salt));
+        }
         let mut block = std::mem::take(&mut self.block);
         block.clear();
         block.extend_from_slice(header.as_bytes());
@@ -267,18 +255,80 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
+    fn wrong(&self, what: &'static str) -> SaveError {
+        self.failed(io::Error::other(what))
+    }
+
     fn failed(&self, source: io::Error) -> SaveError {
         SaveError::Write { path: self.path.to_owned(), source }
     }
 }
 
+/// Writes pages of devices.
+pub struct PageWriter<'a> {
+    pub to: Writer<'a>,
+    /// The nodes' devices.
+    rams: Vec<Ram>,
+    /// Numbers of algorithms by node and priority.
+    numbers: HashMap<(u32, u8), u8>,
+}
+
+impl<'a> PageWriter<'a> {
+    /// Behind the contents: writes the algorithms that are there now.
+    pub fn new(to: Writer<'a>, plan: &Plan) -> Result<Self, SaveError> {
+        let rams: Vec<_> = plan.nodes.iter().map(|node| node.ram.clone()).collect();
+        let mut writer = Self { to, rams, numbers: HashMap::new() };
+        for node in 0..writer.rams.len() as u32 {
+            for priority in 0..=PRIORITIES as u8 {
+                writer.number(node, priority)?;
+            }
+        }
+        Ok(writer)
+    }
+
+    /// The number of a node's algorithm, which is written before anything refers to it. `None`:
+    /// there is none.
+    fn number(&mut self, node: u32, priority: u8) -> Result<Option<u8>, SaveError> {
+        if let Some(&number) = self.numbers.get(&(node, priority)) {
+            return Ok(Some(number));
+        }
+        let Some(known) = self.rams[node as usize].streams(priority, Known::new) else { return Ok(None) };
+        let number = self.to.algorithm(known)?;
+        self.numbers.insert((node, priority), number);
+        Ok(Some(number))
+    }
+
+    /// Adds a page, as [`Writer::record`].
+    pub fn page(&mut self, node: u32, page: u64, stored: Stored, bytes: &[u8]) -> Result<(), SaveError> {
+        let len = if bytes.is_empty() { 1 } else { bytes.len() };
+        let record = |form, algorithm, pattern| PageRecord {
+            page: U64::new(page),
+            form,
+            algorithm,
+            len: U16::new(len as u16),
+            pattern,
+        };
+        let record = match stored {
+            Stored::Same(pattern) => record(form::SAME, 0, pattern.to_ne_bytes()),
+            Stored::Parent => record(form::BELOW, 0, [0; 4]),
+            Stored::Pattern => record(form::PATTERN, 0, [0; 4]),
+            Stored::Compressed(priority) => {
+                let Some(number) = self.number(node, priority)? else {
+                    return Err(self.to.wrong("a page's algorithm is not known"));
+                };
+                record(form::COMPRESSED, number, [0; 4])
+            }
+            Stored::Huge => {
+                let number = self.number(node, 0)?.unwrap_or_default();
+                record(form::HUGE, number, [0; 4])
+            }
+        };
+        self.to.record(node, record, bytes)
+    }
+}
+
 fn node_record(node: &super::plan::Node) -> NodeRecord {
-    let (over, below) = match node.over {
-        Over::Nothing => (0, 0),
-        Over::Base(base) => (1, base),
-        Over::Node(below) => (2, below),
-        Over::After(before) => (3, before),
-    };
+    let (over, below) = node.over.fields();
     let primary = node.ram.streams(0, |streams, _| (algorithm_id(streams.algorithm()), streams.level()));
     let (algorithm, level) = primary.unwrap_or_default();
     NodeRecord {

@@ -3,7 +3,7 @@
 // loom has no weak handles. That of a device is for finding its view only.
 use std::sync::{Arc as Handle, Weak};
 
-use super::{Kin, List, Member, Role, View, hand_over, receiver};
+use super::{Dirty, Kin, List, Member, Role, View, hand_over, receiver};
 use crate::device::Result;
 use crate::held::Held;
 use crate::pin::{Pin, Swap};
@@ -30,6 +30,10 @@ struct MembersState<K: Kin> {
     next_number: u64,
     /// Snapshots that are beginning: writers wait.
     freezes: u32,
+    /// Where it is noted what changes.
+    dirty: Option<Arc<Dirty>>,
+    /// Those who [supply](Chain::supply) pages.
+    suppliers: u32,
 }
 
 /// What a live device leaves that goes: the origin's layer, if nobody needs it, and what was held
@@ -38,7 +42,11 @@ type Left<K> = (Option<Arc<<K as Kin>::Layer>>, Vec<<K as Kin>::Job>);
 
 impl<K: Kin> MembersState<K> {
     fn list(&self) -> List<K> {
-        List { origin: Arc::clone(&self.origin), snapshots: self.snapshots.clone() }
+        List {
+            origin: Arc::clone(&self.origin),
+            snapshots: self.snapshots.clone(),
+            dirty: self.dirty.clone(),
+        }
     }
 
     /// The place of a snapshot among the others.
@@ -48,15 +56,20 @@ impl<K: Kin> MembersState<K> {
 
     /// The origin's layer, if nobody needs it.
     fn unused_origin(&self) -> Option<Arc<K::Layer>> {
-        let unused = self.device.is_none() && self.snapshots.is_empty() && self.freezes == 0;
+        let unused = !self.is_wanted() && self.freezes == 0 && self.suppliers == 0;
         unused.then(|| Arc::clone(&self.origin))
+    }
+
+    /// Whether a device reads it.
+    fn is_wanted(&self) -> bool {
+        self.device.is_some() || !self.snapshots.is_empty()
     }
 }
 
 impl<K: Kin> Chain<K> {
     /// A live device's chain, without snapshots.
     pub fn new(origin: Arc<K::Layer>, parent: K::Parent) -> Arc<Self> {
-        let list = List { origin: Arc::clone(&origin), snapshots: Vec::new() };
+        let list = List { origin: Arc::clone(&origin), snapshots: Vec::new(), dirty: None };
         Arc::new(Self {
             list: Swap::new(Box::new(list)),
             parent,
@@ -66,6 +79,8 @@ impl<K: Kin> Chain<K> {
                 snapshots: Vec::new(),
                 next_number: 0,
                 freezes: 0,
+                dirty: None,
+                suppliers: 0,
             }),
             held: Held::default(),
         })
@@ -90,7 +105,8 @@ impl<K: Kin> Chain<K> {
     }
 
     fn live_view(&self, state: &MembersState<K>) -> View<K> {
-        let snapshots = if state.snapshots.is_empty() { None } else { Some(Arc::new(state.list())) };
+        let is_bare = state.snapshots.is_empty() && state.dirty.is_none();
+        let snapshots = if is_bare { None } else { Some(Arc::new(state.list())) };
         View {
             layer: Arc::clone(&state.origin),
             parent: self.parent.clone(),
@@ -155,6 +171,74 @@ impl<K: Kin> Chain<K> {
     /// The request goes on when writers may. Returned: they may now.
     pub fn hold(&self, job: K::Job) -> Option<K::Job> {
         self.held.hold(job)
+    }
+
+    // ---- what changes is noted ------------------------------------------------------------------
+
+    /// From now on it is noted here what of the live device changes, or nowhere. Returns where it
+    /// was until now: writers that were under way have noted all they changed. Between
+    /// [`Current::freeze`] and [`attach`](Self::attach) this is of the snapshot's moment.
+    pub fn note_changes(&self, dirty: Option<Arc<Dirty>>) -> Option<Arc<Dirty>> {
+        let mut state = self.state.lock();
+        let before = std::mem::replace(&mut state.dirty, dirty);
+        let device = self.publish_live(&state);
+        drop(state);
+        drop(device);
+        before
+    }
+
+    /// Where it is noted what changes.
+    pub fn dirty(&self) -> Option<Arc<Dirty>> {
+        self.state.lock().dirty.clone()
+    }
+
+    // ---- pages from below -----------------------------------------------------------------------
+
+    /// From now on, until [`end_supply`](Self::end_supply), pages may be [supplied](Self::supply):
+    /// the origin's layer stays.
+    pub fn begin_supply(&self) {
+        self.state.lock().suppliers += 1;
+    }
+
+    /// No more pages are supplied. Returns the origin's layer, if nobody needs it.
+    #[must_use]
+    pub fn end_supply(&self) -> Option<Arc<K::Layer>> {
+        let mut state = self.state.lock();
+        state.suppliers -= 1;
+        state.unused_origin()
+    }
+
+    /// Whether a device reads what is supplied.
+    pub fn is_wanted(&self) -> bool {
+        self.state.lock().is_wanted()
+    }
+
+    /// Puts a page that lay below the chain until now, and whose object is noted as the origin's,
+    /// where it belongs: into the origin's slot if that is empty, else into that of the snapshot
+    /// which says that it lies below. False: writers and removals have left nobody who needs it,
+    /// and `new` is the caller's. As long as pages are supplied the live device covers what it
+    /// empties, so an empty slot says that nobody wrote there.
+    pub fn supply(&self, kin: &K, pin: &Pin<'_>, slot: u64, new: Word) -> Result<bool> {
+        let list = self.list.load(pin);
+        let guard = K::table(&list.origin).leaf_or_new(slot)?.lock(slot);
+        if guard.word() == Word::EMPTY {
+            guard.publish(new);
+            kin.account(&list.origin, Word::EMPTY, new);
+            return Ok(true);
+        }
+        for member in &list.snapshots {
+            let Some(leaf) = K::table(&member.layer).leaf(slot) else { continue };
+            let own = leaf.lock(slot);
+            if own.word() == Word::BASE {
+                if let Some(object) = new.object() {
+                    kin.set_owner(object, &member.layer, slot);
+                }
+                own.publish(new);
+                kin.account(&member.layer, Word::BASE, new);
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     // ---- the device goes ------------------------------------------------------------------------
@@ -296,6 +380,10 @@ impl<K: Kin> Current<K> {
     pub fn rewind(&self, kin: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> Left<K> {
         let mut chain = self.0.lock();
         let old = std::mem::replace(&mut *chain, Arc::clone(new));
+        // All that the device holds is another thing from now on.
+        if old.dirty().is_some() {
+            new.state.lock().dirty = Some(Arc::new(Dirty::everything()));
+        }
         let left = old.abandon_for(kin, new, device);
         drop(chain);
         left

@@ -23,6 +23,11 @@
 //!   older one that lives, slot by slot, in the background; older ones read through it until then.
 //!   Where an older one that is dying, too, has the page, that is what is read, and the younger
 //!   one's is freed.
+//! * What of the origin changes can be noted ([`Dirty`]), under the slot's lock. Where to is part of
+//!   the view, so that it is exchanged at the moment at which a snapshot begins.
+//! * A page that lies below can be *supplied* to the chain, which is then as before, but has the page
+//!   itself: under the origin's lock it goes there, or, where a writer was first, to the snapshot
+//!   that was told that the page lies below.
 //!
 //! Who holds a page is here, how snapshots come and go in `members`. The RAM disk and the loom
 //! models use it with a [`Kin`] of their own.
@@ -30,10 +35,12 @@
 //! Lock order: the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
 //! those of the chain that it is a fork of.
 
+mod dirty;
 mod members;
 #[cfg(all(test, loom))]
 mod models;
 
+pub use dirty::Dirty;
 pub use members::{Chain, Current};
 
 use super::{Kind, LEAF_SLOTS, SlotGuard, Table, Word};
@@ -86,7 +93,8 @@ pub struct View<K: Kin> {
 pub enum Role<K: Kin> {
     /// A disk or fork.
     Live {
-        /// What lives of its snapshots.
+        /// What lives of its snapshots, and where it is noted what changes. `None`: no snapshot
+        /// lives, and nobody notes anything.
         snapshots: Option<Arc<List<K>>>,
         /// Writers are held up.
         frozen: bool,
@@ -105,6 +113,8 @@ pub struct List<K: Kin> {
     origin: Arc<K::Layer>,
     /// Oldest first.
     snapshots: Vec<Member<K>>,
+    /// Where it is noted what of the origin changes.
+    dirty: Option<Arc<Dirty>>,
 }
 
 struct Member<K: Kin> {
@@ -121,6 +131,14 @@ impl<K: Kin> Clone for Member<K> {
 }
 
 impl<K: Kin> List<K> {
+    /// A locked slot of the origin is about to change.
+    #[inline]
+    fn note(&self, slot: u64) {
+        if let Some(dirty) = &self.dirty {
+            dirty.set(slot);
+        }
+    }
+
     /// The members from `number` on to the youngest.
     fn from(&self, number: u64) -> &[Member<K>] {
         &self.snapshots[self.snapshots.partition_point(|member| member.number < number)..]
@@ -270,13 +288,17 @@ impl<K: Kin> View<K> {
     }
 
     /// Whether what a locked slot of the origin holds must move to a snapshot before it changes.
+    /// It is noted that it changes: where it need not move it may be overwritten in its place.
     #[inline]
     pub fn must_preserve(&self, slot: u64) -> bool {
         if slot % 64 == 63 && mutants::on(Mutant::OriginForgetsSnapshot) {
             return false;
         }
         match &self.role {
-            Role::Live { snapshots: Some(list), .. } => receiver(list.snapshots.iter().rev(), slot).is_some(),
+            Role::Live { snapshots: Some(list), .. } => {
+                list.note(slot);
+                receiver(list.snapshots.iter().rev(), slot).is_some()
+            }
             _ => false,
         }
     }
@@ -286,16 +308,19 @@ impl<K: Kin> View<K> {
     #[inline]
     fn preserve(&self, kin: &K, slot: u64, held: Word) -> Result<Word> {
         match &self.role {
-            Role::Live { snapshots: Some(list), .. } => match receiver(list.snapshots.iter().rev(), slot) {
-                Some(to) => {
-                    hand_over(kin, &self.layer, to, slot, held)?;
-                    if held != Word::EMPTY {
-                        kin.went_over(&self.layer);
+            Role::Live { snapshots: Some(list), .. } => {
+                list.note(slot);
+                match receiver(list.snapshots.iter().rev(), slot) {
+                    Some(to) => {
+                        hand_over(kin, &self.layer, to, slot, held)?;
+                        if held != Word::EMPTY {
+                            kin.went_over(&self.layer);
+                        }
+                        Ok(Word::EMPTY)
                     }
-                    Ok(Word::EMPTY)
+                    None => Ok(held),
                 }
-                None => Ok(held),
-            },
+            }
             _ => Ok(held),
         }
     }

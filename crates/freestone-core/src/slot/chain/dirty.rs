@@ -1,0 +1,215 @@
+//! Which pages of a live device changed since a moment: a bit a page, in pieces that are made when
+//! a page of theirs changes.
+//!
+//! Bits are set under the lock of the page's slot, by writers that are pinned. Who takes all bits
+//! has [held writers up](super::Chain) before, so that none of them still sets one.
+
+use crate::slot::MAX_SLOTS;
+use crate::sync::{AtomicU32, AtomicU64, OnceLock, Ordering};
+
+/// Bits of a word.
+const WORD_PAGES: u64 = u64::BITS as u64;
+/// Pages of a piece: 128 MiB of a device in 4 KiB.
+#[cfg(not(loom))]
+const PIECE_PAGES: u64 = 1 << 15;
+#[cfg(loom)]
+const PIECE_PAGES: u64 = WORD_PAGES;
+/// Branches of each of the three levels over the pieces.
+#[cfg(not(loom))]
+const FANOUT: u64 = 128;
+#[cfg(loom)]
+const FANOUT: u64 = 1;
+const _: () = assert!(PIECE_PAGES * FANOUT * FANOUT * FANOUT >= MAX_SLOTS);
+
+type Piece = Box<[AtomicU64]>;
+type Level<T> = Box<[OnceLock<T>]>;
+
+/// See the module.
+pub struct Dirty {
+    pieces: Level<Level<Level<Piece>>>,
+    /// Bits that are set.
+    pages: AtomicU64,
+    /// Not 0: every page may have changed, whatever the bits say.
+    everything: AtomicU32,
+}
+
+impl Default for Dirty {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn level<T>() -> Level<T> {
+    (0..FANOUT).map(|_| OnceLock::new()).collect()
+}
+
+fn piece() -> Piece {
+    (0..PIECE_PAGES / WORD_PAGES).map(|_| AtomicU64::new(0)).collect()
+}
+
+/// Where the piece of a page is, from the top.
+fn path(page: u64) -> [usize; 3] {
+    let piece = page / PIECE_PAGES;
+    [piece / (FANOUT * FANOUT), piece / FANOUT % FANOUT, piece % FANOUT].map(|at| at as usize)
+}
+
+impl Dirty {
+    /// Nothing has changed.
+    pub fn new() -> Self {
+        let new = Self { pieces: level(), pages: AtomicU64::new(0), everything: AtomicU32::new(0) };
+        // A model's threads find it made: how it is made is the library's affair.
+        #[cfg(loom)]
+        new.made(0);
+        new
+    }
+
+    /// Every page may have changed.
+    pub fn everything() -> Self {
+        let new = Self::new();
+        new.set_everything();
+        new
+    }
+
+    fn set_everything(&self) {
+        // Relaxed: who takes the bits has waited for the pins of those who set any.
+        self.everything.store(1, Ordering::Relaxed);
+    }
+
+    /// Whether every page may have changed.
+    pub fn is_everything(&self) -> bool {
+        // Relaxed: as in `set_everything`.
+        self.everything.load(Ordering::Relaxed) != 0
+    }
+
+    /// Pages that have changed; one that is just being changed may be missing.
+    pub fn pages(&self) -> u64 {
+        // Relaxed: as in `set_everything`; else a statistic.
+        self.pages.load(Ordering::Relaxed)
+    }
+
+    fn made(&self, page: u64) -> &Piece {
+        let [top, middle, low] = path(page);
+        self.pieces[top].get_or_init(level)[middle].get_or_init(level)[low].get_or_init(piece)
+    }
+
+    fn piece(&self, page: u64) -> Option<&Piece> {
+        let [top, middle, low] = path(page);
+        self.pieces.get(top)?.get()?[middle].get()?[low].get()
+    }
+
+    /// A page has changed, or is about to.
+    pub fn set(&self, page: u64) {
+        self.add(page, 1 << (page % WORD_PAGES));
+    }
+
+    fn add(&self, page: u64, bits: u64) {
+        let word = &self.made(page)[(page % PIECE_PAGES / WORD_PAGES) as usize];
+        // Relaxed: as in `set_everything`. What changes again and again is only looked at.
+        if word.load(Ordering::Relaxed) & bits == bits {
+            return;
+        }
+        // Relaxed: as above.
+        let new = bits & !word.fetch_or(bits, Ordering::Relaxed);
+        // Relaxed: as above.
+        self.pages.fetch_add(u64::from(new.count_ones()), Ordering::Relaxed);
+    }
+
+    /// The first page from `page` on that has changed.
+    pub fn next(&self, page: u64) -> Option<u64> {
+        let mut page = page;
+        while page < MAX_SLOTS {
+            let Some(piece) = self.piece(page) else {
+                page = self.end_of_hole(page);
+                continue;
+            };
+            let first = (page % PIECE_PAGES / WORD_PAGES) as usize;
+            let mut mask = u64::MAX << (page % WORD_PAGES);
+            let start = page - page % PIECE_PAGES;
+            for (at, word) in piece.iter().enumerate().skip(first) {
+                // Relaxed: as in `set_everything`.
+                let bits = word.load(Ordering::Relaxed) & mask;
+                if bits != 0 {
+                    return Some(start + at as u64 * WORD_PAGES + u64::from(bits.trailing_zeros()));
+                }
+                mask = u64::MAX;
+            }
+            page = start + PIECE_PAGES;
+        }
+        None
+    }
+
+    /// Where the next piece can begin behind a page that has none.
+    fn end_of_hole(&self, page: u64) -> u64 {
+        let [top, middle, _] = path(page);
+        let stride = match self.pieces[top].get().map(|level| level[middle].get()) {
+            None => PIECE_PAGES * FANOUT * FANOUT,
+            Some(None) => PIECE_PAGES * FANOUT,
+            Some(Some(_)) => PIECE_PAGES,
+        };
+        (page / stride + 1) * stride
+    }
+
+    /// Adds what another one has: what was taken from a device goes back to it.
+    pub fn put_back(&self, taken: &Self) {
+        if taken.is_everything() {
+            self.set_everything();
+        }
+        let mut page = 0;
+        while let Some(next) = taken.next(page) {
+            let Some(piece) = taken.piece(next) else { return };
+            // Relaxed: as in `set_everything`.
+            let bits = piece[(next % PIECE_PAGES / WORD_PAGES) as usize].load(Ordering::Relaxed);
+            self.add(next, bits);
+            page = (next / WORD_PAGES + 1) * WORD_PAGES;
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn all(dirty: &Dirty) -> Vec<u64> {
+        std::iter::successors(dirty.next(0), |page| dirty.next(page + 1)).collect()
+    }
+
+    #[test]
+    fn pages_far_apart_are_found_in_order_and_counted_once() {
+        let dirty = Dirty::new();
+        assert_eq!((dirty.next(0), dirty.pages()), (None, 0));
+        let pages = [0, 1, 63, 64, PIECE_PAGES - 1, PIECE_PAGES, PIECE_PAGES * FANOUT * 3 + 7, MAX_SLOTS - 1];
+        for page in pages.iter().rev().chain(&pages) {
+            dirty.set(*page);
+        }
+        assert_eq!((all(&dirty), dirty.pages()), (pages.to_vec(), pages.len() as u64));
+        assert_eq!(dirty.next(65), Some(PIECE_PAGES - 1));
+    }
+
+    #[test]
+    fn what_is_put_back_is_there_beside_what_came_meanwhile() {
+        let (taken, now) = (Dirty::new(), Dirty::new());
+        for page in [3, 70, PIECE_PAGES * 5] {
+            taken.set(page);
+        }
+        for page in [4, 70] {
+            now.set(page);
+        }
+        now.put_back(&taken);
+        assert_eq!((all(&now), now.pages()), (vec![3, 4, 70, PIECE_PAGES * 5], 4));
+        assert!(!now.is_everything());
+        now.put_back(&Dirty::everything());
+        assert!(now.is_everything());
+    }
+
+    #[test]
+    fn threads_that_set_neighbours_lose_none() {
+        let dirty = Dirty::new();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let dirty = &dirty;
+                scope.spawn(move || (0..4096).for_each(|at| dirty.set(at * 4 + thread)));
+            }
+        });
+        assert_eq!((all(&dirty).len(), dirty.pages()), (4 * 4096, 4 * 4096));
+    }
+}

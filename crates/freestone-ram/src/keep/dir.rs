@@ -1,0 +1,235 @@
+//! The directory: which files are the present chain, a whole file and the increments that continue
+//! it.
+//!
+//! Names say a file's place, `NUMBER.whole` and `NUMBER-INCREMENT.part`, and the header says it
+//! again, with the salt of the file that it continues. There is no other list: a file gets its name
+//! when it is durable, in one step, so what is there is complete, and the newest whole file with what
+//! continues it is the present chain at any moment. A list would be one more file to be torn.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::FlockOperation;
+
+use super::file::scan;
+use super::{Damaged, KeepError};
+use crate::save::format::KeptRecord;
+use crate::save::reader::Reader;
+use crate::save::{Contents, RestoreError, contents};
+use freestone_core::replace;
+
+const WHOLE: &str = "whole";
+const PART: &str = "part";
+
+/// A directory that nobody else keeps devices in.
+pub struct Dir {
+    pub path: PathBuf,
+    /// Locked as long as this is there.
+    _lock: File,
+}
+
+/// A file of the chain.
+#[derive(Debug, Clone)]
+pub struct Member {
+    pub path: PathBuf,
+    pub bytes: u64,
+    /// By which the next one names it.
+    pub salt: u64,
+    pub when: SystemTime,
+}
+
+/// The files that together are the newest save.
+pub struct Chain {
+    pub generation: u64,
+    /// The whole one first.
+    pub files: Vec<Member>,
+    /// Of the newest.
+    pub contents: Contents,
+    /// Files that come after them and cannot be used.
+    pub left_out: usize,
+}
+
+impl Chain {
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+}
+
+impl Dir {
+    /// Makes it if need be, and removes what a crash left of files that were not finished.
+    pub fn open(path: &Path) -> Result<Self, KeepError> {
+        let failed = |source| KeepError::Directory { path: path.to_owned(), source };
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
+        let path = fs::canonicalize(path).map_err(failed)?;
+        let lock = File::open(&path).map_err(failed)?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(path)),
+            Err(errno) => return Err(failed(errno.into())),
+        }
+        for left in replace::left_behind(&path.join("file")) {
+            fs::remove_file(left).map_err(failed)?;
+        }
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Where a file of the chain is.
+    pub fn place(&self, generation: u64, number: u32) -> PathBuf {
+        self.path.join(match number {
+            0 => format!("{generation:010}.{WHOLE}"),
+            number => format!("{generation:010}-{number:04}.{PART}"),
+        })
+    }
+
+    fn failed(&self, source: io::Error) -> KeepError {
+        KeepError::Directory { path: self.path.clone(), source }
+    }
+
+    /// All files that are of a chain by their names, in order.
+    fn files(&self) -> Result<Vec<(u64, u32)>, KeepError> {
+        let mut files = Vec::new();
+        for row in fs::read_dir(&self.path).map_err(|error| self.failed(error))? {
+            let name = row.map_err(|error| self.failed(error))?.file_name();
+            files.extend(name.to_str().and_then(place_of));
+        }
+        files.sort_unstable();
+        Ok(files)
+    }
+
+    /// A generation that there is not yet.
+    pub fn next_generation(&self) -> Result<u64, KeepError> {
+        Ok(self.files()?.last().map_or(1, |(newest, _)| newest + 1))
+    }
+
+    /// The present chain.
+    pub fn chain(&self, damaged: Damaged) -> Result<Option<Chain>, KeepError> {
+        let files = self.files()?;
+        let mut generations: Vec<u64> = files.iter().map(|(generation, _)| *generation).collect();
+        generations.dedup();
+        let mut first_error = None;
+        for generation in generations.into_iter().rev() {
+            let is_part = |(of, number): &&(u64, u32)| *of == generation && *number > 0;
+            let parts = files.iter().filter(is_part).count();
+            match self.chain_of(generation, parts, damaged) {
+                Ok(chain) => return Ok(Some(chain)),
+                // What is newer is not to be written over.
+                Err(error @ RestoreError::Newer { .. }) => return Err(error.into()),
+                Err(error) => {
+                    tracing::warn!("kept devices: {error}");
+                    first_error = first_error.or(Some(error));
+                }
+            }
+        }
+        match first_error {
+            Some(error) if damaged == Damaged::Refuse => Err(error.into()),
+            _ => Ok(None),
+        }
+    }
+
+    fn chain_of(&self, generation: u64, parts: usize, damaged: Damaged) -> Result<Chain, RestoreError> {
+        let (whole, mut contents) = self.member(generation, 0, 0, damaged)?;
+        let mut chain = vec![whole];
+        for number in 1..=parts as u32 {
+            let before = chain.last().map_or(0, |file| file.salt);
+            match self.member(generation, number, before, damaged) {
+                Ok((file, newer)) if same_devices(&contents, &newer) => {
+                    chain.push(file);
+                    contents = newer;
+                }
+                Ok((file, _)) => {
+                    let what = "it continues a file of other devices";
+                    return Err(RestoreError::Damaged { path: file.path, at: 0, what });
+                }
+                // A save that never was complete.
+                Err(error @ RestoreError::Incomplete(_)) if number as usize == parts => {
+                    tracing::warn!("kept devices: {error}; what was saved before is used");
+                    break;
+                }
+                Err(error @ RestoreError::Newer { .. }) => return Err(error),
+                Err(error) if damaged == Damaged::LeaveOut => {
+                    tracing::warn!("kept devices: {error}; what was saved before is used");
+                    break;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let left_out = parts + 1 - chain.len();
+        Ok(Chain { generation, files: chain, contents, left_out })
+    }
+
+    /// A file of a chain, if it is that.
+    fn member(
+        &self,
+        generation: u64,
+        number: u32,
+        continues: u64,
+        damaged: Damaged,
+    ) -> Result<(Member, Contents), RestoreError> {
+        let path = self.place(generation, number);
+        let reader = Reader::open_any(&path)?;
+        let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path)) };
+        let place = (kept.generation.get(), kept.number.get(), kept.continues.get());
+        if place != (generation, number, continues) {
+            return Err(RestoreError::Damaged { path, at: 0, what: "it is another file than its name says" });
+        }
+        if damaged == Damaged::LeaveOut {
+            scan(&path, 0)?;
+        }
+        let (salt, bytes, when) = (reader.salt, reader.end.file_bytes, when(&kept));
+        Ok((Member { path, bytes, salt, when }, contents(&reader)))
+    }
+
+    /// Removes what is of other generations, so that only the present chain is left.
+    pub fn remove_others(&self, present: u64) -> Result<(), KeepError> {
+        self.remove(|(generation, _)| generation != present)
+    }
+
+    /// Removes files of a chain.
+    pub fn remove(&self, which: impl Fn((u64, u32)) -> bool) -> Result<(), KeepError> {
+        // The newest first: what is left is a chain at any moment.
+        for &file in self.files()?.iter().rev().filter(|file| which(**file)) {
+            fs::remove_file(self.place(file.0, file.1)).map_err(|error| self.failed(error))?;
+        }
+        File::open(&self.path).and_then(|dir| dir.sync_all()).map_err(|error| self.failed(error))
+    }
+
+    /// Bytes that this process may still write there.
+    pub fn free_bytes(&self) -> Result<u64, KeepError> {
+        let stat = rustix::fs::statvfs(&self.path).map_err(|errno| self.failed(errno.into()))?;
+        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+}
+
+/// The place that a name says.
+fn place_of(name: &str) -> Option<(u64, u32)> {
+    let (stem, kind) = name.rsplit_once('.')?;
+    let digits = |text: &str, len: usize| text.len() >= len && text.bytes().all(|byte| byte.is_ascii_digit());
+    match (kind, stem.split_once('-')) {
+        (WHOLE, None) if digits(stem, 10) => Some((stem.parse().ok()?, 0)),
+        (PART, Some((generation, number))) if digits(generation, 10) && digits(number, 4) => {
+            Some((generation.parse().ok()?, number.parse().ok().filter(|number| *number > 0)?))
+        }
+        _ => None,
+    }
+}
+
+/// Whether an increment is of the same devices, which may have grown.
+fn same_devices(before: &Contents, after: &Contents) -> bool {
+    before.bases == after.bases
+        && before.devices.len() == after.devices.len()
+        && before.devices.iter().zip(&after.devices).all(|(before, after)| {
+            (&before.name, before.kind, before.base) == (&after.name, after.kind, after.base)
+                && before.size <= after.size
+        })
+}
+
+/// When the devices had this content.
+pub fn when(kept: &KeptRecord) -> SystemTime {
+    let since =
+        Duration::from_secs(kept.seconds.get()).saturating_add(Duration::from_nanos(kept.nanos.get().into()));
+    UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
+}

@@ -1,0 +1,184 @@
+//! A file of kept devices: what is in it, without the data; and the data of a page when it is
+//! wanted.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::index::Entry;
+use crate::codec::{Algorithm, Dictionary};
+use crate::save::format::{KeptRecord, block_sum, form};
+use crate::save::known::{Known, Refused};
+use crate::save::reader::{BlockPlace, Node, Reader, Skimmed};
+use crate::save::{BaseIdentity, RestoreError};
+use freestone_core::device::Error;
+use freestone_core::log_limit::LogLimit;
+use freestone_core::sync::{AtomicU32, Ordering};
+
+/// An algorithm as a file has it.
+pub struct Learned {
+    pub algorithm: Algorithm,
+    pub level: i32,
+    pub trained: bool,
+    pub dictionary: Option<Dictionary>,
+}
+
+/// A file of which all is known but the data.
+pub struct Scanned {
+    pub kept: KeptRecord,
+    pub bases: Vec<BaseIdentity>,
+    pub nodes: Arc<[Node]>,
+    pub algorithms: Vec<Learned>,
+    /// By node.
+    pub entries: Vec<Vec<Entry>>,
+    pub blocks: Blocks,
+}
+
+/// The blocks of a file, of which the data is not trusted before it was seen to be right.
+pub struct Blocks {
+    file: File,
+    path: PathBuf,
+    salt: u64,
+    pub bytes: u64,
+    blocks: Vec<BlockOf>,
+    lines: LogLimit<()>,
+}
+
+struct BlockOf {
+    place: BlockPlace,
+    node: u32,
+    /// One of [`UNKNOWN`], [`RIGHT`], [`DAMAGED`].
+    state: AtomicU32,
+}
+
+const UNKNOWN: u32 = 0;
+const RIGHT: u32 = 1;
+const DAMAGED: u32 = 2;
+
+/// Reads all of a file but the data. `number` is the file's in its chain.
+///
+/// # Errors
+/// As [`inspect`](crate::save::inspect); records that are not right. No file of kept devices.
+pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
+    let mut reader = Reader::open_any(path)?;
+    let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path.to_owned())) };
+    let mut entries: Vec<Vec<Entry>> = reader.nodes.iter().map(|_| Vec::new()).collect();
+    let (mut algorithms, mut blocks, mut passed) = (Vec::new(), Vec::new(), 0_u32);
+    loop {
+        let at = reader.at();
+        match reader.skim()? {
+            None => break,
+            Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }) => {
+                let dictionary = Known::dictionary(dictionary).map_err(|refused| told(path, at, refused))?;
+                algorithms.push(Learned { algorithm, level, trained, dictionary });
+            }
+            Some(Skimmed::Pages { node, place, records }) => {
+                let mut data = 0;
+                let of_node = &mut entries[node as usize];
+                for record in records {
+                    of_node.push(Entry::new(record, number, passed, data));
+                    data += if form::is_run(record.form) { 0 } else { u32::from(record.len.get()) };
+                }
+                blocks.push(BlockOf { place, node, state: AtomicU32::new(UNKNOWN) });
+                passed += 1;
+            }
+        }
+    }
+    let (bases, nodes) = (std::mem::take(&mut reader.bases), Arc::clone(&reader.nodes));
+    let (salt, bytes) = (reader.salt, reader.end.file_bytes);
+    let (file, path) = (reader.into_file(), path.to_owned());
+    let blocks = Blocks { file, path, salt, bytes, blocks, lines: LogLimit::default() };
+    Ok(Scanned { kept, bases, nodes, algorithms, entries, blocks })
+}
+
+/// What of a file was refused, at byte `at`.
+pub fn told(path: &Path, at: u64, refused: Refused) -> RestoreError {
+    match refused {
+        Refused::Damaged(what) => RestoreError::Damaged { path: path.to_owned(), at, what },
+        Refused::Other(error) => error,
+    }
+}
+
+impl Blocks {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whose pages a block has.
+    pub fn node(&self, block: u32) -> u32 {
+        self.blocks[block as usize].node
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads a whole block, and sees whether it is right.
+    ///
+    /// # Errors
+    /// [`Error::Media`]: it is not, or cannot be read.
+    pub fn load(&self, block: u32, into: &mut Vec<u8>) -> Result<(), Error> {
+        let BlockOf { place, state, .. } = &self.blocks[block as usize];
+        into.resize(place.bytes as usize, 0);
+        if let Err(error) = self.file.read_exact_at(into, place.at) {
+            self.tell(place.at, &error);
+            return Err(Error::Media);
+        }
+        let sum = block_sum(into, self.salt).to_le_bytes();
+        let right = into[..sum.len()] == sum;
+        // Relaxed: what it says is of what the caller has read, or reads from a file that does not
+        // change.
+        state.store(if right { RIGHT } else { DAMAGED }, Ordering::Relaxed);
+        if !right {
+            self.tell(place.at, &"a block's checksum is wrong");
+            return Err(Error::Media);
+        }
+        Ok(())
+    }
+
+    /// The data of an entry in a block that was [loaded](Self::load).
+    pub fn data<'a>(&self, entry: &Entry, loaded: &'a [u8]) -> Result<&'a [u8], Error> {
+        let place = self.blocks[entry.block as usize].place;
+        let (at, len) = entry.data(place);
+        let from = (at - place.at) as usize;
+        loaded.get(from..from + len).ok_or(Error::Media)
+    }
+
+    /// Reads the data of one entry; its block is seen to be right before anything of it is used.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn read(&self, entry: &Entry, into: &mut Vec<u8>) -> Result<(), Error> {
+        let BlockOf { place, state, .. } = &self.blocks[entry.block as usize];
+        // Relaxed: as in `load`.
+        match state.load(Ordering::Relaxed) {
+            DAMAGED => return Err(Error::Media),
+            RIGHT => {}
+            _ => {
+                let mut block = Vec::new();
+                self.load(entry.block, &mut block)?;
+                into.clear();
+                into.extend_from_slice(self.data(entry, &block)?);
+                return Ok(());
+            }
+        }
+        let (at, len) = entry.data(*place);
+        into.resize(len, 0);
+        self.file.read_exact_at(into, at).map_err(|error| {
+            self.tell(place.at, &error);
+            Error::Media
+        })
+    }
+
+    #[cold]
+    fn tell(&self, at: u64, why: &dyn std::fmt::Display) {
+        if let Some(held_back) = self.lines.line(()) {
+            tracing::error!(
+                "{}, at byte {at}: {why}; the pages that lie there are lost{held_back}",
+                self.path.display()
+            );
+        }
+    }
+}

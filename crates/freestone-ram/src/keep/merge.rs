@@ -1,0 +1,121 @@
+//! A chain becomes one whole file, from the files alone.
+//!
+//! Of each page the newest record is copied as it is. In memory are the index, 24 bytes a record of
+//! the files (twice that for a moment), and one block of each file.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
+
+use super::KeepError;
+use super::file::{Blocks, Scanned, scan};
+use super::index::Entry;
+use super::restore::Whole;
+use crate::save::format::{KeptRecord, NodeRecord, Over, algorithm_id};
+use crate::save::reader::Node;
+use crate::save::writer::{Contents, Known, Writer};
+use crate::save::{RestoreError, SaveError, Saved};
+
+/// Entries that are copied between two looks whether it was cancelled.
+const TURN_ENTRIES: usize = 256;
+
+/// The block of a file that was read last.
+#[derive(Default)]
+struct Loaded {
+    block: Option<u32>,
+    bytes: Vec<u8>,
+}
+
+impl Loaded {
+    fn data<'a>(&'a mut self, blocks: &Blocks, entry: &Entry) -> Result<&'a [u8], RestoreError> {
+        let damaged = || RestoreError::Damaged {
+            path: blocks.path().to_owned(),
+            at: 0,
+            what: "a block is damaged, so its pages cannot be merged",
+        };
+        if self.block != Some(entry.block) {
+            self.block = None;
+            blocks.load(entry.block, &mut self.bytes).map_err(|_| damaged())?;
+            self.block = Some(entry.block);
+        }
+        blocks.data(entry, &self.bytes).map_err(|_| damaged())
+    }
+}
+
+/// Writes what all files of a chain say together, as the whole file of a new generation.
+pub fn merge(
+    paths: impl Iterator<Item = std::path::PathBuf>,
+    mut writer: Writer<'_>,
+    generation: u64,
+    cancelled: &dyn Fn() -> bool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Saved, KeepError> {
+    let files: Result<Vec<Scanned>, _> =
+        paths.enumerate().map(|(number, path)| scan(&path, number)).collect();
+    let files = files?;
+    let all: u64 = files.iter().map(|file| file.blocks.bytes).sum();
+    let Some(newest) = files.last().map(|file| file.kept) else {
+        return Err(SaveError::Nothing.into());
+    };
+    let Some(whole) = Whole::new(files) else { return Err(SaveError::Nothing.into()) };
+    let kept =
+        KeptRecord { generation: U64::new(generation), number: U32::ZERO, continues: U64::ZERO, ..newest };
+    let nodes: Arc<[Node]> = Arc::clone(&whole.nodes);
+    writer.contents(&Contents {
+        kept: Some(kept),
+        bases: &whole.bases,
+        nodes: nodes.iter().map(node_record).collect(),
+        names: nodes.iter().filter_map(|node| node.name.as_deref()).collect(),
+    })?;
+    let mut numbers: HashMap<(usize, u8), u8> = HashMap::new();
+    for (number, file) in whole.files.iter().enumerate() {
+        for (algorithm, learned) in (0_u8..).zip(&file.algorithms) {
+            let known = Known {
+                id: algorithm_id(learned.algorithm),
+                level: learned.level,
+                trained: learned.trained,
+                dictionary: learned.dictionary.clone(),
+            };
+            numbers.insert((number, algorithm), writer.algorithm(known)?);
+        }
+    }
+    let mut loaded: Vec<Loaded> = whole.files.iter().map(|_| Loaded::default()).collect();
+    let mut done = 0;
+    for (node, entries) in whole.entries.iter().enumerate() {
+        let may_be_below = matches!(nodes[node].over, Over::After(_));
+        for (at, entry) in entries.iter().enumerate() {
+            if at % TURN_ENTRIES == 0 {
+                if cancelled() {
+                    return Err(SaveError::Cancelled.into());
+                }
+                progress(done, all);
+            }
+            if entry.is_below() && !may_be_below {
+                continue;
+            }
+            let file = entry.file();
+            let data = loaded[file].data(&whole.files[file].blocks, entry)?;
+            let algorithm = entry.algorithm().and_then(|own| numbers.get(&(file, own)).copied());
+            writer.record(node as u32, entry.record(algorithm.unwrap_or_default()), data)?;
+            done += data.len() as u64 + 16;
+        }
+        writer.end_of_node()?;
+    }
+    Ok(writer.finish()?)
+}
+
+fn node_record(node: &Node) -> NodeRecord {
+    let (over, below) = node.over.fields();
+    NodeRecord {
+        size: U64::new(node.size),
+        below: U32::new(below),
+        over,
+        snapshot: node.snapshot.into(),
+        name_bytes: U16::new(node.name.as_ref().map_or(0, String::len) as u16),
+        algorithm: algorithm_id(node.algorithm),
+        reserved: [0; 3],
+        level: I32::new(node.level),
+        reserved2: U64::ZERO,
+    }
+}

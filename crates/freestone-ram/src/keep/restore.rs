@@ -1,0 +1,288 @@
+//! Devices are made at once, and their pages stay in the files until they are loaded.
+//!
+//! Of snapshots of one origin each holds only what differs from the one after it. Those pages are
+//! loaded before anybody gets the devices: an origin's writers would not know that a snapshot needs
+//! what is still in a file. All other pages, which the origin and all of its snapshots have in
+//! common, and what the origin has beside them, can stay.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::file::{Scanned, told};
+use super::index::{Entry, divide, join, overlay};
+use super::load::{Loading, Stage};
+use super::source::{Index, Part};
+use crate::ram::{Family, ForkConfig, Incoming, Lower, Ram};
+use crate::save::format::Over;
+use crate::save::known::Known;
+use crate::save::reader::Node;
+use crate::save::restore::{Base, find_bases};
+use crate::save::{BaseIdentity, RestoreError};
+use freestone_core::device::{Blocking as _, Device as _, Error, Flags};
+use freestone_core::{PAGE_BYTES, device};
+
+/// What the files of a chain say together.
+pub struct Whole {
+    pub bases: Vec<BaseIdentity>,
+    /// As the newest file has them.
+    pub nodes: Arc<[Node]>,
+    /// By node.
+    pub entries: Vec<Vec<Entry>>,
+    /// By file.
+    pub files: Vec<Scanned>,
+}
+
+impl Whole {
+    /// Of files from the whole one to the newest increment.
+    pub fn new(mut files: Vec<Scanned>) -> Option<Self> {
+        let mut entries: Vec<Vec<Entry>> = Vec::new();
+        for file in &mut files {
+            let newer = std::mem::take(&mut file.entries);
+            entries.resize_with(newer.len(), Vec::new);
+            for (older, newer) in entries.iter_mut().zip(newer) {
+                *older = overlay(std::mem::take(older), newer);
+            }
+        }
+        let newest = files.last()?;
+        Some(Self { bases: newest.bases.clone(), nodes: Arc::clone(&newest.nodes), entries, files })
+    }
+}
+
+/// What was restored.
+pub struct Made {
+    /// By node, all that were in the files.
+    pub devices: Vec<Ram>,
+    pub loading: Loading,
+}
+
+/// Makes the devices.
+///
+/// # Errors
+/// As [`restore`](crate::save::restore), but for pages that stay in the files.
+pub fn make(
+    mut whole: Whole,
+    family: &Family,
+    bases: &[Base],
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Made, RestoreError> {
+    let bases = find_bases((&whole.bases, &whole.nodes), bases, &mut || cancelled())?;
+    // Of another family it is one device, whatever lies over it.
+    let bases = bases.into_iter().map(|base| match base {
+        Base::Snapshot(ram) if !family.has(&ram) || !ram.is_snapshot() => Base::Device(Arc::new(ram)),
+        base => base,
+    });
+    let bases = bases.collect();
+    let mut parts = Vec::new();
+    for Scanned { algorithms, blocks, .. } in whole.files {
+        let known = algorithms.into_iter().map(|learned| {
+            let super::file::Learned { algorithm, level, trained, dictionary } = learned;
+            let known = Known::new(family, algorithm, level, trained, dictionary);
+            known.map_err(|refused| told(blocks.path(), 0, refused))
+        });
+        parts.push(Part { algorithms: known.collect::<Result<_, _>>()?, blocks });
+    }
+    let mut maker = Maker {
+        family,
+        nodes: &whole.nodes,
+        bases,
+        parts: parts.into(),
+        made: whole.nodes.iter().map(|_| None).collect(),
+        stages: Vec::new(),
+        by_node: vec![None; whole.nodes.len()],
+        cancelled,
+    };
+    for chain in chains(&whole.nodes) {
+        maker.chain(&chain, &mut whole.entries)?;
+    }
+    let devices = maker.made.into_iter().flatten().collect();
+    Ok(Made { devices, loading: Loading::new(maker.parts, maker.stages, maker.by_node) })
+}
+
+/// The nodes, by chain; each chain comes after what it lies over.
+fn chains(nodes: &[Node]) -> Vec<Vec<usize>> {
+    let mut chains: Vec<Vec<usize>> = Vec::new();
+    let mut by_last: HashMap<usize, usize> = HashMap::new();
+    for (number, node) in nodes.iter().enumerate() {
+        let chain = match node.over {
+            Over::After(before) => by_last.remove(&(before as usize)),
+            _ => None,
+        };
+        let chain = chain.unwrap_or_else(|| {
+            chains.push(Vec::new());
+            chains.len() - 1
+        });
+        chains[chain].push(number);
+        by_last.insert(number, chain);
+    }
+    // A chain is needed by none that has only nodes before its last one: but one may lie over its
+    // last one and have begun before that.
+    chains.sort_by_key(|chain| nodes_below(nodes, chain[0]));
+    chains
+}
+
+/// How many nodes lie below one another.
+fn nodes_below(nodes: &[Node], number: usize) -> usize {
+    let mut over = nodes[number].over;
+    let mut depth = 0;
+    while let Over::Node(below) | Over::After(below) = over {
+        depth += usize::from(matches!(over, Over::Node(_)));
+        over = nodes[below as usize].over;
+    }
+    depth
+}
+
+struct Maker<'a> {
+    family: &'a Family,
+    nodes: &'a [Node],
+    bases: Vec<Base>,
+    parts: Arc<[Part]>,
+    made: Vec<Option<Ram>>,
+    stages: Vec<Stage>,
+    by_node: Vec<Option<usize>>,
+    cancelled: &'a dyn Fn() -> bool,
+}
+
+impl Maker<'_> {
+    /// Makes the devices of a chain.
+    fn chain(&mut self, chain: &[usize], entries: &mut [Vec<Entry>]) -> Result<(), RestoreError> {
+        let (Some(&first), Some(&last)) = (chain.first(), chain.last()) else { return Ok(()) };
+        let without_below = |entries: Vec<Entry>| -> Vec<Entry> {
+            entries.into_iter().filter(|entry| !entry.is_below()).collect()
+        };
+        // By node of the chain: what is put before anybody has the devices.
+        let mut put: Vec<Vec<Entry>> = Vec::new();
+        let index = if first == last {
+            put.push(Vec::new());
+            without_below(std::mem::take(&mut entries[first]))
+        } else {
+            let of = |number: usize| entries[number].clone();
+            let changed = chain[1..].iter().fold(Vec::new(), |all, &number| overlay(all, of(number)));
+            let oldest = without_below(of(first));
+            let (eager, common) = divide(&oldest, &changed);
+            // A snapshot that has nothing at a page is told that it lies below, and would find there
+            // what is the origin's: such pages of the origin cannot stay.
+            let mut known = eager.clone();
+            for &number in &chain[1..chain.len() - 1] {
+                let below: Vec<Entry> = of(number).into_iter().filter(Entry::is_below).collect();
+                known = divide(&known, &below).1;
+            }
+            let (stays, other) = divide(&without_below(of(last)), &known);
+            put.push(eager);
+            put.extend(chain[1..chain.len() - 1].iter().map(|&number| of(number)));
+            let gone = of(last).into_iter().filter(Entry::is_below).collect();
+            put.push(join(other, gone));
+            // Their pages in the snapshots leave the origin, as when it is written.
+            join(common, stays)
+        };
+        let stays: Vec<Entry> = match put.first() {
+            Some(eager) => divide(&index, eager).0,
+            None => Vec::new(),
+        };
+        let size = self.nodes[last].size;
+        let index = Arc::new(Index { entries: index, parts: Arc::clone(&self.parts), size });
+        let live = self.live(chain, &index)?;
+        // Pages that are put are read with the size that the device has in the end.
+        for (&number, entries) in chain.iter().zip(&put) {
+            let node = &self.nodes[number];
+            let failed = |error| RestoreError::Setup { device: node.label(), error };
+            if number != first {
+                live.grow(node.size).map_err(failed)?;
+            }
+            self.put(&live, number, &index, entries)?;
+            if number == last && first != last {
+                for entry in &stays {
+                    for page in entry.page()..entry.end() {
+                        live.put(page, Incoming::Parent).map_err(|error| store_error(node, page, error))?;
+                    }
+                }
+            }
+            self.made[number] =
+                Some(if node.snapshot { live.snapshot().map_err(failed)? } else { live.clone() });
+        }
+        Ok(())
+    }
+
+    /// The live device of a chain, with the size of its first node.
+    fn live(&mut self, chain: &[usize], index: &Arc<Index>) -> Result<Ram, RestoreError> {
+        let node = &self.nodes[chain[0]];
+        let failed = |error| RestoreError::Setup { device: node.label(), error };
+        let below = match node.over {
+            Over::Nothing => Lower::Nothing,
+            Over::Node(below) | Over::After(below) => match &self.made[below as usize] {
+                Some(ram) => Lower::Snapshot(ram.clone()),
+                None => unreachable!("chains come after what they lie over"),
+            },
+            Over::Base(base) => match &self.bases[base as usize] {
+                Base::Snapshot(ram) => Lower::Snapshot(ram.clone()),
+                Base::Device(device) => Lower::Device(Arc::clone(device)),
+            },
+        };
+        if index.entries.is_empty() {
+            let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
+            let made = match below {
+                Lower::Nothing => self.family.ram(node.size),
+                Lower::Device(device) => self.family.fork(device, &config),
+                Lower::Snapshot(ram) => ram.fork(&config),
+            };
+            return made.map_err(failed);
+        }
+        let source = Arc::clone(index) as Arc<dyn crate::ram::Source>;
+        let (ram, loader) = self.family.staged(node.size, below, source).map_err(failed)?;
+        for &number in chain {
+            self.by_node[number] = Some(self.stages.len());
+        }
+        self.stages.push(Stage { loader, index: Arc::clone(index), failed: false });
+        Ok(ram)
+    }
+
+    /// Puts pages into a device that nobody uses yet.
+    fn put(
+        &self,
+        ram: &Ram,
+        number: usize,
+        index: &Arc<Index>,
+        entries: &[Entry],
+    ) -> Result<(), RestoreError> {
+        let node = &self.nodes[number];
+        let (mut loaded, mut block) = (None, Vec::new());
+        for entry in entries {
+            if (self.cancelled)() {
+                return Err(RestoreError::Cancelled);
+            }
+            let blocks = &self.parts[entry.file()].blocks;
+            if loaded.replace((entry.file(), entry.block)) != Some((entry.file(), entry.block)) {
+                blocks.load(entry.block, &mut block).map_err(|_| RestoreError::Damaged {
+                    path: blocks.path().to_owned(),
+                    at: 0,
+                    what: "a block of a snapshot's pages is damaged",
+                })?;
+            }
+            for page in entry.page()..entry.end() {
+                let data = blocks.data(entry, &block);
+                let stored = data.and_then(|data| {
+                    index.unpack(page, entry, data, |incoming| put_or_write(ram, page, incoming))
+                });
+                stored.map_err(|error| store_error(node, page, error))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Puts a page in; where there is no room, as any write it waits until others have left memory.
+fn put_or_write(ram: &Ram, page: u64, incoming: Incoming<'_>) -> device::Result<()> {
+    match ram.put(page, incoming) {
+        Err(Error::NoSpace) if ram.can_spill() => {
+            let mut content = [0; PAGE_BYTES];
+            ram.content(incoming, &mut content)?;
+            let at = page * PAGE_BYTES as u64;
+            let bytes = (ram.geometry().size - at).min(PAGE_BYTES as u64) as usize;
+            ram.write_at(at, &content[..bytes], Flags::empty())
+        }
+        put => put,
+    }
+}
+
+fn store_error(node: &Node, page: u64, error: Error) -> RestoreError {
+    RestoreError::Store { device: node.label(), page, error }
+}

@@ -1,0 +1,304 @@
+//! Saving: all of it, or what changed since the last save.
+
+use std::sync::{Arc, Weak};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use zerocopy::byteorder::little_endian::{U32, U64};
+
+use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError, WeakRam};
+use crate::save::format::{KeptRecord, Over};
+use crate::save::plan::Plan;
+use crate::save::writer::{Contents, PageWriter, Writer};
+use crate::save::{BaseIdentity, SaveError, Saved, write_pages};
+use freestone_core::consistency_group::{self, NotInTime};
+use freestone_core::device::Device;
+use freestone_core::slot::LEAF_SLOTS;
+use freestone_core::slot::chain::Dirty;
+
+/// Most pages that are looked at at a time: as many as a leaf has.
+const TURN_PAGES: usize = LEAF_SLOTS as usize;
+
+/// What the newest save holds, as far as the next one has to know.
+pub struct Last {
+    nodes: Vec<LastNode>,
+    bases: Vec<(Weak<dyn Device>, BaseIdentity)>,
+}
+
+struct LastNode {
+    name: Option<String>,
+    snapshot: bool,
+    over: Over,
+    device: WeakRam,
+    /// Bytes.
+    size: u64,
+    /// Where it is noted what changed since, of a live one.
+    dirty: Option<Arc<Dirty>>,
+}
+
+/// Devices at one moment.
+pub struct Moment {
+    pub plan: Plan,
+    /// The live devices that are saved, in the order of the names.
+    lives: Vec<Live>,
+    pub when: SystemTime,
+}
+
+struct Live {
+    name: String,
+    ram: Ram,
+    /// Where it was noted what changed until then, and from then on.
+    before: Option<Arc<Dirty>>,
+    after: Arc<Dirty>,
+}
+
+impl Moment {
+    /// Takes snapshots of all live ones among these at one moment, from which on changes are noted
+    /// anew.
+    pub fn new(devices: &[(&str, &Ram)]) -> Result<Self, SaveError> {
+        // So that the next save finds the same order.
+        let mut devices = devices.to_vec();
+        devices.sort_unstable_by_key(|(name, _)| *name);
+        let setup = |name: &str| {
+            let device = name.to_owned();
+            move |error| SaveError::Setup { device, error }
+        };
+        let (mut pending, mut lives): (Vec<PendingSnapshot>, Vec<Live>) = (Vec::new(), Vec::new());
+        for (name, ram) in devices.iter().filter(|(_, ram)| !ram.is_snapshot()) {
+            let (after, mut snapshot) =
+                (Arc::new(Dirty::new()), ram.prepare_snapshot().map_err(setup(name))?);
+            snapshot.note_changes(Arc::clone(&after));
+            pending.push(snapshot);
+            lives.push(Live { name: (*name).to_owned(), ram: (*ram).clone(), before: None, after });
+        }
+        let mut together: Vec<&mut dyn consistency_group::Pending> =
+            pending.iter_mut().map(|pending| pending as &mut dyn consistency_group::Pending).collect();
+        consistency_group::take(&mut together)
+            .map_err(|late| setup(&lives[late.at].name)(SetupError::NotInTime(NotInTime)))?;
+        let when = SystemTime::now();
+        let mut frozen: Vec<_> =
+            devices.iter().map(|(name, ram)| ((*name).to_owned(), (*ram).clone(), false)).collect();
+        let places = frozen.iter_mut().filter(|(_, ram, _)| !ram.is_snapshot());
+        for ((place, live), mut pending) in places.zip(&mut lives).zip(pending) {
+            live.before = pending.noted();
+            (place.1, place.2) = (pending.into_snapshot(), true);
+        }
+        let mut moment = Self { plan: Plan::default(), lives, when };
+        match Plan::new(frozen) {
+            Ok(plan) => moment.plan = plan,
+            Err(error) => {
+                moment.put_back();
+                return Err(error);
+            }
+        }
+        Ok(moment)
+    }
+
+    /// It was not saved: what changed before it has still to be.
+    pub fn put_back(&self) {
+        for live in &self.lives {
+            match &live.before {
+                Some(before) => live.after.put_back(before),
+                None => live.after.put_back(&Dirty::everything()),
+            }
+        }
+    }
+
+    fn live(&self, name: Option<&String>) -> Option<&Live> {
+        let at = self.lives.binary_search_by_key(&name?, |live| &live.name).ok()?;
+        Some(&self.lives[at])
+    }
+
+    /// By node: what changed since `last`, of live ones; `None`: an increment cannot say that.
+    pub fn changes(&self, last: &Last) -> Option<Vec<Option<&Dirty>>> {
+        let bases = self.plan.bases.iter().map(|base| &base.device);
+        let same_bases = last.bases.len() == bases.len()
+            && bases
+                .zip(&last.bases)
+                .all(|(base, (last, _))| std::ptr::addr_eq(Arc::as_ptr(base), last.as_ptr()));
+        if last.nodes.len() != self.plan.nodes.len() || !same_bases {
+            return None;
+        }
+        let nodes = self.plan.nodes.iter().zip(&last.nodes);
+        nodes
+            .map(|(node, last)| {
+                let same = (&node.name, node.snapshot, node.over) == (&last.name, last.snapshot, last.over);
+                if node.snapshot {
+                    return (same && last.device.is(&node.ram)).then_some(None);
+                }
+                let live = self.live(node.name.as_ref()).filter(|live| same && last.device.is(&live.ram))?;
+                let (before, expected) = (live.before.as_ref()?, last.dirty.as_ref()?);
+                let can_say = Arc::ptr_eq(before, expected) && !before.is_everything();
+                can_say.then_some(Some(&**before))
+            })
+            .collect()
+    }
+
+    /// Whether nothing changed.
+    pub fn is_as(&self, last: &Last, changes: &[Option<&Dirty>]) -> bool {
+        let sizes = self.plan.nodes.iter().zip(&last.nodes);
+        changes.iter().flatten().all(|dirty| dirty.next(0).is_none())
+            && sizes.into_iter().all(|(node, last)| node.ram.geometry().size == last.size)
+    }
+
+    /// What the next save has to know, when this one is done.
+    pub fn into_last(self, bases: Vec<BaseIdentity>) -> Last {
+        let nodes = self.plan.nodes.iter().map(|node| {
+            let live = if node.snapshot { None } else { self.live(node.name.as_ref()) };
+            LastNode {
+                name: node.name.clone(),
+                snapshot: node.snapshot,
+                over: node.over,
+                device: live.map_or(&node.ram, |live| &live.ram).downgrade(),
+                size: node.ram.geometry().size,
+                dirty: live.map(|live| Arc::clone(&live.after)),
+            }
+        });
+        let devices = self.plan.bases.iter().map(|base| Arc::downgrade(&base.device));
+        Last { nodes: nodes.collect(), bases: devices.zip(bases).collect() }
+    }
+
+    /// Writes all of it.
+    pub fn write_whole(
+        &self,
+        mut writer: Writer<'_>,
+        (kept, bases): (KeptRecord, &[BaseIdentity]),
+        cancelled: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Saved, SaveError> {
+        writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
+        let mut writer = PageWriter::new(writer, &self.plan)?;
+        write_pages(&self.plan, &mut writer, cancelled, progress)?;
+        writer.to.finish()
+    }
+
+    /// Writes what changed. `progress` is given bytes of pages.
+    pub fn write_changes(
+        &self,
+        mut writer: Writer<'_>,
+        (kept, bases): (KeptRecord, &[BaseIdentity]),
+        changes: &[Option<&Dirty>],
+        cancelled: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Saved, SaveError> {
+        writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
+        let mut writer = PageWriter::new(writer, &self.plan)?;
+        let page_bytes = freestone_core::PAGE_BYTES as u64;
+        let all = changes.iter().flatten().map(|dirty| dirty.pages()).sum::<u64>() * page_bytes;
+        let (mut done, mut pages) = (0, Gathered::default());
+        for (number, (node, dirty)) in self.plan.nodes.iter().zip(changes).enumerate() {
+            let Some(dirty) = dirty else { continue };
+            let mut next = dirty.next(0);
+            while let Some(first) = next {
+                if cancelled() {
+                    return Err(SaveError::Cancelled);
+                }
+                let changed = std::iter::successors(Some(first), |page| dirty.next(page + 1));
+                let turn: Vec<u64> = changed.take(TURN_PAGES).collect();
+                next = turn.last().and_then(|last| dirty.next(last + 1));
+                done += turn.len() as u64 * page_bytes;
+                node.ram.copy_changed(turn, &mut pages).map_err(|(page, error)| SaveError::Page {
+                    device: node.label.clone(),
+                    page,
+                    error,
+                })?;
+                for (page, stored, bytes) in pages.iter() {
+                    writer.page(number as u32, page, stored, bytes)?;
+                }
+                progress(done.min(all), all);
+            }
+            writer.to.end_of_node()?;
+        }
+        writer.to.finish()
+    }
+
+    /// The place of a file with this content.
+    pub fn record(&self, generation: u64, number: u32, continues: u64) -> KeptRecord {
+        let since = self.when.duration_since(UNIX_EPOCH).unwrap_or_default();
+        KeptRecord {
+            generation: U64::new(generation),
+            number: U32::new(number),
+            reserved: U32::ZERO,
+            continues: U64::new(continues),
+            seconds: U64::new(since.as_secs()),
+            nanos: U32::new(since.subsec_nanos()),
+            reserved2: [0; 12],
+        }
+    }
+}
+
+impl Last {
+    /// Of devices that were just restored, and whose changes are noted from now on. They come by
+    /// node, with names and what they are.
+    pub fn of_restored(
+        nodes: &[crate::save::reader::Node],
+        devices: &[Ram],
+        identities: Vec<BaseIdentity>,
+        bases: &[Arc<dyn Device>],
+    ) -> Self {
+        let of_node = |(node, ram): (&crate::save::reader::Node, &Ram)| {
+            let dirty = (!node.snapshot).then(|| Arc::new(Dirty::new()));
+            if let Some(dirty) = &dirty {
+                ram.note_changes(Some(Arc::clone(dirty)));
+            }
+            LastNode {
+                name: node.name.clone(),
+                snapshot: node.snapshot,
+                over: node.over,
+                device: ram.downgrade(),
+                size: node.size,
+                dirty,
+            }
+        };
+        let bases = bases.iter().map(Arc::downgrade).zip(identities).collect();
+        Self { nodes: nodes.iter().zip(devices).map(of_node).collect(), bases }
+    }
+
+    /// What its bases are known by.
+    pub fn identities(&self) -> Vec<BaseIdentity> {
+        self.bases.iter().map(|(_, identity)| *identity).collect()
+    }
+
+    /// Whether the next save of these devices can be an increment, and then how many pages it has,
+    /// as far as that can be said without holding writers up.
+    pub fn about(&self, devices: &[(&str, &Ram)]) -> Option<u64> {
+        let named = self.nodes.iter().filter(|node| node.name.is_some());
+        if named.clone().count() != devices.len() {
+            return None;
+        }
+        named
+            .map(|node| {
+                let (_, ram) = devices.iter().find(|(name, _)| node.name.as_deref() == Some(*name))?;
+                if !node.device.is(ram) || node.snapshot != ram.is_snapshot() {
+                    return None;
+                }
+                let Some(expected) = &node.dirty else { return Some(0) };
+                let dirty =
+                    ram.dirty().filter(|dirty| Arc::ptr_eq(dirty, expected) && !dirty.is_everything())?;
+                Some(dirty.pages())
+            })
+            .sum()
+    }
+
+    /// A save failed, and what it would have had was put back: it is noted there from now on.
+    pub fn goes_on(&mut self, failed: &Moment) {
+        for node in &mut self.nodes {
+            let live = failed.live(node.name.as_ref()).filter(|live| node.device.is(&live.ram));
+            if let (Some(dirty), Some(Live { before: Some(before), after, .. })) = (&mut node.dirty, live)
+                && Arc::ptr_eq(dirty, before)
+            {
+                *dirty = Arc::clone(after);
+            }
+        }
+    }
+
+    /// Nothing is noted any more.
+    pub fn end(&self) {
+        for node in &self.nodes {
+            if let (Some(dirty), Some(ram)) = (&node.dirty, node.device.get())
+                && ram.dirty().is_some_and(|present| Arc::ptr_eq(&present, dirty) || present.is_everything())
+            {
+                ram.note_changes(None);
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Pages of a device that are still in files, for the device.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use super::file::Blocks;
+use super::index::{Entry, find};
+use crate::codec;
+use crate::ram::{Incoming, Source};
+use crate::save::known::{self, Known, Refused};
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{Error, Result};
+
+/// A file of a chain, and what reads its objects.
+pub struct Part {
+    pub blocks: Blocks,
+    pub algorithms: Vec<Known>,
+}
+
+/// See the module.
+pub struct Index {
+    pub entries: Vec<Entry>,
+    pub parts: Arc<[Part]>,
+    /// The device's, in bytes.
+    pub size: u64,
+}
+
+thread_local! {
+    /// What is read of a file for one page.
+    static OBJECT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Index {
+    /// Hands a page of an entry, of which this is the data, to `take`, as it is stored.
+    pub fn unpack<R>(
+        &self,
+        page: u64,
+        entry: &Entry,
+        data: &[u8],
+        take: impl FnOnce(Incoming<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let form = entry.page_of(data).ok_or(Error::Media)?;
+        let bytes = self.size.saturating_sub(page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
+        let mut content: codec::Page = [0; PAGE_BYTES];
+        let algorithms = &self.parts[entry.file()].algorithms;
+        match known::incoming(algorithms, &form, bytes, &mut content, false) {
+            Ok(incoming) => take(incoming),
+            Err(Refused::Damaged(what)) => {
+                tracing::error!("{}: page {page}: {what}", self.parts[entry.file()].blocks.path().display());
+                Err(Error::Media)
+            }
+            Err(Refused::Other(_)) => Err(Error::NoMemory),
+        }
+    }
+}
+
+impl Source for Index {
+    fn run(&self, page: u64, end: u64) -> (u64, bool) {
+        match find(&self.entries, page) {
+            Ok(entry) => {
+                // Neighbours are read together.
+                let behind = self.entries.partition_point(|other| other.page() <= entry.page());
+                let mut to = entry.end();
+                for next in &self.entries[behind..] {
+                    if to >= end || next.page() != to {
+                        break;
+                    }
+                    to = next.end();
+                }
+                (to.min(end) - page, true)
+            }
+            Err(next) => (next.unwrap_or(u64::MAX).min(end) - page, false),
+        }
+    }
+
+    fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()> {
+        let entry = find(&self.entries, page).map_err(|_| Error::Media)?;
+        // Taken out: what `take` does may come here again.
+        let mut object = OBJECT.take();
+        let read = self.parts[entry.file()].blocks.read(entry, &mut object);
+        let taken = read.and_then(|()| self.unpack(page, entry, &object, take));
+        OBJECT.set(object);
+        taken
+    }
+}

@@ -1,0 +1,242 @@
+//! Files that are cut, damaged, or newer.
+
+use super::*;
+
+/// A directory with a whole file and two increments; and what was saved each time.
+fn three_saves(path: &Path) -> Vec<Vec<u8>> {
+    let ram = family().ram(MIB).unwrap();
+    let mut random = Random(11);
+    let mut keep = Keep::open(path).unwrap();
+    (0..3)
+        .map(|round| {
+            for page in (round..250).step_by(1 + 3 * round as usize) {
+                ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
+            }
+            save(&mut keep, &[("a", &ram)]);
+            content(&ram)
+        })
+        .collect()
+}
+
+/// What the directory shows: all pages, of which some may fail.
+fn shown(path: &Path, damaged: Damaged) -> Result<Vec<Option<Vec<u8>>>, KeepError> {
+    let family = family();
+    let mut keep = Keep::open_with(path, BaseCheck::default(), damaged)?;
+    let (devices, mut loading) = keep.restore(&family, &[], &never)?;
+    let ram = &devices[0].1;
+    let pages = || -> Vec<Option<Vec<u8>>> {
+        let page = |page: u64| {
+            let mut bytes = vec![0; PAGE_BYTES];
+            match ram.read_at(page * PAGE, &mut bytes) {
+                Ok(()) => Some(bytes),
+                Err(error) => {
+                    assert_eq!(error, Error::Media);
+                    None
+                }
+            }
+        };
+        (0..ram.geometry().size / PAGE).map(page).collect()
+    };
+    let before = pages();
+    let loaded = loading.run(&never, &mut |_, _| {});
+    let after = pages();
+    assert!(before == after, "loading changes nothing");
+    let failed = after.iter().filter(|page| page.is_none()).count() as u64;
+    assert_eq!(loaded, if failed == 0 { Loaded::All } else { Loaded::AllBut(failed) });
+    Ok(after)
+}
+
+fn is(pages: &[Option<Vec<u8>>], content: &[u8]) -> bool {
+    pages.iter().zip(content.chunks(PAGE_BYTES)).all(|(page, content)| page.as_deref() == Some(content))
+}
+
+fn write_all(path: &Path, files: &BTreeMap<String, Vec<u8>>) {
+    let _ = fs::remove_dir_all(path);
+    fs::create_dir(path).unwrap();
+    for (name, bytes) in files {
+        fs::write(path.join(name), bytes).unwrap();
+    }
+}
+
+/// Where blocks begin in a file.
+fn blocks(path: &Path) -> Vec<u64> {
+    let mut reader = saved::reader::Reader::open_any(path).unwrap();
+    let mut at = vec![reader.at()];
+    while reader.next().unwrap().is_some() {
+        at.push(reader.at());
+    }
+    at
+}
+
+#[test]
+fn a_save_that_was_cut_anywhere_leaves_the_one_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, other) = (dir.path().join("kept"), dir.path().join("cut"));
+    let contents = three_saves(&path);
+    let all = files(&path);
+    let names: Vec<_> = all.keys().cloned().collect();
+    assert_eq!(names, ["0000000001-0001.part", "0000000001-0002.part", "0000000001.whole"]);
+    assert!(is(&shown(&path, Damaged::Refuse).unwrap(), &contents[2]));
+    // As a file system would leave it that names what is not there yet.
+    for (name, present) in [(&names[1], 2), (&names[0], 1), (&names[2], 0)] {
+        let len = all[name].len() as u64;
+        let cuts = blocks(&path.join(name)).into_iter().chain([0, 1, 20, 64, 70, len - 80]);
+        for cut in cuts.flat_map(|at| [at, at + 1, at + 39, at + 41, at + 100]).filter(|&at| at < len) {
+            let mut left = all.clone();
+            left.get_mut(name).unwrap().truncate(cut as usize);
+            // What is named later is not there yet.
+            left.retain(|other, _| {
+                other == name || other.ends_with("whole") || (present == 2 && *other == names[0])
+            });
+            write_all(&other, &left);
+            match (present, shown(&other, Damaged::Refuse)) {
+                (0, shown) => assert!(matches!(shown, Err(KeepError::Read(_))), "{cut}"),
+                (_, Ok(pages)) => assert!(is(&pages, &contents[present - 1]), "{name} {cut}"),
+                // The header alone is not known to be of this chain.
+                (_, Err(error)) => assert!(matches!(error, KeepError::Read(_)) && cut < 64, "{cut}: {error}"),
+            }
+            if present > 0 {
+                let keep = Keep::open_with(&other, BaseCheck::default(), Damaged::LeaveOut).unwrap();
+                assert_eq!(keep.contents().unwrap().left_out, 1, "{name} {cut}");
+            }
+        }
+    }
+}
+
+/// At each step of what a save does with files a crash leaves a directory from which the old or
+/// the new content comes.
+#[test]
+fn a_crash_at_any_step_of_a_whole_save_or_a_merge_leaves_a_chain() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, other) = (dir.path().join("kept"), dir.path().join("crashed"));
+    let contents = three_saves(&path);
+    let before = files(&path);
+    let mut keep = Keep::open(&path).unwrap();
+    keep.merge(&never, &mut |_, _| {}).unwrap();
+    drop(keep);
+    let merged = files(&path);
+    let (name, bytes) = merged.iter().next().unwrap();
+    assert_eq!((merged.len(), &**name), (1, "0000000002.whole"));
+    // Unfinished under a name of its own; named; then the old ones go, newest first.
+    let mut steps = vec![before.clone()];
+    for cut in [0, 100, bytes.len() / 2, bytes.len()] {
+        let mut step = before.clone();
+        step.insert(".freestone-save-abc.tmp".into(), bytes[..cut].to_vec());
+        steps.push(step);
+    }
+    let mut step = before.clone();
+    step.insert(name.clone(), bytes.clone());
+    steps.push(step.clone());
+    for gone in ["0000000001-0002.part", "0000000001-0001.part", "0000000001.whole"] {
+        step.remove(gone);
+        steps.push(step.clone());
+    }
+    for (number, step) in steps.iter().enumerate() {
+        write_all(&other, step);
+        assert!(is(&shown(&other, Damaged::Refuse).unwrap(), &contents[2]), "step {number}");
+        let left = files(&other);
+        assert!(!left.keys().any(|name| name.ends_with("tmp")), "what was not finished is gone");
+        assert!(left.len() == 1 || left == before, "step {number}: and what was replaced");
+    }
+}
+
+#[test]
+fn a_bit_that_flips_anywhere_gives_an_error_and_never_other_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, other) = (dir.path().join("kept"), dir.path().join("flipped"));
+    let contents = three_saves(&path);
+    let all = files(&path);
+    let (mut refused, mut partly, mut cut) = (0, 0, 0);
+    for (name, bytes) in &all {
+        let dense = |at: usize| at < 400 || at + 120 > bytes.len();
+        for at in (0..bytes.len()).filter(|at| dense(*at) || at % 1571 == 0) {
+            let mut flipped = all.clone();
+            flipped.get_mut(name).unwrap()[at] ^= 1 << (at % 8);
+            write_all(&other, &flipped);
+            match shown(&other, Damaged::Refuse) {
+                Err(KeepError::Read(_)) => refused += 1,
+                Err(error) => panic!("{error}"),
+                Ok(pages) => {
+                    let right = |content: &[u8]| {
+                        let pages = pages.iter().zip(content.chunks(PAGE_BYTES));
+                        pages
+                            .into_iter()
+                            .all(|(page, content)| page.as_ref().is_none_or(|page| page == content))
+                    };
+                    // The end of the newest file: it is taken for a save that was not completed.
+                    let last = name.contains("0002");
+                    cut += u32::from(!right(&contents[2]));
+                    assert!(right(&contents[2]) || last && right(&contents[1]), "{name} {at}");
+                    partly += u32::from(pages.contains(&None));
+                }
+            }
+        }
+    }
+    assert!(refused > 500 && partly > 50 && cut > 0, "{refused} {partly} {cut}");
+}
+
+#[test]
+fn a_damaged_page_can_be_written_again_and_then_all_can_be_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let contents = three_saves(dir.path());
+    let name = dir.path().join("0000000001.whole");
+    let mut bytes = fs::read(&name).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    fs::write(&name, &bytes).unwrap();
+    let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
+    assert!(matches!(loading.run(&never, &mut |_, _| {}), Loaded::AllBut(_)));
+    assert!(matches!(keep.merge(&never, &mut |_, _| {}), Err(KeepError::Read(_))));
+    let failed = keep.save(&borrowed(&devices), &never, &mut |_, _| {});
+    let lost = matches!(failed, Err(KeepError::Save(SaveError::Page { error: Error::Media, .. })));
+    assert!(lost, "a page that is lost is not saved as nothing: {failed:?}");
+    let ram = &devices[0].1;
+    ram.write_at(0, &contents[2], Flags::empty()).unwrap();
+    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Whole);
+    drop((keep, devices, loading));
+    assert!(is(&shown(dir.path(), Damaged::Refuse).unwrap(), &contents[2]));
+}
+
+#[test]
+fn what_a_newer_program_wrote_is_refused_and_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kept");
+    three_saves(&path);
+    for name in files(&path).keys() {
+        let original = fs::read(path.join(name)).unwrap();
+        let mut newer = original.clone();
+        newer[16] = 4;
+        fs::write(path.join(name), &newer).unwrap();
+        for damaged in [Damaged::Refuse, Damaged::LeaveOut] {
+            let error = Keep::open_with(&path, BaseCheck::default(), damaged).err().unwrap();
+            assert!(matches!(error, KeepError::Read(RestoreError::Newer { version: 4, .. })), "{error}");
+        }
+        assert_eq!(files(&path).len(), 3);
+        fs::write(path.join(name), &original).unwrap();
+    }
+    // An increment for itself is nothing that can be restored.
+    let part = path.join("0000000001-0001.part");
+    let error = crate::save::restore(&part, &family(), &[], &mut |_, _| {}).err().unwrap();
+    assert!(matches!(error, RestoreError::Increment(_)), "{error}");
+}
+
+#[test]
+fn files_in_the_place_of_others_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, other) = (dir.path().join("kept"), dir.path().join("other"));
+    three_saves(&path);
+    let mut swapped = files(&path);
+    let (one, two) = ("0000000001-0001.part".to_owned(), "0000000001-0002.part".to_owned());
+    let second = swapped.insert(one, swapped[&two].clone()).unwrap();
+    swapped.insert(two.clone(), second);
+    write_all(&other, &swapped);
+    assert!(matches!(Keep::open(&other), Err(KeepError::Read(RestoreError::Damaged { .. }))));
+    let keep = Keep::open_with(&other, BaseCheck::default(), Damaged::LeaveOut).unwrap();
+    assert_eq!(keep.contents().unwrap().left_out, 2);
+    drop(keep);
+    // One is missing.
+    let mut missing = files(&path);
+    missing.remove("0000000001-0001.part");
+    write_all(&other, &missing);
+    assert!(Keep::open(&other).is_err());
+}

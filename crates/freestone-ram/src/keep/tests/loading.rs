@@ -1,0 +1,287 @@
+//! Devices that are used while they are loaded.
+
+use super::*;
+use crate::codec::Algorithm;
+use crate::ram::{Backing, ForkConfig};
+use freestone_core::device::{Extent, ExtentKind};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A directory with a disk whose pages each say which they are.
+fn numbered(path: &Path, pages: u64, algorithm: Algorithm) -> Ram {
+    let config = Config { comp_algorithm: algorithm, ..Config::default() };
+    let ram = Family::new(config).unwrap().ram(pages * PAGE).unwrap();
+    for page in 0..pages {
+        ram.write_at(page * PAGE, &number_page(page, 0), Flags::empty()).unwrap();
+    }
+    let mut keep = Keep::open(path).unwrap();
+    save(&mut keep, &[("a", &ram)]);
+    ram
+}
+
+/// Half of it compresses.
+fn number_page(page: u64, version: u64) -> Vec<u8> {
+    let mut random = Random(page << 8 | version << 1 | 1);
+    let mut bytes = vec![version as u8; PAGE_BYTES];
+    for eight in bytes[..2048].chunks_mut(8) {
+        eight.copy_from_slice(&random.below(u64::MAX).to_ne_bytes());
+    }
+    bytes
+}
+
+/// Writers, discards and snapshots beside the loader: whatever was answered is there.
+#[test]
+fn writers_win_over_the_loader() {
+    const PAGES: u64 = 4096;
+    let dir = tempfile::tempdir().unwrap();
+    numbered(dir.path(), PAGES, Algorithm::Lz4);
+    for round in 0..6 {
+        let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
+        let ram = named(&devices, "a");
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..3)
+                .map(|writer: u64| {
+                    let stop = &stop;
+                    scope.spawn(move || {
+                        let mut random = Random(round * 10 + writer + 1);
+                        let mut last = BTreeMap::new();
+                        while !stop.load(Ordering::SeqCst) {
+                            // Each has pages of its own.
+                            let page = random.below(PAGES / 3) * 3 + writer;
+                            let version = last.get(&page).copied().unwrap_or(0);
+                            let mut bytes = vec![0; PAGE_BYTES];
+                            ram.read_at(page * PAGE, &mut bytes).unwrap();
+                            let expected = if version == u64::MAX {
+                                vec![0; PAGE_BYTES]
+                            } else {
+                                number_page(page, version)
+                            };
+                            assert!(bytes == expected, "page {page} of version {version}");
+                            let version = if random.below(4) == 0 {
+                                ram.discard(page * PAGE, PAGE).unwrap();
+                                u64::MAX
+                            } else {
+                                let version = 1 + random.below(100);
+                                ram.write_at(page * PAGE, &number_page(page, version), Flags::empty())
+                                    .unwrap();
+                                version
+                            };
+                            last.insert(page, version);
+                        }
+                        last
+                    })
+                })
+                .collect();
+            let snapshots = scope.spawn(|| {
+                while !stop.load(Ordering::SeqCst) {
+                    let snapshot = ram.snapshot().unwrap();
+                    assert!(content(&snapshot) == content(&snapshot), "it does not change");
+                }
+            });
+            load(&mut loading);
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            stop.store(true, Ordering::SeqCst);
+            let all: BTreeMap<u64, u64> =
+                writers.into_iter().flat_map(|writer| writer.join().unwrap()).collect();
+            snapshots.join().unwrap();
+            let shown = content(ram);
+            for page in 0..PAGES {
+                let expected = match all.get(&page) {
+                    Some(&u64::MAX) => vec![0; PAGE_BYTES],
+                    version => number_page(page, version.copied().unwrap_or(0)),
+                };
+                assert!(shown[(page * PAGE) as usize..][..PAGE_BYTES] == expected, "page {page}");
+            }
+        });
+        // What is saved is that, too: the next round begins with other files.
+        let _ = save(&mut keep, &borrowed(&devices));
+        let now = content(ram);
+        drop((keep, loading));
+        let (_keep, again, _loading) = restored(dir.path(), &family(), &[]);
+        assert!(content(named(&again, "a")) == now);
+        drop((_keep, again, _loading));
+        fs::remove_dir_all(dir.path()).unwrap();
+        numbered(dir.path(), PAGES, Algorithm::Lz4);
+    }
+}
+
+/// Without room loading waits, and goes on when there is some; what is not loaded is read.
+#[test]
+fn loading_waits_for_memory_and_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let ram = numbered(dir.path(), 1024, Algorithm::Lz4);
+    let before = content(&ram);
+    let family = Family::new(Config { mem_limit: MIB, ..Config::default() }).unwrap();
+    let (mut keep, devices, mut loading) = restored(dir.path(), &family, &[]);
+    let ram = named(&devices, "a");
+    let asked = Cell::new(0);
+    let loaded = loading.run(&|| asked.replace(asked.get() + 1) > 20, &mut |_, _| {});
+    assert_eq!(loaded, Loaded::Cancelled);
+    assert!(family.stat().mem_used_total <= MIB);
+    assert!(content(ram) == before, "what is not in memory is in the files");
+    // A save needs no memory for it.
+    let (path, devices) = (dir.path(), borrowed(&devices));
+    let other = tempfile::tempdir().unwrap();
+    crate::save::save(&devices, &other.path().join("f"), BaseCheck::default(), &mut |_, _| {}).unwrap();
+    let saved = crate::save::restore(&other.path().join("f"), &self::family(), &[], &mut |_, _| {}).unwrap();
+    assert!(content(&saved[0].1) == before);
+    // Writers meet the limit as ever.
+    let failed =
+        (0..1024).any(|page| ram.write_at(page * PAGE, &number_page(page, 1), Flags::empty()).is_err());
+    assert!(failed);
+    let now = content(ram);
+    assert_eq!(keep.save(&devices, &never, &mut |_, _| {}).unwrap().wrote, Wrote::Increment);
+    family.set_mem_limit(0);
+    load(&mut loading);
+    assert!(content(ram) == now);
+    assert!(files(path).len() == 2);
+}
+
+#[test]
+fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let before = content(&numbered(dir.path(), 1024, Algorithm::Lz4));
+    let backing = family().ram(16 * MIB).unwrap();
+    let backing = Backing { device: Arc::new(backing), compressed_writeback: true, path: None };
+    let family = Family::new(Config { mem_limit: MIB, backing: Some(backing), ..Config::default() }).unwrap();
+    let (_keep, devices, mut loading) = restored(dir.path(), &family, &[]);
+    load(&mut loading);
+    assert!(family.stat().mem_used_total <= MIB);
+    assert!(content(named(&devices, "a")) == before);
+}
+
+/// All algorithms, into a family that has another one; forks and their bases; extents and changes.
+#[test]
+fn any_algorithm_is_read_and_loaded_by_any_family() {
+    for algorithm in [Algorithm::Lz4, Algorithm::Lz4hc, Algorithm::Zstd, Algorithm::Lzo, Algorithm::Store] {
+        let dir = tempfile::tempdir().unwrap();
+        let before = content(&numbered(dir.path(), 300, algorithm));
+        for other in [Algorithm::Lz4, Algorithm::Zstd, Algorithm::Store] {
+            let family = Family::new(Config { comp_algorithm: other, ..Config::default() }).unwrap();
+            let (_keep, devices, mut loading) = restored(dir.path(), &family, &[]);
+            assert!(content(named(&devices, "a")) == before, "{algorithm} by {other}");
+            load(&mut loading);
+            assert!(content(named(&devices, "a")) == before, "{algorithm} by {other}");
+        }
+    }
+}
+
+#[test]
+fn what_is_not_loaded_is_the_devices_own_in_extents_and_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = family().ram(MIB).unwrap();
+    base.write_at(0, &[5; 8192], Flags::empty()).unwrap();
+    let base = Base::Snapshot(base.snapshot().unwrap());
+    let Base::Snapshot(below) = &base else { return };
+    let fork = family().fork(Arc::new(below.clone()), &ForkConfig::default()).unwrap();
+    fork.write_at(10 * PAGE, &number_page(1, 0), Flags::empty()).unwrap();
+    let mut keep = Keep::open(dir.path()).unwrap();
+    save(&mut keep, &[("f", &fork)]);
+    drop(keep);
+    let (mut keep, devices, mut loading) = restored(dir.path(), &family(), std::slice::from_ref(&base));
+    let ram = named(&devices, "f");
+    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Nothing, "the base is the same one");
+    let look = || {
+        let (mut extents, mut changes) = (Vec::new(), Vec::new());
+        let mut row = |extent: Extent| {
+            extents.push((extent.offset / PAGE, extent.len / PAGE, extent.kind == ExtentKind::Hole));
+            true
+        };
+        ram.extents(0, MIB, &mut row).unwrap();
+        let mut row = |change: freestone_core::device::Change| {
+            changes.push((change.offset / PAGE, change.len / PAGE, change.own));
+            true
+        };
+        ram.changes().unwrap().changes(0, MIB, &mut row).unwrap();
+        (extents.into_iter().filter(|(_, _, hole)| !hole).collect::<Vec<_>>(), changes)
+    };
+    let (extents, changes) = look();
+    assert_eq!(extents.iter().map(|(_, pages, _)| pages).sum::<u64>(), 3, "{extents:?}");
+    assert!(changes.contains(&(10, 1, true)), "{changes:?}");
+    load(&mut loading);
+    assert_eq!(look().1, changes);
+    // A fork over the snapshot of it.
+    let above = ram.snapshot().unwrap().fork(&ForkConfig::default()).unwrap();
+    assert!(content(&above) == content(&fork));
+}
+
+/// A read of what is in memory is as ever after loading, and files are closed.
+#[test]
+fn after_loading_the_files_are_let_go() {
+    let dir = tempfile::tempdir().unwrap();
+    numbered(dir.path(), 500, Algorithm::Lz4);
+    let open = || {
+        let links =
+            fs::read_dir("/proc/self/fd").unwrap().filter_map(|row| fs::read_link(row.unwrap().path()).ok());
+        links.filter(|to| to.starts_with(dir.path()) && to.extension().is_some()).count()
+    };
+    let (_keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
+    assert_eq!(open(), 1);
+    load(&mut loading);
+    drop(loading);
+    assert_eq!(open(), 0);
+    let ram = named(&devices, "a");
+    let request = freestone_core::device::Request::read(0, 4096);
+    let mut page = [0; PAGE_BYTES];
+    let tried = ram.try_io(&request, freestone_core::device::Buffer::Read(&mut page));
+    assert_eq!(tried, Ok(freestone_core::device::Tried::Done));
+    ram.discard(0, PAGE).unwrap();
+    assert_eq!(ram.mm_stat().orig_data_size, 499 * PAGE, "what is discarded is empty again");
+}
+
+/// The figures of a large disk: `cargo test --release -p freestone-ram -- --ignored measure`.
+#[test]
+#[ignore = "it measures, and needs 4 GiB of memory and 2 GiB on a disk"]
+fn measure() {
+    use std::time::Instant;
+    let dir =
+        tempfile::tempdir_in(std::env::var_os("KEEP_DIR").unwrap_or_else(|| "/var/tmp".into())).unwrap();
+    let pages = 2048 * MIB / PAGE;
+    let ram = numbered(dir.path(), pages, Algorithm::Lz4);
+    let mut keep = Keep::open(dir.path()).unwrap();
+    let file = keep.contents().unwrap().file_bytes;
+    let mut random = Random(1);
+    let path = dir.path().join(files(dir.path()).keys().next().unwrap());
+    let began = Instant::now();
+    let whole = save(&mut keep, &[("a", &ram)]);
+    println!("whole save: {} MiB, {:?}", whole.file_bytes >> 20, began.elapsed());
+    for _ in 0..pages / 100 {
+        let page = random.below(pages);
+        ram.write_at(page * PAGE, &number_page(page, 1), Flags::empty()).unwrap();
+    }
+    let (changed, average) = (ram.unsaved_bytes().unwrap() / PAGE, ram.mm_stat().compr_data_size / pages);
+    let began = Instant::now();
+    let now = save(&mut keep, &[("a", &ram)]);
+    let ratio = now.file_bytes as f64 / (changed * average) as f64;
+    println!(
+        "increment of {changed} pages: {} KiB, {ratio:.3} of their bytes, {:?}",
+        now.file_bytes >> 10,
+        began.elapsed()
+    );
+    drop((keep, ram));
+    for round in 0..3 {
+        let path = if path.exists() { path.clone() } else { dir.path().join("0000000002.whole") };
+        let began = Instant::now();
+        let (mut buffer, mut read) = (vec![0; MIB as usize], 0);
+        let mut opened = fs::File::open(&path).unwrap();
+        while let n @ 1.. = std::io::Read::read(&mut opened, &mut buffer).unwrap() {
+            read += n;
+        }
+        let reading = began.elapsed();
+        let began = Instant::now();
+        let (keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
+        let opened = began.elapsed();
+        let mut page = vec![0; PAGE_BYTES];
+        named(&devices, "a").read_at(pages / 2 * PAGE, &mut page).unwrap();
+        let first = began.elapsed();
+        let began = Instant::now();
+        load(&mut loading);
+        println!(
+            "round {round}: open {opened:?}, first read {first:?}, load {:?}, reading {} MiB {reading:?}",
+            began.elapsed(),
+            read >> 20
+        );
+        drop((keep, devices, loading));
+    }
+    assert!(file > 0);
+}
