@@ -62,6 +62,19 @@ impl Records {
         change.commit().map_err(|error| refused(&error))
     }
 
+    /// The server ends, and these saves have what the devices hold.
+    pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
+        let Some(state) = self.state.get().filter(|_| !saved.is_empty()) else { return Ok(()) };
+        let names: Vec<&str> = saved.iter().map(|(name, _)| name.as_str()).collect();
+        let mut change = state.begin("serve", &names).map_err(|error| refused(&error))?;
+        for (name, stamp) in saved {
+            if let Some(device) = state.find(name) {
+                change.put(Device { saved: Some(*stamp), ..device });
+            }
+        }
+        change.commit().map_err(|error| refused(&error))
+    }
+
     /// Whether a device is otherwise than what is kept.
     pub fn differs(&self, service: &Service, entry: &Entry) -> bool {
         let known = |state: &State| state.find(entry.name());
@@ -175,6 +188,8 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         uuid: entry.identity.uuid.simple().to_string(),
         generation: entry.identity.generation,
         withheld: service.withheld.has(name),
+        // It goes on.
+        saved: None,
         words: words(entry),
         declared: service.declarations.has(name),
         home: seen.home,

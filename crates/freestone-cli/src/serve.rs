@@ -36,10 +36,11 @@ use crate::ending::{self, Closing};
 use crate::error::Usage;
 use crate::paths;
 use crate::process;
-use crate::records::NEEDS_STATE;
+use crate::saves::Saves;
 use crate::service::Service;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
+use crate::state_args::{Asked, StateArgs};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 use crate::withheld;
@@ -68,7 +69,6 @@ const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all con
 
 /// The command line of `serve`.
 #[derive(Debug, Args)]
-#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServeArgs {
     /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
     #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
@@ -89,13 +89,9 @@ pub struct ServeArgs {
     /// Memory for requests.
     #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, value_parser = config::memory_in_flight)]
     max_memory_in_flight: Option<u64>,
-    /// Keep devices, forks, snapshots and exports in this directory, made where it is not there: the
-    /// next server on it has them again
-    #[arg(long, value_name = "DIR")]
-    state: Option<PathBuf>,
-    /// With --state: change what it has otherwise than the devices and the file say; else that is refused
-    #[arg(long)]
-    apply: bool,
+    /// The state.
+    #[command(flatten)]
+    state: StateArgs,
     /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
     /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
@@ -125,12 +121,8 @@ struct Plan {
     limits: Limits,
     /// All that is published is shown as block devices, too.
     ublk: bool,
-    /// The directory of what is there after the next start.
-    state: Option<PathBuf>,
-    /// A file was given: what it does not say any more is to go.
-    has_file: bool,
-    /// What that has otherwise is changed.
-    apply: bool,
+    /// What is there after the next start is kept.
+    state: Option<Asked>,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -142,7 +134,8 @@ impl Plan {
         if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
             declared::as_block_devices(&mut devices);
         }
-        let FileConfig { nbd, control, state, max_connections, max_memory_in_flight, base: file_dir, .. } =
+        let state = args.state.asked(file.as_ref(), &devices)?;
+        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
@@ -185,18 +178,6 @@ impl Plan {
             // Nothing is made for a check.
             None => PathBuf::new(),
         };
-        let state = args.state.clone().or_else(|| state.map(|path| file_dir.join(path)));
-        let state = state.map(std::path::absolute).transpose().context("--state: no path")?;
-        if state.is_none() {
-            if args.apply {
-                return Err(Usage("--apply: needs a state: --state DIR".into()).into());
-            }
-            if let Some(Declared { spec, at, .. }) =
-                devices.iter().find(|device| device.spec.on_lost.is_some())
-            {
-                return Err(Usage(format!("{at}{}: on_lost: {NEEDS_STATE}", spec.name)).into());
-            }
-        }
         let mut limits = Limits::default();
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
@@ -204,9 +185,7 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        let (ublk, apply) = (args.ublk, args.apply);
-        let has_file = args.config.is_some();
-        Ok(Self { devices, addresses, sockets, control, limits, ublk, state, has_file, apply, private })
+        Ok(Self { devices, addresses, sockets, control, limits, ublk: args.ublk, state, private })
     }
 }
 
@@ -226,7 +205,7 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>>
         devices.push(Declared::word(spec));
     }
     // A file without devices means none: they come later. A state has its own.
-    if devices.is_empty() && file.is_none() && args.state.is_none() {
+    if devices.is_empty() && file.is_none() && args.state.state.is_none() {
         devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
     }
     declared::check_order(&devices)?;
@@ -262,8 +241,7 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, limits, ublk, state, has_file, apply, private } =
-            plan;
+        let Plan { devices, addresses, sockets, control, limits, ublk, state: asked, private } = plan;
         // First of all, because that tells whether another server is there.
         PrivateSocket::clear(&control)?;
         let service = Service::new(limits);
@@ -277,14 +255,11 @@ impl Running {
             private,
         };
         {
-            let state = state.map(|dir| start::open(&dir, &devices, has_file, apply)).transpose()?;
-            let (state, known) = state.unzip();
-            if let Some(state) = state {
-                service.records.keep(state);
-            }
+            let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
             let known = known.filter(|topology| topology.devices().next().is_some());
+            let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
             let (begun, changes) = match known {
-                Some(topology) => (start::of_state(&service, &topology), apply.then_some(devices)),
+                Some(topology) => (start::of_state(&service, &topology)?, is_applied.then_some(devices)),
                 None => (start::of_words(&service, devices)?, None),
             };
             // All snapshots are open, and nobody sees an origin yet.
@@ -306,10 +281,11 @@ impl Running {
                 remove_left_behind();
             }
             start::show(&service, &begun)?;
-            if let Some(devices) = changes {
-                start::bring_in(&service, &devices, has_file)?;
+            if let (Some(devices), Some(asked)) = (changes, &asked) {
+                start::bring_in(&service, &devices, asked.has_file)?;
             }
         }
+        Saves::run(&service).context("cannot start the thread that saves")?;
         tell_left(&service);
         // Last of all: where it is, all is ready.
         let socket = PrivateSocket::bind(&control)?;
@@ -336,8 +312,13 @@ impl Running {
                 control.stop();
             }
             service.jobs.wait_ended(JOBS_GRACE);
+            if let Some(time) = service.saves.timeout() {
+                started_by::ending_within("content is saved", time + ending::FLUSH_MAX);
+            }
+            let unsaved = Saves::end(&service);
+            started_by::ending("devices are flushed");
             let end = Instant::now() + ending::FLUSH_MAX;
-            let failed = ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
+            let failed = unsaved + ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
             drop((service, waits));
             // The main thread is there until it hears this, or does not want to hear it any more.
             let _ = events.send(Event::Ended);
@@ -424,7 +405,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         until::signalled(&events, &on_hangup).map(|()| 0)
     };
     info!("ending");
-    started_by::ending("devices are flushed");
+    started_by::ending("requests are answered");
     let flushed = running.shutdown(events.sender())?;
     if let Ended::Signal(signal) = until::ended(&events, None) {
         // Told twice: at once.
@@ -516,7 +497,11 @@ fn announce(service: &Service, control: &Path) {
     }
     for entry in service.registry.all() {
         if service.withheld.has(entry.name()) {
-            let _ = writeln!(text, "{}", withheld::told(entry.name()));
+            let _ = writeln!(
+                text,
+                "{}",
+                withheld::told(entry.name(), service.saves.behind_of(entry.name()).as_deref())
+            );
         }
     }
     for seed in service.registry.seeds() {
@@ -552,8 +537,6 @@ mod tests {
             limits: Limits::default(),
             ublk: false,
             state: None,
-            has_file: false,
-            apply: false,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

@@ -23,6 +23,7 @@ use crate::exports::{Exports, check_own};
 use crate::job::Jobs;
 use crate::places::Seen;
 use crate::records::{self, Records};
+use crate::saves::{self, Saves};
 use crate::withheld::Withheld;
 
 /// The state behind the control socket.
@@ -47,6 +48,8 @@ pub struct Service {
     pub records: Records,
     /// What has lost its content, and is not seen.
     pub withheld: Withheld,
+    /// Content that is there after the next start.
+    pub saves: Saves,
     /// Of the server.
     pub limits: Limits,
     /// Its own socket, once that is known.
@@ -68,6 +71,7 @@ impl Service {
             declarations: Declarations::default(),
             records: Records::default(),
             withheld: Withheld::default(),
+            saves: Saves::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
             end: OnceLock::new(),
@@ -162,6 +166,7 @@ impl Service {
         if let Some(identity) = identity {
             entry.identity = identity;
         }
+        saves::check(self, &entry)?;
         let entry = Arc::new(entry);
         self.add(&entry)?;
         Ok(entry)
@@ -221,6 +226,7 @@ impl Service {
             self.check_new(spec)?;
         }
         let made = kinds::snapshots(specs, &self.registry)?;
+        made.iter().try_for_each(|entry| saves::check(self, entry))?;
         let made: Vec<_> = made.into_iter().map(Arc::new).collect();
         for (index, entry) in made.iter().enumerate() {
             if let Err(fault) = self.add(entry) {
@@ -237,8 +243,9 @@ impl Service {
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
-        if spec.on_lost.is_some() && self.records.state().is_none() {
-            return Err(Fault::invalid(format!("{name}: on_lost: {}", records::NEEDS_STATE)));
+        let of_state = if spec.on_lost.is_some() { Some("on_lost") } else { spec.keep.then_some("keep") };
+        if let Some(key) = of_state.filter(|_| self.records.state().is_none()) {
+            return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
         }
         if let Some(cow) = spec.kind.copies_to()
             && !self.exports.of(cow).is_empty()
@@ -293,6 +300,7 @@ impl Service {
         // One that gets the name later is not the file's.
         self.declarations.forget(name);
         let _ = self.withheld.take(name);
+        self.saves.forget_behind(name);
         if let Some(faults) = &entry.layers.faults {
             // A verb that hangs could not be let go any more: the name is gone.
             faults.close();

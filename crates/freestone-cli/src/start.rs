@@ -2,11 +2,10 @@
 
 use std::collections::HashSet;
 use std::mem;
-use std::path::Path;
 use std::sync::Arc;
 
 use freestone_spec::entries::Entries;
-use freestone_spec::kinds::{Entry, Identity, OnLost, Spec};
+use freestone_spec::kinds::{self, Entry, Identity, OnLost, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, State, Topology};
 use tracing::{error, info, warn};
@@ -17,7 +16,9 @@ use crate::control::protocol::Fault;
 use crate::declared::Declared;
 use crate::places::{Place, Seen, Wanted};
 use crate::records::{self, Recording};
+use crate::saves::Restores;
 use crate::service::Service;
+use crate::state_args::Asked;
 
 /// A device that is there, and is not seen by anybody yet.
 pub struct Begun {
@@ -33,28 +34,26 @@ impl Begun {
     }
 }
 
-/// Opens the state in `dir`. What other words say than it does is refused, unless they are to be
-/// brought in.
-pub fn open(
-    dir: &Path,
-    devices: &[Declared],
-    has_file: bool,
-    apply: bool,
-) -> Result<(State, Topology), Fault> {
+/// Opens a state, and keeps it from now on. What other words say than it does is refused, unless they
+/// are to be brought in.
+pub fn open(service: &Service, asked: &Asked, devices: &[Declared]) -> Result<Topology, Fault> {
     let failed = |why: String| Fault::failed(Errno::EINVAL, why);
-    let (state, unfinished) = State::open(dir).map_err(|why| failed(why.to_string()))?;
+    let (state, unfinished) = State::open(&asked.dir).map_err(|why| failed(why.to_string()))?;
     for one in unfinished {
         warn!("{}: {} had begun when the server ended, and is not done", one.names.join(", "), one.verb);
     }
     let topology = state.topology();
     let is_new = topology.devices().next().is_none();
-    let differs = if is_new || apply { Vec::new() } else { differences(&topology, devices, has_file) };
+    let differs =
+        if is_new || asked.apply { Vec::new() } else { differences(&topology, devices, asked.has_file) };
     if differs.is_empty() {
-        return Ok((state, topology));
+        service.saves.begin(state.dir(), asked.saves);
+        service.records.keep(state);
+        return Ok(topology);
     }
     let differs = differs.join("; ");
     let hint = "--apply does that; without devices and --config all is as the state has it";
-    Err(failed(format!("{}: is otherwise than what is asked for: {differs}; {hint}", dir.display())))
+    Err(failed(format!("{}: is otherwise than what is asked for: {differs}; {hint}", asked.dir.display())))
 }
 
 /// What would have to change so that the devices of a state are as they are asked for.
@@ -122,10 +121,11 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
 
 /// Makes the devices of a state again, in its order. One that cannot be made holds up no other: it is
 /// logged, and stays in the state.
-pub fn of_state(service: &Service, topology: &Topology) -> Vec<Begun> {
+pub fn of_state(service: &Service, topology: &Topology) -> Result<Vec<Begun>, Fault> {
+    let mut saved = service.saves.find(topology)?;
     let (mut begun, mut lost) = (Vec::new(), HashSet::new());
     for device in topology.devices() {
-        match again(service, device, &lost) {
+        match again(service, topology, device, &mut saved, &lost) {
             Ok((entry, is_lost)) => {
                 if is_lost {
                     lost.insert(device.name.clone());
@@ -147,11 +147,17 @@ pub fn of_state(service: &Service, topology: &Topology) -> Vec<Begun> {
             }
         }
     }
-    begun
+    Ok(begun)
 }
 
-/// Makes a device again. True: what it holds or shows is lost.
-fn again(service: &Service, device: &Device, lost: &HashSet<String>) -> Result<(Arc<Entry>, bool), Fault> {
+/// Makes a device again. True: what it holds or shows is not what it was when the server before ended.
+fn again(
+    service: &Service,
+    topology: &Topology,
+    device: &Device,
+    saved: &mut Restores,
+    lost: &HashSet<String>,
+) -> Result<(Arc<Entry>, bool), Fault> {
     let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
     let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
     let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
@@ -162,11 +168,20 @@ fn again(service: &Service, device: &Device, lost: &HashSet<String>) -> Result<(
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
-    let is_lost = spec.is_lost() || spec.kind.below().is_some_and(|below| lost.contains(below));
-    let generation = device.generation + u64::from(is_lost);
-    let identity = Identity { uuid, generation };
+    let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
+    let is_own = content.as_ref().map_or(spec.is_lost(), |content| !content.is_exact);
+    let is_lost = is_own || spec.kind.below().is_some_and(|below| lost.contains(below));
+    let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
     let _claim = service.claim_new("serve", [&spec])?;
-    Ok((service.make(spec, Some(identity))?, is_lost))
+    let Some(content) = content else { return Ok((service.make(spec, Some(identity))?, is_lost)) };
+    if is_own {
+        service.saves.put_behind(&device.name, content.when);
+    }
+    let mut entry = kinds::kept(spec, content.ram, &service.registry)?;
+    entry.identity = identity;
+    let entry = Arc::new(entry);
+    service.add(&entry)?;
+    Ok((entry, is_lost))
 }
 
 /// Where a device of a state is to be seen.

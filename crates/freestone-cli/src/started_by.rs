@@ -6,6 +6,7 @@
 use std::fs;
 use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
@@ -39,6 +40,12 @@ pub fn reloading() {
 /// It ends, and is at this.
 pub fn ending(at: &str) {
     tell(&[NotifyState::Stopping, NotifyState::Status(at)]);
+}
+
+/// The same, and it may take so long from now on.
+pub fn ending_within(at: &str, time: Duration) {
+    let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    tell(&[NotifyState::Stopping, NotifyState::Status(at), NotifyState::ExtendTimeoutUsec(micros)]);
 }
 
 /// The sockets that the service manager listens at for us (`sd_listen_fds(3)`). To be called once.

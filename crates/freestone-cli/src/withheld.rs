@@ -37,7 +37,11 @@ impl Withheld {
     }
 }
 
-/// What people are told of such a device.
-pub fn told(name: &str) -> String {
-    format!("{name}: has lost its content, and is withheld; `freestone publish {name}` shows it as it is")
+/// What people are told of such a device; of one whose content is older than it was, of when it is.
+pub fn told(name: &str, content_of: Option<&str>) -> String {
+    let what = match content_of {
+        None => "has lost content, and".to_owned(),
+        Some(when) => format!("has the content of {when}, and"),
+    };
+    format!("{name}: {what} is withheld; `freestone publish {name}` shows it as it is")
 }

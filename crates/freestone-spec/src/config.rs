@@ -22,6 +22,7 @@ use std::fs;
 use std::io::{self, Read as _};
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use freestone::budget;
 use thiserror::Error;
@@ -32,15 +33,30 @@ use crate::entries::{Entries, SpecError, nearest};
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
 use crate::size;
+use crate::times;
 
 /// More is not a list of devices; bounds what a mistyped path can make us read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
+/// Saves would run all the time.
+const SAVE_EVERY_MIN: Duration = Duration::from_secs(1);
+const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
+
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 7] =
-    ["nbd", "ublk", "control", "state", "max_connections", "max_memory_in_flight", "device"];
+const TOP_KEYS: [&str; 10] = [
+    "nbd",
+    "ublk",
+    "control",
+    "state",
+    "save_every",
+    "save_after",
+    "save_timeout",
+    "max_connections",
+    "max_memory_in_flight",
+    "device",
+];
 const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
@@ -56,6 +72,12 @@ pub struct FileConfig {
     pub control: Option<PathBuf>,
     /// The directory of what is there after the next start.
     pub state: Option<PathBuf>,
+    /// So often what devices keep is saved.
+    pub save_every: Option<Duration>,
+    /// When so many bytes of it have changed.
+    pub save_after: Option<u64>,
+    /// How long the end of the server waits for it.
+    pub save_timeout: Option<Duration>,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
@@ -215,6 +237,20 @@ impl FileConfig {
             ("control", _) => return wrong("control: must be a path as a text"),
             ("state", DeValue::String(path)) => self.state = Some(PathBuf::from(&*path)),
             ("state", _) => return wrong("state: must be a path as a text"),
+            ("save_every", DeValue::String(text)) => {
+                self.save_every = Some(save_every(&text).map_err(|why| of_key("save_every", &text, &why))?);
+            }
+            ("save_after", DeValue::String(text)) => {
+                self.save_after = Some(save_after(&text).map_err(|why| of_key("save_after", &text, &why))?);
+            }
+            ("save_timeout", DeValue::String(text)) => {
+                let time = times::parse(&text).map_err(|why| of_key("save_timeout", &text, &why))?;
+                self.save_timeout = Some(time);
+            }
+            (key @ ("save_every" | "save_timeout"), _) => {
+                return wrong(format!("{key}: must be a time as a text, for example '10m'"));
+            }
+            ("save_after", _) => return wrong("save_after: must be a size as a text, for example '256M'"),
             ("max_connections", value) => {
                 let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
                 let must = format!("must be a number from {min} to {max}");
@@ -252,6 +288,28 @@ impl FileConfig {
         }
         Ok(())
     }
+}
+
+fn of_key(key: &str, text: &str, why: &str) -> Wrong {
+    (None, format!("{key}={text}: {why}"))
+}
+
+/// How often is saved.
+///
+/// # Errors
+/// Half a sentence.
+pub fn save_every(text: &str) -> Result<Duration, String> {
+    let time = times::parse(text)?;
+    if time < SAVE_EVERY_MIN { Err("at least 1s".into()) } else { Ok(time) }
+}
+
+/// After how many changed bytes is saved.
+///
+/// # Errors
+/// Half a sentence.
+pub fn save_after(text: &str) -> Result<u64, String> {
+    let bytes = size::parse(text).map_err(|error| error.to_string())?;
+    if bytes < SAVE_AFTER_MIN_BYTES { Err("at least 1M".into()) } else { Ok(bytes) }
 }
 
 fn integer(value: &DeValue<'_>) -> Option<i64> {
@@ -454,7 +512,7 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, max_connections, max_memory_in_flight, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),

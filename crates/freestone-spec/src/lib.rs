@@ -24,6 +24,7 @@ mod readonly;
 pub mod refusal;
 mod shape;
 pub mod size;
+pub mod times;
 #[doc(hidden)]
 pub mod written;
 

@@ -20,6 +20,9 @@ pub struct Device {
     /// Its content was lost, and nobody has said yet that it may be seen as it is.
     #[serde(default, skip_serializing_if = "is_false")]
     pub withheld: bool,
+    /// The save that has what it held when the server ended, by its moment in nanoseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved: Option<u64>,
     /// A file has declared it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,

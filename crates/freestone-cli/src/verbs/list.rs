@@ -83,6 +83,12 @@ struct Row {
     /// Its content was lost with a server, and its exports are withheld.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     withheld: bool,
+    /// Its last save, where its content is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    saved: Option<String>,
+    /// Of when its content is, where a server that ended had a newer one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    content_of: Option<String>,
     /// It has zones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
@@ -139,6 +145,11 @@ impl Verb for List {
         let mut rows = vec![HEADER.map(str::to_owned)];
         rows.extend(reply.devices.iter().map(cells));
         write_table(&rows, out)?;
+        for Row { name, content_of, .. } in &reply.devices {
+            if let Some(when) = content_of {
+                writeln!(out, "{name}: has the content of {when}; what came later ended with the server")?;
+            }
+        }
         reply.missing.iter().try_for_each(|Missing { name, why }| {
             writeln!(out, "{name}: is not there again, {why}; `freestone remove {name}` forgets it")
         })
@@ -208,6 +219,8 @@ fn row(entry: &Entry, service: &Service) -> Row {
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.show(entry.name()),
         withheld: service.withheld.has(entry.name()),
+        saved: service.saves.saved(entry),
+        content_of: service.saves.behind_of(entry.name()),
         zoned: entry.layers.zones.is_some(),
         orig_data_size: stat.map(|stat| stat.orig_data_size),
         compr_data_size: stat.map(|stat| stat.compr_data_size),
@@ -257,7 +270,7 @@ fn kind(row: &Row) -> String {
         text.push_str(" zoned");
     }
     if row.withheld {
-        text.push_str(" lost, withheld");
+        text.push_str(if row.content_of.is_some() { " withheld" } else { " lost, withheld" });
     }
     if row.changed.is_some() {
         text.push_str(" changed");

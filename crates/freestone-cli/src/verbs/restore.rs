@@ -26,7 +26,7 @@ use super::{Verb, words};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::{Job, Kind};
+use crate::job::Kind;
 use crate::records::Recording;
 use crate::service::Service;
 
@@ -166,7 +166,10 @@ impl Verb for Restore {
         }
         let layers = asked.layers.clone();
         let asked_words = asked.words.clone();
-        let base = base(service, &contents, &job)?;
+        let base = find_base(service, &contents, &|| job.is_over())?;
+        if job.is_over() {
+            return Err(job.cancelled(NOTHING_MADE));
+        }
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
         let of_family = params.family.keys().find(|key| *key != READONLY);
         let (family, bases) = match &base {
@@ -294,7 +297,11 @@ fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String
 }
 
 /// The base that the forks in a file were made of, among the devices that are there.
-fn base(service: &Service, contents: &Contents, job: &Job) -> Result<Option<Arc<Entry>>, Fault> {
+pub fn find_base(
+    service: &Service,
+    contents: &Contents,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Option<Arc<Entry>>, Fault> {
     let wanted = match contents.bases.as_slice() {
         [] => return Ok(None),
         [wanted] => wanted,
@@ -313,12 +320,12 @@ fn base(service: &Service, contents: &Contents, job: &Job) -> Result<Option<Arc<
             continue;
         }
         // One that cannot be read is not it.
-        let known = BaseIdentity::of_unless(device, wanted.check, &|| job.is_over());
+        let known = BaseIdentity::of_unless(device, wanted.check, cancelled);
         if known == Ok(Some(*wanted)) {
             return Ok(Some(entry));
         }
-        if job.is_over() {
-            return Err(job.cancelled(NOTHING_MADE));
+        if cancelled() {
+            return Ok(None);
         }
     }
     let device = contents.devices.iter().find(|device| device.base.is_some());

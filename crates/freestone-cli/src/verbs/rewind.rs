@@ -136,6 +136,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         words: entry.words.now(&entry.spec),
         publish: entry.spec.publish,
         on_lost: entry.spec.on_lost,
+        keep: entry.spec.keep,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),
     };

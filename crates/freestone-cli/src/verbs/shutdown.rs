@@ -6,16 +6,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use freestone_spec::refusal::Errno;
+use freestone_spec::times;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::wait::parse_time;
 use super::{Common, Verb, print_json};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
+use crate::saves::Saves;
 use crate::service::Service;
 
 /// How long the end is waited for.
@@ -29,14 +30,20 @@ pub struct Shutdown;
 pub struct Line {
     /// Give up waiting after so long: a whole number with ms, s, m or h; the server ends all the same
     /// [default: 120s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = times::parse)]
     timeout: Option<Duration>,
+    /// Also where what devices with keep=yes hold has no room
+    #[arg(long)]
+    force: bool,
 }
 
-/// Its parameters: none.
+/// Its parameters.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Params {}
+pub struct Params {
+    #[serde(default)]
+    force: bool,
+}
 
 /// It has begun to end.
 #[derive(Debug, Serialize, Deserialize)]
@@ -50,7 +57,12 @@ impl Verb for Shutdown {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, _: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let unfit = if params.force { Vec::new() } else { Saves::unfit(service) };
+        if !unfit.is_empty() {
+            let why = format!("{}; --force ends the server all the same", unfit.join("; "));
+            return Err(Fault::failed(Errno::ENOSPC, why));
+        }
         let Some(end) = service.end.get() else {
             return Err(Fault::failed(Errno::EBUSY, "the server is still starting"));
         };
@@ -70,7 +82,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
     // Before it is asked: later the number may be another's.
     let pid = client.server()?;
     let process = pidfd_open(pid, PidfdFlags::empty()).context("cannot look at the server's process")?;
-    let answer = client.call(Shutdown::METHOD, &json!({}))?;
+    let answer = client.call(Shutdown::METHOD, &json!({ "force": line.force }))?;
     let end = Instant::now() + timeout;
     loop {
         let left = end.saturating_duration_since(Instant::now());

@@ -54,7 +54,7 @@ pub struct Params {
     names: Option<Vec<String>>,
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "base":, "mm_stat": {..}, "io_stat": {..},
+/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
@@ -199,6 +199,8 @@ fn device(
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(entry).map(|changed| json!(changed)));
     insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
+    insert("keep", service.saves.stat(entry));
+    insert("content_of", service.saves.behind_of(entry.name()).map(Into::into));
     insert("progress", service.jobs.show(entry.name()).map(|progress| json!(progress)));
     if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));

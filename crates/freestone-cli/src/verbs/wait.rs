@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use freestone::quantity::{self, Wrong};
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
+use freestone_spec::times;
 use serde_json::json;
 
 use super::{Common, Verb as _, jobs, list, print_json};
@@ -23,31 +23,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const LOOK_MAX: Duration = Duration::from_millis(200);
 /// How long a server is waited for.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
-/// Units of times: name, milliseconds.
-const TIMES: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)];
-const TIMEOUT_MAX: Duration = Duration::from_secs(7 * 86_400);
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Give up after so long: a whole number with ms, s, m or h [default: 10s; with --job, never]
-    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", value_parser = times::parse)]
     timeout: Option<Duration>,
     /// Until the verb in the background that has this number has ended
     #[arg(long, value_name = "NUMBER")]
     job: Option<u64>,
-}
-
-/// A whole number with a unit.
-pub fn parse_time(text: &str) -> Result<Duration, String> {
-    match quantity::parse(text, &TIMES) {
-        Ok(ms) if Duration::from_millis(ms) <= TIMEOUT_MAX => Ok(Duration::from_millis(ms)),
-        Ok(_) | Err(Wrong::Overflow | Wrong::Long) => Err("at most 168h".into()),
-        Err(Wrong::Bare(number)) => Err(format!("give a unit; {number}s?")),
-        Err(Wrong::NoNumber | Wrong::Unit { .. }) => {
-            Err("must be a whole number with ms, s, m or h, for example 10s".into())
-        }
-    }
 }
 
 /// Waits. What keeps a server from ever being found there is told at once.
@@ -125,22 +110,4 @@ fn show(client: &Client, common: &Common) -> Result<()> {
         writeln!(io::stdout(), "{ready:#}").map_err(Stdout::from)?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::parse_time;
-
-    #[test]
-    fn times_have_a_unit() {
-        assert_eq!(parse_time("10s"), Ok(Duration::from_secs(10)));
-        assert_eq!(parse_time("0s"), Ok(Duration::ZERO));
-        assert_eq!(parse_time("2m"), Ok(Duration::from_secs(120)));
-        assert_eq!(parse_time("10").unwrap_err(), "give a unit; 10s?");
-        for bad in ["", "s", "1.5s", "169h", "99999999999999999999s"] {
-            assert!(parse_time(bad).is_err(), "{bad}");
-        }
-    }
 }

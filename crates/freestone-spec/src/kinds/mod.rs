@@ -40,7 +40,7 @@ pub use self::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
 };
 use self::registry::Registry;
-pub use self::restored::{RestoredSpec, restored};
+pub use self::restored::{RestoredSpec, kept, restored};
 pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };
@@ -92,6 +92,8 @@ pub struct Spec {
     pub publish: Option<bool>,
     /// What becomes of its exports where a server that ended has lost its content, where this was said.
     pub on_lost: Option<OnLost>,
+    /// Its content is saved where the server keeps its state.
+    pub keep: bool,
     /// What it is.
     pub kind: KindSpec,
     /// What lies over its data.
@@ -216,16 +218,35 @@ impl Spec {
         let layers = LayerSpec::take(&keys)?;
         let is_file = kind.below_layers().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
-        let spec = Self { name: keys.0.name.clone(), words: keys.0.clone(), publish, on_lost, kind, layers };
+        let keep = keys.take("keep", parse_bool)?.unwrap_or(false);
+        let spec =
+            Self { name: keys.0.name.clone(), words: keys.0.clone(), publish, on_lost, keep, kind, layers };
         if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
             return Err(keys.refuse("on_lost", "it holds nothing that is lost with the server"));
+        }
+        if let (true, Some(why)) = (keep, spec.why_not_kept()) {
+            return Err(keys.refuse("keep", why));
         }
         Ok(spec)
     }
 
+    /// What it holds is more than its pages, or is kept elsewhere.
+    fn why_not_kept(&self) -> Option<&'static str> {
+        let cow = matches!(&self.kind, KindSpec::Snapshot(snapshot) if snapshot.cow.is_some());
+        if cow {
+            return Some("what it holds is where cow says");
+        }
+        if self.layers.zones.is_some() {
+            return Some("not with zoned=1: the conditions of zones would be lost");
+        }
+        let apart = self.layers.power_cut || self.layers.record.is_some();
+        apart.then_some("not with power_cut=yes or record: what is not flushed would be lost")
+    }
+
     /// Whether the same was asked for.
     pub fn is_same(&self, other: &Self) -> bool {
-        (&self.kind, &self.layers, self.on_lost) == (&other.kind, &other.layers, other.on_lost)
+        (&self.kind, &self.layers, self.on_lost, self.keep)
+            == (&other.kind, &other.layers, other.on_lost, other.keep)
     }
 
     /// What it holds itself is in memory, and ends with the server.

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use freestone::device::Device as _;
 use freestone::ram::Ram;
 use freestone::save::DeviceKind;
 
@@ -12,6 +14,7 @@ use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
 use crate::entries::Entries;
+use crate::family;
 use crate::layers::LayerSpec;
 use crate::refusal::Refusal;
 
@@ -53,8 +56,15 @@ pub fn restored(
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
-    let spec =
-        Spec { name: words.name.clone(), words, publish: None, on_lost: None, kind: kind_spec, layers };
+    let spec = Spec {
+        name: words.name.clone(),
+        words,
+        publish: None,
+        on_lost: None,
+        keep: false,
+        kind: kind_spec,
+        layers,
+    };
     let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),
@@ -62,4 +72,38 @@ pub fn restored(
         DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
     };
     finished(spec, Built { kind, device, needs, origin: None })
+}
+
+/// A device whose content a server before has saved, with the content that was there then.
+pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal> {
+    let ram = Arc::new(ram);
+    let refused = |error| family::refused(error).of(&spec.name);
+    // It may have grown since.
+    let grow = |size: Option<u64>| match size {
+        Some(size) if size > ram.geometry().size => ram.grow(size).map_err(refused),
+        _ => Ok(()),
+    };
+    let built = match &spec.kind {
+        KindSpec::Ram(disk) => {
+            grow(Some(disk.disksize))?;
+            Built::alone(RamDisk(Arc::clone(&ram)), shown(Arc::clone(&ram), disk.readonly))
+        }
+        KindSpec::Fork(fork) => {
+            let base = registry.needed("base", &fork.base).map_err(|refusal| refusal.of(&spec.name))?;
+            grow(fork.size)?;
+            ram.set_own_limits(fork.mem_limit, fork.mem_min).map_err(refused)?;
+            ram.set_own_wait(fork.full);
+            Built { needs: vec![base], ..Built::alone(Fork(Arc::clone(&ram)), Arc::clone(&ram) as _) }
+        }
+        KindSpec::Snapshot(snapshot) => {
+            let origin = registry.find(&snapshot.origin);
+            let needs = origin.as_ref().map_or_else(Vec::new, |origin| origin.needs().to_vec());
+            let origin =
+                origin.map(|origin| (Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
+            let device = Arc::clone(&ram) as _;
+            Built { needs, origin, ..Built::alone(MemorySnapshot(Arc::clone(&ram)), device) }
+        }
+        _ => unreachable!("only what is in memory is kept so"),
+    };
+    finished(spec, built)
 }

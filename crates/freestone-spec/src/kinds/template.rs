@@ -123,6 +123,7 @@ impl Made for Template {
                 words,
                 publish: None,
                 on_lost: None,
+                keep: false,
                 kind: KindSpec::Fork(spec.clone()),
                 layers,
             };

@@ -11,6 +11,7 @@ fn device(name: &str, words: &str) -> Device {
         generation: 1,
         words: format!("{name}={words}"),
         withheld: false,
+        saved: None,
         declared: false,
         home: true,
         exports: Vec::new(),

@@ -41,6 +41,7 @@ fn a_service_manager_hears_how_far_it_is() {
     assert!(said().starts_with("RELOADING=1\nMONOTONIC_USEC="));
     assert_eq!(said(), "READY=1\nSTATUS=2 devices\n");
     kill_process(pid, Signal::TERM).unwrap();
+    assert_eq!(said(), "STOPPING=1\nSTATUS=requests are answered\n");
     assert_eq!(said(), "STOPPING=1\nSTATUS=devices are flushed\n");
     assert_eq!(said(), "STOPPING=1\nSTATUS=devices are closed\n");
     assert_eq!(server.wait().unwrap().code(), Some(0));

@@ -1,6 +1,7 @@
 //! Servers with a state that end, in whatever way, and are started again.
 
 mod fates;
+mod kept;
 mod random;
 
 use std::fs;
@@ -100,7 +101,7 @@ fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
             }
         }
         assert_eq!(withheld, ["disk", "job-0", "job-1", "work", "before"]);
-        assert!(server.said.contains("job-0: has lost its content, and is withheld;"), "{}", server.said);
+        assert!(server.said.contains("job-0: has lost content, and is withheld;"), "{}", server.said);
         for (socket, name, there) in [
             ("nbd", "golden", true),
             ("nbd", "disk", false),
@@ -231,7 +232,7 @@ fn words_of_the_next_start_need_a_state() {
     let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_lost=empty", "--check"]);
     assert!(why.starts_with("a: on_lost: says what the next start does"), "{why}");
     let why = refused(dir.path(), 2, &["serve", "--apply", "a=ram,disksize=1M", "--check"]);
-    assert!(why.starts_with("--apply: needs a state"), "{why}");
+    assert!(why.starts_with("apply: needs a state"), "{why}");
     let why = refused(dir.path(), 2, &["serve", "--state", "s", "a=null,size=1M,on_lost=empty", "--check"]);
     assert!(why.starts_with("a: on_lost=empty: it holds nothing that is lost"), "{why}");
     let server = Serve::start(&["a=ram,disksize=1M"]);

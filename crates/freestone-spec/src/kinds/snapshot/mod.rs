@@ -40,7 +40,7 @@ const OWN_KEYS: [&str; 10] = [
     "force",
     "merge",
 ];
-const KEYS: [&str; 26] = joined(&OWN_KEYS, &family::KEYS, &["publish", "on_lost"]);
+const KEYS: [&str; 27] = joined(&OWN_KEYS, &family::KEYS, &["publish", "on_lost", "keep"]);
 /// Keys that mean nothing where the copies are kept in memory.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 

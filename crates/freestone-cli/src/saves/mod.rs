@@ -1,0 +1,242 @@
+//! Content that is there after the next start (`keep=yes`): saved in the directory of the state, and
+//! restored from there.
+//!
+//! Devices that share memory are saved together, in a directory of their own; a device is known there
+//! by its UUID. One thread saves what changed, when that is due, and merges the files; others load what
+//! was restored, each of one directory, while it is used already. The end of the server stops them all,
+//! and saves once more.
+
+mod saver;
+mod start;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use freestone::keep::{Keep, KeepError};
+use freestone::ram::{Family, Ram};
+use freestone_spec::kinds::{Entry, KindSpec};
+use freestone_spec::refusal::Errno;
+use freestone_spec::times;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+pub use self::start::Restores;
+use crate::control::protocol::Fault;
+use crate::service::Service;
+
+/// The directory of all content, in that of the state.
+const DIR: &str = "content";
+
+/// When content is saved, beside the end of the server.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan {
+    /// So often, if something changed.
+    pub every: Option<Duration>,
+    /// When so many bytes changed, before they are compressed.
+    pub after: Option<u64>,
+    /// How long the end of the server waits for it.
+    pub timeout: Duration,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self { every: None, after: None, timeout: Duration::from_secs(300) }
+    }
+}
+
+/// The saves of a server; nothing where it has no state.
+///
+/// Lock order: `groups`, then `told` of one. Both are locked for a look or a change; the `keep` of a
+/// group for as long as it is saved, with nothing else locked.
+#[derive(Default)]
+pub struct Saves {
+    at: OnceLock<(PathBuf, Plan)>,
+    groups: Mutex<Vec<Arc<Group>>>,
+    /// What runs until the server ends.
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    stops: AtomicBool,
+    /// That is also said here, to who sleeps.
+    bell: (Mutex<()>, Condvar),
+    /// Devices that had an older content when the server started than when the one before ended, and of
+    /// when that was.
+    behind: Mutex<HashMap<String, SystemTime>>,
+}
+
+/// Devices that share memory.
+struct Group {
+    family: Family,
+    /// Its directory.
+    dir: PathBuf,
+    keep: Mutex<Keep>,
+    told: Mutex<Told>,
+}
+
+/// A device of a group, with its UUID.
+type Member = (String, Arc<Entry>);
+
+/// What is known of a group without waiting for a save.
+#[derive(Debug, Clone, Default)]
+struct Told {
+    /// The last save.
+    saved: Option<SystemTime>,
+    file_bytes: u64,
+    increments: usize,
+    /// Why the last try came to nothing.
+    failed: Option<String>,
+    /// When it was tried last, or the group was seen first.
+    tried: Option<Instant>,
+    /// What the next save needs, and what is free.
+    needs: Option<(u64, u64)>,
+    /// Of what was restored, how much is in memory.
+    loading: Option<(u64, u64)>,
+}
+
+impl Group {
+    fn told(&self) -> MutexGuard<'_, Told> {
+        // Nothing in here can be half done.
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keep(&self) -> MutexGuard<'_, Keep> {
+        // A save that panicked has put nothing in its place.
+        self.keep.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the directory holds is told from now on.
+    fn tell(&self, keep: &Keep) {
+        let mut told = self.told();
+        if let Some(kept) = keep.contents() {
+            (told.saved, told.file_bytes, told.increments) =
+                (Some(kept.when), kept.file_bytes, kept.increments);
+        }
+    }
+}
+
+impl Saves {
+    /// Content goes to the directory of the state from now on.
+    pub fn begin(&self, state: &std::path::Path, plan: Plan) {
+        // Once, before there are devices.
+        let _ = self.at.set((state.join(DIR), plan));
+    }
+
+    /// How long the last save may take, where there is one.
+    pub fn timeout(&self) -> Option<Duration> {
+        self.at.get().map(|(_, plan)| plan.timeout)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<Arc<Group>>> {
+        // Nothing in here can be half done.
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn behind(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {
+        // Nothing in here can be half done.
+        self.behind.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stops(&self) -> bool {
+        self.stops.load(Ordering::SeqCst)
+    }
+
+    /// A directory for devices that share memory.
+    fn add(&self, family: Family, dir: PathBuf, keep: Keep) -> Arc<Group> {
+        let told = Mutex::new(Told { tried: Some(Instant::now()), ..Told::default() });
+        let group = Arc::new(Group { family, dir, keep: Mutex::new(keep), told });
+        group.tell(&group.keep());
+        self.groups().push(Arc::clone(&group));
+        group
+    }
+
+    /// A new one.
+    fn make(&self, family: Family) -> Result<Arc<Group>, KeepError> {
+        let Some((dir, _)) = self.at.get() else { unreachable!("only where there is a state") };
+        let dir = dir.join(Uuid::new_v4().simple().to_string());
+        let keep = Keep::open(&dir)?;
+        Ok(self.add(family, dir, keep))
+    }
+
+    fn group_of(&self, ram: &Ram) -> Option<Arc<Group>> {
+        let family = ram.family();
+        self.groups().iter().find(|group| group.family.is(&family)).cloned()
+    }
+
+    /// Of a device that is kept: its last save, in a way that people read and programs, too.
+    pub fn saved(&self, entry: &Entry) -> Option<String> {
+        let ram = entry.kind.ram().filter(|_| entry.spec.keep)?;
+        Some(times::shown(self.group_of(ram)?.told().saved?))
+    }
+
+    /// Of when the content is, where it is older than what the server before had.
+    pub fn behind_of(&self, name: &str) -> Option<String> {
+        self.behind().get(name).copied().map(times::shown)
+    }
+
+    /// A device has the content of that moment, which is older than what it had.
+    pub fn put_behind(&self, name: &str, when: SystemTime) {
+        self.behind().insert(name.to_owned(), when);
+    }
+
+    /// The device has another content, or is gone.
+    pub fn forget_behind(&self, name: &str) {
+        self.behind().remove(name);
+    }
+
+    /// All that is known of the saves of a device, for `stat`.
+    pub fn stat(&self, entry: &Entry) -> Option<Value> {
+        let ram = entry.kind.ram().filter(|_| entry.spec.keep)?;
+        let told = self.group_of(ram).map(|group| group.told().clone()).unwrap_or_default();
+        let mut stat = json!({
+            "saved": told.saved.map(times::shown),
+            "file_bytes": told.file_bytes,
+            "increments": told.increments,
+            "unsaved_bytes": ram.unsaved_bytes(),
+        });
+        if let Some((bytes, free)) = told.needs {
+            stat["next_save_bytes"] = bytes.into();
+            stat["free_bytes"] = free.into();
+        }
+        if let Some((done, all)) = told.loading {
+            stat["loaded_percent"] = (done * 100).checked_div(all).unwrap_or(100).into();
+        }
+        if let Some(why) = told.failed {
+            stat["failed"] = why.into();
+        }
+        Some(stat)
+    }
+}
+
+/// Refuses a device whose content cannot be kept.
+pub fn check(service: &Service, entry: &Entry) -> Result<(), Fault> {
+    if !entry.spec.keep {
+        return Ok(());
+    }
+    let name = entry.name();
+    let refuse = |why: &str| Err(Fault::failed(Errno::EINVAL, format!("{name}: keep=yes: {why}")));
+    if entry.kind.ram().is_none() {
+        return refuse("copies of a file's snapshot in memory are not kept; cow=PATH keeps them");
+    }
+    let KindSpec::Fork(fork) = &entry.spec.kind else { return Ok(()) };
+    match service.registry.find(&fork.base) {
+        Some(base) if base.kind.ram().is_some() && !base.spec.keep => {
+            refuse(&format!("its base {} is not kept; make that with keep=yes", base.name()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The devices of a group by their UUIDs.
+fn devices(service: &Service, family: &Family) -> Vec<Member> {
+    let is_in = |entry: &&Arc<Entry>| {
+        let ram = entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none());
+        ram.is_some_and(|ram| ram.family().is(family))
+    };
+    let all = service.registry.all();
+    all.iter()
+        .filter(is_in)
+        .map(|entry| (entry.identity.uuid.simple().to_string(), Arc::clone(entry)))
+        .collect()
+}

@@ -1,0 +1,224 @@
+//! Saving: when it is due, and at the end.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant, SystemTime};
+
+use freestone::keep::{KeepError, Wrote};
+use freestone::ram::Ram;
+use freestone::save::SaveError;
+use freestone_spec::size::human;
+use tracing::{debug, error, info, warn};
+
+use super::{Group, Member, Plan, Saves, devices, start};
+use crate::control::protocol::Fault;
+use crate::service::Service;
+
+/// How often it is looked whether a save is due.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How often it is looked whether the next one would fit.
+const ESTIMATE_EVERY: Duration = Duration::from_secs(60);
+
+/// A save by its moment, as a number that the state keeps: nanoseconds since 1970.
+pub fn stamp(when: SystemTime) -> u64 {
+    when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}
+
+impl Saves {
+    /// A thread that ends when `stops` is said.
+    pub(super) fn adopt(&self, thread: JoinHandle<()>) {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+    }
+
+    /// Begins to save, where there is a state.
+    pub fn run(service: &Arc<Service>) -> std::io::Result<()> {
+        let Some((_, plan)) = service.saves.at.get().cloned() else { return Ok(()) };
+        let weak = Arc::downgrade(service);
+        let thread = thread::Builder::new().name("keep".into()).spawn(move || watch(&weak, plan))?;
+        service.saves.adopt(thread);
+        Ok(())
+    }
+
+    /// Sleeps; true: the server ends.
+    fn sleep(&self, time: Duration) -> bool {
+        let (lock, bell) = &self.bell;
+        let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.stops() {
+            return true;
+        }
+        drop(bell.wait_timeout(guard, time).unwrap_or_else(PoisonError::into_inner));
+        self.stops()
+    }
+
+    /// Ends what runs, saves all once more, and has the state say so. Returns how many devices were not
+    /// saved in time.
+    pub fn end(service: &Service) -> usize {
+        let saves = &service.saves;
+        {
+            let _asleep = saves.bell.0.lock().unwrap_or_else(PoisonError::into_inner);
+            saves.stops.store(true, Ordering::SeqCst);
+        }
+        saves.bell.1.notify_all();
+        let threads = std::mem::take(&mut *saves.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
+            // It has logged what went wrong.
+            let _ = thread.join();
+        }
+        let Some((_, plan)) = saves.at.get() else { return 0 };
+        let end = Instant::now() + plan.timeout;
+        let (mut exact, mut failed) = (Vec::new(), 0);
+        for (group, devices) in saves.all(service) {
+            match group.save(&devices, &|| Instant::now() >= end) {
+                Ok(when) => {
+                    let names = devices.iter().map(|(_, entry)| entry.name().to_owned());
+                    exact.extend(names.map(|name| (name, stamp(when))));
+                }
+                Err(why) => {
+                    failed += devices.len();
+                    let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
+                    error!("{}: not saved: {why}", names.join(", "));
+                }
+            }
+        }
+        if let Err(Fault { message, .. }) = service.records.put_saved(&exact) {
+            error!("what was saved at the end is not known to be of the end: {message}");
+        }
+        failed
+    }
+
+    /// All groups with their devices; new ones are made.
+    fn all(&self, service: &Service) -> Vec<(Arc<Group>, Vec<Member>)> {
+        for entry in service.registry.all() {
+            let Some(ram) = entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none()) else {
+                continue;
+            };
+            if self.group_of(ram).is_none()
+                && let Err(why) = self.make(ram.family())
+            {
+                error!("{}: its content is not kept: {why}", entry.name());
+            }
+        }
+        let groups = self.groups().clone();
+        groups.into_iter().map(|group| (Arc::clone(&group), devices(service, &group.family))).collect()
+    }
+
+    /// What would not fit, in sentences: for who is about to end the server.
+    pub fn unfit(service: &Service) -> Vec<String> {
+        let each = service.saves.all(service).into_iter();
+        let told = each.filter_map(|(group, devices)| {
+            let (bytes, free) = group.estimate(&devices).filter(|(bytes, free)| bytes > free)?;
+            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
+            let (bytes, free) = (human(bytes), human(free));
+            Some(format!("{}: the next save needs about {bytes}, and {free} are free", names.join(", ")))
+        });
+        told.collect()
+    }
+}
+
+/// Saves when that is due, until the server ends.
+fn watch(service: &Weak<Service>, plan: Plan) {
+    let mut estimate_at = Instant::now();
+    loop {
+        {
+            let Some(service) = service.upgrade() else { return };
+            let estimates = Instant::now() >= estimate_at;
+            if estimates {
+                estimate_at = Instant::now() + ESTIMATE_EVERY;
+            }
+            for (group, devices) in service.saves.all(&service) {
+                if service.saves.stops() {
+                    return;
+                }
+                look(&service, &group, &devices, plan, estimates);
+            }
+        }
+        let Some(service) = service.upgrade() else { return };
+        if service.saves.sleep(LOOK_EVERY) {
+            return;
+        }
+    }
+}
+
+fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
+    if devices.is_empty() {
+        // All were removed: one that comes later begins anew.
+        service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
+        return start::forget(&mut group.keep(), &group.dir);
+    }
+    if estimates {
+        group.warn_if_unfit(devices);
+    }
+    let unsaved = |(_, entry): &Member| entry.kind.ram().and_then(|ram| ram.unsaved_bytes());
+    let never = devices.iter().any(|device| unsaved(device).is_none());
+    let bytes: u64 = devices.iter().filter_map(unsaved).sum();
+    let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
+    let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
+    let by_size = plan.after.is_some_and(|after| bytes >= after) && since >= LOOK_EVERY;
+    if !by_time && !by_size {
+        return;
+    }
+    let stops = || service.saves.stops();
+    match group.save(devices, &stops) {
+        Ok(_) => group.merge(&stops),
+        Err(KeepError::Save(SaveError::Cancelled)) => {}
+        Err(why) => {
+            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
+            error!("{}: not saved: {why}", names.join(", "));
+        }
+    }
+}
+
+impl Group {
+    /// Saves these devices. Of when the content is that is there now.
+    fn save(&self, devices: &[Member], cancelled: &dyn Fn() -> bool) -> Result<SystemTime, KeepError> {
+        let mut keep = self.keep();
+        self.told().tried = Some(Instant::now());
+        let rams: Vec<(&str, &Ram)> =
+            devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect();
+        let now = keep.save(&rams, cancelled, &mut |_, _| {});
+        self.tell(&keep);
+        let now = now.inspect_err(|why| {
+            if !cancelled() {
+                self.told().failed = Some(why.to_string());
+            }
+        })?;
+        self.told().failed = None;
+        let when = keep.contents().map_or(now.when, |kept| kept.when);
+        match now.wrote {
+            Wrote::Nothing => {}
+            wrote => info!("saved: {wrote:?}, {} pages, {}", now.pages, human(now.file_bytes)),
+        }
+        Ok(when)
+    }
+
+    /// Merges the files where that is due.
+    fn merge(&self, cancelled: &dyn Fn() -> bool) {
+        let mut keep = self.keep();
+        match keep.merge_if_due(cancelled, &mut |_, _| {}) {
+            Ok(None) | Err(KeepError::Save(SaveError::Cancelled)) => {}
+            Ok(Some(bytes)) => debug!("saves were merged into one of {}", human(bytes)),
+            Err(why) => warn!("saves cannot be merged: {why}"),
+        }
+        self.tell(&keep);
+    }
+
+    /// Bytes that the next save needs, and that are free.
+    fn estimate(&self, devices: &[Member]) -> Option<(u64, u64)> {
+        let rams: Vec<(&str, &Ram)> =
+            devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect();
+        // One that is saved just now is as good as saved.
+        let keep = self.keep.try_lock().ok()?;
+        let estimate = keep.estimate(&rams).ok()?;
+        self.told().needs = Some((estimate.bytes, estimate.free_bytes));
+        Some((estimate.bytes, estimate.free_bytes))
+    }
+
+    fn warn_if_unfit(&self, devices: &[Member]) {
+        if let Some((bytes, free)) = self.estimate(devices).filter(|(bytes, free)| bytes > free) {
+            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
+            let (bytes, free) = (human(bytes), human(free));
+            warn!("{}: the next save needs about {bytes}, and {free} are free", names.join(", "));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! What a server finds that another one has saved.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::SystemTime;
+
+use freestone::keep::{Keep, KeepError, Loaded, Loading};
+use freestone::ram::{Family, Ram};
+use freestone::save::Base;
+use freestone_spec::kinds::{KindSpec, Spec};
+use freestone_spec::refusal::Errno;
+use freestone_state::{Device, Topology};
+use tracing::{error, info, warn};
+
+use super::{Group, Saves};
+use crate::control::protocol::Fault;
+use crate::service::Service;
+use crate::verbs::restore::find_base;
+
+/// Directories with content, until all devices are there.
+pub struct Restores {
+    dirs: Vec<Dir>,
+    /// By UUID, the directory.
+    by_uuid: HashMap<String, usize>,
+    /// A directory cannot be used: who is missing may be in there.
+    damaged: Option<String>,
+}
+
+struct Dir {
+    path: PathBuf,
+    state: Content,
+    when: SystemTime,
+    /// All devices of the state that are in it.
+    members: HashSet<String>,
+}
+
+enum Content {
+    /// Nobody has asked for it yet.
+    Closed(Box<Keep>),
+    /// By UUID, what nobody has taken yet.
+    Open(HashMap<String, Ram>),
+    Failed(Fault),
+}
+
+impl Saves {
+    /// Looks at what was saved of the devices of a state. What belongs to none of them goes.
+    pub fn find(&self, topology: &Topology) -> Result<Restores, Fault> {
+        let mut restores = Restores { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
+        let Some((dir, _)) = self.at.get() else { return Ok(restores) };
+        let failed = |why: io::Error| Fault::failed(Errno::EIO, format!("{}: {why}", dir.display()));
+        let uuids: HashSet<&str> = topology.devices().map(|device| device.uuid.as_str()).collect();
+        let entries = match fs::read_dir(dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(restores),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
+            let path = entry.map_err(failed)?.path();
+            let mut keep = match Keep::open(&path) {
+                Ok(keep) => keep,
+                Err(why) => {
+                    error!("{}: {why}", path.display());
+                    restores.damaged = Some(why.to_string());
+                    continue;
+                }
+            };
+            let names =
+                keep.contents().map(|kept| kept.contents.devices.iter().map(|device| device.name.clone()));
+            let members: HashSet<String> =
+                names.into_iter().flatten().filter(|uuid| uuids.contains(uuid.as_str())).collect();
+            let Some(when) = keep.contents().map(|kept| kept.when).filter(|_| !members.is_empty()) else {
+                // Its devices were removed, or nothing was saved.
+                forget(&mut keep, &path);
+                continue;
+            };
+            restores.by_uuid.extend(members.iter().map(|uuid| (uuid.clone(), restores.dirs.len())));
+            restores.dirs.push(Dir { path, state: Content::Closed(Box::new(keep)), when, members });
+        }
+        Ok(restores)
+    }
+}
+
+/// Nobody needs a directory any more.
+pub(super) fn forget(keep: &mut Keep, path: &std::path::Path) {
+    if let Err(why) = keep.forget() {
+        return warn!("{}: is not needed any more, and stays: {why}", path.display());
+    }
+    if let Err(why) = fs::remove_dir_all(path) {
+        warn!("{}: is not needed any more, and stays: {why}", path.display());
+    }
+}
+
+/// Content of a device as of a save.
+pub struct Restored {
+    /// The content.
+    pub ram: Ram,
+    /// Of when it is.
+    pub when: SystemTime,
+    /// It is what the device had when the server before ended.
+    pub is_exact: bool,
+}
+
+impl Restores {
+    /// The content of a device; nothing where none was saved.
+    pub fn take(
+        &mut self,
+        service: &Service,
+        topology: &Topology,
+        device: &Device,
+        spec: &Spec,
+    ) -> Result<Option<Restored>, Fault> {
+        let Some(number) = self.by_uuid.get(&device.uuid).copied() else {
+            return match &self.damaged {
+                // It may be there, and a save would go over it.
+                Some(why) => {
+                    Err(Fault::failed(Errno::EIO, format!("{}: content is damaged: {why}", device.name)))
+                }
+                None => Ok(None),
+            };
+        };
+        let dir = &mut self.dirs[number];
+        if let Content::Closed(_) = dir.state {
+            let open = std::mem::replace(&mut dir.state, Content::Open(HashMap::new()));
+            let Content::Closed(keep) = open else { unreachable!("looked at above") };
+            dir.state = match restore(service, topology, dir, *keep, spec) {
+                Ok(devices) => Content::Open(devices),
+                Err(fault) => Content::Failed(fault),
+            };
+        }
+        let when = dir.when;
+        match &mut dir.state {
+            Content::Failed(fault) => Err(fault.clone()),
+            Content::Open(devices) => Ok(devices.remove(&device.uuid).map(|ram| {
+                let is_exact = device.saved == Some(super::saver::stamp(when));
+                Restored { ram, when, is_exact }
+            })),
+            Content::Closed(_) => unreachable!("opened above"),
+        }
+    }
+}
+
+/// Makes the devices of a directory, and begins to load them.
+fn restore(
+    service: &Service,
+    topology: &Topology,
+    dir: &Dir,
+    mut keep: Keep,
+    first: &Spec,
+) -> Result<HashMap<String, Ram>, Fault> {
+    let name = &first.name;
+    let failed = |why: &KeepError| Fault::failed(Errno::EIO, format!("{name}: its content: {why}"));
+    let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
+        return Err(Fault::internal(format!("{name}: its content is gone")));
+    };
+    let (family, bases) = match find_base(service, &contents, &|| false)? {
+        Some(base) => {
+            let device = base.device().cloned();
+            let given = match (base.kind.memory_snapshot(), device) {
+                (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
+                (None, Some(device)) => Base::Device(device),
+                (None, None) => unreachable!("a template is no base"),
+            };
+            (base.family_of(&service.registry)?, vec![given])
+        }
+        None => (own_family(service, topology, &dir.members, first)?, Vec::new()),
+    };
+    let restored = keep.restore(&family, &bases, &|| false).map_err(|why| failed(&why));
+    let (devices, loading) = restored?;
+    let group = service.saves.add(family, dir.path.clone(), keep);
+    load(service, &group, loading, name);
+    Ok(devices.into_iter().collect())
+}
+
+/// The family of a RAM disk and of what came of it.
+fn own_family(
+    service: &Service,
+    topology: &Topology,
+    members: &HashSet<String>,
+    first: &Spec,
+) -> Result<Family, Fault> {
+    let own = topology.devices().filter(|device| members.contains(&device.uuid));
+    let specs = own.filter_map(|device| device.words.parse::<Spec>().ok());
+    let disk = specs.into_iter().find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
+    let spec = disk.as_ref().unwrap_or(first);
+    let Some(family) = spec.kind.family() else {
+        return Err(Fault::failed(Errno::EINVAL, format!("{}: its base is not there", first.name)));
+    };
+    Ok(service.registry.new_family(&spec.name, family, spec.kind.size().unwrap_or_default())?)
+}
+
+/// Loads what was restored, in the background. What was not loaded is read from the files.
+fn load(service: &Service, group: &Arc<Group>, mut loading: Loading, name: &str) {
+    let (group, name) = (Arc::clone(group), name.to_owned());
+    group.told().loading = Some(loading.progress());
+    let weak = service.weak();
+    let work = move || {
+        let stops = || weak.upgrade().is_none_or(|service| service.saves.stops());
+        let loaded = loading.run(&stops, &mut |done, all| group.told().loading = Some((done, all)));
+        match loaded {
+            Loaded::All => {
+                group.told().loading = None;
+                info!("{name}: all that was saved is in memory");
+            }
+            Loaded::AllBut(pages) => {
+                error!("{name}: {pages} pages of what was saved cannot be read");
+                group.told().failed = Some(format!("{pages} pages cannot be read"));
+            }
+            Loaded::Cancelled => {}
+        }
+    };
+    match thread::Builder::new().name("load".into()).spawn(work) {
+        Ok(thread) => service.saves.adopt(thread),
+        Err(why) => warn!("what was saved stays in its files, which is slow: no thread to load it: {why}"),
+    }
+}

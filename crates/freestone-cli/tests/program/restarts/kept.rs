@@ -1,0 +1,348 @@
+//! Content that outlives its server (`keep=yes`).
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{GOLDEN, ended, image, is_served, killed, serve};
+use crate::clients::tools::{ok, qemu_io, root_tool, uri};
+use crate::harness::{Serve, connect_nbd, refused};
+
+/// Files of content, with their names.
+fn content(dir: &Path) -> Vec<PathBuf> {
+    let Ok(groups) = fs::read_dir(dir.join("state/content")) else { return Vec::new() };
+    let files = groups.flat_map(|group| fs::read_dir(group.unwrap().path()).unwrap());
+    let mut files: Vec<_> = files.map(|file| file.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+fn row(serve: &Serve, name: &str) -> Value {
+    let list = serve.json(&["list"]);
+    list["devices"].as_array().unwrap().iter().find(|device| device["name"] == name).unwrap().clone()
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn disks_forks_and_snapshots_have_their_content_again() {
+    let server = serve(image(8 << 20), &[GOLDEN, "disk=ram,disksize=16M,keep=yes", "other=ram,disksize=1M"]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M", "write -P 2 8M 64k"]);
+    for verb in [
+        &["create", "monday=snapshot,origin=disk,keep=yes"][..],
+        &["fork", "monday", "trial", "keep=yes", "--nbd", &home],
+        &["fork", "golden", "job", "keep=yes", "size=12M", "--nbd", &home],
+        &["publish", "monday", "--nbd", &home],
+    ] {
+        server.text(verb);
+    }
+    qemu_io(&uri(&server, "disk"), &["write -P 3 1M 64k", "discard 8M 64k"]);
+    qemu_io(&uri(&server, "trial"), &["write -P 4 64k 64k"]);
+    qemu_io(&uri(&server, "job"), &["write -P 5 1M 64k", "write -z 2M 64k", "write -P 6 9M 64k"]);
+    server.text(&["set", "job", "disksize=16M"]);
+    let check = |server: &Serve| {
+        let reads = ["read -P 1 0 1M", "read -P 3 1M 64k", "read -P 1 1088k 64k", "read -P 0 8M 64k"];
+        qemu_io(&uri(server, "disk"), &reads);
+        qemu_io(&uri(server, "monday"), &["read -P 1 0 4M", "read -P 2 8M 64k", "read -P 0 9M 1M"]);
+        qemu_io(&uri(server, "trial"), &["read -P 1 0 64k", "read -P 4 64k 64k", "read -P 2 8M 64k"]);
+        let reads = [
+            "read -P 7 0 1M",
+            "read -P 5 1M 64k",
+            "read -P 0 2M 64k",
+            "read -P 6 9M 64k",
+            "read -P 0 10M 6M",
+        ];
+        qemu_io(&uri(server, "job"), &reads);
+    };
+    let mut dir = ended(server);
+    for round in 0..3 {
+        let server = serve(dir, &[]);
+        check(&server);
+        for name in ["disk", "monday", "trial", "job"] {
+            let row = row(&server, name);
+            assert!(row["saved"].as_str().unwrap().starts_with("20"), "{row}");
+            assert_eq!((&row["withheld"], &row["content_of"]), (&Value::Null, &Value::Null), "{name}");
+            assert_eq!(server.json(&["stat", name])["generation"], 1);
+        }
+        assert_eq!(row(&server, "other")["withheld"], true);
+        // Nothing has changed: nothing is written.
+        dir = ended(server);
+        let files: Vec<_> = content(dir.path());
+        assert_eq!(files.len(), 2, "{round}: {files:?}");
+    }
+    // What is no longer there is not kept.
+    let server = serve(dir, &[]);
+    for name in ["trial", "monday", "disk", "job"] {
+        server.text(&["remove", name]);
+    }
+    until("the content of removed devices goes", || content(server.dir.path()).is_empty());
+    let dir = ended(server);
+    assert_eq!(fs::read_dir(dir.path().join("state/content")).unwrap().count(), 0);
+}
+
+#[test]
+fn after_a_crash_the_last_save_is_there_and_is_withheld() {
+    let disks = ["disk=ram,disksize=16M,keep=yes", "served=ram,disksize=16M,keep=yes,on_lost=empty"];
+    let server = serve(tempfile::tempdir().unwrap(), &[&disks[..], &["--save-every", "1s"]].concat());
+    for name in ["disk", "served"] {
+        qemu_io(&uri(&server, name), &["write -P 1 0 8M"]);
+    }
+    let saved = |server: &Serve| {
+        until("all is saved", || {
+            ["disk", "served"].iter().all(|name| server.json(&["stat", name])["keep"]["unsaved_bytes"] == 0)
+        });
+    };
+    saved(&server);
+    let whole: u64 = content(server.dir.path()).iter().map(|file| fs::metadata(file).unwrap().len()).sum();
+    // Of 8 MiB of noise one part is changed: an increment.
+    fs::write(server.path("noise"), noise(8 << 20)).unwrap();
+    for name in ["disk", "served"] {
+        qemu_io(&uri(&server, name), &[&format!("write -s {} 0 8M", server.path("noise").display())]);
+    }
+    saved(&server);
+    qemu_io(&uri(&server, "disk"), &["write -P 2 1M 64k"]);
+    saved(&server);
+    let files = content(server.dir.path());
+    let increments = files.iter().filter(|file| file.extension() != Some("whole".as_ref()));
+    let bytes: Vec<_> = increments.map(|file| fs::metadata(file).unwrap().len()).collect();
+    assert!(bytes.iter().any(|bytes| *bytes < 64 << 10), "{whole} {files:?} {bytes:?}");
+    // This is not saved any more.
+    qemu_io(&uri(&server, "disk"), &["write -P 3 2M 64k"]);
+    let server = serve(killed(server), &[]);
+    assert!(!is_served(&server.path("nbd"), "disk"));
+    assert!(server.said.contains("disk: has the content of 20"), "{}", server.said);
+    assert!(server.text(&["list"]).contains("\ndisk: has the content of 20"));
+    assert_eq!(server.json(&["stat", "disk"])["generation"], 2);
+    server.text(&["publish", "disk"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 2 1M 64k"]);
+    let noise = fs::read(server.path("noise")).unwrap();
+    for (name, at) in [("disk", 2 << 20), ("served", 0)] {
+        let read = read(&server, name, at, 64 << 10);
+        assert!(read == noise[at as usize..][..64 << 10], "{name}");
+    }
+}
+
+/// What does not compress.
+fn noise(bytes: usize) -> Vec<u8> {
+    let mut noise = vec![0; bytes];
+    fs::File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
+    noise
+}
+
+fn read(serve: &Serve, name: &str, at: u64, bytes: usize) -> Vec<u8> {
+    let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
+    connect_nbd(&mut client, name);
+    let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
+    // No flags, a read, a cookie.
+    request.extend([0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    request.extend(at.to_be_bytes());
+    request.extend((bytes as u32).to_be_bytes());
+    client.write_all(&request).unwrap();
+    let mut reply = vec![0; 16 + bytes];
+    client.read_exact(&mut reply).unwrap();
+    assert_eq!(reply[4..8], [0; 4]);
+    reply.split_off(16)
+}
+
+#[test]
+fn what_cannot_be_read_is_missing_and_not_gone() {
+    let server =
+        serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes", "null=null,size=1M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    let dir = ended(server);
+    let [file] = &content(dir.path())[..] else { panic!("one file") };
+    let whole = fs::read(file).unwrap();
+    let mut damaged = whole.clone();
+    damaged[40] ^= 1;
+    fs::write(file, &damaged).unwrap();
+    let file = file.clone();
+    let server = serve(dir, &[]);
+    let list = server.json(&["list"]);
+    assert_eq!((list["devices"].as_array().unwrap().len(), &list["missing"][0]["name"]), (1, &"disk".into()));
+    assert!(list["missing"][0]["why"].as_str().unwrap().starts_with("content is damaged: "), "{list}");
+    let dir = ended(server);
+    assert_eq!(fs::read(&file).unwrap(), damaged);
+    fs::write(&file, &whole).unwrap();
+    let server = serve(dir, &[]);
+    // It is not what a server before has ended with: that one did not have it.
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
+    // Cut off.
+    let dir = killed(server);
+    fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+    let server = serve(dir, &[]);
+    assert_eq!(server.json(&["list"])["missing"][0]["name"], "disk");
+}
+
+#[test]
+fn a_save_that_does_not_fit_is_told_beforehand() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("state")).unwrap();
+    ok(root_tool("mount")
+        .args(["-t", "tmpfs", "-o", "size=4M,mode=777", "none"])
+        .arg(dir.path().join("state")));
+    let mounted = Mounted(dir.path().join("state"));
+    let server = serve(dir, &["disk=ram,disksize=16M,keep=yes"]);
+    fs::write(server.path("noise"), noise(6 << 20)).unwrap();
+    qemu_io(&uri(&server, "disk"), &[&format!("write -s {} 0 6M", server.path("noise").display())]);
+    let why = server.refused(1, &["shutdown"]);
+    assert!(why.starts_with("disk: the next save needs about 6"), "{why}");
+    assert!(why.ends_with(" are free; --force ends the server all the same"), "{why}");
+    server.text(&["shutdown", "--force"]);
+    let (code, dir) = server.wait();
+    assert_eq!(code, Some(1));
+    assert!(content(dir.path()).is_empty());
+    let server = serve(dir, &[]);
+    assert_eq!(row(&server, "disk")["withheld"], true);
+    drop((ended(server), mounted));
+}
+
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = root_tool("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn what_is_not_kept_is_refused() {
+    let server = serve(image(1 << 20), &[GOLDEN, "disk=ram,disksize=1M", "file=file,path=f.img,size=1M"]);
+    server.text(&["snapshot", "disk", "loose"]);
+    for (verb, said) in [
+        (
+            &["fork", "loose", "f", "keep=yes"][..],
+            "f: keep=yes: its base loose is not kept; make that with keep=yes",
+        ),
+        (
+            &["create", "s=snapshot,origin=file,keep=yes"],
+            "s: keep=yes: copies of a file's snapshot in memory are not kept; cow=PATH keeps them",
+        ),
+    ] {
+        assert_eq!(server.refused(1, verb), said);
+    }
+    for (device, said) in [
+        ("z=ram,disksize=64M,zoned=1,zone_size=4M,keep=yes", "z: keep=yes: not with zoned=1: "),
+        ("p=ram,disksize=1M,power_cut=yes,keep=yes", "p: keep=yes: not with power_cut=yes or record: "),
+        ("s=snapshot,origin=file,cow=./c,keep=yes", "s: keep=yes: what it holds is where cow says"),
+        ("f=file,path=f.img,keep=yes", "f: unknown key \"keep\""),
+    ] {
+        let why = server.refused(2, &["create", device]);
+        assert!(why.starts_with(said), "{why}");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (words, said) in [
+        (&["d=ram,disksize=1M,keep=yes"][..], "d: keep: says what the next start does"),
+        (&["d=ram,disksize=1M", "--save-every", "1m"], "save_every: needs a state: --state DIR"),
+    ] {
+        let why = refused(dir.path(), 2, &[&["serve", "--check"], words].concat());
+        assert!(why.starts_with(said), "{why}");
+    }
+}
+
+#[test]
+fn a_save_that_takes_too_long_is_given_up_and_told() {
+    let server =
+        serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=64M,keep=yes", "--save-timeout", "0s"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    server.signal(rustix::process::Signal::TERM);
+    let (code, dir) = server.wait();
+    assert_eq!(code, Some(1));
+    assert_eq!(row(&serve(dir, &[]), "disk")["withheld"], true);
+}
+
+/// One client writes its counter to pages of three disks that share memory. Whenever the server is
+/// killed, what is there again is what all of them held at one moment.
+#[test]
+fn a_save_is_of_one_moment_for_all_that_share_memory() {
+    const PAGES: u64 = 64;
+    const PAGE: usize = 4096;
+    let server = serve(image(1 << 20), &[GOLDEN]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    server.text(&["fork", "golden", "f", "--count", "3", "keep=yes", "on_lost=empty", "--nbd", &home]);
+    let mut dir: TempDir = ended(server);
+    let (mut counter, mut seen) = (0_u32, 0);
+    for _ in 0..8 {
+        let server = serve(dir, &["--save-every", "1s", "--save-after", "1M"]);
+        let found: Vec<Vec<u32>> = (0..3)
+            .map(|number| {
+                let all = read(&server, &format!("f-{number}"), 0, PAGES as usize * PAGE);
+                let first = |page: &[u8]| u32::from_le_bytes(page[..4].try_into().unwrap());
+                all.chunks(PAGE).map(first).collect()
+            })
+            .collect();
+        // All writes up to the newest one that is there, and none after it.
+        let newest =
+            found.iter().flatten().filter(|number| **number != 0x0707_0707).max().copied().unwrap_or(0);
+        let mut expected = vec![vec![0x0707_0707; PAGES as usize]; 3];
+        let mut again = 1;
+        for number in 1..=newest {
+            let (disk, page) = place(&mut again, PAGES);
+            expected[disk][page] = number;
+        }
+        assert_eq!(found, expected, "of {counter} writes, {newest} are there");
+        seen += u32::from(newest > 0);
+        // Go on from there.
+        counter = newest;
+        let mut next = again;
+        let mut clients: Vec<UnixStream> = (0..3)
+            .map(|number| {
+                let mut client = UnixStream::connect(server.path("nbd")).unwrap();
+                connect_nbd(&mut client, &format!("f-{number}"));
+                client
+            })
+            .collect();
+        let end = Instant::now() + Duration::from_millis(1500);
+        while Instant::now() < end {
+            counter += 1;
+            let (disk, page) = place(&mut next, PAGES);
+            let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
+            request.extend([0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8]);
+            request.extend((page as u64 * PAGE as u64).to_be_bytes());
+            request.extend((PAGE as u32).to_be_bytes());
+            let data = counter.to_le_bytes();
+            request.extend(data.iter().cycle().take(PAGE));
+            clients[disk].write_all(&request).unwrap();
+            let mut reply = [0; 16];
+            clients[disk].read_exact(&mut reply).unwrap();
+        }
+        dir = killed(server);
+    }
+    assert!(seen > 3, "{seen}");
+}
+
+/// Where the next write goes.
+fn place(seed: &mut u64, pages: u64) -> (usize, usize) {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (((*seed >> 33) % 3) as usize, ((*seed >> 40) % pages) as usize)
+}
+
+#[test]
+fn the_whole_is_used_while_it_is_loaded() {
+    let server = serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=256M,keep=yes"]);
+    fs::write(server.path("noise"), noise(32 << 20)).unwrap();
+    let noise = format!("write -s {}", server.path("noise").display());
+    for at in 0..4 {
+        qemu_io(&uri(&server, "disk"), &[format!("{noise} {}M 32M", at * 32)]);
+    }
+    let server = serve(ended(server), &[]);
+    // At once: some of it is not in memory yet.
+    let content = fs::read(server.path("noise")).unwrap();
+    assert!(read(&server, "disk", 127 << 20, 1 << 20) == content[31 << 20..]);
+    qemu_io(&uri(&server, "disk"), &["write -P 9 64M 1M", "discard 96M 1M"]);
+    until("all is loaded", || server.json(&["stat", "disk"])["keep"]["loaded_percent"].is_null());
+    qemu_io(&uri(&server, "disk"), &["read -P 9 64M 1M", "read -P 0 96M 1M"]);
+    assert!(read(&server, "disk", 65 << 20, 1 << 20) == content[1 << 20..][..1 << 20]);
+}
