@@ -135,6 +135,12 @@ impl Serve {
         command
     }
 
+    /// A verb; its status, and what it says on stdout and stderr.
+    #[allow(dead_code, reason = "not all tests that share this file need it")]
+    pub fn tried(&self, args: &[&str]) -> (i32, String, String) {
+        finish(&mut self.command(args))
+    }
+
     /// A verb that succeeds; what it shows to people.
     pub fn text(&self, args: &[&str]) -> String {
         let (code, out, err) = finish(&mut self.command(args));

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{GOLDEN, ended, image, is_served, killed, serve};
-use crate::clients::tools::{ok, qemu_io, root_tool, uri};
+use super::{GOLDEN, Mounted, ended, image, is_served, killed, serve};
+use crate::clients::tools::{qemu_io, uri};
 use crate::harness::{Serve, connect_nbd, refused};
 
 /// Files of content, with their names.
@@ -189,11 +189,7 @@ fn what_cannot_be_read_is_missing_and_not_gone() {
 #[test]
 fn a_save_that_does_not_fit_is_told_beforehand() {
     let dir = tempfile::tempdir().unwrap();
-    fs::create_dir(dir.path().join("state")).unwrap();
-    ok(root_tool("mount")
-        .args(["-t", "tmpfs", "-o", "size=4M,mode=777", "none"])
-        .arg(dir.path().join("state")));
-    let mounted = Mounted(dir.path().join("state"));
+    let mounted = Mounted::of_bytes(dir.path().join("state"), "4M");
     let server = serve(dir, &["disk=ram,disksize=16M,keep=yes"]);
     fs::write(server.path("noise"), noise(6 << 20)).unwrap();
     qemu_io(&uri(&server, "disk"), &[&format!("write -s {} 0 6M", server.path("noise").display())]);
@@ -207,14 +203,6 @@ fn a_save_that_does_not_fit_is_told_beforehand() {
     let server = serve(dir, &[]);
     assert_eq!(row(&server, "disk")["withheld"], true);
     drop((ended(server), mounted));
-}
-
-struct Mounted(PathBuf);
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        let _ = root_tool("umount").arg("--lazy").arg(&self.0).status();
-    }
 }
 
 #[test]

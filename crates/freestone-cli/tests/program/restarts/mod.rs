@@ -7,12 +7,13 @@ mod random;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::clients::tools::{ok, root_tool};
 use crate::harness::{Serve, refused};
 
 /// A server on the state in the directory.
@@ -57,6 +58,28 @@ fn is_served(socket: &Path, name: &str) -> bool {
     stream.read_exact(&mut greeting).unwrap();
     stream.write_all(&hello).unwrap();
     stream.read_exact(&mut answer).is_ok()
+}
+
+/// A small file system in memory.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn of_bytes(at: PathBuf, size: &str) -> Self {
+        fs::create_dir(&at).unwrap();
+        let options = format!("size={size},mode=777");
+        ok(root_tool("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&at));
+        Self(at)
+    }
+
+    fn again(&self, options: &str) {
+        ok(root_tool("mount").args(["-o", &format!("remount,{options}")]).arg(&self.0));
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = root_tool("umount").arg("--lazy").arg(&self.0).status();
+    }
 }
 
 const DATA: &str = "data=file,path=data.img,size=1M";
@@ -238,4 +261,52 @@ fn words_of_the_next_start_need_a_state() {
     let server = Serve::start(&["a=ram,disksize=1M"]);
     let why = server.refused(2, &["create", "b=ram,disksize=1M,on_lost=empty"]);
     assert!(why.starts_with("b: on_lost: says"), "{why}");
+}
+
+#[test]
+fn where_the_directory_is_full_or_read_only_a_verb_fails_and_does_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mounted = Mounted::of_bytes(dir.path().join("small"), "1M");
+    let start = |dir| Serve::start_in(dir, &["--state", "small/state"], true);
+    let server = start(dir);
+    server.text(&["create", "disk=ram,disksize=1M"]);
+    let full = mounted.0.join("full");
+    // All that is left: what was promised to the state before stays its own.
+    let _ = fs::write(&full, vec![1; 1 << 20]);
+    let mut made = Vec::new();
+    let why = loop {
+        assert!(made.len() < 10_000);
+        let name = format!("{}-{}", "n".repeat(240), made.len());
+        let (code, _, said) = server.tried(&["create", &format!("{name}=null,size=1M")]);
+        if code != 0 {
+            break said;
+        }
+        made.push(name);
+    };
+    assert!(why.contains("the state is not kept: ") && why.contains("No space left"), "{why}");
+    let names = |server: &Serve| {
+        let list = server.json(&["list"]);
+        let devices = list["devices"].as_array().unwrap();
+        devices.iter().map(|device| device["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let mut expected = vec!["disk".to_owned()];
+    expected.extend(made);
+    assert_eq!(names(&server), expected);
+    for verb in
+        [&["remove", "disk"][..], &["set", "disk", "mem_limit=1M"], &["publish", "disk", "--nbd", "unix:x"]]
+    {
+        assert!(server.refused(1, verb).starts_with("the state is not kept: "));
+    }
+    assert_eq!((names(&server), server.path("x").exists()), (expected.clone(), false));
+    fs::remove_file(full).unwrap();
+    server.text(&["set", "disk", "mem_limit=1M"]);
+    let server = start(killed(server));
+    assert_eq!(names(&server), expected);
+    let dir = ended(server);
+    mounted.again("ro");
+    let args = ["serve", "--state", "small/state", "--nbd", "unix:n", "--control", "c"];
+    let why = refused(dir.path(), 1, &args);
+    assert!(why.contains("cannot be used as the state of a server: Read-only file system"), "{why}");
+    mounted.again("rw");
+    assert_eq!(names(&start(dir)), expected);
 }
