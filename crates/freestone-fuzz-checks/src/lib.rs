@@ -12,6 +12,7 @@ pub mod qcow2;
 pub mod rpc;
 pub mod saved;
 pub mod scratch;
+pub mod state;
 pub mod vhost_user;
 pub mod words;
 pub mod zones;

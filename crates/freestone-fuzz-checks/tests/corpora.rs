@@ -3,6 +3,7 @@
 use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
 use freestone_fuzz_checks::scratch::Scratch;
+use freestone_fuzz_checks::state::States;
 use freestone_fuzz_checks::vhost_user::VhostUser;
 use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
 
@@ -27,6 +28,14 @@ fn zone_state() {
     let judged = run("zones", 8000, zones::check);
     println!("{judged:?}");
     assert!(judged.taken > 400 && judged.refused > 1000, "{judged:?}");
+}
+
+#[test]
+fn states_of_servers() {
+    let states = States::new();
+    let judged = run("state", 4000, |input| states.check(input));
+    println!("{judged:?}");
+    assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
 }
 
 #[test]
