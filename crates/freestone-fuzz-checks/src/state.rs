@@ -124,13 +124,12 @@ fn plain(content: &[u8]) -> Option<(Vec<(String, String)>, usize)> {
         for device in lines.iter().filter_map(|line| line.get("device")) {
             let text = |key: &str| device[key].as_str().unwrap_or_default().to_owned();
             let (name, uuid, words) = (text("name"), text("uuid"), text("words"));
-            match devices.iter_mut().find(|(other, is, _)| *other == name && *is == uuid) {
-                Some(known) => known.2 = words,
-                None => {
-                    devices.retain(|(other, ..)| *other != name);
-                    devices.push((name, uuid, words));
-                }
+            if let Some(known) = devices.iter_mut().find(|(other, is, _)| *other == name && *is == uuid) {
+                known.2 = words;
+                continue;
             }
+            devices.retain(|(other, ..)| *other != name);
+            devices.push((name, uuid, words));
         }
     }
     Some((devices.into_iter().map(|(name, _, words)| (name, words)).collect(), open.len()))
@@ -149,7 +148,8 @@ fn read(line: &[u8]) -> Option<Value> {
     let text = |of: &Value, key: &str| of.get(key).is_some_and(Value::is_string);
     let fits = match keys(&value).as_slice() {
         ["format", "version"] => {
-            text(&value, "format") && value["version"].as_u64().is_some_and(|v| v <= u64::from(u32::MAX))
+            text(&value, "format")
+                && value["version"].as_u64().is_some_and(|version| u32::try_from(version).is_ok())
         }
         ["begin", "names", "synced", "verb"] => {
             let names = value["names"].as_array();
@@ -189,7 +189,7 @@ fn is_device(device: &Value) -> bool {
 fn is_export(export: &Value) -> bool {
     let known = |(key, value): (&String, &Value)| match key.as_str() {
         "nbd" | "vhost_user" => value.is_string() || value.is_null(),
-        "ublk" => value.is_null() || value.as_u64().is_some_and(|queues| queues <= u64::from(u16::MAX)),
+        "ublk" => value.is_null() || value.as_u64().is_some_and(|queues| u16::try_from(queues).is_ok()),
         "read_only" | "declared" => value.is_boolean(),
         _ => false,
     };
