@@ -128,7 +128,8 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         let why = format!("{}: {key}: the server has {is}; this changes with a restart only", path.display());
         Err(Fault::failed(Errno::EBUSY, why))
     };
-    let home = service.exports.home();
+    let mut home = service.exports.home();
+    home.retain(|address| *address != Address::Stdin);
     let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
         // It has another port each time.
         Ok(Address::Tcp { host, port: 0, .. }) => {
@@ -146,6 +147,19 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         && std::path::absolute(file.base.join(control)).ok().as_ref() != Some(is)
     {
         return differs("control", is.display().to_string());
+    }
+    let access = &service.access;
+    for (prefix, said, is) in [
+        ("socket", &file.sockets, &access.sockets.words),
+        ("control", &file.control_socket, &access.control.words),
+    ] {
+        let now = is.keys(prefix);
+        for (key, value) in said.keys(prefix) {
+            let is = now.iter().find(|(known, _)| *known == key).map_or("none", |(_, is)| is);
+            if is != value {
+                return differs(&key, is.to_owned());
+            }
+        }
     }
     let limits = &service.limits;
     if file.max_connections.is_some_and(|most| most as usize != limits.max_connections) {

@@ -1,6 +1,8 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
+mod access;
 mod alone;
+mod announce;
 mod apply;
 mod claims;
 mod cli;
@@ -19,6 +21,7 @@ mod places;
 mod process;
 mod serve;
 mod service;
+mod single;
 mod started_by;
 mod template;
 mod ublk_owner;

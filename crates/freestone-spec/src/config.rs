@@ -28,6 +28,7 @@ use thiserror::Error;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
+use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
@@ -39,7 +40,20 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 6] = ["nbd", "ublk", "control", "max_connections", "max_memory_in_flight", "device"];
+const TOP_KEYS: [&str; 12] = [
+    "nbd",
+    "ublk",
+    "control",
+    "socket_mode",
+    "socket_user",
+    "socket_group",
+    "control_mode",
+    "control_user",
+    "control_group",
+    "max_connections",
+    "max_memory_in_flight",
+    "device",
+];
 const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
@@ -53,6 +67,10 @@ pub struct FileConfig {
     pub ublk: bool,
     /// Where the control socket goes.
     pub control: Option<PathBuf>,
+    /// Who may connect to the sockets of devices.
+    pub sockets: AccessWords,
+    /// Who may connect to the control socket.
+    pub control_socket: AccessWords,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
@@ -210,6 +228,12 @@ impl FileConfig {
             ("ublk", _) => return wrong("ublk: must be true or false"),
             ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
             ("control", _) => return wrong("control: must be a path as a text"),
+            ("socket_mode" | "socket_user" | "socket_group", value) => {
+                self.sockets.take(key, &value).map_err(|why| (None, why))?;
+            }
+            ("control_mode" | "control_user" | "control_group", value) => {
+                self.control_socket.take(key, &value).map_err(|why| (None, why))?;
+            }
             ("max_connections", value) => {
                 let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
                 let must = format!("must be a number from {min} to {max}");
@@ -393,7 +417,7 @@ const EXPORT_FORM: &str =
 
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::{AccessWords, parse};
     use crate::entries::Entries;
     use crate::kinds::Spec;
 
@@ -401,6 +425,7 @@ mod tests {
     fn a_file_is_read() {
         let config = parse(
             "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\nmax_memory_in_flight = '1G'\n\
+             socket_mode = '0660'\nsocket_group = 44\ncontrol_user = 'root'\n\
              [[device]]\nname = 'r'\nkind = 'ram'\ndisksize = '1G'\n\
              [[device]]\nname = 'f'\nkind = 'file'\npath = 'x,y'\nreadonly = true\nblocksize = 512\n",
         )
@@ -408,6 +433,9 @@ mod tests {
         assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
         assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
         assert_eq!(config.max_memory_in_flight, Some(1 << 30));
+        let said = |words: &AccessWords, prefix| format!("{:?}", words.keys(prefix));
+        assert_eq!(said(&config.sockets, "socket"), r#"[("socket_mode", "0660"), ("socket_group", "44")]"#);
+        assert_eq!(said(&config.control_socket, "control"), r#"[("control_user", "root")]"#);
         let devices: Vec<_> = config.devices.iter().map(|device| device.entries.to_string()).collect();
         assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
         assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
@@ -449,7 +477,7 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, max_connections, max_memory_in_flight, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
@@ -462,6 +490,13 @@ mod tests {
                 "max_memory_in_flight = 5",
                 "max_memory_in_flight: must be a size as a text, for example '256M'",
             ),
+            ("socket_mode = 660", "socket_mode: must be an octal number as a text, for example '0660'"),
+            (
+                "control_mode = '680'",
+                "control_mode=680: must be an octal number of up to 0777, for example 0660",
+            ),
+            ("socket_user = true", "socket_user: must be a name as a text, or a number"),
+            ("control_group = ''", "control_group: must be a name as a text, or a number"),
             ("nbd = 1", "nbd: must be a text or a list of texts"),
             ("nbd = [1]", "nbd: must be a text or a list of texts"),
             ("control = true", "control: must be a path as a text"),
