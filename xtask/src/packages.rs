@@ -11,7 +11,7 @@ type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-pub const TOOLS: [Tool; 36] = [
+pub const TOOLS: [Tool; 38] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -53,6 +53,9 @@ pub const TOOLS: [Tool; 36] = [
     ("nbd-client", "nbd-client"),
     ("socat", "socat"),
     ("dmsetup", "dmsetup"),
+    // Servers that are started for a connection, and units that are looked at.
+    ("systemd-socket-activate", "systemd"),
+    ("systemd-analyze", "systemd"),
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.

@@ -25,6 +25,7 @@ use crate::declared::{self, Declared};
 use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
 use crate::records::Recording;
+use crate::saves;
 use crate::service::Service;
 use crate::started_by;
 
@@ -147,7 +148,8 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         let why = format!("{}: {key}: the server has {is}; this changes with a restart only", path.display());
         Err(Fault::failed(Errno::EBUSY, why))
     };
-    let home = service.exports.home();
+    let mut home = service.exports.home();
+    home.retain(|address| *address != Address::Stdin);
     let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
         // It has another port each time.
         Ok(Address::Tcp { host, port: 0, .. }) => {
@@ -170,6 +172,26 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         let is = service.records.state().map(State::dir);
         if std::path::absolute(file.base.join(asked)).ok().as_deref() != is {
             return differs("state", is.map_or_else(|| "none".into(), |dir| dir.display().to_string()));
+        }
+    }
+    let now = service.saves.keys();
+    for (key, value) in saves::Plan::keys_of(file) {
+        let is = now.iter().find(|(known, _)| *known == key).map_or("none", |(_, is)| is);
+        if is != value {
+            return differs(key, is.to_owned());
+        }
+    }
+    let access = &service.access;
+    for (prefix, said, is) in [
+        ("socket", &file.sockets, &access.sockets.words),
+        ("control", &file.control_socket, &access.control.words),
+    ] {
+        let now = is.keys(prefix);
+        for (key, value) in said.keys(prefix) {
+            let is = now.iter().find(|(known, _)| *known == key).map_or("none", |(_, is)| is);
+            if is != value {
+                return differs(&key, is.to_owned());
+            }
         }
     }
     let limits = &service.limits;

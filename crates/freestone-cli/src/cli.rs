@@ -82,7 +82,9 @@ Examples:
   freestone serve n0=null,size=1T,blocksize=512 --nbd unix:/run/n0.sock --nbd tcp:127.0.0.1:10809
   freestone serve golden=file,path=golden.img,readonly=yes,mem_limit=8G vm1=fork,base=golden vm2=fork,base=golden
   freestone serve n0=null,size=4G,zoned=1,zone_size=64M,memory_backed=1,faults='write error=EIO chance=1%',seed=7
-  freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'";
+  freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'
+  freestone serve vm=ram,disksize=4G --nbd unix:/run/vm.sock --socket-mode 0660 --socket-group kvm
+  socat TCP-LISTEN:10809,fork EXEC:'freestone serve --single own=ram\\,disksize=1G'    a server for each client";
 
 const WAIT_EXAMPLES: &str = "\
 Examples:

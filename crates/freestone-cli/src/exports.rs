@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use freestone::device::Device;
 use freestone::ram::NoWaiting;
 use freestone_nbd::{
-    Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
+    Access, Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
 };
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec};
@@ -44,6 +44,8 @@ pub struct Exports {
     registry: Arc<Registry>,
     /// The NBD server.
     pub nbd: Server,
+    /// Who may connect to the sockets that are made here.
+    access: Access,
     claims: Claims,
     addresses: Mutex<Addresses>,
     /// By device.
@@ -89,7 +91,7 @@ impl From<ExportInfo> for Export {
     fn from(info: ExportInfo) -> Self {
         Self {
             address: info.address.to_string(),
-            uri: Some(info.address.uri(&info.name)),
+            uri: (info.address != Address::Stdin).then(|| info.address.uri(&info.name)),
             read_only: info.read_only,
             default: info.default,
             template: info.template,
@@ -113,10 +115,11 @@ impl From<&Alone> for Export {
 
 impl Exports {
     /// None, of devices that will be in `registry`.
-    pub fn new(limits: Limits, registry: Arc<Registry>) -> Self {
+    pub fn new(limits: Limits, access: Access, registry: Arc<Registry>) -> Self {
         Self {
             registry,
             nbd: Server::new(limits),
+            access,
             claims: Claims::default(),
             addresses: Mutex::default(),
             alone: Mutex::default(),
@@ -186,7 +189,7 @@ impl Exports {
     /// Listens for NBD clients at an address of the command line. Returns it with the port that it
     /// got.
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
-        self.at_home(self.nbd.listen(address))
+        self.at_home(self.nbd.listen_as(address, &self.access))
     }
 
     /// The same with a socket that listens already.
@@ -236,7 +239,7 @@ impl Exports {
         let (at, opened) = if self.nbd.listens_at(address) {
             (address.clone(), false)
         } else {
-            let listen = self.nbd.listen(address);
+            let listen = self.nbd.listen_as(address, &self.access);
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
         let shown = match self.show(entry, &at, read_only, true) {
@@ -304,6 +307,7 @@ impl Exports {
         let options = vhost_user::Options {
             read_only: read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
+            access: self.access,
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
         let export = vhost_user::Export::new(path, name, device, options);

@@ -7,6 +7,7 @@ use freestone_nbd::Limits;
 use freestone_spec::kinds::Spec;
 use serde_json::Value;
 
+use crate::access::AccessOf;
 use crate::control::protocol::Fault;
 use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
@@ -20,7 +21,7 @@ impl Control {
     /// # Errors
     /// A sentence: they cannot be set up.
     pub fn new(devices: &[&str]) -> Result<Self, String> {
-        let service = Service::new(Limits::default());
+        let service = Service::new(Limits::default(), AccessOf::default());
         for device in devices {
             let spec: Spec = device.parse().map_err(|error| format!("{error}"))?;
             let claim = service.claim_new("open", [&spec]).map_err(|fault| fault.message)?;

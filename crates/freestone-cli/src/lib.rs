@@ -1,6 +1,8 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
+mod access;
 mod alone;
+mod announce;
 mod apply;
 mod claims;
 mod cli;
@@ -21,6 +23,7 @@ mod records;
 mod saves;
 mod serve;
 mod service;
+mod single;
 mod start;
 mod started_by;
 mod state_args;

@@ -49,7 +49,7 @@ pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String>
             let path = base.map_or_else(|| path.clone(), |base| base.join(&path));
             std::path::absolute(&path).map(Address::Unix).map_err(|e| format!("{}: {e}", path.display()))
         }
-        tcp @ Address::Tcp { .. } => Ok(tcp),
+        other @ (Address::Tcp { .. } | Address::Stdin) => Ok(other),
     }
 }
 
@@ -57,7 +57,7 @@ pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String>
 pub fn address_text(address: &Address) -> String {
     match address {
         Address::Unix(path) => format!("unix:{}", path_text::text(path)),
-        tcp @ Address::Tcp { .. } => tcp.to_string(),
+        other @ (Address::Tcp { .. } | Address::Stdin) => other.to_string(),
     }
 }
 

@@ -81,8 +81,8 @@ impl Place {
     pub fn vhost_user(text: &str, base: Option<&Path>) -> Result<Self, String> {
         match parse_address(text, base)? {
             Address::Unix(path) => Ok(Self::VhostUser(path)),
-            tcp @ Address::Tcp { .. } => {
-                Err(format!("{tcp}: a virtual machine shares its memory: it must be unix:PATH"))
+            other @ (Address::Tcp { .. } | Address::Stdin) => {
+                Err(format!("{other}: a virtual machine shares its memory: it must be unix:PATH"))
             }
         }
     }

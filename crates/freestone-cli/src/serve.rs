@@ -3,13 +3,12 @@
 
 use std::collections::HashSet;
 use std::env;
-use std::fmt::Write as _;
 use std::fs::Permissions;
 use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
@@ -28,6 +27,8 @@ use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
+use crate::access::{AccessArgs, AccessOf};
+use crate::announce::{announce, run_command};
 use crate::apply;
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
@@ -38,12 +39,12 @@ use crate::paths;
 use crate::process;
 use crate::saves::Saves;
 use crate::service::Service;
+use crate::single;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
 use crate::state_args::{Asked, StateArgs};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
-use crate::withheld;
 
 /// What is served where nothing was said.
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
@@ -69,6 +70,7 @@ const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all con
 
 /// The command line of `serve`.
 #[derive(Debug, Args)]
+#[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServeArgs {
     /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
     #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
@@ -92,6 +94,12 @@ pub struct ServeArgs {
     /// The state.
     #[command(flatten)]
     state: StateArgs,
+    #[command(flatten)]
+    access: AccessArgs,
+    /// Serve the one client that is connected to standard input, and end when it ends; as inetd,
+    /// systemd (Accept=yes) and ssh start servers
+    #[arg(long, conflicts_with_all = ["nbd", "run"])]
+    single: bool,
     /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
     /// devices and replaces the rest
     #[arg(long, value_name = "FILE")]
@@ -117,7 +125,9 @@ struct Plan {
     addresses: Vec<Address>,
     /// Those that a service manager listens at.
     sockets: Vec<OwnedFd>,
-    control: PathBuf,
+    /// None: nobody is to control it.
+    control: Option<PathBuf>,
+    access: AccessOf,
     limits: Limits,
     /// All that is published is shown as block devices, too.
     ublk: bool,
@@ -135,6 +145,8 @@ impl Plan {
             declared::as_block_devices(&mut devices);
         }
         let state = args.state.asked(file.as_ref(), &devices)?;
+        let said = file.as_ref().zip(args.config.as_deref());
+        let access = AccessOf::new(&args.access, said)?;
         let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
@@ -152,20 +164,30 @@ impl Plan {
             }
             addresses.push(address);
         }
+        if args.single {
+            if !addresses.is_empty() {
+                return Err(Usage(format!("{key}: with --single nobody else is served")).into());
+            }
+            addresses.push(Address::Stdin);
+        }
         let mut control = match (&args.control, control) {
             (Some(path), _) => Some(path.clone()),
             // A server for one command is nobody else's.
-            (None, path) if args.run.is_some() => path.map(|path| file_dir.join(path)),
+            (None, path) if args.run.is_some() || args.single => path.map(|path| file_dir.join(path)),
             (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
-        let sockets = started_by::sockets()?;
-        if !args.check && ((addresses.is_empty() && sockets.is_empty()) || control.is_none()) {
+        // The one of --single was taken already.
+        let sockets = if args.single { Vec::new() } else { started_by::sockets()? };
+        if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
+        {
             let dir = if args.run.is_some() {
                 private.insert(private_dir()?).path().to_path_buf()
             } else {
                 let dir = paths::runtime_dir()?;
                 paths::create_private(&dir)?;
+                let nbd_is_there = addresses.is_empty() && sockets.is_empty();
+                access.warn_of_private(&dir, nbd_is_there, control.is_none());
                 dir
             };
             if addresses.is_empty() && sockets.is_empty() {
@@ -173,11 +195,7 @@ impl Plan {
             }
             control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
         }
-        let control = match control {
-            Some(path) => std::path::absolute(path).context("--control: no path")?,
-            // Nothing is made for a check.
-            None => PathBuf::new(),
-        };
+        let control = control.map(std::path::absolute).transpose().context("--control: no path")?;
         let mut limits = Limits::default();
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
@@ -185,7 +203,8 @@ impl Plan {
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        Ok(Self { devices, addresses, sockets, control, limits, ublk: args.ublk, state, private })
+        let ublk = args.ublk;
+        Ok(Self { devices, addresses, sockets, control, access, limits, ublk, state, private })
     }
 }
 
@@ -241,11 +260,14 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, limits, ublk, state: asked, private } = plan;
-        // First of all, because that tells whether another server is there.
-        PrivateSocket::clear(&control)?;
-        let service = Service::new(limits);
-        let _ = service.control.set(control.clone());
+        let Plan { devices, addresses, sockets, control, access, limits, ublk, state: asked, private } = plan;
+        let control_access = access.control.is;
+        let service = Service::new(limits, access);
+        if let Some(control) = &control {
+            // First of all, because that tells whether another server is there.
+            PrivateSocket::clear(control)?;
+            let _ = service.control.set(control.clone());
+        }
         service.as_block_devices.store(ublk, Ordering::SeqCst);
         let mut running = Self {
             service: Arc::clone(&service),
@@ -288,8 +310,10 @@ impl Running {
         Saves::run(&service).context("cannot start the thread that saves")?;
         tell_left(&service);
         // Last of all: where it is, all is ready.
-        let socket = PrivateSocket::bind(&control)?;
-        running.control = Some(Arc::new(ControlServer::start(socket, service)?));
+        if let Some(control) = &control {
+            let socket = PrivateSocket::bind(control, &control_access)?;
+            running.control = Some(Arc::new(ControlServer::start(socket, service)?));
+        }
         Ok(running)
     }
 
@@ -375,8 +399,9 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     if args.exit_with_parent {
         started_by::end_with(parent)?;
     }
+    let client = args.single.then(single::take).transpose()?;
     let plan = Plan::new(&args)?;
-    let control = plan.control.clone();
+    let control = plan.control.clone().unwrap_or_default();
     let mut running = Running::start(plan)?;
     let end = events.sender();
     // It waits for its end, or has done so.
@@ -390,7 +415,16 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         }
         until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
     } else {
-        announce(&running.service, &control);
+        match client {
+            // Standard output is the client's.
+            Some(client) => {
+                for seed in running.service.registry.seeds() {
+                    warn!("{seed}");
+                }
+                client.serve(&running.service, events.sender())?;
+            }
+            None => announce(&running.service, &control),
+        }
         let (config, service) = (args.config.as_deref(), running.service.weak());
         let had_terminal = until::has_terminal();
         let on_hangup = || match config {
@@ -454,76 +488,13 @@ fn tell_left(service: &Service) {
     }
 }
 
-/// The command has the limit of open files that we were started with: programs may not expect more.
-fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
-    let exports = service.exports.nbd.exports();
-    let export = exports.iter().find(|e| e.default).or(exports.first());
-    let addresses = service.exports.nbd.addresses();
-    let uri = match (export, addresses.first()) {
-        (Some(export), _) => export.address.uri(&export.name),
-        (None, Some(address)) => address.uri(""),
-        (None, None) => String::new(),
-    };
-    let mut shell = Command::new("sh");
-    let command = match open_files {
-        Some(most) => format!("ulimit -S -n {most}; {command}"),
-        None => command.to_owned(),
-    };
-    shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
-    for variable in started_by::VARIABLES {
-        shell.env_remove(variable);
-    }
-    shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
-    let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
-    match unix {
-        Some(path) => shell.env("unixsocket", path),
-        None => shell.env_remove("unixsocket"),
-    };
-    shell
-}
-
-/// Says where everything is. If nobody listens to stdout, the server serves all the same.
-fn announce(service: &Service, control: &Path) {
-    // Writing to a string cannot fail.
-    let mut text = String::new();
-    for export in service.exports.nbd.exports() {
-        let uri = quote(&export.address.uri(&export.name));
-        let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
-    }
-    for entry in service.registry.all() {
-        for alone in service.exports.of(entry.name()).iter().filter(|export| export.uri.is_none()) {
-            let _ = writeln!(text, "{}: {}", entry.name(), alone.address);
-        }
-    }
-    for entry in service.registry.all() {
-        if service.withheld.has(entry.name()) {
-            let _ = writeln!(
-                text,
-                "{}",
-                withheld::told(entry.name(), service.saves.behind_of(entry.name()).as_deref())
-            );
-        }
-    }
-    for seed in service.registry.seeds() {
-        let _ = writeln!(text, "{seed}");
-    }
-    let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
-    let mut out = io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-}
-
-/// Quotes a word for a shell.
-fn quote(word: &str) -> String {
-    format!("'{}'", word.replace('\'', r"'\''"))
-}
-
 #[cfg(test)]
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
-    use super::{Declared, MAX_CONNECTIONS_HELP, Plan, Running, quote};
+    use super::{AccessOf, Declared, MAX_CONNECTIONS_HELP, Plan, Running};
 
     #[test]
     fn a_panic_leaves_no_socket() {
@@ -533,7 +504,8 @@ mod tests {
             devices: vec![Declared::word("n=null,size=1M".parse().unwrap())],
             addresses: vec![Address::Unix(nbd.clone())],
             sockets: Vec::new(),
-            control: control.clone(),
+            control: Some(control.clone()),
+            access: AccessOf::default(),
             limits: Limits::default(),
             ublk: false,
             state: None,
@@ -552,10 +524,5 @@ mod tests {
     fn the_help_tells_the_default_and_the_memory() {
         let (most, memory) = (Limits::default().max_connections, CONNECTION_MEMORY_BYTES.div_ceil(1 << 20));
         assert!(MAX_CONNECTIONS_HELP.contains(&format!("{memory} MiB [default: {most}]")));
-    }
-
-    #[test]
-    fn words_are_quoted() {
-        assert_eq!(quote("a b'c"), r"'a b'\''c'");
     }
 }

@@ -15,6 +15,7 @@ use freestone_spec::kinds::{self, Entry, Identity, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
 use serde_json::{Map, Value};
 
+use crate::access::AccessOf;
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::declarations::Declarations;
@@ -52,6 +53,8 @@ pub struct Service {
     pub saves: Saves,
     /// Of the server.
     pub limits: Limits,
+    /// Who may connect to its sockets.
+    pub access: AccessOf,
     /// Its own socket, once that is known.
     pub control: OnceLock<PathBuf>,
     /// Has the server end.
@@ -64,7 +67,7 @@ pub struct Service {
 
 impl Service {
     /// A service without devices.
-    pub fn new(limits: Limits) -> Arc<Self> {
+    pub fn new(limits: Limits, access: AccessOf) -> Arc<Self> {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
@@ -76,7 +79,8 @@ impl Service {
             control: OnceLock::new(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
-            exports: Exports::new(limits, Arc::clone(&registry)),
+            exports: Exports::new(limits, access.sockets.is, Arc::clone(&registry)),
+            access,
             registry,
             jobs: Jobs::default(),
             leaving: Leaving::default(),

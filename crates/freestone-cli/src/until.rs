@@ -27,6 +27,8 @@ pub enum Event {
     Signal(i32),
     /// A child process changed its state.
     Child,
+    /// The one client of `--single` has left.
+    Left,
     /// The server has ended.
     Ended,
 }
@@ -81,12 +83,13 @@ pub fn has_terminal() -> bool {
     fs::File::open("/dev/tty").is_ok()
 }
 
-/// Waits for a signal that asks for the end. A hangup does not where `on_hangup` takes it.
+/// Waits for what asks for the end: a signal, or that the one client has left. A hangup does not where
+/// `on_hangup` takes it.
 pub fn signalled(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
     loop {
         match events.receiver.recv().context("the thread for signals is gone")? {
             Event::Signal(SIGHUP) if on_hangup() => {}
-            Event::Signal(_) => return Ok(()),
+            Event::Signal(_) | Event::Left => return Ok(()),
             Event::Child | Event::Ended => {}
         }
     }
@@ -111,7 +114,7 @@ pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
             Some(at) => events.receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
         };
         match event {
-            Ok(Event::Child) => {}
+            Ok(Event::Child | Event::Left) => {}
             Ok(Event::Signal(signal)) => return Ended::Signal(signal),
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return Ended::Well,
             Err(RecvTimeoutError::Timeout) => return Ended::Late,
@@ -138,7 +141,7 @@ pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
                 pass_on(&child, signal);
                 kill_at = Some(Instant::now() + COMMAND_GRACE);
             }
-            Ok(Event::Child | Event::Ended) => {}
+            Ok(Event::Child | Event::Left | Event::Ended) => {}
             Ok(Event::Signal(_)) | Err(_) => {
                 child.kill().context("--run: cannot kill the command")?;
                 let status = child.wait().context("--run: cannot wait for the command")?;

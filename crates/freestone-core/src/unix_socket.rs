@@ -1,14 +1,18 @@
 //! Unix sockets that servers listen at, and their files.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, fchmod, flock};
+use rustix::fs::{
+    AtFlags, CWD, FileType, FlockOperation, Gid, Mode, OFlags, Uid, chmod, chownat, fchmod, flock, fstat,
+    openat,
+};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
@@ -17,10 +21,69 @@ use thiserror::Error;
 
 /// Longest path of a Unix socket in bytes (`sun_path` less its end).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
+/// What a socket's file may be used for before it is anybody else's: mode 0600.
+pub const OWN_MODE: u32 = 0o600;
 /// How long another process that makes a socket in the same directory is waited for.
 const DIRECTORY_LOCK_WAIT: Duration = Duration::from_secs(1);
 /// The first and the longest pause between two attempts at that: it is held for some 30 µs.
 const DIRECTORY_LOCK_PAUSES: Range<Duration> = Duration::from_micros(50)..Duration::from_millis(5);
+
+/// Who may connect to a socket: the kernel asks for the right to write its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access {
+    /// Permission bits of the file.
+    pub mode: u32,
+    /// The number of its owner; that of who makes it where it is not given.
+    pub user: Option<u32>,
+    /// The number of its group, likewise.
+    pub group: Option<u32>,
+}
+
+/// Only who makes it, and root.
+impl Default for Access {
+    fn default() -> Self {
+        Self { mode: OWN_MODE, user: None, group: None }
+    }
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "mode {:04o}", self.mode)?;
+        self.user.iter().try_for_each(|user| write!(f, ", user {user}"))?;
+        self.group.iter().try_for_each(|group| write!(f, ", group {group}"))
+    }
+}
+
+impl Access {
+    /// Gives the file of a socket that was just made, with [`OWN_MODE`], to these.
+    ///
+    /// # Errors
+    /// The file is not the socket of this process, or the system refuses.
+    pub fn give(&self, path: &Path) -> io::Result<()> {
+        if *self == Self::default() {
+            return Ok(());
+        }
+        let file = openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let found = fstat(&file)?;
+        // Who may write in the directory may have put something else there meanwhile.
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket
+            || found.st_uid != rustix::process::geteuid().as_raw()
+            || found.st_nlink != 1
+        {
+            return Err(io::Error::other("the path was taken by something else"));
+        }
+        if self.user.is_some() || self.group.is_some() {
+            let (user, group) = (self.user.map(Uid::from_raw), self.group.map(Gid::from_raw));
+            chownat(&file, "", user, group, AtFlags::EMPTY_PATH)?;
+        }
+        // After the owner: the bits of the group are never another group's.
+        if self.mode != OWN_MODE {
+            // By way of the descriptor, which itself takes no mode.
+            chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(self.mode))?;
+        }
+        Ok(())
+    }
+}
 
 /// Why nobody can listen at a path.
 #[derive(Debug, Error)]
@@ -34,6 +97,14 @@ pub enum BindError {
     /// Not allowed.
     #[error("permission denied")]
     Permission,
+    /// Its owner, group or mode cannot be set.
+    #[error("the socket cannot be given {access}: {source}")]
+    Access {
+        /// What was to be set.
+        access: Access,
+        /// What the system says.
+        source: io::Error,
+    },
     /// It does not fit into a socket address.
     #[error("the path has {0} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}")]
     PathTooLong(usize),
@@ -63,12 +134,12 @@ pub struct SocketFile {
     identity: (u64, u64),
 }
 
-/// Listens at a path with mode 0600; a socket at which nobody accepts any more is replaced. The
-/// socket does not block. `backlog` connections wait to be accepted; the kernel may allow fewer.
+/// Listens at a path, to which only those may connect to whom `access` gives it; a socket at which
+/// nobody accepts any more is replaced. The socket does not block. `backlog` connections wait to be accepted; the kernel may allow fewer.
 ///
 /// # Errors
 /// See [`BindError`].
-pub fn bind_to(path: &Path, backlog: i32) -> Result<(OwnedFd, SocketFile), BindError> {
+pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, SocketFile), BindError> {
     let len = path.as_os_str().len();
     if len > MAX_SOCKET_PATH_BYTES {
         return Err(BindError::PathTooLong(len));
@@ -77,7 +148,7 @@ pub fn bind_to(path: &Path, backlog: i32) -> Result<(OwnedFd, SocketFile), BindE
     let new_socket = || {
         let socket = new_socket()?;
         // Linux gives the file the mode of the socket, so at no moment may others connect.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+        fchmod(&socket, Mode::from_raw_mode(OWN_MODE))?;
         Ok::<_, Errno>(socket)
     };
     // Two servers that replace one stale socket must not remove each other's.
@@ -93,6 +164,8 @@ pub fn bind_to(path: &Path, backlog: i32) -> Result<(OwnedFd, SocketFile), BindE
     }
     let metadata = fs::symlink_metadata(path)?;
     let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
+    // Until it listens nobody can connect at all.
+    access.give(path).map_err(|source| BindError::Access { access: *access, source })?;
     listen(&socket, backlog)?;
     Ok((socket, file))
 }
@@ -153,5 +226,85 @@ impl Drop for SocketFile {
         if ours && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "the socket could not be removed");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        for mode in [0o600, 0o660, 0o666, 0o777, 0o620] {
+            let access = Access { mode, user: Some(uid), group: Some(gid) };
+            let (_socket, _file) = bind_to(&path, 1, &access).unwrap();
+            let found = fs::metadata(&path).unwrap();
+            assert_eq!((found.permissions().mode() & 0o7777, found.uid(), found.gid()), (mode, uid, gid));
+        }
+        assert!(!path.exists());
+        if rustix::process::geteuid().is_root() {
+            let access = Access { mode: 0o660, user: Some(65534), group: Some(65533) };
+            let (_socket, _file) = bind_to(&path, 1, &access).unwrap();
+            let found = fs::metadata(&path).unwrap();
+            assert_eq!((found.uid(), found.gid()), (65534, 65533));
+        } else {
+            let access = Access { user: Some(0), ..Access::default() };
+            assert!(matches!(bind_to(&path, 1, &access), Err(BindError::Access { .. })));
+        }
+        assert!(!path.exists());
+    }
+
+    /// Looks at the file as often as it can while sockets are made.
+    #[test]
+    fn at_no_time_has_a_socket_more_rights_than_asked() {
+        const SOCKETS: usize = 300;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let group =
+            if rustix::process::geteuid().is_root() { 65533 } else { rustix::process::getegid().as_raw() };
+        let access = Access { mode: 0o660, user: None, group: Some(group) };
+        let done = std::sync::atomic::AtomicUsize::new(0);
+        let count = || done.load(std::sync::atomic::Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..SOCKETS {
+                    let bound = bind_to(&path, 1, &access);
+                    done.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                    bound.unwrap();
+                }
+            });
+            while count() < SOCKETS {
+                let Ok(found) = fs::symlink_metadata(&path) else { continue };
+                let mode = found.permissions().mode() & 0o777;
+                assert!(
+                    mode == 0o600 || (mode == 0o660 && found.gid() == group),
+                    "{mode:o}, group {}",
+                    found.gid()
+                );
+            }
+        });
+    }
+
+    #[test]
+    fn only_a_socket_of_ours_is_given_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let access = Access { mode: 0o666, ..Access::default() };
+        let (file, link, socket) = (dir.path().join("f"), dir.path().join("l"), dir.path().join("s"));
+        fs::write(&file, "").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        let _listener = UnixListener::bind(&socket).unwrap();
+        symlink(&socket, &link).unwrap();
+        for other in [&file, &link] {
+            assert!(access.give(other).unwrap_err().to_string().contains("something else"));
+        }
+        fs::hard_link(&socket, dir.path().join("h")).unwrap();
+        assert!(access.give(&socket).is_err());
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

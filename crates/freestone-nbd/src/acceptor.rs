@@ -156,7 +156,8 @@ impl Acceptor {
     }
 }
 
-fn describe_peer(stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
+/// Who is at the other end; of a TCP connection also sets what makes it quick and lets it end.
+pub fn describe_peer(stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
     if let Some(peer) = peer.and_then(|peer| SocketAddr::try_from(peer).ok()) {
         // Small requests and replies must not wait for each other; the loss is speed only.
         let _ = sockopt::set_tcp_nodelay(stream, true);

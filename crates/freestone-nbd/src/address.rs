@@ -19,6 +19,9 @@ pub enum Address {
         /// The port; 0 lets the system choose one.
         port: u16,
     },
+    /// Nobody connects here: the one client was there before the server, at its standard input. No
+    /// text means it.
+    Stdin,
 }
 
 /// Why a text is no address.
@@ -46,7 +49,7 @@ pub enum AddressError {
 
 impl Address {
     /// The URI with which a client reaches `export` here: `nbd+unix:///name?socket=/path` or
-    /// `nbd://host:port/name`.
+    /// `nbd://host:port/name`. At standard input nobody else reaches it: the text is empty.
     pub fn uri(&self, export: &str) -> String {
         let mut uri = String::new();
         match self {
@@ -70,6 +73,7 @@ impl Address {
                 let _ = write!(uri, ":{port}/");
                 escape(&mut uri, export.as_bytes(), b"/");
             }
+            Self::Stdin => {}
         }
         uri
     }
@@ -78,7 +82,7 @@ impl Address {
     pub(crate) fn absolute(&self) -> Self {
         match self {
             Self::Unix(path) => Self::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
-            tcp @ Self::Tcp { .. } => tcp.clone(),
+            Self::Tcp { .. } | Self::Stdin => self.clone(),
         }
     }
 }
@@ -136,6 +140,7 @@ impl fmt::Display for Address {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
             Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
             Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            Self::Stdin => write!(f, "stdin"),
         }
     }
 }

@@ -5,6 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use rustix::net::getpeername;
+
+use crate::acceptor::describe_peer;
 use crate::address::Address;
 use crate::connection;
 use crate::shared::ServerShared;
@@ -47,7 +50,8 @@ fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: Str
 /// Serves a connection on this thread, from its first byte to its last.
 pub fn serve_here(shared: &ServerShared, address: &Address, socket: OwnedFd) {
     let listener = shared.lock().listener_id(address);
-    let link = listener.and_then(|listener| shared.admit(listener, socket, "here".to_owned()));
+    let peer = describe_peer(&socket, getpeername(&socket).ok().flatten());
+    let link = listener.and_then(|listener| shared.admit(listener, socket, peer));
     if let Some(link) = link {
         connection::run(shared, &link);
     }

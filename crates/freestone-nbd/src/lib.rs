@@ -42,6 +42,7 @@ mod template;
 pub use address::{Address, AddressError};
 pub use export::{ExportInfo, ExportOptions, TemplateOptions};
 pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
+pub use freestone_core::unix_socket::Access;
 pub use freestone_core::workers::Workers;
 pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
 pub use input::RECEIVE_BUFFER_BYTES;

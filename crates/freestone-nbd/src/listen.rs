@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 pub use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
-use freestone_core::unix_socket::{self, BindError, SocketFile};
+use freestone_core::unix_socket::{self, Access, BindError, SocketFile};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt,
@@ -43,6 +43,16 @@ pub enum ListenError {
         /// Its length in bytes.
         len: usize,
     },
+    /// Mode, user or group of the socket cannot be set.
+    #[error("{address}: the socket cannot be given {access}: {source}")]
+    Access {
+        /// The address.
+        address: Address,
+        /// What was to be set.
+        access: Access,
+        /// What the system says.
+        source: io::Error,
+    },
     /// The directory of the path is missing, or is no directory.
     #[error("{0}: there is no such directory")]
     NoDirectory(Address),
@@ -76,6 +86,7 @@ impl ListenError {
             BindError::InUse => Self::SocketInUse(address),
             BindError::NotASocket => Self::NotASocket(address),
             BindError::Permission => Self::Permission(address),
+            BindError::Access { access, source } => Self::Access { address, access, source },
             BindError::PathTooLong(len) => Self::PathTooLong { address, len },
             BindError::NoDirectory => Self::NoDirectory(address),
             BindError::Other(source) => Self::Other { address, source },
@@ -94,11 +105,11 @@ pub struct Bound {
     pub file: Option<SocketFile>,
 }
 
-/// Listens at `address`.
-pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
+/// Listens at `address`; of a Unix socket `access` says who may connect.
+pub fn bind_to(address: &Address, access: &Access) -> Result<Bound, ListenError> {
     match address {
         Address::Unix(path) => {
-            let bound = unix_socket::bind_to(path, BACKLOG);
+            let bound = unix_socket::bind_to(path, BACKLOG, access);
             let (socket, file) = bound.map_err(|error| ListenError::of(address.clone(), error))?;
             Ok(Bound { address: address.clone(), sockets: vec![socket], file: Some(file) })
         }
@@ -107,6 +118,8 @@ pub fn bind_to(address: &Address) -> Result<Bound, ListenError> {
             let address = Address::Tcp { host: host.clone(), port };
             Ok(Bound { address, sockets, file: None })
         }
+        // Who is there is there already.
+        Address::Stdin => Ok(Bound { address: Address::Stdin, sockets: Vec::new(), file: None }),
     }
 }
 
@@ -115,7 +128,10 @@ pub fn adopted(socket: OwnedFd) -> Result<Bound, ListenError> {
     let other = |source: io::Error| ListenError::Other { address: Address::Unix("socket".into()), source };
     let address = address_of(&socket).map_err(other)?;
     if !sockopt::socket_acceptconn(&socket).map_err(|error| other(error.into()))? {
-        return Err(ListenError::Other { address, source: io::Error::other("the socket does not listen") });
+        return Err(ListenError::Other {
+            address,
+            source: io::Error::other("the socket does not listen; a connection is served with --single"),
+        });
     }
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|error| other(error.into()))?;
     rustix::fs::fcntl_setfl(&socket, flags | rustix::fs::OFlags::NONBLOCK)

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
+use freestone_core::unix_socket::Access;
 use freestone_core::workers::Workers;
 
 use crate::address::Address;
@@ -53,8 +54,16 @@ impl Server {
     /// # Errors
     /// See [`ListenError`].
     pub fn listen(&self, address: &Address) -> Result<Address, ListenError> {
+        self.listen_as(address, &Access::default())
+    }
+
+    /// The same; to a Unix socket that is made for it those can connect to whom `access` gives it.
+    ///
+    /// # Errors
+    /// See [`ListenError`].
+    pub fn listen_as(&self, address: &Address, access: &Access) -> Result<Address, ListenError> {
         let address = address.absolute();
-        self.listen_by(&address, || listen::bind_to(&address))
+        self.listen_by(&address, || listen::bind_to(&address, access))
     }
 
     /// Listens with a socket that somebody else has made, at its own address, which is returned. It is
@@ -282,10 +291,10 @@ impl Server {
         }
     }
 
-    /// Serves the client at the other end of `socket` on this thread, until the connection ends, as
-    /// if it had come in at `address`. For checks of very many connections, which have no time for
-    /// a thread each.
-    #[doc(hidden)]
+    /// Serves the client at the other end of `socket`, a stream that blocks, on this thread, until the
+    /// connection ends, as if it had come in at `address`, which is listened on: for
+    /// [`Address::Stdin`], and for checks of very many connections, which have no time for a thread
+    /// each.
     pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
         arrivals::serve_here(&self.shared, &address.absolute(), socket);
     }

@@ -29,6 +29,7 @@ use thiserror::Error;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
+use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
@@ -45,7 +46,7 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 10] = [
+const TOP_KEYS: [&str; 16] = [
     "nbd",
     "ublk",
     "control",
@@ -53,6 +54,12 @@ const TOP_KEYS: [&str; 10] = [
     "save_every",
     "save_after",
     "save_timeout",
+    "socket_mode",
+    "socket_user",
+    "socket_group",
+    "control_mode",
+    "control_user",
+    "control_group",
     "max_connections",
     "max_memory_in_flight",
     "device",
@@ -78,6 +85,10 @@ pub struct FileConfig {
     pub save_after: Option<u64>,
     /// How long the end of the server waits for it.
     pub save_timeout: Option<Duration>,
+    /// Who may connect to the sockets of devices.
+    pub sockets: AccessWords,
+    /// Who may connect to the control socket.
+    pub control_socket: AccessWords,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
@@ -251,6 +262,12 @@ impl FileConfig {
                 return wrong(format!("{key}: must be a time as a text, for example '10m'"));
             }
             ("save_after", _) => return wrong("save_after: must be a size as a text, for example '256M'"),
+            ("socket_mode" | "socket_user" | "socket_group", value) => {
+                self.sockets.take(key, &value).map_err(|why| (None, why))?;
+            }
+            ("control_mode" | "control_user" | "control_group", value) => {
+                self.control_socket.take(key, &value).map_err(|why| (None, why))?;
+            }
             ("max_connections", value) => {
                 let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
                 let must = format!("must be a number from {min} to {max}");
@@ -456,7 +473,7 @@ const EXPORT_FORM: &str =
 
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::{AccessWords, parse};
     use crate::entries::Entries;
     use crate::kinds::Spec;
 
@@ -464,6 +481,7 @@ mod tests {
     fn a_file_is_read() {
         let config = parse(
             "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\nmax_memory_in_flight = '1G'\n\
+             socket_mode = '0660'\nsocket_group = 44\ncontrol_user = 'root'\n\
              [[device]]\nname = 'r'\nkind = 'ram'\ndisksize = '1G'\n\
              [[device]]\nname = 'f'\nkind = 'file'\npath = 'x,y'\nreadonly = true\nblocksize = 512\n",
         )
@@ -471,6 +489,9 @@ mod tests {
         assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
         assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
         assert_eq!(config.max_memory_in_flight, Some(1 << 30));
+        let said = |words: &AccessWords, prefix| format!("{:?}", words.keys(prefix));
+        assert_eq!(said(&config.sockets, "socket"), r#"[("socket_mode", "0660"), ("socket_group", "44")]"#);
+        assert_eq!(said(&config.control_socket, "control"), r#"[("control_user", "root")]"#);
         let devices: Vec<_> = config.devices.iter().map(|device| device.entries.to_string()).collect();
         assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
         assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
@@ -512,7 +533,7 @@ mod tests {
         for (text, sentence) in [
             (
                 "ndb = 'unix:/a'",
-                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, max_connections, max_memory_in_flight, device",
+                "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, max_connections, max_memory_in_flight, device",
             ),
             ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
             ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
@@ -525,6 +546,13 @@ mod tests {
                 "max_memory_in_flight = 5",
                 "max_memory_in_flight: must be a size as a text, for example '256M'",
             ),
+            ("socket_mode = 660", "socket_mode: must be an octal number as a text, for example '0660'"),
+            (
+                "control_mode = '680'",
+                "control_mode=680: must be an octal number of up to 0777, for example 0660",
+            ),
+            ("socket_user = true", "socket_user: must be a name as a text, or a number"),
+            ("control_group = ''", "control_group: must be a name as a text, or a number"),
             ("nbd = 1", "nbd: must be a text or a list of texts"),
             ("nbd = [1]", "nbd: must be a text or a list of texts"),
             ("control = true", "control: must be a path as a text"),

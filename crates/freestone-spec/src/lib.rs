@@ -6,6 +6,7 @@
 //!
 //! It knows no command line, no NBD and no control socket.
 
+pub mod access;
 mod advice;
 pub mod attrs;
 pub mod config;

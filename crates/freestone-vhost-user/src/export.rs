@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Disk, Failures};
-use freestone_core::unix_socket::{BindError, SocketFile, bind_to};
+use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
@@ -52,13 +52,22 @@ pub struct Options {
     /// Before a queue's thread sleeps it looks for more requests for up to 32 us, where waits were that
     /// short of late; else it sleeps at once.
     pub look_out: bool,
+    /// Who may connect.
+    pub access: Access,
 }
 
 impl Options {
     /// As the device is, with the workers of the process.
     pub fn new(budget: Arc<Budget>) -> Self {
         let workers = Workers::process().clone();
-        Self { read_only: false, failures: Arc::default(), budget, workers, look_out: true }
+        Self {
+            read_only: false,
+            failures: Arc::default(),
+            budget,
+            workers,
+            look_out: true,
+            access: Access::default(),
+        }
     }
 }
 
@@ -130,7 +139,7 @@ impl Shared {
 }
 
 impl Export {
-    /// Exports `device` as `name` at the socket `path`, which is made with mode 0600; one at which
+    /// Exports `device` as `name` at the socket `path`, to which `options.access` lets others connect; one at which
     /// nobody accepts any more is replaced.
     ///
     /// # Errors
@@ -143,7 +152,7 @@ impl Export {
     ) -> Result<Self, ListenError> {
         let fail = |source| ListenError { path: path.to_path_buf(), source };
         let other = |error: std::io::Error| fail(error.into());
-        let (socket, file) = bind_to(path, BACKLOG).map_err(fail)?;
+        let (socket, file) = bind_to(path, BACKLOG, &options.access).map_err(fail)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let disk = Disk::new(name, options.read_only, device, Arc::clone(&options.failures));
         let read_only = disk.read_only;

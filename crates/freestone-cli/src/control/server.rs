@@ -241,6 +241,7 @@ mod tests {
     use std::path::Path;
     use std::sync::{Arc, Condvar, Mutex};
 
+    use freestone_nbd::Access;
     use serde_json::value::{RawValue, to_raw_value};
     use serde_json::{Value, json};
 
@@ -263,7 +264,11 @@ mod tests {
 
     fn start(dir: &Path) -> (ControlServer, std::path::PathBuf) {
         let path = dir.join("c");
-        (ControlServer::start(PrivateSocket::bind(&path).unwrap(), Arc::new(Echo)).unwrap(), path)
+        (
+            ControlServer::start(PrivateSocket::bind(&path, &Access::default()).unwrap(), Arc::new(Echo))
+                .unwrap(),
+            path,
+        )
     }
 
     #[test]
@@ -311,7 +316,7 @@ mod tests {
     fn who_comes_beyond_the_bound_waits_for_who_runs() {
         let dir = tempfile::tempdir().unwrap();
         let (path, held) = (dir.path().join("c"), Arc::new(Held::default()));
-        let socket = PrivateSocket::bind(&path).unwrap();
+        let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         let server = ControlServer::start_for(2, socket, Arc::clone(&held) as _).unwrap();
         std::thread::scope(|scope| {
             let waiting: Vec<_> =
@@ -336,7 +341,10 @@ mod tests {
         let path = dir.path().join("c");
         for _ in 0..50 {
             let handler = Arc::new(Echo);
-            let server = ControlServer::start(PrivateSocket::bind(&path).unwrap(), Arc::clone(&handler) as _);
+            let server = ControlServer::start(
+                PrivateSocket::bind(&path, &Access::default()).unwrap(),
+                Arc::clone(&handler) as _,
+            );
             let streams: Vec<_> = (0..16).map(|_| UnixStream::connect(&path).unwrap()).collect();
             for stream in &streams {
                 assert_eq!(ask(stream, GO)["result"], json!(["go", null]));
@@ -350,7 +358,7 @@ mod tests {
     fn who_is_silent_or_does_not_read_holds_no_place_that_another_needs() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
-        let socket = PrivateSocket::bind(&path).unwrap();
+        let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         let _server = ControlServer::start_for(3, socket, Arc::new(Echo)).unwrap();
         let silent = UnixStream::connect(&path).unwrap();
         let half = UnixStream::connect(&path).unwrap();

@@ -1,4 +1,4 @@
-//! A Unix socket at a path that only its owner can connect to, and that no two servers fight for.
+//! A Unix socket at a path that only those can connect to whom it is given, and that no two servers fight for.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, bail};
+use freestone_nbd::Access;
 use rustix::fs::{FlockOperation, flock};
 
 /// Longest path of a Unix socket: `sun_path` without its terminating zero.
@@ -79,14 +80,14 @@ impl PrivateSocket {
         Ok(())
     }
 
-    /// Listens at `path`, mode 0600. A socket that nobody serves any more is replaced; one with a
+    /// Listens at `path`, where those may connect to whom `access` gives it. A socket that nobody serves any more is replaced; one with a
     /// living server, and anything that is no socket, is refused.
-    pub fn bind(path: &Path) -> Result<Self> {
+    pub fn bind(path: &Path, access: &Access) -> Result<Self> {
         let at = path.display();
         // Two servers that start at one time must not both find the path free.
         let _lock = lock_for(path)?;
         refuse_taken(path)?;
-        let listener = bind_private(parent(path)?, path)
+        let listener = bind_private(parent(path)?, path, access)
             .with_context(|| format!("{at}: cannot create the control socket"))?;
         let path =
             SocketPath::adopt(path).with_context(|| format!("{at}: cannot look at the control socket"))?;
@@ -146,8 +147,8 @@ fn refuse_taken(path: &Path) -> Result<bool> {
 }
 
 /// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time
-/// can others connect.
-fn bind_private(parent: &Path, path: &Path) -> io::Result<UnixListener> {
+/// can others connect than those to whom it is given.
+fn bind_private(parent: &Path, path: &Path, access: &Access) -> io::Result<UnixListener> {
     let dir = tempfile::Builder::new()
         .prefix(".freestone-")
         .permissions(Permissions::from_mode(0o700))
@@ -158,6 +159,8 @@ fn bind_private(parent: &Path, path: &Path) -> io::Result<UnixListener> {
     let short = PathBuf::from(format!("/proc/self/fd/{}/s", handle.as_fd().as_raw_fd()));
     let listener = UnixListener::bind(&short)?;
     fs::set_permissions(&short, Permissions::from_mode(0o600))?;
+    let other = |error| io::Error::other(format!("it cannot be given {access}: {error}"));
+    access.give(&short).map_err(other)?;
     fs::rename(&short, path)?;
     Ok(listener)
 }
@@ -168,6 +171,8 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::net::{UnixListener, UnixStream};
 
+    use freestone_nbd::Access;
+
     use super::PrivateSocket;
 
     #[test]
@@ -176,13 +181,13 @@ mod tests {
         let path = dir.path().join("c");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists());
-        let socket = PrivateSocket::bind(&path).unwrap();
+        let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
         // Nothing but the socket is left behind.
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
-        let error = PrivateSocket::bind(&path).unwrap_err().to_string();
+        let error = PrivateSocket::bind(&path, &Access::default()).unwrap_err().to_string();
         assert!(
             error.ends_with("a server is running there; stop it, or name another path with --control"),
             "{error}"
@@ -195,9 +200,9 @@ mod tests {
     fn the_path_of_a_successor_is_left_alone() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
-        let first = PrivateSocket::bind(&path).unwrap();
+        let first = PrivateSocket::bind(&path, &Access::default()).unwrap();
         fs::remove_file(&path).unwrap();
-        let second = PrivateSocket::bind(&path).unwrap();
+        let second = PrivateSocket::bind(&path, &Access::default()).unwrap();
         drop(first);
         UnixStream::connect(&path).unwrap();
         drop(second);
@@ -209,11 +214,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         fs::write(&path, "precious").unwrap();
-        assert!(PrivateSocket::bind(&path).unwrap_err().to_string().contains("is no socket"));
+        assert!(
+            PrivateSocket::bind(&path, &Access::default()).unwrap_err().to_string().contains("is no socket")
+        );
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert!(
-            PrivateSocket::bind(&dir.path().join("x".repeat(120))).unwrap_err().to_string().contains("107")
+            PrivateSocket::bind(&dir.path().join("x".repeat(120)), &Access::default())
+                .unwrap_err()
+                .to_string()
+                .contains("107")
         );
-        assert!(PrivateSocket::bind(&dir.path().join("no/c")).is_err());
+        assert!(PrivateSocket::bind(&dir.path().join("no/c"), &Access::default()).is_err());
     }
 }

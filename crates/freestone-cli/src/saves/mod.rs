@@ -18,9 +18,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use freestone::keep::{Keep, KeepError};
 use freestone::ram::{Family, Ram};
+use freestone_spec::config::FileConfig;
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::refusal::Errno;
-use freestone_spec::times;
+use freestone_spec::{size, times};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -45,6 +46,16 @@ pub struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         Self { every: None, after: None, timeout: Duration::from_secs(300) }
+    }
+}
+
+impl Plan {
+    /// What a file says of that, as it is written.
+    pub fn keys_of(file: &FileConfig) -> Vec<(&'static str, String)> {
+        let every = file.save_every.map(|every| ("save_every", times::exact(every)));
+        let after = file.save_after.map(|bytes| ("save_after", size::exact(bytes)));
+        let timeout = file.save_timeout.map(|time| ("save_timeout", times::exact(time)));
+        [every, after, timeout].into_iter().flatten().collect()
     }
 }
 
@@ -121,6 +132,18 @@ impl Saves {
     pub fn begin(&self, state: &std::path::Path, plan: Plan) {
         // Once, before there are devices.
         let _ = self.at.set((state.join(DIR), plan));
+    }
+
+    /// The plan, as a file says it.
+    pub fn keys(&self) -> Vec<(&'static str, String)> {
+        let Some((_, plan)) = self.at.get() else { return Vec::new() };
+        let file = FileConfig {
+            save_every: plan.every,
+            save_after: plan.after,
+            save_timeout: Some(plan.timeout),
+            ..FileConfig::default()
+        };
+        Plan::keys_of(&file)
     }
 
     /// How long the last save may take, where there is one.

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use clap::Args;
-use freestone_nbd::Limits;
+use freestone_nbd::{Address, Limits};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::{path_text, size};
@@ -62,13 +62,21 @@ impl Verb for Dump {
 
 fn server(service: &Service) -> Table {
     let mut file = Table::new();
-    let home = service.exports.home();
+    let mut home = service.exports.home();
+    home.retain(|address| *address != Address::Stdin);
     file.insert("nbd".into(), home.iter().map(address_text).collect::<Vec<_>>().into());
     if let Some(control) = service.control.get() {
         file.insert("control".into(), path_text::text(control).into());
     }
     if let Some(state) = service.records.state() {
         file.insert("state".into(), path_text::text(state.dir()).into());
+    }
+    for (key, value) in service.saves.keys() {
+        file.insert(key.into(), value.into());
+    }
+    let access = &service.access;
+    for (prefix, words) in [("socket", &access.sockets.words), ("control", &access.control.words)] {
+        file.extend(words.keys(prefix).into_iter().map(|(key, value)| (key, value.into())));
     }
     let (limits, usual) = (&service.limits, Limits::default());
     if limits.max_connections != usual.max_connections {

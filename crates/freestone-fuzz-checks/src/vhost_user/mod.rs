@@ -52,13 +52,8 @@ impl VhostUser {
 
     /// Serves a frontend on this thread until it leaves.
     fn serve(&self, device: Arc<dyn Device>, read_only: bool, socket: OwnedFd) {
-        let options = Options {
-            read_only,
-            failures: Arc::default(),
-            budget: Arc::clone(&self.budget),
-            workers: self.workers.clone(),
-            look_out: true,
-        };
+        let options =
+            Options { read_only, workers: self.workers.clone(), ..Options::new(Arc::clone(&self.budget)) };
         serve_here(device, &options, socket);
     }
 

@@ -1,9 +1,11 @@
 //! The whole program: the built binary, its sockets, its sentences and exit statuses.
 
+mod access;
 mod declared;
 mod memory;
 mod scripts;
 mod sentences;
+mod single;
 mod started;
 mod statistics;
 mod writeback;

@@ -132,6 +132,7 @@ impl Client {
                 stream.set_read_timeout(patience).unwrap();
                 Box::new(stream)
             }
+            Address::Stdin => unreachable!("nobody connects there"),
         };
         Self::over(stream)
     }

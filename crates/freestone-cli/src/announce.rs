@@ -1,0 +1,83 @@
+//! Where everything is: for who started a server, and for the command that it runs for.
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::process::Command;
+
+use freestone_nbd::Address;
+
+use crate::paths;
+use crate::service::Service;
+use crate::started_by;
+use crate::withheld;
+
+/// The command has the limit of open files that we were started with: programs may not expect more.
+pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
+    let exports = service.exports.nbd.exports();
+    let export = exports.iter().find(|e| e.default).or(exports.first());
+    let addresses = service.exports.nbd.addresses();
+    let uri = match (export, addresses.first()) {
+        (Some(export), _) => export.address.uri(&export.name),
+        (None, Some(address)) => address.uri(""),
+        (None, None) => String::new(),
+    };
+    let mut shell = Command::new("sh");
+    let command = match open_files {
+        Some(most) => format!("ulimit -S -n {most}; {command}"),
+        None => command.to_owned(),
+    };
+    shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
+    for variable in started_by::VARIABLES {
+        shell.env_remove(variable);
+    }
+    shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
+    let unix = addresses.iter().find_map(|a| if let Address::Unix(path) = a { Some(path) } else { None });
+    match unix {
+        Some(path) => shell.env("unixsocket", path),
+        None => shell.env_remove("unixsocket"),
+    };
+    shell
+}
+
+/// Says where everything is. If nobody listens to stdout, the server serves all the same.
+pub fn announce(service: &Service, control: &Path) {
+    // Writing to a string cannot fail.
+    let mut text = String::new();
+    for export in service.exports.nbd.exports() {
+        let uri = quote(&export.address.uri(&export.name));
+        let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
+    }
+    for entry in service.registry.all() {
+        for alone in service.exports.of(entry.name()).iter().filter(|export| export.uri.is_none()) {
+            let _ = writeln!(text, "{}: {}", entry.name(), alone.address);
+        }
+    }
+    for entry in service.registry.all() {
+        if service.withheld.has(entry.name()) {
+            let content_of = service.saves.behind_of(entry.name());
+            let _ = writeln!(text, "{}", withheld::told(entry.name(), content_of.as_deref()));
+        }
+    }
+    for seed in service.registry.seeds() {
+        let _ = writeln!(text, "{seed}");
+    }
+    let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Quotes a word for a shell.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quote;
+
+    #[test]
+    fn words_are_quoted() {
+        assert_eq!(quote("a b'c"), r"'a b'\''c'");
+    }
+}

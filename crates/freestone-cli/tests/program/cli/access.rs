@@ -1,0 +1,144 @@
+//! Who may connect to the sockets of a server.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use crate::harness::{Serve, finish, freestone, refused, sentence, unprivileged};
+
+/// A user that is not the server's, where the tests run as root.
+const NOBODY: u32 = 65534;
+
+fn mode_of(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o7777
+}
+
+#[test]
+fn sockets_have_the_mode_and_owner_that_were_asked_for() {
+    let is_root = rustix::process::geteuid().is_root();
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let group = fs::metadata(dir.path()).unwrap().gid().to_string();
+    let mut args = vec!["n=null,size=1M", "--socket-mode", "660", "--control-mode", "0640"];
+    if is_root {
+        args.extend(["--socket-user", "nobody", "--control-group", "65534"]);
+    } else {
+        args.extend(["--control-group", &group]);
+    }
+    let serve = Serve::start_in(dir, &args, true);
+    serve.text(&["publish", "n", "--nbd", "unix:more", "--vhost-user", "unix:machine"]);
+    serve.text(&["create", "golden=file,path=image,size=1M,readonly=no"]);
+    serve.text(&["snapshot", "golden", "golden-1"]);
+    serve.text(&["fork", "golden-1", "job", "--nbd", "unix:fork"]);
+    for socket in ["nbd", "more", "machine", "fork"] {
+        assert_eq!(mode_of(&serve.path(socket)), 0o660, "{socket}");
+        if is_root {
+            assert_eq!(fs::metadata(serve.path(socket)).unwrap().uid(), NOBODY, "{socket}");
+        }
+    }
+    let control = fs::metadata(serve.path("control")).unwrap();
+    assert_eq!(mode_of(&serve.path("control")), 0o640);
+    assert_eq!(control.gid().to_string(), if is_root { NOBODY.to_string() } else { group });
+
+    if is_root {
+        // They mean what they say.
+        let connects = |socket: &str| {
+            let uri = format!("nbd+unix:///?socket={}", serve.path(socket).display());
+            finish(Command::new("nbdinfo").args(["--size", &uri]).uid(NOBODY).gid(NOBODY)).0 == 0
+        };
+        assert!(connects("nbd"));
+        serve.signal(Signal::TERM);
+        let (_, dir) = serve.wait();
+        let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
+        let uri = format!("nbd+unix:///?socket={}", serve.path("nbd").display());
+        let (code, _, err) = finish(Command::new("nbdinfo").args(["--size", &uri]).uid(NOBODY).gid(NOBODY));
+        assert_eq!(code, 1, "by default the socket is its owner's");
+        assert!(err.contains("Permission denied"), "{err}");
+    }
+}
+
+#[test]
+fn a_file_says_so_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let me = rustix::process::geteuid().as_raw();
+    let file = format!(
+        "nbd = 'unix:nbd'\ncontrol = 'control'\nsocket_mode = '0666'\nsocket_user = {me}\n\
+         control_mode = '660'\n[[device]]\nname = 'n'\nkind = 'null'\nsize = '1M'\n"
+    );
+    fs::write(dir.path().join("f.toml"), &file).unwrap();
+    let serve = Serve::start_in(dir, &["--config", "f.toml", "--control-mode", "0600"], false);
+    assert_eq!((mode_of(&serve.path("nbd")), mode_of(&serve.path("control"))), (0o666, 0o600));
+    let dumped = serve.text(&["dump"]);
+    let keys = format!("socket_mode = \"0666\"\nsocket_user = \"{me}\"\ncontrol_mode = \"0600\"\n");
+    assert!(dumped.contains(&keys), "{dumped}");
+    // It is fixed as long as the server runs.
+    let said = serve.refused(1, &["apply", "f.toml"]);
+    assert!(said.ends_with("control_mode: the server has 0600; this changes with a restart only"), "{said}");
+    fs::write(serve.path("f.toml"), file.replace("'660'", "'600'")).unwrap();
+    assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
+    fs::write(serve.path("f.toml"), format!("control_group = 'root'\n{}", file.replace("'660'", "'600'")))
+        .unwrap();
+    let said = serve.refused(1, &["apply", "f.toml"]);
+    assert!(said.ends_with("control_group: the server has none; this changes with a restart only"), "{said}");
+    serve.signal(Signal::TERM);
+    let (code, dir) = serve.wait();
+    assert_eq!(code, Some(0));
+    fs::write(dir.path().join("d.toml"), &dumped).unwrap();
+    let again = Serve::start_in(dir, &["--config", "d.toml"], false);
+    assert_eq!(again.text(&["dump"]), dumped);
+    assert_eq!((mode_of(&again.path("nbd")), mode_of(&again.path("control"))), (0o666, 0o600));
+}
+
+#[test]
+fn what_cannot_be_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path();
+    for (option, value, said) in [
+        ("--socket-user", "no-such-user", "there is no such user"),
+        ("--control-group", "no-such-group", "there is no such group"),
+        (
+            "--socket-group",
+            "4294967295",
+            "must be a group of this machine: a name, or a number below 4294967295",
+        ),
+    ] {
+        let option = format!("{option}={value}");
+        assert_eq!(refused(at, 2, &["serve", "--check", &option]), format!("{option}: {said}"));
+    }
+    let (code, _, err) = finish(freestone(at).args(["serve", "--check", "--socket-mode", "0999"]));
+    assert_eq!(code, 2);
+    assert!(err.contains("must be an octal number of up to 0777, for example 0660"), "{err}");
+    fs::write(at.join("f.toml"), "control_user = 'no-such-user'\n").unwrap();
+    assert_eq!(
+        refused(at, 2, &["serve", "--check", "--config", "f.toml"]),
+        "f.toml: control_user=no-such-user: there is no such user"
+    );
+
+    // Who is not root gives nothing away, and leaves no socket.
+    let open = at.join("open");
+    fs::create_dir(&open).unwrap();
+    fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+    let (nbd, control) = (format!("unix:{}", open.join("n").display()), open.join("c"));
+    for (option, what) in [("--socket-user", "n: the socket"), ("--control-user", "c: cannot create")] {
+        let mut command = unprivileged(at);
+        command.args(["serve", "n=null,size=1M", "--nbd", &nbd, "--control"]).arg(&control);
+        let (code, out, err) = finish(command.args([option, "root"]));
+        assert_eq!((code, out.as_str()), (1, ""), "{err}");
+        let said = sentence(&err);
+        assert!(said.contains(what) && said.contains("cannot be given mode 0600, user 0: "), "{said}");
+        assert_eq!(fs::read_dir(&open).unwrap().count(), 0, "{option}");
+    }
+}
+
+#[test]
+fn a_mode_that_lets_nobody_in_is_warned_of() {
+    let serve = Serve::logged_in(tempfile::tempdir().unwrap(), &["n=null,size=1M", "--socket-mode", "0666"]);
+    let log = fs::read_to_string(serve.path("log")).unwrap();
+    let dir = serve.path("freestone").display().to_string();
+    let said = format!("socket_mode=0666: nobody else may enter {dir}; name another place with --nbd");
+    assert!(log.contains(&said), "{log}");
+}

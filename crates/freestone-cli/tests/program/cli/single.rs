@@ -1,0 +1,292 @@
+//! `serve --single`: the one client that was there before the server.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::harness::{connect_nbd, finish, freestone, sentence};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const PROGRAM: &str = env!("CARGO_BIN_EXE_freestone");
+
+/// The server, with a client at the other end of what is returned.
+fn served(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut command = freestone(dir);
+    command.args(["serve", "--single"]).args(args).stdin(OwnedFd::from(theirs));
+    (command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), ours)
+}
+
+/// Waits for the end; status, stdout, stderr.
+fn ended(mut child: Child) -> (Option<i32>, String, String) {
+    let began = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if began.elapsed() > PATIENCE {
+            child.kill().unwrap();
+            panic!("the server does not end");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// A request, with what belongs to it.
+fn request(command: u16, offset: u64, len: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+    bytes.extend([0; 2]);
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(7_u64.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+const DONE: [u8; 16] = [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
+
+fn write_and_leave<S: Read + Write>(client: &mut S) {
+    client.write_all(&request(1, 4096, 4096, &[9; 4096])).unwrap();
+    let mut reply = [0; 16];
+    client.read_exact(&mut reply).unwrap();
+    assert_eq!(reply, DONE);
+    client.write_all(&request(2, 0, 0, &[])).unwrap();
+}
+
+fn check_image(path: &Path) {
+    let image = fs::read(path).unwrap();
+    assert!(image[..4096].iter().all(|byte| *byte == 0) && image[4096..8192].iter().all(|byte| *byte == 9));
+}
+
+#[test]
+fn it_serves_its_client_and_ends_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (child, mut client) = served(dir.path(), &["f=file,path=image,size=1M"]);
+    assert_eq!(connect_nbd(&mut client, ""), 1 << 20);
+    write_and_leave(&mut client);
+    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    check_image(&dir.path().join("image"));
+    // No socket, no directory: nothing but the image.
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+
+    // Who goes without a word has gone, too.
+    let (child, client) = served(dir.path(), &["n=null,size=1M"]);
+    client.shutdown(Shutdown::Both).unwrap();
+    assert_eq!(ended(child).0, Some(0));
+}
+
+#[test]
+fn a_signal_ends_it_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let (child, mut client) = served(dir.path(), &["f=file,path=image,size=1M", "--pidfile", "pid"]);
+    assert_eq!(connect_nbd(&mut client, "f"), 1 << 20);
+    client.write_all(&request(1, 4096, 4096, &[9; 4096])).unwrap();
+    client.read_exact(&mut [0; 16]).unwrap();
+    assert_eq!(fs::read_to_string(dir.path().join("pid")).unwrap(), format!("{}\n", child.id()));
+    kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+    assert_eq!(client.read(&mut [0]).unwrap(), 0, "the connection ends");
+    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    check_image(&dir.path().join("image"));
+    assert!(!dir.path().join("pid").exists());
+}
+
+#[test]
+fn it_is_controlled_where_that_was_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let (child, mut client) = served(dir.path(), &["r=ram,disksize=1M", "--control", "c"]);
+    let (code, _, err) = finish(freestone(dir.path()).args(["wait", "--control", "c", "--timeout", "30s"]));
+    assert_eq!(code, 0, "{err}");
+    connect_nbd(&mut client, "r");
+    let (_, out, _) = finish(freestone(dir.path()).args(["list", "--control", "c"]));
+    assert!(out.lines().last().unwrap().ends_with(" 1 stdin"), "{out}");
+    // The address is of the command line, and no file's.
+    let (_, out, _) = finish(freestone(dir.path()).args(["dump", "--control", "c"]));
+    assert!(out.starts_with("nbd = []\ncontrol = "), "{out}");
+    drop(client);
+    assert_eq!(ended(child).0, Some(0));
+    assert!(!dir.path().join("c").exists());
+}
+
+/// As inetd starts it: what is logged must not get among the answers.
+#[test]
+fn nothing_that_is_said_reaches_the_client() {
+    let dir = tempfile::tempdir().unwrap();
+    for args in [&["-vvv", "serve", "--single", "f=null,size=1M"][..], &["serve", "--single", "f=wrong"]] {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(PATIENCE)).unwrap();
+        let theirs = OwnedFd::from(theirs);
+        let mut command = freestone(dir.path());
+        command.args(args).stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap());
+        let child = command.stderr(theirs).spawn().unwrap();
+        // Which holds them, too.
+        drop(command);
+        let fails = args.contains(&"f=wrong");
+        if !fails {
+            connect_nbd(&mut ours, "");
+            ours.write_all(&request(2, 0, 0, &[])).unwrap();
+        }
+        let mut rest = Vec::new();
+        ours.read_to_end(&mut rest).unwrap();
+        assert_eq!(String::from_utf8_lossy(&rest), "");
+        assert_eq!(ended(child).0, Some(if fails { 2 } else { 0 }));
+    }
+}
+
+/// Both ends of a child's pipes.
+struct Pipes(std::process::ChildStdout, std::process::ChildStdin);
+
+impl Read for Pipes {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.0.read(bytes)
+    }
+}
+
+impl Write for Pipes {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.1.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.1.flush()
+    }
+}
+
+#[test]
+fn a_pair_of_pipes_will_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = || {
+        let mut command = freestone(dir.path());
+        command.args(["serve", "--single", "f=file,path=image,size=1M"]);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let pipes = Pipes(child.stdout.take().unwrap(), child.stdin.take().unwrap());
+        (child, pipes)
+    };
+    let (child, mut pipes) = start();
+    assert_eq!(connect_nbd(&mut pipes, ""), 1 << 20);
+    write_and_leave(&mut pipes);
+    assert_eq!(pipes.read(&mut [0]).unwrap(), 0);
+    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    check_image(&dir.path().join("image"));
+
+    // A client that closes, one that does not read its answers, and a signal.
+    let (child, mut pipes) = start();
+    connect_nbd(&mut pipes, "");
+    drop(pipes);
+    assert_eq!(ended(child).0, Some(0));
+    let (child, mut pipes) = start();
+    connect_nbd(&mut pipes, "");
+    pipes.write_all(&request(0, 0, 1 << 20, &[])).unwrap();
+    thread::sleep(Duration::from_millis(100));
+    kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
+    assert_eq!(ended(child).0, Some(0));
+}
+
+#[test]
+fn what_is_no_connection_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |stdin: Stdio, args: &[&str]| {
+        let mut command = freestone(dir.path());
+        let (code, out, err) = finish(command.args(["serve", "--single"]).args(args).stdin(stdin));
+        assert_eq!((code, out.as_str()), (2, ""), "{err}");
+        err
+    };
+    let must = "it must be a connected socket, or a pipe beside one at standard output";
+    let said = sentence(&refused(Stdio::null(), &[]));
+    assert_eq!(said, format!("--single: standard input is a terminal or another device: {must}"));
+    fs::write(dir.path().join("x"), "").unwrap();
+    let said = sentence(&refused(fs::File::open(dir.path().join("x")).unwrap().into(), &[]));
+    assert_eq!(said, format!("--single: standard input is a file: {must}"));
+    let listener = UnixListener::bind(dir.path().join("l")).unwrap();
+    let said = sentence(&refused(OwnedFd::from(listener).into(), &[]));
+    assert_eq!(said, "--single: standard input is a socket that listens; serve it without --single");
+    let (_, theirs) = std::os::unix::net::UnixDatagram::pair().unwrap();
+    let said = sentence(&refused(OwnedFd::from(theirs).into(), &[]));
+    assert_eq!(said, "--single: standard input is no connection");
+    assert!(refused(Stdio::null(), &["--nbd", "unix:x"]).contains("cannot be used with '--nbd <ADDR>'"));
+    assert!(refused(Stdio::null(), &["--run", "true"]).contains("cannot be used with '--run <CMD>'"));
+    fs::write(dir.path().join("f.toml"), "nbd = 'unix:x'\n").unwrap();
+    let (_ours, theirs) = UnixStream::pair().unwrap();
+    let said = sentence(&refused(OwnedFd::from(theirs).into(), &["--config", "f.toml"]));
+    assert_eq!(said, "f.toml: nbd: with --single nobody else is served");
+    let check = finish(freestone(dir.path()).args(["serve", "--single", "--check"]));
+    assert_eq!((check.0, check.1.as_str()), (0, "1 device, nothing is wrong with the words\n"));
+}
+
+/// Ends what it started.
+struct Ends(Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits for a listening socket at a path, and runs a client with its URI twice: each has a server.
+fn for_each_client(dir: &Path, mut starts: Command, socket: &Path) {
+    let listens = Ends(starts.stdin(Stdio::null()).spawn().unwrap());
+    let began = Instant::now();
+    while !socket.exists() {
+        assert!(began.elapsed() < PATIENCE, "nobody listens");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    for pattern in ["7", "8"] {
+        let write = format!("write -P {pattern} 0 1M");
+        let read = format!("read -P {pattern} 0 1M");
+        let mut client = Command::new("timeout");
+        client.args([
+            "30",
+            "qemu-io",
+            "-f",
+            "raw",
+            "-c",
+            "read -P 0 0 8M",
+            "-c",
+            &write,
+            "-c",
+            &read,
+            "-c",
+            "flush",
+            &uri,
+        ]);
+        let (code, out, err) = finish(client.current_dir(dir));
+        assert!(code == 0 && !out.contains("failed"), "{starts:?}: {out}{err}");
+    }
+    drop(listens);
+}
+
+#[test]
+fn others_start_it_for_each_client() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("activated");
+    // Both ways in which systemd hands a connection over.
+    for inetd in [true, false] {
+        let mut systemd = Command::new("systemd-socket-activate");
+        systemd.arg("--accept").args(inetd.then_some("--inetd")).arg("--listen").arg(&socket);
+        systemd
+            .args([PROGRAM, "serve", "--single", "r=ram,disksize=8M"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        for_each_client(dir.path(), systemd, &socket);
+        fs::remove_file(&socket).unwrap();
+    }
+    for pipes in ["", ",pipes"] {
+        let exec = format!("EXEC:{PROGRAM} serve --single r=ram\\,disksize=8M{pipes}");
+        let mut socat = Command::new("socat");
+        socat.arg(format!("UNIX-LISTEN:{},fork,unlink-early", socket.display())).arg(exec);
+        for_each_client(dir.path(), socat, &socket);
+        let _ = fs::remove_file(&socket);
+    }
+}
