@@ -51,12 +51,12 @@ if [ ! -e /srv/data/boot ]; then
   echo "ok   a reload brings in what the file says, and leaves what is there"
   modprobe nbd
   for client in 1 2; do
-    nbd-client -unix /run/freestone.sock -name own /dev/nbd1 || wrong "the socket serves no client"
+    nbd-client -unix /run/freestone.sock -name own /dev/nbd1 >/dev/null || wrong "the socket serves no client"
     is "a new disk for each client" 0 "$(dd if=/dev/nbd1 bs=1M count=1 iflag=direct 2>/dev/null | tr -d '\0' | wc -c)"
     dd if=/usr/bin/bash of=/dev/nbd1 bs=64k count=8 oflag=direct 2>/dev/null
     is "what a client of the socket reads" "$(head -c 512K /usr/bin/bash | sha256sum)" "$(head -c 512K /dev/nbd1 | sha256sum)"
     is "servers for clients" 1 "$(systemctl --no-legend --plain list-units 'freestone@*' | wc -l)"
-    nbd-client -d /dev/nbd1
+    nbd-client -d /dev/nbd1 >/dev/null
     gone() { [ -z "$(systemctl --no-legend --plain list-units 'freestone@*')" ]; }
     soon 60 gone || wrong "the server of client $client stays when that has gone"
   done
@@ -75,7 +75,7 @@ if [ ! -e /srv/data/boot ]; then
   is "what the NBD client reads from the server that came back" kept "$(cat /srv/scratch/kept)"
   echo again >/srv/scratch/again
   dmesg | grep -q "I/O error, dev nbd0" && wrong "the NBD client had errors"
-  echo "ok   so it is with the kernel's NBD client"
+  echo "ok   a stop of the server unmounts what the kernel's NBD client shows, too, and it is mounted again"
   systemctl reboot 2>/dev/null # without dbus it says so
   exit
 fi
