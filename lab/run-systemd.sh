@@ -1,7 +1,8 @@
 #!/bin/bash
 # run-systemd.sh - packaging/systemd and packaging/udev on a host of Debian 13 with its systemd and udev, in QEMU, on a stock kernel: a
 # file system on a block device of Freestone's is made once, mounted at each boot under its name, and unmounted before the server ends,
-# also at a reboot (see systemd.sh). FREESTONE names the program; without it, it is built.
+# also at a reboot; /tmp is on a compressed RAM disk; the kernel's NBD client has a mount, too; a socket starts a server
+# for each client (see systemd.sh). FREESTONE names the program; without it, it is built.
 set -eu
 cd "$(dirname "$0")/.."
 LAB=${LAB:-${XDG_CACHE_HOME:-$HOME/.cache}/kernel-lab}
@@ -9,6 +10,7 @@ if [ -z "${FREESTONE:-}" ]; then cargo build --quiet --package freestone-cli; fi
 FREESTONE=${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}
 sh benches/peers/debian13.sh "$LAB/cache/systemd13" systemd-sysv udev kmod mount util-linux e2fsprogs base-files base-passwd \
   liblzma5 bash dash coreutils grep sed findutils
+sh benches/peers/debian13.sh "$LAB/cache/nbd13" nbd-client
 lab=$(lab/kernel-lab.sh -n -k "${KERNEL:-6.12}" /dev/null)
 dir=$(mktemp -d); root=$dir/root
 trap 'rm -rf "$dir" "$lab"' EXIT
@@ -16,7 +18,9 @@ trap 'rm -rf "$dir" "$lab"' EXIT
 # The host: Debian's packages as they are unpacked, what they would have set up, one module.
 mask() { mkdir -p "$root/etc/systemd/${1%/*}"; ln -s /dev/null "$root/etc/systemd/$1"; }
 mkdir "$root"
-tar -C "$LAB/cache/systemd13" --exclude=./usr/share/doc --exclude=./usr/share/man --exclude=./usr/share/locale -c . | tar -C "$root" -x
+for tree in nbd13 systemd13; do
+  tar -C "$LAB/cache/$tree" --exclude=./usr/share/doc --exclude=./usr/share/man --exclude=./usr/share/locale -c . | tar -C "$root" -x
+done
 for list in passwd group; do cp "$root/usr/share/base-passwd/$list.master" "$root/etc/$list"; done
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
 echo host >"$root/etc/hostname"
@@ -35,14 +39,16 @@ printf '[Manager]\nDefaultTimeoutStartSec=600\nDefaultDeviceTimeoutSec=600\n' >"
 kernel=$(basename "$(realpath "$lab/modules")")
 mkdir -p "$root/usr/lib/modules/$kernel/kernel/drivers/block"
 cp "$lab"/modules/modules.builtin* "$lab/modules/modules.order" "$root/usr/lib/modules/$kernel"
-cp "$lab"/modules/kernel/drivers/block/ublk_drv.ko* "$root/usr/lib/modules/$kernel/kernel/drivers/block"
+cp "$lab"/modules/kernel/drivers/block/{ublk_drv,nbd}.ko* "$root/usr/lib/modules/$kernel/kernel/drivers/block"
 unshare --user --map-root-user chroot "$root" depmod "$kernel"
 
 # Freestone, as packaging has it.
 strip -o "$root/usr/bin/freestone" "$FREESTONE"
 install -D -m 755 packaging/udev/freestone-name "$root/usr/lib/freestone/freestone-name"
 install -D -m 644 packaging/udev/61-freestone-names.rules "$root/usr/lib/udev/rules.d/61-freestone-names.rules"
-install -D -m 644 packaging/systemd/freestone.service "$root/usr/lib/systemd/system/freestone.service"
+install -m 755 packaging/systemd/freestone-mkfs "$root/usr/lib/freestone/freestone-mkfs"
+install -m 644 packaging/systemd/*.service packaging/systemd/*.socket "$root/usr/lib/systemd/system"
+install -m 644 packaging/systemd/*.mount "$root/etc/systemd/system"
 cat >"$root/etc/freestone.toml" <<END
 nbd = "unix:/run/freestone/nbd.sock"
 
@@ -57,15 +63,38 @@ name = "job-7"
 kind = "ram"
 disksize = "64M"
 publish = false
+
+[[device]]
+name = "build"
+kind = "file"
+path = "/var/lib/freestone/build.img"
+size = "64M"
+
+[[device]]
+name = "scratch"
+kind = "file"
+path = "/var/lib/freestone/scratch.img"
+size = "32M"
 END
-mkdir -p "$root/srv/data"
-echo "/dev/freestone/data /srv/data ext4 _netdev,x-systemd.requires=freestone.service,x-systemd.makefs 0 0" >"$root/etc/fstab"
+mkdir -p "$root"/srv/{data,build,scratch} "$root"/etc/{freestone-mkfs,freestone-nbd} "$root/etc/systemd/system/freestone-tmp.service.d"
+# As docs/recipes.md has it, but smaller.
+printf '[Service]\nExecStart=\nExecStart=/usr/bin/freestone serve --ublk --nbd unix:/run/freestone-tmp/nbd.sock tmp=ram,disksize=256M,mem_limit=64M\n' \
+  >"$root/etc/systemd/system/freestone-tmp.service.d/size.conf"
+echo 'MKFS_OPTIONS="-q -O ^has_journal -E root_perms=1777"' >"$root/etc/freestone-mkfs/tmp"
+printf 'SERVER=-unix /run/freestone/nbd.sock\nDEVICE=/dev/nbd0\n' >"$root/etc/freestone-nbd/scratch"
+printf '[[device]]\nname = "own"\nkind = "ram"\ndisksize = "16M"\n' >"$root/etc/freestone-single.toml"
+echo '/dev/nbd0 /srv/scratch ext4 _netdev,x-systemd.requires=freestone-nbd@scratch.service,x-systemd.requires=freestone.service,x-systemd.makefs 0 0' >"$root/etc/fstab"
+echo "/dev/freestone/data /srv/data ext4 _netdev,x-systemd.requires=freestone.service,x-systemd.makefs 0 0" >>"$root/etc/fstab"
 
 install -m 755 lab/systemd.sh "$root/usr/bin/lab"
 printf '[Service]\nExecStart=/usr/bin/lab\nStandardOutput=file:/dev/ttyS1\nStandardError=inherit\n' >"$root/usr/lib/systemd/system/lab.service"
 for unit in freestone.service lab.service remote-fs.target; do
   ln -s "/usr/lib/systemd/system/$unit" "$root/etc/systemd/system/multi-user.target.wants/$unit"; done
-truncate -s 400M "$dir/disk"
+mkdir -p "$root"/etc/systemd/system/{local-fs,remote-fs,sockets}.target.wants
+ln -s ../tmp.mount "$root/etc/systemd/system/local-fs.target.wants/tmp.mount"
+ln -s ../srv-build.mount "$root/etc/systemd/system/remote-fs.target.wants/srv-build.mount"
+ln -s /usr/lib/systemd/system/freestone.socket "$root/etc/systemd/system/sockets.target.wants/freestone.socket"
+truncate -s 600M "$dir/disk"
 # Its files are root's, whoever we are.
 unshare --user --map-root-user mke2fs -q -t ext4 -d "$root" "$dir/disk"
 

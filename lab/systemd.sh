@@ -1,7 +1,8 @@
 #!/bin/bash
 # systemd.sh - runs as a unit of the host of run-systemd.sh, once at each of its two boots. Its first mistake ends both.
 set -eu
-wrong() { echo "FAIL $1"; systemctl --no-pager status freestone.service srv-data.mount || true; journalctl -b --no-pager | tail -n 60; systemctl poweroff; exit 1; }
+trap 'wrong "line $LINENO"' ERR
+wrong() { trap - ERR; echo "FAIL $1"; systemctl --no-pager status 'freestone*' srv-data.mount tmp.mount || true; journalctl -b --no-pager | tail -n 60; systemctl poweroff; exit 1; }
 soon() { # seconds command...
   for _ in $(seq "$1"); do "${@:2}" >/dev/null 2>&1 && return; sleep 1; done; return 1; }
 settled() { [ "$(systemctl is-system-running)" != starting ]; }
@@ -18,8 +19,23 @@ is "the mount" active "$(systemctl is-active srv-data.mount)"
 disk=$(readlink -f /dev/freestone/data); [ -b "$disk" ] || wrong "no /dev/freestone/data"
 is "what is mounted" "$disk" "$(findmnt -n -o SOURCE /srv/data)"
 
+is "/tmp" "$(readlink -f /dev/freestone/tmp) ext4 1777" "$(findmnt -n -o SOURCE,FSTYPE /tmp | tr -s ' ') $(stat -c %a /tmp)"
+is "what was in /tmp" "" "$(find /tmp -name 'lab.*')"
+is "/srv/build" "$(readlink -f /dev/freestone/build)" "$(findmnt -n -o SOURCE /srv/build)"
+is "/srv/scratch" /dev/nbd0 "$(findmnt -n -o SOURCE /srv/scratch)"
+tmp_stat() { freestone stat tmp --control /run/freestone-tmp/control.sock --json | sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" | head -n 1; }
+
 if [ ! -e /srv/data/boot ]; then
   echo first >/srv/data/boot
+  seq 2000000 >/tmp/lab.numbers; sync -f /tmp
+  data=$(tmp_stat orig_data_size); stored=$(tmp_stat compr_data_size)
+  [ "$data" -gt 12000000 ] && [ "$stored" -lt $((data / 4 * 3)) ] || wrong "/tmp is not compressed: $data bytes in $stored"
+  rm /tmp/lab.numbers; sync -f /tmp
+  left=$(tmp_stat orig_data_size)
+  [ "$left" -lt $((data / 2)) ] || wrong "what is removed from /tmp stays in memory: $left of $data bytes"
+  echo "ok   /tmp is on a compressed RAM disk: $data bytes in $stored, $left when they are removed"
+  echo stays >/tmp/lab.boot; echo built >/srv/build/made; echo kept >/srv/scratch/kept; sync
+  for unit in 'freestone-mkfs@tmp.service' 'freestone-mkfs@build.service'; do is "$unit" success "$(systemctl show -P Result "$unit")"; done
   echo "ok   $(uname -r), $(systemctl --version | head -n 1): a new file system on /dev/freestone/data is mounted"
   other=$(freestone publish job-7 --ublk)
   soon 60 test -e /dev/freestone/job-7 || wrong "no /dev/freestone/job-7"
@@ -33,24 +49,51 @@ if [ ! -e /srv/data/boot ]; then
   is "after the reload, the mount" active "$(systemctl is-active srv-data.mount)"
   is "after the reload, data" "$disk" "$(readlink -f /dev/freestone/data)"
   echo "ok   a reload brings in what the file says, and leaves what is there"
+  modprobe nbd
+  for client in 1 2; do
+    nbd-client -unix /run/freestone.sock -name own /dev/nbd1 >/dev/null || wrong "the socket serves no client"
+    is "a new disk for each client" 0 "$(dd if=/dev/nbd1 bs=1M count=1 iflag=direct 2>/dev/null | tr -d '\0' | wc -c)"
+    dd if=/usr/bin/bash of=/dev/nbd1 bs=64k count=8 oflag=direct 2>/dev/null
+    is "what a client of the socket reads" "$(head -c 512K /usr/bin/bash | sha256sum)" "$(head -c 512K /dev/nbd1 | sha256sum)"
+    is "servers for clients" 1 "$(systemctl --no-legend --plain list-units 'freestone@*' | wc -l)"
+    nbd-client -d /dev/nbd1 >/dev/null
+    gone() { [ -z "$(systemctl --no-legend --plain list-units 'freestone@*')" ]; }
+    soon 60 gone || wrong "the server of client $client stays when that has gone"
+  done
+  is "units that failed" "" "$(systemctl --no-legend --plain --state=failed list-units | cut -d' ' -f1 | tr '\n' ' ')"
+  echo "ok   the socket starts a server for each client, which ends with it"
   freestone unpublish data 2>/dev/null && wrong "a mounted device is unpublished"
   systemctl stop freestone.service
   is "after the stop, the mount" inactive "$(systemctl is-active srv-data.mount || true)"
   absent "$disk" || wrong "$disk stays"
   is "the server's end" success "$(systemctl show -P Result freestone.service)"
-  systemctl start srv-data.mount
+  for unit in srv-scratch.mount srv-build.mount freestone-nbd@scratch.service; do
+    is "after the stop, $unit" inactive "$(systemctl is-active $unit || true)"; done
+  systemctl start srv-data.mount srv-build.mount srv-scratch.mount
   is "what was written" first "$(cat /srv/data/boot)"
   echo "ok   a stop of the server unmounts first; a mount starts the server"
+  is "what the NBD client reads from the server that came back" kept "$(cat /srv/scratch/kept)"
+  echo again >/srv/scratch/again
+  dmesg | grep -q "I/O error, dev nbd0" && wrong "the NBD client had errors"
+  echo "ok   a stop of the server unmounts what the kernel's NBD client shows, too, and it is mounted again"
   systemctl reboot 2>/dev/null # without dbus it says so
   exit
 fi
-is "what was written before the reboot" first "$(cat /srv/data/boot)"
+is "what was written before the reboot" "first built kept again" "$(cat /srv/data/boot /srv/build/made /srv/scratch/{kept,again} | tr '\n' ' ' | sed 's/ $//')"
 unmounted=$(line "Unmounted srv-data.mount"); stopping=$(line "Stopping freestone.service"); ended=$(line "freestone.service: Deactivated successfully")
 [ -n "$unmounted" ] && [ -n "$stopping" ] && [ -n "$ended" ] && [ "$unmounted" -lt "$stopping" ] && [ "$stopping" -lt "$ended" ] ||
   wrong "the reboot's order: unmounted $unmounted, stopping $stopping, ended $ended"
+journalctl -b -u freestone-mkfs@build.service -o cat --no-pager | grep -q "there is something on it" ||
+  wrong "freestone-mkfs does not tell of the file system that was there"
+unmounted=$(line "Unmounted tmp.mount"); stopping=$(line "Stopping freestone-tmp.service"); ended=$(line "freestone-tmp.service: Deactivated successfully")
+[ -n "$unmounted" ] && [ -n "$stopping" ] && [ -n "$ended" ] && [ "$unmounted" -lt "$stopping" ] && [ "$stopping" -lt "$ended" ] ||
+  wrong "the reboot's order of /tmp: unmounted $unmounted, stopping $stopping, ended $ended"
+echo "ok   /tmp was unmounted, then its server ended; it is new after the reboot"
 [ -z "$(line "timed out")" ] || wrong "the reboot waited: $(journalctl -b -1 -o cat | grep "timed out")"
 dmesg | grep -q "EXT4-fs (${disk#/dev/}): recovery complete" && wrong "it was not unmounted cleanly"
 echo "ok   a reboot unmounts, ends the server, and the next boot mounts what was written"
-echo "     $(systemd-analyze security --no-pager freestone.service | tail -n 1)"
+for unit in freestone.service freestone-tmp.service freestone-mkfs@build.service freestone-nbd@scratch.service freestone@x.service; do
+  echo "     $(systemd-analyze security --no-pager $unit | tail -n 1)"
+done
 echo LAB-EXIT:0
 systemctl poweroff 2>/dev/null

@@ -30,10 +30,10 @@ pub struct AccessArgs {
     /// Mode of sockets.
     #[arg(long, value_name = "OCTAL", help = SOCKET_MODE_HELP, value_parser = access::mode)]
     socket_mode: Option<u32>,
-    /// Owner of these sockets, by name or number; others than the server's own take root
+    /// Their owner, by name or number; another user than the server's takes root
     #[arg(long, value_name = "USER")]
     socket_user: Option<String>,
-    /// Their group, by name or number; other than root only one in which the server's user is
+    /// Their group, by name or number; one of the server's user's groups, or any where that is root
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
     /// Mode of the control socket.

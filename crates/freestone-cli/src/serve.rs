@@ -57,7 +57,7 @@ const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [de
                         $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
 
 const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
-                            in the same directory]";
+                            in the same directory; with --single nowhere]";
 
 const UBLK_HELP: &str = "Show what is published as block devices of this machine, too: /dev/ublkbN, which are \
                          printed; what a killed server left of them is removed";

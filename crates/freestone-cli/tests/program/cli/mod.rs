@@ -8,6 +8,7 @@ mod sentences;
 mod single;
 mod started;
 mod statistics;
+mod units;
 mod writeback;
 
 use std::fs;

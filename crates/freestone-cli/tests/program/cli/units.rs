@@ -1,0 +1,88 @@
+//! The units of packaging/systemd: systemd knows all that is in them, and how much they may do.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::harness::finish;
+
+/// systemd's measure of what a service may do, times ten: 0 is nothing, 96 what a service may that says nothing. The
+/// servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.
+const EXPOSED_AT_MOST: [(&str, u32); 5] = [
+    ("freestone.service", 26),
+    ("freestone@.service", 10),
+    ("freestone-mkfs@.service", 16),
+    ("freestone-nbd@.service", 28),
+    ("freestone-tmp.service", 20),
+];
+
+/// Copies of the units, with programs that are there.
+fn units(to: &Path) -> Vec<String> {
+    let packaging = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging/systemd"));
+    let mkfs = packaging.join("freestone-mkfs");
+    assert_eq!(fs::metadata(&mkfs).unwrap().permissions().mode() & 0o111, 0o111, "{}", mkfs.display());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(packaging).unwrap() {
+        let path: PathBuf = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if !name.contains('.') {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        let text = text.replace("/usr/bin/freestone ", concat!(env!("CARGO_BIN_EXE_freestone"), " "));
+        let text = text.replace("/usr/lib/freestone/freestone-mkfs", mkfs.to_str().unwrap());
+        // Of another package, which a container has not.
+        let text = text.replace("+/usr/bin/udevadm", "+/bin/true");
+        fs::write(to.join(name), &text).unwrap();
+        names.push(name.to_owned());
+    }
+    names.sort();
+    names
+}
+
+#[test]
+fn systemd_knows_all_that_is_in_the_units() {
+    let dir = tempfile::tempdir().unwrap();
+    let verify = |name: &str| {
+        // A template is looked at as an instance.
+        let instance = name.replace("@.", "@x.");
+        let file = dir.path().join(&instance);
+        if instance != name {
+            fs::copy(dir.path().join(name), &file).unwrap();
+        }
+        let mut command = Command::new("systemd-analyze");
+        command.env("SYSTEMD_UNIT_PATH", format!("{}:", dir.path().display()));
+        finish(command.args(["verify", "--man=no"]).arg(file))
+    };
+    let names = units(dir.path());
+    assert!(names.len() >= 8, "{names:?}");
+    for name in &names {
+        let (code, _, err) = verify(name);
+        let ours: Vec<_> =
+            err.lines().filter(|line| line.contains("freestone") || line.contains(name)).collect();
+        assert_eq!((code, ours), (0, Vec::new()), "{name}: {err}");
+    }
+    fs::write(
+        dir.path().join("wrong.service"),
+        "[Service]\nExecStart=/no/such/freestone\nProtectSytem=strict\n",
+    )
+    .unwrap();
+    let (code, _, err) = verify("wrong.service");
+    assert!(code != 0 && err.contains("ProtectSytem"), "it finds what is wrong: {err}");
+}
+
+#[test]
+fn services_may_do_no_more_than_they_need() {
+    let dir = tempfile::tempdir().unwrap();
+    let services: Vec<_> = units(dir.path()).into_iter().filter(|name| name.ends_with(".service")).collect();
+    let mut known: Vec<_> = EXPOSED_AT_MOST.map(|(name, _)| name).into();
+    known.sort_unstable();
+    assert_eq!(services, known);
+    for (name, most) in EXPOSED_AT_MOST {
+        let mut command = Command::new("systemd-analyze");
+        command.args(["security", "--no-pager", "--offline=true"]).arg(format!("--threshold={most}"));
+        let (code, out, err) = finish(command.arg(dir.path().join(name)));
+        assert_eq!(code, 0, "{name}: {} {err}", out.lines().last().unwrap_or_default());
+    }
+}
