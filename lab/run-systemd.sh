@@ -51,6 +51,8 @@ install -m 644 packaging/systemd/*.service packaging/systemd/*.socket "$root/usr
 install -m 644 packaging/systemd/*.mount "$root/etc/systemd/system"
 cat >"$root/etc/freestone.toml" <<END
 nbd = "unix:/run/freestone/nbd.sock"
+state = "/var/lib/freestone/state"
+save_every = "10m"
 
 [[device]]
 name = "data"
@@ -66,9 +68,10 @@ publish = false
 
 [[device]]
 name = "build"
-kind = "file"
-path = "/var/lib/freestone/build.img"
-size = "64M"
+kind = "ram"
+disksize = "64M"
+keep = true
+on_lost = "empty"
 
 [[device]]
 name = "scratch"

@@ -79,6 +79,7 @@ if [ ! -e /srv/data/boot ]; then
   systemctl reboot 2>/dev/null # without dbus it says so
   exit
 fi
+is "a RAM disk's content, kept" 1 "$(freestone stat build --json | grep -c '"generation": 1,')"
 is "what was written before the reboot" "first built kept again" "$(cat /srv/data/boot /srv/build/made /srv/scratch/{kept,again} | tr '\n' ' ' | sed 's/ $//')"
 unmounted=$(line "Unmounted srv-data.mount"); stopping=$(line "Stopping freestone.service"); ended=$(line "freestone.service: Deactivated successfully")
 [ -n "$unmounted" ] && [ -n "$stopping" ] && [ -n "$ended" ] && [ "$unmounted" -lt "$stopping" ] && [ "$stopping" -lt "$ended" ] ||
@@ -91,6 +92,7 @@ unmounted=$(line "Unmounted tmp.mount"); stopping=$(line "Stopping freestone-tmp
 echo "ok   /tmp was unmounted, then its server ended; it is new after the reboot"
 [ -z "$(line "timed out")" ] || wrong "the reboot waited: $(journalctl -b -1 -o cat | grep "timed out")"
 dmesg | grep -q "EXT4-fs (${disk#/dev/}): recovery complete" && wrong "it was not unmounted cleanly"
+echo "ok   a RAM disk that is kept has its content after a stop and after a reboot"
 echo "ok   a reboot unmounts, ends the server, and the next boot mounts what was written"
 for unit in freestone.service freestone-tmp.service freestone-mkfs@build.service freestone-nbd@scratch.service freestone@x.service; do
   echo "     $(systemd-analyze security --no-pager $unit | tail -n 1)"

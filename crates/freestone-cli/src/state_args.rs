@@ -20,7 +20,7 @@ pub struct StateArgs {
     /// next server on it has them again
     #[arg(long, value_name = "DIR")]
     pub state: Option<PathBuf>,
-    /// With --state: change what it has otherwise than the devices and the file say; else that is refused
+    /// Change what the state has otherwise than the devices and the file say; else that is refused
     #[arg(long)]
     apply: bool,
     /// With --state: save what devices with keep=yes hold so often, where it changed: a whole number with
@@ -68,7 +68,6 @@ impl StateArgs {
     fn check_stateless(&self, file: Option<&FileConfig>, devices: &[Declared]) -> Result<(), Usage> {
         let said = |of_file: fn(&FileConfig) -> bool, of_line: bool| of_line || file.is_some_and(of_file);
         for (key, said) in [
-            ("apply", self.apply),
             ("save_every", said(|file| file.save_every.is_some(), self.save_every.is_some())),
             ("save_after", said(|file| file.save_after.is_some(), self.save_after.is_some())),
             ("save_timeout", said(|file| file.save_timeout.is_some(), self.save_timeout.is_some())),

@@ -254,8 +254,6 @@ fn words_of_the_next_start_need_a_state() {
     let dir = tempfile::tempdir().unwrap();
     let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_lost=empty", "--check"]);
     assert!(why.starts_with("a: on_lost: says what the next start does"), "{why}");
-    let why = refused(dir.path(), 2, &["serve", "--apply", "a=ram,disksize=1M", "--check"]);
-    assert!(why.starts_with("apply: needs a state"), "{why}");
     let why = refused(dir.path(), 2, &["serve", "--state", "s", "a=null,size=1M,on_lost=empty", "--check"]);
     assert!(why.starts_with("a: on_lost=empty: it holds nothing that is lost"), "{why}");
     let server = Serve::start(&["a=ram,disksize=1M"]);
