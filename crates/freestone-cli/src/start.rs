@@ -162,7 +162,15 @@ fn again(service: &Service, device: &Device, lost: &HashSet<String>) -> Result<(
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
-    let is_lost = spec.is_lost() || spec.kind.below().is_some_and(|below| lost.contains(below));
+    let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
+    let is_lost = spec.is_lost() || gone(spec.kind.below()) || gone(spec.kind.copies_to());
+    if gone(spec.kind.copies_to()) {
+        // There is nothing in the new one that could be overwritten; that it ends with the server was
+        // agreed to when the snapshot was made.
+        let mut words = spec.words;
+        words.put("force", "yes");
+        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+    }
     let generation = device.generation + u64::from(is_lost);
     let identity = Identity { uuid, generation };
     let _claim = service.claim_new("serve", [&spec])?;
