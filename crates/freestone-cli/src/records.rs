@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use freestone_nbd::Address;
@@ -26,6 +27,9 @@ pub const NEEDS_STATE: &str = "says what the next start does, of a server with a
 #[derive(Default)]
 pub struct Records {
     state: OnceLock<State>,
+    /// The server ends, and its exports go: where devices are to be seen from now on is not where the
+    /// next start shows them.
+    over: AtomicBool,
     /// Devices that could not be made again, and why. Locked for a look or a change.
     missing: Mutex<BTreeMap<String, String>>,
 }
@@ -67,6 +71,11 @@ impl Records {
         let known = |state: &State| state.find(entry.name());
         let now = || device(service, entry, &seen(service, entry.name()));
         self.state.get().is_some_and(|state| known(state) != Some(now()))
+    }
+
+    /// The server ends: all is kept as it is now. A verb that has not committed yet is refused.
+    pub fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
     }
 
     fn missing(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
@@ -127,6 +136,11 @@ impl<'a> Recording<'a> {
                 (None, Some(_)) => change.gone(name),
                 (None, None) => {}
             }
+        }
+        // After the look at the exports: where it is not over yet, none of them had gone then.
+        if service.records.over.load(Ordering::SeqCst) {
+            let why = format!("{}: the server is shutting down", names.join(", "));
+            return Err(Fault::failed(Errno::ECANCELED, why));
         }
         change.commit().map_err(|error| refused(&error))
     }
