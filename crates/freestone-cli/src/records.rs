@@ -9,6 +9,7 @@ use std::env;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use freestone::mutants::{self, Mutant};
 use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
@@ -184,6 +185,8 @@ pub fn seen(service: &Service, name: &str) -> Seen {
 /// What is to be known of a device after the next start.
 fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     let name = entry.name();
+    let left_out = mutants::on(Mutant::ExportsForgotten);
+    let exports = seen.exports.iter().filter(|_| !left_out);
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
@@ -192,7 +195,7 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         words: words(entry),
         declared: service.declarations.has(name),
         home: seen.home,
-        exports: seen.exports.iter().map(|(wanted, declared)| export(wanted, *declared)).collect(),
+        exports: exports.map(|(wanted, declared)| export(wanted, *declared)).collect(),
     }
 }
 

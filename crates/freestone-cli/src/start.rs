@@ -5,6 +5,7 @@ use std::mem;
 use std::path::Path;
 use std::sync::Arc;
 
+use freestone::mutants::{self, Mutant};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{Entry, Identity, OnLost, Spec};
 use freestone_spec::refusal::Errno;
@@ -131,7 +132,8 @@ pub fn of_state(service: &Service, topology: &Topology) -> Vec<Begun> {
                     lost.insert(device.name.clone());
                 }
                 let mut seen = places(device);
-                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold;
+                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
+                    && !mutants::on(Mutant::LostIsShown);
                 if device.withheld || (is_lost && withholds) {
                     service.withheld.put(&device.name, mem::take(&mut seen));
                 }
