@@ -46,7 +46,7 @@ pub enum Step {
     /// In a stock kernel, its own and Freestone: writeback of zram, as in the test of its source
     Lab,
     /// Random stacks under random requests, verbs, faults and crashes: runs that are always the
-    /// same, and real threads
+    /// same, real threads, and servers that are killed and started again
     Torture,
     /// The loom models of the lock protocols
     Models,
@@ -60,6 +60,9 @@ pub enum Step {
     Reproduce,
     /// Slow: faults that were found once are put back, one at a time, and the torture finds each
     Mutants,
+    /// Slow: servers with a state are killed and ended in the middle of everything and started again,
+    /// with more seeds than in the torture of the gate
+    Lives,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
     /// merges that go from dm-snapshot to Freestone and back, our disks under file systems and under the
     /// torture, zoned ones under fio's own tests too, machines of libvirt, a host with systemd
@@ -110,6 +113,7 @@ impl Step {
             Self::Gate => bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Torture => torture::gate(),
             Self::Mutants => torture::mutants(&[]),
+            Self::Lives => torture::lives(),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
             Self::Lab => lab(&[

@@ -20,6 +20,10 @@ const GATE_SEED: u64 = 1;
 const GATE_RUNS: u64 = 220;
 /// Seconds that the gate gives real threads.
 const GATE_SECONDS: u64 = 45;
+/// Seconds that it gives servers that are started again.
+const GATE_LIVES_SECONDS: u64 = 20;
+/// Seconds that the slow lane gives them.
+const LIVES_SECONDS: u64 = 600;
 /// A fault has to be found in this time.
 const MUTANT_SECONDS: u64 = 600;
 
@@ -32,10 +36,13 @@ pub enum Mode {
     Threads,
     /// The program, over its sockets
     Program,
+    /// The program with a state: servers are ended and killed in the middle of everything, and started
+    /// again
+    Lives,
 }
 
 /// The faults that can be put back (`freestone::mutants`), and the mode that finds each.
-const MUTANTS: [(&str, Mode); 15] = [
+const MUTANTS: [(&str, Mode); 17] = [
     ("PinnedCall", Mode::Exact),
     ("FalseNoSpace", Mode::Exact),
     ("TooManyReads", Mode::Exact),
@@ -51,6 +58,8 @@ const MUTANTS: [(&str, Mode); 15] = [
     ("LeakedSlot", Mode::Exact),
     ("FlushGoesNowhere", Mode::Exact),
     ("AnsweredInFlight", Mode::Program),
+    ("ExportsForgotten", Mode::Lives),
+    ("LostIsShown", Mode::Lives),
 ];
 
 impl Mode {
@@ -70,15 +79,25 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
     Ok(all_went_well)
 }
 
-/// What is always the same. The program is tortured by a test of its own
+/// What is always the same. The program without a state is tortured by a test of its own
 /// (`freestone-cli/tests/torture.rs`).
 pub fn gate() -> Result<Outcome> {
     let mut counts = Counts::default();
-    for (mode, runs) in [(Mode::Exact, Some(GATE_RUNS)), (Mode::Threads, None)] {
-        let passed = torture(mode, Some(GATE_SEED), GATE_SECONDS, runs, None)?.success();
+    for (mode, seconds, runs) in [
+        (Mode::Exact, GATE_SECONDS, Some(GATE_RUNS)),
+        (Mode::Threads, GATE_SECONDS, None),
+        (Mode::Lives, GATE_LIVES_SECONDS, None),
+    ] {
+        let passed = torture(mode, Some(GATE_SEED), seconds, runs, None)?.success();
         counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
     }
     Ok(Outcome { ok: counts.failed == 0, counts })
+}
+
+/// More seeds of servers that are started again.
+pub fn lives() -> Result<Outcome> {
+    let passed = torture(Mode::Lives, Some(GATE_SEED), LIVES_SECONDS, None, None)?.success();
+    Ok(Outcome { ok: passed, counts: Counts { passed: u64::from(passed), failed: u64::from(!passed) } })
 }
 
 /// Puts each fault back and has it found.
@@ -138,7 +157,7 @@ fn torture(
     let programs = build("freestone-torture")?;
     let mut command = Command::new(programs.join("freestone-torture"));
     command.arg(mode.name());
-    if mode == Mode::Program {
+    if matches!(mode, Mode::Program | Mode::Lives) {
         command.arg("--bin").arg(build("freestone-cli")?.join("freestone"));
     }
     if let Some(seed) = seed {

@@ -6,8 +6,10 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use freestone::mutants::{self, Mutant};
 use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
@@ -26,6 +28,9 @@ pub const NEEDS_STATE: &str = "says what the next start does, of a server with a
 #[derive(Default)]
 pub struct Records {
     state: OnceLock<State>,
+    /// The server ends, and its exports go: where devices are to be seen from now on is not where the
+    /// next start shows them.
+    over: AtomicBool,
     /// Devices that could not be made again, and why. Locked for a look or a change.
     missing: Mutex<BTreeMap<String, String>>,
 }
@@ -80,6 +85,11 @@ impl Records {
         let known = |state: &State| state.find(entry.name());
         let now = || device(service, entry, &seen(service, entry.name()));
         self.state.get().is_some_and(|state| known(state) != Some(now()))
+    }
+
+    /// The server ends: all is kept as it is now. A verb that has not committed yet is refused.
+    pub fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
     }
 
     fn missing(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
@@ -141,6 +151,11 @@ impl<'a> Recording<'a> {
                 (None, None) => {}
             }
         }
+        // After the look at the exports: where it is not over yet, none of them had gone then.
+        if service.records.over.load(Ordering::SeqCst) {
+            let why = format!("{}: the server is shutting down", names.join(", "));
+            return Err(Fault::failed(Errno::ECANCELED, why));
+        }
         change.commit().map_err(|error| refused(&error))
     }
 
@@ -183,6 +198,8 @@ pub fn seen(service: &Service, name: &str) -> Seen {
 /// What is to be known of a device after the next start.
 fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     let name = entry.name();
+    let left_out = mutants::on(Mutant::ExportsForgotten);
+    let exports = seen.exports.iter().filter(|_| !left_out);
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
@@ -193,7 +210,7 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         words: words(entry),
         declared: service.declarations.has(name),
         home: seen.home,
-        exports: seen.exports.iter().map(|(wanted, declared)| export(wanted, *declared)).collect(),
+        exports: exports.map(|(wanted, declared)| export(wanted, *declared)).collect(),
     }
 }
 

@@ -320,6 +320,7 @@ impl Running {
     /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has
     /// nothing left to wait for but what a disk does not do at once.
     fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
+        self.service.records.end();
         self.service.jobs.end_all();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::mem;
 use std::sync::Arc;
 
+use freestone::mutants::{self, Mutant};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{self, Entry, Identity, OnLost, Spec};
 use freestone_spec::refusal::Errno;
@@ -131,7 +132,8 @@ pub fn of_state(service: &Service, topology: &Topology) -> Result<Vec<Begun>, Fa
                     lost.insert(device.name.clone());
                 }
                 let mut seen = places(device);
-                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold;
+                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
+                    && !mutants::on(Mutant::LostIsShown);
                 if device.withheld || (is_lost && withholds) {
                     service.withheld.put(&device.name, mem::take(&mut seen));
                 }
@@ -170,7 +172,15 @@ fn again(
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
     let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
     let is_own = content.as_ref().map_or(spec.is_lost(), |content| !content.is_exact);
-    let is_lost = is_own || spec.kind.below().is_some_and(|below| lost.contains(below));
+    let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
+    let is_lost = is_own || gone(spec.kind.below()) || gone(spec.kind.copies_to());
+    if gone(spec.kind.copies_to()) {
+        // There is nothing in the new one that could be overwritten; that it ends with the server was
+        // agreed to when the snapshot was made.
+        let mut words = spec.words;
+        words.put("force", "yes");
+        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+    }
     let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
     let _claim = service.claim_new("serve", [&spec])?;
     let Some(content) = content else { return Ok((service.make(spec, Some(identity))?, is_lost)) };

@@ -36,11 +36,15 @@ pub enum Mutant {
     FlushGoesNowhere,
     /// What a machine was answered stays noted as in flight.
     AnsweredInFlight,
+    /// What is kept of a device leaves out where it is published.
+    ExportsForgotten,
+    /// A device that has lost its content with a server is not withheld.
+    LostIsShown,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 15] = [
+pub const ALL: [Mutant; 17] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -56,6 +60,8 @@ pub const ALL: [Mutant; 15] = [
     Mutant::LeakedSlot,
     Mutant::FlushGoesNowhere,
     Mutant::AnsweredInFlight,
+    Mutant::ExportsForgotten,
+    Mutant::LostIsShown,
 ];
 
 /// Whether this fault is there.

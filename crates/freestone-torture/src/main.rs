@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use clap::{Args, Parser, Subcommand};
+use freestone_torture::program::lives;
 use freestone_torture::{exact, program, threads};
 
 /// Random stacks of devices under random requests, verbs, faults and crashes
@@ -52,6 +53,24 @@ enum Mode {
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
+    /// The built program with a state, whose servers are ended and killed in the middle of everything
+    /// and started again
+    Lives {
+        #[command(flatten)]
+        extent: Extent,
+        /// A run that fails is printed as it is, and not made shorter
+        #[arg(long)]
+        whole: bool,
+        /// The program [default: freestone beside this one]
+        #[arg(long, value_name = "PATH")]
+        bin: Option<PathBuf>,
+    },
+    /// One run of the lives, as JSON from stdin
+    Life {
+        /// The program [default: freestone beside this one]
+        #[arg(long, value_name = "PATH")]
+        bin: Option<PathBuf>,
+    },
     /// One run of the exact mode, as JSON from stdin
     Case {
         /// Tells each op
@@ -78,15 +97,15 @@ fn main() -> Result<ExitCode> {
             println!("{runs} runs");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Mode::Program { extent, bin } => {
-            let bin = bin.map_or_else(beside, Ok)?;
-            ensure!(
-                bin.is_file(),
-                "{}: no such program; build it with `cargo build -p freestone-cli`",
-                bin.display()
-            );
-            // It is started in directories of its own.
-            Ok(told(program::run(extent.seed, extent.minutes, &std::path::absolute(bin)?)))
+        Mode::Program { extent, bin } => Ok(told(program::run(extent.seed, extent.minutes, &found(bin)?))),
+        Mode::Lives { extent, whole, bin } => {
+            let (report, passed) = lives::lives(extent.seed, time(&extent), !whole, &found(bin)?);
+            println!("{report}");
+            Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        Mode::Life { bin } => {
+            let case = serde_json::from_reader(std::io::stdin()).context("this is no run")?;
+            Ok(told(lives::run(0, &case, &found(bin)?)))
         }
         Mode::Case { trace } => exact::case(trace),
         Mode::Show { seed } => {
@@ -98,6 +117,17 @@ fn main() -> Result<ExitCode> {
 
 fn time(extent: &Extent) -> Duration {
     Duration::from_secs_f64(extent.minutes * 60.0)
+}
+
+/// The program that is tortured, which is started in directories of its own.
+fn found(bin: Option<PathBuf>) -> Result<PathBuf> {
+    let bin = bin.map_or_else(beside, Ok)?;
+    ensure!(
+        bin.is_file(),
+        "{}: no such program; build it with `cargo build -p freestone-cli`",
+        bin.display()
+    );
+    Ok(std::path::absolute(bin)?)
 }
 
 fn beside() -> Result<PathBuf> {

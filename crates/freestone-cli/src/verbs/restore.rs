@@ -208,7 +208,7 @@ impl Verb for Restore {
                 DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
             let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
-            let words = words_of(name, told, number, base.map(|base| base.name()), &said);
+            let words = words_of(name, told, number, base.map(|base| (base.name(), base.size())), &said);
             let entry = kinds::restored(words, told.kind, ram, file.clone(), base, layers, readonly);
             let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
                 made.push(Arc::clone(&entry));
@@ -248,7 +248,7 @@ fn words_of(
     name: &str,
     device: &Saved,
     number: Option<u64>,
-    base: Option<&str>,
+    base: Option<(&str, u64)>,
     said: &[(String, String)],
 ) -> Entries {
     let mut words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
@@ -263,10 +263,13 @@ fn words_of(
                 words.put("comp_algorithm", device.comp_algorithm.name());
             }
         }
-        (_, Some(base)) => {
+        (_, Some((base, base_size))) => {
             "fork".clone_into(&mut words.kind);
             words.put("base", base);
-            words.put("size", &size);
+            // That of an image need not be one that can be typed.
+            if device.size != base_size {
+                words.put("size", &size);
+            }
             let of_layers = said.iter().filter(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
             words.pairs.extend(of_layers.cloned());
         }

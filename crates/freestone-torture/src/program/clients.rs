@@ -39,18 +39,25 @@ struct Session<'a> {
 /// Runs until the world stops.
 pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
     while !world.stopped() {
-        let disks = world.disks(|disk| !disk.addresses().is_empty());
-        if disks.is_empty() {
+        if !one(world, slot, &mut rng) {
             std::thread::yield_now();
-            continue;
         }
-        let any = &disks[rng.below(disks.len() as u64) as usize];
-        let disk = disks.iter().find(|disk| rng.chance(50) && world.is_missed(disk)).unwrap_or(any);
-        // Some look at all of it, so that what got lost is not only found by chance.
-        let talk = if rng.chance(15) { Talk::Sweep } else { Talk::Random };
-        visit(world, slot, disk, &mut rng, talk);
-        slot.end();
     }
+}
+
+/// One connection to some device; false where there is none.
+pub fn one(world: &World, slot: &Slot, rng: &mut Rng) -> bool {
+    let disks = world.disks(|disk| !disk.addresses().is_empty());
+    if disks.is_empty() {
+        return false;
+    }
+    let any = &disks[rng.below(disks.len() as u64) as usize];
+    let disk = disks.iter().find(|disk| rng.chance(50) && world.is_missed(disk)).unwrap_or(any);
+    // Some look at all of it, so that what got lost is not only found by chance.
+    let talk = if rng.chance(15) { Talk::Sweep } else { Talk::Random };
+    visit(world, slot, disk, rng, talk);
+    slot.end();
+    true
 }
 
 /// Reads all that is there, in the order of the devices.
@@ -341,6 +348,7 @@ impl Session<'_> {
     fn answer(&mut self) -> Result<(), Broken> {
         let reply = self.link.reply()?;
         self.slot.moved();
+        self.world.answers.add();
         let Some((request, token)) = self.asked.remove(&reply.cookie) else {
             return Err(Broken::Wrong(format!("an answer to cookie {}", reply.cookie)));
         };

@@ -13,7 +13,10 @@ mod bad_machine;
 mod block;
 mod clients;
 mod control;
+mod disk;
+mod flight;
 mod link;
+pub mod lives;
 mod look;
 mod machine;
 mod plan;
@@ -63,6 +66,8 @@ pub struct Report {
     pub left_kib: u64,
     /// How servers ended.
     pub ends: BTreeMap<String, u64>,
+    /// What servers with a state had when they were started again.
+    pub restarts: BTreeMap<String, u64>,
 }
 
 /// A fault: of the program, or of the torture.
@@ -112,6 +117,7 @@ impl fmt::Display for Report {
             ("verbs by the program", &self.program),
             ("bad clients", &self.bad_clients),
             ("servers that ended", &self.ends),
+            ("after restarts on a state", &self.restarts),
         ];
         for (title, counts) in groups {
             writeln!(f, "{title}: {}", counts.values().sum::<u64>())?;
@@ -136,6 +142,28 @@ impl Report {
             bad_clients: of("bad clients"),
             left_kib: of("left").values().copied().max().unwrap_or(0),
             ends: of("ends"),
+            restarts: of("restarts"),
+        }
+    }
+
+    /// Adds what another run did.
+    fn add(&mut self, other: &Self) {
+        self.rounds += other.rounds;
+        self.left_kib = self.left_kib.max(other.left_kib);
+        let groups = [
+            (&mut self.clients, &other.clients),
+            (&mut self.requests, &other.requests),
+            (&mut self.errors, &other.errors),
+            (&mut self.verbs, &other.verbs),
+            (&mut self.program, &other.program),
+            (&mut self.bad_clients, &other.bad_clients),
+            (&mut self.ends, &other.ends),
+            (&mut self.restarts, &other.restarts),
+        ];
+        for (all, more) in groups {
+            for (name, count) in more {
+                *all.entry(name.clone()).or_default() += count;
+            }
         }
     }
 }

@@ -53,10 +53,31 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
 }
 
 fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
+    let limit = words.lines().last().and_then(limit_of);
+    let size = disk.of.is_none().then(|| disk.oracle().size() * SECTOR);
+    disk.learn(|known| (known.limit, known.size) = (limit, size));
     disk.words = Some(words);
     disk.from_start = true;
     disk.publish(Place::Nbd(dir.join(server::NBD)));
     world.add(disk)
+}
+
+/// The memory limit that these words set, in bytes.
+pub fn limit_of(words: &str) -> Option<u64> {
+    let limit = words.split(',').find_map(|pair| pair.strip_prefix("mem_limit="))?;
+    let (number, unit) = limit.split_at_checked(limit.len().checked_sub(1)?)?;
+    let unit = match unit {
+        "K" => KIB,
+        "M" => MIB,
+        "G" => KIB * MIB,
+        _ => return limit.parse().ok(),
+    };
+    Some(number.parse::<u64>().ok()? * unit)
+}
+
+/// What is done with what is lost with the server: its words, and whether it is served without.
+fn on_lost(world: &World, rng: &mut Rng) -> (&'static str, bool) {
+    if world.has_state && rng.chance(50) { (",on_lost=empty", true) } else { ("", false) }
 }
 
 fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
@@ -121,8 +142,9 @@ fn ram(world: &World, dir: &Path, n: u64, rng: &mut Rng) {
         6..8 => (format!(",mem_limit={}K", 128 << rng.below(4)), true, false),
         _ => (String::new(), false, false),
     };
-    let words = format!("{name}=ram,disksize={}K{}{limit}{over}", bytes / KIB, packing(rng));
-    let disk = Disk { faults: fails, spills, ..blank(&name, Kind::Ram, bytes, cut) };
+    let (lost, serves_lost) = on_lost(world, rng);
+    let words = format!("{name}=ram,disksize={}K{}{limit}{over}{lost}", bytes / KIB, packing(rng));
+    let disk = Disk { faults: fails, spills, serves_lost, ..blank(&name, Kind::Ram, bytes, cut) };
     disk.tight(tight);
     disk.fails(fails);
     add(world, dir, disk, words);
@@ -163,9 +185,21 @@ fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng
         format!("{own}{name}=snapshot,origin={},cow={cow},store={store},chunk_size={chunk}K", origin.name);
     let of = Some(Arc::clone(origin));
     let block = origin.block;
-    let disk = Disk { of, kept: on_file, block, ..Disk::new(&name, Kind::Cow, oracle, Vec::new()) };
+    let disk = Disk {
+        of,
+        kept: on_file,
+        is_lost: !on_file,
+        block,
+        ..Disk::new(&name, Kind::Cow, oracle, Vec::new())
+    };
     disk.fails(origin.may_fail());
     add(world, dir, disk, words);
+}
+
+/// Whether this is a RAM disk that takes the copies of a snapshot.
+pub fn is_for_copies(name: &str) -> bool {
+    let number = name.strip_prefix('c').unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
@@ -200,12 +234,20 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     let (over, cut, fails) = layers(rng);
     let own = rng.chance(25);
     let limit = if own { format!(",mem_limit={}K", 64 << rng.below(4)) } else { String::new() };
-    let words = format!("{name}=fork,base=g{limit}{over}");
+    let (lost, serves_lost) = on_lost(world, rng);
+    let words = format!("{name}=fork,base=g{limit}{over}{lost}");
     let durability = if cut { Durability::Flushed } else { Durability::Answered };
     let oracle = base.oracle().snapshot(&name, durability);
     let of = Some(Arc::clone(base));
     let spills = base.spills;
-    let disk = Disk { of, cut, spills, faults: fails, ..Disk::new(&name, Kind::Fork, oracle, Vec::new()) };
+    let disk = Disk {
+        of,
+        cut,
+        spills,
+        serves_lost,
+        faults: fails,
+        ..Disk::new(&name, Kind::Fork, oracle, Vec::new())
+    };
     disk.tight(own && !base.spills);
     disk.fails(fails);
     add(world, dir, disk, words);
@@ -226,7 +268,8 @@ fn null(world: &World, dir: &Path, rng: &mut Rng) {
         words += ",cache_size=128K";
         cut = true;
     }
-    let disk = Disk { faults: fails, block, ..blank("n", Kind::Null, bytes, cut) };
+    let (lost, serves_lost) = on_lost(world, rng);
+    let disk = Disk { faults: fails, block, serves_lost, ..blank("n", Kind::Null, bytes, cut) };
     disk.fails(fails);
-    add(world, dir, disk, words + &over);
+    add(world, dir, disk, words + &over + lost);
 }

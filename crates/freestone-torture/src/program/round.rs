@@ -16,12 +16,12 @@ use super::control::{self, No};
 use super::link::Place;
 use super::server::{self, Held, Server};
 use super::watch::VERB_MAX;
-use super::world::{Disk, Kind, World};
+use super::world::{Disk, Kind, Known, World};
 use super::{bad, bad_machine, clients, look, plan, stall, verbs};
 
 /// How long a server may take until it has ended: 5 s for clients that hang, 2 s for verbs, 60 s
 /// for what is not flushed.
-const END_MAX: Duration = Duration::from_secs(90);
+pub const END_MAX: Duration = Duration::from_secs(90);
 /// How long threads and descriptors may take to go after the last verb.
 const QUIET_MAX: Duration = Duration::from_secs(60);
 /// More memory of its own than an empty server has: of small pieces that were freed some stay with
@@ -108,13 +108,15 @@ pub fn run(world: &Arc<World>, rng: &mut Rng, time: Duration, empty: &(Held, u64
     outcome
 }
 
-fn words(world: &World) -> Vec<String> {
+/// What a server is told of the devices.
+pub fn words(world: &World) -> Vec<String> {
     let words = world.disks(|_| true).into_iter().filter_map(|disk| disk.words.clone());
     words.flat_map(|words| words.lines().map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
 /// What is there when the server is started again.
 fn again(world: &World, dir: &Path, killed: bool) {
+    let at = vec![Place::Nbd(dir.join(server::NBD))];
     let mut disks: Vec<Arc<Disk>> = Vec::new();
     let merged = world.disks(|disk| disk.words.is_some() && disk.is_merging());
     let half_merged: Vec<_> = merged.iter().filter_map(|disk| disk.of.as_ref()).collect();
@@ -128,7 +130,7 @@ fn again(world: &World, dir: &Path, killed: bool) {
         }
         let of = disk.of.as_ref().map(|of| &of.name);
         let of = of.and_then(|of| disks.iter().find(|disk| disk.name == *of)).cloned();
-        disks.push(Arc::new(disk.again(killed, of, Place::Nbd(dir.join(server::NBD)))));
+        disks.push(Arc::new(disk.again(killed, of, at.clone(), Known::default(), None)));
     }
     world.set_disks(disks);
 }
@@ -240,7 +242,7 @@ fn show(world: &World, server: &Server, rng: &mut Rng) -> Result<(), String> {
 }
 
 /// In order: status 0, in time.
-fn ended(world: &World, server: &Server) -> Result<(), String> {
+pub fn ended(world: &World, server: &Server) -> Result<(), String> {
     // What its power layer holds may find no room below.
     let may_fail_to_flush = || !world.disks(|disk| disk.cut && disk.is_tight()).is_empty();
     match server.wait(END_MAX) {
@@ -254,7 +256,7 @@ fn ended(world: &World, server: &Server) -> Result<(), String> {
 }
 
 /// Until all is over: the server lives, and everybody gets on.
-fn watch(world: &World, server: &Server, over: &AtomicBool) {
+pub fn watch(world: &World, server: &Server, over: &AtomicBool) {
     while !over.load(Ordering::SeqCst) {
         if let Some(late) = world.watch.late() {
             world.fail(format!("{late}\nthreads of the server:\n{}", server.stacks()));
@@ -274,7 +276,7 @@ fn watch(world: &World, server: &Server, over: &AtomicBool) {
 }
 
 /// Every device, what stands on others first.
-fn remove_all(world: &World, server: &Server) -> Result<(), String> {
+pub fn remove_all(world: &World, server: &Server) -> Result<(), String> {
     let ask = |method: &str, params: &Value| control::ask(&server.control, method, params);
     let names = || -> Result<Vec<String>, String> {
         let list = ask("list", &json!({})).map_err(|no| format!("list at the end: {no:?}"))?;
@@ -346,15 +348,15 @@ fn beyond<'a>(
 }
 
 /// Images, stores, saved files: nothing else is there when the server has ended.
-fn no_files(world: &World, dir: &Path) -> Result<(), String> {
-    let killed = world.counts.of("ends").contains_key("kill -9");
+pub fn no_files(world: &World, dir: &Path) -> Result<(), String> {
+    let killed = world.counts.of("ends").keys().any(|end| end.starts_with("kill -9"));
     let ours = [".img", ".cow", ".saved", ".qcow2"];
     for entry in fs::read_dir(dir).map_err(|e| e.to_string())?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         // A kill leaves sockets behind, and may leave the new name of a file that was just being
         // replaced.
         let left = killed && (name.starts_with(".freestone-save-") || is_socket(&entry.path()));
-        if !(ours.iter().any(|end| name.ends_with(end)) || name == "log" || left) {
+        if !(ours.iter().any(|end| name.ends_with(end)) || name == "log" || name == server::STATE || left) {
             return Err(format!("{name} is left in the directory of the server"));
         }
     }

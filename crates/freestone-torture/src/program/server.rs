@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 /// Sockets and files that are the server's own, in its directory.
 pub const NBD: &str = "nbd";
 pub const CONTROL: &str = "ctl";
+pub const STATE: &str = "state";
 const LOG: &str = "log";
 /// Lines of the log that are told with a failure.
 const LOG_TAIL: usize = 40;
@@ -40,18 +41,10 @@ pub struct Held {
 impl Server {
     /// Starts it in `dir` and waits until it says that it is ready. The error is what it said.
     pub fn start(program: &Path, dir: &Path, devices: &[String], ublk: bool) -> Result<Self, String> {
-        let log = File::options().create(true).append(true).open(dir.join(LOG)).map_err(|e| e.to_string())?;
-        let mut command = Command::new(program);
-        command.arg("serve").args(devices);
-        command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
+        let mut command = command(program, dir, devices)?;
         if ublk {
             command.arg("--ublk");
         }
-        command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
-        // What is freed goes back to the kernel, so that what is left at the end is what was not
-        // freed.
-        command.env("MALLOC_MMAP_THRESHOLD_", "65536").env("MALLOC_TRIM_THRESHOLD_", "65536");
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().map_err(|e| format!("{}: {e}", program.display()))?;
         let mut said = String::new();
         let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe"));
@@ -155,6 +148,34 @@ impl Drop for Server {
         // After its end this does nothing.
         let _ = child.kill();
         let _ = child.wait();
+    }
+}
+
+fn command(program: &Path, dir: &Path, devices: &[String]) -> Result<Command, String> {
+    let log = File::options().create(true).append(true).open(dir.join(LOG)).map_err(|e| e.to_string())?;
+    let mut command = Command::new(program);
+    command.arg("serve").args(devices);
+    command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
+    command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
+    // What is freed goes back to the kernel, so that what is left at the end is what was not freed.
+    command.env("MALLOC_MMAP_THRESHOLD_", "65536").env("MALLOC_TRIM_THRESHOLD_", "65536");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+    Ok(command)
+}
+
+/// One that is killed so long after its start, ready or not.
+pub fn killed_at_start(
+    program: &Path,
+    dir: &Path,
+    devices: &[String],
+    after: Duration,
+) -> Result<(), String> {
+    let mut child = command(program, dir, devices)?.spawn().map_err(|e| e.to_string())?;
+    thread::sleep(after);
+    let killed = child.kill().and_then(|()| child.wait());
+    match killed.map_err(|e| e.to_string())? {
+        status if was_killed(status) => Ok(()),
+        status => Err(format!("the server did not start: {status}")),
     }
 }
 

@@ -1,5 +1,7 @@
 //! Verbs at random, beside the clients and one another; what they change is told to the oracles.
 
+mod saved;
+
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 
@@ -7,6 +9,7 @@ use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
 use super::control::{self, No};
+use super::flight::Flight;
 use super::link::Place;
 use super::plan;
 use super::refusals;
@@ -24,11 +27,13 @@ pub struct Hand<'a> {
     pub world: &'a World,
     pub slot: &'a Slot,
     pub rng: Rng,
+    /// The server was killed or ended before it answered the last verb.
+    cut_off: bool,
 }
 
 /// Runs until the world stops.
 pub fn run(world: &World, slot: &Slot, rng: Rng) {
-    let mut hand = Hand { world, slot, rng };
+    let mut hand = Hand::new(world, slot, rng);
     while !world.stopped() {
         hand.one();
         slot.end();
@@ -39,8 +44,15 @@ fn is_bare(disk: &Disk) -> bool {
     !disk.cut
 }
 
+impl<'a> Hand<'a> {
+    pub fn new(world: &'a World, slot: &'a Slot, rng: Rng) -> Self {
+        Self { world, slot, rng, cut_off: false }
+    }
+}
+
 impl Hand<'_> {
-    fn one(&mut self) {
+    /// Some verb.
+    pub fn one(&mut self) {
         match self.rng.below(100) {
             0..12 => self.snapshot(),
             12..22 => self.fork(),
@@ -70,6 +82,10 @@ impl Hand<'_> {
         let world = self.world;
         let answer = control::ask(&world.control(), method, params);
         self.slot.moved();
+        self.cut_off = matches!(answer, Err(No::Ended(_)));
+        if !self.cut_off {
+            world.answers.add();
+        }
         let outcome = match &answer {
             Ok(_) => "ok".to_owned(),
             Err(no) => format!("{no:?}"),
@@ -129,6 +145,16 @@ impl Hand<'_> {
         }
     }
 
+    /// New devices that a verb made, or would have made.
+    fn made_all(&mut self, disks: Vec<Disk>) {
+        if self.cut_off {
+            return self.world.in_flight(Flight::Makes(disks));
+        }
+        for disk in disks {
+            self.made(disk);
+        }
+    }
+
     fn publish_one(&mut self, disk: &Arc<Disk>) {
         let (mut params, mut places) = (json!({ "name": disk.name }), Vec::new());
         // A template is shown to NBD clients only.
@@ -152,6 +178,21 @@ impl Hand<'_> {
             for place in places {
                 disk.publish(place);
             }
+            disk.learn(|known| known.withheld = false);
+        } else if self.cut_off {
+            self.world.in_flight(Flight::Shows(Arc::clone(disk), places));
+        }
+    }
+
+    /// Somebody says that a device may be seen, though its content was lost.
+    fn show_lost(&mut self) {
+        let Some(disk) = self.some(|disk| disk.is_withheld() && !disk.is_merging()) else { return };
+        let _alone = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
+        if !disk.is_withheld() {
+            return;
+        }
+        if self.ask("publish", &json!({ "name": disk.name })).is_some() {
+            disk.learn(|known| known.withheld = false);
         }
     }
 
@@ -191,16 +232,18 @@ impl Hand<'_> {
         // It is flushed first.
         let fails = all.iter().find(|origin| origin.may_fail()).map(Arc::as_ref);
         let done = self.ask_of("snapshot", &json!({ "snapshots": asked }), fails).is_some();
+        let mut made = Vec::new();
         for ((origin, since), (asked, mut disk)) in all.iter().zip(since).zip(new) {
-            if !done {
+            if !done && !self.cut_off {
                 origin.oracle().abandon(since);
                 continue;
             }
             let oracle = origin.taken(since, &disk.name);
             disk.oracle = std::sync::Mutex::new(oracle);
             disk.made_by = asked.to_string();
-            self.made(disk);
+            made.push(disk);
         }
+        self.made_all(made);
     }
 
     /// A snapshot of a file: with a store in memory, in a file, or in a file that is too small.
@@ -218,15 +261,17 @@ impl Hand<'_> {
         asked["cow_size"] = json!(size);
         asked["store"] = json!(store);
         asked["readonly"] = json!(readonly);
-        // A transient store is worth nothing to the next server.
-        let kept = store != "N" && !small;
-        let words = kept.then(|| {
+        // A transient store is worth nothing to the next server. One that was too small is not asked
+        // for again where nobody but words says what there is.
+        let is_lost = store == "N";
+        let kept = !is_lost && (!small || self.world.has_state);
+        let words = (kept && !small).then(|| {
             let origin = &origin.name;
             format!("{name}=snapshot,origin={origin},cow=./{name}.cow,store={store},readonly={readonly}")
         });
         disk.fails(small);
         disk.tight(small);
-        Disk { kind: Kind::Cow, writable: !readonly, kept, words, ..disk }
+        Disk { kind: Kind::Cow, writable: !readonly, kept, is_lost, words, ..disk }
     }
 
     fn fork(&mut self) {
@@ -245,8 +290,13 @@ impl Hand<'_> {
         let own = self.rng.chance(30);
         let name = self.name(if template { 't' } else { 'k' });
         let mut asked = json!({ "base": base.name, "name": name });
-        if own {
-            asked["mem_limit"] = json!(format!("{}K", 64 << self.rng.below(4)));
+        let own = own.then(|| 64 << self.rng.below(4));
+        if let Some(limit) = own {
+            asked["mem_limit"] = json!(format!("{limit}K"));
+        }
+        let serves_lost = self.world.has_state && self.rng.chance(40);
+        if serves_lost {
+            asked["on_lost"] = json!("empty");
         }
         if template {
             asked["template"] = json!(true);
@@ -262,9 +312,10 @@ impl Hand<'_> {
         if self.rng.chance(20) {
             asked["if_absent"] = json!(true);
         }
-        if self.ask("fork", &asked).is_none() {
+        if self.ask("fork", &asked).is_none() && !self.cut_off {
             return;
         }
+        let mut made = Vec::new();
         for n in 0..count {
             let name = if count > 1 { format!("{name}-{n}") } else { name.clone() };
             let kind = if template { Kind::Template } else { Kind::Fork };
@@ -272,25 +323,31 @@ impl Hand<'_> {
             let disk = Disk {
                 of: Some(Arc::clone(&base)),
                 spills: base.spills,
+                serves_lost,
                 made_by: asked.to_string(),
                 ..Disk::new(&name, kind, oracle, at.clone().map(Place::Nbd).into_iter().collect())
             };
-            disk.tight(own && !base.spills);
+            disk.tight(own.is_some() && !base.spills);
             disk.fails(base.may_fail());
-            self.made(disk);
+            disk.learn(|known| known.limit = own.map(|limit| limit * KIB));
+            made.push(disk);
         }
+        self.made_all(made);
     }
 
     fn remove(&mut self) {
         let Some(disk) = self.some(|disk| !disk.from_start) else { return };
         let force = self.rng.chance(75);
-        // Who kills the server waits: a store that was closed must not be opened again.
+        // Who kills the server waits: a store that was closed must not be opened again. A server with
+        // a state sees to that itself.
         let world = self.world;
-        let _steady = world.steady.read().unwrap_or_else(PoisonError::into_inner);
+        let _steady = (!world.has_state).then(|| world.steady.read().unwrap_or_else(PoisonError::into_inner));
         disk.ends();
         let done = self.ask("remove", &json!({ "name": disk.name, "force": force })).is_some();
         if done {
             self.world.forget(&disk);
+        } else if self.cut_off {
+            self.world.in_flight(Flight::Removes(Arc::clone(&disk)));
         }
         disk.ended();
     }
@@ -316,23 +373,30 @@ impl Hand<'_> {
     }
 
     fn publish(&mut self) {
+        if self.world.has_state && self.rng.chance(50) {
+            return self.show_lost();
+        }
         let Some(disk) = self.some(|disk| disk.addresses().len() < 3 && !disk.is_merging()) else { return };
         self.publish_one(&disk);
     }
 
     fn unpublish(&mut self) {
-        let Some(disk) = self.some(|disk| !disk.addresses().is_empty()) else { return };
+        let lost = self.rng.chance(30);
+        let is_seen = |disk: &Disk| !disk.addresses().is_empty() || lost && disk.is_withheld();
+        let Some(disk) = self.some(is_seen) else { return };
         let force = self.rng.chance(60);
         disk.ends();
         disk.close();
         let alone = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
         if self.ask("unpublish", &json!({ "name": disk.name, "force": force })).is_some() {
             disk.unpublish();
+        } else if self.cut_off {
+            self.world.in_flight(Flight::Hides(Arc::clone(&disk)));
         }
         drop(alone);
         disk.open();
         disk.ended();
-        if disk.addresses().is_empty() && !disk.is_merging() {
+        if disk.addresses().is_empty() && !disk.is_merging() && !self.world.dying() {
             self.publish_one(&disk);
         }
     }
@@ -342,18 +406,23 @@ impl Hand<'_> {
             return;
         };
         let mut attrs = json!({});
+        // Of two at once nobody could say which is the last one.
+        let world = self.world;
+        let _alone = world.has_state.then(|| disk.publishing.lock().unwrap_or_else(PoisonError::into_inner));
+        let (mut limit, mut size) = (None, None);
         if disk.faults && self.rng.chance(60) {
             let rules = if self.rng.chance(40) { "none".into() } else { plan::faults(&mut self.rng) };
             attrs["faults"] = json!(rules);
         } else if disk.kind == Kind::Null {
             return;
         } else if self.rng.chance(40) {
-            let size = (disk.oracle().size() * SECTOR / KIB).next_multiple_of(4) + 4 * self.rng.below(64);
+            let kib = (disk.oracle().size() * SECTOR / KIB).next_multiple_of(4) + 4 * self.rng.below(64);
             // Who connects once it has grown may meet it before the answer is here.
-            disk.oracle().grow(size * KIB / SECTOR);
-            attrs["disksize"] = json!(format!("{size}K"));
+            disk.oracle().grow(kib * KIB / SECTOR);
+            attrs["disksize"] = json!(format!("{kib}K"));
+            size = Some(kib * KIB);
         } else {
-            let limit = if disk.spills { 256 << self.rng.below(4) } else { 64 << self.rng.below(6) };
+            let kib = if disk.spills { 256 << self.rng.below(4) } else { 64 << self.rng.below(6) };
             if !disk.spills {
                 // All of a family share its memory.
                 let top = root(&disk).unwrap_or_else(|| Arc::clone(&disk));
@@ -364,79 +433,19 @@ impl Hand<'_> {
                     }
                 }
             }
-            attrs["mem_limit"] = json!(format!("{limit}K"));
+            attrs["mem_limit"] = json!(format!("{kib}K"));
+            limit = Some(kib * KIB);
         }
-        self.ask("set", &json!({ "name": disk.name, "attrs": attrs }));
-    }
-
-    fn save_and_restore(&mut self) {
-        let whole = |disk: &Disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen) && is_bare(disk);
-        let Some(disk) = self.some(whole) else { return };
-        // A file that others replace, too.
-        let number = self.rng.below(3);
-        let shared = self.path(&format!("{number}.saved"));
-        if self.rng.chance(50) {
-            self.ask_of("save", &json!({ "names": [disk.name], "file": shared }), Some(&disk));
-            return;
+        if self.ask("set", &json!({ "name": disk.name, "attrs": attrs })).is_some() {
+            disk.learn(|known| (known.limit, known.size) = (limit.or(known.limit), size.or(known.size)));
+        } else if self.cut_off {
+            let flight = match (limit, size) {
+                (Some(bytes), _) => Flight::Limits(Arc::clone(&disk), bytes),
+                (_, Some(bytes)) => Flight::Grows(Arc::clone(&disk), bytes),
+                _ => return,
+            };
+            world.in_flight(flight);
         }
-        if self.is_full() {
-            return;
-        }
-        let name = self.name('b');
-        let own = self.path(&format!("{name}.saved"));
-        let since = disk.oracle().begin_read();
-        if self.ask_of("save", &json!({ "names": [disk.name], "file": own }), Some(&disk)).is_none() {
-            return disk.oracle().abandon(since);
-        }
-        let oracle = disk.taken(since, &name);
-        let restored = self.ask_of("restore", &json!({ "file": own, "name": name }), Some(&disk));
-        let _ = std::fs::remove_file(&own);
-        let Some(restored) = restored else { return };
-        let kind = match restored["devices"][0]["kind"].as_str() {
-            Some("ram") => Kind::Ram,
-            Some("fork") => Kind::Restored,
-            Some("snapshot") => Kind::Frozen,
-            _ => return self.world.fail(format!("restore of {}: {restored}", disk.name)),
-        };
-        let of = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
-        let made_by = format!("restored, was {}", disk.story());
-        let new = Disk { of, made_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
-        self.made(new);
-    }
-
-    /// What a fork of the image holds goes to another one as an overlay.
-    fn delta(&mut self) {
-        let of_image = |disk: &Disk| disk.of.as_ref().is_some_and(|of| of.kind == Kind::Base);
-        let Some(fork) = self.some(|d| d.kind == Kind::Fork && of_image(d) && is_bare(d)) else { return };
-        if self.is_full() {
-            return;
-        }
-        let file = self.path(&format!("{}.qcow2", self.world.number()));
-        let since = fork.oracle().begin_read();
-        if self.ask("delta.save", &json!({ "name": fork.name, "file": file })).is_none() {
-            return fork.oracle().abandon(since);
-        }
-        let name = self.name('d');
-        let oracle = fork.taken(since, &name);
-        let base = fork.of.clone().expect("a fork has a base");
-        let size = oracle.size() * SECTOR;
-        let same = size == base.oracle().size() * SECTOR;
-        // The size of the fork is not known for certain where it was grown; only one that is as its
-        // base is applied.
-        if same && self.ask("fork", &json!({ "base": base.name, "name": name })).is_some() {
-            let applied =
-                self.ask_of("delta.apply", &json!({ "name": name, "file": file }), Some(&base)).is_some();
-            if applied {
-                let (spills, made_by) = (base.spills, format!("delta of {}", fork.story()));
-                let of = Some(base);
-                let disk = Disk { of, spills, made_by, ..Disk::new(&name, Kind::Fork, oracle, Vec::new()) };
-                self.made(disk);
-            } else {
-                // Part of it may be there: nobody looks.
-                self.ask("remove", &json!({ "name": name }));
-            }
-        }
-        let _ = std::fs::remove_file(&file);
     }
 
     /// The device holds what `new` holds, if it was `done`.
@@ -460,8 +469,9 @@ impl Hand<'_> {
         // Clients see it, and tell the oracle what they do not know.
         self.slot.begin(format!("{}: its clients leave", disk.name), VERB_MAX);
         let alone = disk.gate.write().unwrap_or_else(PoisonError::into_inner);
-        if done || disk.is_tight() {
-            // Where there is no room for what is kept, it fails half done.
+        if done || self.cut_off || disk.is_tight() {
+            // Where there is no room for what is kept, it fails half done; and nobody knows of one
+            // that was not answered.
             disk.oracle().crash();
         }
         disk.ended();
@@ -508,11 +518,17 @@ impl Hand<'_> {
             0 => (plan::spilling(&name, &mut self.rng), true),
             _ => (String::new(), false),
         };
-        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}", bytes / KIB);
-        if self.ask("create", &json!({ "device": device })).is_some() {
+        let serves_lost = self.world.has_state && self.rng.chance(50);
+        let on_lost = if serves_lost { ",on_lost=empty" } else { "" };
+        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}{on_lost}", bytes / KIB);
+        if self.ask("create", &json!({ "device": device })).is_some() || self.cut_off {
             let oracle = Oracle::new(&name, bytes / SECTOR, Durability::Answered);
             let at = vec![Place::Nbd(self.path(super::server::NBD))];
-            self.world.add(Disk { spills, made_by: device, ..Disk::new(&name, Kind::Ram, oracle, at) });
+            let limit = plan::limit_of(&device);
+            let disk =
+                Disk { spills, serves_lost, made_by: device, ..Disk::new(&name, Kind::Ram, oracle, at) };
+            disk.learn(|known| (known.limit, known.size) = (limit, Some(bytes)));
+            self.made_all(vec![disk]);
         }
     }
 
@@ -556,7 +572,14 @@ impl Hand<'_> {
             n => {
                 let Some(disk) = self.some(|_| true) else { return };
                 let verb = if n == 2 { "stat" } else { "get" };
-                self.ask(verb, &json!({ "name": disk.name }));
+                let told = self.ask(verb, &json!({ "name": disk.name }));
+                if let Some(uuid) = told.as_ref().and_then(|told| told["uuid"].as_str()) {
+                    let known = disk.known().uuid;
+                    if known.as_ref().is_some_and(|known| known != uuid) {
+                        self.world.fail(format!("{}: has UUID {uuid}, had {known:?}", disk.name));
+                    }
+                    disk.learn(|known| known.uuid = Some(uuid.to_owned()));
+                }
             }
         }
     }

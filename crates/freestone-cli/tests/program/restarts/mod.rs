@@ -227,6 +227,38 @@ fn one_that_cannot_be_made_again_holds_up_no_other() {
 }
 
 #[test]
+fn a_snapshot_whose_copies_were_in_memory_is_lost_with_them() {
+    let words = [DATA, "copies=ram,disksize=4M", "then=snapshot,origin=data,cow=copies,store=P,force=yes"];
+    let mut dir = tempfile::tempdir().unwrap();
+    // The same words say the same, though force is not kept.
+    for (generation, words) in [(1, &words[..]), (2, &words), (3, &[])] {
+        let server = serve(dir, words);
+        assert_eq!(server.json(&["list"])["missing"], Value::Null);
+        assert_eq!(stat(&server, "then", "generation"), generation);
+        assert_eq!(stat(&server, "data", "generation"), 1);
+        assert_eq!(is_served(&server.path("nbd"), "then"), generation == 1);
+        if generation == 3 {
+            server.text(&["publish", "then"]);
+            assert!(is_served(&server.path("nbd"), "then"));
+        }
+        dir = killed(server);
+    }
+}
+
+#[test]
+fn a_fork_that_was_restored_over_an_image_of_any_length_is_there_again() {
+    let server = serve(image((1 << 20) + 512), &[GOLDEN]);
+    server.text(&["fork", "golden", "job"]);
+    server.text(&["save", "job", "job.saved"]);
+    server.text(&["restore", "job.saved", "back"]);
+    let known = stat(&server, "back", "uuid");
+    let server = serve(killed(server), &[]);
+    assert_eq!(server.json(&["list"])["missing"], Value::Null);
+    assert_eq!((stat(&server, "back", "uuid"), stat(&server, "back", "generation")), (known, 2.into()));
+    assert_eq!(stat(&server, "back", "disksize"), (1 << 20) + 512);
+}
+
+#[test]
 fn a_state_that_is_damaged_foreign_or_newer_is_refused_and_left_alone() {
     let server = serve(tempfile::tempdir().unwrap(), &["a=null,size=1M", "b=null,size=1M"]);
     server.text(&["create", "c=null,size=1M"]);

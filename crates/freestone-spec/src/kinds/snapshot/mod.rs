@@ -67,7 +67,7 @@ pub struct SnapshotSpec {
 }
 
 /// Where a snapshot's copies go.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct CowSpec {
     /// The device.
     pub place: CowPlace,
@@ -80,6 +80,16 @@ pub struct CowSpec {
     /// It is merged into its origin from the beginning on.
     pub merge: bool,
 }
+
+/// With force or without, it is the same: that is said of one time.
+impl PartialEq for CowSpec {
+    fn eq(&self, other: &Self) -> bool {
+        let Self { place, size, store, force: _, merge } = self;
+        (place, size, store, merge) == (&other.place, &other.size, &other.store, &other.merge)
+    }
+}
+
+impl Eq for CowSpec {}
 
 /// A COW device.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,0 +1,217 @@
+//! One run: its lives, one after the other.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone_testkit::Rng;
+use rustix::process::Signal;
+use serde_json::json;
+
+use super::super::control;
+use super::super::round::{self, END_MAX, ended};
+use super::super::server::{self, Server};
+use super::super::verbs::Hand;
+use super::super::watch::VERB_MAX;
+use super::super::world::World;
+use super::super::{Failure, Report, clients, plan};
+use super::again;
+use super::case::{CLIENTS, Case, End, HANDS, Op};
+
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Runs a case with the program at `binary`.
+///
+/// # Errors
+/// What was wrong first.
+pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>> {
+    let began = Instant::now();
+    let world = Arc::new(World::with_state(binary));
+    let dir = match tempfile::Builder::new().prefix("torture-lives-").tempdir() {
+        Ok(dir) => dir,
+        Err(error) => return Err(failed(&world, seed, began, error.to_string())),
+    };
+    world.set_dir(dir.path());
+    let mut outcome = all(&world, dir.path(), case);
+    if let Some(trouble) = world.trouble() {
+        outcome = Err(trouble.what);
+    }
+    match outcome {
+        Ok(()) => Ok(Report::of(&world, 1)),
+        Err(what) => {
+            let failure = failed(&world, seed, began, what);
+            // Somebody will want to look at it.
+            let _ = dir.keep();
+            Err(failure)
+        }
+    }
+}
+
+fn failed(world: &World, seed: u64, began: Instant, what: String) -> Box<Failure> {
+    let (dir, after) = (world.dir(), began.elapsed());
+    let running = world.trouble().map_or_else(|| world.running(), |trouble| trouble.running);
+    let (log, report) = (server::log_tail(&dir), Report::of(world, 0));
+    Box::new(Failure { seed, after, what, running, log, dir, report })
+}
+
+fn all(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
+    let mut rng = Rng::new(case.devices);
+    plan::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
+    let mut before = None;
+    for (ops, end) in case.lives() {
+        let server = start(world, dir, before)?;
+        one(world, &server, ops, end)?;
+        if world.trouble().is_some() {
+            return Ok(());
+        }
+        before = end.map(|(_, how)| how);
+    }
+    // There is nothing left for another server.
+    let server = Server::start(&world.program, dir, &state(), false)?;
+    let list = control::ask(&server.control, "list", &json!({})).map_err(|no| format!("list: {no:?}"))?;
+    if list["devices"] != json!([]) || !list["missing"].is_null() {
+        return Err(format!("after all was removed, the next server has {list}"));
+    }
+    server.signal(Signal::TERM);
+    ended(world, &server)?;
+    round::no_files(world, dir)
+}
+
+fn state() -> Vec<String> {
+    vec!["--state".into(), server::STATE.into()]
+}
+
+/// A server, with what it must have. `before`: how the last one ended.
+fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, String> {
+    world.set_stop(false);
+    world.set_dying(false);
+    world.answers.clear();
+    let Some(before) = before else {
+        let words: Vec<String> = state().into_iter().chain(round::words(world)).collect();
+        world.note(format!("a server starts: {words:?}"));
+        let server =
+            Server::start(&world.program, dir, &words, false).map_err(|e| format!("{words:?}: {e}"))?;
+        again::first(world)?;
+        return Ok(server);
+    };
+    let mut starts = 1;
+    if let End::KilledTwice { micros } = before {
+        server::killed_at_start(&world.program, dir, &state(), Duration::from_micros(micros))?;
+        world.counts.add("ends", "kill -9 at the start", 1);
+        starts += 1;
+    }
+    world.note("a server starts on its state".into());
+    let server = Server::start(&world.program, dir, &state(), false)?;
+    again::judge(world, before != End::Told, starts)?;
+    Ok(server)
+}
+
+/// One life.
+fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>) -> Result<(), String> {
+    let over = AtomicBool::new(false);
+    let done = thread::scope(|scope| {
+        let watchdog = scope.spawn(|| round::watch(world, server, &over));
+        if ops.contains(&Op::Sweep) {
+            clients::sweep_all(world);
+        }
+        let mut threads = Vec::new();
+        for by in 0..HANDS {
+            let of = |op: &Op| {
+                if let Op::Verb { by: who, seed } = op { (*who == by).then_some(*seed) } else { None }
+            };
+            let seeds: Vec<u64> = ops.iter().filter_map(of).collect();
+            threads.push(scope.spawn(move || verbs(world, by, &seeds)));
+        }
+        for by in 0..CLIENTS {
+            let of = |op: &Op| {
+                if let Op::Visit { by: who, seed } = op { (*who == by).then_some(*seed) } else { None }
+            };
+            let seeds: Vec<u64> = ops.iter().filter_map(of).collect();
+            threads.push(scope.spawn(move || visits(world, by, &seeds)));
+        }
+        if let Some((after, how)) = end {
+            let all_done = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
+            while !world.answers.reached(after, LOOK_EVERY) && !world.stopped() && !all_done() {}
+            if world.trouble().is_none() {
+                let _unsteady = world.steady.write().unwrap_or_else(PoisonError::into_inner);
+                world.set_dying(true);
+                world.note(format!("the server is to be {how:?}"));
+                let (signal, name) = match how {
+                    End::Told => (Signal::TERM, "SIGTERM"),
+                    End::Killed | End::KilledTwice { .. } => (Signal::KILL, "kill -9"),
+                };
+                let when = if all_done() { "" } else { " in traffic" };
+                server.signal(signal);
+                world.counts.add("ends", format!("{name}{when}"), 1);
+            }
+            world.set_stop(true);
+        }
+        for thread in threads {
+            if thread.join().is_err() {
+                world.fail("a thread of the torture panicked");
+            }
+        }
+        let mut done = Ok(());
+        if end.is_none() && world.trouble().is_none() {
+            clients::sweep_all(world);
+            let slot = world.watch.slot("end".into());
+            slot.begin("removes all devices", 2 * VERB_MAX);
+            done = remove_all(world, server);
+        }
+        over.store(true, Ordering::SeqCst);
+        let _ = watchdog.join();
+        done
+    });
+    world.watch.clear();
+    if world.trouble().is_some() {
+        return Ok(());
+    }
+    done?;
+    match end {
+        Some((_, End::Killed | End::KilledTwice { .. })) => match server.wait(END_MAX) {
+            Some(status) if server::was_killed(status) => Ok(()),
+            status => Err(format!("killed, the server ended with {status:?}")),
+        },
+        Some((_, End::Told)) => ended(world, server),
+        None => {
+            server.signal(Signal::TERM);
+            ended(world, server)?;
+            world.counts.add("ends", "emptied", 1);
+            Ok(())
+        }
+    }
+}
+
+fn verbs(world: &World, by: u8, seeds: &[u64]) {
+    let slot = world.watch.slot(format!("verbs {by}"));
+    for seed in seeds {
+        if world.stopped() {
+            break;
+        }
+        Hand::new(world, &slot, Rng::new(*seed)).one();
+        slot.end();
+    }
+}
+
+fn visits(world: &World, by: u8, seeds: &[u64]) {
+    let slot = world.watch.slot(format!("client {by}"));
+    for seed in seeds {
+        if world.stopped() {
+            break;
+        }
+        clients::one(world, &slot, &mut Rng::new(*seed));
+    }
+}
+
+/// What could not be made again goes, too: by name, as there is no device.
+fn remove_all(world: &World, server: &Server) -> Result<(), String> {
+    round::remove_all(world, server)?;
+    for disk in world.missing() {
+        let asked = json!({ "name": disk.name });
+        control::ask(&server.control, "remove", &asked)
+            .map_err(|no| format!("remove {}, which is missing: {no:?}", disk.name))?;
+    }
+    Ok(())
+}
