@@ -9,7 +9,7 @@
 mod saver;
 mod start;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -94,6 +94,8 @@ type Member = (String, Arc<Entry>);
 struct Told {
     /// The last save.
     saved: Option<SystemTime>,
+    /// The devices in it, by their UUIDs.
+    members: HashSet<String>,
     file_bytes: u64,
     increments: usize,
     /// Why the last try came to nothing.
@@ -117,12 +119,23 @@ impl Group {
         self.keep.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// A device that could not be made again, whose content is with that of the others: a save would go
+    /// over it.
+    fn missing(&self, service: &Service) -> Option<String> {
+        let state = service.records.state()?;
+        let told = self.told();
+        let is_in =
+            |name: &String| state.find(name).is_some_and(|device| told.members.contains(&device.uuid));
+        service.records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
+    }
+
     /// What the directory holds is told from now on.
     fn tell(&self, keep: &Keep) {
         let mut told = self.told();
         if let Some(kept) = keep.contents() {
             (told.saved, told.file_bytes, told.increments) =
                 (Some(kept.when), kept.file_bytes, kept.increments);
+            told.members = kept.contents.devices.iter().map(|device| device.name.clone()).collect();
         }
     }
 }

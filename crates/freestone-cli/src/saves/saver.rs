@@ -69,6 +69,11 @@ impl Saves {
         let end = Instant::now() + plan.timeout;
         let (mut exact, mut failed) = (Vec::new(), 0);
         for (group, devices) in saves.all(service) {
+            if let Some(missing) = group.missing(service) {
+                failed += devices.len();
+                error!("{}", not_over(&devices, &missing));
+                continue;
+            }
             match group.save(&devices, &|| Instant::now() >= end) {
                 Ok(when) => {
                     let names = devices.iter().map(|(_, entry)| entry.name().to_owned());
@@ -140,7 +145,21 @@ fn watch(service: &Weak<Service>, plan: Plan) {
     }
 }
 
+/// Why nothing is saved: it would go over the content of a device that is missing.
+fn not_over(devices: &[Member], missing: &str) -> String {
+    let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
+    let why = format!("with what they hold is that of {missing}, which is not there again");
+    format!("{}: not saved: {why}; `freestone remove {missing}` gives it up", names.join(", "))
+}
+
 fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
+    if let Some(missing) = group.missing(service) {
+        let why = not_over(devices, &missing);
+        if group.told().failed.replace(why.clone()).as_ref() != Some(&why) {
+            error!("{why}");
+        }
+        return;
+    }
     if devices.is_empty() {
         // All were removed: one that comes later begins anew.
         service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));

@@ -73,6 +73,7 @@ impl Saves {
                 names.into_iter().flatten().filter(|uuid| uuids.contains(uuid.as_str())).collect();
             let Some(when) = keep.contents().map(|kept| kept.when).filter(|_| !members.is_empty()) else {
                 // Its devices were removed, or nothing was saved.
+                info!("{}: belongs to no device any more, and is removed", path.display());
                 forget(&mut keep, &path);
                 continue;
             };
@@ -155,7 +156,12 @@ fn restore(
     let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
         return Err(Fault::internal(format!("{name}: its content is gone")));
     };
-    let (family, bases) = match find_base(service, &contents, &|| false)? {
+    let base = match (contents.bases.is_empty(), base_name(topology, &dir.members)) {
+        // Of several that are the same it is this one; whether it is still the same is looked at below.
+        (false, Some(base)) => Some(service.find(&base)?),
+        _ => find_base(service, &contents, &|| false)?,
+    };
+    let (family, bases) = match base {
         Some(base) => {
             let device = base.device().cloned();
             let given = match (base.kind.memory_snapshot(), device) {
@@ -172,6 +178,17 @@ fn restore(
     let group = service.saves.add(family, dir.path.clone(), keep);
     load(service, &group, loading, name);
     Ok(devices.into_iter().collect())
+}
+
+/// The base of forks that are members, where it is none itself.
+fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
+    let own = topology.devices().filter(|device| members.contains(&device.uuid));
+    let bases = own.filter_map(|device| match device.words.parse::<Spec>().ok()?.kind {
+        KindSpec::Fork(fork) => Some(fork.base),
+        _ => None,
+    });
+    let is_other = |base: &String| topology.find(base).is_none_or(|device| !members.contains(&device.uuid));
+    bases.into_iter().find(is_other)
 }
 
 /// The family of a RAM disk and of what came of it.

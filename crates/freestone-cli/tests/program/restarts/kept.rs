@@ -186,6 +186,36 @@ fn what_cannot_be_read_is_missing_and_not_gone() {
     assert_eq!(server.json(&["list"])["missing"][0]["name"], "disk");
 }
 
+/// Of two images that are the same one is away: the forks of each keep their content.
+#[test]
+fn forks_of_images_that_are_the_same_are_not_mixed_up() {
+    let server = serve(image(1 << 20), &[GOLDEN]);
+    fs::copy(server.path("golden.img"), server.path("twin.img")).unwrap();
+    server.text(&["create", "twin=file,path=twin.img,readonly=yes"]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    server.text(&["fork", "golden", "job", "keep=yes", "--nbd", &home]);
+    server.text(&["fork", "twin", "other", "keep=yes", "--nbd", &home]);
+    for (name, byte) in [("job", 1), ("other", 2)] {
+        qemu_io(&uri(&server, name), &[format!("write -P {byte} 0 64k")]);
+    }
+    let dir = ended(server);
+    let (image, away) = (dir.path().join("golden.img"), dir.path().join("away.img"));
+    fs::rename(&image, &away).unwrap();
+    let server = serve(dir, &["--save-every", "1s"]);
+    let missing = server.json(&["list"])["missing"].clone();
+    assert_eq!((&missing[0]["name"], &missing[1]["name"]), (&"golden".into(), &"job".into()), "{missing}");
+    qemu_io(&uri(&server, "other"), &["write -P 3 0 64k"]);
+    until("it is saved", || server.json(&["stat", "other"])["keep"]["unsaved_bytes"] == 0);
+    let dir = ended(server);
+    fs::rename(&away, &image).unwrap();
+    let server = serve(dir, &[]);
+    for (name, byte) in [("job", 1), ("other", 3)] {
+        qemu_io(&uri(&server, name), &[format!("read -P {byte} 0 64k"), "read -P 7 64k 64k".to_owned()]);
+    }
+    let family = |name: &str| server.json(&["stat", name])["family"]["layers"].clone();
+    assert_eq!((family("job"), family("other")), (1.into(), 1.into()));
+}
+
 #[test]
 fn a_save_that_does_not_fit_is_told_beforehand() {
     let dir = tempfile::tempdir().unwrap();
