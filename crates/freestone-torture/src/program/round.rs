@@ -296,12 +296,21 @@ pub fn remove_all(world: &World, server: &Server) -> Result<(), String> {
                 // Forks of connections that are just ending go by themselves, as may those that we
                 // come to next.
                 Err(No::Refused { errno, .. }) if errno == "ENODEV" => {}
-                Err(No::Refused { errno, message, .. }) if errno == "EBUSY" => why.push(message),
+                Err(No::Refused { errno, message, .. }) if errno == "EBUSY" => {
+                    // Its origin failed, by chance.
+                    if message.contains("its merge into") {
+                        let _ = ask("merge", &json!({ "name": name, "into_origin": true, "force": true }));
+                    }
+                    why.push(message);
+                }
                 Err(no) => return Err(format!("remove {name} at the end: {no:?}")),
             }
         }
         if start.elapsed() > VERB_MAX {
             return Err(format!("cannot be removed at the end: {why:?}\n{}", server.stacks()));
+        }
+        if !why.is_empty() {
+            thread::sleep(LOOK_EVERY);
         }
     }
     let left = ask("stat", &json!({})).map_err(|no| format!("stat at the end: {no:?}"))?;
