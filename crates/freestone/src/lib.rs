@@ -13,4 +13,4 @@ pub use freestone_core::{PAGE_BYTES, budget, consistency_group, device, mutants,
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, zone};
 pub use freestone_image::{file, qcow2};
-pub use freestone_ram::{codec, ram, save};
+pub use freestone_ram::{codec, keep, ram, save};

@@ -108,6 +108,9 @@ impl Loading {
             }
             stage.failed
         });
+        if self.stages.is_empty() {
+            self.parts = Arc::default();
+        }
     }
 
     /// Loads a block. False: it was cancelled; what was loaded of it is loaded once more then, which
@@ -124,6 +127,7 @@ impl Loading {
         if !stage.loader.is_wanted() {
             return true;
         }
+        blocks.will_load(block + 1);
         let loaded = blocks.load(block, &mut self.block);
         let index = Arc::clone(&stage.index);
         let entries = &index.entries[first as usize..=last as usize];

@@ -181,8 +181,9 @@ impl Ram {
     ) -> Result<Self, SetupError> {
         retire::pace();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
-        let chain = Chain::new(layer, parent.clone());
-        let parent = parent.of_device();
+        let of_device = parent.of_device();
+        let chain = Chain::new(layer, parent);
+        let parent = of_device;
         let plain = AtomicU32::new(matches!(parent, Parent::Nothing).into());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             pages: Arc::clone(&family.pages),
