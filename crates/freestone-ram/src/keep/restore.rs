@@ -228,7 +228,7 @@ impl Maker<'_> {
         for &number in chain {
             self.by_node[number] = Some(self.stages.len());
         }
-        self.stages.push(Stage { loader, index: Arc::clone(index), failed: false });
+        self.stages.push(Stage::new(loader, Arc::clone(index)));
         Ok(ram)
     }
 

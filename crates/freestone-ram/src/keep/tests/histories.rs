@@ -5,7 +5,7 @@ use crate::ram::ForkConfig;
 
 const SIZE_MAX: u64 = 3 * MIB;
 /// Histories of one run.
-const SEEDS: u64 = 10;
+const SEEDS: u64 = 5;
 /// What [`Modelled::least`] is of a fork of a snapshot: the model does not know what a rewind brings.
 const OF_SNAPSHOT: u64 = 1;
 
@@ -188,7 +188,7 @@ fn families_come_back_as_they_were_whatever_became_of_them() {
             *all += one;
         }
     }
-    assert!(wrote[0] > 12 && wrote[1] > 25, "{wrote:?}: both kinds of files");
+    assert!(wrote[0] > 6 && wrote[1] > 12, "{wrote:?}: both kinds of files");
 }
 
 /// Snapshots are read and forked while their origin's pages are still in the files, are written,

@@ -145,6 +145,35 @@ fn loading_waits_for_memory_and_loses_nothing() {
     assert!(files(path).len() == 2);
 }
 
+/// A device that may not have so much holds up no other.
+#[test]
+fn a_device_without_room_is_loaded_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let family = family();
+    let (a, b) = (family.ram(2 * MIB).unwrap(), family.ram(2 * MIB).unwrap());
+    for page in 0..512 {
+        a.write_at(page * PAGE, &number_page(page, 0), Flags::empty()).unwrap();
+        b.write_at(page * PAGE, &number_page(page, 1), Flags::empty()).unwrap();
+    }
+    let mut keep = Keep::open(dir.path()).unwrap();
+    save(&mut keep, &[("a", &a), ("b", &b)]);
+    drop(keep);
+    let (_keep, devices, mut loading) = restored(dir.path(), &self::family(), &[]);
+    let (first, second) = (named(&devices, "a"), named(&devices, "b"));
+    first.set_own_limits(256 << 10, 0).unwrap();
+    let tried = |ram: &Ram| {
+        let (request, mut page) = (freestone_core::device::Request::read(0, PAGE), [0; PAGE_BYTES]);
+        ram.try_io(&request, freestone_core::device::Buffer::Read(&mut page)).unwrap()
+    };
+    let is_there = || tried(second) == freestone_core::device::Tried::Done;
+    assert!(!is_there());
+    assert_eq!(loading.run(&is_there, &mut |_, _| {}), Loaded::Cancelled);
+    assert!(content(first) == content(&a) && content(second) == content(&b));
+    first.set_own_limits(0, 0).unwrap();
+    load(&mut loading);
+    assert!(content(first) == content(&a));
+}
+
 #[test]
 fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
     let dir = tempfile::tempdir().unwrap();
