@@ -145,10 +145,16 @@ impl Blocks {
     }
 
     /// A block is about to be loaded, and those behind it then: the system reads them meanwhile.
-    pub fn will_load(&self, block: u32) {
-        let Some(BlockOf { place, .. }) = self.places.get(block as usize) else { return };
-        // It is for speed only; some file systems cannot do it.
-        let _ = rustix::fs::fadvise(&self.file, place.at, NonZeroU64::new(AHEAD_BYTES), Advice::WillNeed);
+    /// `asked` is up to where that was asked for already.
+    pub fn will_load(&self, block: u32, asked: &mut u64) {
+        let place = self.places[block as usize].place;
+        // In large pieces: the system looks through all of it each time.
+        if place.at + AHEAD_BYTES / 2 > *asked {
+            let from = place.at.max(*asked);
+            *asked = place.at + AHEAD_BYTES;
+            // It is for speed only; some file systems cannot do it.
+            let _ = rustix::fs::fadvise(&self.file, from, NonZeroU64::new(*asked - from), Advice::WillNeed);
+        }
     }
 
     /// The data of an entry in a block that was [loaded](Self::load).

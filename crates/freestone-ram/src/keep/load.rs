@@ -63,6 +63,8 @@ pub struct Loading {
     all: u64,
     left: u64,
     block: Vec<u8>,
+    /// Up to where the system was asked to read a file.
+    asked: (usize, u64),
 }
 
 /// How loading ended.
@@ -102,6 +104,7 @@ impl Loading {
             all,
             left: 0,
             block: Vec::new(),
+            asked: (0, 0),
         }
     }
 
@@ -170,9 +173,12 @@ impl Loading {
         if stage.waits {
             return Came::NoRoom;
         }
-        let mut lost = 0;
+        let mut failed = 0;
         if stage.loader.is_wanted() {
-            blocks.will_load(block + 1);
+            if self.asked.0 != file {
+                self.asked = (file, 0);
+            }
+            blocks.will_load(block, &mut self.asked.1);
             let loaded = blocks.load(block, &mut self.block);
             let index = Arc::clone(&stage.index);
             let entries = &index.entries[first as usize..=last as usize];
@@ -185,13 +191,13 @@ impl Loading {
                             stage.waits = matches!(came, Came::NoRoom);
                             return came;
                         }
-                        Err(_) => lost += 1,
+                        Err(_) => failed += 1,
                     }
                 }
             }
         }
-        self.left += lost;
-        stage.failed |= lost > 0;
+        self.left += failed;
+        stage.failed |= failed > 0;
         stage.blocks -= 1;
         if stage.blocks == 0 && !stage.failed {
             stage.loader.finish();
