@@ -94,7 +94,11 @@ impl Dir {
         let mut files = Vec::new();
         for row in fs::read_dir(&self.path).map_err(|error| self.failed(error))? {
             let name = row.map_err(|error| self.failed(error))?.file_name();
-            files.extend(name.to_str().and_then(place_of));
+            // Only as it would be written.
+            let is_ours = |&(generation, number): &(u64, u32)| {
+                self.place(generation, number).file_name() == Some(&name)
+            };
+            files.extend(name.to_str().and_then(place_of).filter(is_ours));
         }
         files.sort_unstable();
         Ok(files)
@@ -207,10 +211,9 @@ impl Dir {
 /// The place that a name says.
 fn place_of(name: &str) -> Option<(u64, u32)> {
     let (stem, kind) = name.rsplit_once('.')?;
-    let digits = |text: &str, len: usize| text.len() >= len && text.bytes().all(|byte| byte.is_ascii_digit());
     match (kind, stem.split_once('-')) {
-        (WHOLE, None) if digits(stem, 10) => Some((stem.parse().ok()?, 0)),
-        (PART, Some((generation, number))) if digits(generation, 10) && digits(number, 4) => {
+        (WHOLE, None) => Some((stem.parse().ok()?, 0)),
+        (PART, Some((generation, number))) => {
             Some((generation.parse().ok()?, number.parse().ok().filter(|number| *number > 0)?))
         }
         _ => None,

@@ -2,9 +2,12 @@
 //! wanted.
 
 use std::fs::File;
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use rustix::fs::Advice;
 
 use super::index::Entry;
 use crate::codec::{Algorithm, Dictionary};
@@ -41,7 +44,7 @@ pub struct Blocks {
     path: PathBuf,
     salt: u64,
     pub bytes: u64,
-    blocks: Vec<BlockOf>,
+    places: Vec<BlockOf>,
     lines: LogLimit<()>,
 }
 
@@ -51,6 +54,9 @@ struct BlockOf {
     /// One of [`UNKNOWN`], [`RIGHT`], [`DAMAGED`].
     state: AtomicU32,
 }
+
+/// What is read ahead of a block.
+const AHEAD_BYTES: u64 = 8 << 20;
 
 const UNKNOWN: u32 = 0;
 const RIGHT: u32 = 1;
@@ -64,7 +70,7 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     let mut reader = Reader::open_any(path)?;
     let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path.to_owned())) };
     let mut entries: Vec<Vec<Entry>> = reader.nodes.iter().map(|_| Vec::new()).collect();
-    let (mut algorithms, mut blocks, mut passed) = (Vec::new(), Vec::new(), 0_u32);
+    let (mut algorithms, mut places, mut passed) = (Vec::new(), Vec::new(), 0_u32);
     loop {
         let at = reader.at();
         match reader.skim()? {
@@ -80,7 +86,7 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
                     of_node.push(Entry::new(record, number, passed, data));
                     data += if form::is_run(record.form) { 0 } else { u32::from(record.len.get()) };
                 }
-                blocks.push(BlockOf { place, node, state: AtomicU32::new(UNKNOWN) });
+                places.push(BlockOf { place, node, state: AtomicU32::new(UNKNOWN) });
                 passed += 1;
             }
         }
@@ -88,7 +94,7 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     let (bases, nodes) = (std::mem::take(&mut reader.bases), Arc::clone(&reader.nodes));
     let (salt, bytes) = (reader.salt, reader.end.file_bytes);
     let (file, path) = (reader.into_file(), path.to_owned());
-    let blocks = Blocks { file, path, salt, bytes, blocks, lines: LogLimit::default() };
+    let blocks = Blocks { file, path, salt, bytes, places, lines: LogLimit::default() };
     Ok(Scanned { kept, bases, nodes, algorithms, entries, blocks })
 }
 
@@ -103,12 +109,12 @@ pub fn told(path: &Path, at: u64, refused: Refused) -> RestoreError {
 impl Blocks {
     /// How many there are.
     pub fn len(&self) -> usize {
-        self.blocks.len()
+        self.places.len()
     }
 
     /// Whose pages a block has.
     pub fn node(&self, block: u32) -> u32 {
-        self.blocks[block as usize].node
+        self.places[block as usize].node
     }
 
     pub fn path(&self) -> &Path {
@@ -120,7 +126,7 @@ impl Blocks {
     /// # Errors
     /// [`Error::Media`]: it is not, or cannot be read.
     pub fn load(&self, block: u32, into: &mut Vec<u8>) -> Result<(), Error> {
-        let BlockOf { place, state, .. } = &self.blocks[block as usize];
+        let BlockOf { place, state, .. } = &self.places[block as usize];
         into.resize(place.bytes as usize, 0);
         if let Err(error) = self.file.read_exact_at(into, place.at) {
             self.tell(place.at, &error);
@@ -138,9 +144,22 @@ impl Blocks {
         Ok(())
     }
 
+    /// A block is about to be loaded, and those behind it then: the system reads them meanwhile.
+    /// `asked` is up to where that was asked for already.
+    pub fn will_load(&self, block: u32, asked: &mut u64) {
+        let place = self.places[block as usize].place;
+        // In large pieces: the system looks through all of it each time.
+        if place.at + AHEAD_BYTES / 2 > *asked {
+            let from = place.at.max(*asked);
+            *asked = place.at + AHEAD_BYTES;
+            // It is for speed only; some file systems cannot do it.
+            let _ = rustix::fs::fadvise(&self.file, from, NonZeroU64::new(*asked - from), Advice::WillNeed);
+        }
+    }
+
     /// The data of an entry in a block that was [loaded](Self::load).
     pub fn data<'a>(&self, entry: &Entry, loaded: &'a [u8]) -> Result<&'a [u8], Error> {
-        let place = self.blocks[entry.block as usize].place;
+        let place = self.places[entry.block as usize].place;
         let (at, len) = entry.data(place);
         let from = (at - place.at) as usize;
         loaded.get(from..from + len).ok_or(Error::Media)
@@ -151,7 +170,7 @@ impl Blocks {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn read(&self, entry: &Entry, into: &mut Vec<u8>) -> Result<(), Error> {
-        let BlockOf { place, state, .. } = &self.blocks[entry.block as usize];
+        let BlockOf { place, state, .. } = &self.places[entry.block as usize];
         // Relaxed: as in `load`.
         match state.load(Ordering::Relaxed) {
             DAMAGED => return Err(Error::Media),

@@ -174,10 +174,7 @@ impl Maker<'_> {
             // Their pages in the snapshots leave the origin, as when it is written.
             join(common, stays)
         };
-        let stays: Vec<Entry> = match put.first() {
-            Some(eager) => divide(&index, eager).0,
-            None => Vec::new(),
-        };
+        let stays = if first == last { Vec::new() } else { divide(&index, &put[0]).0 };
         let size = self.nodes[last].size;
         let index = Arc::new(Index { entries: index, parts: Arc::clone(&self.parts), size });
         let live = self.live(chain, &index)?;
@@ -231,7 +228,7 @@ impl Maker<'_> {
         for &number in chain {
             self.by_node[number] = Some(self.stages.len());
         }
-        self.stages.push(Stage { loader, index: Arc::clone(index), failed: false });
+        self.stages.push(Stage::new(loader, Arc::clone(index)));
         Ok(ram)
     }
 

@@ -166,7 +166,7 @@ impl Moment {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Saved, SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
-        let mut writer = PageWriter::new(writer, &self.plan)?;
+        let mut writer = PageWriter::new(writer, &self.plan).all_algorithms()?;
         write_pages(&self.plan, &mut writer, cancelled, progress)?;
         writer.to.finish()
     }
@@ -181,7 +181,8 @@ impl Moment {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Saved, SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
-        let mut writer = PageWriter::new(writer, &self.plan)?;
+        // Those that pages refer to come as they do: a dictionary may be larger than all the rest.
+        let mut writer = PageWriter::new(writer, &self.plan);
         let page_bytes = freestone_core::PAGE_BYTES as u64;
         let all = changes.iter().flatten().map(|dirty| dirty.pages()).sum::<u64>() * page_bytes;
         let (mut done, mut pages) = (0, Gathered::default());
@@ -192,8 +193,8 @@ impl Moment {
                 if cancelled() {
                     return Err(SaveError::Cancelled);
                 }
-                let changed = std::iter::successors(Some(first), |page| dirty.next(page + 1));
-                let turn: Vec<u64> = changed.take(TURN_PAGES).collect();
+                let following = std::iter::successors(Some(first), |page| dirty.next(page + 1));
+                let turn: Vec<u64> = following.take(TURN_PAGES).collect();
                 next = turn.last().and_then(|last| dirty.next(last + 1));
                 done += turn.len() as u64 * page_bytes;
                 node.ram.copy_changed(turn, &mut pages).map_err(|(page, error)| SaveError::Page {

@@ -41,9 +41,14 @@ impl Index {
     ) -> Result<R> {
         let form = entry.page_of(data).ok_or(Error::Media)?;
         let bytes = self.size.saturating_sub(page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
-        let mut content: codec::Page = [0; PAGE_BYTES];
         let algorithms = &self.parts[entry.file()].algorithms;
-        match known::incoming(algorithms, &form, bytes, &mut content, false) {
+        if bytes == PAGE_BYTES
+            && let Some(incoming) = known::as_it_is(algorithms, &form)
+        {
+            return take(incoming);
+        }
+        let mut content: codec::Page = [0; PAGE_BYTES];
+        match known::incoming(algorithms, &form, bytes, &mut content) {
             Ok(incoming) => take(incoming),
             Err(Refused::Damaged(what)) => {
                 tracing::error!("{}: page {page}: {what}", self.parts[entry.file()].blocks.path().display());

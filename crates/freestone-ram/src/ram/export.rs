@@ -13,7 +13,7 @@ use super::chain::Role;
 use super::layer::Layer;
 use super::pages::Pages;
 use super::parent::Parent;
-use super::staged::next_in;
+use super::source::{Incoming, next_in};
 use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
 use crate::spill::objects::{Near, Spilled};
@@ -349,23 +349,6 @@ fn generations(store: &Store, spilled: Word) -> [u32; 2] {
 }
 
 // ---- in -----------------------------------------------------------------------------------------
-
-/// A page for a device that nobody uses yet.
-#[derive(Clone, Copy)]
-pub(crate) enum Incoming<'a> {
-    /// As what the device lies over.
-    Parent,
-    Same(u32),
-    Pattern([u8; 8]),
-    /// An object that the family's algorithm of this priority can read.
-    Compressed {
-        priority: u8,
-        object: &'a [u8],
-    },
-    Huge(&'a Page),
-    /// To be stored as any page that is written.
-    Page(&'a Page),
-}
 
 impl Ram {
     /// Puts a page in. What was there goes to the snapshots that need it, as with a write.

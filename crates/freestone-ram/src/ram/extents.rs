@@ -1,8 +1,7 @@
 //! What lies where: extents, and what a fork or snapshot holds itself.
 
 use super::chain::View;
-use super::parent::Parent;
-use super::staged::Here;
+use super::parent::{Here, Parent};
 use super::{Inner, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,

@@ -48,7 +48,7 @@ pub(super) fn locate<R>(view: &View, pin: &Pin<'_>, slot: u64, then: impl FnOnce
 /// The same, of a page that lies below.
 fn locate_below<R>(parent: &Parent, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
     match parent {
-        Parent::Staged(staged) => match staged.here(pin).filter(|here| here.has(slot)) {
+        Parent::Staged(staged) => match staged.left(pin).filter(|here| here.has(slot)) {
             Some(here) => then(Place::Base(&here.base)),
             None => locate_below(&staged.below, pin, slot, then),
         },

@@ -223,7 +223,8 @@ impl Inner {
             done += read;
             match look {
                 Look::All => {}
-                Look::Waits => return Ok((done, look)),
+                // A file is never read at once.
+                Look::Waits | Look::Staged(..) => return Ok((done, look)),
                 Look::Base(base, bytes) => {
                     let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
                     done += read;
@@ -231,8 +232,6 @@ impl Inner {
                         return Ok((done, look));
                     }
                 }
-                // A file is never read at once.
-                Look::Staged(..) => return Ok((done, look)),
             }
         }
         Ok((done, Look::All))
@@ -242,9 +241,7 @@ impl Inner {
     /// waited for then.
     pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
         let len = into.len();
-        let read = if !self.is_plain() {
-            self.read_through(offset, into)
-        } else {
+        let read = if self.is_plain() {
             pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {
                 match tried {
                     Tried::Done => (len, Look::All),
@@ -252,6 +249,8 @@ impl Inner {
                     Tried::WouldBlock => (0, Look::Waits),
                 }
             })
+        } else {
+            self.read_through(offset, into)
         };
         read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1))
     }

@@ -63,6 +63,7 @@ mod room_waiters;
 mod room_watch;
 mod sample;
 mod snapshot;
+mod source;
 mod staged;
 mod stats;
 mod submit;
@@ -81,7 +82,7 @@ pub use self::block_state::BlockState;
 use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
-pub(crate) use self::export::{Gathered, Incoming, Lower, Stored};
+pub(crate) use self::export::{Gathered, Lower, Stored};
 pub use self::extents::OverBase;
 pub use self::family::{Family, FamilyStat};
 pub use self::full::WhenFull;
@@ -95,7 +96,8 @@ use self::parent::Parent;
 use self::parts::FamilyParts;
 pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
 pub use self::snapshot::PendingSnapshot;
-pub(crate) use self::staged::{Loader, Source};
+pub(crate) use self::source::{Incoming, Source};
+pub(crate) use self::staged::Loader;
 use self::stats::counter;
 pub use self::stats::{DebugStat, IoStat, Memory, MmStat, OverStat};
 pub use self::writeback::{BackingStat, BdStat, Writeback};
@@ -181,8 +183,9 @@ impl Ram {
     ) -> Result<Self, SetupError> {
         retire::pace();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
-        let chain = Chain::new(layer, parent.clone());
-        let parent = parent.of_device();
+        let of_device = parent.of_device();
+        let chain = Chain::new(layer, parent);
+        let parent = of_device;
         let plain = AtomicU32::new(matches!(parent, Parent::Nothing).into());
         Ok(Self(Arc::new_cyclic(|this| Inner {
             pages: Arc::clone(&family.pages),

@@ -3,13 +3,15 @@
 
 use std::sync::Arc;
 
+use super::pages::Pages;
 use super::read::Waits;
-use super::staged::{Here, Staged};
+use super::source::{self, Source};
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{self, Buffer, Device, Request, Tried};
-use freestone_core::pin::{self, Pin};
+use freestone_core::pin::{self, Pin, Swap};
+use freestone_core::sync::{AtomicU32, Ordering};
 
 /// What an empty slot is read from. It does not change.
 #[derive(Clone)]
@@ -115,7 +117,7 @@ impl Parent {
     /// What is not loaded yet.
     pub fn here(&self) -> Option<Here> {
         match self {
-            Self::Staged(staged) => pin::pinned(|pin| staged.here(pin).cloned()),
+            Self::Staged(staged) => pin::pinned(|pin| staged.left(pin).cloned()),
             _ => None,
         }
     }
@@ -242,6 +244,94 @@ impl Inner {
                 }
             };
             let (read, look) = self.parent.look(pin, at, &mut into[done..][..len])?;
+            done += read;
+            if !matches!(look, Look::All) {
+                return Ok((done, look));
+            }
+        }
+        Ok((done, Look::All))
+    }
+}
+
+// ---- what is not loaded yet ----------------------------------------------------------------------
+
+/// What is left in the file, for who looks.
+#[derive(Clone)]
+pub(super) struct Here {
+    pub source: Arc<dyn Source>,
+    pub base: Base,
+}
+
+impl Here {
+    /// Whether this page is in the file.
+    pub fn has(&self, slot: u64) -> bool {
+        self.source.run(slot, slot + 1).1
+    }
+}
+
+/// What lies below a device as long as not all is loaded.
+pub(super) struct Staged {
+    /// What is left in the file; `None`: all is loaded. [`left`](Self::left) is for those who read.
+    pub here: Arc<Swap<Option<Here>>>,
+    /// What lies below that.
+    pub below: Parent,
+    /// Not 0: the device has another content now, which has to do with the file no more.
+    is_gone: AtomicU32,
+}
+
+impl Staged {
+    pub fn new(source: Arc<dyn Source>, pages: &Arc<Pages>, size: u64, below: Parent) -> Self {
+        let size = size.next_multiple_of(PAGE);
+        let base = Base::new(source::device_of(Arc::clone(&source), pages, size));
+        let here = Arc::new(Swap::new(Box::new(Some(Here { source, base }))));
+        Self { here, below, is_gone: AtomicU32::new(0) }
+    }
+
+    /// For one device, which can be rewound while others read on.
+    pub fn of_device(&self) -> Self {
+        Self { here: Arc::clone(&self.here), below: self.below.clone(), is_gone: AtomicU32::new(0) }
+    }
+
+    /// The device is rewound.
+    pub fn is_left(&self) {
+        // Release: pairs with the Acquire in `left`.
+        self.is_gone.store(1, Ordering::Release);
+    }
+
+    /// What is left in the file; `None` where nothing is.
+    pub fn left<'a>(&'a self, pin: &'a Pin<'_>) -> Option<&'a Here> {
+        // Acquire: pairs with the Release in `is_left`.
+        if self.is_gone.load(Ordering::Acquire) != 0 { None } else { self.here.load(pin).as_ref() }
+    }
+
+    /// As [`Parent::reaches`].
+    pub fn reaches(&self, slot: u64) -> bool {
+        pin::pinned(|pin| self.left(pin).is_some_and(|here| here.has(slot))) || self.below.reaches(slot)
+    }
+
+    /// The first page from `slot` on and before `end` that is in the file.
+    pub fn next(&self, slot: u64, end: u64) -> Option<u64> {
+        pin::pinned(|pin| self.left(pin).and_then(|here| source::next_in(&*here.source, slot, end)))
+    }
+
+    /// As that of what lies below.
+    pub fn look<'a>(
+        &'a self,
+        pin: &Pin<'_>,
+        offset: u64,
+        into: &mut [u8],
+    ) -> device::Result<(usize, Look<'a>)> {
+        let Some(here) = self.left(pin) else { return self.below.look(pin, offset, into) };
+        let end = offset + into.len() as u64;
+        let mut done = 0;
+        while done < into.len() {
+            let at = offset + done as u64;
+            let (run, has) = here.source.run(at / PAGE, end.div_ceil(PAGE));
+            let bytes = ((at / PAGE + run) * PAGE - at).min(end - at) as usize;
+            if has {
+                return Ok((done, Look::Staged(here.base.clone(), bytes)));
+            }
+            let (read, look) = self.below.look(pin, at, &mut into[done..][..bytes])?;
             done += read;
             if !matches!(look, Look::All) {
                 return Ok((done, look));

@@ -6,7 +6,6 @@ use super::RestoreError;
 use super::reader::Page;
 use crate::codec::{self, Algorithm, Dictionary, Params, Streams, StreamsError};
 use crate::ram::{Family, Incoming};
-use freestone_core::PAGE_BYTES;
 use freestone_core::sync::OnceLock;
 
 /// What no device has.
@@ -73,40 +72,46 @@ impl Known {
 
     /// The page of an object.
     fn unpack(&self, object: &[u8], page: &mut codec::Page) -> Result<(), Refused> {
-        let streams = match self.streams.get() {
-            Some(streams) => streams,
-            None => {
-                // No level is needed to read.
-                let params = Params { dictionary: self.dictionary.clone(), ..Params::default() };
-                let streams = Streams::shared(self.algorithm, &params)?;
-                self.streams.get_or_init(|| streams)
-            }
+        let streams = if let Some(streams) = self.streams.get() {
+            streams
+        } else {
+            // No level is needed to read.
+            let params = Params { dictionary: self.dictionary.clone(), ..Params::default() };
+            let streams = Streams::shared(self.algorithm, &params)?;
+            self.streams.get_or_init(|| streams)
         };
         let unpacked = streams.decompress(object, page);
         unpacked.map_err(|_| Refused::Damaged("a page cannot be decompressed"))
     }
 }
 
+/// A page of which the device has all, where it goes in as it is in the file and nothing need be
+/// known of its content.
+pub fn as_it_is<'p>(algorithms: &[Known], page: &Page<'p>) -> Option<Incoming<'p>> {
+    Some(match *page {
+        Page::Same { pattern, .. } => Incoming::Same(pattern),
+        Page::Parent { .. } => Incoming::Parent,
+        Page::Pattern(pattern) => Incoming::Pattern(pattern),
+        Page::Huge { algorithm, content } if algorithms.get(usize::from(algorithm))?.is_primary => {
+            Incoming::Huge(content)
+        }
+        Page::Huge { content, .. } => Incoming::Page(content),
+        Page::Compressed { algorithm, object } => {
+            Incoming::Compressed { priority: algorithms.get(usize::from(algorithm))?.priority?, object }
+        }
+    })
+}
+
 /// The content of a page, of which the device has so many bytes, and the form in which it goes in.
-/// Where it is not to be `proved`, a page of which the device has all is not decompressed without
-/// need.
 pub fn incoming<'p>(
     algorithms: &[Known],
     page: &Page<'p>,
     bytes: usize,
     content: &'p mut codec::Page,
-    proved: bool,
 ) -> Result<Incoming<'p>, Refused> {
     let known = |algorithm: u8| {
         algorithms.get(usize::from(algorithm)).ok_or(Refused::Damaged("an algorithm is not there"))
     };
-    if let Page::Compressed { algorithm, object } = *page
-        && let Some(priority) = known(algorithm)?.priority
-        && bytes == PAGE_BYTES
-        && !proved
-    {
-        return Ok(Incoming::Compressed { priority, object });
-    }
     match *page {
         Page::Same { pattern, .. } => content.as_chunks_mut().0.fill(pattern.to_ne_bytes()),
         Page::Parent { .. } => content.fill(0),
@@ -117,16 +122,5 @@ pub fn incoming<'p>(
     if content[bytes..].iter().any(|&byte| byte != 0) {
         return Err(Refused::Damaged(BEHIND_THE_END));
     }
-    Ok(match *page {
-        Page::Same { pattern, .. } => Incoming::Same(pattern),
-        Page::Parent { .. } => Incoming::Parent,
-        Page::Pattern(pattern) => Incoming::Pattern(pattern),
-        // Another algorithm may do better.
-        Page::Huge { algorithm, content: raw } if known(algorithm)?.is_primary => Incoming::Huge(raw),
-        Page::Huge { content: raw, .. } => Incoming::Page(raw),
-        Page::Compressed { algorithm, object } => match known(algorithm)?.priority {
-            Some(priority) => Incoming::Compressed { priority, object },
-            None => Incoming::Page(content),
-        },
-    })
+    Ok(as_it_is(algorithms, page).unwrap_or(Incoming::Page(content)))
 }

@@ -144,7 +144,7 @@ pub fn save_with(
     let mut writer = Writer::new(unfinished.as_file(), &place.path);
     let bases = plan.identify_bases(options.check, options.cancelled)?;
     writer.contents(&FileContents::new(None, &plan, &bases))?;
-    let mut writer = PageWriter::new(writer, &plan)?;
+    let mut writer = PageWriter::new(writer, &plan).all_algorithms()?;
     let all = write_pages(&plan, &mut writer, options.cancelled, progress)?;
     let saved = writer.to.finish()?;
     go_on()?;

@@ -255,7 +255,7 @@ impl<'a> Loader<'a> {
                 }
                 continue;
             }
-            let incoming = known::incoming(&self.algorithms, &page, bytes_of(number), &mut content, true)?;
+            let incoming = known::incoming(&self.algorithms, &page, bytes_of(number), &mut content)?;
             match ram.put(number, incoming) {
                 // As any write it waits until others have left memory.
                 Err(Error::NoSpace) if ram.can_spill() => {

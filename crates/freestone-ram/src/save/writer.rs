@@ -274,16 +274,20 @@ pub struct PageWriter<'a> {
 }
 
 impl<'a> PageWriter<'a> {
-    /// Behind the contents: writes the algorithms that are there now.
-    pub fn new(to: Writer<'a>, plan: &Plan) -> Result<Self, SaveError> {
-        let rams: Vec<_> = plan.nodes.iter().map(|node| node.ram.clone()).collect();
-        let mut writer = Self { to, rams, numbers: HashMap::new() };
-        for node in 0..writer.rams.len() as u32 {
+    /// Behind the contents.
+    pub fn new(to: Writer<'a>, plan: &Plan) -> Self {
+        Self { to, rams: plan.nodes.iter().map(|node| node.ram.clone()).collect(), numbers: HashMap::new() }
+    }
+
+    /// Writes the algorithms that are there now, whether pages refer to them or not: what was
+    /// trained is not lost.
+    pub fn all_algorithms(mut self) -> Result<Self, SaveError> {
+        for node in 0..self.rams.len() as u32 {
             for priority in 0..=PRIORITIES as u8 {
-                writer.number(node, priority)?;
+                self.number(node, priority)?;
             }
         }
-        Ok(writer)
+        Ok(self)
     }
 
     /// The number of a node's algorithm, which is written before anything refers to it. `None`:

@@ -98,6 +98,8 @@ impl Dirty {
     }
 
     /// A page has changed, or is about to.
+    // Writers of which nothing is noted have it not in their way.
+    #[inline(never)]
     pub fn set(&self, page: u64) {
         self.add(page, 1 << (page % WORD_PAGES));
     }

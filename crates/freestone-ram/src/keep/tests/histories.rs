@@ -4,6 +4,8 @@ use super::*;
 use crate::ram::ForkConfig;
 
 const SIZE_MAX: u64 = 3 * MIB;
+/// Histories of one run.
+const SEEDS: u64 = 5;
 /// What [`Modelled::least`] is of a fork of a snapshot: the model does not know what a rewind brings.
 const OF_SNAPSHOT: u64 = 1;
 
@@ -70,7 +72,7 @@ impl World {
             }
             23..27 => {
                 let first = offset / PAGE * PAGE;
-                let end = (first + random.below(200) * PAGE).min(size);
+                let end = (first + (1 + random.below(200)) * PAGE).min(size);
                 ram.discard(first, end - first).unwrap();
                 bytes[first as usize..end as usize].fill(0);
             }
@@ -181,12 +183,12 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
 #[test]
 fn families_come_back_as_they_were_whatever_became_of_them() {
     let mut wrote = [0; 3];
-    for seed in 1..=40 {
+    for seed in 1..=SEEDS {
         for (all, one) in wrote.iter_mut().zip(run(seed, 400)) {
             *all += one;
         }
     }
-    assert!(wrote[0] > 50 && wrote[1] > 100, "{wrote:?}: both kinds of files");
+    assert!(wrote[0] > 6 && wrote[1] > 12, "{wrote:?}: both kinds of files");
 }
 
 /// Snapshots are read and forked while their origin's pages are still in the files, are written,

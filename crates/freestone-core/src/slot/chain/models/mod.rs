@@ -8,6 +8,7 @@
 
 mod background;
 mod runs;
+mod supply;
 
 use std::sync::Arc as Handle;
 use std::sync::atomic::{AtomicI64, AtomicU64 as Noted};

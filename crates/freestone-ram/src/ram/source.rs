@@ -1,0 +1,168 @@
+//! Where pages are that are not loaded yet, and how they are read from there for requests.
+
+use std::sync::{Arc, LazyLock};
+
+use super::pages::Pages;
+use super::{LOGICAL_BLOCK_BYTES, Ram, SetupError, piece};
+use crate::codec::Page;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{
+    self, Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    range_end,
+};
+use freestone_core::work_queue::WorkQueue;
+
+/// Threads that read pages for requests.
+const READ_THREADS: usize = 2;
+
+static READS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::with_threads("keep-read", READ_THREADS));
+
+/// A page that comes from elsewhere, for a device.
+#[derive(Clone, Copy)]
+pub(crate) enum Incoming<'a> {
+    /// As what the device lies over.
+    Parent,
+    Same(u32),
+    Pattern([u8; 8]),
+    /// An object that the family's algorithm of this priority can read.
+    Compressed {
+        priority: u8,
+        object: &'a [u8],
+    },
+    Huge(&'a Page),
+    /// To be stored as any page that is written.
+    Page(&'a Page),
+}
+
+/// Where pages are that are not loaded yet. What it has does not change.
+pub(crate) trait Source: Send + Sync {
+    /// Whether it has this page; and of how many pages, from this one on and up to `end`, that is
+    /// so. Looks at memory only: slots are locked meanwhile.
+    fn run(&self, page: u64, end: u64) -> (u64, bool);
+
+    /// Hands a page that it has to `take`. It may read a disk.
+    ///
+    /// # Errors
+    /// The page cannot be had; or those of `take`.
+    fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()>;
+}
+
+/// The first page from `slot` on and before `end` that a source has.
+pub(super) fn next_in(source: &dyn Source, slot: u64, end: u64) -> Option<u64> {
+    let mut slot = slot;
+    while slot < end {
+        match source.run(slot, end) {
+            (_, true) => return Some(slot),
+            (run, false) => slot += run.max(1),
+        }
+    }
+    None
+}
+
+/// Starts what reads sources for requests.
+pub(super) fn start_reads() -> std::result::Result<(), SetupError> {
+    READS.start().map_err(SetupError::Thread)
+}
+
+/// What a source has, as a device of so many bytes.
+pub(super) fn device_of(source: Arc<dyn Source>, pages: &Arc<Pages>, size: u64) -> Arc<dyn Device> {
+    Arc::new(Handle(Arc::new(SourceDevice { source, pages: Arc::clone(pages), size })))
+}
+
+/// What is left in a file, as a device: of pages that it has, and no others.
+struct SourceDevice {
+    source: Arc<dyn Source>,
+    pages: Arc<Pages>,
+    size: u64,
+}
+
+/// The device, of which requests on their way have a hold.
+struct Handle(Arc<SourceDevice>);
+
+impl SourceDevice {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            let (slot, from, n) = piece(offset + done as u64, (into.len() - done) as u64);
+            let mut page = [0; PAGE_BYTES];
+            self.source.fetch(slot, &mut |incoming| self.pages.content(incoming, &mut page))?;
+            into[done..][..n].copy_from_slice(&page[from..from + n]);
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+impl Device for Handle {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.0.size,
+            logical_block: LOGICAL_BLOCK_BYTES,
+            physical_block: PAGE_BYTES as u32,
+            io_min: PAGE_BYTES as u32,
+            io_opt: PAGE_BYTES as u32,
+            discard_granularity: PAGE_BYTES as u32,
+            fast_zeroes: false,
+            volatile_cache: false,
+            padding: 0,
+            volatile_media: false,
+            rotational: false,
+            max_request: 0,
+            read_only: true,
+            zones: None,
+        }
+    }
+
+    fn try_io(&self, request: &Request, _: Buffer<'_>) -> device::Result<Tried> {
+        request.check_place(self.0.size, LOGICAL_BLOCK_BYTES)?;
+        match request.op {
+            Op::Read => Ok(Tried::WouldBlock),
+            Op::Flush => Ok(Tried::Done),
+            _ => Err(Error::ReadOnly),
+        }
+    }
+
+    fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
+        if request.op != Op::Read || buffer.len() as u64 != request.len {
+            return done.complete(Err(Error::ReadOnly), buffer);
+        }
+        let device = Arc::clone(&self.0);
+        READS.push(move || {
+            let outcome = device.read(request.offset, &mut buffer);
+            drop(device);
+            done.complete(outcome, buffer);
+        });
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        range_end(offset, len, self.0.size)?;
+        row(Extent { offset, len, kind: ExtentKind::Data });
+        Ok(len)
+    }
+}
+
+impl Ram {
+    /// The content of a page that comes from elsewhere.
+    ///
+    /// # Errors
+    /// The object is not what its algorithm made of a page.
+    pub(crate) fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
+        self.0.pages.content(incoming, page)
+    }
+}
+
+impl Pages {
+    /// The content of a page that comes from elsewhere.
+    fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
+        match incoming {
+            Incoming::Parent => page.fill(0),
+            Incoming::Same(pattern) => page.as_chunks_mut().0.fill(pattern.to_ne_bytes()),
+            Incoming::Pattern(pattern) => page.as_chunks_mut().0.fill(pattern),
+            Incoming::Compressed { priority, object } => {
+                return self.codecs.decompress(priority.into(), object, page);
+            }
+            Incoming::Huge(content) | Incoming::Page(content) => page.copy_from_slice(content),
+        }
+        Ok(())
+    }
+}
