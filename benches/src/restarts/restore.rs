@@ -99,7 +99,7 @@ fn restore(kept: &Kept, round: u32) -> Result<(f64, f64)> {
     kept.data.read(page, &mut content[0])?;
     let begun = Instant::now();
     let mut server = Server::spawn(&kept.home.stateful(&[]))?;
-    // It listens before it has the disk.
+    // It listens before it shows the disk.
     let mut client = server.wait_for(CONNECT, &mut || Client::connect(&kept.home.nbd()).ok())?;
     client.read(page * PAGE_BYTES as u64, &mut content[1])?;
     let first = begun.elapsed().as_secs_f64();
