@@ -20,8 +20,12 @@ mod instructions;
 pub mod machine;
 pub mod measure;
 mod memory;
+mod nbd_client;
 pub mod options;
+mod ours;
+mod place;
 mod process;
+mod restarts;
 mod served;
 pub mod setup;
 mod threads;
@@ -80,6 +84,9 @@ enum Bench {
     /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone
     /// beside one a device.
     Zones(zones::Args),
+    /// What lasts over restarts: the cost of a state, starts with many forks, how fast kept content
+    /// is there again, what increments and saves cost.
+    Restarts(restarts::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs
     /// valgrind.
     Instructions(callgrind::Args),
@@ -128,6 +135,7 @@ impl Bench {
             Self::Forks(args) => forks::run(args, options)?,
             Self::Compare(args) => compare::run(args, options)?,
             Self::Zones(args) => zones::run(args, options)?,
+            Self::Restarts(args) => restarts::run(args, options)?,
             Self::Instructions(args) => callgrind::run(args)?,
             Self::InstructionsLoop { what, backed, fork } => {
                 let ram = match (backed, fork) {

@@ -9,7 +9,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, anyhow};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{process, tool};
 
@@ -22,9 +23,20 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// `st_blocks` counts these.
 const BLOCK_BYTES: u64 = 512;
 
+/// How long is waited, and how long between two looks.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    pub most: Duration,
+    pub pause: Duration,
+}
+
+const START: Patience = Patience { most: START_MAX, pause: Duration::from_millis(5) };
+
 /// A running server. Dropping it kills it; so does the end of this process, however it comes.
 pub struct Server {
     child: Child,
+    /// What it writes to stderr.
+    complaints: File,
 }
 
 /// What a server occupies.
@@ -46,16 +58,62 @@ impl Server {
 
     /// The same, and returns when it is ready.
     pub fn start_until(command: &Command, ready: &dyn Fn() -> bool) -> Result<Self> {
+        let mut server = Self::spawn(command)?;
+        server.wait_for(START, &mut || ready().then_some(()))?;
+        Ok(server)
+    }
+
+    /// Starts a program, and does not wait for it.
+    pub fn spawn(command: &Command) -> Result<Self> {
         let mut wrapped = tool::ends_with_us(command);
-        let mut complaints = tempfile::tempfile()?;
+        let complaints = tempfile::tempfile()?;
         wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.try_clone()?);
-        let child = wrapped.spawn().context(tool::NO_SETPRIV)?;
-        let mut server = Self { child };
-        server.wait_for(ready).map_err(|error| match tail(&mut complaints) {
+        Ok(Self { child: wrapped.spawn().context(tool::NO_SETPRIV)?, complaints })
+    }
+
+    /// Looks for something until it is found. An error tells what the program complained of.
+    pub fn wait_for<T>(&mut self, patience: Patience, look: &mut dyn FnMut() -> Option<T>) -> Result<T> {
+        let begun = Instant::now();
+        loop {
+            if let Some(found) = look() {
+                return Ok(found);
+            }
+            if let Some(status) = self.child.try_wait()? {
+                return Err(self.with_complaints(anyhow!("the server ended: {status}")));
+            }
+            if begun.elapsed() > patience.most {
+                return Err(self.with_complaints(anyhow!("the server does not listen, or is not done")));
+            }
+            std::thread::sleep(patience.pause);
+        }
+    }
+
+    fn with_complaints(&mut self, error: Error) -> Error {
+        match tail(&mut self.complaints) {
             Some(told) => error.context(told),
             None => error,
-        })?;
-        Ok(server)
+        }
+    }
+
+    /// Its process number.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Has it end in order, and waits for that.
+    pub fn end(mut self, most: Duration) -> Result<()> {
+        kill_process(Pid::from_child(&self.child), Signal::TERM)?;
+        let begun = Instant::now();
+        loop {
+            match self.child.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => return Err(self.with_complaints(anyhow!("the server ended: {status}"))),
+                None if begun.elapsed() > most => {
+                    return Err(self.with_complaints(anyhow!("the server does not end")));
+                }
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
     }
 
     /// CPU time until now, in ticks of the kernel, mostly 10 ms.
@@ -66,18 +124,6 @@ impl Server {
     /// What it occupies now.
     pub fn memory(&self) -> Result<Memory> {
         memory_of(self.child.id())
-    }
-
-    fn wait_for(&mut self, ready: &dyn Fn() -> bool) -> Result<()> {
-        let begun = Instant::now();
-        while !ready() {
-            if let Some(status) = self.child.try_wait()? {
-                bail!("the server ended: {status}");
-            }
-            ensure!(begun.elapsed() < START_MAX, "the server does not listen");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        Ok(())
     }
 }
 

@@ -5,9 +5,7 @@
 mod bound;
 mod groups;
 mod machines;
-mod ours;
 mod peers;
-mod place;
 mod queues;
 mod sides;
 
@@ -20,8 +18,9 @@ use freestone_report::Report;
 use self::groups::Group;
 use self::peers::{Peers, Wanted};
 use crate::options::{Options, Set};
-use crate::zram;
+use crate::place::Place;
 use crate::zram_device::ZramDevice;
+use crate::{ours, zram};
 
 /// What it can be told.
 #[derive(Debug, Clone, clap::Args)]
@@ -70,7 +69,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     if wanted(PartName::Server) || wanted(PartName::Machines) || wanted(PartName::Queues) {
         let peers = Peers::find(args)?;
         let freestone = ours::program(args.freestone.as_deref())?;
-        let place = place::Place::new(&options.data_dir)?;
+        let place = Place::new(&options.data_dir, "compare-")?;
         let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
         if wanted(PartName::Server) {
             for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use rustix::fs::MemfdFlags;
 
 use super::peers::Peers;
-use super::place::{Own, Place, opened};
+use crate::place::{Own, Place, opened};
 use crate::served::Server;
 use crate::tool;
 

@@ -6,7 +6,6 @@
 //! thread; of a server the whole process, as the difference of two runs.
 
 mod baseline;
-mod client;
 mod paths;
 mod server;
 

@@ -13,10 +13,10 @@ use freestone::null::{self, Null};
 use freestone_nbd::END_GRACE;
 use freestone_vhost_user::{Export, Options};
 
-use super::client::Client;
 use crate::callgrind;
 use crate::export::export;
 use crate::fio_nbd::Direction;
+use crate::nbd_client::Client;
 use crate::virtio::{DEPTH_MAX, Load, Virtio};
 
 /// Size of the export.

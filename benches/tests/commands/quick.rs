@@ -211,6 +211,48 @@ fn zones_runs_every_part() {
 }
 
 #[test]
+fn restarts_runs_every_part() {
+    // Not in /tmp, which may be in memory: nothing is durable there, and nothing takes time.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let data = dir.path().join("data");
+    let mut command = program();
+    command.args(["restarts", "--quick", "--size", "32M", "--set", "fio", "--forks", "30"]);
+    let freestone = Path::new(command.get_program()).with_file_name("freestone");
+    if freestone.exists() {
+        command.arg("--freestone").arg(freestone);
+    }
+    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("restarts.json"));
+    assert_eq!(
+        names(&reports),
+        [
+            "restarts: verbs",
+            "restarts: many forks",
+            "restarts: restore",
+            "restarts: increments",
+            "restarts: writes beside saves",
+        ]
+    );
+    let median = |report: &Value, what: &str| row(report, what)["median"].as_f64().unwrap();
+    for what in ["a fork with an export, with a state", "a bare append and fdatasync"] {
+        assert!(median(&reports[0], what) > 0.0, "{what}");
+    }
+    assert!(median(&reports[1], "start with 30 forks") > 0.0);
+    for cache in ["cold", "warm"] {
+        assert!(median(&reports[2], &format!("{cache}: until the first read is answered")) > 0.0);
+        let loaded = row(&reports[2], &format!("{cache}: until all is in memory / plain reads"));
+        assert!(part(loaded, "s") > 0.0 && part(loaded, "plain MiB/s") > 0.0, "{loaded}");
+    }
+    let increment = row(&reports[3], "increment / compressed bytes of the changed pages");
+    // Not a bound on quality: less than the pages, or as much as the disk, would be none of these.
+    let over = increment["median"].as_f64().unwrap();
+    assert!((1.0..4.0).contains(&over), "{increment}");
+    // Whether a save was seen depends on how long it takes.
+    row(&reports[4], "writes while a save runs / before it");
+    let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
 fn the_loop_for_callgrind_runs_without_it() {
     for request in ["read", "write"] {
         for content in ["compressible", "same"] {
@@ -276,6 +318,8 @@ fn bad_options_are_refused() {
         &["forks", "--store", "X"],
         &["forks", "--busy", "0"],
         &["zones", "--part", "zone"],
+        &["restarts", "--part", "verb"],
+        &["restarts", "--forks", "0"],
         &["compare", "--peers", "debian11"],
         &["compare", "--group", "disk"],
         &["compare", "--part", "server", "--freestone", "no/such/program", "--peers", "installed"],

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-/// A server that is counted is some fifty times slower than else.
+/// A server that valgrind counts is some fifty times slower than else.
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(60);
 /// What the server says first.
 const GREETING: [u8; 16] = *b"NBDMAGICIHAVEOPT";

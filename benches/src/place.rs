@@ -54,12 +54,13 @@ pub fn opened(file: &File) -> String {
 }
 
 impl Place {
-    pub fn new(data_dir: &Path) -> Result<Self> {
+    /// A new one, whose name begins so.
+    pub fn new(data_dir: &Path, prefix: &str) -> Result<Self> {
         let context = || format!("{}", data_dir.display());
         std::fs::create_dir_all(data_dir).with_context(context)?;
         // Servers are told whole paths.
         let data_dir = data_dir.canonicalize().with_context(context)?;
-        let dir = tempfile::Builder::new().prefix("compare-").tempdir_in(&data_dir);
+        let dir = tempfile::Builder::new().prefix(prefix).tempdir_in(&data_dir);
         let place = Self(dir.with_context(context)?);
         place.watch()?;
         Ok(place)
@@ -168,7 +169,7 @@ mod tests {
     #[test]
     fn a_command_is_shown_without_the_places_of_the_run() {
         let dir = tempfile::tempdir().unwrap();
-        let place = Place::new(dir.path()).unwrap();
+        let place = Place::new(dir.path(), "place-").unwrap();
         let own = place.server().unwrap();
         let text = format!(
             "TMPDIR={} x --unix={} {} base={},readonly",
