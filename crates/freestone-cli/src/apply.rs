@@ -24,7 +24,7 @@ use crate::control::protocol::Fault;
 use crate::declared::{self, Declared};
 use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::saves;
 use crate::service::Service;
 use crate::started_by;

@@ -19,6 +19,7 @@ mod job;
 mod paths;
 mod places;
 mod process;
+mod recording;
 mod records;
 mod saves;
 mod serve;

@@ -170,7 +170,7 @@ impl Service {
         if let Some(identity) = identity {
             entry.identity = identity;
         }
-        saves::check(self, &entry)?;
+        saves::check(&self.registry, &entry)?;
         let entry = Arc::new(entry);
         self.add(&entry)?;
         Ok(entry)
@@ -230,7 +230,7 @@ impl Service {
             self.check_new(spec)?;
         }
         let made = kinds::snapshots(specs, &self.registry)?;
-        made.iter().try_for_each(|entry| saves::check(self, entry))?;
+        made.iter().try_for_each(|entry| saves::check(&self.registry, entry))?;
         let made: Vec<_> = made.into_iter().map(Arc::new).collect();
         for (index, entry) in made.iter().enumerate() {
             if let Err(fault) = self.add(entry) {

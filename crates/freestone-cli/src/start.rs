@@ -16,8 +16,9 @@ use crate::apply::{self, Extent};
 use crate::control::protocol::Fault;
 use crate::declared::Declared;
 use crate::places::{Place, Seen, Wanted};
-use crate::records::{self, Recording};
-use crate::saves::Restores;
+use crate::recording::{self, Recording};
+use crate::records;
+use crate::saves::start::Restores;
 use crate::service::Service;
 use crate::state_args::Asked;
 
@@ -210,7 +211,7 @@ fn places(device: &Device) -> Seen {
 pub fn keep(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
     let seen =
         |device: &Begun| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
-    service.records.put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
+    recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
 }
 
 /// Shows the devices.
@@ -220,7 +221,7 @@ pub fn show(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
         service.show(&claim, entry, seen)?;
     }
     // Ports that were chosen.
-    let chosen = begun.iter().filter(|device| service.records.differs(service, &device.entry));
+    let chosen = begun.iter().filter(|device| recording::differs(service, &device.entry));
     let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
     if !chosen.is_empty() {
         let claim = service.claim_all("serve", &chosen)?;

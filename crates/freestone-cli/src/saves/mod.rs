@@ -6,11 +6,12 @@
 //! was restored, each of one directory, while it is used already. The end of the server stops them all,
 //! and saves once more.
 
-mod saver;
-mod start;
+pub mod saver;
+pub mod start;
 
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -19,15 +20,16 @@ use std::time::{Duration, Instant, SystemTime};
 use freestone::keep::{Keep, KeepError};
 use freestone::ram::{Family, Ram};
 use freestone_spec::config::FileConfig;
+use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::refusal::Errno;
 use freestone_spec::{size, times};
 use serde_json::{Value, json};
+use tracing::warn;
 use uuid::Uuid;
 
-pub use self::start::Restores;
 use crate::control::protocol::Fault;
-use crate::service::Service;
+use crate::records::Records;
 
 /// The directory of all content, in that of the state.
 const DIR: &str = "content";
@@ -121,12 +123,12 @@ impl Group {
 
     /// A device that could not be made again, whose content is with that of the others: a save would go
     /// over it.
-    fn missing(&self, service: &Service) -> Option<String> {
-        let state = service.records.state()?;
+    fn missing(&self, records: &Records) -> Option<String> {
+        let state = records.state()?;
         let told = self.told();
         let is_in =
             |name: &String| state.find(name).is_some_and(|device| told.members.contains(&device.uuid));
-        service.records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
+        records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
     }
 
     /// What the directory holds is told from now on.
@@ -142,7 +144,7 @@ impl Group {
 
 impl Saves {
     /// Content goes to the directory of the state from now on.
-    pub fn begin(&self, state: &std::path::Path, plan: Plan) {
+    pub fn begin(&self, state: &Path, plan: Plan) {
         // Once, before there are devices.
         let _ = self.at.set((state.join(DIR), plan));
     }
@@ -246,7 +248,7 @@ impl Saves {
 }
 
 /// Refuses a device whose content cannot be kept.
-pub fn check(service: &Service, entry: &Entry) -> Result<(), Fault> {
+pub fn check(registry: &Registry, entry: &Entry) -> Result<(), Fault> {
     if !entry.spec.keep {
         return Ok(());
     }
@@ -256,7 +258,7 @@ pub fn check(service: &Service, entry: &Entry) -> Result<(), Fault> {
         return refuse("copies of a file's snapshot in memory are not kept; cow=PATH keeps them");
     }
     let KindSpec::Fork(fork) = &entry.spec.kind else { return Ok(()) };
-    match service.registry.find(&fork.base) {
+    match registry.find(&fork.base) {
         Some(base) if base.kind.ram().is_some() && !base.spec.keep => {
             refuse(&format!("its base {} is not kept; make that with keep=yes", base.name()))
         }
@@ -265,14 +267,29 @@ pub fn check(service: &Service, entry: &Entry) -> Result<(), Fault> {
 }
 
 /// The devices of a group by their UUIDs.
-fn devices(service: &Service, family: &Family) -> Vec<Member> {
+fn devices(registry: &Registry, family: &Family) -> Vec<Member> {
     let is_in = |entry: &&Arc<Entry>| {
         let ram = entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none());
         ram.is_some_and(|ram| ram.family().is(family))
     };
-    let all = service.registry.all();
+    let all = registry.all();
     all.iter()
         .filter(is_in)
         .map(|entry| (entry.identity.uuid.simple().to_string(), Arc::clone(entry)))
         .collect()
+}
+
+/// A save by its moment, as a number that the state keeps: nanoseconds since 1970.
+fn stamp(when: SystemTime) -> u64 {
+    when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}
+
+/// Nobody needs a directory any more.
+fn forget(keep: &mut Keep, path: &Path) {
+    if let Err(why) = keep.forget() {
+        return warn!("{}: is not needed any more, and stays: {why}", path.display());
+    }
+    if let Err(why) = fs::remove_dir_all(path) {
+        warn!("{}: is not needed any more, and stays: {why}", path.display());
+    }
 }

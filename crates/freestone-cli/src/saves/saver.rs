@@ -11,7 +11,7 @@ use freestone::save::SaveError;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
-use super::{Group, Member, Plan, Saves, devices, start};
+use super::{Group, Member, Plan, Saves, devices, forget, stamp};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
@@ -19,11 +19,6 @@ use crate::service::Service;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How often it is looked whether the next one would fit.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(60);
-
-/// A save by its moment, as a number that the state keeps: nanoseconds since 1970.
-pub fn stamp(when: SystemTime) -> u64 {
-    when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
-}
 
 impl Saves {
     /// A thread that ends when `stops` is said.
@@ -69,7 +64,7 @@ impl Saves {
         let end = Instant::now() + plan.timeout;
         let (mut exact, mut failed) = (Vec::new(), 0);
         for (group, devices) in saves.all(service) {
-            if let Some(missing) = group.missing(service) {
+            if let Some(missing) = group.missing(&service.records) {
                 failed += devices.len();
                 error!("{}", not_over(&devices, &missing));
                 continue;
@@ -105,7 +100,10 @@ impl Saves {
             }
         }
         let groups = self.groups().clone();
-        groups.into_iter().map(|group| (Arc::clone(&group), devices(service, &group.family))).collect()
+        groups
+            .into_iter()
+            .map(|group| (Arc::clone(&group), devices(&service.registry, &group.family)))
+            .collect()
     }
 
     /// What would not fit, in sentences: for who is about to end the server.
@@ -153,7 +151,7 @@ fn not_over(devices: &[Member], missing: &str) -> String {
 }
 
 fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
-    if let Some(missing) = group.missing(service) {
+    if let Some(missing) = group.missing(&service.records) {
         let why = not_over(devices, &missing);
         if group.told().failed.replace(why.clone()).as_ref() != Some(&why) {
             error!("{why}");
@@ -163,7 +161,7 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
     if devices.is_empty() {
         // All were removed: one that comes later begins anew.
         service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
-        return start::forget(&mut group.keep(), &group.dir);
+        return forget(&mut group.keep(), &group.dir);
     }
     if estimates {
         group.warn_if_unfit(devices);

@@ -16,7 +16,7 @@ use freestone_spec::refusal::Errno;
 use freestone_state::{Device, Topology};
 use tracing::{error, info, warn};
 
-use super::{Group, Saves};
+use super::{Group, Saves, forget, stamp};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 use crate::verbs::restore::find_base;
@@ -84,16 +84,6 @@ impl Saves {
     }
 }
 
-/// Nobody needs a directory any more.
-pub(super) fn forget(keep: &mut Keep, path: &std::path::Path) {
-    if let Err(why) = keep.forget() {
-        return warn!("{}: is not needed any more, and stays: {why}", path.display());
-    }
-    if let Err(why) = fs::remove_dir_all(path) {
-        warn!("{}: is not needed any more, and stays: {why}", path.display());
-    }
-}
-
 /// Content of a device as of a save.
 pub struct Restored {
     /// The content.
@@ -135,7 +125,7 @@ impl Restores {
         match &mut dir.state {
             Content::Failed(fault) => Err(fault.clone()),
             Content::Open(devices) => Ok(devices.remove(&device.uuid).map(|ram| {
-                let is_exact = device.saved == Some(super::saver::stamp(when));
+                let is_exact = device.saved == Some(stamp(when));
                 Restored { ram, when, is_exact }
             })),
             Content::Closed(_) => unreachable!("opened above"),

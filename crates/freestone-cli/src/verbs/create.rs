@@ -13,7 +13,7 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::exports::Export;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

@@ -14,7 +14,7 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::paths::address_text;
 use crate::places::{Place, Wanted};
-use crate::records;
+use crate::recording;
 use crate::service::Service;
 
 /// The verb.
@@ -95,7 +95,7 @@ fn device(service: &Service, entry: &Entry, words: Entries) -> Table {
     for (key, value) in words.pairs.into_iter().filter(|(key, _)| key != "publish") {
         device.insert(key, value.into());
     }
-    let seen = records::seen(service, entry.name());
+    let seen = recording::seen(service, entry.name());
     if !seen.home {
         device.insert("publish".into(), false.into());
     }

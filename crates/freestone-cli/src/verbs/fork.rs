@@ -18,7 +18,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::exports::Export;
 use crate::paths::{address_text, parse_address};
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

@@ -16,7 +16,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::paths::{address_text, parse_address};
 use crate::places::{Place, Wanted};
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

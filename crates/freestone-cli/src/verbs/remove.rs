@@ -12,7 +12,7 @@ use serde_json::json;
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::job::Kind;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

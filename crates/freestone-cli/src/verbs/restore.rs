@@ -27,7 +27,7 @@ use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::job::Kind;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// How a restore that was cancelled leaves things.

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

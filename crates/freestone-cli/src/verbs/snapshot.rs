@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use super::{Verb, words};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::records::Recording;
+use crate::recording::Recording;
 use crate::service::Service;
 
 /// The verb.

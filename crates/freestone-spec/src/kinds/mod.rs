@@ -2,10 +2,10 @@
 //! set up, its attributes, and what else is not the same for all of them. Here is what they have in
 //! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
+mod build;
 mod file;
 mod fork;
 mod identity;
-mod made;
 mod null;
 mod qcow2;
 mod ram;
@@ -18,22 +18,24 @@ mod tests;
 mod words;
 
 use std::ops::Deref;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
+use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
 use serde_json::Value;
 
+pub use self::build::build;
+use self::build::{Built, finished};
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
-pub use self::made::Made;
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -49,7 +51,8 @@ use self::words::Words;
 use crate::entries::{Entries, SpecError, check_name, nearest};
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
-use crate::layers::{self, Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::layers::{Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
 /// How a kind takes its keys.
@@ -265,52 +268,140 @@ fn parse_name(text: &str) -> Result<String, String> {
 
 // ---- set up -------------------------------------------------------------------------------------
 
-/// What came of setting up.
-pub struct Built {
-    /// The device, for what is not the same for all kinds.
-    kind: Box<dyn Made>,
-    /// As exports see it, without its layers; a template has none.
-    device: Option<Arc<dyn Device>>,
-    /// What it stands on.
-    needs: Vec<Arc<Entry>>,
-    /// Of a snapshot in memory: its origin, and how often that had been rewound.
-    origin: Option<(Weak<Entry>, u64)>,
-}
+/// What is not the same for all devices that are there. What a kind does not say is the usual.
+pub trait Made: Send + Sync {
+    /// The name of the kind.
+    fn name(&self) -> &'static str;
 
-impl Built {
-    /// One that stands on nothing.
-    fn alone(kind: impl Made + 'static, device: Arc<dyn Device>) -> Self {
-        Self { kind: Box::new(kind), device: Some(device), needs: Vec::new(), origin: None }
+    /// Disk, fork or snapshot in memory.
+    fn ram(&self) -> Option<&Arc<Ram>> {
+        None
     }
-}
 
-/// Sets a device up. What it stands on is looked for in the registry, to which it is not added.
-pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
-    let built = spec.kind.build(&spec, registry).map_err(|refusal| refusal.of(&spec.name))?;
-    finished(spec, built)
-}
+    /// A fork.
+    fn fork(&self) -> Option<&Arc<Ram>> {
+        None
+    }
 
-/// Puts its layers on it.
-fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
-    let Built { kind, device, needs, origin } = built;
-    let (device, layers) = match device {
-        Some(device) => {
-            let over = layers::over(&spec.layers, &spec.kind.below_layers(), device);
-            let (top, layers) = over.map_err(|refusal| refusal.of(&spec.name))?;
-            (Some(top), layers)
+    /// A snapshot in memory.
+    fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
+        None
+    }
+
+    /// A snapshot whose copies lie in a store.
+    fn cow(&self) -> Option<&cow::Snapshot> {
+        None
+    }
+
+    /// In memory, what a file's snapshot has copied.
+    fn copies(&self) -> Option<&Ram> {
+        None
+    }
+
+    /// Where its copies lie.
+    fn cow_device(&self) -> Option<&CowDevice> {
+        None
+    }
+
+    /// The family that began with it.
+    fn own_family(&self) -> Option<Family> {
+        None
+    }
+
+    /// Refuses to be an origin, and to take the copies of one, with half a sentence.
+    fn check_origin(&self) -> Result<(), &'static str>;
+
+    /// What an origin notes beside its data.
+    fn notes(&self) -> Box<dyn cow::Notes> {
+        Box::<MemoryNotes>::default()
+    }
+
+    /// Refuses to be a base, with half a sentence.
+    fn check_base(&self, base: &Entry) -> Result<(), String>;
+
+    /// Whether forks can be made of it, each with a family that is not its own.
+    fn is_outer_base(&self, _read_only: bool) -> bool {
+        false
+    }
+
+    /// Which of the files of a base is not what it was when it was opened, as of the last look, and
+    /// what became of it.
+    fn changed(&self) -> Option<(PathBuf, Changed)> {
+        None
+    }
+
+    /// Whether its data can be set back to what it was in the beginning.
+    fn can_wipe(&self) -> bool {
+        false
+    }
+
+    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on
+    /// request the counters of a RAM disk or fork as well.
+    fn wipe(&self, _counters: bool) -> device::Result<()> {
+        Err(device::Error::Unsupported)
+    }
+
+    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that
+    /// was under way when its store was closed. When this returns its origin shows the snapshot.
+    fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    /// What to do about an origin of which only a part is merged.
+    fn half_merged(&self, _name: &str) -> String {
+        "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
+    }
+
+    /// What says beside its data how it was closed.
+    fn closes(&self) -> Option<Weak<dyn Device>> {
+        None
+    }
+
+    /// Another fork, for a connection to this template; it is among the devices.
+    fn fresh(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
+        unreachable!("only templates are published as such")
+    }
+
+    /// The names of its attributes, without those of its layers.
+    fn attrs(&self) -> &'static [&'static str];
+
+    /// The value of one of them. Sizes are numbers of bytes.
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
+
+    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the
+    /// forks of a base share has a limit, and what is done there; all else is fixed.
+    fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
+        let (name, kind) = (entry.name(), self.name());
+        if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
+            return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
-        None => (None, Layers::default()),
-    };
-    // Over all layers, as dm has it over a drive: the drive has the faults, and the power.
-    let cow_origin = device.as_ref().filter(|device| {
-        let geometry = device.geometry();
-        kind.check_origin().is_ok() && !geometry.read_only && geometry.zones.is_none()
-    });
-    let cow_origin = cow_origin.map(|device| cow::Origin::noted(Arc::clone(device), Some(kind.notes())));
-    let device = cow_origin.clone().map(|origin| Arc::new(origin) as Arc<dyn Device>).or(device);
-    let mut entry = Entry::new(spec, kind, device, needs);
-    (entry.layers, entry.origin, entry.cow_origin) = (layers, origin, cow_origin);
-    Ok(entry)
+        self.attrs().contains(&attr).then(|| {
+            let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
+            Err(Refusal::failed(Errno::EBUSY, why))
+        })
+    }
+
+    /// Sets what [`check`](Self::check) has allowed, each with its name and text.
+    fn set(
+        &self,
+        entry: &Arc<Entry>,
+        registry: &Registry,
+        changes: &[(Change, &String, String)],
+    ) -> Result<(), Refusal> {
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let family = entry.family_of(registry)?;
+        for (change, ..) in changes {
+            change.make_of_family(&family);
+        }
+        Ok(())
+    }
+
+    /// The name of its own statistics, and these.
+    fn stat(&self) -> Option<(&'static str, Value)> {
+        None
+    }
 }
 
 /// Why a device that changes is no base.
