@@ -21,7 +21,9 @@ const BYTES: u64 = 2 << 30;
 /// What is written by one request.
 const FILL_BYTES: usize = 1 << 20;
 /// The last save, and loading, on a slow disk.
-const DONE: Patience = Patience { most: Duration::from_secs(600), pause: Duration::from_millis(10) };
+const DONE: Patience = Patience { most: Duration::from_secs(600), pause: Duration::from_millis(100) };
+/// The same for what is looked for in /proc.
+const LOADED: Patience = Patience { most: DONE.most, pause: Duration::from_millis(5) };
 /// The name of the disk.
 const NAME: &str = "disk";
 
@@ -90,13 +92,23 @@ impl Kept {
     }
 }
 
-/// Waits until all of a disk is in memory.
+/// Waits until all of a disk is in memory. While the server has a thread that loads, nobody asks for
+/// `stat`: that costs a server with much memory some 20 ms each time, which would be measured as well.
 pub fn wait_until_loaded(server: &mut Server, control: &mut Control) -> Result<()> {
+    let pid = server.pid();
+    server.wait_for(LOADED, &mut || (!has_loader(pid)).then_some(()))?;
     server.wait_for(DONE, &mut || match stat(control) {
         Ok(stat) if stat["keep"]["loaded_percent"].is_null() => Some(check(&stat)),
         Ok(_) => None,
         Err(error) => Some(Err(error)),
     })?
+}
+
+/// Whether a server has a thread that loads.
+fn has_loader(pid: u32) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    let mut names = threads.filter_map(|entry| std::fs::read_to_string(entry.ok()?.path().join("comm")).ok());
+    names.any(|name| name.trim_end() == "load")
 }
 
 /// `stat` of the disk.

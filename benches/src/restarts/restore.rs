@@ -85,7 +85,7 @@ pub(super) fn run(bench: &Bench<'_>, kept: &Kept) -> Result<Report> {
         .note(
             "A RAM disk with keep=yes, saved as one file at the end of the server. Plain reads: the file from its \
              beginning, 1 MiB each. A restore: from before the server's process is made until its first answer to an \
-             NBD client (one page at a random place, which is compared), and until stat tells that all is in memory. \
+             NBD client (one page at a random place, which is compared), and until its thread that loads has ended and stat tells that all is in memory. \
              These take turns; before each the file is dropped from the page cache (cold), or read (warm). The times \
              of a restore have the start of the program in them.",
         )
