@@ -166,9 +166,11 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
     if estimates {
         group.warn_if_unfit(devices);
     }
-    let unsaved = |(_, entry): &Member| entry.kind.ram().and_then(|ram| ram.unsaved_bytes());
-    let never = devices.iter().any(|device| unsaved(device).is_none());
-    let bytes: u64 = devices.iter().filter_map(unsaved).sum();
+    let rams = || devices.iter().filter_map(|(_, entry)| entry.kind.ram());
+    let never = rams().any(|ram| ram.unsaved_bytes().is_none());
+    // Of one that was never saved: all that it holds.
+    let unsaved = |ram: &Arc<Ram>| ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size);
+    let bytes: u64 = rams().map(unsaved).sum();
     let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
     let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
     let by_size = plan.after.is_some_and(|after| bytes >= after) && since >= LOOK_EVERY;

@@ -135,6 +135,20 @@ fn after_a_crash_the_last_save_is_there_and_is_withheld() {
     }
 }
 
+#[test]
+fn a_new_disk_is_saved_when_so_much_was_written() {
+    let server =
+        serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes", "--save-after", "2M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 1M"]);
+    thread::sleep(Duration::from_millis(2500));
+    assert!(content(server.dir.path()).is_empty());
+    qemu_io(&uri(&server, "disk"), &["write -P 1 1M 1M"]);
+    until("it is saved", || server.json(&["stat", "disk"])["keep"]["unsaved_bytes"] == 0);
+    let server = serve(killed(server), &[]);
+    server.text(&["publish", "disk"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 2M"]);
+}
+
 /// What does not compress.
 fn noise(bytes: usize) -> Vec<u8> {
     let mut noise = vec![0; bytes];
