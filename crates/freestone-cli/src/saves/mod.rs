@@ -25,7 +25,7 @@ use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::refusal::Errno;
 use freestone_spec::{size, times};
 use serde_json::{Value, json};
-use tracing::warn;
+use tracing::{error, warn};
 use uuid::Uuid;
 
 use crate::control::protocol::Fault;
@@ -77,6 +77,8 @@ pub struct Saves {
     /// Devices that had an older content when the server started than when the one before ended, and of
     /// when that was.
     behind: Mutex<HashMap<String, SystemTime>>,
+    /// What the log was last told that comes again and again.
+    complaint: Mutex<String>,
 }
 
 /// Devices that share memory.
@@ -169,6 +171,15 @@ impl Saves {
     fn groups(&self) -> MutexGuard<'_, Vec<Arc<Group>>> {
         // Nothing in here can be half done.
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Logs what goes wrong, and comes again and again.
+    fn tell_once(&self, why: &str) {
+        let mut last = self.complaint.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last != why {
+            error!("{why}");
+            why.clone_into(&mut last);
+        }
     }
 
     fn behind(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {

@@ -1,7 +1,7 @@
 //! Saving: when it is due, and at the end.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -19,6 +19,10 @@ use crate::service::Service;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How often it is looked whether the next one would fit.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(60);
+/// After a save that failed another one is not tried before.
+const RETRY_AFTER: Duration = Duration::from_secs(60);
+/// How long beyond its time the last save may hang on a disk.
+const END_GRACE: Duration = Duration::from_secs(5);
 
 impl Saves {
     /// A thread that ends when `stops` is said.
@@ -46,9 +50,27 @@ impl Saves {
         self.stops()
     }
 
-    /// Ends what runs, saves all once more, and has the state say so. Returns how many devices were not
-    /// saved in time.
-    pub fn end(service: &Service) -> usize {
+    /// Ends what runs, saves all once more, and has the state say so, or gives up on a disk that does not
+    /// answer. Returns how many devices were not saved in time.
+    pub fn end(service: &Arc<Service>) -> usize {
+        let Some(timeout) = service.saves.timeout() else { return 0 };
+        let (tell, told) = mpsc::channel();
+        let own = Arc::clone(service);
+        let work = move || {
+            // Nobody may wait any more.
+            let _ = tell.send(Self::end_now(&own));
+        };
+        if let Err(why) = thread::Builder::new().name("save".into()).spawn(work) {
+            error!("no thread to save with: {why}");
+            return Self::end_now(service);
+        }
+        told.recv_timeout(timeout + END_GRACE).unwrap_or_else(|_| {
+            error!("a disk does not answer: what devices with keep=yes hold is not saved");
+            1
+        })
+    }
+
+    fn end_now(service: &Service) -> usize {
         let saves = &service.saves;
         {
             let _asleep = saves.bell.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -96,7 +118,7 @@ impl Saves {
             if self.group_of(ram).is_none()
                 && let Err(why) = self.make(ram.family())
             {
-                error!("{}: its content is not kept: {why}", entry.name());
+                self.tell_once(&format!("{}: its content is not kept: {why}", entry.name()));
             }
         }
         let groups = self.groups().clone();
@@ -173,8 +195,9 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
     let bytes: u64 = rams().map(unsaved).sum();
     let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
     let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
-    let by_size = plan.after.is_some_and(|after| bytes >= after) && since >= LOOK_EVERY;
-    if !by_time && !by_size {
+    let by_size = plan.after.is_some_and(|after| bytes >= after);
+    let pause = if group.told().failed.is_some() { RETRY_AFTER } else { LOOK_EVERY };
+    if (!by_time && !by_size) || since < pause {
         return;
     }
     let stops = || service.saves.stops();
