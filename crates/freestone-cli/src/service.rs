@@ -22,7 +22,7 @@ use crate::declarations::Declarations;
 use crate::ending::Leaving;
 use crate::exports::{Exports, check_own};
 use crate::job::Jobs;
-use crate::places::Seen;
+use crate::places::{Place, Seen};
 use crate::records::{self, Records};
 use crate::saves::{self, Saves};
 use crate::withheld::Withheld;
@@ -202,6 +202,12 @@ impl Service {
             self.exports.publish_home(claim, entry)?;
         }
         for (wanted, declared) in &seen.exports {
+            if let Place::Nbd(at) = &wanted.place
+                && self.exports.is_at(entry.name(), at)
+            {
+                // It is an address of the server now.
+                continue;
+            }
             let shown = self.exports.show_at(claim, entry, wanted)?;
             if *declared {
                 self.declarations.declare_export(entry.name(), wanted, &shown);

@@ -282,6 +282,18 @@ fn a_state_that_is_damaged_foreign_or_newer_is_refused_and_left_alone() {
 }
 
 #[test]
+fn an_address_of_publish_may_be_one_of_the_next_server() {
+    let server = serve(tempfile::tempdir().unwrap(), &["a=null,size=1M", "b=null,size=1M"]);
+    server.text(&["publish", "b", "--nbd", "unix:other"]);
+    let server = serve(ended(server), &["--nbd", "unix:other"]);
+    for (socket, name) in [("nbd", "a"), ("nbd", "b"), ("other", "a"), ("other", "b")] {
+        assert!(is_served(&server.path(socket), name), "{name} at {socket}");
+    }
+    let server = serve(ended(server), &[]);
+    assert!(is_served(&server.path("nbd"), "b") && !is_served(&server.path("other"), "a"));
+}
+
+#[test]
 fn words_of_the_next_start_need_a_state() {
     let dir = tempfile::tempdir().unwrap();
     let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_lost=empty", "--check"]);
