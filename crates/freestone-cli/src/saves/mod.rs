@@ -102,6 +102,8 @@ struct Told {
     members: HashSet<String>,
     file_bytes: u64,
     increments: usize,
+    /// By UUID: bytes that a save which runs is about to make durable.
+    under_way: HashMap<String, u64>,
     /// Why the last try came to nothing.
     failed: Option<String>,
     /// When it was tried last, or the group was seen first.
@@ -110,6 +112,13 @@ struct Told {
     needs: Option<(u64, u64)>,
     /// Of what was restored, how much is in memory.
     loading: Option<(u64, u64)>,
+}
+
+impl Told {
+    fn under_way_of(&self, entry: &Entry) -> u64 {
+        let uuid = entry.identity.uuid.simple().to_string();
+        self.under_way.get(&uuid).copied().unwrap_or_default()
+    }
 }
 
 impl Group {
@@ -242,7 +251,7 @@ impl Saves {
             "saved": told.saved.map(times::shown),
             "file_bytes": told.file_bytes,
             "increments": told.increments,
-            "unsaved_bytes": ram.unsaved_bytes(),
+            "unsaved_bytes": unsaved_bytes(ram) + told.under_way_of(entry),
         });
         if let Some((bytes, free)) = told.needs {
             stat["next_save_bytes"] = bytes.into();
@@ -275,6 +284,11 @@ pub fn check(registry: &Registry, entry: &Entry) -> Result<(), Fault> {
         }
         _ => Ok(()),
     }
+}
+
+/// Bytes of a device that no save has, before they are compressed; of one that was never saved, all.
+fn unsaved_bytes(ram: &Ram) -> u64 {
+    ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size)
 }
 
 /// The devices of a group by their UUIDs.

@@ -11,7 +11,7 @@ use freestone::save::SaveError;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
-use super::{Group, Member, Plan, Saves, devices, forget, stamp};
+use super::{Group, Member, Plan, Saves, devices, forget, stamp, unsaved_bytes};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
@@ -89,6 +89,11 @@ impl Saves {
             if let Some(missing) = group.missing(&service.records) {
                 failed += devices.len();
                 error!("{}", not_over(&devices, &missing));
+                continue;
+            }
+            if devices.is_empty() {
+                // They were removed just before.
+                forget(&mut group.keep(), &group.dir);
                 continue;
             }
             match group.save(&devices, &|| Instant::now() >= end) {
@@ -190,9 +195,7 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
     }
     let rams = || devices.iter().filter_map(|(_, entry)| entry.kind.ram());
     let never = rams().any(|ram| ram.unsaved_bytes().is_none());
-    // Of one that was never saved: all that it holds.
-    let unsaved = |ram: &Arc<Ram>| ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size);
-    let bytes: u64 = rams().map(unsaved).sum();
+    let bytes: u64 = rams().map(|ram| unsaved_bytes(ram)).sum();
     let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
     let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
     let by_size = plan.after.is_some_and(|after| bytes >= after);
@@ -215,11 +218,18 @@ impl Group {
     /// Saves these devices. Of when the content is that is there now.
     fn save(&self, devices: &[Member], cancelled: &dyn Fn() -> bool) -> Result<SystemTime, KeepError> {
         let mut keep = self.keep();
-        self.told().tried = Some(Instant::now());
+        {
+            let mut told = self.told();
+            told.tried = Some(Instant::now());
+            let bytes = |(uuid, entry): &Member| Some((uuid.clone(), unsaved_bytes(entry.kind.ram()?)));
+            // Until the file is durable it is not saved.
+            told.under_way = devices.iter().filter_map(bytes).collect();
+        }
         let rams: Vec<(&str, &Ram)> =
             devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect();
         let now = keep.save(&rams, cancelled, &mut |_, _| {});
         self.tell(&keep);
+        self.told().under_way.clear();
         let now = now.inspect_err(|why| {
             if !cancelled() {
                 self.told().failed = Some(why.to_string());

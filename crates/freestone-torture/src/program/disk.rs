@@ -63,6 +63,10 @@ pub struct Disk {
     pub is_lost: bool,
     /// When its content is lost it is served without, and not withheld (`on_lost=empty`).
     pub serves_lost: bool,
+    /// What it holds is saved when its server ends in order (`keep=yes`).
+    pub keeps: bool,
+    /// What it held when a server last ended so.
+    pub saved: Option<Oracle>,
     /// It was merged, or going to be, when the server was started again: where that was finished,
     /// it is a new snapshot now.
     pub merged_before: bool,
@@ -155,6 +159,8 @@ impl Disk {
             from_start: false,
             is_lost: !matches!(kind, Kind::File | Kind::Base | Kind::Template),
             serves_lost: false,
+            keeps: false,
+            saved: None,
             merged_before: false,
             oracle: Mutex::new(oracle),
             gate: RwLock::new(()),
@@ -357,7 +363,22 @@ impl Disk {
     ) -> Self {
         let mut oracle = self.oracle();
         let name = self.name.as_str();
+        let mut saved = self.saved.clone();
         let fresh = match self.kind {
+            _ if self.keeps && !killed => {
+                let flush = oracle.begin_flush();
+                oracle.end_flush(flush, true);
+                oracle.crash();
+                oracle.grow(size.unwrap_or_default());
+                saved = Some(oracle.clone());
+                oracle.clone()
+            }
+            _ if let Some(saved) = &self.saved => {
+                let mut fresh = saved.clone();
+                // It may have grown since.
+                fresh.grow(size.unwrap_or_default());
+                fresh
+            }
             Kind::File | Kind::Cow | Kind::Base if self.kept => {
                 if !killed {
                     let flush = oracle.begin_flush();
@@ -395,6 +416,8 @@ impl Disk {
             from_start: self.from_start,
             is_lost: self.is_lost,
             serves_lost: self.serves_lost,
+            keeps: self.keeps,
+            saved,
             merged_before: merging,
             // What a snapshot shows whose merge goes on is its origin's affair.
             state: Mutex::new(State { merging, closed: u32::from(merging), ..state }),

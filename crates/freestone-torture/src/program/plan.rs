@@ -80,6 +80,11 @@ fn on_lost(world: &World, rng: &mut Rng) -> (&'static str, bool) {
     if world.has_state && rng.chance(50) { (",on_lost=empty", true) } else { ("", false) }
 }
 
+/// Whether its content is kept: its word.
+fn keep(world: &World, cut: bool, rng: &mut Rng) -> (&'static str, bool) {
+    if world.has_state && !cut && rng.chance(40) { (",keep=yes", true) } else { ("", false) }
+}
+
 fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
     let durability = if cut { Durability::Flushed } else { Durability::Answered };
     Disk { cut, ..Disk::new(name, kind, Oracle::new(name, bytes / SECTOR, durability), Vec::new()) }
@@ -143,8 +148,9 @@ fn ram(world: &World, dir: &Path, n: u64, rng: &mut Rng) {
         _ => (String::new(), false, false),
     };
     let (lost, serves_lost) = on_lost(world, rng);
-    let words = format!("{name}=ram,disksize={}K{}{limit}{over}{lost}", bytes / KIB, packing(rng));
-    let disk = Disk { faults: fails, spills, serves_lost, ..blank(&name, Kind::Ram, bytes, cut) };
+    let (keep, keeps) = keep(world, cut, rng);
+    let words = format!("{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
+    let disk = Disk { faults: fails, spills, serves_lost, keeps, ..blank(&name, Kind::Ram, bytes, cut) };
     disk.tight(tight);
     disk.fails(fails);
     add(world, dir, disk, words);
@@ -235,7 +241,8 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     let own = rng.chance(25);
     let limit = if own { format!(",mem_limit={}K", 64 << rng.below(4)) } else { String::new() };
     let (lost, serves_lost) = on_lost(world, rng);
-    let words = format!("{name}=fork,base=g{limit}{over}{lost}");
+    let (keep, keeps) = keep(world, cut, rng);
+    let words = format!("{name}=fork,base=g{limit}{over}{lost}{keep}");
     let durability = if cut { Durability::Flushed } else { Durability::Answered };
     let oracle = base.oracle().snapshot(&name, durability);
     let of = Some(Arc::clone(base));
@@ -245,6 +252,7 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
         cut,
         spills,
         serves_lost,
+        keeps,
         faults: fails,
         ..Disk::new(&name, Kind::Fork, oracle, Vec::new())
     };

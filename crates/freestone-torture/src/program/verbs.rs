@@ -220,6 +220,9 @@ impl Hand<'_> {
                 Disk::new(&name, Kind::Frozen, Oracle::new(&name, 0, Durability::Answered), Vec::new());
             if origin.kind == Kind::File {
                 disk = self.cow(&name, origin, &mut asked, disk);
+            } else if origin.keeps && self.rng.chance(60) {
+                asked["keep"] = json!(true);
+                disk.keeps = true;
             }
             disk.fails(origin.may_fail() || disk.may_fail());
             disk.of = Some(Arc::clone(origin));
@@ -298,6 +301,11 @@ impl Hand<'_> {
         if serves_lost {
             asked["on_lost"] = json!("empty");
         }
+        let may_keep = !template && (base.kind == Kind::Base || base.keeps);
+        let keeps = self.world.has_state && may_keep && self.rng.chance(50);
+        if keeps {
+            asked["keep"] = json!(true);
+        }
         if template {
             asked["template"] = json!(true);
         }
@@ -324,6 +332,7 @@ impl Hand<'_> {
                 of: Some(Arc::clone(&base)),
                 spills: base.spills,
                 serves_lost,
+                keeps,
                 made_by: asked.to_string(),
                 ..Disk::new(&name, kind, oracle, at.clone().map(Place::Nbd).into_iter().collect())
             };
@@ -520,13 +529,20 @@ impl Hand<'_> {
         };
         let serves_lost = self.world.has_state && self.rng.chance(50);
         let on_lost = if serves_lost { ",on_lost=empty" } else { "" };
-        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}{on_lost}", bytes / KIB);
+        let keeps = self.world.has_state && self.rng.chance(40);
+        let keep = if keeps { ",keep=yes" } else { "" };
+        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}{on_lost}{keep}", bytes / KIB);
         if self.ask("create", &json!({ "device": device })).is_some() || self.cut_off {
             let oracle = Oracle::new(&name, bytes / SECTOR, Durability::Answered);
             let at = vec![Place::Nbd(self.path(super::server::NBD))];
             let limit = plan::limit_of(&device);
-            let disk =
-                Disk { spills, serves_lost, made_by: device, ..Disk::new(&name, Kind::Ram, oracle, at) };
+            let disk = Disk {
+                spills,
+                serves_lost,
+                keeps,
+                made_by: device,
+                ..Disk::new(&name, Kind::Ram, oracle, at)
+            };
             disk.learn(|known| (known.limit, known.size) = (limit, Some(bytes)));
             self.made_all(vec![disk]);
         }

@@ -90,7 +90,9 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         let found = there.remove(name);
         // A snapshot in memory outlives what it was taken of, but words cannot say what it is then.
         let is_gone = |of: &Arc<Disk>| of.is_removed() || missed.iter().any(|disk| disk.name == of.name);
-        if of.is_some_and(is_gone) {
+        // With its content it comes alone.
+        let has_content = disk.keeps && (!killed || disk.saved.is_some());
+        if of.is_some_and(is_gone) && !has_content {
             if found.is_some() || !missing.contains(name) {
                 return Err(format!(
                     "{name} is not missing, as what it stands on is gone\n  {}",
@@ -106,7 +108,8 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
             vague.push(Arc::clone(disk));
             continue;
         }
-        if disk.is_lost || of.is_some_and(|of| lost.contains(of.name.as_str())) {
+        let is_own = disk.is_lost && (killed || !disk.keeps);
+        if is_own || of.is_some_and(|of| lost.contains(of.name.as_str())) {
             lost.insert(name);
         }
         let is_lost = lost.contains(name);
@@ -117,8 +120,13 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         let known = checked(disk, &found, &allowed, is_lost, starts)
             .map_err(|why| format!("{name}: {why}\n  it is {found:?}\n  {}", disk.story()))?;
         world.counts.add("restarts", if known.withheld { "devices withheld" } else { "devices seen" }, 1);
+        if has_content {
+            let what = if killed { "devices with an older content" } else { "devices with their content" };
+            world.counts.add("restarts", what, 1);
+        }
         let places = places_of(world, &found);
-        let of = of.and_then(|of| now.iter().find(|disk| disk.name == of.name)).cloned();
+        let alone = of.filter(|of| is_gone(of)).cloned();
+        let of = of.and_then(|of| now.iter().find(|disk| disk.name == of.name)).cloned().or(alone);
         now.push(Arc::new(disk.again(killed, of, places, known, Some(found.bytes / SECTOR_BYTES as u64))));
     }
     for (name, found) in &there {
@@ -231,7 +239,8 @@ fn checked(
     if !generations.contains(&there.generation) {
         return Err(format!("should have a generation of {generations:?}"));
     }
-    let withheld = is_lost && !disk.serves_lost;
+    // What was withheld stays so until somebody has said that it may be seen.
+    let withheld = (is_lost || known.withheld) && !disk.serves_lost;
     if there.withheld != withheld {
         return Err(format!("should{} be withheld", if withheld { "" } else { " not" }));
     }
