@@ -24,6 +24,7 @@ use tracing::warn;
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
+use crate::defaults::Defaults;
 use crate::exposure;
 use crate::places::{Place, Wanted};
 use crate::template;
@@ -44,6 +45,8 @@ pub struct Exports {
     registry: Arc<Registry>,
     /// The NBD server.
     pub nbd: Server,
+    /// Whose the empty name is.
+    pub defaults: Defaults,
     /// Who may connect to the sockets that are made here.
     access: Access,
     claims: Claims,
@@ -119,6 +122,7 @@ impl Exports {
         Self {
             registry,
             nbd: Server::new(limits),
+            defaults: Defaults::default(),
             access,
             claims: Claims::default(),
             addresses: Mutex::default(),
@@ -242,12 +246,14 @@ impl Exports {
             let listen = self.nbd.listen_as(address, &self.access);
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
-        let shown = match self.show(entry, &at, read_only, true) {
+        let may_be_default = self.defaults.is_free_for(&at, name);
+        let shown = match self.show(entry, &at, read_only, may_be_default) {
             Err(PublishError::DefaultTaken { .. }) => self.show(entry, &at, read_only, false),
             shown => shown,
         };
         match shown {
             Ok(()) => {
+                self.defaults.settle(&at, name);
                 if opened {
                     warn_of_exposure(&at);
                 }

@@ -9,6 +9,7 @@ mod cli;
 mod control;
 mod declarations;
 mod declared;
+mod defaults;
 mod ending;
 mod error;
 mod exports;

@@ -13,6 +13,7 @@ use freestone_state::{Change, Device, State};
 
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
+use crate::paths::address_text;
 use crate::places::{Place, Seen, Wanted};
 use crate::records::{export, refused};
 use crate::service::Service;
@@ -64,7 +65,10 @@ impl<'a> Recording<'a> {
 
     /// Devices that could not be made again are forgotten, too.
     pub fn forget_missing(&self) {
-        self.names.iter().for_each(|name| self.service.records.found(name));
+        for name in &self.names {
+            self.service.records.found(name);
+            self.service.exports.defaults.release(name);
+        }
     }
 }
 
@@ -88,6 +92,11 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     let name = entry.name();
     let left_out = mutants::on(Mutant::ExportsForgotten);
     let exports = seen.exports.iter().filter(|_| !left_out);
+    let mut default_at = service.exports.defaults.of(name);
+    let live = service.exports.nbd.exports_named(name).into_iter().filter(|export| export.default);
+    default_at.extend(live.map(|export| export.address));
+    let mut default_at: Vec<String> = default_at.iter().map(address_text).collect();
+    default_at.sort_unstable();
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
@@ -98,6 +107,7 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         words: words(entry),
         declared: service.declarations.has(name),
         home: seen.home,
+        default_at,
         exports: exports.map(|(wanted, declared)| export(wanted, *declared)).collect(),
     }
 }

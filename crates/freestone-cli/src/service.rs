@@ -310,6 +310,7 @@ impl Service {
         // One that gets the name later is not the file's.
         self.declarations.forget(name);
         let _ = self.withheld.take(name);
+        self.exports.defaults.release(name);
         self.saves.forget_behind(name);
         if let Some(faults) = &entry.layers.faults {
             // A verb that hangs could not be let go any more: the name is gone.

@@ -15,6 +15,7 @@ use uuid::Uuid;
 use crate::apply::{self, Extent};
 use crate::control::protocol::Fault;
 use crate::declared::Declared;
+use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
 use crate::recording::{self, Recording};
 use crate::records;
@@ -125,6 +126,11 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
 /// logged, and stays in the state.
 pub fn of_state(service: &Service, topology: &Topology) -> Result<Vec<Begun>, Fault> {
     let mut saved = service.saves.find(topology)?;
+    for device in topology.devices() {
+        for address in device.default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
+            service.exports.defaults.reserve(address, &device.name);
+        }
+    }
     let (mut begun, mut lost) = (Vec::new(), HashSet::new());
     for device in topology.devices() {
         match again(service, topology, device, &mut saved, &lost) {

@@ -29,6 +29,9 @@ pub struct Device {
     /// It is published at the addresses of the server.
     #[serde(default, skip_serializing_if = "is_false")]
     pub home: bool,
+    /// NBD addresses where it answers to the empty name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub default_at: Vec<String>,
     /// Where else it is published.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<Export>,

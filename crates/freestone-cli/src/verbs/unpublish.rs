@@ -50,6 +50,7 @@ impl Verb for Unpublish {
         let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
         // There is nothing left to be withheld.
         let _ = service.withheld.take(&name);
+        service.exports.defaults.release(&name);
         service.declarations.forget_exports(&name);
         recording.commit()?;
         Ok(Reply { name, connections_ended })

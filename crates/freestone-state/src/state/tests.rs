@@ -14,6 +14,7 @@ fn device(name: &str, words: &str) -> Device {
         saved: None,
         declared: false,
         home: true,
+        default_at: Vec::new(),
         exports: Vec::new(),
     }
 }

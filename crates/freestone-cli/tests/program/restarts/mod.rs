@@ -281,6 +281,53 @@ fn a_state_that_is_damaged_foreign_or_newer_is_refused_and_left_alone() {
     assert_eq!(server.json(&["list"])["devices"].as_array().unwrap().len(), 3);
 }
 
+/// A client that asks for the empty name gets the device that had it, or none.
+#[test]
+fn the_empty_name_stays_with_its_device() {
+    let server = serve(image(1 << 20), &["lost=ram,disksize=1M", GOLDEN, "other=null,size=1M"]);
+    for verb in [
+        &["publish", "other", "--nbd", "unix:two"][..],
+        &["publish", "golden", "--nbd", "unix:two"],
+        &["publish", "golden", "--nbd", "unix:three"],
+        &["publish", "other", "--nbd", "unix:three"],
+    ] {
+        server.text(verb);
+    }
+    let owner = |server: &Serve, socket: &str| {
+        let list = server.json(&["list"]);
+        let at = format!("unix:{}", server.path(socket).display());
+        let is = |export: &Value| export["address"] == at && export["default"] == true;
+        let has = |device: &&Value| device["exports"].as_array().unwrap().iter().any(is);
+        let owner = list["devices"].as_array().unwrap().iter().find(has);
+        owner.map_or("nobody".to_owned(), |device| device["name"].as_str().unwrap().to_owned())
+    };
+    let owners = |server: &Serve| ["nbd", "two", "three"].map(|socket| owner(server, socket));
+    assert_eq!(owners(&server), ["lost", "other", "golden"]);
+    let mut dir = killed(server);
+    for _ in 0..2 {
+        let server = serve(dir, &[]);
+        assert_eq!(owners(&server), ["nobody", "other", "golden"]);
+        assert!(!is_served(&server.path("nbd"), "") && is_served(&server.path("nbd"), "other"));
+        // Not even for one that comes later.
+        server.text(&["create", "new=null,size=1M,publish=yes"]);
+        assert_eq!(owner(&server, "nbd"), "nobody");
+        server.text(&["remove", "new"]);
+        dir = ended(server);
+    }
+    // One that is missing keeps it, too.
+    fs::rename(dir.path().join("golden.img"), dir.path().join("away.img")).unwrap();
+    let server = serve(dir, &[]);
+    server.text(&["publish", "lost"]);
+    assert_eq!(owners(&server), ["lost", "other", "nobody"]);
+    let dir = ended(server);
+    fs::rename(dir.path().join("away.img"), dir.path().join("golden.img")).unwrap();
+    let server = serve(dir, &[]);
+    assert_eq!(owners(&server), ["nobody", "other", "golden"]);
+    server.text(&["remove", "lost"]);
+    server.text(&["create", "new=null,size=1M,publish=yes"]);
+    assert_eq!(owner(&server, "nbd"), "new");
+}
+
 #[test]
 fn an_address_of_publish_may_be_one_of_the_next_server() {
     let server = serve(tempfile::tempdir().unwrap(), &["a=null,size=1M", "b=null,size=1M"]);
