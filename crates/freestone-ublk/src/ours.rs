@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -16,6 +17,11 @@ use crate::within::within;
 
 /// How long removing what was left behind may take.
 const REMOVE_DEADLINE: Duration = Duration::from_secs(20);
+
+/// How long a device may look as if it were served when its server is gone: the kernel lets go of the
+/// rings of a process after its end.
+const LET_GO_MAX: Duration = Duration::from_secs(1);
+const LET_GO_PAUSE: Duration = Duration::from_millis(5);
 
 /// Ids of devices of this process. Locked while a device is made, so that nobody takes a new one for
 /// one that was left behind.
@@ -86,6 +92,19 @@ fn remove_all(kernel: &dyn Kernel) -> Result<Vec<u32>, LeftBehindError> {
 }
 
 fn remove_one(kernel: &dyn Kernel, control: &Control<'_>, id: u32) -> Result<bool, ControlError> {
+    let end = Instant::now() + LET_GO_MAX;
+    loop {
+        if remove_if_left(kernel, control, id)? {
+            return Ok(true);
+        }
+        if !is_let_go(&control.info(id)?, is_running) || Instant::now() >= end {
+            return Ok(false);
+        }
+        thread::sleep(LET_GO_PAUSE);
+    }
+}
+
+fn remove_if_left(kernel: &dyn Kernel, control: &Control<'_>, id: u32) -> Result<bool, ControlError> {
     // No device of this process is made meanwhile, so that one with its number is an older one's.
     let left = || {
         let info = control.info(id)?;
@@ -117,6 +136,11 @@ fn is_left(info: &DevInfo, ids: &BTreeSet<u32>, is_running: impl Fn(u32) -> bool
     if pid == std::process::id() { !ids.contains(&info.dev_id) } else { !is_running(pid) }
 }
 
+/// Whether it is one of ours that still looks as if it were served, and whose server is gone.
+fn is_let_go(info: &DevInfo, is_running: impl Fn(u32) -> bool) -> bool {
+    maker(info).is_some_and(|pid| pid != std::process::id() && !is_running(pid))
+}
+
 fn is_running(pid: u32) -> bool {
     let Some(pid) = Pid::from_raw(pid as i32) else { return false };
     test_kill_process(pid) != Err(Errno::SRCH)
@@ -141,5 +165,7 @@ mod tests {
         assert!(!left(device(mark(me), state::DEAD), &mine, true));
         assert!(left(device(mark(me), state::DEAD), &none, true), "of a process with our number");
         assert!(is_running(me) && is_running(1));
+        let goes = |mark, runs: bool| is_let_go(&device(mark, state::LIVE), |_| runs);
+        assert!(goes(mark(77), false) && !goes(mark(77), true) && !goes(77, false) && !goes(mark(me), false));
     }
 }
