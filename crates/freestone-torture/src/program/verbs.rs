@@ -1,6 +1,7 @@
 //! Verbs at random, beside the clients and one another; what they change is told to the oracles.
 
 mod saved;
+mod upkeep;
 
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
@@ -546,31 +547,6 @@ impl Hand<'_> {
             disk.learn(|known| (known.limit, known.size) = (limit, Some(bytes)));
             self.made_all(vec![disk]);
         }
-    }
-
-    /// What changes nothing that a client sees.
-    fn upkeep(&mut self) {
-        let Some(disk) = self.some(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen)) else {
-            return;
-        };
-        let name = &disk.name;
-        match self.rng.below(5) {
-            0 => self.ask("idle", &json!({ "name": name, "which": "all" })),
-            1 => {
-                let kind = ["idle", "huge", "huge_idle", "incompressible"][self.rng.below(4) as usize];
-                self.ask("writeback", &json!({ "name": name, "type": kind }))
-            }
-            2 => {
-                let page = self.rng.below(300);
-                let pages = format!("{page}-{}", page + self.rng.below(300));
-                self.ask("writeback", &json!({ "name": name, "page_indexes": [pages] }))
-            }
-            3 => {
-                let kind = ["idle", "huge", "huge_idle"][self.rng.below(3) as usize];
-                self.ask_of("recompress", &json!({ "name": name, "type": kind }), Some(&disk))
-            }
-            _ => self.ask("compact", &json!({ "name": name })),
-        };
     }
 
     fn look(&mut self) {
