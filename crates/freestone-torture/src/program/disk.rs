@@ -373,9 +373,9 @@ impl Disk {
                 saved = Some(oracle.clone());
                 oracle.clone()
             }
-            _ if let Some(saved) = &self.saved => {
-                let mut fresh = saved.clone();
-                // It may have grown since.
+            // It may have grown since.
+            _ if self.saved.is_some() => {
+                let mut fresh = self.saved.clone().expect("looked at just now");
                 fresh.grow(size.unwrap_or_default());
                 fresh
             }
