@@ -31,15 +31,23 @@ impl<'a> Recording<'a> {
         let Some(state) = service.records.state() else {
             return Ok(Self { service, names: Vec::new(), change: None });
         };
-        let change = Some((state, state.begin(verb, names).map_err(|error| refused(&error))?));
-        Ok(Self { service, names: names.iter().map(|name| (*name).to_owned()).collect(), change })
+        service.records.enter().map_err(|fault| Fault {
+            message: format!("{}: {}", names.join(", "), fault.message),
+            ..fault
+        })?;
+        let names = names.iter().map(|name| (*name).to_owned()).collect();
+        // From here on it leaves when it is dropped.
+        let mut begun = Self { service, names, change: None };
+        let all: Vec<&str> = begun.names.iter().map(String::as_str).collect();
+        begun.change = Some((state, state.begin(verb, &all).map_err(|error| refused(&error))?));
+        Ok(begun)
     }
 
     /// All is done. Durable when this returns.
-    pub fn commit(self) -> Result<(), Fault> {
-        let Self { service, names, change } = self;
-        let Some((state, mut change)) = change else { return Ok(()) };
-        for name in &names {
+    pub fn commit(mut self) -> Result<(), Fault> {
+        let Some((state, mut change)) = self.change.take() else { return Ok(()) };
+        let (service, names) = (self.service, &self.names);
+        for name in names {
             let old = state.find(name);
             match (service.registry.find(name).filter(|entry| entry.template.is_none()), old) {
                 (Some(entry), old) => {
@@ -68,6 +76,14 @@ impl<'a> Recording<'a> {
         for name in &self.names {
             self.service.records.found(name);
             self.service.exports.defaults.release(name);
+        }
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if self.service.records.state().is_some() {
+            self.service.records.leave();
         }
     }
 }

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use freestone_nbd::Address;
 use freestone_spec::refusal::Errno;
@@ -16,6 +17,9 @@ use crate::places::{Place, Wanted};
 /// Why what is said of the next start is refused.
 pub const NEEDS_STATE: &str = "says what the next start does, of a server with a state: serve --state DIR";
 
+/// How long the end of the server waits for changes that are under way.
+const END_WAIT: Duration = Duration::from_secs(2);
+
 /// Nothing, where the server keeps no state.
 #[derive(Default)]
 pub struct Records {
@@ -23,8 +27,18 @@ pub struct Records {
     /// The server ends, and its exports go: where devices are to be seen from now on is not where the
     /// next start shows them.
     over: AtomicBool,
+    /// Changes that have begun. Locked for a look or a change.
+    under_way: Mutex<UnderWay>,
+    one_is_over: Condvar,
     /// Devices that could not be made again, and why. Locked for a look or a change.
     missing: Mutex<BTreeMap<String, String>>,
+}
+
+/// See [`Records::end`].
+#[derive(Default)]
+struct UnderWay {
+    changes: usize,
+    ends: bool,
 }
 
 impl Records {
@@ -52,9 +66,30 @@ impl Records {
         change.commit().map_err(|error| refused(&error))
     }
 
-    /// Whether the server ends.
+    /// Whether the server has ended, for changes that came too late.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::SeqCst)
+    }
+
+    fn under_way(&self) -> MutexGuard<'_, UnderWay> {
+        // Nothing in here can be half done.
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A change begins; not where the server ends.
+    pub fn enter(&self) -> Result<(), Fault> {
+        let mut under_way = self.under_way();
+        if under_way.ends {
+            return Err(Fault::failed(Errno::ECANCELED, "the server is shutting down"));
+        }
+        under_way.changes += 1;
+        Ok(())
+    }
+
+    /// It is over.
+    pub fn leave(&self) {
+        self.under_way().changes -= 1;
+        self.one_is_over.notify_all();
     }
 
     /// A device is there again, or another one in its place; or nobody wants it any more.
@@ -62,8 +97,13 @@ impl Records {
         self.missing().remove(name);
     }
 
-    /// The server ends: all is kept as it is now. A verb that has not committed yet is refused.
+    /// The server ends: no change begins any more, and those under way are waited for a while, before
+    /// exports go. One that has not committed by then is refused.
     pub fn end(&self) {
+        let mut under_way = self.under_way();
+        under_way.ends = true;
+        let waited = self.one_is_over.wait_timeout_while(under_way, END_WAIT, |all| all.changes > 0);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
         self.over.store(true, Ordering::SeqCst);
     }
 

@@ -320,7 +320,6 @@ impl Running {
     /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has
     /// nothing left to wait for but what a disk does not do at once.
     fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
-        self.service.records.end();
         self.service.jobs.end_all();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
@@ -329,6 +328,7 @@ impl Running {
             }
         }
         let waits: Vec<_> = self.service.registry.all().iter().filter_map(|e| e.no_waiting()).collect();
+        self.service.records.end();
         let (service, control) = (Arc::clone(&self.service), self.control.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
             service.exports.shutdown(SHUTDOWN_GRACE);
