@@ -148,6 +148,10 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         let why = format!("{}: {key}: the server has {is}; this changes with a restart only", path.display());
         Err(Fault::failed(Errno::EBUSY, why))
     };
+    let same = |key: &str, said: &str, is: Option<&String>| {
+        let is = is.map_or("none", String::as_str);
+        if is == said { Ok(()) } else { differs(key, is.to_owned()) }
+    };
     let mut home = service.exports.home();
     home.retain(|address| *address != Address::Stdin);
     let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
@@ -158,8 +162,8 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
         Ok(address) => home.contains(&address),
         Err(_) => false,
     };
-    let same = file.nbd.len() == home.len() && file.nbd.iter().all(is_home);
-    if !file.nbd.is_empty() && !same {
+    let is_same = file.nbd.len() == home.len() && file.nbd.iter().all(is_home);
+    if !file.nbd.is_empty() && !is_same {
         let is: Vec<_> = home.iter().map(ToString::to_string).collect();
         return differs("nbd", is.join(", "));
     }
@@ -174,12 +178,9 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
             return differs("state", is.map_or_else(|| "none".into(), |dir| dir.display().to_string()));
         }
     }
-    let now = service.saves.keys();
-    for (key, value) in saves::Plan::keys_of(file) {
-        let is = now.iter().find(|(known, _)| *known == key).map_or("none", |(_, is)| is);
-        if is != value {
-            return differs(key, is.to_owned());
-        }
+    let (now, asked) = (service.saves.keys(), saves::Plan::keys_of(file));
+    for (key, value) in asked {
+        same(key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
     }
     let access = &service.access;
     for (prefix, said, is) in [
@@ -188,10 +189,7 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     ] {
         let now = is.keys(prefix);
         for (key, value) in said.keys(prefix) {
-            let is = now.iter().find(|(known, _)| *known == key).map_or("none", |(_, is)| is);
-            if is != value {
-                return differs(&key, is.to_owned());
-            }
+            same(&key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
         }
     }
     let limits = &service.limits;
@@ -275,7 +273,7 @@ impl Plan<'_> {
 
     /// Where a device that is withheld is to be seen once it no longer is.
     fn seen_once(&self, device: &Declared, entry: &Arc<Entry>, is: &Seen) -> Seen {
-        let home = device.spec.publish.unwrap_or_else(|| self.service.registry.copies_for(entry).is_none());
+        let home = self.service.belongs_at_home(device.spec.publish, entry);
         let stays = |wanted: &Wanted| !device.exports.iter().any(|other| other.place.is(&wanted.place));
         let by_hand =
             is.exports.iter().filter(|(wanted, declared)| !declared && !self.extent.prune && stays(wanted));
@@ -329,10 +327,7 @@ impl Plan<'_> {
         let home = service.exports.home();
         let at_home = home.iter().filter(|address| service.exports.is_at(name, address));
         let at_home: Vec<_> = at_home.cloned().collect();
-        let belongs = match device.spec.publish {
-            Some(said) => said,
-            None => service.registry.copies_for(entry).is_none(),
-        };
+        let belongs = service.belongs_at_home(device.spec.publish, entry);
         if belongs && at_home.len() < home.len() {
             changes.push(Change::ShowHome(name.to_owned()));
         } else if !belongs {
@@ -405,7 +400,7 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
                 declarations.declare(&name);
             }
             entry.kind.begin_merge(&entry, &service.registry)?;
-            if publish.unwrap_or_else(|| service.registry.copies_for(&entry).is_none()) {
+            if service.belongs_at_home(publish, &entry) {
                 exports.publish_home(claim, &entry)?;
             }
             for wanted in &wanted {

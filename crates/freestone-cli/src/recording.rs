@@ -8,14 +8,13 @@ use std::env;
 
 use freestone::mutants::{self, Mutant};
 use freestone_spec::kinds::Entry;
-use freestone_spec::refusal::Errno;
 use freestone_state::{Change, Device, State};
 
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::paths::address_text;
 use crate::places::{Place, Seen, Wanted};
-use crate::records::{export, refused};
+use crate::records::{export, refused, too_late};
 use crate::service::Service;
 
 /// A change of devices that has begun.
@@ -31,10 +30,7 @@ impl<'a> Recording<'a> {
         let Some(state) = service.records.state() else {
             return Ok(Self { service, names: Vec::new(), change: None });
         };
-        service.records.enter().map_err(|fault| Fault {
-            message: format!("{}: {}", names.join(", "), fault.message),
-            ..fault
-        })?;
+        service.records.enter(names)?;
         let names = names.iter().map(|name| (*name).to_owned()).collect();
         // From here on it leaves when it is dropped.
         let mut begun = Self { service, names, change: None };
@@ -65,8 +61,7 @@ impl<'a> Recording<'a> {
         }
         // After the look at the exports: where it is not over yet, none of them had gone then.
         if service.records.is_over() {
-            let why = format!("{}: the server is shutting down", names.join(", "));
-            return Err(Fault::failed(Errno::ECANCELED, why));
+            return Err(too_late(&names.join(", ")));
         }
         change.commit().map_err(|error| refused(&error))
     }
@@ -144,15 +139,7 @@ pub fn put<'a>(service: &Service, devices: impl Iterator<Item = (&'a Entry, Seen
     let Some(state) = service.records.state() else { return Ok(()) };
     let now = devices.map(|(entry, seen)| device(service, entry, &seen));
     let changed: Vec<Device> = now.filter(|now| state.find(&now.name).as_ref() != Some(now)).collect();
-    if changed.is_empty() {
-        return Ok(());
-    }
-    let names: Vec<&str> = changed.iter().map(|device| device.name.as_str()).collect();
-    let mut change = state.begin("serve", &names).map_err(|error| refused(&error))?;
-    for device in &changed {
-        change.put(device.clone());
-    }
-    change.commit().map_err(|error| refused(&error))
+    service.records.put_all(changed)
 }
 
 /// Whether a device is otherwise than what is kept.

@@ -53,17 +53,22 @@ impl Records {
         self.state.get()
     }
 
-    /// The server ends, and these saves have what the devices hold.
-    pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
-        let Some(state) = self.state.get().filter(|_| !saved.is_empty()) else { return Ok(()) };
-        let names: Vec<&str> = saved.iter().map(|(name, _)| name.as_str()).collect();
+    /// The server begins or ends, and this is to be known of these devices.
+    pub fn put_all(&self, devices: Vec<Device>) -> Result<(), Fault> {
+        let Some(state) = self.state.get().filter(|_| !devices.is_empty()) else { return Ok(()) };
+        let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
         let mut change = state.begin("serve", &names).map_err(|error| refused(&error))?;
-        for (name, stamp) in saved {
-            if let Some(device) = state.find(name) {
-                change.put(Device { saved: Some(*stamp), ..device });
-            }
+        for device in devices {
+            change.put(device);
         }
         change.commit().map_err(|error| refused(&error))
+    }
+
+    /// The server ends, and these saves have what the devices hold.
+    pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
+        let Some(state) = self.state.get() else { return Ok(()) };
+        let with = |(name, stamp): &(String, u64)| Some(Device { saved: Some(*stamp), ..state.find(name)? });
+        self.put_all(saved.iter().filter_map(with).collect())
     }
 
     /// Whether the server has ended, for changes that came too late.
@@ -77,10 +82,10 @@ impl Records {
     }
 
     /// A change begins; not where the server ends.
-    pub fn enter(&self) -> Result<(), Fault> {
+    pub fn enter(&self, names: &[&str]) -> Result<(), Fault> {
         let mut under_way = self.under_way();
         if under_way.ends {
-            return Err(Fault::failed(Errno::ECANCELED, "the server is shutting down"));
+            return Err(too_late(&names.join(", ")));
         }
         under_way.changes += 1;
         Ok(())
@@ -127,6 +132,11 @@ impl Records {
     pub fn why_missing(&self, name: &str) -> Option<String> {
         self.missing().get(name).cloned()
     }
+}
+
+/// Why a verb fails that would change these devices when the server ends.
+pub fn too_late(names: &str) -> Fault {
+    Fault::failed(Errno::ECANCELED, format!("{names}: the server is shutting down"))
 }
 
 /// Why a verb fails whose change cannot be kept.

@@ -216,6 +216,11 @@ impl Service {
         Ok(())
     }
 
+    /// Whether a device is to be seen at home: as was said, else unless copies need it for themselves.
+    pub fn belongs_at_home(&self, said: Option<bool>, entry: &Arc<Entry>) -> bool {
+        said.unwrap_or_else(|| self.registry.copies_for(entry).is_none())
+    }
+
     /// Sets attributes, all of them or none; who has claimed the device.
     pub fn set(&self, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
         let size = entry.size();
@@ -253,8 +258,7 @@ impl Service {
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
-        let of_state = if spec.on_lost.is_some() { Some("on_lost") } else { spec.keep.then_some("keep") };
-        if let Some(key) = of_state.filter(|_| self.records.state().is_none()) {
+        if let Some(key) = spec.key_of_state().filter(|_| self.records.state().is_none()) {
             return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
         }
         if let Some(cow) = spec.kind.copies_to()

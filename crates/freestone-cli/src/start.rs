@@ -116,7 +116,7 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
     }
     // Where copies go is nobody's to see, unless that was said; then it is refused.
     let seen = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
-        let home = publish.unwrap_or_else(|| service.registry.copies_for(&entry).is_none());
+        let home = service.belongs_at_home(publish, &entry);
         Begun { entry, seen: Seen { home, exports } }
     };
     Ok(begun.into_iter().map(seen).collect())

@@ -77,8 +77,7 @@ impl StateArgs {
             }
         }
         for Declared { spec, at, .. } in devices {
-            let key = if spec.on_lost.is_some() { Some("on_lost") } else { spec.keep.then_some("keep") };
-            if let Some(key) = key {
+            if let Some(key) = spec.key_of_state() {
                 return Err(Usage(format!("{at}{}: {key}: {NEEDS_STATE}", spec.name)));
             }
         }

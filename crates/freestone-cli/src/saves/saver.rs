@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use freestone::keep::{KeepError, Wrote};
+use freestone::keep::{Estimate, KeepError, Wrote};
 use freestone::ram::Ram;
 use freestone::save::SaveError;
 use freestone_spec::size::human;
@@ -58,11 +58,11 @@ impl Saves {
         let own = Arc::clone(service);
         let work = move || {
             // Nobody may wait any more.
-            let _ = tell.send(Self::end_now(&own));
+            let _ = tell.send(Self::end_now(&own, timeout));
         };
         if let Err(why) = thread::Builder::new().name("save".into()).spawn(work) {
             error!("no thread to save with: {why}");
-            return Self::end_now(service);
+            return Self::end_now(service, timeout);
         }
         told.recv_timeout(timeout + END_GRACE).unwrap_or_else(|_| {
             error!("a disk does not answer: what devices with keep=yes hold is not saved");
@@ -70,7 +70,7 @@ impl Saves {
         })
     }
 
-    fn end_now(service: &Service) -> usize {
+    fn end_now(service: &Service, timeout: Duration) -> usize {
         let saves = &service.saves;
         {
             let _asleep = saves.bell.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,8 +82,7 @@ impl Saves {
             // It has logged what went wrong.
             let _ = thread.join();
         }
-        let Some((_, plan)) = saves.at.get() else { return 0 };
-        let end = Instant::now() + plan.timeout;
+        let end = Instant::now() + timeout;
         let (mut exact, mut failed) = (Vec::new(), 0);
         for (group, devices) in saves.all(service) {
             if let Some(missing) = group.missing(&service.records) {
@@ -103,8 +102,7 @@ impl Saves {
                 }
                 Err(why) => {
                     failed += devices.len();
-                    let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
-                    error!("{}: not saved: {why}", names.join(", "));
+                    error!("{}: not saved: {why}", names(&devices));
                 }
             }
         }
@@ -135,14 +133,8 @@ impl Saves {
 
     /// What would not fit, in sentences: for who is about to end the server.
     pub fn unfit(service: &Service) -> Vec<String> {
-        let each = service.saves.all(service).into_iter();
-        let told = each.filter_map(|(group, devices)| {
-            let (bytes, free) = group.estimate(&devices).filter(|(bytes, free)| bytes > free)?;
-            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
-            let (bytes, free) = (human(bytes), human(free));
-            Some(format!("{}: the next save needs about {bytes}, and {free} are free", names.join(", ")))
-        });
-        told.collect()
+        let all = service.saves.all(service);
+        all.iter().filter_map(|(group, devices)| group.unfit(devices)).collect()
     }
 }
 
@@ -170,11 +162,20 @@ fn watch(service: &Weak<Service>, plan: Plan) {
     }
 }
 
+/// Their names, for a sentence.
+fn names(devices: &[Member]) -> String {
+    devices.iter().map(|(_, entry)| entry.name()).collect::<Vec<_>>().join(", ")
+}
+
+/// Their disks, by their UUIDs.
+fn rams(devices: &[Member]) -> Vec<(&str, &Ram)> {
+    devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect()
+}
+
 /// Why nothing is saved: it would go over the content of a device that is missing.
 fn not_over(devices: &[Member], missing: &str) -> String {
-    let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
     let why = format!("with what they hold is that of {missing}, which is not there again");
-    format!("{}: not saved: {why}; `freestone remove {missing}` gives it up", names.join(", "))
+    format!("{}: not saved: {why}; `freestone remove {missing}` gives it up", names(devices))
 }
 
 fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
@@ -190,12 +191,12 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
         service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
         return forget(&mut group.keep(), &group.dir);
     }
-    if estimates {
-        group.warn_if_unfit(devices);
+    if estimates && let Some(why) = group.unfit(devices) {
+        warn!("{why}");
     }
-    let rams = || devices.iter().filter_map(|(_, entry)| entry.kind.ram());
-    let never = rams().any(|ram| ram.unsaved_bytes().is_none());
-    let bytes: u64 = rams().map(|ram| unsaved_bytes(ram)).sum();
+    let rams = rams(devices);
+    let never = rams.iter().any(|(_, ram)| ram.unsaved_bytes().is_none());
+    let bytes: u64 = rams.iter().map(|(_, ram)| unsaved_bytes(ram)).sum();
     let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
     let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
     let by_size = plan.after.is_some_and(|after| bytes >= after);
@@ -208,8 +209,7 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
         Ok(_) => group.merge(&stops),
         Err(KeepError::Save(SaveError::Cancelled)) => {}
         Err(why) => {
-            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
-            error!("{}: not saved: {why}", names.join(", "));
+            error!("{}: not saved: {why}", names(devices));
         }
     }
 }
@@ -225,9 +225,7 @@ impl Group {
             // Until the file is durable it is not saved.
             told.under_way = devices.iter().filter_map(bytes).collect();
         }
-        let rams: Vec<(&str, &Ram)> =
-            devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect();
-        let now = keep.save(&rams, cancelled, &mut |_, _| {});
+        let now = keep.save(&rams(devices), cancelled, &mut |_, _| {});
         self.tell(&keep);
         self.told().under_way.clear();
         let now = now.inspect_err(|why| {
@@ -255,22 +253,14 @@ impl Group {
         self.tell(&keep);
     }
 
-    /// Bytes that the next save needs, and that are free.
-    fn estimate(&self, devices: &[Member]) -> Option<(u64, u64)> {
-        let rams: Vec<(&str, &Ram)> =
-            devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect();
+    /// Estimates the next save. That it would not fit, in a sentence.
+    fn unfit(&self, devices: &[Member]) -> Option<String> {
         // One that is saved just now is as good as saved.
         let keep = self.keep.try_lock().ok()?;
-        let estimate = keep.estimate(&rams).ok()?;
-        self.told().needs = Some((estimate.bytes, estimate.free_bytes));
-        Some((estimate.bytes, estimate.free_bytes))
-    }
-
-    fn warn_if_unfit(&self, devices: &[Member]) {
-        if let Some((bytes, free)) = self.estimate(devices).filter(|(bytes, free)| bytes > free) {
-            let names: Vec<_> = devices.iter().map(|(_, entry)| entry.name()).collect();
-            let (bytes, free) = (human(bytes), human(free));
-            warn!("{}: the next save needs about {bytes}, and {free} are free", names.join(", "));
-        }
+        let Estimate { bytes, free_bytes, .. } = keep.estimate(&rams(devices)).ok()?;
+        self.told().needs = Some((bytes, free_bytes));
+        let (needed, free) = (human(bytes), human(free_bytes));
+        let why = || format!("{}: the next save needs about {needed}, and {free} are free", names(devices));
+        (bytes > free_bytes).then(why)
     }
 }

@@ -10,7 +10,6 @@ use std::time::SystemTime;
 
 use freestone::keep::{Keep, KeepError, Loaded, Loading};
 use freestone::ram::{Family, Ram};
-use freestone::save::Base;
 use freestone_spec::kinds::{KindSpec, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, Topology};
@@ -19,7 +18,7 @@ use tracing::{error, info, warn};
 use super::{Group, Saves, forget, stamp};
 use crate::control::protocol::Fault;
 use crate::service::Service;
-use crate::verbs::restore::find_base;
+use crate::verbs::restore::{as_base, find_base};
 
 /// Directories with content, until all devices are there.
 pub struct Restores {
@@ -152,15 +151,7 @@ fn restore(
         _ => find_base(service, &contents, &|| false)?,
     };
     let (family, bases) = match base {
-        Some(base) => {
-            let device = base.device().cloned();
-            let given = match (base.kind.memory_snapshot(), device) {
-                (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
-                (None, Some(device)) => Base::Device(device),
-                (None, None) => unreachable!("a template is no base"),
-            };
-            (base.family_of(&service.registry)?, vec![given])
-        }
+        Some(base) => (base.family_of(&service.registry)?, vec![as_base(&base)]),
         None => (own_family(service, topology, &dir.members, first)?, Vec::new()),
     };
     let restored = keep.restore(&family, &bases, &|| false).map_err(|why| failed(&why));

@@ -173,14 +173,7 @@ impl Verb for Restore {
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
         let of_family = params.family.keys().find(|key| *key != READONLY);
         let (family, bases) = match &base {
-            Some(base) if of_family.is_none() => {
-                let given = match (base.kind.memory_snapshot(), base.device()) {
-                    (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
-                    (None, Some(device)) => Base::Device(Arc::clone(device)),
-                    (None, None) => unreachable!("a template is no base"),
-                };
-                (base.family_of(&service.registry)?, vec![given])
-            }
+            Some(base) if of_family.is_none() => (base.family_of(&service.registry)?, vec![as_base(base)]),
             Some(base) => {
                 let key = of_family.cloned().unwrap_or_default();
                 let why = format!(
@@ -297,6 +290,15 @@ fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String
         check_name(name).map_err(|e| Fault::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
     }
     Ok(names)
+}
+
+/// What the forks of a device read where they have nothing of their own.
+pub fn as_base(entry: &Entry) -> Base {
+    match (entry.kind.memory_snapshot(), entry.device()) {
+        (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
+        (None, Some(device)) => Base::Device(Arc::clone(device)),
+        (None, None) => unreachable!("a template is no base"),
+    }
 }
 
 /// The base that the forks in a file were made of, among the devices that are there.

@@ -3,6 +3,8 @@
 
 use uuid::Uuid;
 
+use super::Spec;
+
 /// What a server that is started again does with the exports of a device whose content ended with the
 /// server before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -12,6 +14,13 @@ pub enum OnLost {
     Withhold,
     /// They are there, and the device is empty, or shows its base.
     Empty,
+}
+
+impl Spec {
+    /// The key that only has a meaning where there is a next start with the same devices.
+    pub fn key_of_state(&self) -> Option<&'static str> {
+        if self.on_lost.is_some() { Some("on_lost") } else { self.keep.then_some("keep") }
+    }
 }
 
 pub(super) fn parse_on_lost(text: &str) -> Result<OnLost, String> {

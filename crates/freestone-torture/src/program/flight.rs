@@ -3,8 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::disk::Disk;
 use super::link::Place;
-use super::world::Disk;
 
 /// What a verb would have done of which there was no answer: all of it is there after the next start,
 /// or nothing.

@@ -191,20 +191,24 @@ fn families_come_back_as_they_were_whatever_became_of_them() {
     assert!(wrote[0] > 6 && wrote[1] > 12, "{wrote:?}: both kinds of files");
 }
 
+/// Saves a disk of 8 MiB that is full of noise, named a. What it holds.
+fn saved_noise(dir: &Path, seed: u64) -> Vec<u8> {
+    let ram = family().ram(8 * MIB).unwrap();
+    let mut random = Random(seed);
+    for page in 0..2048 {
+        ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
+    }
+    let mut keep = Keep::open(dir).unwrap();
+    save(&mut keep, &[("a", &ram)]);
+    content(&ram)
+}
+
 /// Snapshots are read and forked while their origin's pages are still in the files, are written,
 /// discarded and loaded.
 #[test]
 fn snapshots_that_begin_while_pages_are_in_the_files() {
     let dir = tempfile::tempdir().unwrap();
-    let ram = family().ram(8 * MIB).unwrap();
-    let mut random = Random(77);
-    for page in 0..2048 {
-        ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
-    }
-    let mut keep = Keep::open(dir.path()).unwrap();
-    save(&mut keep, &[("a", &ram)]);
-    drop(keep);
-    let before = content(&ram);
+    let before = saved_noise(dir.path(), 77);
     for loaded_first in [false, true] {
         let (_keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
         let live = named(&devices, "a");
@@ -244,15 +248,7 @@ fn snapshots_that_begin_while_pages_are_in_the_files() {
 #[test]
 fn a_device_that_is_rewound_or_removed_while_it_is_loaded_leaves_its_snapshots_whole() {
     let dir = tempfile::tempdir().unwrap();
-    let ram = family().ram(8 * MIB).unwrap();
-    let mut random = Random(78);
-    for page in 0..2048 {
-        ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
-    }
-    let mut keep = Keep::open(dir.path()).unwrap();
-    save(&mut keep, &[("a", &ram)]);
-    drop(keep);
-    let before = content(&ram);
+    let before = saved_noise(dir.path(), 78);
     for remove in [false, true] {
         let family = family();
         let (keep, mut devices, mut loading) = restored(dir.path(), &family, &[]);
