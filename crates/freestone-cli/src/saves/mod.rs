@@ -122,6 +122,13 @@ impl Told {
 }
 
 impl Group {
+    fn new(family: Family, dir: PathBuf, keep: Keep) -> Self {
+        let told = Mutex::new(Told { tried: Some(Instant::now()), ..Told::default() });
+        let group = Self { family, dir, keep: Mutex::new(keep), told };
+        group.tell(&group.keep());
+        group
+    }
+
     fn told(&self) -> MutexGuard<'_, Told> {
         // Nothing in here can be half done.
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
@@ -202,19 +209,28 @@ impl Saves {
 
     /// A directory for devices that share memory.
     fn add(&self, family: Family, dir: PathBuf, keep: Keep) -> Arc<Group> {
-        let told = Mutex::new(Told { tried: Some(Instant::now()), ..Told::default() });
-        let group = Arc::new(Group { family, dir, keep: Mutex::new(keep), told });
-        group.tell(&group.keep());
+        let group = Arc::new(Group::new(family, dir, keep));
         self.groups().push(Arc::clone(&group));
         group
     }
 
-    /// A new one.
-    fn make(&self, family: Family) -> Result<Arc<Group>, KeepError> {
+    /// A new one, where there is none yet.
+    fn make(&self, family: Family) -> Result<(), KeepError> {
         let Some((dir, _)) = self.at.get() else { unreachable!("only where there is a state") };
         let dir = dir.join(Uuid::new_v4().simple().to_string());
         let keep = Keep::open(&dir)?;
-        Ok(self.add(family, dir, keep))
+        let group = Group::new(family, dir, keep);
+        {
+            let mut groups = self.groups();
+            if !groups.iter().any(|other| other.family.is(&group.family)) {
+                groups.push(Arc::new(group));
+                return Ok(());
+            }
+        }
+        // Somebody else has seen its device meanwhile. Of two directories the next start could take the
+        // older one.
+        forget(&mut group.keep(), &group.dir);
+        Ok(())
     }
 
     fn group_of(&self, ram: &Ram) -> Option<Arc<Group>> {
@@ -291,17 +307,9 @@ fn unsaved_bytes(ram: &Ram) -> u64 {
     ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size)
 }
 
-/// The devices of a group by their UUIDs.
-fn devices(registry: &Registry, family: &Family) -> Vec<Member> {
-    let is_in = |entry: &&Arc<Entry>| {
-        let ram = entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none());
-        ram.is_some_and(|ram| ram.family().is(family))
-    };
-    let all = registry.all();
-    all.iter()
-        .filter(is_in)
-        .map(|entry| (entry.identity.uuid.simple().to_string(), Arc::clone(entry)))
-        .collect()
+/// What a device holds, if that is kept.
+fn kept(entry: &Entry) -> Option<&Arc<Ram>> {
+    entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none())
 }
 
 /// A save by its moment, as a number that the state keeps: nanoseconds since 1970.
@@ -316,5 +324,26 @@ fn forget(keep: &mut Keep, path: &Path) {
     }
     if let Err(why) = fs::remove_dir_all(path) {
         warn!("{}: is not needed any more, and stays: {why}", path.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use freestone::ram::Config;
+
+    use super::*;
+
+    #[test]
+    fn two_who_see_a_new_device_at_once_make_one_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let saves = Saves::default();
+        saves.begin(dir.path(), Plan::default());
+        let (one, other) = (Family::new(Config::default()), Family::new(Config::default()));
+        let families = [one.unwrap(), other.unwrap()];
+        for family in [0, 1, 0, 1] {
+            saves.make(families[family].clone()).unwrap();
+        }
+        assert_eq!(saves.groups().len(), 2);
+        assert_eq!(fs::read_dir(dir.path().join(DIR)).unwrap().count(), 2);
     }
 }

@@ -1,5 +1,6 @@
 //! Saving: when it is due, and at the end.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
@@ -11,7 +12,7 @@ use freestone::save::SaveError;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
-use super::{Group, Member, Plan, Saves, devices, forget, stamp, unsaved_bytes};
+use super::{Group, Member, Plan, Saves, forget, kept, stamp, unsaved_bytes};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
@@ -114,21 +115,27 @@ impl Saves {
 
     /// All groups with their devices; new ones are made.
     fn all(&self, service: &Service) -> Vec<(Arc<Group>, Vec<Member>)> {
+        let mut known: HashSet<usize> = self.groups().iter().map(|group| group.family.key()).collect();
         for entry in service.registry.all() {
-            let Some(ram) = entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none()) else {
-                continue;
-            };
-            if self.group_of(ram).is_none()
-                && let Err(why) = self.make(ram.family())
-            {
+            let Some(ram) = kept(&entry).filter(|ram| known.insert(ram.family().key())) else { continue };
+            if let Err(why) = self.make(ram.family()) {
                 self.tell_once(&format!("{}: its content is not kept: {why}", entry.name()));
             }
         }
         let groups = self.groups().clone();
-        groups
-            .into_iter()
-            .map(|group| (Arc::clone(&group), devices(&service.registry, &group.family)))
-            .collect()
+        // After the groups were looked at: one that was just made has its device here, too.
+        let mut devices: HashMap<usize, Vec<Member>> = HashMap::new();
+        for entry in service.registry.all() {
+            if let Some(ram) = kept(&entry) {
+                let member = (entry.identity.uuid.simple().to_string(), Arc::clone(&entry));
+                devices.entry(ram.family().key()).or_default().push(member);
+            }
+        }
+        let with = |group: Arc<Group>| {
+            let members = devices.get(&group.family.key()).cloned().unwrap_or_default();
+            (group, members)
+        };
+        groups.into_iter().map(with).collect()
     }
 
     /// What would not fit, in sentences: for who is about to end the server.

@@ -170,6 +170,11 @@ impl Family {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// A number that no other family has while this one is there.
+    pub fn key(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// The family's numbers.
     pub fn stat(&self) -> FamilyStat {
         let layers = self.0.pages.layers.all();
