@@ -1,0 +1,3 @@
+//! Images in object storage.
+
+pub mod objects;

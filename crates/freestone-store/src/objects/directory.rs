@@ -1,0 +1,369 @@
+//! A directory as a store: each object is a file.
+//!
+//! What is written is durable when it is answered. A file gets its name when it is complete, so nobody
+//! sees a part of one. A write that depends on what is there holds an exclusive lock on a file of the
+//! directory, all others a shared one: of two such writes one comes first.
+
+use std::fs::{self, File, Metadata};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::ops::Range;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use super::{Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When};
+
+/// Names that begin so are no objects.
+const HIDDEN: char = '.';
+/// Locked by who writes and deletes.
+const LOCK: &str = ".lock";
+/// Files that are not complete.
+const UNFINISHED: &str = ".unfinished";
+/// How often a lock is tried that another has.
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
+/// A directory with objects.
+#[derive(Debug)]
+pub struct Directory {
+    root: PathBuf,
+    url: String,
+    next: AtomicU64,
+}
+
+impl Directory {
+    /// The directory need not be there: the first write makes it.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        let root = root.into();
+        let url = format!("file://{}", root.display());
+        Self { root, url, next: AtomicU64::new(0) }
+    }
+
+    fn path(&self, key: &str) -> Result<PathBuf> {
+        let is_part = |part: &str| !part.is_empty() && !part.starts_with(HIDDEN) && !part.contains('\0');
+        if key.len() > KEY_BYTES_MAX || !key.split('/').all(is_part) {
+            return Err(Fault::Other(format!("{key}: no object of a directory is called so")));
+        }
+        Ok(self.root.join(key))
+    }
+
+    /// Held as long as the file is open.
+    fn lock(&self, exclusive: bool, until: Until<'_>) -> Result<File> {
+        make_dir(&self.root.join(UNFINISHED))?;
+        let path = self.root.join(LOCK);
+        let file = File::options().create(true).truncate(false).write(true).open(&path);
+        let file = file.map_err(|e| of_io(&path, &e))?;
+        let operation = if exclusive {
+            FlockOperation::NonBlockingLockExclusive
+        } else {
+            FlockOperation::NonBlockingLockShared
+        };
+        loop {
+            match flock(&file, operation) {
+                Ok(()) => return Ok(file),
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+                Err(errno) => return Err(of_io(&path, &errno.into())),
+            }
+            until.check()?;
+            thread::sleep(LOCK_PAUSE);
+        }
+    }
+
+    /// A complete file without its name.
+    fn unfinished(&self, bytes: &[u8]) -> Result<Unfinished> {
+        // Relaxed: only the numbers have to differ.
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = uuid::Uuid::new_v4().simple();
+        let path = self.root.join(UNFINISHED).join(format!("{}-{number}-{id}", process::id()));
+        let made = File::options().create_new(true).write(true).open(&path);
+        let mut file = made.map_err(|e| of_io(&path, &e))?;
+        let path = Unfinished(path);
+        let written = file.write_all(bytes).and_then(|()| file.sync_all());
+        written.map_err(|e| of_io(&path.0, &e))?;
+        Ok(path)
+    }
+}
+
+/// Removed when it goes, where it has not got its name.
+struct Unfinished(PathBuf);
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Objects for Directory {
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+        until.check()?;
+        let path = self.path(key)?;
+        let failed = |e: io::Error| of_io(&path, &e);
+        let mut file = File::open(&path).map_err(failed)?;
+        let meta = file.metadata().map_err(failed)?;
+        if !meta.is_file() {
+            return Err(Fault::NotFound);
+        }
+        let part = part.unwrap_or(0..meta.len());
+        let bytes = part.end.min(meta.len()).saturating_sub(part.start);
+        if bytes > most {
+            return Err(Fault::TooLong(most));
+        }
+        let mut read = Vec::with_capacity(bytes as usize);
+        file.seek(SeekFrom::Start(part.start)).map_err(failed)?;
+        file.take(bytes).read_to_end(&mut read).map_err(failed)?;
+        Ok(Read { bytes: read, version: Some(version(&meta)) })
+    }
+
+    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        let path = self.path(key)?;
+        let failed = |e: io::Error| of_io(&path, &e);
+        let dir = path.parent().unwrap_or(&self.root);
+        let _lock = self.lock(matches!(when, When::Unchanged(_)), until)?;
+        make_dir(dir)?;
+        let unfinished = self.unfinished(bytes)?;
+        match when {
+            When::Always => fs::rename(&unfinished.0, &path).map_err(failed)?,
+            When::Absent => match fs::hard_link(&unfinished.0, &path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(Fault::Condition),
+                linked => linked.map_err(failed)?,
+            },
+            When::Unchanged(read) => {
+                let now = match fs::metadata(&path) {
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Fault::Condition),
+                    meta => version(&meta.map_err(failed)?),
+                };
+                if now != *read {
+                    return Err(Fault::Condition);
+                }
+                fs::rename(&unfinished.0, &path).map_err(failed)?;
+            }
+        }
+        sync_dir(dir)?;
+        let meta = fs::metadata(&path).map_err(failed)?;
+        Ok(Some(version(&meta)))
+    }
+
+    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+        until.check()?;
+        let path = self.path(key)?;
+        let meta = fs::metadata(&path).map_err(|e| of_io(&path, &e))?;
+        if !meta.is_file() {
+            return Err(Fault::NotFound);
+        }
+        let modified = meta.modified().map_err(|e| of_io(&path, &e))?;
+        Ok(Head { bytes: meta.len(), modified, version: Some(version(&meta)) })
+    }
+
+    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+        let start = match prefix.strip_suffix('/') {
+            None => self.root.clone(),
+            Some(prefix) => self.path(prefix)?,
+        };
+        let mut dirs = vec![(start, prefix.to_owned())];
+        while let Some((dir, prefix)) = dirs.pop() {
+            until.check()?;
+            let entries = match fs::read_dir(&dir) {
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                    continue;
+                }
+                entries => entries.map_err(|e| of_io(&dir, &e))?,
+            };
+            for entry in entries {
+                let entry = entry.map_err(|e| of_io(&dir, &e))?;
+                let Ok(name) = entry.file_name().into_string() else { continue };
+                if name.starts_with(HIDDEN) {
+                    continue;
+                }
+                let meta = match entry.metadata() {
+                    // Deleted meanwhile.
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                    meta => meta.map_err(|e| of_io(&entry.path(), &e))?,
+                };
+                let key = format!("{prefix}{name}");
+                if meta.is_dir() {
+                    dirs.push((entry.path(), format!("{key}/")));
+                    continue;
+                }
+                let modified = meta.modified().map_err(|e| of_io(&entry.path(), &e))?;
+                if meta.is_file() && !each(Listed { key, bytes: meta.len(), modified }) {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+        let path = self.path(key)?;
+        if !self.root.is_dir() {
+            return Ok(());
+        }
+        let _lock = self.lock(false, until)?;
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(|e| of_io(&path, &e)),
+        }
+    }
+}
+
+/// Each write makes another file.
+fn version(meta: &Metadata) -> Version {
+    Version(format!("{:x}-{:x}-{:x}-{:x}", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len()))
+}
+
+/// Makes a directory, and what it lies in.
+fn make_dir(dir: &Path) -> Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    made.map_err(|e| of_io(dir, &e))?;
+    dir.ancestors().skip(1).take(3).try_for_each(sync_dir)
+}
+
+fn sync_dir(dir: &Path) -> Result<()> {
+    // One that cannot be opened for reading was not made by us.
+    let Ok(file) = File::open(dir) else { return Ok(()) };
+    file.sync_all().map_err(|e| of_io(dir, &e))
+}
+
+fn of_io(path: &Path, error: &io::Error) -> Fault {
+    let said = format!("{}: {error}", path.display());
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
+            Fault::NotFound
+        }
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Fault::Denied(said),
+        io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy => Fault::Transient(said),
+        _ => Fault::Other(said),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Instant;
+
+    use super::*;
+
+    fn soon() -> Until<'static> {
+        Until::within(Duration::from_secs(10))
+    }
+
+    fn store() -> (tempfile::TempDir, Directory) {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Directory::new(dir.path().join("some/where"));
+        (dir, store)
+    }
+
+    #[test]
+    fn what_was_written_is_read_listed_and_deleted() {
+        let (_dir, store) = store();
+        assert_eq!(store.get("a", None, 10, soon()), Err(Fault::NotFound));
+        store.list("", &mut |_| panic!("there is nothing"), soon()).unwrap();
+        store.delete("a/b", soon()).unwrap();
+        let version = store.put("a/b", b"0123456789", When::Always, soon()).unwrap();
+        let read = store.get("a/b", None, 10, soon()).unwrap();
+        assert_eq!((&read.bytes[..], &read.version), (&b"0123456789"[..], &version));
+        assert_eq!(store.get("a/b", None, 9, soon()), Err(Fault::TooLong(9)));
+        assert_eq!(store.get("a/b", Some(8..20), 12, soon()).unwrap().bytes, b"89");
+        assert_eq!(store.get("a/b", Some(20..21), 12, soon()).unwrap().bytes, b"");
+        assert_eq!(store.get("a", None, 10, soon()).unwrap_err(), Fault::NotFound);
+        let head = store.head("a/b", soon()).unwrap();
+        assert_eq!((head.bytes, head.version), (10, version));
+        assert_eq!(store.head("a", soon()), Err(Fault::NotFound));
+        store.put("a/c/d", b"", When::Always, soon()).unwrap();
+        store.put("e", b"", When::Always, soon()).unwrap();
+        let listed = |prefix| {
+            let mut keys = Vec::new();
+            store
+                .list(
+                    prefix,
+                    &mut |listed| {
+                        keys.push(listed.key);
+                        true
+                    },
+                    soon(),
+                )
+                .unwrap();
+            keys.sort();
+            keys
+        };
+        assert_eq!(listed(""), ["a/b", "a/c/d", "e"]);
+        assert_eq!(listed("a/"), ["a/b", "a/c/d"]);
+        assert_eq!(listed("nothing/"), [""; 0]);
+        store.delete("a/b", soon()).unwrap();
+        assert_eq!(listed("a/"), ["a/c/d"]);
+        assert_eq!(fs::read_dir(store.root.join(UNFINISHED)).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn conditions_are_kept() {
+        let (_dir, store) = store();
+        let first = store.put("t", b"1", When::Absent, soon()).unwrap().unwrap();
+        assert_eq!(store.put("t", b"2", When::Absent, soon()), Err(Fault::Condition));
+        let second = store.put("t", b"2", When::Unchanged(&first), soon()).unwrap().unwrap();
+        assert_eq!(store.put("t", b"3", When::Unchanged(&first), soon()), Err(Fault::Condition));
+        assert_eq!(store.get("t", None, 1, soon()).unwrap().bytes, b"2");
+        store.delete("t", soon()).unwrap();
+        assert_eq!(store.put("t", b"3", When::Unchanged(&second), soon()), Err(Fault::Condition));
+        store.put("t", b"4", When::Absent, soon()).unwrap();
+    }
+
+    #[test]
+    fn of_several_writers_with_a_condition_one_wins() {
+        let (_dir, store) = store();
+        let mut before = store.put("t", b"", When::Absent, soon()).unwrap().unwrap();
+        for round in 0..20_u8 {
+            let won = AtomicUsize::new(0);
+            thread::scope(|scope| {
+                for writer in 0..4_u8 {
+                    let (store, won, before) = (&store, &won, &before);
+                    scope.spawn(move || {
+                        match store.put("t", &[round, writer], When::Unchanged(before), soon()) {
+                            Ok(_) => won.fetch_add(1, Ordering::SeqCst),
+                            Err(fault) => {
+                                assert_eq!(fault, Fault::Condition);
+                                0
+                            }
+                        }
+                    });
+                }
+            });
+            assert_eq!(won.into_inner(), 1);
+            before = store.head("t", soon()).unwrap().version.unwrap();
+        }
+    }
+
+    #[test]
+    fn names_that_lead_elsewhere_are_refused() {
+        let (_dir, store) = store();
+        for key in ["", "/a", "a//b", "../a", "a/../b", "a/", ".lock", &"a".repeat(KEY_BYTES_MAX + 1)] {
+            let refused = store.put(key, b"", When::Always, soon());
+            assert!(matches!(refused, Err(Fault::Other(_))), "{key:?}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_lock_that_is_held_is_waited_for_until_it_is_too_late() {
+        let (_dir, store) = store();
+        let held = store.lock(true, soon()).unwrap();
+        let since = Instant::now();
+        let late = store.put("a", b"", When::Always, Until::within(Duration::from_millis(50)));
+        assert_eq!(late, Err(Fault::Late));
+        assert!(since.elapsed() < Duration::from_secs(5));
+        let over = Until { is_over: &|| true, ..soon() };
+        assert_eq!(store.put("a", b"", When::Always, over), Err(Fault::Cancelled));
+        drop(held);
+        store.put("a", b"", When::Always, soon()).unwrap();
+    }
+}
