@@ -1,3 +1,4 @@
 //! Images in object storage.
 
+pub mod format;
 pub mod objects;
