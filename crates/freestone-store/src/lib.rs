@@ -2,3 +2,6 @@
 
 pub mod format;
 pub mod objects;
+mod parallel;
+pub mod push;
+pub mod store;
