@@ -1,5 +1,6 @@
 //! Images in object storage.
 
+pub mod cache;
 pub mod format;
 pub mod objects;
 mod parallel;
