@@ -2,7 +2,9 @@
 
 pub mod cache;
 pub mod format;
+pub mod image;
 pub mod objects;
 mod parallel;
+pub mod prune;
 pub mod push;
 pub mod store;

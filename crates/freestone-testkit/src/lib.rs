@@ -8,6 +8,7 @@
 //!   to.
 //! * [`ModelZoned`]: the plainest zoned device.
 //! * [`Through`]: a device that is used by way of an export.
+//! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
 //! ```
@@ -24,6 +25,7 @@ mod deferred;
 mod faulty;
 mod model;
 mod model_zoned;
+pub mod objects;
 mod rng;
 mod through;
 pub mod vhost_user;

@@ -33,10 +33,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use uuid::Uuid;
 
+use crate::format::CHUNK_BYTES;
 use crate::format::name::Name;
-use crate::format::{CHUNK_BYTES, chunk};
 use crate::objects::Until;
-pub use entry::Entry;
+pub use entry::{Entry, Outcome};
 pub use lock::FetchLock;
 
 /// The smallest limit in bytes.
@@ -162,7 +162,7 @@ impl Cache {
     }
 }
 
-const _: () = assert!(chunk::STORED_BYTES_MAX < BYTES_MIN as usize && CHUNK_BYTES < BYTES_MIN as usize);
+const _: () = assert!(2 * CHUNK_BYTES < BYTES_MIN as usize);
 
 #[cfg(test)]
 mod tests;

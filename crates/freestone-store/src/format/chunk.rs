@@ -282,7 +282,9 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (state >> 33) as u8
         };
-        (0..pages * PAGE).map(|at| if at / UNIT_BYTES % 2 == 0 { (at / 97) as u8 } else { noise() }).collect()
+        (0..pages * PAGE)
+            .map(|at| if (at / UNIT_BYTES).is_multiple_of(2) { (at / 97) as u8 } else { noise() })
+            .collect()
     }
 
     #[test]

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::VERSION;
-use super::name::{Kind, Naming, hex};
+use super::name::{Kind, Name, Naming, hex};
 use super::seal::Sealing;
 
 /// The object that describes it.
@@ -124,7 +124,7 @@ impl Domain {
             format: VERSION,
             id: Uuid::new_v4(),
             grace_seconds: grace.as_secs(),
-            salt: salt.iter().map(|byte| format!("{byte:02x}")).collect(),
+            salt: Name(salt).to_string(),
             key: if secret.is_some() { KeyIn::File } else { KeyIn::Store },
             encryption: if encrypted { Encryption::Aes256Gcm } else { Encryption::Not },
             check: String::new(),

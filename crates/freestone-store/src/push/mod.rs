@@ -28,6 +28,8 @@ use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MANIFESTS, Result, Store};
 use guard::Guard;
+pub use guard::ROOTS_AGE_MAX;
+pub use sent::LOOK_TO_DELETE;
 use sent::Sent;
 
 /// Segments that are worked on at once.

@@ -6,6 +6,7 @@ mod error;
 mod tags;
 mod traffic;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -17,8 +18,7 @@ use crate::format::manifest::{self, Manifest};
 use crate::format::map::{self, Hashes, Map};
 use crate::format::meta;
 use crate::format::name::{Kind, Name};
-use crate::format::tag;
-use crate::objects::{Fault, Head, Objects, Read, Until, When};
+use crate::objects::{Fault, Head, Listed, Objects, Read, Until, When};
 
 pub use again::TRY_MAX;
 use again::{again, is_worth_another};
@@ -83,19 +83,19 @@ impl Store {
         begin: Begin,
         until: Until<'_>,
     ) -> Result<(Self, bool)> {
-        let mut begun = false;
+        let mut is_new = false;
         loop {
             if let Some(written) = Self::described(&*objects, until)? {
                 let store = Self::of(objects, &written, secret)?;
                 if begin.encrypted && store.domain.sealing.is_none() {
                     return Err(Error::Refused(store.url().to_owned(), domain::Refused::NotEncrypted));
                 }
-                return Ok((store, begun));
+                return Ok((store, is_new));
             }
             let (_, written) = Domain::new(secret, begin.encrypted, begin.grace);
             let put = || objects.put(domain::KEY, &written.bytes(), When::Absent, until.at_most(TRY_MAX));
             match again(until, put) {
-                Ok(_) => begun = true,
+                Ok(_) => is_new = true,
                 // Somebody else did, or we did and the answer was lost: then nobody has used it yet.
                 Err(Fault::Condition) => {}
                 Err(fault) => return Err(Error::of(domain::KEY, fault)),
@@ -183,6 +183,33 @@ impl Store {
         again(until, delete).map_err(|fault| Error::of(key, fault))
     }
 
+    /// Deletes an object, with one try: nothing is under way any more when this has returned, as far as
+    /// the store keeps to its time.
+    ///
+    /// # Errors
+    /// What the store answers.
+    pub fn delete_once(&self, key: &str, until: Until<'_>) -> Result<()> {
+        self.objects.delete(key, until).map_err(|fault| Error::of(key, fault))
+    }
+
+    /// Lists objects. `each` is told each, or with true and none that a try failed and it begins again; it
+    /// answers false where it wants no more.
+    ///
+    /// # Errors
+    /// What the store answers.
+    pub fn list(
+        &self,
+        prefix: &str,
+        until: Until<'_>,
+        each: &mut dyn FnMut(bool, Option<Listed>) -> bool,
+    ) -> Result<()> {
+        let listed = again(until, || {
+            each(true, None);
+            self.objects.list(prefix, &mut |listed| each(false, Some(listed)), until)
+        });
+        listed.map_err(|fault| Error::of(prefix, fault))
+    }
+
     /// What time it is by the clock that stamps the objects.
     ///
     /// # Errors
@@ -205,7 +232,7 @@ impl Store {
         most: usize,
         until: Until<'_>,
     ) -> Result<Vec<u8>> {
-        self.verified(&format!("{dir}{name}"), meta::STORED_BYTES_MAX, until, |object| {
+        self.verified(&format!("{dir}{name}"), None, meta::STORED_BYTES_MAX, until, |object| {
             meta::content(&self.domain, kind, name, object, most)
         })
     }
@@ -215,13 +242,14 @@ impl Store {
     fn verified<T>(
         &self,
         key: &str,
+        part: Option<&Range<u64>>,
         most: u64,
         until: Until<'_>,
         verify: impl Fn(&[u8]) -> std::result::Result<T, chunk::Damaged>,
     ) -> Result<T> {
         let mut damaged = None;
         let read = again(until, || {
-            let read = self.objects.get(key, None, most, until.at_most(TRY_MAX))?;
+            let read = self.objects.get(key, part.cloned(), most, until.at_most(TRY_MAX))?;
             verify(&read.bytes).map_err(|error| {
                 damaged = Some(error);
                 Fault::Transient(error.to_string())
@@ -279,6 +307,25 @@ impl Store {
     /// What the store answers; [`Error::Damaged`].
     pub fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
         let most = chunk::STORED_BYTES_MAX as u64;
-        self.verified(&chunk_key(name), most, until, |object| chunk::pages(&self.domain, name, object))
+        self.verified(&chunk_key(name), None, most, until, |object| chunk::pages(&self.domain, name, object))
+    }
+
+    /// The pages of a unit of a chunk, and of nothing else of it; none behind its end.
+    ///
+    /// # Errors
+    /// What the store answers; [`Error::Damaged`].
+    pub fn unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<Vec<u8>> {
+        let (key, domain) = (chunk_key(name), &self.domain);
+        let first = 0..chunk::HEAD_BYTES_MAX as u64;
+        let head = self.verified(&key, Some(&first), chunk::HEAD_BYTES_MAX as u64, until, |part| {
+            chunk::Head::parse(domain, name, part)
+        })?;
+        match head.place(unit) {
+            Some(place) => {
+                let most = place.end - place.start;
+                self.verified(&key, Some(&place), most, until, |part| head.unit(domain, unit, part))
+            }
+            None => Ok(Vec::new()),
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! Tags: the only objects that are changed.
 
-use super::*;
-use crate::format::tag::Tag;
-use crate::objects::Version;
+use super::{Error, Result, Store, TAGS, TRY_MAX, again, is_worth_another};
+use crate::format::tag::{self, Tag};
+use crate::objects::{Fault, Objects as _, Until, Version, When};
 
 /// Most tags of a store that are listed.
 const TAGS_MAX: usize = 100_000;
@@ -43,9 +43,8 @@ impl Store {
         let when = before.map_or(When::Absent, |read| When::Unchanged(&read.version));
         let bytes = next.bytes();
         let put = again(until, || {
-            let fault = match self.objects.put(&key, &bytes, when, until.at_most(TRY_MAX)) {
-                Ok(_) => return Ok(()),
-                Err(fault) => fault,
+            let Err(fault) = self.objects.put(&key, &bytes, when, until.at_most(TRY_MAX)) else {
+                return Ok(());
             };
             if fault != Fault::Condition && !is_worth_another(&fault) {
                 return Err(fault);
@@ -76,17 +75,14 @@ impl Store {
     /// What the store answers.
     pub fn tag_names(&self, until: Until<'_>) -> Result<Vec<String>> {
         let mut names = Vec::new();
-        let listed = again(until, || {
-            names.clear();
-            let each = &mut |listed: crate::objects::Listed| {
-                if let Some(name) = listed.key.strip_prefix(TAGS).filter(|name| tag::is_name(name)) {
-                    names.push(name.to_owned());
-                }
-                names.len() < TAGS_MAX
-            };
-            self.objects.list(TAGS, each, until)
-        });
-        listed.map_err(|fault| Error::of(TAGS, fault))?;
+        self.list(TAGS, until, &mut |is_again, listed| {
+            if is_again {
+                names.clear();
+            }
+            let name = listed.as_ref().and_then(|listed| listed.key.strip_prefix(TAGS));
+            names.extend(name.filter(|name| tag::is_name(name)).map(str::to_owned));
+            names.len() < TAGS_MAX
+        })?;
         names.sort_unstable();
         Ok(names)
     }
