@@ -2,21 +2,18 @@
 //! may be wanted soon.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone_core::device;
 
-use super::find::{Got, Shared};
-use super::is_hanging;
-use super::job::Piece;
+use super::find::{Content, Got};
 use super::stat::Stats;
-use crate::cache::Outcome;
+use crate::format::CHUNK_BYTES;
 use crate::format::name::Name;
-use crate::format::{CHUNK_BYTES, PAGE, UNIT_PAGES};
-use crate::objects::Until;
-use crate::store::Result;
+use crate::objects::{Fault, Until};
+use crate::store;
 
 /// Fetches of an image at once.
 const THREADS: usize = 32;
@@ -26,10 +23,6 @@ const AHEAD_AT_ONCE: usize = 24;
 const AHEAD_MAX: usize = 1024;
 /// How long a thread waits for more to do.
 const IDLE: Duration = Duration::from_secs(10);
-/// How long another server of the host is waited for that fetches the same.
-const LOCK_WAIT: Duration = Duration::from_secs(10);
-/// How long the cache may take to keep a chunk.
-const KEEP_MAX: Duration = Duration::from_secs(5);
 /// Streams of reads that are told apart, and the most that is fetched before one.
 const STREAMS: usize = 8;
 const STREAM_CHUNKS_MAX: u64 = 32;
@@ -45,16 +38,25 @@ pub enum Key {
     Unit(Name, usize),
 }
 
+/// Who waits for something.
+pub trait Waiter: Send + 'static {
+    /// It came; pages of a chunk are given.
+    fn came(self, got: Option<Got>);
+    /// It did not, and will not.
+    fn failed(self, error: device::Error);
+}
+
 /// What comes, and who waits for it.
-pub struct Fetches {
-    shared: Weak<Shared>,
-    state: Mutex<State>,
+pub struct Fetches<W>(Arc<Inner<W>>);
+
+struct Inner<W> {
+    content: Arc<Content>,
+    state: Mutex<State<W>>,
     more: Condvar,
 }
 
-#[derive(Default)]
-struct State {
-    wanted: HashMap<Key, Wanted>,
+struct State<W> {
+    wanted: HashMap<Key, Wanted<W>>,
     demand: VecDeque<Key>,
     ahead: VecDeque<Key>,
     threads: usize,
@@ -65,10 +67,10 @@ struct State {
     streams: VecDeque<Stream>,
 }
 
-struct Wanted {
+struct Wanted<W> {
     since: Instant,
     begun: bool,
-    waiters: Vec<Piece>,
+    waiters: Vec<W>,
 }
 
 /// Reads one behind the other, by blocks of a chunk's length.
@@ -77,39 +79,90 @@ struct Stream {
     window: u64,
 }
 
-impl Fetches {
-    pub fn new(shared: Weak<Shared>) -> Self {
-        Self { shared, state: Mutex::default(), more: Condvar::new() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl<W: Waiter> Fetches<W> {
+    pub fn new(content: Arc<Content>) -> Self {
+        let state = State {
+            wanted: HashMap::new(),
+            demand: VecDeque::new(),
+            ahead: VecDeque::new(),
+            threads: 0,
+            idle: 0,
+            ahead_running: 0,
+            is_closed: false,
+            streams: VecDeque::new(),
+        };
+        Self(Arc::new(Inner { content, state: Mutex::new(state), more: Condvar::new() }))
     }
 
     /// Whoever waits is answered; nothing more is fetched.
     pub fn close(&self) {
+        self.0.close();
+    }
+
+    /// Goes on with the waiter when it came.
+    pub fn want(&self, key: Key, waiter: W) {
+        self.0.want(key, waiter);
+    }
+
+    /// Fetches what lies in a range, if there is time, and a cache.
+    pub fn ahead(&self, offset: u64, len: u64) {
+        if self.0.content.cache().is_some() {
+            self.0.ahead(self.0.content.chunks(offset, len), None);
+        }
+    }
+
+    /// Somebody is about to wait for a chunk: where several in a row were waited for, what comes behind is fetched
+    /// as well, twice as much each time.
+    pub fn missed(&self, name: Name, offset: u64, len: u64) {
+        let block = CHUNK_BYTES as u64;
+        let number = offset / block;
+        let ahead = {
+            let streams = &mut self.0.lock().streams;
+            let known = streams.iter().position(|stream| stream.next == number);
+            let known = known.and_then(|at| streams.remove(at));
+            streams.truncate(STREAMS - 1);
+            let mut stream = known.unwrap_or(Stream { next: number, window: 0 });
+            let ahead = stream.window;
+            stream.window = (stream.window * 2).clamp(1, STREAM_CHUNKS_MAX);
+            stream.next = number + 1 + ahead;
+            streams.push_front(stream);
+            ahead
+        };
+        // The rest of the piece as well: it may lie in several chunks.
+        let end = (offset / block + 1 + ahead) * block;
+        if self.0.content.cache().is_some() {
+            self.0.ahead(self.0.content.chunks(offset, (end - offset).max(len)), Some(name));
+        }
+    }
+}
+
+impl<W: Waiter> Inner<W> {
+    fn lock(&self) -> MutexGuard<'_, State<W>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
         (state.demand, state.ahead) = Default::default();
         let wanted = std::mem::take(&mut state.wanted);
         drop(state);
         self.more.notify_all();
-        for piece in wanted.into_values().flat_map(|wanted| wanted.waiters) {
-            piece.fail(device::Error::Gone);
+        for waiter in wanted.into_values().flat_map(|wanted| wanted.waiters) {
+            waiter.failed(device::Error::Gone);
         }
     }
 
-    /// Goes on with the piece when it came.
-    pub fn want(&self, key: Key, piece: Piece) {
+    fn want(self: &Arc<Self>, key: Key, waiter: W) {
         let mut state = self.lock();
         if state.is_closed {
             drop(state);
-            return piece.fail(device::Error::Gone);
+            return waiter.failed(device::Error::Gone);
         }
         let new = || Wanted { since: Instant::now(), begun: false, waiters: Vec::new() };
         let wanted = state.wanted.entry(key).or_insert_with(new);
         let is_first = wanted.waiters.is_empty() && !wanted.begun;
-        wanted.waiters.push(piece);
+        wanted.waiters.push(waiter);
         if is_first {
             // It may be among what is fetched ahead as well: the second look finds it begun.
             state.demand.push_back(key);
@@ -123,7 +176,7 @@ impl Fetches {
     }
 
     /// Fetches chunks, if there is time, but for one.
-    fn ahead(&self, names: Vec<Name>, but: Option<Name>) {
+    fn ahead(self: &Arc<Self>, names: Vec<Name>, but: Option<Name>) {
         let mut state = self.lock();
         for name in names.into_iter().filter(|name| Some(*name) != but) {
             let key = Key::Chunk(name);
@@ -136,21 +189,17 @@ impl Fetches {
         }
     }
 
-    fn wake(&self, state: &mut State) {
+    fn wake(self: &Arc<Self>, state: &mut State<W>) {
         if state.idle > 0 {
             self.more.notify_one();
         } else if state.threads < THREADS {
-            let Some(shared) = self.shared.upgrade() else { return };
-            let made = thread::Builder::new().name("image-fetch".into()).spawn(move || {
-                let weak = Arc::downgrade(&shared);
-                drop(shared);
-                work(&weak);
-            });
+            let of_thread = Arc::clone(self);
+            let made = thread::Builder::new().name("image-fetch".into()).spawn(move || of_thread.work());
             state.threads += usize::from(made.is_ok());
         }
     }
 
-    fn fail_all(&self, which: &dyn Fn(&Wanted) -> bool, error: device::Error) {
+    fn fail_all(&self, which: &dyn Fn(&Wanted<W>) -> bool, error: device::Error) {
         let mut state = self.lock();
         let keys: Vec<Key> = state
             .wanted
@@ -158,15 +207,15 @@ impl Fetches {
             .filter(|(_, wanted)| !wanted.begun && which(wanted))
             .map(|(key, _)| *key)
             .collect();
-        let failed: Vec<Wanted> = keys.iter().filter_map(|key| state.wanted.remove(key)).collect();
+        let failed: Vec<Wanted<W>> = keys.iter().filter_map(|key| state.wanted.remove(key)).collect();
         drop(state);
-        for piece in failed.into_iter().flat_map(|wanted| wanted.waiters) {
-            piece.fail(error);
+        for waiter in failed.into_iter().flat_map(|wanted| wanted.waiters) {
+            waiter.failed(error);
         }
     }
 }
 
-impl State {
+impl<W> State<W> {
     /// The next thing to fetch, and whether somebody waits for it.
     fn next(&mut self) -> Option<(Key, bool)> {
         while let Some(key) = self.demand.pop_front() {
@@ -188,137 +237,68 @@ impl State {
     }
 }
 
-/// A thread: fetches until there was nothing to do for a while.
-fn work(weak: &Weak<Shared>) {
-    loop {
-        // Nobody waits for an image that is gone.
-        let Some(shared) = weak.upgrade() else { return };
-        let fetches = &shared.fetches;
-        let mut state = fetches.lock();
-        let (key, is_demand) = loop {
+impl<W: Waiter> Inner<W> {
+    /// A thread: fetches until there was nothing to do for a while.
+    fn work(&self) {
+        let content = &self.content;
+        let is_over = || content.is_closed();
+        while let Some((key, is_demand)) = self.wait() {
+            let until = Until { is_over: &is_over, ..Until::within(content.config.timeout) };
+            let outcome = match key {
+                Key::Segment(number) => content.load(number, until).map(|_| None),
+                Key::Chunk(name) => content.fetch(&name, until).map(Some),
+                Key::Unit(name, unit) => content.fetch_unit(&name, unit, until).map(Some),
+            };
+            let mut state = self.lock();
+            state.ahead_running -= usize::from(!is_demand);
+            let waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
+            drop(state);
+            if !is_demand && outcome.is_ok() {
+                Stats::add(&content.stats.ahead, 1);
+            }
+            match outcome {
+                Ok(got) => waiters.into_iter().for_each(|waiter| waiter.came(got.clone())),
+                Err(error) => {
+                    let answer = content.failed(&error);
+                    for waiter in waiters {
+                        waiter.failed(answer);
+                    }
+                    if is_hanging(&error) {
+                        // They would only wait longer.
+                        let timeout = content.config.timeout;
+                        self.fail_all(&|wanted| wanted.since.elapsed() >= timeout, answer);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The next thing to fetch; `None` where the thread is not needed any more.
+    fn wait(&self) -> Option<(Key, bool)> {
+        let mut state = self.lock();
+        loop {
             if let Some(next) = state.next() {
-                break next;
+                return Some(next);
             }
             if state.is_closed {
                 state.threads -= 1;
-                return;
+                return None;
             }
             state.idle += 1;
-            let (woken, waited) =
-                fetches.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
             state = woken;
             state.idle -= 1;
             if waited.timed_out() && state.demand.is_empty() && state.ahead.is_empty() {
                 state.threads -= 1;
-                return;
-            }
-        };
-        drop(state);
-        let is_over = || shared.is_closed();
-        let until = Until { is_over: &is_over, ..Until::within(shared.config.timeout) };
-        let outcome = match key {
-            Key::Segment(number) => shared.load(number, until).map(|_| None),
-            Key::Chunk(name) => shared.fetch(&name, until).map(Some),
-            Key::Unit(name, unit) => shared.fetch_unit(&name, unit, until).map(Some),
-        };
-        let mut state = fetches.lock();
-        state.ahead_running -= usize::from(!is_demand);
-        let waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
-        drop(state);
-        if !is_demand && outcome.is_ok() {
-            Stats::add(&shared.stats.ahead, 1);
-        }
-        match outcome {
-            Ok(got) => {
-                for mut piece in waiters {
-                    if let Some(got) = &got {
-                        piece.add(got.clone());
-                    }
-                    piece.go_on();
-                }
-            }
-            Err(error) => {
-                let answer = shared.failed(&error);
-                for piece in waiters {
-                    piece.fail(answer);
-                }
-                if is_hanging(&error) {
-                    // They would only wait longer.
-                    let timeout = shared.config.timeout;
-                    fetches.fail_all(&|wanted| wanted.since.elapsed() >= timeout, answer);
-                }
+                return None;
             }
         }
     }
 }
 
-impl Shared {
-    /// The pages of a chunk from the store, which the cache then has; or from there, where another server
-    /// fetched them meanwhile.
-    pub fn fetch(&self, name: &Name, until: Until<'_>) -> Result<Got> {
-        let got = |pages| Got { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
-        let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
-        // Held until the cache has it.
-        let (_lock, _) = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
-        if let Some(entry) = cache.find(name) {
-            let mut pages = vec![0; entry.pages() * PAGE];
-            if entry.read(0, &mut pages, true) == Outcome::Done {
-                Stats::add(&self.stats.found, 1);
-                return Ok(got(pages));
-            }
-            cache.discard(name);
-        }
-        let pages = self.chunk(name, until)?;
-        self.cache_took(cache.keep(name, &pages, until.at_most(KEEP_MAX)));
-        Ok(got(pages))
-    }
-
-    fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
-        let pages = self.store.chunk(name, until)?;
-        Stats::add(&self.stats.fetched, 1);
-        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
-        Ok(pages)
-    }
-
-    /// The pages of a unit of a chunk from the store; zeroes behind the end of the chunk.
-    fn fetch_unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<Got> {
-        let mut pages = self.store.unit(name, unit, until)?;
-        Stats::add(&self.stats.fetched, 1);
-        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
-        pages.resize(UNIT_PAGES * PAGE, 0);
-        Ok(Got { name: *name, first: unit * UNIT_PAGES, is_all: false, pages: Arc::new(pages) })
-    }
-
-    /// Fetches what lies in a range, if there is time, and a cache.
-    pub fn ahead(&self, offset: u64, len: u64) {
-        if self.cache().is_some() {
-            self.fetches.ahead(self.chunks(offset, len), None);
-        }
-    }
-
-    /// Somebody is about to wait for a chunk: where several in a row were waited for, what comes behind is fetched
-    /// as well, twice as much each time.
-    pub fn missed(&self, name: Name, offset: u64, len: u64) {
-        let block = CHUNK_BYTES as u64;
-        let number = offset / block;
-        let ahead = {
-            let streams = &mut self.fetches.lock().streams;
-            let known = streams.iter().position(|stream| stream.next == number);
-            let known = known.and_then(|at| streams.remove(at));
-            streams.truncate(STREAMS - 1);
-            let mut stream = known.unwrap_or(Stream { next: number, window: 0 });
-            let ahead = stream.window;
-            stream.window = (stream.window * 2).clamp(1, STREAM_CHUNKS_MAX);
-            stream.next = number + 1 + ahead;
-            streams.push_front(stream);
-            ahead
-        };
-        // The rest of the piece as well: it may lie in several chunks.
-        let end = (offset / block + 1 + ahead) * block;
-        if self.cache().is_some() {
-            self.fetches.ahead(self.chunks(offset, (end - offset).max(len)), Some(name));
-        }
-    }
+/// Whether a store may have been asked too late or too often, rather than have said no.
+fn is_hanging(error: &store::Error) -> bool {
+    matches!(error, store::Error::Object { fault: Fault::Late | Fault::Transient(_), .. })
 }
 
-const _: () = assert!(AHEAD_AT_ONCE < THREADS && CHUNK_BYTES.is_multiple_of(UNIT_PAGES * PAGE));
+const _: () = assert!(AHEAD_AT_ONCE < THREADS);

@@ -7,9 +7,6 @@ use std::time::{Duration, Instant};
 
 use freestone_core::device;
 
-use super::fetch::Fetches;
-use super::job::Piece;
-use super::queue::Queue;
 use super::segment::Segment;
 use super::stat::Stats;
 use super::{Config, open_files};
@@ -17,14 +14,16 @@ use crate::cache::{Cache, Outcome};
 use crate::format::manifest::Manifest;
 use crate::format::map::{Map, Place};
 use crate::format::name::{Kind, Name};
-use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES};
+use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES, UNIT_PAGES};
 use crate::objects::Until;
 use crate::store::{Error, Result, Store};
 
 /// Segments whose maps are in memory at once; each has 75 to 600 KiB of them.
 const SEGMENTS_MAX: usize = 1024;
-/// Threads that wait for the local disk.
-const READERS: usize = 8;
+/// How long another server of the host is waited for that fetches the same.
+const LOCK_WAIT: Duration = Duration::from_secs(10);
+/// How long the cache may take to keep a chunk.
+const KEEP_MAX: Duration = Duration::from_secs(5);
 /// How long a cache is left alone that did not take something.
 const CACHE_PAUSE: Duration = Duration::from_secs(30);
 
@@ -51,8 +50,8 @@ pub enum Found {
     Chunk { name: Name, first: usize, count: usize },
 }
 
-/// An image, for all who work on it.
-pub struct Shared {
+/// An image: what is known of it, and where its pages are.
+pub struct Content {
     pub store: Arc<Store>,
     pub cache: Option<Arc<Cache>>,
     pub name: Name,
@@ -61,16 +60,14 @@ pub struct Shared {
     segments: Box<[RwLock<Option<Arc<Segment>>>]>,
     /// Those that are in memory, in the order in which they came or were used.
     loaded: Mutex<VecDeque<u32>>,
-    pub is_closed: AtomicBool,
+    is_closed: AtomicBool,
     /// When the cache did not take something, in milliseconds of `since`, and one more.
     cache_failed: AtomicU64,
     since: Instant,
     pub stats: Stats,
-    pub fetches: Fetches,
-    pub readers: Queue<Piece>,
 }
 
-impl Shared {
+impl Content {
     pub fn new(
         store: Arc<Store>,
         cache: Option<Arc<Cache>>,
@@ -78,7 +75,7 @@ impl Shared {
         manifest: Manifest,
         config: Config,
     ) -> Arc<Self> {
-        Arc::new_cyclic(|weak| Self {
+        Arc::new(Self {
             segments: (0..manifest.segment_count()).map(|_| RwLock::new(None)).collect(),
             store,
             cache,
@@ -90,14 +87,11 @@ impl Shared {
             cache_failed: AtomicU64::new(0),
             since: Instant::now(),
             stats: Stats::default(),
-            fetches: Fetches::new(weak.clone()),
-            readers: Queue::new("image-read", READERS, Piece::run),
         })
     }
 
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
-        self.fetches.close();
     }
 
     pub fn is_closed(&self) -> bool {
@@ -246,6 +240,42 @@ impl Shared {
             page += 1;
         }
         names
+    }
+
+    /// The pages of a chunk from the store, which the cache then has; or from there, where another server
+    /// fetched them meanwhile.
+    pub fn fetch(&self, name: &Name, until: Until<'_>) -> Result<Got> {
+        let got = |pages| Got { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
+        let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
+        // Held until the cache has it.
+        let (_lock, _) = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
+        if let Some(entry) = cache.find(name) {
+            let mut pages = vec![0; entry.pages() * PAGE];
+            if entry.read(0, &mut pages, true) == Outcome::Done {
+                Stats::add(&self.stats.found, 1);
+                return Ok(got(pages));
+            }
+            cache.discard(name);
+        }
+        let pages = self.chunk(name, until)?;
+        self.cache_took(cache.keep(name, &pages, until.at_most(KEEP_MAX)));
+        Ok(got(pages))
+    }
+
+    fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
+        let pages = self.store.chunk(name, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        Ok(pages)
+    }
+
+    /// The pages of a unit of a chunk from the store; zeroes behind the end of the chunk.
+    pub fn fetch_unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<Got> {
+        let mut pages = self.store.unit(name, unit, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        pages.resize(UNIT_PAGES * PAGE, 0);
+        Ok(Got { name: *name, first: unit * UNIT_PAGES, is_all: false, pages: Arc::new(pages) })
     }
 
     /// The cache, if it takes things.

@@ -34,11 +34,11 @@ use crate::format::manifest::Manifest;
 use crate::format::map::Place;
 use crate::format::name::{Kind, Name};
 use crate::format::{CHUNK_BYTES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES};
-use crate::objects::{Fault, Until};
+use crate::objects::Until;
 use crate::parallel;
 use crate::store::{self, Store};
-use find::{Found, Shared};
-use job::Job;
+use find::{Content, Found};
+use job::Reader;
 pub use stat::Stat;
 
 /// Most bytes that one try reads.
@@ -52,7 +52,7 @@ const PULLED_AT_ONCE: usize = 32;
 
 /// An image.
 pub struct Image {
-    shared: Arc<Shared>,
+    reader: Arc<Reader>,
 }
 
 /// How it is read.
@@ -86,32 +86,32 @@ impl Image {
             // Without that it is read again.
             let _ = cache.keep_meta(&name, &manifest.bytes(), until);
         }
-        Ok(Self { shared: Shared::new(store, cache, name, manifest, config) })
+        Ok(Self { reader: Reader::new(Content::new(store, cache, name, manifest, config)) })
     }
 
     /// Its name.
     pub fn name(&self) -> Name {
-        self.shared.name
+        self.reader.content.name
     }
 
     /// What it consists of.
     pub fn manifest(&self) -> &Manifest {
-        &self.shared.manifest
+        &self.reader.content.manifest
     }
 
     /// Where it is read from.
     pub fn store(&self) -> &Arc<Store> {
-        &self.shared.store
+        &self.reader.content.store
     }
 
     /// Where it is kept.
     pub fn cache(&self) -> Option<&Arc<Cache>> {
-        self.shared.cache.as_ref()
+        self.reader.content.cache.as_ref()
     }
 
     /// What was read and fetched.
     pub fn stat(&self) -> Stat {
-        self.shared.stats.stat()
+        self.reader.content.stats.stat()
     }
 
     /// Fetches all of it into the cache. `note` is told how many chunks are done, and of how many.
@@ -119,13 +119,13 @@ impl Image {
     /// # Errors
     /// There is no cache, or no room in it; what the store answers.
     pub fn pull(&self, note: &(dyn Fn(u64, u64) + Sync), until: Until<'_>) -> store::Result<()> {
-        let shared = &self.shared;
-        let Some(cache) = &shared.cache else {
+        let content = &self.reader.content;
+        let Some(cache) = &content.cache else {
             return Err(store::Error::Local("there is no cache to pull it into".into()));
         };
         let mut chunks = Vec::new();
-        for number in 0..shared.manifest.segment_count() {
-            let segment = shared.load(number, until)?;
+        for number in 0..content.manifest.segment_count() {
+            let segment = content.load(number, until)?;
             chunks.extend(segment.maps.iter().flat_map(|map| map.map.chunks().iter().copied()));
         }
         let need = chunks.iter().map(|_| (CHUNK_BYTES + PAGE) as u64).sum::<u64>();
@@ -139,7 +139,7 @@ impl Image {
             until.check().map_err(|fault| store::Error::of("", fault))?;
             let name = &chunks[at].name;
             if cache.find(name).is_none() {
-                shared.fetch(name, until)?;
+                content.fetch(name, until)?;
                 if cache.find(name).is_none() {
                     return Err(store::Error::Local(format!("{}: no room is left", cache.dir().display())));
                 }
@@ -153,7 +153,7 @@ impl Image {
 impl Device for Image {
     fn geometry(&self) -> Geometry {
         Geometry {
-            size: self.shared.manifest.size,
+            size: self.reader.content.manifest.size,
             padding: 0,
             logical_block: SECTOR_BYTES,
             physical_block: PAGE as u32,
@@ -178,7 +178,7 @@ impl Device for Image {
         let most = request.len.min(INLINE_MAX_BYTES) as usize;
         let mut done = 0;
         while done < most {
-            match self.shared.find(request.offset + done as u64, &mut out[done..most], &[], false) {
+            match self.reader.content.find(request.offset + done as u64, &mut out[done..most], &[], false) {
                 Found::Read(more) => done += more,
                 Found::Later | Found::Segment(_) | Found::Chunk { .. } => break,
             }
@@ -201,7 +201,7 @@ impl Device for Image {
         if buffer.len() as u64 != request.len {
             return done.complete(Err(Error::Misaligned), buffer);
         }
-        Job::begin(&self.shared, &request, buffer, done);
+        self.reader.begin(&request, buffer, done);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
@@ -212,8 +212,9 @@ impl Device for Image {
         let number = (offset / SEGMENT_BYTES) as u32;
         let start = u64::from(number) * SEGMENT_BYTES;
         let end = (offset + len).min(start + SEGMENT_BYTES);
-        let until = Until::within(self.shared.config.timeout);
-        let segment = self.shared.load(number, until).map_err(|error| self.shared.failed(&error))?;
+        let until = Until::within(self.reader.content.config.timeout);
+        let segment =
+            self.reader.content.load(number, until).map_err(|error| self.reader.content.failed(&error))?;
         let kind = |page: usize| match segment.place(page) {
             (_, Place::In { .. }) => ExtentKind::Data,
             _ => ExtentKind::Hole,
@@ -233,23 +234,18 @@ impl Device for Image {
     }
 
     fn prefetch(&self, offset: u64, len: u64) {
-        self.shared.ahead(offset, len);
+        self.reader.ahead(offset, len);
     }
 }
 
 impl Drop for Image {
     fn drop(&mut self) {
-        self.shared.close();
+        self.reader.close();
     }
 }
 
 impl std::fmt::Debug for Image {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Image").field("name", &self.shared.name).finish_non_exhaustive()
+        f.debug_struct("Image").field("name", &self.reader.content.name).finish_non_exhaustive()
     }
-}
-
-/// Whether a store may have been asked too late or too often, rather than have said no.
-fn is_hanging(error: &store::Error) -> bool {
-    matches!(error, store::Error::Object { fault: Fault::Late | Fault::Transient(_), .. })
 }
