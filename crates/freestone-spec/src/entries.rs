@@ -175,7 +175,12 @@ impl Entries {
             match key.as_str() {
                 // Without a slash it is the name of a device.
                 "cow" if !value.contains('/') => {}
-                "path" | "backing_dev" | "cow" | "record" | "zone_state" if !value.is_empty() => {
+                // No directory but a word.
+                "cache" if value == "none" => {}
+                "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache"
+                | "credentials"
+                    if !value.is_empty() =>
+                {
                     *value = path_text::text(&base.join(path_text::path(value)));
                 }
                 "algorithm_params" => {

@@ -8,3 +8,4 @@ mod parallel;
 pub mod prune;
 pub mod push;
 pub mod store;
+pub mod url;

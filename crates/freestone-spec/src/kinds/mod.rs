@@ -2,10 +2,12 @@
 //! set up, its attributes, and what else is not the same for all of them. Here is what they have in
 //! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
+mod asked;
 mod build;
 mod file;
 mod fork;
 mod identity;
+mod image;
 mod null;
 mod qcow2;
 mod ram;
@@ -18,7 +20,7 @@ mod tests;
 mod words;
 
 use std::ops::Deref;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
@@ -26,16 +28,17 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
 use freestone::file::Changed;
-use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
 use serde_json::Value;
 
+pub use self::asked::Asked;
 pub use self::build::build;
 use self::build::{Built, finished};
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
+pub use self::image::{ImageSpec, Pulled, of_store};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -49,9 +52,9 @@ pub use self::snapshot::{
 pub use self::template::TemplateSpec;
 use self::words::Words;
 use crate::entries::{Entries, SpecError, check_name, nearest};
-use crate::family::{self, FamilySpec};
+use crate::family;
 use crate::keys::{Keys, joined, parse_bool};
-use crate::layers::{Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::layers::{FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
@@ -59,7 +62,7 @@ use crate::refusal::{Errno, Refusal};
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
 /// Every kind that can be asked for.
-const ALL: [(&str, Take); 7] = [
+const ALL: [(&str, Take); 8] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
     (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
@@ -67,6 +70,7 @@ const ALL: [(&str, Take); 7] = [
     (null::NAME, |keys| Ok(KindSpec::Null(Box::new(NullSpec::take(keys)?)))),
     (file::NAME, |keys| Ok(KindSpec::File(Box::new(FileSpec::take(keys)?)))),
     (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
+    (image::NAME, |keys| Ok(KindSpec::Image(Box::new(ImageSpec::take(keys)?)))),
 ];
 /// Their names.
 const KINDS: [&str; ALL.len()] = {
@@ -120,6 +124,8 @@ pub enum KindSpec {
     File(Box<FileSpec>),
     /// A qcow2 image, read-only.
     Qcow2(Box<Qcow2Spec>),
+    /// An image in object storage, read-only.
+    Image(Box<ImageSpec>),
     /// From a saved file.
     Restored(RestoredSpec),
 }
@@ -136,66 +142,9 @@ impl Deref for KindSpec {
             Self::Null(spec) => &**spec,
             Self::File(spec) => &**spec,
             Self::Qcow2(spec) => &**spec,
+            Self::Image(spec) => &**spec,
             Self::Restored(spec) => spec,
         }
-    }
-}
-
-/// What is not the same for all that can be asked for. What a kind does not say is the usual.
-pub trait Asked {
-    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
-    /// does not name the device.
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
-
-    /// What it shares with others: with its own snapshots and their forks, or its forks with one
-    /// another.
-    fn family(&self) -> Option<&FamilySpec> {
-        None
-    }
-
-    /// Its size in bytes, where that was said.
-    fn size(&self) -> Option<u64> {
-        None
-    }
-
-    /// Only reads are served.
-    fn is_read_only(&self) -> bool {
-        false
-    }
-
-    /// What forks are made of, for a fork or template.
-    fn fork(&self) -> Option<&ForkSpec> {
-        None
-    }
-
-    /// The name of what it shows where it holds nothing itself.
-    fn below(&self) -> Option<&str> {
-        None
-    }
-
-    /// The name of the device that takes its copies.
-    fn copies_to(&self) -> Option<&str> {
-        None
-    }
-
-    /// Devices that must not be rewound, merged or published while it is set up.
-    fn changes(&self) -> Vec<&str> {
-        Vec::new()
-    }
-
-    /// The image that it is, as the base of a delta names it.
-    fn image(&self) -> Option<(&Path, Format)> {
-        None
-    }
-
-    /// See [`Spec::is_lost`].
-    fn is_lost(&self) -> bool {
-        false
-    }
-
-    /// What its layers have to know.
-    fn below_layers(&self) -> Below<'_> {
-        Below::default()
     }
 }
 
@@ -350,6 +299,16 @@ pub trait Made: Send + Sync {
     /// What to do about an origin of which only a part is merged.
     fn half_merged(&self, _name: &str) -> String {
         "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
+    }
+
+    /// A key that says more than was asked for, now that it is set up.
+    fn settled(&self) -> Option<(&'static str, String)> {
+        None
+    }
+
+    /// The image in object storage that it is.
+    fn stored(&self) -> Option<&Pulled> {
+        None
     }
 
     /// What says beside its data how it was closed.
