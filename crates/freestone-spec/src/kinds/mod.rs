@@ -2,12 +2,12 @@
 //! set up, its attributes, and what else is not the same for all of them. Here is what they have in
 //! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
-mod asked;
 mod build;
 mod file;
 mod fork;
 mod identity;
 mod image;
+mod names;
 mod null;
 mod qcow2;
 mod ram;
@@ -20,7 +20,7 @@ mod tests;
 mod words;
 
 use std::ops::Deref;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
@@ -28,10 +28,10 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
 use freestone::file::Changed;
+use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
 use serde_json::Value;
 
-pub use self::asked::Asked;
 pub use self::build::build;
 use self::build::{Built, finished};
 pub use self::file::FileSpec;
@@ -39,6 +39,7 @@ pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
 pub use self::image::{ImageSpec, Pulled, of_store};
+use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -51,10 +52,10 @@ pub use self::snapshot::{
 };
 pub use self::template::TemplateSpec;
 use self::words::Words;
-use crate::entries::{Entries, SpecError, check_name, nearest};
-use crate::family;
-use crate::keys::{Keys, joined, parse_bool};
-use crate::layers::{FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::entries::{Entries, SpecError, nearest};
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, parse_bool};
+use crate::layers::{Below, LayerSpec, Layers};
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
@@ -81,10 +82,6 @@ const KINDS: [&str; ALL.len()] = {
     }
     names
 };
-/// What those take that can have layers.
-const LAYER_KEYS: [&str; 17] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
-/// Why a snapshot is no origin.
-const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 
 // ---- asked for ----------------------------------------------------------------------------------
 
@@ -148,6 +145,64 @@ impl Deref for KindSpec {
     }
 }
 
+/// A kind as it was asked for. What it does not say is the usual.
+pub trait Asked {
+    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
+    /// does not name the device.
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
+
+    /// What it shares with others: with its own snapshots and their forks, or its forks with one
+    /// another.
+    fn family(&self) -> Option<&FamilySpec> {
+        None
+    }
+
+    /// Its size in bytes, where that was said.
+    fn size(&self) -> Option<u64> {
+        None
+    }
+
+    /// Only reads are served.
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
+    /// What forks are made of, for a fork or template.
+    fn fork(&self) -> Option<&ForkSpec> {
+        None
+    }
+
+    /// The name of what it shows where it holds nothing itself.
+    fn below(&self) -> Option<&str> {
+        None
+    }
+
+    /// The name of the device that takes its copies.
+    fn copies_to(&self) -> Option<&str> {
+        None
+    }
+
+    /// Devices that must not be rewound, merged or published while it is set up.
+    fn changes(&self) -> Vec<&str> {
+        Vec::new()
+    }
+
+    /// The image that it is, as the base of a delta names it.
+    fn image(&self) -> Option<(&Path, Format)> {
+        None
+    }
+
+    /// See [`Spec::is_lost`].
+    fn is_lost(&self) -> bool {
+        false
+    }
+
+    /// What its layers have to know.
+    fn below_layers(&self) -> Below<'_> {
+        Below::default()
+    }
+}
+
 impl FromStr for Spec {
     type Err = SpecError;
     fn from_str(text: &str) -> Result<Self, SpecError> {
@@ -204,14 +259,6 @@ impl Spec {
     /// What it holds itself is in memory, and ends with the server.
     pub fn is_lost(&self) -> bool {
         self.kind.is_lost() || (self.layers.zones.is_some() && self.kind.below_layers().file.is_none())
-    }
-}
-
-/// The name of a device that is there.
-fn parse_name(text: &str) -> Result<String, String> {
-    match check_name(text) {
-        Ok(()) => Ok(text.to_owned()),
-        Err(_) => Err("must be the name of a device".into()),
     }
 }
 
@@ -361,11 +408,6 @@ pub trait Made: Send + Sync {
     fn stat(&self) -> Option<(&'static str, Value)> {
         None
     }
-}
-
-/// Why a device that changes is no base.
-fn is_live(base: &Entry) -> String {
-    format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
 }
 
 // ---- there --------------------------------------------------------------------------------------
