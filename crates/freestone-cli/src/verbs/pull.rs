@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use freestone::store::objects::Until;
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Spec, of_store};
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
@@ -104,7 +105,7 @@ impl Verb for Pull {
             (entry, created)
         };
         let Some(pulled) = entry.kind.stored() else {
-            let why = format!("{name}: pull: is a {} device", entry.kind.name());
+            let why = format!("{name}: pull: is {} device", a_kind(entry.kind.name()));
             return Err(Fault::failed(Errno::EEXIST, why));
         };
         let job = service.jobs.begin(name, Self::METHOD, Kind::ALONE)?;

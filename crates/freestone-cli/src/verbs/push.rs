@@ -11,6 +11,7 @@ use freestone::store::objects::Until;
 use freestone::store::push::{self, Over, Pushed, Source};
 use freestone::store::store::{Begin, Error, Store};
 use freestone::store::url::ImageUrl;
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Entry, Pulled, of_store};
 use freestone_spec::open_device;
 use freestone_spec::refusal::{Errno, Refusal};
@@ -201,9 +202,9 @@ impl Moment {
                     ))
                 }
                 _ => {
-                    let kind = entry.kind.name();
+                    let kind = a_kind(entry.kind.name());
                     let why = format!(
-                        "{name}: push: a {kind} device of that sort is not pushed; what is read-only, snapshots, ram devices and forks are"
+                        "{name}: push: {kind} device of that sort is not pushed; what is read-only, snapshots, ram devices and forks are"
                     );
                     Err(Fault::failed(Errno::EOPNOTSUPP, why))
                 }

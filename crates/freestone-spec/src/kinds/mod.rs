@@ -52,7 +52,7 @@ pub use self::snapshot::{
 };
 pub use self::template::TemplateSpec;
 use self::words::Words;
-use crate::entries::{Entries, SpecError, nearest};
+use crate::entries::{Entries, SpecError, a_kind, nearest};
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, parse_bool};
 use crate::layers::{Below, LayerSpec, Layers};
@@ -382,7 +382,7 @@ pub trait Made: Send + Sync {
             return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
         self.attrs().contains(&attr).then(|| {
-            let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
+            let why = format!("{name}: {attr}={text}: fixed for the life of {} device", a_kind(kind));
             Err(Refusal::failed(Errno::EBUSY, why))
         })
     }
@@ -580,7 +580,7 @@ impl Entry {
             return Ok(family.clone());
         }
         let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: a {} device is no base", self.name(), self.kind.name());
+            let why = format!("{}: {} device is no base", self.name(), a_kind(self.kind.name()));
             return Err(Refusal::failed(Errno::EINVAL, why));
         };
         // Asked before the lock would be: of all others.
