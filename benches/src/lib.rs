@@ -16,6 +16,7 @@ pub mod export;
 mod fio_nbd;
 pub mod forks;
 mod gate;
+mod images;
 mod instructions;
 pub mod machine;
 pub mod measure;
@@ -87,6 +88,8 @@ enum Bench {
     /// What lasts over restarts: the cost of a state, starts with many forks, how fast kept content
     /// is there again, what increments and saves cost.
     Restarts(restarts::Args),
+    /// Images in object storage: what their pages cost once they are cached.
+    Images(images::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs
     /// valgrind.
     Instructions(callgrind::Args),
@@ -136,6 +139,7 @@ impl Bench {
             Self::Compare(args) => compare::run(args, options)?,
             Self::Zones(args) => zones::run(args, options)?,
             Self::Restarts(args) => restarts::run(args, options)?,
+            Self::Images(args) => images::run(args, options)?,
             Self::Instructions(args) => callgrind::run(args)?,
             Self::InstructionsLoop { what, backed, fork } => {
                 let ram = match (backed, fork) {

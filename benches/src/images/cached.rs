@@ -1,0 +1,96 @@
+//! Random reads of a fork over an image, all of which is cached and in the kernel's memory, beside one
+//! over a local file.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::device::{Blocking as _, Buffer, Device, IoBuf, Request, Tried};
+use freestone::ram::{Config, Family, ForkConfig, Ram};
+use freestone_report::{Report, Row, Target};
+
+use super::kit::Kit;
+use crate::data::Random;
+use crate::measure::alternate;
+use crate::options::Options;
+
+/// Within 5 % of the local file.
+const SLOWER_MAX: f64 = 1.05;
+/// Pages of a larger read.
+const PAGES: u64 = 32;
+
+pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
+    let fork = |base: Arc<dyn Device>| -> Result<Ram> {
+        Ok(Family::new(Config::default())?.fork(base, &ForkConfig::default())?)
+    };
+    let (local, stored) = (fork(kit.local()?)?, fork(kit.pulled()?)?);
+    warm(&local)?;
+    warm(&stored)?;
+    let mut rows = Vec::new();
+    for (what, pages) in [("4 KiB", 1), ("128 KiB", PAGES)] {
+        let (mut one, mut other) =
+            (IoBuf::zeroed(PAGE_BYTES * pages as usize)?, IoBuf::zeroed(PAGE_BYTES * pages as usize)?);
+        let (mut missed, mut missed_other) = (0, 0);
+        let times = alternate(
+            options.slices(),
+            &mut [
+                &mut |from, count| missed += read(&local, &mut one, pages, from, count),
+                &mut |from, count| missed_other += read(&stored, &mut other, pages, from, count),
+            ],
+        );
+        ensure!(missed + missed_other == 0, "{missed} and {missed_other} reads were not in memory");
+        ensure!(one[..] == other[..], "the last reads differ");
+        rows.push(
+            Row::over(format!("{what} at random: image / file"), &times[1].cpu, &times[0].cpu)
+                .target(Target::AtMost(SLOWER_MAX))
+                .part("image ns", crate::measure::median(&times[1].cpu))
+                .part("file ns", crate::measure::median(&times[0].cpu)),
+        );
+    }
+    Ok(Report::new("images: cached", kit.data.description.clone(), kit.data.bytes(), "none")
+        .note(
+            "Reads of a fork that holds nothing itself, by one thread, by its CPU time: over an image that was pulled, \
+             and over the file that was pushed. All that is read is in the page cache.",
+        )
+        .rows(rows))
+}
+
+/// Reads all of it.
+fn warm(device: &Ram) -> Result<()> {
+    let mut buffer = IoBuf::zeroed(1 << 20)?;
+    for _ in 0..2 {
+        let mut at = 0;
+        while at < device.geometry().size {
+            let len = (device.geometry().size - at).min(1 << 20);
+            device.read_at(at, &mut buffer[..len as usize])?;
+            at += len;
+        }
+    }
+    Ok(())
+}
+
+/// How many of some reads would have waited.
+fn read(device: &Ram, buffer: &mut IoBuf, pages: u64, from: u64, count: u64) -> u64 {
+    let places = device.geometry().size / (PAGE_BYTES as u64 * pages);
+    let mut random = Random::new(from);
+    let mut missed = 0;
+    for _ in 0..count {
+        let mut request =
+            Request::read(random.next_u64() % places * PAGE_BYTES as u64 * pages, PAGE_BYTES as u64 * pages);
+        let mut at = 0;
+        loop {
+            match device.try_io(&request, Buffer::Read(&mut buffer[at..])) {
+                Ok(Tried::Done) => break,
+                Ok(Tried::Partly(bytes)) => {
+                    at += bytes as usize;
+                    request = request.rest(bytes);
+                }
+                Ok(Tried::WouldBlock) | Err(_) => {
+                    missed += 1;
+                    break;
+                }
+            }
+        }
+    }
+    missed
+}

@@ -1,0 +1,75 @@
+//! A file, the same as an image in a store on the same disk, and a cache.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use freestone::device::Device;
+use freestone::file;
+use freestone::store::cache::Cache;
+use freestone::store::format::domain::GRACE;
+use freestone::store::image::{Config, Image, TIMEOUT};
+use freestone::store::objects::{Directory, Until};
+use freestone::store::push::{Options as PushOptions, Source, THREADS, push};
+use freestone::store::store::{Begin, Store};
+
+use crate::data::Data;
+use crate::options::{Options, Set};
+use crate::place::{Own, Place};
+
+const BYTES: u64 = 2 << 30;
+/// More than all that is pulled.
+const CACHE_BYTES: u64 = 64 << 30;
+const TAG: &str = "v1";
+
+/// What the parts have in common.
+pub struct Kit {
+    pub data: Data,
+    pub file: PathBuf,
+    pub store: Arc<Store>,
+    own: Own,
+}
+
+pub fn until() -> Until<'static> {
+    Until::within(Duration::from_secs(3600))
+}
+
+impl Kit {
+    /// Fills the file, and pushes it.
+    pub fn new(place: &Place, set: Set, options: &Options) -> Result<Self> {
+        let data = Data::open(set, options.bytes(BYTES), options)?;
+        let own = place.server()?;
+        let file = own.image("disk");
+        fs::File::create(&file)?;
+        data.save(&file)?;
+        let objects = Arc::new(Directory::new(own.path().join("store")));
+        let begin = Begin { encrypted: false, grace: GRACE };
+        let (store, is_new) = Store::open_or_begin(objects, None, begin, until())?;
+        let kit = Self { data, file, store: Arc::new(store), own };
+        let device = kit.local()?;
+        let source = Source { device: &*device, label: "disk", over: None };
+        let options = PushOptions { tag: TAG, full: false, threads: THREADS, is_new };
+        push(&kit.store, source, options, &|_, _| {}, until())?;
+        Ok(kit)
+    }
+
+    /// The file as a device.
+    pub fn local(&self) -> Result<Arc<dyn Device>> {
+        let mut config = file::Config::new(&self.file);
+        config.read_only = true;
+        Ok(Arc::new(file::File::open(&config)?))
+    }
+
+    /// The image, with all of it in a cache of its own.
+    pub fn pulled(&self) -> Result<Arc<Image>> {
+        let cache = Cache::open(self.own.path().join("cache"), CACHE_BYTES)?;
+        let name = self.store.tag(TAG, until())?.map(|read| read.tag.manifest);
+        let name = name.ok_or_else(|| anyhow::anyhow!("the tag is not there"))?;
+        let config = Config { timeout: TIMEOUT };
+        let image = Image::open(Arc::clone(&self.store), Some(cache), name, config, until())?;
+        image.pull(&|_, _| {}, until())?;
+        Ok(Arc::new(image))
+    }
+}

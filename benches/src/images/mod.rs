@@ -1,0 +1,40 @@
+//! Images in object storage: what their pages cost once they are cached.
+
+mod cached;
+mod kit;
+
+use anyhow::Result;
+use clap::ValueEnum;
+use freestone_report::Report;
+
+use crate::options::{Options, Set};
+use crate::place::Place;
+
+/// What it can be told.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// What to measure, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    part: Vec<PartName>,
+}
+
+/// A part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum PartName {
+    /// Reads of a fork over an image that is cached, beside one over a local file.
+    Cached,
+}
+
+/// Runs the parts.
+pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
+    let place = Place::new(&options.data_dir, "images-")?;
+    let wanted = |part| args.part.is_empty() || args.part.contains(&part);
+    let mut reports = Vec::new();
+    for set in options.sets(&[Set::Real]) {
+        let kit = kit::Kit::new(&place, set, options)?;
+        if wanted(PartName::Cached) {
+            reports.push(cached::run(&kit, options)?.print());
+        }
+    }
+    Ok(reports)
+}
