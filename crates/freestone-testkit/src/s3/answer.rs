@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use super::buckets::Object;
 use super::http::Request;
-use super::server::Shared;
+use super::kept::Kept;
 use super::{http_date, xml_date};
 
 /// An answer, before it is written.
@@ -43,8 +43,8 @@ pub struct Odd {
 }
 
 /// Does what is asked for.
-pub fn answer(shared: &Shared, request: &Request, bucket: &str, key: &str, odd: Odd) -> Answer {
-    if let Some(wanted) = &*shared.access_key.lock().unwrap() {
+pub fn answer(kept: &Kept, request: &Request, bucket: &str, key: &str, odd: Odd) -> Answer {
+    if let Some(wanted) = &*kept.access_key.lock().unwrap() {
         let given = request.header("authorization").and_then(|a| a.split_once("Credential="));
         let given = given.and_then(|(_, rest)| rest.split('/').next());
         if given != Some(wanted) {
@@ -52,19 +52,19 @@ pub fn answer(shared: &Shared, request: &Request, bucket: &str, key: &str, odd: 
             return Answer::error(403, code);
         }
     }
-    if !shared.buckets.lock().unwrap().has(bucket) {
+    if !kept.buckets.lock().unwrap().has(bucket) {
         return Answer::error(404, "NoSuchBucket");
     }
     match (request.method.as_str(), key) {
-        ("GET", "") => list(shared, request, bucket),
+        ("GET", "") => list(kept, request, bucket),
         ("HEAD", "") => Answer::new(200, Vec::new()),
         ("GET" | "HEAD", _) => {
-            let found = shared.buckets.lock().unwrap().get(bucket, key).cloned();
+            let found = kept.buckets.lock().unwrap().get(bucket, key).cloned();
             found.map_or_else(|| Answer::error(404, "NoSuchKey"), |object| get(request, &object, odd))
         }
-        ("PUT", _) if !key.is_empty() => put(shared, request, bucket, key),
+        ("PUT", _) if !key.is_empty() => put(kept, request, bucket, key),
         ("DELETE", _) if !key.is_empty() => {
-            shared.buckets.lock().unwrap().delete(bucket, key);
+            kept.buckets.lock().unwrap().delete(bucket, key);
             Answer::new(204, Vec::new())
         }
         _ => Answer::error(405, "MethodNotAllowed"),
@@ -101,18 +101,18 @@ fn get(request: &Request, object: &Object, odd: Odd) -> Answer {
     Answer { status: 206, headers, body: object.bytes.clone(), part }
 }
 
-fn put(shared: &Shared, request: &Request, bucket: &str, key: &str) -> Answer {
-    let quota = *shared.quota.lock().unwrap();
-    let now = shared.now();
+fn put(kept: &Kept, request: &Request, bucket: &str, key: &str) -> Answer {
+    let quota = *kept.quota.lock().unwrap();
+    let now = kept.now();
     // Held over the condition and the write: of two writers one comes first.
-    let mut buckets = shared.buckets.lock().unwrap();
+    let mut buckets = kept.buckets.lock().unwrap();
     let there = buckets.get(bucket, key);
     let holds = match (request.header("if-none-match"), request.header("if-match")) {
         (Some("*"), _) => there.is_none(),
         (_, Some("*")) => there.is_some(),
         (_, Some(tag)) => {
             let bare = tag.strip_prefix('"').and_then(|tag| tag.strip_suffix('"'));
-            let is_refused = bare.is_some() && shared.quoted_etags_never_match.load(SeqCst);
+            let is_refused = bare.is_some() && kept.quoted_etags_never_match.load(SeqCst);
             !is_refused && there.is_some_and(|object| object.tag == bare.unwrap_or(tag))
         }
         _ => true,
@@ -127,18 +127,18 @@ fn put(shared: &Shared, request: &Request, bucket: &str, key: &str) -> Answer {
     Answer { headers: vec![("ETag", format!("\"{tag}\""))], ..Answer::new(200, Vec::new()) }
 }
 
-fn list(shared: &Shared, request: &Request, bucket: &str) -> Answer {
+fn list(kept: &Kept, request: &Request, bucket: &str) -> Answer {
     let query = |name: &str| request.query.get(name).map(String::as_str);
     if query("list-type") != Some("2") || query("delimiter").is_some() {
         return Answer::error(501, "NotImplemented");
     }
     let asked = query("max-keys").and_then(|keys| keys.parse().ok()).unwrap_or(usize::MAX);
-    let most = asked.min(shared.page.load(SeqCst));
+    let most = asked.min(kept.page.load(SeqCst));
     // The token is the last key of the page before, which no client may rely on.
     let after = query("continuation-token").and_then(|token| token.strip_prefix("after:"));
     let after = after.or(query("start-after")).unwrap_or_default();
     let prefix = query("prefix").unwrap_or_default();
-    let (page, more) = shared.buckets.lock().unwrap().page(bucket, prefix, after, most);
+    let (page, more) = kept.buckets.lock().unwrap().page(bucket, prefix, after, most);
     let mut body = format!(
         "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListBucketResult><Name>{bucket}</Name>\
          <KeyCount>{}</KeyCount><IsTruncated>{more}</IsTruncated>",

@@ -7,6 +7,7 @@
 mod answer;
 mod buckets;
 mod http;
+mod kept;
 mod server;
 mod trouble;
 
@@ -68,54 +69,54 @@ impl Server {
 
     /// Makes a bucket, or empties it.
     pub fn make_bucket(&self, bucket: &str) {
-        self.shared.buckets.lock().unwrap().make(bucket);
+        self.shared.kept.buckets.lock().unwrap().make(bucket);
     }
 
     /// Takes a bucket away, with all that is in it.
     pub fn remove_bucket(&self, bucket: &str) {
-        self.shared.buckets.lock().unwrap().remove(bucket);
+        self.shared.kept.buckets.lock().unwrap().remove(bucket);
     }
 
     /// The content of an object.
     pub fn object(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
-        let buckets = self.shared.buckets.lock().unwrap();
+        let buckets = self.shared.kept.buckets.lock().unwrap();
         buckets.get(bucket, key).map(|object| object.bytes.to_vec())
     }
 
     /// Writes an object, past all troubles.
     pub fn set_object(&self, bucket: &str, key: &str, bytes: &[u8]) {
-        let now = self.shared.now();
-        self.shared.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
+        let now = self.shared.kept.now();
+        self.shared.kept.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
     }
 
     /// The keys in a bucket.
     pub fn keys(&self, bucket: &str) -> Vec<String> {
-        self.shared.buckets.lock().unwrap().keys(bucket)
+        self.shared.kept.buckets.lock().unwrap().keys(bucket)
     }
 
     /// Stops the server's clock at that time; `None` lets it go like this host's.
     pub fn set_time(&self, time: Option<SystemTime>) {
-        *self.shared.time.lock().unwrap() = time;
+        *self.shared.kept.time.lock().unwrap() = time;
     }
 
     /// Requests have to be signed with that key, or are refused.
     pub fn require_key(&self, key: Option<&str>) {
-        *self.shared.access_key.lock().unwrap() = key.map(str::to_owned);
+        *self.shared.kept.access_key.lock().unwrap() = key.map(str::to_owned);
     }
 
     /// An `If-Match` with quotes holds for nothing, as in Ceph 16.
     pub fn set_quoted_etags_never_match(&self, never: bool) {
-        self.shared.quoted_etags_never_match.store(never, SeqCst);
+        self.shared.kept.quoted_etags_never_match.store(never, SeqCst);
     }
 
     /// How many keys a page of a list has at most.
     pub fn set_page(&self, keys: usize) {
-        self.shared.page.store(keys, SeqCst);
+        self.shared.kept.page.store(keys, SeqCst);
     }
 
     /// A bucket takes no more than that many bytes: a PUT beyond is refused with 403 `QuotaExceeded`.
     pub fn set_quota(&self, bytes: Option<u64>) {
-        *self.shared.quota.lock().unwrap() = bytes;
+        *self.shared.kept.quota.lock().unwrap() = bytes;
     }
 
     /// From now on requests for which `when` is true have that trouble. Of several the first one counts.

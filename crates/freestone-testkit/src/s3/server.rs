@@ -4,29 +4,21 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, BufReader, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use super::Traffic;
 use super::answer::{Answer, Odd, answer};
-use super::buckets::Buckets;
 use super::http::{self, Request};
+use super::kept::Kept;
 use super::trouble::{Asked, Trouble};
 
 type When = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
 
-/// What all connections of a server share. Of the locks each is held for a moment, and none with another but
-/// for `buckets`, which is always the last.
+/// What all connections of a server share. Of the locks each is held for a moment, and none with another.
 pub struct Shared {
-    pub buckets: Mutex<Buckets>,
-    /// Where the clock stands still.
-    pub time: Mutex<Option<SystemTime>>,
-    pub access_key: Mutex<Option<String>>,
-    pub quota: Mutex<Option<u64>>,
-    pub quoted_etags_never_match: AtomicBool,
-    pub page: AtomicUsize,
+    pub kept: Kept,
     pub troubles: Mutex<Vec<(When, Trouble)>>,
     pub traffic: Mutex<Traffic>,
     /// Requests by method and key since the start.
@@ -42,12 +34,7 @@ pub fn start() -> (SocketAddr, Arc<Shared>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("no free port");
     let address = listener.local_addr().expect("a listener has an address");
     let shared = Arc::new(Shared {
-        buckets: Mutex::default(),
-        time: Mutex::default(),
-        access_key: Mutex::default(),
-        quota: Mutex::default(),
-        quoted_etags_never_match: AtomicBool::new(false),
-        page: AtomicUsize::new(1000),
+        kept: Kept::default(),
         troubles: Mutex::default(),
         traffic: Mutex::default(),
         counts: Mutex::default(),
@@ -75,10 +62,6 @@ pub fn start() -> (SocketAddr, Arc<Shared>) {
 }
 
 impl Shared {
-    pub fn now(&self) -> SystemTime {
-        self.time.lock().unwrap().unwrap_or_else(SystemTime::now)
-    }
-
     pub fn cut(&self) {
         for stream in self.connections.lock().unwrap().values() {
             let _ = stream.shutdown(Shutdown::Both);
@@ -143,7 +126,7 @@ impl Shared {
             Some(Trouble::OtherPart(bytes)) => odd.moved = *bytes,
             _ => {}
         }
-        let answer = answer(self, request, bucket, key, odd);
+        let answer = answer(&self.kept, request, bucket, key, odd);
         match &trouble {
             Some(Trouble::StatusAfter(status, code)) => {
                 self.write(stream, request, &Answer::error(*status, code), None)
