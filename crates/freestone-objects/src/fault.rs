@@ -77,7 +77,8 @@ fn refused(asked: Asked, place: &str, said: &str, status: u16, code: &str) -> Fa
             Asked::Get | Asked::Head | Asked::Delete => Fault::NotFound,
         },
         (304 | 409 | 412, _) if is_conditional => Fault::Condition,
-        // Another operation on the same object is under way.
+        // Another operation on the same object is under way. Ceph 16 says 500 to most of those that race with
+        // `If-Match` and lose: who tries again is told the truth.
         (409, _) => Fault::Transient(said.to_owned()),
         (401 | 403, _) | (400, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired") => {
             Fault::Denied(said.to_owned())

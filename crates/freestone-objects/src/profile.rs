@@ -167,6 +167,7 @@ mod tests {
         write("A1");
         assert_eq!(FromFile::open(&path, "x").unwrap_err(), "it has no profile [x]");
         let file = FromFile::open(&path, DEFAULT).unwrap();
+        assert!(!format!("{file:?}").contains("geheim"), "{file:?}");
         write("A2");
         assert_eq!(file.now(FRESH_FOR).key_id, "A1");
         assert_eq!(file.now(Duration::ZERO).key_id, "A2");

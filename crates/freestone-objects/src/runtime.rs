@@ -1,6 +1,7 @@
 //! The one thread that all requests of the process run on, and how other threads wait for them.
 //!
-//! It is started with the first request. Nothing outside of this crate sees that it is asynchronous.
+//! It is started with the first request. Nothing outside of this crate sees that it is asynchronous. Beside it
+//! only names of hosts are looked up, as the system's call for that waits.
 
 use std::future::{Future, pending};
 use std::sync::OnceLock;
@@ -15,6 +16,8 @@ use crate::text::plain;
 
 /// Name of the thread; the kernel shows 15 bytes.
 const THREAD: &str = "fs-objects";
+/// Threads on which names are looked up at once; they end when they have nothing to do.
+const LOOKUPS_MAX: usize = 4;
 /// How often who waits is asked whether it still does.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 
@@ -22,7 +25,9 @@ const ASK_EVERY: Duration = Duration::from_millis(50);
 fn handle() -> Result<&'static Handle> {
     static HANDLE: OnceLock<std::result::Result<Handle, String>> = OnceLock::new();
     let started = HANDLE.get_or_init(|| {
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
+        let mut builder = Builder::new_current_thread();
+        builder.enable_all().max_blocking_threads(LOOKUPS_MAX).thread_name("fs-lookup");
+        let runtime = builder.build().map_err(|e| e.to_string())?;
         let handle = runtime.handle().clone();
         let thread = thread::Builder::new().name(THREAD.to_owned());
         thread.spawn(move || runtime.block_on(pending::<()>())).map_err(|e| e.to_string())?;

@@ -157,8 +157,10 @@ impl HttpService for Guard {
         let mut window = Window { body, host, skip: 0, left: u64::MAX, is_cut: true };
         match part {
             Some((start, end)) if head.status == StatusCode::PARTIAL_CONTENT => {
-                check_part(&head.headers, start, end)
+                let bytes = check_part(&head.headers, start, end)
                     .map_err(|what| Wire::Broken(format!("{}: {what}", window.host)))?;
+                // Where the body comes in chunks nothing says so otherwise.
+                head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes));
             }
             Some((start, end)) => {
                 let Some(bytes) = number(&head.headers, CONTENT_LENGTH.as_str()) else {
@@ -177,9 +179,8 @@ impl HttpService for Guard {
                 window.left = end.min(bytes) - start;
                 head.status = StatusCode::PARTIAL_CONTENT;
                 let range = format!("bytes {start}-{}/{bytes}", start + window.left - 1);
-                for (name, value) in [(CONTENT_RANGE, range), (CONTENT_LENGTH, window.left.to_string())] {
-                    head.headers.insert(name, HeaderValue::from_str(&value).map_err(|_| no_header())?);
-                }
+                head.headers.insert(CONTENT_LENGTH, HeaderValue::from(window.left));
+                head.headers.insert(CONTENT_RANGE, HeaderValue::from_str(&range).map_err(|_| no_header())?);
             }
             None if !is_object => {
                 window.left = ANSWER_BYTES_MAX;
@@ -201,8 +202,8 @@ fn asked_part(range: &HeaderValue) -> Option<(u64, u64)> {
     Some((start.parse().ok()?, last.parse::<u64>().ok()?.checked_add(1)?))
 }
 
-/// Whether the part that is answered is the one that was asked for, or as much of it as there is.
-fn check_part(headers: &HeaderMap, start: u64, end: u64) -> Result<(), &'static str> {
+/// The length of the part that is answered, where it is the one that was asked for, or as much of it as there is.
+fn check_part(headers: &HeaderMap, start: u64, end: u64) -> Result<u64, &'static str> {
     let said = headers.get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let said = said.and_then(|said| said.strip_prefix("bytes ")).and_then(|said| said.split_once('/'));
     let (range, all) = said.ok_or("it does not say which part it answers")?;
@@ -212,9 +213,10 @@ fn check_part(headers: &HeaderMap, start: u64, end: u64) -> Result<(), &'static 
     if first != start || last.checked_add(1) != Some(end.min(all)) || last < first {
         return Err("it answers another part than was asked for");
     }
+    let bytes = last + 1 - first;
     match number(headers, CONTENT_LENGTH.as_str()) {
-        Some(length) if length != last - first + 1 => Err("its answer has another length than the part"),
-        _ => Ok(()),
+        Some(length) if length != bytes => Err("its answer has another length than the part"),
+        _ => Ok(bytes),
     }
 }
 
@@ -319,10 +321,10 @@ mod tests {
             }
             check_part(&headers, 10, 20)
         };
-        for good in ["bytes 10-19/100", "bytes 10-14/15", "bytes 10-19/20"] {
-            assert_eq!(check(Some(good), None), Ok(()), "{good}");
+        for (good, bytes) in [("bytes 10-19/100", 10), ("bytes 10-14/15", 5), ("bytes 10-19/20", 10)] {
+            assert_eq!(check(Some(good), None), Ok(bytes), "{good}");
         }
-        assert_eq!(check(Some("bytes 10-19/100"), Some("10")), Ok(()));
+        assert_eq!(check(Some("bytes 10-19/100"), Some("10")), Ok(10));
         check(Some("bytes 10-19/100"), Some("11")).unwrap_err();
         check(None, Some("10")).unwrap_err();
         for bad in [
