@@ -207,8 +207,8 @@ impl Objects for Remote {
             })?;
             for meta in page.result.objects {
                 let Some(rest) = meta.location.as_ref().strip_prefix(&self.base) else { continue };
-                // A key that ends with `/` came without that, and is none of ours.
-                if !rest.starts_with(prefix) || rest.is_empty() {
+                // One that was not asked for, or ended with `/`: keys come without that.
+                if !rest.starts_with(prefix) {
                     continue;
                 }
                 let listed =

@@ -1,9 +1,10 @@
 //! What comes of each thing that goes wrong.
 
-use freestone_store::objects::{Fault, Until, When};
-use freestone_testkit::s3::Trouble;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
+
+use freestone_store::objects::{Fault, Listed, Until, When};
+use freestone_testkit::s3::{Server, Trouble};
 
 use crate::{Store, soon};
 
@@ -222,4 +223,60 @@ fn a_list_ends_with_its_deadline_whatever_comes() {
     let listed = store.objects.list("", &mut |_| true, Until::within(Duration::from_millis(300)));
     assert_eq!(listed, Err(Fault::Late));
     assert!(since.elapsed() < Duration::from_millis(500), "{:?}", since.elapsed());
+}
+
+#[test]
+fn pieces_are_counted_where_no_length_is_said() {
+    let answer = |pieces: &str| {
+        let head = "HTTP/1.1 206 Partial Content\r\nConnection: close\r\nContent-Range: bytes 100-109/1000\r\n\
+                    Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let store = with(Trouble::Raw(format!("{head}{pieces}0\r\n\r\n").into_bytes()));
+        store.objects.get("bad", Some(100..110), 10, soon()).map(|read| read.bytes)
+    };
+    assert_eq!(answer("7\r\n0123456\r\n3\r\n789\r\n").unwrap(), b"0123456789");
+    for pieces in ["", "7\r\n0123456\r\n", "7\r\n0123456\r\n4\r\n789a\r\n"] {
+        assert!(is_transient(&answer(pieces)), "{pieces:?}: {:?}", answer(pieces));
+    }
+}
+
+#[test]
+fn nobody_else_is_shown_what_is_meant_for_the_store() {
+    let elsewhere = Server::start(&["disks"]);
+    let target = format!("{}/disks/a/b/bad", elsewhere.endpoint());
+    for status in [301, 302, 307, 308] {
+        let store = with(Trouble::Raw(
+            format!("HTTP/1.1 {status} There\r\nConnection: close\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n")
+                .into_bytes(),
+        ));
+        assert!(matches!(get(&store), Err(Fault::Other(_))), "{:?}", get(&store));
+        let put = store.objects.put("bad", b"1", When::Always, soon());
+        assert!(matches!(put, Err(Fault::Other(_))), "{put:?}");
+    }
+    assert_eq!(elsewhere.traffic().requests.len(), 0);
+}
+
+#[test]
+fn keys_that_were_not_asked_for_are_passed_over() {
+    let store = Store::new();
+    let contents: String = ["a/b/x", "a/b/y/1", "other/x", "a/bx", "b/a/b/x"]
+        .iter()
+        .map(|key| {
+            format!(
+                "<Contents><Key>{key}</Key><Size>1</Size><LastModified>2009-10-12T17:50:30.000Z</LastModified></Contents>"
+            )
+        })
+        .collect();
+    let body = format!("<ListBucketResult>{contents}</ListBucketResult>");
+    let answer =
+        format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    store.server.trouble(|asked| asked.key.is_empty(), Trouble::Raw(answer.into_bytes()));
+    for (prefix, wanted) in [("", &["x", "y/1"][..]), ("y/", &["y/1"])] {
+        let mut keys = Vec::new();
+        let mut each = |listed: Listed| {
+            keys.push(listed.key);
+            true
+        };
+        store.objects.list(prefix, &mut each, soon()).unwrap();
+        assert_eq!(keys, wanted);
+    }
 }
