@@ -22,6 +22,9 @@ use crate::runtime::call;
 use crate::text::plain;
 use crate::wire::IsObject;
 
+/// Reserved for an object because the store says how long it is.
+const RESERVED_BYTES_MAX: u64 = 64 << 20;
+
 /// How a store names versions of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
@@ -122,7 +125,8 @@ impl Get {
         if length > self.most {
             return Err(Fault::TooLong(self.most));
         }
-        let mut bytes = Vec::with_capacity(length as usize);
+        // Most may be anything; what comes does not lie.
+        let mut bytes = Vec::with_capacity(length.min(RESERVED_BYTES_MAX) as usize);
         let mut pieces = answer.into_stream();
         while let Some(piece) = pieces.next().await {
             let piece = piece.map_err(|e| fault(&e, Asked::Get, &self.place))?;
