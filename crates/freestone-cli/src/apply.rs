@@ -13,6 +13,7 @@ use std::thread;
 
 use freestone_nbd::Address;
 use freestone_spec::config::FileConfig;
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::State;
@@ -348,7 +349,7 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
         return Ok(attrs);
     }
     if now.kind != asked.words.kind {
-        return Err(format!("is a {} device; remove it first", now.kind));
+        return Err(format!("is {} device; remove it first", a_kind(&now.kind)));
     }
     let of = |pairs: &[(String, String)], key: &str| {
         pairs.iter().find(|(known, _)| known == key).map(|(_, value)| value.clone())

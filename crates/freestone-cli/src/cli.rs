@@ -6,9 +6,9 @@ use crate::serve::ServeArgs;
 use crate::ublk_owner;
 use crate::verbs::long::LongCall;
 use crate::verbs::{
-    Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, jobs, list, mark, merge,
-    power_cut, publish, recompress, release, remove, reset, restore, rewind, save, set, shutdown, snapshot,
-    stat, unpublish, wait, writeback, zones,
+    Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, images, jobs, list,
+    mark, merge, power_cut, publish, pull, push, recompress, release, remove, reset, restore, rewind, save,
+    set, shutdown, snapshot, stat, unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -53,7 +53,14 @@ Devices:
   NAME=qcow2,path=PATH      read-only qcow2 image, with those that it stands on
       standalone=yes|no                     yes refuses one that names other files; default no
       and the keys of what its forks share
-  NAME=fork,base=NAME       disk over a file with readonly=yes, a qcow2 image or a snapshot
+  NAME=image,url=URL[:TAG]  read-only image in object storage (s3://BUCKET/PREFIX, gs, az, http, https, file:///DIR)
+      cache=DIR|none                        where pages are kept; default $FREESTONE_CACHE, else ~/.cache/freestone
+      cache_size=SIZE                       the most of them; default 16G
+      key=FILE                              the key of the store's names, 64 hexadecimal digits
+      timeout=SECONDS                       how long a fetch may take; default 30
+      endpoint=URL, region=NAME, credentials=FILE   where the usual variables do not say it
+      and the keys of what its forks share
+  NAME=fork,base=NAME       disk over a file with readonly=yes, an image or a snapshot
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
       mem_min=SIZE                          what its family keeps for it; default none
@@ -166,6 +173,30 @@ Examples:
   freestone publish golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock
       every connection to scratch gets a fork of golden; the same as
       `freestone fork golden scratch --template --ttl 600 --nbd unix:/run/scratch.sock`";
+
+const PUSH_EXAMPLES: &str = "\
+Examples:
+  freestone push golden s3://bucket/images:debian
+  freestone push job-7 s3://bucket/images:job-7              of a fork of an image that lies there, its changes
+  freestone push 'd=qcow2,path=disk.qcow2' file:///srv/images:disk       without a server
+  freestone push golden s3://bucket/secret:v1 key=domain.key encrypt=yes
+
+A live ram device or fork is pushed as it is at one moment, and goes on meanwhile. The tag is set last, if nobody else
+has set it meanwhile. A push that ended early has changed nothing, and the next one sends the rest.";
+
+const PULL_EXAMPLES: &str = "\
+Examples:
+  freestone pull s3://bucket/images:debian golden && freestone fork golden vm1
+  freestone pull s3://bucket/images:debian golden cache=/srv/cache cache_size=64G
+
+Without a pull what is read is fetched when it is read.";
+
+const PRUNE_EXAMPLES: &str = "\
+Examples:
+  freestone prune s3://bucket/images --dry-run
+  freestone prune s3://bucket/images
+
+What is younger than the grace of the store (a day, or what its first push said) stays: a push may be about to refer to it.";
 
 const SNAPSHOT_EXAMPLES: &str = "\
 Examples:
@@ -385,6 +416,20 @@ pub enum Command {
     /// Publish a device at an NBD address, at a socket for a virtual machine, or as a block device
     #[command(after_help = PUBLISH_EXAMPLES)]
     Publish(Call<publish::Params>),
+    /// Push what a device holds to object storage: only what is not there yet is sent
+    #[command(after_help = PUSH_EXAMPLES)]
+    Push(LongCall<push::Line>),
+    /// Fetch all of an image in object storage into the cache
+    #[command(after_help = PULL_EXAMPLES)]
+    Pull(LongCall<pull::Line>),
+    /// List the images in object storage
+    #[command(
+        after_help = "Examples:\n  freestone images s3://bucket/images\n  freestone images file:///srv/images --untag old"
+    )]
+    Images(images::Images),
+    /// Delete what no tag of a store refers to any more
+    #[command(after_help = PRUNE_EXAMPLES)]
+    Prune(images::Prune),
     /// Take a device off all its addresses, and its block device away
     #[command(after_help = "Example:\n  freestone unpublish ram1")]
     Unpublish(Call<unpublish::Params>),

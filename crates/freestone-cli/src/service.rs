@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use freestone::ram::Ram;
 use freestone_nbd::Limits;
 use freestone_spec::attrs;
-use freestone_spec::entries::nearest;
+use freestone_spec::entries::{a_kind, nearest};
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{self, Entry, Identity, KindSpec, Spec, build};
 use freestone_spec::refusal::Errno;
@@ -191,8 +191,8 @@ impl Service {
         if same && found.template.is_none() {
             return Ok((found, false));
         }
-        let (name, kind) = (found.name(), found.kind.name());
-        let other = format!("{name}: a {kind} device of that name exists, and was made with other settings");
+        let (name, kind) = (found.name(), a_kind(found.kind.name()));
+        let other = format!("{name}: {kind} device of that name exists, and was made with other settings");
         Err(Fault::failed(Errno::EEXIST, other))
     }
 

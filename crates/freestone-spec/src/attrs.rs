@@ -5,7 +5,7 @@ use std::sync::Arc;
 use freestone::codec::Algorithm;
 use serde_json::{Map, Value};
 
-use crate::entries::nearest;
+use crate::entries::{a_kind, nearest};
 use crate::kinds::registry::Registry;
 use crate::kinds::{Change, Entry};
 use crate::layers;
@@ -128,9 +128,9 @@ fn unknown(entry: &Entry, attr: &str) -> Refusal {
         return Refusal::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
     let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
-    let (kind, all) = (entry.kind.name(), names.join(", "));
+    let (kind, all) = (a_kind(entry.kind.name()), names.join(", "));
     Refusal::invalid(format!(
-        "{name}: unknown attribute {attr:?}{hint}; the attributes of a {kind} device are {all}"
+        "{name}: unknown attribute {attr:?}{hint}; the attributes of {kind} device are {all}"
     ))
 }
 

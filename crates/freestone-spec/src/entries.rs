@@ -36,7 +36,7 @@ pub enum SpecError {
         kinds: &'static [&'static str],
     },
     /// No such key.
-    #[error("{name}: unknown key {key:?}{}; the keys of a {kind} device are {}", maybe(*.hint), .allowed.join(", "))]
+    #[error("{name}: unknown key {key:?}{}; the keys of {} device are {}", maybe(*.hint), a_kind(.kind), .allowed.join(", "))]
     Key {
         /// The device.
         name: String,
@@ -66,7 +66,7 @@ pub enum SpecError {
         key: String,
     },
     /// A key that this kind needs.
-    #[error("{name}: {key} is missing; a {kind} device needs it, for example {example}")]
+    #[error("{name}: {key} is missing; {} device needs it, for example {example}", a_kind(.kind))]
     Missing {
         /// The device.
         name: String,
@@ -175,7 +175,12 @@ impl Entries {
             match key.as_str() {
                 // Without a slash it is the name of a device.
                 "cow" if !value.contains('/') => {}
-                "path" | "backing_dev" | "cow" | "record" | "zone_state" if !value.is_empty() => {
+                // No directory but a word.
+                "cache" if value == "none" => {}
+                "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache"
+                | "credentials"
+                    if !value.is_empty() =>
+                {
                     *value = path_text::text(&base.join(path_text::path(value)));
                 }
                 "algorithm_params" => {
@@ -246,6 +251,13 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     }
     // `size` for disksize, `algorithm` for comp_algorithm.
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
+}
+
+/// A kind of device with its article.
+pub fn a_kind(kind: &str) -> String {
+    // As they are spoken.
+    let article = if matches!(kind, "image" | "nbd") { "an" } else { "a" };
+    format!("{article} {kind}")
 }
 
 #[cfg(test)]

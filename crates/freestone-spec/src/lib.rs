@@ -25,6 +25,7 @@ mod readonly;
 pub mod refusal;
 mod shape;
 pub mod size;
+pub mod stores;
 pub mod times;
 #[doc(hidden)]
 pub mod written;

@@ -67,7 +67,8 @@ impl Refusal {
     }
 
     /// Names the device.
-    pub(crate) fn of(self, name: &str) -> Self {
+    #[must_use]
+    pub fn of(self, name: &str) -> Self {
         Self { sentence: format!("{name}: {}", self.sentence), ..self }
     }
 }

@@ -10,6 +10,7 @@
 //! * [`Through`]: a device that is used by way of an export.
 //! * [`s3`]: a server of objects, in this process, that fails as it is told.
 //! * [`Latency`]: a line to a server with a round trip's time and a bandwidth.
+//! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
 //! ```
@@ -27,6 +28,7 @@ mod faulty;
 mod latency;
 mod model;
 mod model_zoned;
+pub mod objects;
 mod rng;
 pub mod s3;
 mod through;

@@ -14,3 +14,4 @@ pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, zone};
 pub use freestone_image::{file, qcow2};
 pub use freestone_ram::{codec, keep, ram, save};
+pub use freestone_store as store;

@@ -23,15 +23,23 @@ pub struct Bar {
 impl Bar {
     /// Of a verb that has come so far.
     pub fn new(job: &Shown) -> Self {
-        let target = ProgressDrawTarget::stderr();
-        let line = ProgressBar::with_draw_target(Some(job.total_bytes), target);
-        let line = line.with_prefix(format!("{}: {}", job.name, job.verb)).with_position(job.done_bytes);
-        Self { line, template: "" }
+        Self::of(&job.name, &job.verb)
+    }
+
+    /// Of a verb.
+    pub fn of(name: &str, verb: &str) -> Self {
+        let line = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        Self { line: line.with_prefix(format!("{name}: {verb}")), template: "" }
     }
 
     /// It has come so far.
     pub fn show(&mut self, job: &Shown, is_told: bool) {
-        let template = match job.total_bytes {
+        self.at(job.done_bytes, job.total_bytes, is_told);
+    }
+
+    /// The same.
+    pub fn at(&mut self, done: u64, total: u64, is_told: bool) {
+        let template = match total {
             _ if is_told => ENDS,
             0 => TIME,
             _ => PARTS,
@@ -41,8 +49,8 @@ impl Bar {
             self.line.set_style(style(template));
         }
         self.line.update(|state| {
-            state.set_len(job.total_bytes);
-            state.set_pos(job.done_bytes);
+            state.set_len(total);
+            state.set_pos(done);
         });
     }
 }

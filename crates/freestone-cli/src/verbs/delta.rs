@@ -12,6 +12,7 @@ use freestone::device::Device;
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, Changed, DeltaError};
 use freestone::replace::Replace;
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::KindSpec;
 use freestone_spec::path_text;
@@ -272,7 +273,7 @@ impl Verb for Apply {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;
         let Some(fork) = entry.kind.fork() else {
-            let why = format!("{name}: delta apply: a {} device is not a fork", entry.kind.name());
+            let why = format!("{name}: delta apply: {} device is not a fork", a_kind(entry.kind.name()));
             return Err(Fault::failed(Errno::EOPNOTSUPP, why));
         };
         let (base, _) = base_file(&entry, "apply")?;
@@ -353,8 +354,8 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
             Ok(Looked { device: Arc::clone(device), job: begin(&[name])? })
         }
         _ => {
-            let kind = entry.kind.name();
-            let why = format!("a {kind} device holds nothing over a base; forks and snapshots do");
+            let kind = a_kind(entry.kind.name());
+            let why = format!("{kind} device holds nothing over a base; forks and snapshots do");
             refuse(Errno::EOPNOTSUPP, &why)
         }
     }

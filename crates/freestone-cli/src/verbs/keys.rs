@@ -29,6 +29,13 @@ pub fn of_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, 
     Ok(entries.with_base(&here).pairs.into_iter().map(|(key, value)| (key, value.into())).collect())
 }
 
+/// The keys of a verb on `name`.
+pub fn of(name: &str, verb: &str, keys: &Map<String, Value>) -> Result<Entries, Fault> {
+    let mut entries = Entries::new(name, verb).map_err(|e| Fault::invalid(e.to_string()))?;
+    add(&mut entries, keys)?;
+    Ok(entries)
+}
+
 /// The words of a fork or template of `base`.
 pub fn over(
     base: &str,

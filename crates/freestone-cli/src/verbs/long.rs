@@ -3,9 +3,9 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::{self, ExitCode};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -63,7 +63,62 @@ pub struct LongCall<A: Args> {
     pub common: Common,
 }
 
+/// How far a verb is that this program does itself.
+pub struct Here {
+    shown: Mutex<HereShown>,
+    interrupted: Arc<AtomicBool>,
+}
+
+enum HereShown {
+    Bar(Bar),
+    Json { name: String, verb: &'static str, at: (u64, u64) },
+    Nothing,
+}
+
+impl Here {
+    /// From now on the first SIGINT cancels it.
+    pub fn new(long: &Long, name: &str, verb: &'static str) -> Result<Self> {
+        let shown = match long.how() {
+            Progress::Bar => HereShown::Bar(Bar::of(name, verb)),
+            Progress::Json => HereShown::Json { name: name.to_owned(), verb, at: (0, 0) },
+            Progress::None => HereShown::Nothing,
+        };
+        Ok(Self { shown: Mutex::new(shown), interrupted: catch_interrupt()? })
+    }
+
+    /// Whether it is to end.
+    pub fn is_over(&self) -> bool {
+        self.interrupted.load(Ordering::SeqCst)
+    }
+
+    /// It has come so far.
+    pub fn note(&self, done: u64, total: u64) {
+        match &mut *self.shown.lock().unwrap_or_else(PoisonError::into_inner) {
+            HereShown::Bar(bar) => bar.at(done, total, self.is_over()),
+            HereShown::Json { name, verb, at } if *at != (done, total) => {
+                *at = (done, total);
+                let progress =
+                    json!({ "name": name, "verb": verb, "done_bytes": done, "total_bytes": total });
+                let _ = writeln!(io::stderr(), "{}", json!({ "progress": progress }));
+            }
+            _ => {}
+        }
+    }
+}
+
 impl Long {
+    /// Whether it is to go on without the program.
+    pub fn is_background(&self) -> bool {
+        self.background
+    }
+
+    fn how(&self) -> Progress {
+        match self.progress.unwrap_or(Progress::Bar) {
+            Progress::Bar if !io::stderr().is_terminal() => Progress::None,
+            how => how,
+        }
+    }
+
     /// Shows an answer.
     pub fn show<V: Verb>(&self, params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
         if !self.background {
@@ -136,10 +191,7 @@ impl<'a> Asker<'a> {
         if self.long.background {
             return client.call(V::METHOD, &request);
         }
-        let how = match self.long.progress.unwrap_or(Progress::Bar) {
-            Progress::Bar if !io::stderr().is_terminal() => Progress::None,
-            how => how,
-        };
+        let how = self.long.how();
         let watcher = Watcher { common: self.common, tag: &tag, how, interrupted: &self.interrupted };
         let (ended, end) = mpsc::channel::<()>();
         thread::scope(|scope| {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use freestone::cow::{MergeSetupError, MergeStatus, Snapshot, Status};
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
@@ -106,7 +107,7 @@ impl Verb for Merge {
             let Some(snapshot) = entry.kind.cow() else {
                 let why = match entry.kind.memory_snapshot() {
                     Some(_) => "a snapshot in memory is not merged; fork it".to_owned(),
-                    None => format!("a {} device is no snapshot of a file", entry.kind.name()),
+                    None => format!("{} device is no snapshot of a file", a_kind(entry.kind.name())),
                 };
                 return Err(failed(Errno::EOPNOTSUPP, why));
             };

@@ -12,6 +12,7 @@ pub mod dump;
 pub mod fork;
 pub mod get;
 pub mod idle;
+pub mod images;
 mod indent;
 pub mod jobs;
 pub mod keys;
@@ -23,6 +24,8 @@ pub mod names;
 mod pattern;
 pub mod power_cut;
 pub mod publish;
+pub mod pull;
+pub mod push;
 pub mod recompress;
 pub mod release;
 pub mod remove;
@@ -156,7 +159,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 32] = [
+const VERBS: [(&str, Run); 34] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -178,6 +181,8 @@ const VERBS: [(&str, Run); 32] = [
     entry::<writeback::Writeback>(),
     entry::<recompress::Recompress>(),
     entry::<publish::Publish>(),
+    entry::<push::Push>(),
+    entry::<pull::Pull>(),
     entry::<unpublish::Unpublish>(),
     entry::<block_state::BlockState>(),
     entry::<zones::Zones>(),

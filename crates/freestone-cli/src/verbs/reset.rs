@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::sync::atomic::Ordering;
 
 use clap::Args;
+use freestone_spec::entries::a_kind;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -64,8 +65,8 @@ impl Verb for Reset {
         }
         if !entry.kind.can_wipe() {
             let why = "is not reset; only ram and null devices and forks are";
-            let kind = entry.kind.name();
-            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: a {kind} device {why}")));
+            let kind = a_kind(entry.kind.name());
+            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
         service.exports.check_wipe(&entry, params.force)?;

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone::ram::Ram;
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{ForkSpec, KindSpec, Spec, build};
 use freestone_spec::refusal::{Errno, Refusal};
 use serde::{Deserialize, Serialize};
@@ -81,7 +82,7 @@ impl Verb for Rewind {
                 Some(_) => format!(
                     "a ram device has no base; `freestone reset {name}` wipes it, --to goes to a snapshot of it"
                 ),
-                None => format!("a {} device is not rewound; only forks are", entry.kind.name()),
+                None => format!("{} device is not rewound; only forks are", a_kind(entry.kind.name())),
             };
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
         }

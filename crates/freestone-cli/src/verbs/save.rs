@@ -9,6 +9,7 @@ use clap::Args;
 use freestone::ram::Ram;
 use freestone::replace::Replace;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
+use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
@@ -105,10 +106,9 @@ impl Verb for Save {
         let mut devices: Vec<(&str, &Ram)> = Vec::new();
         for entry in &entries {
             let Some(ram) = entry.kind.ram() else {
-                let (name, kind) = (entry.name(), entry.kind.name());
-                let why = format!(
-                    "{name}: save: a {kind} device is not saved; ram devices, forks and snapshots are"
-                );
+                let (name, kind) = (entry.name(), a_kind(entry.kind.name()));
+                let why =
+                    format!("{name}: save: {kind} device is not saved; ram devices, forks and snapshots are");
                 return Err(Fault::failed(Errno::EOPNOTSUPP, why));
             };
             check_bare(entry, "saved")?;

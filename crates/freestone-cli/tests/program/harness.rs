@@ -21,6 +21,9 @@ pub fn freestone(dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freestone"));
     command
         .env("XDG_RUNTIME_DIR", dir)
+        .env("XDG_CACHE_HOME", dir.join("cached"))
+        .env_remove("FREESTONE_CACHE")
+        .env_remove("CACHE_DIRECTORY")
         .env_remove("RUST_LOG")
         .env_remove("FREESTONE_CONTROL")
         .current_dir(dir)

@@ -8,3 +8,4 @@ mod drives;
 mod harness;
 mod restarts;
 mod stalls;
+mod storage;

@@ -55,5 +55,8 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     let device = cow_origin.clone().map(|origin| Arc::new(origin) as Arc<dyn Device>).or(device);
     let mut entry = Entry::new(spec, kind, device, needs);
     (entry.layers, entry.origin, entry.cow_origin) = (layers, origin, cow_origin);
+    if let Some((key, value)) = entry.kind.settled() {
+        entry.words.put(&entry.spec, key, &value);
+    }
     Ok(entry)
 }

@@ -6,6 +6,8 @@ mod build;
 mod file;
 mod fork;
 mod identity;
+mod image;
+mod names;
 mod null;
 mod qcow2;
 mod ram;
@@ -36,6 +38,8 @@ pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
+pub use self::image::{ImageSpec, Pulled, of_store};
+use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -48,10 +52,10 @@ pub use self::snapshot::{
 };
 pub use self::template::TemplateSpec;
 use self::words::Words;
-use crate::entries::{Entries, SpecError, check_name, nearest};
+use crate::entries::{Entries, SpecError, a_kind, nearest};
 use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool};
-use crate::layers::{Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
+use crate::keys::{Keys, parse_bool};
+use crate::layers::{Below, LayerSpec, Layers};
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 
@@ -59,7 +63,7 @@ use crate::refusal::{Errno, Refusal};
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
 /// Every kind that can be asked for.
-const ALL: [(&str, Take); 7] = [
+const ALL: [(&str, Take); 8] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
     (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
@@ -67,6 +71,7 @@ const ALL: [(&str, Take); 7] = [
     (null::NAME, |keys| Ok(KindSpec::Null(Box::new(NullSpec::take(keys)?)))),
     (file::NAME, |keys| Ok(KindSpec::File(Box::new(FileSpec::take(keys)?)))),
     (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
+    (image::NAME, |keys| Ok(KindSpec::Image(Box::new(ImageSpec::take(keys)?)))),
 ];
 /// Their names.
 const KINDS: [&str; ALL.len()] = {
@@ -77,10 +82,6 @@ const KINDS: [&str; ALL.len()] = {
     }
     names
 };
-/// What those take that can have layers.
-const LAYER_KEYS: [&str; 17] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
-/// Why a snapshot is no origin.
-const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 
 // ---- asked for ----------------------------------------------------------------------------------
 
@@ -120,6 +121,8 @@ pub enum KindSpec {
     File(Box<FileSpec>),
     /// A qcow2 image, read-only.
     Qcow2(Box<Qcow2Spec>),
+    /// An image in object storage, read-only.
+    Image(Box<ImageSpec>),
     /// From a saved file.
     Restored(RestoredSpec),
 }
@@ -136,12 +139,13 @@ impl Deref for KindSpec {
             Self::Null(spec) => &**spec,
             Self::File(spec) => &**spec,
             Self::Qcow2(spec) => &**spec,
+            Self::Image(spec) => &**spec,
             Self::Restored(spec) => spec,
         }
     }
 }
 
-/// What is not the same for all that can be asked for. What a kind does not say is the usual.
+/// A kind as it was asked for. What it does not say is the usual.
 pub trait Asked {
     /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
     /// does not name the device.
@@ -258,14 +262,6 @@ impl Spec {
     }
 }
 
-/// The name of a device that is there.
-fn parse_name(text: &str) -> Result<String, String> {
-    match check_name(text) {
-        Ok(()) => Ok(text.to_owned()),
-        Err(_) => Err("must be the name of a device".into()),
-    }
-}
-
 // ---- set up -------------------------------------------------------------------------------------
 
 /// What is not the same for all devices that are there. What a kind does not say is the usual.
@@ -352,6 +348,16 @@ pub trait Made: Send + Sync {
         "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
     }
 
+    /// A key that says more than was asked for, now that it is set up.
+    fn settled(&self) -> Option<(&'static str, String)> {
+        None
+    }
+
+    /// The image in object storage that it is.
+    fn stored(&self) -> Option<&Pulled> {
+        None
+    }
+
     /// What says beside its data how it was closed.
     fn closes(&self) -> Option<Weak<dyn Device>> {
         None
@@ -376,7 +382,7 @@ pub trait Made: Send + Sync {
             return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
         self.attrs().contains(&attr).then(|| {
-            let why = format!("{name}: {attr}={text}: fixed for the life of a {kind} device");
+            let why = format!("{name}: {attr}={text}: fixed for the life of {} device", a_kind(kind));
             Err(Refusal::failed(Errno::EBUSY, why))
         })
     }
@@ -402,11 +408,6 @@ pub trait Made: Send + Sync {
     fn stat(&self) -> Option<(&'static str, Value)> {
         None
     }
-}
-
-/// Why a device that changes is no base.
-fn is_live(base: &Entry) -> String {
-    format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
 }
 
 // ---- there --------------------------------------------------------------------------------------
@@ -579,7 +580,7 @@ impl Entry {
             return Ok(family.clone());
         }
         let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: a {} device is no base", self.name(), self.kind.name());
+            let why = format!("{}: {} device is no base", self.name(), a_kind(self.kind.name()));
             return Err(Refusal::failed(Errno::EINVAL, why));
         };
         // Asked before the lock would be: of all others.

@@ -1,0 +1,142 @@
+//! `pull URL[:TAG] NAME`: an image from object storage, all of it, into the cache.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use freestone::store::objects::Until;
+use freestone_spec::entries::a_kind;
+use freestone_spec::kinds::{Spec, of_store};
+use freestone_spec::refusal::Errno;
+use freestone_spec::size::human;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{Verb, keys};
+use crate::control::protocol::Fault;
+use crate::error::Usage;
+use crate::job::Kind;
+use crate::recording::Recording;
+use crate::service::Service;
+
+/// Longer than any cache takes to fill.
+const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// The verb.
+pub struct Pull;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The store, and the tag of the image [default tag: latest]
+    #[arg(value_name = "URL[:TAG]", value_parser = keys::words_parser())]
+    url: String,
+    /// The image device; it is made where there is none
+    name: String,
+    /// Of that.
+    #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
+    #[arg(
+        help = "Of a device that is made: cache=DIR, cache_size=SIZE, key=FILE, endpoint=URL and others, as for serve"
+    )]
+    words: Vec<String>,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Params {
+    url: String,
+    name: String,
+    /// All else is keys of the device, which refuse what is unknown.
+    #[serde(flatten)]
+    keys: Map<String, Value>,
+}
+
+/// What was pulled.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// With the image.
+    url: String,
+    /// Whether the device was made for it.
+    created: bool,
+    /// Chunks that came, and the bytes of their pages; what was in the cache did not.
+    fetched_chunks: u64,
+    fetched_bytes: u64,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { url, name, words } = line;
+        let keys = keys::of_words(&name, "image", &words)?;
+        let params = Self { url, name, keys };
+        params.spec().map_err(|fault| Usage(fault.message))?;
+        Ok(params)
+    }
+}
+
+impl Params {
+    fn spec(&self) -> Result<Spec, Fault> {
+        let invalid = |e: freestone_spec::entries::SpecError| Fault::invalid(e.to_string());
+        let mut entries = keys::of(&self.name, "image", &self.keys)?;
+        entries.add("url", &self.url).map_err(invalid)?;
+        Spec::from_entries(entries).map_err(invalid)
+    }
+}
+
+impl Verb for Pull {
+    const METHOD: &'static str = "pull";
+    const LONG: Option<fn(&Params) -> String> = Some(|params| params.name.clone());
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let spec = params.spec()?;
+        let name = &params.name;
+        let publish = spec.publish.unwrap_or(false);
+        let (entry, created) = {
+            let claim = service.claim_new(Self::METHOD, [&spec])?;
+            let recording = Recording::begin(service, &claim, Self::METHOD, &[name])?;
+            let (entry, created) = service.create_if_absent(&claim, spec, publish)?;
+            if created {
+                recording.commit().inspect_err(|_| service.undo(&claim, &entry))?;
+            }
+            (entry, created)
+        };
+        let Some(pulled) = entry.kind.stored() else {
+            let why = format!("{name}: pull: is {} device", a_kind(entry.kind.name()));
+            return Err(Fault::failed(Errno::EEXIST, why));
+        };
+        let job = service.jobs.begin(name, Self::METHOD, Kind::ALONE)?;
+        let before = pulled.image.stat();
+        let is_over = || job.is_over();
+        let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
+        let outcome = pulled.image.pull(&|done, total| job.note(done, total), until);
+        outcome.map_err(|error| {
+            if job.is_over() {
+                return job.cancelled("the device is there, and what came stays in its cache");
+            }
+            let kept = if created { "; the device is there" } else { "" };
+            let refusal = of_store(&error);
+            Fault::failed(refusal.errno, format!("{name}: pull: {}{kept}", refusal.sentence))
+        })?;
+        let after = pulled.image.stat();
+        Ok(Reply {
+            name: name.clone(),
+            url: pulled.url.to_string(),
+            created,
+            fetched_chunks: after.fetched - before.fetched,
+            fetched_bytes: after.fetched_bytes - before.fetched_bytes,
+        })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, url, fetched_chunks, fetched_bytes, .. } = reply;
+        writeln!(
+            out,
+            "{name}: {url} is in the cache; {} came in {fetched_chunks} chunks",
+            human(*fetched_bytes)
+        )
+    }
+}

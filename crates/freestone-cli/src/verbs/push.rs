@@ -1,0 +1,325 @@
+//! `push NAME URL[:TAG]`: what a device holds, into object storage.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Args;
+use freestone::device::{Changes, Device};
+use freestone::store::objects::Until;
+use freestone::store::push::{self, Over, Pushed, Source};
+use freestone::store::store::{Begin, Error, Store};
+use freestone::store::url::ImageUrl;
+use freestone_spec::entries::a_kind;
+use freestone_spec::kinds::{Entry, Pulled, of_store};
+use freestone_spec::open_device;
+use freestone_spec::refusal::{Errno, Refusal};
+use freestone_spec::size::human;
+use freestone_spec::stores::PushSpec;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::long::{Here, Long};
+use super::{Common, Verb, check_bare, keys, print_json};
+use crate::control::protocol::Fault;
+use crate::error::{Stdout, Usage};
+use crate::job::{Job, Kind};
+use crate::service::Service;
+
+/// No push is meant to last so long: then the store's own bound ends it.
+const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// The verb.
+pub struct Push;
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// The device. With NAME=KIND,KEY=VALUE... as for serve it is opened for this alone, without a server
+    #[arg(value_parser = keys::words_parser())]
+    name: String,
+    /// The store, and the tag that the image gets [default tag: latest]
+    #[arg(value_name = "URL[:TAG]", value_parser = keys::words_parser())]
+    url: String,
+    /// Of the store.
+    #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
+    #[arg(
+        help = "endpoint=URL, region=NAME, credentials=FILE: where and how it is reached; key=FILE: the key of its names; \
+                  where the push begins the store encrypt=yes and grace=SECONDS"
+    )]
+    words: Vec<String>,
+    /// Refer to no image that was there before: send all that is not there yet
+    #[arg(long)]
+    full: bool,
+}
+
+/// Its parameters.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Params {
+    name: String,
+    url: String,
+    #[serde(default)]
+    full: bool,
+    /// All else is keys of the store, which refuse what is unknown.
+    #[serde(flatten)]
+    keys: Map<String, Value>,
+}
+
+/// What was pushed.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    name: String,
+    /// With the image.
+    url: String,
+    /// How often the tag was set.
+    generation: u64,
+    /// False where the tag said the same before.
+    changed: bool,
+    /// Bytes of the pages that differ from what was there.
+    changed_bytes: u64,
+    /// Chunks that were sent, and their bytes.
+    sent_chunks: u64,
+    sent_bytes: u64,
+    /// Chunks that were there.
+    reused_chunks: u64,
+}
+
+impl TryFrom<Line> for Params {
+    type Error = Usage;
+
+    fn try_from(line: Line) -> Result<Self, Usage> {
+        let Line { name, url, words, full } = line;
+        let keys = keys::of_words(name.split('=').next().unwrap_or_default(), Push::METHOD, &words)?;
+        let params = Self { name, url, full, keys };
+        params.parse().map_err(|fault| Usage(fault.message))?;
+        Ok(params)
+    }
+}
+
+impl Params {
+    fn parse(&self) -> Result<(ImageUrl, PushSpec), Fault> {
+        let name = self.name.split('=').next().unwrap_or_default();
+        let url = self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
+        let entries = keys::of(name, Push::METHOD, &self.keys)?;
+        let spec = PushSpec::from_entries(entries).map_err(|e| Fault::invalid(e.to_string()))?;
+        let ImageUrl { image: None, .. } = &url else {
+            return Err(Fault::invalid(format!(
+                "{name}: push: a tag is set, so the URL has no image behind @"
+            )));
+        };
+        Ok((url, spec))
+    }
+
+    /// Whether it is opened for this alone.
+    pub fn is_local(&self) -> bool {
+        self.name.contains('=')
+    }
+}
+
+impl Verb for Push {
+    const METHOD: &'static str = "push";
+    const LONG: Option<fn(&Params) -> String> = Some(|params| params.name.clone());
+    type Params = Params;
+    type Reply = Reply;
+
+    // Takes as long as the network does: nothing is claimed.
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let (url, spec) = params.parse()?;
+        let name = &params.name;
+        let entry = service.find(name)?;
+        check_bare(&entry, "pushed")?;
+        let job = service.jobs.begin(name, Self::METHOD, Kind::ALONE)?;
+        let moment = Moment::of(&entry)?;
+        let spec = moment.reached_as(&url, spec, &params.keys);
+        let pushed = send(&moment, name, &url, &spec, params.full, &job);
+        let pushed = pushed.map_err(|refusal| match refusal.errno {
+            Errno::ECANCELED => {
+                job.cancelled("the tag is as it was; what was sent is found by the next push")
+            }
+            _ => Fault::from(refusal.of(&format!("{name}: push"))),
+        })?;
+        Ok(Reply::new(name, &url, &pushed))
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        let Reply { name, url, generation, changed_bytes, sent_chunks, sent_bytes, .. } = reply;
+        if !reply.changed {
+            return writeln!(out, "{name}: {url} is the same already");
+        }
+        let (differs, sent) = (human(*changed_bytes), human(*sent_bytes));
+        writeln!(
+            out,
+            "{name}: pushed to {url}, generation {generation}; {differs} differed, {sent} sent in {sent_chunks} chunks"
+        )
+    }
+}
+
+impl Reply {
+    fn new(name: &str, url: &ImageUrl, pushed: &Pushed) -> Self {
+        Self {
+            name: name.to_owned(),
+            url: url.of(pushed.manifest).to_string(),
+            generation: pushed.generation,
+            changed: pushed.is_new,
+            changed_bytes: pushed.changed_pages * freestone::PAGE_BYTES as u64,
+            sent_chunks: pushed.sent.0,
+            sent_bytes: pushed.sent.1,
+            reused_chunks: pushed.reused,
+        }
+    }
+}
+
+/// What a device holds at one moment.
+struct Moment {
+    device: Arc<dyn Device>,
+    /// What it holds itself over an image.
+    own: Option<Arc<dyn Device>>,
+    base: Option<Arc<Entry>>,
+}
+
+impl Moment {
+    /// Of what changes in memory a snapshot for the time being; what changes on a disk is refused.
+    fn of(entry: &Entry) -> Result<Self, Fault> {
+        let name = entry.name();
+        let failed = |why: &dyn std::fmt::Display| Fault::failed(Errno::EIO, format!("{name}: push: {why}"));
+        let (live, snapshot) = (entry.kind.ram(), entry.kind.memory_snapshot());
+        let ram = match (live, snapshot) {
+            (_, Some(snapshot)) => Some((**snapshot).clone()),
+            (Some(live), None) => Some(live.snapshot().map_err(|e| failed(&e))?),
+            (None, None) => None,
+        };
+        let Some(ram) = ram else {
+            return match entry.device() {
+                Some(device) if device.geometry().read_only => {
+                    Ok(Self { device: Arc::clone(device), own: None, base: None })
+                }
+                Some(_) if entry.kind.check_origin().is_ok() => {
+                    let why = "changes while it is read; push a snapshot of it";
+                    Err(Fault::failed(
+                        Errno::EBUSY,
+                        format!("{name}: push: {why}: freestone snapshot {name} NAME"),
+                    ))
+                }
+                _ => {
+                    let kind = a_kind(entry.kind.name());
+                    let why = format!(
+                        "{name}: push: {kind} device of that sort is not pushed; what is read-only, snapshots, ram devices and forks are"
+                    );
+                    Err(Fault::failed(Errno::EOPNOTSUPP, why))
+                }
+            };
+        };
+        // The one thing that a fork, or a snapshot of one, stands on.
+        let base = match entry.needs() {
+            [base] if base.kind.stored().is_some() => Some(Arc::clone(base)),
+            _ => None,
+        };
+        let own = match &base {
+            Some(_) => Some(Arc::new(ram.over_base().map_err(|e| failed(&e))?) as Arc<dyn Device>),
+            None => None,
+        };
+        Ok(Self { device: Arc::new(ram), own, base })
+    }
+
+    /// What it is a change of, if that lies in the store.
+    fn over(&self, store: &Store) -> Option<(&dyn Changes, &Pulled)> {
+        let pulled = self.base.as_ref()?.kind.stored()?;
+        let is_there = pulled.image.store().domain().id == store.domain().id;
+        Some((self.own.as_ref()?.changes()?, pulled)).filter(|_| is_there)
+    }
+
+    /// A store is reached as its image is, where nothing else was said.
+    fn reached_as(&self, url: &ImageUrl, spec: PushSpec, said: &Map<String, Value>) -> PushSpec {
+        let base = self.base.as_ref().and_then(|base| match &base.spec.kind {
+            freestone_spec::kinds::KindSpec::Image(image) if image.url.store == url.store => Some(image),
+            _ => None,
+        });
+        match base {
+            Some(image) if said.is_empty() => PushSpec { store: image.store.clone(), ..spec },
+            _ => spec,
+        }
+    }
+}
+
+/// Who is told how far it is, and says when to end.
+trait Watched: Sync {
+    fn is_over(&self) -> bool;
+    fn note(&self, done: u64, total: u64);
+}
+
+impl Watched for Job {
+    fn is_over(&self) -> bool {
+        self.is_over()
+    }
+
+    fn note(&self, done: u64, total: u64) {
+        self.note(done, total);
+    }
+}
+
+fn send(
+    moment: &Moment,
+    label: &str,
+    url: &ImageUrl,
+    spec: &PushSpec,
+    full: bool,
+    watched: &dyn Watched,
+) -> Result<Pushed, Refusal> {
+    let is_over = || watched.is_over();
+    let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
+    let asked = until.at_most(spec.store.timeout());
+    let objects = spec.store.objects(&url.store)?;
+    let secret = spec.store.secret()?;
+    let begin = Begin { encrypted: spec.encrypt, grace: spec.grace };
+    let failed = |error: Error| of_store(&error);
+    let (store, is_new) = Store::open_or_begin(objects, secret.as_ref(), begin, asked).map_err(failed)?;
+    let over = moment.over(&store);
+    let over =
+        over.map(|(changes, pulled)| Over { changes, base: pulled.image.name(), tag: Some(&pulled.url.tag) });
+    let source = Source { device: &*moment.device, label, over };
+    let options = push::Options { tag: &url.tag, full, threads: push::THREADS, is_new };
+    push::push(&store, source, options, &|done, total| watched.note(done, total), until).map_err(failed)
+}
+
+// ---- without a server ---------------------------------------------------------------------------
+
+impl Watched for Here {
+    fn is_over(&self) -> bool {
+        self.is_over()
+    }
+
+    fn note(&self, done: u64, total: u64) {
+        self.note(done, total);
+    }
+}
+
+/// Opens the device, pushes it, and shows what came of it.
+pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<()> {
+    let (url, spec) = params.parse().map_err(|fault| Usage(fault.message))?;
+    let name = params.name.split('=').next().unwrap_or_default();
+    if long.is_background() {
+        return Err(Usage(format!("{name}: push: --background is for a server")).into());
+    }
+    let words = shlex::try_quote(&params.name).map_err(|e| Usage(format!("{name}: {e}")))?;
+    let opened = open_device(&words).map_err(|e| match e.errno {
+        libc::EINVAL => anyhow::Error::from(Usage(e.sentence)),
+        _ => anyhow::Error::msg(e.sentence),
+    })?;
+    if !opened.device().geometry().read_only {
+        let why = format!("{name}: push: would be opened for writing; say readonly=yes");
+        return Err(Usage(why).into());
+    }
+    let moment = Moment { device: Arc::clone(opened.device()), own: None, base: None };
+    let here = Here::new(long, name, Push::METHOD)?;
+    let pushed = send(&moment, name, &url, &spec, params.full, &here);
+    drop(here);
+    let pushed = pushed.map_err(|refusal| Fault::from(refusal.of(&format!("{name}: push"))))?;
+    let reply = Reply::new(name, &url, &pushed);
+    if common.json {
+        return print_json(&serde_json::to_string(&reply)?);
+    }
+    let mut out = io::stdout().lock();
+    Push::show(params, &reply, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
+    Ok(())
+}

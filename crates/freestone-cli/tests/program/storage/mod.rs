@@ -1,0 +1,353 @@
+//! Images in object storage: pushed by one server, forked by others.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::clients::tools::{ok, qemu_io, tool, uri};
+use crate::harness::{Serve, finish, freestone, refused, sentence};
+
+/// A directory as a store, which outlives the servers.
+struct Bucket(TempDir);
+
+impl Bucket {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("bucket")
+    }
+
+    fn url(&self) -> String {
+        format!("file://{}", self.path().display())
+    }
+
+    fn tag(&self, tag: &str) -> String {
+        format!("{}:{tag}", self.url())
+    }
+
+    fn image(&self, name: &str, tag: &str) -> String {
+        format!("{name}=image,url={}", self.tag(tag))
+    }
+
+    /// All files of it, and their bytes.
+    fn files(&self, under: &str) -> Vec<(PathBuf, u64)> {
+        let mut files = Vec::new();
+        let mut dirs = vec![self.path().join(under)];
+        while let Some(dir) = dirs.pop() {
+            for entry in fs::read_dir(dir).into_iter().flatten() {
+                let entry = entry.unwrap();
+                let meta = entry.metadata().unwrap();
+                if meta.is_dir() {
+                    dirs.push(entry.path());
+                } else {
+                    files.push((entry.path(), meta.len()));
+                }
+            }
+        }
+        files
+    }
+}
+
+/// Some MiB, each of another kind: text, noise, zeroes.
+fn disk(mib: usize) -> Vec<u8> {
+    let mut state = 7_u64;
+    let mut noise = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    let mib = (0..mib).map(|number| match number % 3 {
+        0 => (0..1 << 20).map(|at: u32| (at / 61 + number as u32) as u8).collect::<Vec<u8>>(),
+        1 => (0..1 << 20).map(|_| noise()).collect(),
+        _ => vec![0; 1 << 20],
+    });
+    mib.flatten().collect()
+}
+
+fn with_disk(mib: usize) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("disk.img"), disk(mib)).unwrap();
+    dir
+}
+
+/// What a client reads.
+fn content(serve: &Serve, name: &str) -> Vec<u8> {
+    let to = serve.path("copied");
+    let _ = fs::remove_file(&to);
+    ok(tool("nbdcopy").arg(uri(serve, name)).arg(&to));
+    fs::read(to).unwrap()
+}
+
+fn push(dir: &Path, words: &str, url: &str) -> Value {
+    let (code, out, err) = finish(freestone(dir).args(["push", words, url, "--json"]));
+    assert_eq!((code, err.as_str()), (0, ""));
+    serde_json::from_str(&out).unwrap()
+}
+
+#[test]
+fn one_pushes_and_others_fork_and_push_what_they_changed() {
+    let bucket = Bucket::new();
+    let dir = with_disk(9);
+    let pushed = push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
+    assert_eq!(
+        (&pushed["generation"], &pushed["changed"], &pushed["sent_chunks"]),
+        (&1.into(), &true.into(), &12.into())
+    );
+    let first = Serve::start(&[&bucket.image("golden", "golden"), "vm=fork,base=golden"]);
+    assert!(content(&first, "golden") == disk(9));
+    qemu_io(&uri(&first, "vm"), &["write -P 9 1M 8k", "write -P 3 5M 4k", "write -z 3M 64k"]);
+    let text = first.text(&["push", "vm", &bucket.tag("vm")]);
+    assert!(text.starts_with(&format!("vm: pushed to {}@", bucket.tag("vm"))), "{text}");
+    let fork = content(&first, "vm");
+    // Another host: nothing is there yet but the store.
+    let second = Serve::start(&[&bucket.image("vm", "vm"), "own=fork,base=vm"]);
+    assert!(content(&second, "vm") == fork);
+    let stat = second.json(&["stat", "vm"])["store_stat"].clone();
+    assert_eq!((&stat["chunks_fetched"], &stat["failures"]), (&13.into(), &0.into()), "{stat}");
+    // What changed since goes to the same tag, as a change.
+    qemu_io(&uri(&second, "own"), &["write -P 77 0 4k"]);
+    let again = second.json(&["push", "own", &bucket.tag("vm")]);
+    assert_eq!((&again["generation"], &again["changed_bytes"]), (&2.into(), &4096.into()));
+    let again = second.json(&["push", "own", &bucket.tag("vm")]);
+    assert_eq!((&again["changed"], &again["sent_bytes"]), (&false.into(), &0.into()));
+    assert!(second.text(&["push", "own", &bucket.tag("vm")]).ends_with("is the same already\n"));
+    // The first server's image is the one that it was opened with.
+    assert!(content(&first, "golden") == disk(9));
+    let listed: Value = {
+        let (code, out, err) = finish(freestone(dir.path()).args(["images", &bucket.url(), "--json"]));
+        assert_eq!((code, err.as_str()), (0, ""));
+        serde_json::from_str(&out).unwrap()
+    };
+    let of = |row: usize, key: &str| listed[row][key].clone();
+    assert_eq!((of(0, "tag"), of(0, "depth"), of(0, "size")), ("golden".into(), 1.into(), (9 << 20).into()));
+    assert_eq!((of(1, "tag"), of(1, "depth"), of(1, "generation")), ("vm".into(), 3.into(), 2.into()));
+}
+
+#[test]
+fn raw_qcow2_and_saved_devices_are_pushed() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    ok(tool("qemu-img").current_dir(dir.path()).args([
+        "convert",
+        "-O",
+        "qcow2",
+        "-c",
+        "disk.img",
+        "disk.qcow2",
+    ]));
+    let raw = push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("raw"));
+    let qcow2 = push(dir.path(), "d=qcow2,path=disk.qcow2", &bucket.tag("qcow2"));
+    // The same content is there once.
+    assert_eq!(
+        (&raw["sent_chunks"], &qcow2["sent_chunks"], &qcow2["reused_chunks"]),
+        (&4.into(), &0.into(), &4.into())
+    );
+    let serve = Serve::start_in(dir, &["r=ram,disksize=3M"], true);
+    ok(tool("nbdcopy").arg(serve.path("disk.img")).arg(uri(&serve, "r")));
+    let file = serve.path("r.saved");
+    serve.text(&["save", "r", file.to_str().unwrap()]);
+    serve.text(&["restore", file.to_str().unwrap(), "again"]);
+    serve.text(&["push", "again", &bucket.tag("saved")]);
+    serve.text(&["create", &bucket.image("back", "saved"), "--if-absent"]);
+    serve.text(&["publish", "back", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
+    assert!(content(&serve, "back") == disk(3));
+    serve.text(&["snapshot", "r", "s"]);
+    qemu_io(&uri(&serve, "r"), &["write -P 1 0 1M"]);
+    let of_snapshot = serve.json(&["push", "s", &bucket.tag("snapshot")]);
+    assert_eq!(of_snapshot["sent_chunks"], 0);
+    // Two chunks that are the same: each is sent, or one of them.
+    let of_live = serve.json(&["push", "r", &bucket.tag("live")]);
+    assert!((1..=2).contains(&of_live["sent_chunks"].as_u64().unwrap()), "{of_live}");
+}
+
+#[test]
+fn what_cannot_be_pushed_is_refused() {
+    let bucket = Bucket::new();
+    let dir = with_disk(1);
+    let said = refused(dir.path(), 2, &["push", "d=file,path=disk.img", &bucket.tag("x")]);
+    assert_eq!(said, "d: push: would be opened for writing; say readonly=yes");
+    for (args, said) in [
+        (&["push", "d", "nowhere"][..], "d: push: the URL must be a URL, for example"),
+        (&["push", "d", "file:///x:a/b:-"], "d: push: the URL a tag has letters"),
+        (&["push", "d", "s3://me:secret@bucket/x"], "d: push: the URL has no user or password"),
+        (&["push", "d", "file:///x", "encrypt=yes"], "d: encrypt=yes: only with key=FILE"),
+        (&["push", "d", "file:///x", "grace=1"], "grace=1: must be 3600 to"),
+        (&["push", "d", "file:///x", "cachet=1"], "unknown key \"cachet\"; cache?"),
+        (
+            &["push", "d=file,path=disk.img,readonly=yes", "file:///x", "--background"],
+            "d: push: --background",
+        ),
+        (&["images", "file:///x", "key=none"], "images: key="),
+        (&["serve", "i=image,url=file://x"], "i: url=file://x: must have an absolute path"),
+        (&["serve", "i=image"], "i: url is missing; an image device needs it"),
+        (&["serve", "i=image,url=file:///x,cache_size=1M"], "i: cache_size=1M: must be 64M at least"),
+    ] {
+        let (code, out, err) = finish(freestone(dir.path()).args(args));
+        let found = sentence(&err);
+        assert!(matches!(code, 1 | 2) && out.is_empty() && found.contains(said), "{args:?}: {code} {found}");
+        assert!(!found.contains("secret"));
+    }
+    let serve = Serve::start_in(
+        dir,
+        &["f=file,path=disk.img", "n=null,size=1M", "z=ram,disksize=4M,zoned=1,zone_size=1M"],
+        true,
+    );
+    let to = bucket.tag("x");
+    assert_eq!(
+        serve.refused(1, &["push", "f", &to]),
+        "f: push: changes while it is read; push a snapshot of it: freestone snapshot f NAME"
+    );
+    serve.text(&["snapshot", "f", "fs"]);
+    assert_eq!(serve.json(&["push", "fs", &to])["sent_chunks"], 2);
+    assert!(serve.refused(1, &["push", "z", &to]).starts_with("z: cannot be pushed: "));
+    assert!(serve.refused(1, &["create", &bucket.image("i", "nope")]).starts_with("i: there is no tag nope"));
+    let said = serve.refused(1, &["create", "i=image,url=file:///nowhere/at/all"]);
+    assert_eq!(said, "i: file:///nowhere/at/all: there is no store of images; freestone push begins one");
+}
+
+#[test]
+fn a_store_with_a_key_is_read_with_it_only() {
+    let bucket = Bucket::new();
+    let dir = with_disk(2);
+    let at = |name: &str| dir.path().join(name);
+    fs::write(at("key"), format!("{}\n", "3c".repeat(32))).unwrap();
+    fs::write(at("other"), "4d".repeat(32)).unwrap();
+    fs::write(at("none"), "what").unwrap();
+    let source = "d=file,path=disk.img,readonly=yes";
+    let to = bucket.tag("v1");
+    let (code, _, err) = finish(freestone(dir.path()).args(["push", source, &to, "key=key", "encrypt=yes"]));
+    assert_eq!((code, err.as_str()), (0, ""));
+    for (words, said) in [
+        ("", "its names are keyed: say key=FILE"),
+        (",key=other", "the key file is not the one that it was made with"),
+        (",key=none", "must hold 64 hexadecimal digits"),
+        (",key=nowhere", "No such file"),
+    ] {
+        let device = format!("{}{words}", bucket.image("i", "v1"));
+        let (code, _, err) = finish(freestone(dir.path()).args(["serve", &device]));
+        assert!(code == 1 && err.contains(said), "{words}: {err}");
+    }
+    let serve =
+        Serve::start_in(dir, &[&format!("{},key=key", bucket.image("i", "v1")), "vm=fork,base=i"], true);
+    assert!(content(&serve, "i") == disk(2));
+    qemu_io(&uri(&serve, "vm"), &["write -P 5 0 4k"]);
+    // As the image is reached, so is the store of its forks.
+    assert_eq!(serve.json(&["push", "vm", &bucket.tag("vm")])["changed_bytes"], 4096);
+    for (path, _) in bucket.files("chunks") {
+        let bytes = fs::read(path).unwrap();
+        assert!(!bytes.windows(8).any(|part| part == [5; 8]));
+    }
+}
+
+#[test]
+fn a_server_that_is_started_again_has_the_very_image() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    let source = "d=file,path=disk.img,readonly=yes";
+    push(dir.path(), source, &bucket.tag("golden"));
+    let devices = [bucket.image("golden", "golden"), "vm=fork,base=golden,keep=yes".into()];
+    let args = |with: bool| -> Vec<&str> {
+        let devices: Vec<&str> = devices.iter().filter(|_| with).map(String::as_str).collect();
+        [&["--state", "state"][..], &devices].concat()
+    };
+    let serve = Serve::start_in(dir, &args(true), true);
+    qemu_io(&uri(&serve, "vm"), &["write -P 9 64k 8k"]);
+    let before = content(&serve, "vm");
+    // Another image gets the tag.
+    let other = with_disk(6);
+    push(other.path(), source, &bucket.tag("golden"));
+    serve.signal(Signal::TERM);
+    let (code, dir) = serve.wait();
+    assert_eq!(code, Some(0));
+    // With the words or without them: what the fork is over is there.
+    let serve = Serve::start_in(dir, &args(true), true);
+    assert!(content(&serve, "vm") == before);
+    serve.signal(Signal::TERM);
+    let (_, dir) = serve.wait();
+    // The store cannot be reached: what is not in the cache is not there, and comes back with it.
+    fs::rename(bucket.path(), bucket.path().with_extension("away")).unwrap();
+    let serve = Serve::start_in(dir, &args(false), true);
+    let listed = serve.text(&["list"]);
+    assert!(listed.contains("golden: is not there again, "), "{listed}");
+    serve.signal(Signal::TERM);
+    let (_, dir) = serve.wait();
+    fs::rename(bucket.path().with_extension("away"), bucket.path()).unwrap();
+    let serve = Serve::start_in(dir, &args(false), true);
+    assert!(content(&serve, "vm") == before);
+}
+
+#[test]
+fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    let source = "d=file,path=disk.img,readonly=yes";
+    push(dir.path(), source, &bucket.tag("a"));
+    let (code, out, err) = finish(freestone(dir.path()).args(["images", &bucket.url(), "--untag", "a"]));
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    assert!(
+        refused(dir.path(), 1, &["images", &bucket.url(), "--untag", "a"])
+            .ends_with("there is no tag a in it")
+    );
+    let prune = |more: &[&str]| -> Value {
+        let (code, out, err) =
+            finish(freestone(dir.path()).args(["prune", &bucket.url(), "--json"]).args(more));
+        assert_eq!((code, err.as_str()), (0, ""));
+        serde_json::from_str(&out).unwrap()
+    };
+    assert_eq!(prune(&[])["deleted"], 0);
+    // Two days pass.
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 86_400);
+    for (path, _) in bucket.files("") {
+        fs::File::options().write(true).open(path).unwrap().set_modified(old).unwrap();
+    }
+    let would = prune(&["--dry-run"]);
+    assert_eq!((&would["deleted"], &would["dry_run"]), (&7.into(), &true.into()), "{would}");
+    assert_eq!(prune(&[])["deleted"], 7);
+    assert!(bucket.files("chunks").is_empty() && bucket.files("manifests").is_empty());
+}
+
+#[test]
+fn a_pulled_image_needs_no_store() {
+    let bucket = Bucket::new();
+    let dir = with_disk(6);
+    push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("v1"));
+    let serve = Serve::start(&["r=ram,disksize=1M"]);
+    let pulled = serve.json(&["pull", &bucket.tag("v1"), "golden"]);
+    assert_eq!((&pulled["created"], &pulled["fetched_chunks"]), (&true.into(), &8.into()));
+    let again = serve.json(&["pull", &bucket.tag("v1"), "golden"]);
+    assert_eq!((&again["created"], &again["fetched_chunks"]), (&false.into(), &0.into()));
+    assert!(serve.refused(1, &["pull", &bucket.tag("v1"), "r"]).contains("exists"));
+    fs::remove_dir_all(bucket.path()).unwrap();
+    serve.text(&["fork", "golden", "vm", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
+    assert!(content(&serve, "vm") == disk(6));
+}
+
+#[test]
+fn what_is_not_in_the_store_any_more_is_an_error_with_a_reason() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("v1"));
+    let serve = Serve::logged_in(
+        dir,
+        &[&bucket.image("golden", "v1"), "vm=fork,base=golden", "--nbd", "unix:nbd", "--control", "control"],
+    );
+    qemu_io(&uri(&serve, "vm"), &["read 0 4k"]);
+    for (path, _) in bucket.files("chunks") {
+        fs::remove_file(path).unwrap();
+    }
+    let output =
+        tool("qemu-io").args(["-f", "raw", "-c", "read 1M 4k", &uri(&serve, "vm")]).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("Input/output error"), "{said}");
+    qemu_io(&uri(&serve, "vm"), &["read 0 64k"]);
+    let stat = serve.json(&["stat", "golden"])["store_stat"].clone();
+    assert!(stat["last_error"].as_str().unwrap().ends_with("there is no such object"), "{stat}");
+    let log = fs::read_to_string(serve.path("log")).unwrap();
+    assert!(log.contains("there is no such object"), "{log}");
+}

@@ -1,0 +1,170 @@
+//! Images in object storage, read-only.
+
+use std::sync::Arc;
+
+use freestone::store::format::name::Name;
+use freestone::store::image::{self, Image};
+use freestone::store::objects::{Fault, Until};
+use freestone::store::store::{Error, Store};
+use freestone::store::url::ImageUrl;
+use serde_json::{Value, json};
+
+use super::registry::Registry;
+use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, joined};
+use crate::path_text;
+use crate::refusal::{Errno, Refusal};
+use crate::stores::{self, StoreSpec};
+
+pub(super) const NAME: &str = "image";
+const KEYS: [&str; 23] = {
+    let own: [&str; 8] = joined(&["url"], &stores::KEYS, &[]);
+    joined(&own, &family::KEYS, &["publish"])
+};
+/// Its attributes, and those of the forks' family.
+const NAMES: [&str; 14] = joined(
+    &["url", "image", "tag", "size", "cache", "cache_size", "timeout", "store_stat"],
+    &family::NAMES,
+    &[],
+);
+
+/// An image as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImageSpec {
+    /// Which one.
+    pub url: ImageUrl,
+    /// How it is reached, and where its pages are kept.
+    pub store: StoreSpec,
+    /// What its forks share.
+    pub family: FamilySpec,
+}
+
+impl ImageSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        Ok(Self {
+            url: keys.need(NAME, "url", "url=s3://bucket/images:debian", str::parse)?,
+            store: StoreSpec::take(keys)?,
+            family: FamilySpec::take(keys)?,
+        })
+    }
+}
+
+impl Asked for ImageSpec {
+    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+        let secret = self.store.secret()?;
+        let cache = self.store.open_cache()?;
+        let objects = self.store.objects(&self.url.store)?;
+        let until = Until::within(self.store.timeout());
+        let failed = |error: Error| of_store(&error);
+        let store = Arc::new(Store::open(objects, secret.as_ref(), until).map_err(failed)?);
+        let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
+        let config = image::Config { timeout: self.store.timeout() };
+        let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
+        let pulled = Pulled { image: Arc::clone(&image), url: self.url.of(name) };
+        Ok(Built::alone(Stored(pulled), image))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+}
+
+/// The image that a tag says.
+fn tagged(store: &Store, tag: &str, until: Until<'_>) -> Result<Name, Error> {
+    let read = store.tag(tag, until)?;
+    read.map(|read| read.tag.manifest).ok_or_else(|| Error::NoTag(tag.to_owned()))
+}
+
+/// A failure of a store, for the user.
+pub fn of_store(error: &Error) -> Refusal {
+    let errno = match error {
+        Error::Cancelled => Errno::ECANCELED,
+        Error::NoStore(_) | Error::NoTag(_) => Errno::ENODEV,
+        Error::Refused(..) | Error::TooLarge => Errno::EINVAL,
+        Error::TagMoved(_) | Error::ParentGoes(_) | Error::Pruned(_) => Errno::EBUSY,
+        Error::TooSlow(_) | Error::Object { fault: Fault::Late, .. } => Errno::ETIMEDOUT,
+        Error::Object { fault: Fault::Unsupported(_), .. } => Errno::EOPNOTSUPP,
+        Error::Object { .. } | Error::Damaged(..) | Error::Device(_) | Error::Local(_) => Errno::EIO,
+    };
+    Refusal::failed(errno, error.to_string())
+}
+
+/// An image that is there.
+pub struct Pulled {
+    /// The device.
+    pub image: Arc<Image>,
+    /// Its name, with the image that it is.
+    pub url: ImageUrl,
+}
+
+struct Stored(Pulled);
+
+impl Made for Stored {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn check_origin(&self) -> Result<(), &'static str> {
+        Err("is read-only, so it does not change; fork it")
+    }
+
+    fn check_base(&self, _: &Entry) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn is_outer_base(&self, _: bool) -> bool {
+        true
+    }
+
+    fn settled(&self) -> Option<(&'static str, String)> {
+        Some(("url", self.0.url.to_string()))
+    }
+
+    fn stored(&self) -> Option<&Pulled> {
+        Some(&self.0)
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        &NAMES
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        let KindSpec::Image(spec) = &entry.spec.kind else { return None };
+        let Pulled { image, url } = &self.0;
+        Some(match attr {
+            "url" => json!(url.store),
+            "image" => json!(image.name().to_string()),
+            "tag" => json!(url.tag),
+            "size" => json!(entry.size()),
+            "cache" => image.cache().map_or(json!("none"), |cache| json!(path_text::text(cache.dir()))),
+            "cache_size" => image.cache().map_or(json!(0), |cache| json!(cache.limit())),
+            "timeout" => json!(spec.store.timeout().as_secs()),
+            "store_stat" => store_stat(image),
+            _ => return entry.family_value(attr),
+        })
+    }
+
+    fn stat(&self) -> Option<(&'static str, Value)> {
+        Some(("store_stat", store_stat(&self.0.image)))
+    }
+}
+
+/// What was read, and what it cost.
+fn store_stat(image: &Image) -> Value {
+    let (stat, requests) = (image.stat(), image.store().requests());
+    json!({
+        "chunks_fetched": stat.fetched,
+        "fetched_bytes": stat.fetched_bytes,
+        "chunks_found": stat.found,
+        "chunks_ahead": stat.ahead,
+        "gets": requests.gets,
+        "heads": requests.heads,
+        "received_bytes": requests.read_bytes,
+        "failed_requests": requests.failed,
+        "failures": stat.failed,
+        "last_error": stat.last_error,
+    })
+}

@@ -1,0 +1,219 @@
+//! Stores of images by their URLs.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use std::{env, io};
+
+use freestone::store::cache::{BYTES_MIN, BYTES_USUAL, Cache};
+use freestone::store::format::domain::{GRACE, GRACE_RANGE, Secret};
+use freestone::store::objects::{Directory, Objects};
+
+use crate::entries::{Entries, SpecError};
+use crate::keys::{Keys, joined, parse_bool, parse_path};
+use crate::path_text;
+use crate::refusal::{Errno, Refusal};
+use crate::size;
+
+/// The keys.
+pub const KEYS: [&str; 7] = ["key", "cache", "cache_size", "timeout", "endpoint", "region", "credentials"];
+/// Most bytes that are read of a key file.
+const KEY_FILE_BYTES_MAX: u64 = 4096;
+/// How long a fetch may take.
+const TIMEOUT_RANGE: (u64, u64) = (1, 3600);
+
+/// How a store is reached, and where pages of it are kept.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StoreSpec {
+    /// The file with the key of its names.
+    pub key: Option<PathBuf>,
+    /// Where pages are kept, where not at the usual place.
+    pub cache: Option<CachePlace>,
+    /// The most of them in bytes.
+    pub cache_size: Option<u64>,
+    /// How long a fetch may take.
+    pub timeout: Option<Duration>,
+    /// The server, where not the provider's.
+    pub endpoint: Option<String>,
+    /// The region.
+    pub region: Option<String>,
+    /// A file with credentials.
+    pub credentials: Option<PathBuf>,
+}
+
+/// Where pages are kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CachePlace {
+    /// Nowhere.
+    None,
+    /// In a directory.
+    Dir(PathBuf),
+}
+
+/// How a store is reached for a push, and how it is begun.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PushSpec {
+    /// How it is reached.
+    pub store: StoreSpec,
+    /// Its content is encrypted, where the push begins it.
+    pub encrypt: bool,
+    /// How long what nothing refers to is kept there, where the push begins it.
+    pub grace: Duration,
+}
+
+impl PushSpec {
+    /// From the keys of a verb.
+    ///
+    /// # Errors
+    /// A key that is none, or a value that cannot be.
+    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        const ALL: [&str; 9] = joined(&KEYS, &["encrypt", "grace"], &[]);
+        let keys = Keys(entries);
+        keys.allow(&ALL)?;
+        let encrypt = keys.take("encrypt", parse_bool)?.unwrap_or(false);
+        let store = StoreSpec::take(&keys)?;
+        if encrypt && store.key.is_none() {
+            return Err(keys.refuse("encrypt", "only with key=FILE"));
+        }
+        Ok(Self { store, encrypt, grace: keys.take("grace", parse_grace)?.unwrap_or(GRACE) })
+    }
+}
+
+impl StoreSpec {
+    pub(crate) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        let spec = Self {
+            key: keys.take("key", parse_path)?,
+            cache: keys.take("cache", |text| match text {
+                "none" => Ok(CachePlace::None),
+                text => parse_path(text).map(CachePlace::Dir),
+            })?,
+            cache_size: keys.take("cache_size", parse_cache_size)?,
+            timeout: keys.take("timeout", parse_timeout)?,
+            endpoint: keys.take("endpoint", parse_endpoint)?,
+            region: keys.take("region", parse_word)?,
+            credentials: keys.take("credentials", parse_path)?,
+        };
+        if spec.cache == Some(CachePlace::None) && spec.cache_size.is_some() {
+            return Err(keys.refuse("cache_size", "not with cache=none"));
+        }
+        Ok(spec)
+    }
+
+    /// From the keys of a verb.
+    ///
+    /// # Errors
+    /// A key that is none, or a value that cannot be.
+    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        let keys = Keys(entries);
+        keys.allow(&KEYS)?;
+        Self::take(&keys)
+    }
+
+    /// How long a fetch may take.
+    pub fn timeout(&self) -> Duration {
+        self.timeout.unwrap_or(freestone::store::image::TIMEOUT)
+    }
+
+    /// The key of the names, where a file has it.
+    pub fn secret(&self) -> Result<Option<Secret>, Refusal> {
+        let Some(path) = &self.key else { return Ok(None) };
+        let refused = |why: String| {
+            let path = path.display();
+            Refusal::failed(Errno::EINVAL, format!("key={path}: {why}"))
+        };
+        let mut text = String::new();
+        let file = File::open(path).map_err(|e| refused(e.to_string()))?;
+        let read = file.take(KEY_FILE_BYTES_MAX).read_to_string(&mut text);
+        let secret = read.ok().and_then(|_| Secret::parse(&text));
+        let hint = "must hold 64 hexadecimal digits; `openssl rand -hex 32` makes some";
+        secret.map(Some).ok_or_else(|| refused(hint.into()))
+    }
+
+    /// The store at a URL. Nothing is asked of it yet.
+    pub fn objects(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
+        if let Some(path) = url.strip_prefix("file://") {
+            return Ok(Arc::new(Directory::new(path_text::path(path))));
+        }
+        Err(Refusal::failed(
+            Errno::EINVAL,
+            format!("{url}: stores are file, s3, gs, az, http and https URLs"),
+        ))
+    }
+
+    /// Where pages are kept, opened; `None` where nowhere.
+    pub fn open_cache(&self) -> Result<Option<Arc<Cache>>, Refusal> {
+        let dir = match &self.cache {
+            Some(CachePlace::None) => return Ok(None),
+            Some(CachePlace::Dir(dir)) => dir.clone(),
+            None => usual_dir().ok_or_else(|| {
+                Refusal::failed(
+                    Errno::EINVAL,
+                    "cache: there is no HOME to keep pages in; say cache=DIR or cache=none",
+                )
+            })?,
+        };
+        let opened = Cache::open(&dir, self.cache_size.unwrap_or(BYTES_USUAL));
+        let refused = |e: io::Error| Refusal::failed(errno_of(&e), format!("cache={}: {e}", dir.display()));
+        opened.map(Some).map_err(refused)
+    }
+}
+
+fn errno_of(error: &io::Error) -> Errno {
+    match error.kind() {
+        io::ErrorKind::StorageFull => Errno::ENOSPC,
+        io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
+        _ => Errno::EIO,
+    }
+}
+
+/// `$FREESTONE_CACHE`, else where programs of the user keep what they can have again.
+fn usual_dir() -> Option<PathBuf> {
+    let of = |variable| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let absolute = |dir: &PathBuf| dir.is_absolute();
+    if let Some(dir) = of("FREESTONE_CACHE").or_else(|| of("CACHE_DIRECTORY")).filter(absolute) {
+        return Some(dir);
+    }
+    if let Some(dir) = of("XDG_CACHE_HOME").filter(absolute) {
+        return Some(dir.join("freestone"));
+    }
+    if rustix::process::geteuid().is_root() {
+        return Some(Path::new("/var/cache/freestone").to_owned());
+    }
+    of("HOME").filter(absolute).map(|home| home.join(".cache/freestone"))
+}
+
+fn parse_cache_size(text: &str) -> Result<u64, String> {
+    let bytes = crate::keys::parse_length(text)?;
+    if bytes < BYTES_MIN { Err(format!("must be {} at least", size::exact(BYTES_MIN))) } else { Ok(bytes) }
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let (least, most) = TIMEOUT_RANGE;
+    let seconds = text.parse().ok().filter(|seconds| (least..=most).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("must be {least} to {most} seconds"))
+}
+
+fn parse_grace(text: &str) -> Result<Duration, String> {
+    let (least, most) = GRACE_RANGE;
+    let time = text.parse().ok().map(Duration::from_secs).filter(|time| (least..=most).contains(time));
+    time.ok_or_else(|| format!("must be {} to {} seconds", least.as_secs(), most.as_secs()))
+}
+
+fn parse_endpoint(text: &str) -> Result<String, String> {
+    let rest = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://"));
+    match rest {
+        Some(rest) if !rest.is_empty() && !rest.contains(['@', '?', '#', ' ']) => Ok(text.to_owned()),
+        _ => Err("must be a URL without user and password, for example https://s3.example.net".into()),
+    }
+}
+
+fn parse_word(text: &str) -> Result<String, String> {
+    let is_in = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    if (1..=64).contains(&text.len()) && text.chars().all(is_in) {
+        Ok(text.to_owned())
+    } else {
+        Err("must be a word".into())
+    }
+}

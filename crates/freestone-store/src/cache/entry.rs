@@ -1,0 +1,139 @@
+//! A cached chunk: its pages and their checksums.
+//!
+//! ```text
+//!    0    8  "FSTCACHE"
+//!    8   32  name
+//!   40    4  pages, little endian as all numbers
+//!   44    4  zeroes
+//!   48 1024  XXH3 of each page
+//! 1072    8  XXH3 of the 1072 bytes before
+//! 4096       pages
+//! ```
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::format::name::Name;
+use crate::format::{CHUNK_PAGES, PAGE};
+
+const MAGIC: [u8; 8] = *b"FSTCACHE";
+const SUMS_AT: usize = 48;
+const SUM_AT: usize = SUMS_AT + CHUNK_PAGES * 8;
+const _: () = assert!(SUM_AT + 8 <= PAGE);
+/// How exact the time of the last use is.
+const USED_EVERY: Duration = Duration::from_secs(600);
+
+/// The header of a chunk's file.
+pub(super) fn header(name: &Name, pages: &[u8]) -> Vec<u8> {
+    let mut header = vec![0; PAGE];
+    header[..8].copy_from_slice(&MAGIC);
+    header[8..40].copy_from_slice(&name.0);
+    header[40..44].copy_from_slice(&((pages.len() / PAGE) as u32).to_le_bytes());
+    for (sum, page) in header[SUMS_AT..SUM_AT].chunks_mut(8).zip(pages.chunks(PAGE)) {
+        sum.copy_from_slice(&xxh3_64(page).to_le_bytes());
+    }
+    let sum = xxh3_64(&header[..SUM_AT]).to_le_bytes();
+    header[SUM_AT..SUM_AT + 8].copy_from_slice(&sum);
+    header
+}
+
+/// Says that a file is used.
+pub(super) fn touch(file: &File) {
+    let now = SystemTime::now();
+    let is_old = |at: SystemTime| now.duration_since(at).is_ok_and(|age| age > USED_EVERY);
+    if file.metadata().and_then(|meta| meta.modified()).is_ok_and(is_old) {
+        let _ = file.set_modified(now);
+    }
+}
+
+/// A cached chunk that is open.
+#[derive(Debug)]
+pub struct Entry {
+    file: File,
+    sums: Box<[u64]>,
+    /// Since somebody last looked.
+    is_used: AtomicBool,
+}
+
+/// How a read went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The pages are there, and sound.
+    Done,
+    /// It would have to wait for the disk.
+    WouldBlock,
+    /// The file is not what it was.
+    Damaged,
+}
+
+impl Entry {
+    /// `None` where there is no such file.
+    pub(super) fn open(path: &Path, name: &Name) -> io::Result<Option<Self>> {
+        let file = match File::open(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let damaged = || io::Error::other("is damaged");
+        let mut header = [0; SUM_AT + 8];
+        file.read_exact_at(&mut header, 0).map_err(|_| damaged())?;
+        let number = |at: usize| header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+        let pages = (number(40) & u64::from(u32::MAX)) as usize;
+        let is_sound = header[..8] == MAGIC
+            && header[8..40] == name.0
+            && pages <= CHUNK_PAGES
+            && number(SUM_AT) == xxh3_64(&header[..SUM_AT]);
+        if !is_sound {
+            return Err(damaged());
+        }
+        let sums = (0..pages).map(|page| number(SUMS_AT + page * 8)).collect();
+        Ok(Some(Self { file, sums, is_used: AtomicBool::new(true) }))
+    }
+
+    /// Says, to other processes, too, that it is used.
+    pub(super) fn used(&self) {
+        touch(&self.file);
+    }
+
+    /// Whether it was read since this was asked last.
+    pub fn was_used(&self) -> bool {
+        // Relaxed: a hint for whom to close.
+        self.is_used.swap(false, Ordering::Relaxed)
+    }
+
+    /// Pages that it has; what is behind them is zeroes.
+    pub fn pages(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Reads whole pages from `first` on. With `wait` false only what is in memory.
+    pub fn read(&self, first: usize, out: &mut [u8], wait: bool) -> Outcome {
+        // Relaxed: as above. Looked at first, as the line is shared by all who read.
+        if !self.is_used.load(Ordering::Relaxed) {
+            self.is_used.store(true, Ordering::Relaxed);
+        }
+        let there = self.pages().saturating_sub(first) * PAGE;
+        let (there, behind) = out.split_at_mut(there.min(out.len()));
+        behind.fill(0);
+        let flags = if wait { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT };
+        let mut done = 0;
+        while done < there.len() {
+            let offset = ((1 + first) * PAGE + done) as u64;
+            match preadv2(&self.file, &mut [IoSliceMut::new(&mut there[done..])], offset, flags) {
+                Ok(0) => return Outcome::Damaged,
+                Ok(more) => done += more,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN | Errno::OPNOTSUPP) if !wait => return Outcome::WouldBlock,
+                Err(_) => return Outcome::Damaged,
+            }
+        }
+        let mut sums = there.chunks(PAGE).zip(&self.sums[first.min(self.pages())..]);
+        if sums.all(|(page, sum)| xxh3_64(page) == *sum) { Outcome::Done } else { Outcome::Damaged }
+    }
+}

@@ -1,0 +1,113 @@
+//! The bound of a cache: who adds, and what goes.
+
+use std::fs::{self, File, Metadata};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use super::{CHUNKS, Cache, META, NEW};
+use crate::objects::{Fault, Until};
+
+/// How long what is not complete may be untouched before it is taken for left behind.
+const LEFT_AFTER: Duration = Duration::from_secs(3600);
+/// How often a lock is tried that another has.
+const PAUSE: Duration = Duration::from_millis(2);
+/// A part of the limit that is made free at a time.
+const FREED_PART: u64 = 8;
+
+impl Cache {
+    pub(super) fn usage(&self) -> io::Result<File> {
+        File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("usage"))
+    }
+
+    /// A file of `bytes`, which are counted: nobody else gets them.
+    pub(super) fn reserve(&self, new: &Path, bytes: u64, until: Until<'_>) -> io::Result<File> {
+        let mut usage = self.usage()?;
+        loop {
+            match flock(&usage, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => break,
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            if let Err(fault) = until.check() {
+                let kind =
+                    if fault == Fault::Late { io::ErrorKind::TimedOut } else { io::ErrorKind::Interrupted };
+                return Err(kind.into());
+            }
+            thread::sleep(PAUSE);
+        }
+        let mut text = String::new();
+        let read = (&usage).take(32).read_to_string(&mut text);
+        let used = read.ok().and_then(|_| text.trim().parse::<u64>().ok());
+        let used = match used.and_then(|used| used.checked_add(bytes)) {
+            Some(used) if used <= self.limit => used,
+            // Nobody has counted yet, or it would be too much.
+            _ => self.make_room(bytes)? + bytes,
+        };
+        let file = File::options().create_new(true).read(true).write(true).open(new)?;
+        let counted = (|| {
+            file.set_len(bytes)?;
+            usage.seek(SeekFrom::Start(0))?;
+            let text = format!("{used:<20}\n");
+            usage.write_all(text.as_bytes())
+        })();
+        if let Err(error) = counted {
+            let _ = fs::remove_file(new);
+            return Err(error);
+        }
+        Ok(file)
+    }
+
+    /// Deletes what was used least recently, if there is too much, and counts what is left.
+    fn make_room(&self, bytes: u64) -> io::Result<u64> {
+        let mut files = Vec::new();
+        let mut used = 0;
+        let mut look = |path: PathBuf, meta: &Metadata, is_new: bool| {
+            let at = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            let age = SystemTime::now().duration_since(at).unwrap_or_default();
+            if is_new && age > LEFT_AFTER {
+                let _ = fs::remove_file(path);
+                return;
+            }
+            used += meta.len();
+            if !is_new {
+                files.push((at, meta.len(), path));
+            }
+        };
+        for_each_file(&self.dir.join(NEW), &mut |path, meta| look(path, meta, true))?;
+        for part in [CHUNKS, META] {
+            for dir in fs::read_dir(self.dir.join(part))? {
+                for_each_file(&dir?.path(), &mut |path, meta| look(path, meta, false))?;
+            }
+        }
+        if used + bytes > self.limit {
+            files.sort_unstable();
+            let most = self.limit - self.limit / FREED_PART;
+            for (_, len, path) in files {
+                if used + bytes <= most {
+                    break;
+                }
+                if fs::remove_file(path).is_ok() {
+                    used -= len;
+                }
+            }
+        }
+        if used + bytes > self.limit { Err(io::ErrorKind::StorageFull.into()) } else { Ok(used) }
+    }
+}
+
+fn for_each_file(dir: &Path, look: &mut dyn FnMut(PathBuf, &Metadata)) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        // One that went meanwhile is none.
+        let Ok(meta) = entry.metadata() else { continue };
+        if meta.is_file() {
+            look(entry.path(), &meta);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,69 @@
+//! One fetch of a chunk on a host: who fetches it has a byte of a file locked, which the name of the
+//! chunk chooses. The lock goes with the process.
+#![expect(unsafe_code)]
+// UNSAFETY: `fcntl` with a `struct flock`; rustix has no locks that belong to an open file description.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::thread;
+use std::time::Duration;
+
+use super::Cache;
+use crate::format::name::Name;
+use crate::objects::Until;
+
+/// How often it is tried, at first and later.
+const PAUSE_FIRST: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(20);
+
+/// Held until it goes.
+#[derive(Debug)]
+pub struct FetchLock(#[expect(dead_code, reason = "closing it unlocks")] File);
+
+impl Cache {
+    pub(super) fn fetching(&self) -> io::Result<File> {
+        File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("fetching"))
+    }
+
+    /// Waits until nobody else on this host fetches the chunk; `None` where that did not come in time, or
+    /// there are no such locks: then it is fetched anyway. True: somebody did meanwhile, so it may be there
+    /// now.
+    pub fn lock_fetch(&self, name: &Name, until: Until<'_>) -> (Option<FetchLock>, bool) {
+        let Ok(file) = self.fetching() else { return (None, false) };
+        let Some(start) = name.0.first_chunk::<8>() else { return (None, false) };
+        // An offset of a file has 63 bits.
+        let byte = (u64::from_le_bytes(*start) & (u64::MAX >> 2)) as i64;
+        let (mut pause, mut waited) = (PAUSE_FIRST, false);
+        loop {
+            match set(&file, byte) {
+                Ok(()) => return (Some(FetchLock(file)), waited),
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES | libc::EINTR)) => {}
+                Err(_) => return (None, waited),
+            }
+            waited = true;
+            if until.check().is_err() {
+                return (None, waited);
+            }
+            thread::sleep(pause);
+            pause = PAUSE_MAX.min(pause * 2);
+        }
+    }
+}
+
+fn set(file: &File, byte: i64) -> io::Result<()> {
+    let range = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: byte,
+        l_len: 1,
+        // Must be 0 for locks of open file descriptions.
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and the kernel only reads the structure, which lives until the call
+    // is over.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,343 @@
+//! A chunk: up to 128 pages as one object, in units of 16 pages that are compressed each for itself.
+//!
+//! ```text
+//!  0  8  "FSTCHUNK"
+//!  8  4  bytes of the pages, little endian as all numbers
+//! 12  4  1 where it is encrypted, else 0
+//! 16 12  nonce, or zeroes
+//! 28  4  zeroes
+//! 32     for each unit: 4 bytes, as how many it is stored; 32 bytes, its hash
+//!        the units: zstd frames, or as they are where that is not longer
+//! ```
+//!
+//! Its name is the hash of the units' hashes. So a unit can be read and verified without the others, and
+//! nothing in the header has to be believed.
+
+use std::cell::RefCell;
+
+use zerocopy::byteorder::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zstd_safe::{CCtx, DCtx};
+
+use super::domain::Domain;
+use super::name::{Kind, Name};
+use super::seal::{self, ObjectKey, TAG_BYTES};
+use super::{CHUNK_BYTES, CHUNK_PAGES, PAGE, UNIT_PAGES};
+
+const MAGIC: [u8; 8] = *b"FSTCHUNK";
+/// Bytes of a unit's pages.
+pub const UNIT_BYTES: usize = UNIT_PAGES * PAGE;
+/// Most units.
+const UNITS: usize = CHUNK_PAGES / UNIT_PAGES;
+/// A usual level: what compresses better is slower than a fast link.
+const LEVEL: i32 = 3;
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct Header {
+    magic: [u8; 8],
+    pages_bytes: U32,
+    sealed: U32,
+    nonce: [u8; seal::NONCE_BYTES],
+    zero: [u8; 4],
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy, Debug)]
+#[repr(C)]
+struct Unit {
+    stored: U32,
+    hash: [u8; 32],
+}
+
+const HEADER_BYTES: usize = size_of::<Header>();
+const UNIT_ENTRY_BYTES: usize = size_of::<Unit>();
+const _: () = assert!(HEADER_BYTES == 32 && UNIT_ENTRY_BYTES == 36);
+/// Header and entries of the largest chunk.
+pub const HEAD_BYTES_MAX: usize = HEADER_BYTES + UNITS * UNIT_ENTRY_BYTES;
+/// Most bytes of a chunk that is stored.
+pub const STORED_BYTES_MAX: usize = HEAD_BYTES_MAX + CHUNK_BYTES + UNITS * TAG_BYTES;
+
+/// Why bytes are not the chunk that was meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Damaged {
+    /// Shorter or longer than it says, or no chunk at all.
+    #[error("it is no chunk")]
+    Shape,
+    /// It is not what its name says.
+    #[error("its content is not what its name says")]
+    Content,
+    /// Encrypted, and the domain is not, or the other way round.
+    #[error("it is encrypted otherwise than its domain")]
+    Sealing,
+}
+
+thread_local! {
+    static COMPRESS: RefCell<Option<CCtx<'static>>> = const { RefCell::new(None) };
+    static DECOMPRESS: RefCell<Option<DCtx<'static>>> = const { RefCell::new(None) };
+}
+
+/// Compresses a part of an object; `None` where that makes it no shorter.
+pub(super) fn compressed(bytes: &[u8]) -> Option<Vec<u8>> {
+    COMPRESS.with_borrow_mut(|context| {
+        let context = match context {
+            Some(context) => context,
+            None => context.insert(CCtx::try_create()?),
+        };
+        let mut out = Vec::with_capacity(bytes.len());
+        // Fails where it would not fit.
+        context.compress(&mut out, bytes, LEVEL).ok()?;
+        (out.len() < bytes.len()).then_some(out)
+    })
+}
+
+/// The reverse: exactly as many bytes as `out` has, or false.
+pub(super) fn decompressed(bytes: &[u8], out: &mut [u8]) -> bool {
+    DECOMPRESS.with_borrow_mut(|context| {
+        let context = match context {
+            Some(context) => context,
+            None => match DCtx::try_create() {
+                Some(new) => context.insert(new),
+                None => return false,
+            },
+        };
+        let want = out.len();
+        context.decompress(out, bytes) == Ok(want)
+    })
+}
+
+/// Pages with their name, and what is needed to store them.
+pub struct Plain<'a> {
+    pages: &'a [u8],
+    hashes: Vec<[u8; 32]>,
+    name: Name,
+}
+
+impl<'a> Plain<'a> {
+    /// `pages` are whole ones, 1 to 128.
+    pub fn new(domain: &Domain, pages: &'a [u8]) -> Self {
+        debug_assert!(pages.len().is_multiple_of(PAGE) && (PAGE..=CHUNK_BYTES).contains(&pages.len()));
+        let units = pages.chunks(UNIT_BYTES);
+        let hashes: Vec<_> = units.map(|unit| domain.naming.name(Kind::Unit, &[unit]).0).collect();
+        let name = name_of(domain, pages.len() as u32, &hashes);
+        Self { pages, hashes, name }
+    }
+
+    /// The name of the chunk.
+    pub fn name(&self) -> Name {
+        self.name
+    }
+
+    /// The object; `None` where there is no memory, or no random number.
+    pub fn stored(&self, domain: &Domain) -> Option<Vec<u8>> {
+        let key = match &domain.sealing {
+            Some(sealing) => Some((sealing.key(&self.name).ok()?, seal::nonce().ok()?)),
+            None => None,
+        };
+        let header = Header {
+            magic: MAGIC,
+            pages_bytes: U32::new(self.pages.len() as u32),
+            sealed: U32::new(u32::from(key.is_some())),
+            nonce: key.as_ref().map_or([0; seal::NONCE_BYTES], |(_, nonce)| *nonce),
+            zero: [0; 4],
+        };
+        let mut entries = Vec::with_capacity(self.hashes.len());
+        let mut units = Vec::with_capacity(self.pages.len() / 2);
+        for (number, (unit, hash)) in (0..).zip(self.pages.chunks(UNIT_BYTES).zip(&self.hashes)) {
+            let mut stored = compressed(unit).unwrap_or_else(|| unit.to_vec());
+            if let Some((key, nonce)) = &key {
+                key.seal(*nonce, number, &mut stored).ok()?;
+            }
+            entries.push(Unit { stored: U32::new(stored.len() as u32), hash: *hash });
+            units.extend_from_slice(&stored);
+        }
+        Some([header.as_bytes(), entries.as_bytes(), &units].concat())
+    }
+}
+
+fn name_of(domain: &Domain, pages_bytes: u32, hashes: &[[u8; 32]]) -> Name {
+    domain.naming.name(Kind::Chunk, &[&pages_bytes.to_le_bytes(), hashes.as_flattened()])
+}
+
+/// The verified beginning of a chunk: where its units are.
+pub struct Head {
+    pages_bytes: usize,
+    nonce: [u8; seal::NONCE_BYTES],
+    key: Option<ObjectKey>,
+    units: Vec<Unit>,
+}
+
+impl Head {
+    /// From the first bytes of an object, [`HEAD_BYTES_MAX`] or as many as it has.
+    pub fn parse(domain: &Domain, name: &Name, bytes: &[u8]) -> Result<Self, Damaged> {
+        let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Damaged::Shape)?;
+        let pages_bytes = header.pages_bytes.get() as usize;
+        let is_whole = pages_bytes.is_multiple_of(PAGE) && (PAGE..=CHUNK_BYTES).contains(&pages_bytes);
+        if header.magic != MAGIC || !is_whole || header.zero != [0; 4] || header.sealed.get() > 1 {
+            return Err(Damaged::Shape);
+        }
+        let count = pages_bytes.div_ceil(UNIT_BYTES);
+        let (units, _) = <[Unit]>::ref_from_prefix_with_elems(rest, count).map_err(|_| Damaged::Shape)?;
+        let hashes: Vec<_> = units.iter().map(|unit| unit.hash).collect();
+        if name_of(domain, pages_bytes as u32, &hashes) != *name {
+            return Err(Damaged::Content);
+        }
+        let key = match (&domain.sealing, header.sealed.get()) {
+            (None, 0) => None,
+            (Some(sealing), 1) => Some(sealing.key(name).map_err(|_| Damaged::Sealing)?),
+            _ => return Err(Damaged::Sealing),
+        };
+        let tag_bytes = if key.is_some() { TAG_BYTES } else { 0 };
+        if units.iter().any(|unit| unit.stored.get() as usize > UNIT_BYTES + tag_bytes) {
+            return Err(Damaged::Shape);
+        }
+        Ok(Self { pages_bytes, nonce: header.nonce, key, units: units.to_vec() })
+    }
+
+    /// Bytes of its pages.
+    pub fn pages_bytes(&self) -> usize {
+        self.pages_bytes
+    }
+
+    /// Where in the object a unit lies. The lengths are as the store says them: they are no more than a
+    /// unit can have.
+    pub fn place(&self, unit: usize) -> Option<std::ops::Range<u64>> {
+        let stored = |unit: &Unit| u64::from(unit.stored.get());
+        let head = (HEADER_BYTES + self.units.len() * UNIT_ENTRY_BYTES) as u64;
+        let start = head + self.units.get(..unit)?.iter().map(stored).sum::<u64>();
+        Some(start..start + stored(self.units.get(unit)?))
+    }
+
+    /// Bytes of the object.
+    fn object_bytes(&self) -> u64 {
+        self.units.len().checked_sub(1).and_then(|last| self.place(last)).map_or(0, |place| place.end)
+    }
+
+    /// The pages of a unit from what lies at its [place](Self::place), verified.
+    pub fn unit(&self, domain: &Domain, number: usize, stored: &[u8]) -> Result<Vec<u8>, Damaged> {
+        let mut pages = vec![0; UNIT_BYTES.min(self.pages_bytes.saturating_sub(number * UNIT_BYTES))];
+        self.unit_into(domain, number, stored, &mut pages)?;
+        Ok(pages)
+    }
+
+    fn unit_into(
+        &self,
+        domain: &Domain,
+        number: usize,
+        stored: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), Damaged> {
+        let unit = self.units.get(number).ok_or(Damaged::Shape)?;
+        if stored.len() != unit.stored.get() as usize {
+            return Err(Damaged::Shape);
+        }
+        let mut opened = Vec::new();
+        let body = match &self.key {
+            None => stored,
+            Some(key) => {
+                opened.extend_from_slice(stored);
+                key.open(self.nonce, number as u32, &mut opened).map_err(|_| Damaged::Content)?
+            }
+        };
+        if body.len() == pages.len() {
+            pages.copy_from_slice(body);
+        } else if !decompressed(body, pages) {
+            return Err(Damaged::Content);
+        }
+        if domain.naming.name(Kind::Unit, &[pages]).0 != unit.hash {
+            return Err(Damaged::Content);
+        }
+        Ok(())
+    }
+}
+
+/// The pages of a chunk from its object, verified.
+pub fn pages(domain: &Domain, name: &Name, object: &[u8]) -> Result<Vec<u8>, Damaged> {
+    let head = Head::parse(domain, name, object)?;
+    if head.object_bytes() != object.len() as u64 {
+        return Err(Damaged::Shape);
+    }
+    let mut pages = vec![0; head.pages_bytes];
+    for (number, pages) in pages.chunks_mut(UNIT_BYTES).enumerate() {
+        let place = head.place(number).ok_or(Damaged::Shape)?;
+        let stored = object.get(place.start as usize..place.end as usize).ok_or(Damaged::Shape)?;
+        head.unit_into(domain, number, stored, pages)?;
+    }
+    Ok(pages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::domain::{GRACE, Secret};
+    use super::*;
+
+    fn domains() -> [Domain; 2] {
+        let secret = Secret::parse(&"5".repeat(64));
+        [Domain::new(None, false, GRACE).0, Domain::new(secret.as_ref(), true, GRACE).0]
+    }
+
+    /// Compressible, noise, and both.
+    fn sample(pages: usize) -> Vec<u8> {
+        let mut state = 1_u64;
+        let mut noise = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as u8
+        };
+        (0..pages * PAGE)
+            .map(|at| if (at / UNIT_BYTES).is_multiple_of(2) { (at / 97) as u8 } else { noise() })
+            .collect()
+    }
+
+    #[test]
+    fn pages_come_back_whole_and_in_units() {
+        for domain in domains() {
+            for count in [1, 15, 16, 17, 100, 128] {
+                let sample = sample(count);
+                let plain = Plain::new(&domain, &sample);
+                let object = plain.stored(&domain).unwrap();
+                assert!(object.len() <= STORED_BYTES_MAX);
+                assert_eq!(pages(&domain, &plain.name(), &object).unwrap(), sample);
+                let head = &object[..HEAD_BYTES_MAX.min(object.len())];
+                let head = Head::parse(&domain, &plain.name(), head).unwrap();
+                for (number, unit) in sample.chunks(UNIT_BYTES).enumerate() {
+                    let place = head.place(number).unwrap();
+                    let stored = &object[place.start as usize..place.end as usize];
+                    assert_eq!(head.unit(&domain, number, stored).unwrap(), unit);
+                    assert!(stored.len() <= UNIT_BYTES + TAG_BYTES);
+                }
+                assert_eq!(head.place(count.div_ceil(UNIT_PAGES)), None);
+            }
+        }
+        let [open, sealed] = domains();
+        let zeroes = vec![0; CHUNK_BYTES];
+        assert!(Plain::new(&open, &zeroes).stored(&open).unwrap().len() < 1024);
+        let object = Plain::new(&open, &sample(2)).stored(&open).unwrap();
+        assert_eq!(pages(&sealed, &Plain::new(&sealed, &sample(2)).name(), &object), Err(Damaged::Content));
+    }
+
+    #[test]
+    fn nothing_is_believed() {
+        for domain in domains() {
+            let sample = sample(20);
+            let plain = Plain::new(&domain, &sample);
+            let object = plain.stored(&domain).unwrap();
+            for cut in (0..object.len()).step_by(7) {
+                assert!(pages(&domain, &plain.name(), &object[..cut]).is_err(), "{cut}");
+            }
+            let longer = [&object[..], &[0]].concat();
+            assert_eq!(pages(&domain, &plain.name(), &longer), Err(Damaged::Shape));
+            for at in (0..object.len()).filter(|at| *at < 200 || at % 97 == 0) {
+                for flip in [1, 0x80, 0xff] {
+                    let mut wrong = object.clone();
+                    wrong[at] ^= flip;
+                    // The nonce means nothing where nothing is encrypted; all else fails, or is the same.
+                    match pages(&domain, &plain.name(), &wrong) {
+                        Ok(pages) => assert!(pages == sample && (16..28).contains(&at), "{at}"),
+                        Err(_) => assert!(domain.sealing.is_some() || !(16..28).contains(&at), "{at}"),
+                    }
+                }
+            }
+            let other = Plain::new(&domain, &sample[PAGE..]).name();
+            assert_eq!(pages(&domain, &other, &object), Err(Damaged::Content));
+        }
+    }
+}

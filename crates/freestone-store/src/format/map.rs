@@ -1,0 +1,340 @@
+//! Where the pages of a segment lie: all of them (a *full* map), or those that a push changed (a
+//! *delta*).
+//!
+//! ```text
+//!  0  4  1 full, 2 delta; little endian
+//!  4  4  chunks
+//!  8     full: a bit for each 128 pages that have a chunk, 256 bytes; what has none is zeroes
+//!        delta: a bit for each page that it holds, 32 KiB; a bit for each of these that is zeroes
+//!        for each chunk: 32 bytes, its name; 4 bytes, how long its object is
+//! ```
+//!
+//! The pages of a delta lie in its chunks in their order, 128 in each, without those that are zeroes.
+
+use zerocopy::byteorder::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::bitmap::{self, Bitmap, Ranked};
+use super::chunk::STORED_BYTES_MAX;
+use super::name::{Kind, Name, Naming};
+use super::{CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGES};
+
+const FULL: u32 = 1;
+const DELTA: u32 = 2;
+const PRESENT_BYTES: usize = SEGMENT_CHUNKS / 8;
+/// Most bytes of a map.
+pub const BYTES_MAX: usize = 8 + 2 * bitmap::BYTES + SEGMENT_CHUNKS * ENTRY_BYTES;
+/// Most bytes of the hashes of one.
+pub const HASHES_BYTES_MAX: usize = SEGMENT_PAGES * PAGE_HASH_BYTES;
+const PAGE_HASH_BYTES: usize = size_of::<PageHash>();
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct Entry {
+    name: [u8; 32],
+    stored: U32,
+}
+
+const ENTRY_BYTES: usize = size_of::<Entry>();
+const _: () = assert!(ENTRY_BYTES == 36);
+
+/// A chunk: its name, and how long its object is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkRef {
+    /// Its name.
+    pub name: Name,
+    /// Bytes of the object, as its writer says.
+    pub stored: u32,
+}
+
+/// The first half of the hash of a page; zeroes stand for a page of zeroes.
+pub type PageHash = [u8; 16];
+
+/// The hash of a page.
+pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
+    if is_zero(page) {
+        return PageHash::default();
+    }
+    let Name(hash) = naming.name(Kind::Page, &[page]);
+    hash[..PAGE_HASH_BYTES].try_into().unwrap_or_default()
+}
+
+/// Whether all bytes of whole pages are 0.
+pub fn is_zero(pages: &[u8]) -> bool {
+    pages.as_chunks::<64>().0.iter().all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+/// Where a page lies, as one map says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In an older one.
+    Below,
+    /// It is zeroes.
+    Zero,
+    /// In a chunk of the map; a page behind the end of the chunk is zeroes.
+    In {
+        /// The number of the chunk.
+        chunk: usize,
+        /// The page within it.
+        page: usize,
+    },
+}
+
+/// The map of one push of one segment.
+pub enum Map {
+    /// All pages.
+    Full {
+        /// For each 128 pages the number of their chunk.
+        places: Box<[Option<u16>]>,
+        /// The chunks that there are.
+        chunks: Box<[ChunkRef]>,
+    },
+    /// Changed pages.
+    Delta {
+        /// Those that are held and no zeroes.
+        data: Ranked,
+        /// Those that are zeroes.
+        zero: Bitmap,
+        /// The chunks.
+        chunks: Box<[ChunkRef]>,
+    },
+}
+
+impl Map {
+    /// A full one, from the chunk of each 128 pages.
+    pub fn full(all: &[Option<ChunkRef>]) -> Self {
+        let mut chunks = Vec::new();
+        let mut places = vec![None; SEGMENT_CHUNKS];
+        for (place, chunk) in places.iter_mut().zip(all) {
+            if let Some(chunk) = chunk {
+                *place = Some(chunks.len() as u16);
+                chunks.push(*chunk);
+            }
+        }
+        Self::Full { places: places.into(), chunks: chunks.into() }
+    }
+
+    /// A delta. `chunks` hold the pages of `data`, which has none of `zero`.
+    pub fn delta(data: Bitmap, zero: Bitmap, chunks: Vec<ChunkRef>) -> Self {
+        Self::Delta { data: data.into(), zero, chunks: chunks.into() }
+    }
+
+    /// The chunks.
+    pub fn chunks(&self) -> &[ChunkRef] {
+        match self {
+            Self::Full { chunks, .. } | Self::Delta { chunks, .. } => chunks,
+        }
+    }
+
+    /// Where a page of the segment lies.
+    pub fn place(&self, page: usize) -> Place {
+        match self {
+            Self::Full { places, .. } => match places[page / CHUNK_PAGES] {
+                None => Place::Zero,
+                Some(chunk) => Place::In { chunk: usize::from(chunk), page: page % CHUNK_PAGES },
+            },
+            Self::Delta { data, zero, .. } => match data.place(page) {
+                Some(place) => Place::In { chunk: place / CHUNK_PAGES, page: place % CHUNK_PAGES },
+                None if zero.has(page) => Place::Zero,
+                None => Place::Below,
+            },
+        }
+    }
+
+    /// Which pages a delta holds, zeroes among them.
+    pub fn held(&self) -> Option<Bitmap> {
+        let Self::Delta { data, zero, .. } = self else { return None };
+        let mut held = data.bits().clone();
+        held.add(zero);
+        Some(held)
+    }
+
+    /// As it is stored.
+    pub fn bytes(&self) -> Vec<u8> {
+        let chunks = self.chunks();
+        let entries: Vec<Entry> =
+            chunks.iter().map(|chunk| Entry { name: chunk.name.0, stored: U32::new(chunk.stored) }).collect();
+        let count = (chunks.len() as u32).to_le_bytes();
+        match self {
+            Self::Full { places, .. } => {
+                let mut present = [0_u8; PRESENT_BYTES];
+                for (number, _) in places.iter().enumerate().filter(|(_, place)| place.is_some()) {
+                    present[number / 8] |= 1 << (number % 8);
+                }
+                [&FULL.to_le_bytes(), &count, &present[..], entries.as_bytes()].concat()
+            }
+            Self::Delta { data, zero, .. } => {
+                let mut held = data.bits().clone();
+                held.add(zero);
+                [&DELTA.to_le_bytes(), &count, &held.bytes()[..], &zero.bytes(), entries.as_bytes()].concat()
+            }
+        }
+    }
+
+    /// From that; `None` where it is no map. It was verified, so only a writer with the key can have made
+    /// it; even so nothing of it leads outside of itself.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let (kind, rest) = bytes.split_first_chunk::<4>()?;
+        let (count, rest) = rest.split_first_chunk::<4>()?;
+        let count = u32::from_le_bytes(*count) as usize;
+        match u32::from_le_bytes(*kind) {
+            FULL => {
+                let (present, rest) = rest.split_first_chunk::<PRESENT_BYTES>()?;
+                let chunks = chunks(rest, count)?;
+                let mut next = 0_u16;
+                let places: Box<[_]> = (0..SEGMENT_CHUNKS)
+                    .map(|number| {
+                        (present[number / 8] >> (number % 8) & 1 == 1).then(|| {
+                            next += 1;
+                            next - 1
+                        })
+                    })
+                    .collect();
+                (usize::from(next) == count).then_some(Self::Full { places, chunks })
+            }
+            DELTA => {
+                let (held, rest) = rest.split_first_chunk::<{ bitmap::BYTES }>()?;
+                let (zero, rest) = rest.split_first_chunk::<{ bitmap::BYTES }>()?;
+                let chunks = chunks(rest, count)?;
+                let (held, zero) = (Bitmap::parse(held), Bitmap::parse(zero));
+                if zero.without(&held).count() != 0 {
+                    return None;
+                }
+                let data = held.without(&zero);
+                let fits = data.count().div_ceil(CHUNK_PAGES) == count;
+                fits.then(|| Self::Delta { data: data.into(), zero, chunks })
+            }
+            _ => None,
+        }
+    }
+}
+
+fn chunks(bytes: &[u8], count: usize) -> Option<Box<[ChunkRef]>> {
+    if count > SEGMENT_CHUNKS {
+        return None;
+    }
+    let entries = <[Entry]>::ref_from_bytes(bytes).ok()?;
+    let is_sound = |entry: &Entry| entry.stored.get() as usize <= STORED_BYTES_MAX;
+    let chunk = |entry: &Entry| ChunkRef { name: Name(entry.name), stored: entry.stored.get() };
+    (entries.len() == count && entries.iter().all(is_sound)).then(|| entries.iter().map(chunk).collect())
+}
+
+/// The hashes of the pages of a map, in the order in which they lie in its chunks: of a full one all 128
+/// of each.
+pub struct Hashes(Vec<PageHash>);
+
+impl Hashes {
+    /// In their order.
+    pub fn new(hashes: Vec<PageHash>) -> Self {
+        Self(hashes)
+    }
+
+    /// From what is stored; `None` where it does not fit the map.
+    pub fn parse(bytes: &[u8], map: &Map) -> Option<Self> {
+        let (hashes, rest) = bytes.as_chunks::<PAGE_HASH_BYTES>();
+        let count = match map {
+            Map::Full { chunks, .. } => chunks.len() * CHUNK_PAGES,
+            Map::Delta { data, .. } => data.bits().count(),
+        };
+        (rest.is_empty() && hashes.len() == count).then(|| Self(hashes.to_vec()))
+    }
+
+    /// As they are stored.
+    pub fn bytes(&self) -> &[u8] {
+        self.0.as_flattened()
+    }
+
+    /// That of a page.
+    pub fn at(&self, chunk: usize, page: usize) -> PageHash {
+        self.0.get(chunk * CHUNK_PAGES + page).copied().unwrap_or_default()
+    }
+}
+
+const _: () = assert!(SEGMENT_CHUNKS <= u16::MAX as usize && PAGE.is_multiple_of(64));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(number: usize) -> ChunkRef {
+        ChunkRef { name: Name([number as u8; 32]), stored: number as u32 + 1 }
+    }
+
+    #[test]
+    fn a_full_map_says_where_each_page_is() {
+        let all: Vec<_> = (0..SEGMENT_CHUNKS - 5).map(|n| (n % 3 != 1).then(|| chunk(n))).collect();
+        let map = Map::parse(&Map::full(&all).bytes()).unwrap();
+        for page in (0..SEGMENT_PAGES).step_by(61) {
+            match (map.place(page), all.get(page / CHUNK_PAGES).copied().flatten()) {
+                (Place::Zero, None) => {}
+                (Place::In { chunk, page: within }, Some(want)) => {
+                    assert_eq!((map.chunks()[chunk], within), (want, page % CHUNK_PAGES));
+                }
+                (place, want) => panic!("{page}: {place:?}, {want:?}"),
+            }
+        }
+        assert!(map.held().is_none());
+        let hashes = vec![[1; 16]; map.chunks().len() * CHUNK_PAGES];
+        let hashes = Hashes::new(hashes);
+        assert_eq!(Hashes::parse(hashes.bytes(), &map).unwrap().at(3, 127), [1; 16]);
+        assert!(Hashes::parse(&hashes.bytes()[16..], &map).is_none());
+        assert!(Hashes::parse(&hashes.bytes()[1..], &map).is_none());
+    }
+
+    #[test]
+    fn a_delta_packs_its_pages() {
+        let (mut data, mut zero) = (Bitmap::default(), Bitmap::default());
+        let pages: Vec<usize> = (0..SEGMENT_PAGES).filter(|page| page % 100 == 7).collect();
+        for page in &pages {
+            data.set(*page, true);
+            zero.set(page + 1, true);
+        }
+        let chunks: Vec<_> = (0..pages.len().div_ceil(CHUNK_PAGES)).map(chunk).collect();
+        let map = Map::parse(&Map::delta(data, zero, chunks).bytes()).unwrap();
+        for (at, page) in pages.iter().enumerate() {
+            let place = Place::In { chunk: at / CHUNK_PAGES, page: at % CHUNK_PAGES };
+            assert_eq!(map.place(*page), place);
+            assert_eq!(map.place(page + 1), Place::Zero);
+            assert_eq!(map.place(page + 2), Place::Below);
+        }
+        assert_eq!(map.held().unwrap().count(), 2 * pages.len());
+    }
+
+    #[test]
+    fn what_is_no_map_is_none() {
+        let full = Map::full(&[Some(chunk(1)), None, Some(chunk(2))]).bytes();
+        let mut data = Bitmap::default();
+        data.set(9, true);
+        let delta = Map::delta(data, Bitmap::default(), vec![chunk(1)]).bytes();
+        for bytes in [&full, &delta] {
+            assert!(Map::parse(bytes).is_some());
+            for cut in (0..bytes.len()).step_by(11) {
+                assert!(Map::parse(&bytes[..cut]).is_none());
+            }
+            // A bit for a page more than there are chunks for, another kind, another count.
+            for (at, value) in [(0, 3), (4, 200), (4, 0), (7, 0xff), (8 + 200, 0xff)] {
+                let mut wrong = bytes.clone();
+                wrong[at] = value;
+                // Of a delta one chunk holds up to 128 pages.
+                let is_fine = at == 208 && bytes == &delta;
+                assert_eq!(Map::parse(&wrong).is_some(), is_fine, "{at}");
+            }
+        }
+        let mut too_long = full.clone();
+        let at = too_long.len() - 1;
+        too_long[at] = 0xff;
+        assert!(Map::parse(&too_long).is_none());
+        let mut stray_zero = delta;
+        stray_zero[8 + bitmap::BYTES + 5] = 1;
+        assert!(Map::parse(&stray_zero).is_none());
+    }
+
+    #[test]
+    fn pages_of_zeroes_have_no_hash() {
+        let naming = super::super::domain::Domain::new(None, false, super::super::domain::GRACE).0.naming;
+        let mut page = [0; PAGE];
+        assert!(is_zero(&page) && page_hash(&naming, &page) == PageHash::default());
+        page[PAGE - 1] = 1;
+        assert!(!is_zero(&page) && page_hash(&naming, &page) != PageHash::default());
+    }
+}

@@ -1,0 +1,364 @@
+//! Where the pages of an image are, and reading them where they are at hand.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use freestone_core::device;
+
+use super::segment::Segment;
+use super::stat::Stats;
+use super::{Config, open_files};
+use crate::cache::{Cache, Outcome};
+use crate::format::manifest::Manifest;
+use crate::format::map::{Map, Place};
+use crate::format::name::{Kind, Name};
+use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES, UNIT_PAGES};
+use crate::objects::Until;
+use crate::store::{Error, Result, Store};
+
+/// Segments whose maps are in memory at once; each has 75 to 600 KiB of them.
+const SEGMENTS_MAX: usize = 1024;
+/// How long another server of the host is waited for that fetches the same.
+const LOCK_WAIT: Duration = Duration::from_secs(10);
+/// How long the cache may take to keep a chunk.
+const KEEP_MAX: Duration = Duration::from_secs(5);
+/// How long a cache is left alone that did not take something.
+const CACHE_PAUSE: Duration = Duration::from_secs(30);
+
+/// Pages of a chunk that came from the store.
+#[derive(Clone)]
+pub struct Got {
+    pub name: Name,
+    /// The first of them.
+    pub first: usize,
+    /// They are all that the chunk has: what is behind them is zeroes.
+    pub is_all: bool,
+    pub pages: Arc<Vec<u8>>,
+}
+
+/// How a look for pages ended.
+pub enum Found {
+    /// So many bytes were read.
+    Read(usize),
+    /// The local disk has to be waited for.
+    Later,
+    /// The maps of this segment are needed.
+    Segment(u32),
+    /// Pages of this chunk are needed: the first of them, and how many.
+    Chunk { name: Name, first: usize, count: usize },
+}
+
+/// An image: what is known of it, and where its pages are.
+pub struct Content {
+    pub store: Arc<Store>,
+    pub cache: Option<Arc<Cache>>,
+    pub name: Name,
+    pub manifest: Manifest,
+    pub config: Config,
+    segments: Box<[RwLock<Option<Arc<Segment>>>]>,
+    /// Those that are in memory, in the order in which they came or were used.
+    loaded: Mutex<VecDeque<u32>>,
+    is_closed: AtomicBool,
+    /// When the cache did not take something, in milliseconds of `since`, and one more.
+    cache_failed: AtomicU64,
+    since: Instant,
+    pub stats: Stats,
+}
+
+impl Content {
+    pub fn new(
+        store: Arc<Store>,
+        cache: Option<Arc<Cache>>,
+        name: Name,
+        manifest: Manifest,
+        config: Config,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            segments: (0..manifest.segment_count()).map(|_| RwLock::new(None)).collect(),
+            store,
+            cache,
+            name,
+            manifest,
+            config,
+            loaded: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+            cache_failed: AtomicU64::new(0),
+            since: Instant::now(),
+            stats: Stats::default(),
+        })
+    }
+
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
+    }
+
+    /// What users are told of a failure, and the log.
+    pub fn failed(&self, error: &Error) -> device::Error {
+        if self.is_closed() {
+            return device::Error::Gone;
+        }
+        let why = error.to_string();
+        tracing::warn!("{}: {why}", self.store.url());
+        self.stats.failed(why);
+        device::Error::Media
+    }
+
+    /// Reads the pages at `offset` that are at hand and lie together, at least one byte of `out`. `got` is
+    /// what came from the store. With `wait` false nothing is waited for.
+    pub fn find(&self, offset: u64, out: &mut [u8], got: &[Got], wait: bool) -> Found {
+        let number = offset / SEGMENT_BYTES;
+        let slot = self.segments[number as usize].read().unwrap_or_else(PoisonError::into_inner);
+        let Some(segment) = &*slot else { return Found::Segment(number as u32) };
+        segment.used();
+        let page = (offset % SEGMENT_BYTES) as usize / PAGE;
+        let within = offset as usize % PAGE;
+        // A part of a page, or pages that lie together.
+        let (map, place) = segment.place(page);
+        let most = if within == 0 { (out.len() / PAGE).max(1) } else { 1 }.min(SEGMENT_PAGES - page);
+        let count =
+            1 + (1..most).take_while(|more| follows(segment.place(page + more), map, place, *more)).count();
+        let bytes = (count * PAGE - within).min(out.len());
+        let out = &mut out[..bytes];
+        let Place::In { chunk, page: first } = place else {
+            out.fill(0);
+            return Found::Read(bytes);
+        };
+        let loaded = &segment.maps[map];
+        let name = loaded.map.chunks()[chunk].name;
+        if let Some((got, pages)) = got.iter().find_map(|got| Some((got, got.pages_from(&name, first)?))) {
+            let bytes = bytes.min(pages.saturating_mul(PAGE) - within);
+            got.copy(first, within, &mut out[..bytes]);
+            return Found::Read(bytes);
+        }
+        let needed = || Found::Chunk { name, first, count };
+        if let Some(outcome) = read(&loaded.entries[chunk], first, within, out, wait) {
+            return match outcome {
+                Outcome::Done => Found::Read(bytes),
+                Outcome::WouldBlock => Found::Later,
+                Outcome::Damaged if !wait => Found::Later,
+                Outcome::Damaged => {
+                    *loaded.entries[chunk].write().unwrap_or_else(PoisonError::into_inner) = None;
+                    if let Some(cache) = &self.cache {
+                        cache.discard(&name);
+                    }
+                    needed()
+                }
+            };
+        }
+        if !wait {
+            return Found::Later;
+        }
+        let Some(entry) = self.cache.as_ref().and_then(|cache| cache.find(&name)) else { return needed() };
+        Stats::add(&self.stats.found, 1);
+        open_files::keep(segment, map, chunk, entry);
+        match read(&loaded.entries[chunk], first, within, out, wait) {
+            Some(Outcome::Done) => Found::Read(bytes),
+            // It was closed again, or is damaged: the next look tells.
+            _ => Found::Later,
+        }
+    }
+
+    /// The maps of a segment. Waits for the store.
+    pub fn load(&self, number: u32, until: Until<'_>) -> Result<Arc<Segment>> {
+        let slot = &self.segments[number as usize];
+        if let Some(segment) = &*slot.read().unwrap_or_else(PoisonError::into_inner) {
+            return Ok(Arc::clone(segment));
+        }
+        let maps = self.manifest.maps(number).iter().map(|map| self.map(&map.map, until));
+        let segment = Arc::new(Segment::new(maps.collect::<Result<_>>()?));
+        {
+            let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
+            if let Some(segment) = &*slot {
+                return Ok(Arc::clone(segment));
+            }
+            *slot = Some(Arc::clone(&segment));
+        }
+        self.forget_some(number);
+        Ok(segment)
+    }
+
+    fn map(&self, name: &Name, until: Until<'_>) -> Result<Map> {
+        let cached = self.cache.as_ref().and_then(|cache| cache.find_meta(name));
+        let is_it = |bytes: &Vec<u8>| self.store.domain().naming.name(Kind::Map, &[bytes]) == *name;
+        if let Some(map) = cached.filter(is_it).and_then(|bytes| Map::parse(&bytes)) {
+            return Ok(map);
+        }
+        let map = self.store.map(name, until)?;
+        if let Some(cache) = self.cache() {
+            self.cache_took(cache.keep_meta(name, &map.bytes(), until));
+        }
+        Ok(map)
+    }
+
+    /// Forgets the maps of a segment that was not used for long, if there are many.
+    fn forget_some(&self, newest: u32) {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.push_back(newest);
+        for looks in 0.. {
+            if loaded.len() <= SEGMENTS_MAX {
+                return;
+            }
+            let Some(number) = loaded.pop_front() else { return };
+            let Ok(mut slot) = self.segments[number as usize].try_write() else {
+                loaded.push_back(number);
+                if looks > 2 * SEGMENTS_MAX {
+                    return;
+                }
+                continue;
+            };
+            if looks <= SEGMENTS_MAX && slot.as_ref().is_some_and(|segment| segment.was_used()) {
+                loaded.push_back(number);
+            } else {
+                *slot = None;
+            }
+        }
+    }
+
+    /// The chunks in which the pages of a range lie, where that is known.
+    pub fn chunks(&self, offset: u64, len: u64) -> Vec<Name> {
+        let mut names = Vec::new();
+        let end = offset.saturating_add(len).min(self.manifest.size);
+        let (mut page, end) = (offset / PAGE as u64, end.div_ceil(PAGE as u64));
+        while page < end {
+            let number = (page / SEGMENT_PAGES as u64) as usize;
+            let slot = self.segments[number].read().unwrap_or_else(PoisonError::into_inner);
+            if let Some(segment) = &*slot
+                && let (map, Place::In { chunk, .. }) = segment.place(page as usize % SEGMENT_PAGES)
+                && segment.maps[map].entries[chunk].try_read().is_ok_and(|entry| entry.is_none())
+            {
+                let name = segment.maps[map].map.chunks()[chunk].name;
+                if names.last() != Some(&name) {
+                    names.push(name);
+                }
+            }
+            page += 1;
+        }
+        names
+    }
+
+    /// The pages of a chunk from the store, which the cache then has; or from there, where another server
+    /// fetched them meanwhile.
+    pub fn fetch(&self, name: &Name, until: Until<'_>) -> Result<Got> {
+        let got = |pages| Got { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
+        let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
+        // Held until the cache has it.
+        let (_lock, _) = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
+        if let Some(entry) = cache.find(name) {
+            let mut pages = vec![0; entry.pages() * PAGE];
+            if entry.read(0, &mut pages, true) == Outcome::Done {
+                Stats::add(&self.stats.found, 1);
+                return Ok(got(pages));
+            }
+            cache.discard(name);
+        }
+        let pages = self.chunk(name, until)?;
+        self.cache_took(cache.keep(name, &pages, until.at_most(KEEP_MAX)));
+        Ok(got(pages))
+    }
+
+    fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
+        let pages = self.store.chunk(name, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        Ok(pages)
+    }
+
+    /// The pages of a unit of a chunk from the store; zeroes behind the end of the chunk.
+    pub fn fetch_unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<Got> {
+        let mut pages = self.store.unit(name, unit, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        pages.resize(UNIT_PAGES * PAGE, 0);
+        Ok(Got { name: *name, first: unit * UNIT_PAGES, is_all: false, pages: Arc::new(pages) })
+    }
+
+    /// The cache, if it takes things.
+    pub fn cache(&self) -> Option<&Arc<Cache>> {
+        let failed = self.cache_failed.load(Ordering::SeqCst);
+        let now = self.since.elapsed().as_millis() as u64;
+        self.cache.as_ref().filter(|_| failed == 0 || now >= failed - 1 + CACHE_PAUSE.as_millis() as u64)
+    }
+
+    /// Notes whether the cache took something.
+    pub fn cache_took<T>(&self, outcome: std::io::Result<T>) -> Option<T> {
+        match outcome {
+            Ok(taken) => {
+                self.cache_failed.store(0, Ordering::SeqCst);
+                Some(taken)
+            }
+            Err(error) => {
+                let dir = self.cache.as_ref().map(|cache| cache.dir().display().to_string());
+                let dir = dir.unwrap_or_default();
+                tracing::warn!("{dir}: nothing is cached for {CACHE_PAUSE:?}: {error}");
+                let now = self.since.elapsed().as_millis() as u64;
+                self.cache_failed.store(now + 1, Ordering::SeqCst);
+                None
+            }
+        }
+    }
+}
+
+/// Whether a page lies so many behind another.
+fn follows((map, place): (usize, Place), first_map: usize, first: Place, more: usize) -> bool {
+    match (first, place) {
+        (Place::In { chunk, page }, Place::In { chunk: of, page: at }) => {
+            map == first_map && chunk == of && at == page + more && at < CHUNK_PAGES
+        }
+        (Place::Zero, Place::Zero) => true,
+        _ => false,
+    }
+}
+
+/// Reads from `within` a page on; `None` where the file is not open.
+fn read(
+    entry: &RwLock<Option<crate::cache::Entry>>,
+    first: usize,
+    within: usize,
+    out: &mut [u8],
+    wait: bool,
+) -> Option<Outcome> {
+    let entry = entry.read().unwrap_or_else(PoisonError::into_inner);
+    let entry = entry.as_ref()?;
+    if within == 0 && out.len().is_multiple_of(PAGE) {
+        return Some(entry.read(first, out, wait));
+    }
+    // A checksum is of a whole page, and the first and the last may be wanted in part.
+    let mut at = 0;
+    while at < out.len() {
+        let page = (within + at) / PAGE;
+        let skip = (within + at) % PAGE;
+        let len = (PAGE - skip).min(out.len() - at);
+        let mut whole = [0; PAGE];
+        match entry.read(first + page, &mut whole, wait) {
+            Outcome::Done => out[at..at + len].copy_from_slice(&whole[skip..skip + len]),
+            other => return Some(other),
+        }
+        at += len;
+    }
+    Some(Outcome::Done)
+}
+
+impl Got {
+    /// How many pages from this one on are known.
+    fn pages_from(&self, name: &Name, first: usize) -> Option<usize> {
+        if self.name != *name || first < self.first {
+            return None;
+        }
+        let pages = if self.is_all { CHUNK_PAGES } else { self.pages.len() / PAGE };
+        (self.first + pages).checked_sub(first).filter(|pages| *pages > 0)
+    }
+
+    fn copy(&self, first: usize, within: usize, out: &mut [u8]) {
+        let start = (first - self.first) * PAGE + within;
+        let there = self.pages.get(start..).unwrap_or_default();
+        let len = there.len().min(out.len());
+        out[..len].copy_from_slice(&there[..len]);
+        out[len..].fill(0);
+    }
+}

@@ -1,0 +1,63 @@
+//! The files of the cache that are open, of all images: not more than a part of what the process may
+//! open.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+
+use rustix::process::{Resource, getrlimit};
+
+use super::segment::Segment;
+use crate::cache::Entry;
+
+/// The part of the process's files, and the most.
+const PART: u64 = 4;
+const FILES_MAX: u64 = 16 << 10;
+
+/// A chunk's place among the open ones.
+struct Open {
+    segment: Weak<Segment>,
+    map: usize,
+    chunk: usize,
+}
+
+static OPEN: LazyLock<Mutex<VecDeque<Open>>> = LazyLock::new(Mutex::default);
+static MOST: LazyLock<usize> = LazyLock::new(|| {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    (limit / PART).clamp(16, FILES_MAX) as usize
+});
+
+/// Keeps the file of a chunk open until there are too many, and it is not used.
+pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
+    let slot = &segment.maps[map].entries[chunk];
+    {
+        let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
+        if slot.replace(entry).is_some() {
+            // It is in the list.
+            return;
+        }
+    }
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.push_back(Open { segment: Arc::downgrade(segment), map, chunk });
+    let mut looks = open.len();
+    while open.len() > *MOST
+        && let Some(oldest) = open.pop_front()
+    {
+        looks = looks.saturating_sub(1);
+        let Some(segment) = oldest.segment.upgrade() else { continue };
+        let slot = &segment.maps[oldest.map].entries[oldest.chunk];
+        // One that is being read is used.
+        let closed = slot.try_write().is_ok_and(|mut slot| {
+            let is_idle = looks == 0 || slot.as_ref().is_none_or(|entry| !entry.was_used());
+            if is_idle {
+                *slot = None;
+            }
+            is_idle
+        });
+        if !closed {
+            open.push_back(oldest);
+            if looks == 0 {
+                break;
+            }
+        }
+    }
+}

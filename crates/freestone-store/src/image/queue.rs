@@ -1,0 +1,82 @@
+//! Work for a few threads, which are there while there is work.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// How long a thread waits for more work.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Work in the order in which it came.
+pub struct Queue<T>(Arc<Inner<T>>);
+
+struct Inner<T> {
+    name: &'static str,
+    threads_max: usize,
+    run: fn(T),
+    state: Mutex<State<T>>,
+    more: Condvar,
+}
+
+struct State<T> {
+    work: VecDeque<T>,
+    threads: usize,
+    idle: usize,
+}
+
+impl<T: Send + 'static> Queue<T> {
+    pub fn new(name: &'static str, threads_max: usize, run: fn(T)) -> Self {
+        let state = Mutex::new(State { work: VecDeque::new(), threads: 0, idle: 0 });
+        Self(Arc::new(Inner { name, threads_max, run, state, more: Condvar::new() }))
+    }
+
+    /// Has it done soon. Given back where there is no thread, and none can be made.
+    pub fn push(&self, work: T) -> Result<(), T> {
+        let inner = &self.0;
+        let mut state = inner.lock();
+        state.work.push_back(work);
+        if state.idle > 0 {
+            inner.more.notify_one();
+        } else if state.threads < inner.threads_max {
+            state.threads += 1;
+            let of_thread = Arc::clone(inner);
+            let made = thread::Builder::new().name(inner.name.into()).spawn(move || of_thread.work());
+            if made.is_err() {
+                state.threads -= 1;
+                if state.threads == 0
+                    && let Some(work) = state.work.pop_back()
+                {
+                    return Err(work);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<T> Inner<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        let mut state = self.lock();
+        loop {
+            if let Some(work) = state.work.pop_front() {
+                drop(state);
+                (self.run)(work);
+                state = self.lock();
+                continue;
+            }
+            state.idle += 1;
+            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            state.idle -= 1;
+            if waited.timed_out() && state.work.is_empty() {
+                state.threads -= 1;
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! The same work for many numbers, by several threads.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+/// Does `work` for each number below `count`, by up to `threads` threads, in about their order. After
+/// the first error no other is begun.
+///
+/// # Errors
+/// The first one.
+pub fn for_each<E: Send>(
+    threads: usize,
+    count: usize,
+    work: impl Fn(usize) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let (next, failed, error) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
+    let run = || {
+        while !failed.load(Ordering::SeqCst) {
+            let number = next.fetch_add(1, Ordering::SeqCst);
+            if number >= count {
+                return;
+            }
+            if let Err(why) = work(number) {
+                failed.store(true, Ordering::SeqCst);
+                error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        // The caller is one of them, so it goes on also where no thread can be made.
+        for _ in 1..threads.min(count) {
+            if thread::Builder::new().name("push".into()).spawn_scoped(scope, run).is_err() {
+                break;
+            }
+        }
+        run();
+    });
+    error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_once_and_none_after_an_error() {
+        let sum = AtomicUsize::new(0);
+        let add = |number| {
+            sum.fetch_add(number, Ordering::SeqCst);
+            Ok::<(), ()>(())
+        };
+        for_each(8, 1000, add).unwrap();
+        for_each(8, 0, add).unwrap();
+        assert_eq!(sum.load(Ordering::SeqCst), 499_500);
+        let done = AtomicUsize::new(0);
+        let failing = |number| {
+            done.fetch_add(1, Ordering::SeqCst);
+            if number >= 10 { Err(number) } else { Ok(()) }
+        };
+        assert!(for_each(4, 1_000_000, failing).unwrap_err() < 100);
+        assert!(done.load(Ordering::SeqCst) < 1000);
+    }
+}

@@ -1,0 +1,223 @@
+//! One segment of a push: nothing, its changed pages, or all of it.
+
+use std::collections::HashMap;
+use std::sync::OnceLock;
+use std::sync::atomic::Ordering;
+
+use freestone_core::device::Blocking as _;
+
+use super::Work;
+use super::changed::{Old, own, with_data};
+use crate::format::bitmap::Bitmap;
+use crate::format::manifest::{DEPTH_MAX, MapRef};
+use crate::format::map::{ChunkRef, Hashes, Map, PageHash, is_zero, page_hash};
+use crate::format::name::{Kind, Name};
+use crate::format::{CHUNK_BYTES, CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGES};
+use crate::parallel;
+use crate::store::{Error, MAPS, Result};
+
+/// Where one page of so many changed, all are stored anew: a reader has one map to look at, and a chunk
+/// of neighbours to read.
+const ALL_ANEW: usize = 3;
+
+/// The segment that is worked on.
+pub struct Task<'a> {
+    pub work: &'a Work<'a>,
+    /// Its first byte.
+    pub start: u64,
+    pub len: u64,
+    pub threads: usize,
+    /// Its maps before, from the oldest.
+    pub parent: &'a [MapRef],
+    /// Those of what the device is over, where that is known.
+    pub base: Option<&'a [MapRef]>,
+}
+
+impl Task<'_> {
+    /// Its maps now.
+    pub fn push(&self) -> Result<Vec<MapRef>> {
+        self.check()?;
+        let data = with_data(self.work.source.device, self.start, self.len)?;
+        if self.parent.is_empty() && (self.base.is_none_or(<[_]>::is_empty) || data.count() == 0) {
+            return self.all(&data, &HashMap::new());
+        }
+        let store = self.work.store;
+        let old = Old::read(store, self.parent, self.work.until)?;
+        let now = self.hashes(&data, &old)?;
+        let mut changed = Bitmap::default();
+        let mut pages = 0;
+        for (page, (now, old)) in now.iter().zip(&old.hashes).enumerate() {
+            changed.set(page, now != old);
+            pages += usize::from(*now != PageHash::default());
+        }
+        let count = changed.count();
+        if count == 0 {
+            return Ok(self.parent.to_vec());
+        }
+        let is_most = |count: usize| count.saturating_mul(ALL_ANEW) > pages.max(1);
+        if self.parent.len() < DEPTH_MAX && !is_most(count) && !self.parent.is_empty() {
+            self.work.changed_pages.fetch_add(count as u64, Ordering::SeqCst);
+            let delta = self.delta(&changed, &now)?;
+            return Ok([self.parent, &[delta]].concat());
+        }
+        if let Some(mut all_deltas) = old.held_by_deltas() {
+            all_deltas.add(&changed);
+            if !is_most(all_deltas.count()) {
+                self.work.changed_pages.fetch_add(count as u64, Ordering::SeqCst);
+                let delta = self.delta(&all_deltas, &now)?;
+                return Ok(vec![self.parent[0].clone(), delta]);
+            }
+        }
+        // Those that did not change are not sent again.
+        let known =
+            old.maps.iter().flat_map(|map| map.chunks().iter().map(|chunk| (chunk.name, chunk.stored)));
+        self.all(&data, &known.collect())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.work.until.check().map_err(|fault| Error::of(MAPS, fault))
+    }
+
+    /// Pages of the segment; the last one may be in part behind the end of the device.
+    fn pages(&self) -> usize {
+        self.len.div_ceil(PAGE as u64) as usize
+    }
+
+    /// Reads pages that follow each other. What is behind the end of the device is zeroes.
+    fn read(&self, page: usize, out: &mut [u8]) -> Result<()> {
+        let offset = (page * PAGE) as u64;
+        let len = (out.len() as u64).min(self.len.saturating_sub(offset)) as usize;
+        let device = self.work.source.device;
+        // With its padding a device is whole blocks.
+        let block = device.geometry().logical_block as usize;
+        let len = len.next_multiple_of(block).min(out.len());
+        out[len..].fill(0);
+        device.read_at(self.start + offset, &mut out[..len])?;
+        Ok(())
+    }
+
+    /// What the pages are now. Those that are not its own are what the base has.
+    fn hashes(&self, data: &Bitmap, old: &Old) -> Result<Vec<PageHash>> {
+        let naming = &self.work.store.domain().naming;
+        let (own, base) = match (self.work.source.over, self.base) {
+            (Some(over), Some(maps)) => {
+                let own = own(over.changes, self.start, self.len)?;
+                let base = if maps == self.parent {
+                    old.hashes.clone()
+                } else {
+                    Old::read(self.work.store, maps, self.work.until)?.hashes
+                };
+                (Some(own), base)
+            }
+            _ => (None, Vec::new()),
+        };
+        let blocks: Vec<OnceLock<Vec<PageHash>>> = (0..SEGMENT_CHUNKS).map(|_| OnceLock::new()).collect();
+        let is_own = |page| own.as_ref().is_none_or(|own| own.has(page));
+        parallel::for_each(self.threads, self.pages().div_ceil(CHUNK_PAGES), |block| {
+            self.check()?;
+            let mut hashes = Vec::with_capacity(CHUNK_PAGES);
+            let mut pages = vec![0; CHUNK_BYTES];
+            let first = block * CHUNK_PAGES;
+            let count = CHUNK_PAGES.min(self.pages() - first);
+            let mut at = 0;
+            while at < count {
+                let wanted = |at: usize| is_own(first + at) && data.has(first + at);
+                let run = (at..count).take_while(|at| wanted(*at)).count();
+                if run == 0 {
+                    let page = first + at;
+                    hashes.push(if is_own(page) { PageHash::default() } else { base[page] });
+                    at += 1;
+                    continue;
+                }
+                let pages = &mut pages[..run * PAGE];
+                self.read(first + at, pages)?;
+                hashes.extend(pages.chunks(PAGE).map(|page| page_hash(naming, page)));
+                at += run;
+            }
+            let _ = blocks[block].set(hashes);
+            Ok::<(), Error>(())
+        })?;
+        let mut all: Vec<PageHash> =
+            blocks.into_iter().flat_map(|block| block.into_inner().unwrap_or_default()).collect();
+        all.resize(SEGMENT_PAGES, PageHash::default());
+        Ok(all)
+    }
+
+    /// Stores some pages, packed.
+    fn delta(&self, held: &Bitmap, hashes: &[PageHash]) -> Result<MapRef> {
+        let (mut data, mut zero) = (held.clone(), Bitmap::default());
+        for page in held.pages().filter(|page| hashes[*page] == PageHash::default()) {
+            data.set(page, false);
+            zero.set(page, true);
+        }
+        let pages: Vec<usize> = data.pages().collect();
+        let chunks: Vec<OnceLock<ChunkRef>> =
+            (0..pages.len().div_ceil(CHUNK_PAGES)).map(|_| OnceLock::new()).collect();
+        let known = HashMap::new();
+        parallel::for_each(self.threads, chunks.len(), |number| {
+            self.check()?;
+            let pages = &pages[number * CHUNK_PAGES..pages.len().min((number + 1) * CHUNK_PAGES)];
+            let mut packed = vec![0; pages.len() * PAGE];
+            let mut at = 0;
+            while at < pages.len() {
+                let run = (at..pages.len()).take_while(|next| pages[*next] - pages[at] == next - at).count();
+                self.read(pages[at], &mut packed[at * PAGE..(at + run) * PAGE])?;
+                at += run;
+            }
+            let sent = self.work.sent.send(self.work.store, &packed, &known, self.work.until)?;
+            let _ = chunks[number].set(sent);
+            Ok::<(), Error>(())
+        })?;
+        let chunks: Vec<ChunkRef> = chunks.into_iter().filter_map(OnceLock::into_inner).collect();
+        let hashes = pages.iter().map(|page| hashes[*page]).collect();
+        self.finish(&Map::delta(data, zero, chunks), hashes, held.count())
+    }
+
+    /// Stores all pages, but for chunks of zeroes.
+    fn all(&self, data: &Bitmap, known: &HashMap<Name, u32>) -> Result<Vec<MapRef>> {
+        let naming = &self.work.store.domain().naming;
+        let made: Vec<OnceLock<(ChunkRef, Vec<PageHash>)>> =
+            (0..SEGMENT_CHUNKS).map(|_| OnceLock::new()).collect();
+        parallel::for_each(self.threads, self.pages().div_ceil(CHUNK_PAGES), |number| {
+            self.check()?;
+            let first = number * CHUNK_PAGES;
+            let count = CHUNK_PAGES.min(self.pages() - first);
+            if !(first..first + count).any(|page| data.has(page)) {
+                return Ok(());
+            }
+            let mut pages = vec![0; count * PAGE];
+            self.read(first, &mut pages)?;
+            if is_zero(&pages) {
+                return Ok(());
+            }
+            let mut hashes: Vec<_> = pages.chunks(PAGE).map(|page| page_hash(naming, page)).collect();
+            hashes.resize(CHUNK_PAGES, PageHash::default());
+            let sent = self.work.sent.send(self.work.store, &pages, known, self.work.until)?;
+            let _ = made[number].set((sent, hashes));
+            Ok::<(), Error>(())
+        })?;
+        let made: Vec<Option<(ChunkRef, Vec<PageHash>)>> =
+            made.into_iter().map(OnceLock::into_inner).collect();
+        let chunks: Vec<Option<ChunkRef>> =
+            made.iter().map(|made| made.as_ref().map(|(chunk, _)| *chunk)).collect();
+        let hashes: Vec<PageHash> = made.into_iter().flatten().flat_map(|(_, hashes)| hashes).collect();
+        if hashes.is_empty() {
+            return Ok(Vec::new());
+        }
+        let pages = hashes.iter().filter(|hash| **hash != PageHash::default()).count();
+        self.work.changed_pages.fetch_add(pages as u64, Ordering::SeqCst);
+        Ok(vec![self.finish(&Map::full(&chunks), hashes, pages)?])
+    }
+
+    fn finish(&self, map: &Map, hashes: Vec<PageHash>, pages: usize) -> Result<MapRef> {
+        let (store, until) = (self.work.store, self.work.until);
+        let stored = map.chunks().iter().map(|chunk| u64::from(chunk.stored)).sum();
+        let hashes = Hashes::new(hashes);
+        Ok(MapRef {
+            map: store.write_meta(MAPS, Kind::Map, &map.bytes(), until)?,
+            hashes: store.write_meta(MAPS, Kind::Hashes, hashes.bytes(), until)?,
+            pages: pages as u32,
+            stored,
+        })
+    }
+}

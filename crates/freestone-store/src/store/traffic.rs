@@ -1,0 +1,111 @@
+//! What a store was asked, and how much went to and fro.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
+
+/// Counters of the requests to a store, each try counted.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    gets: AtomicU64,
+    puts: AtomicU64,
+    heads: AtomicU64,
+    lists: AtomicU64,
+    deletes: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// What they say at one time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Requests {
+    /// Objects, or parts of some, that were read.
+    pub gets: u64,
+    /// Objects that were written.
+    pub puts: u64,
+    /// Objects that were asked for.
+    pub heads: u64,
+    /// Lists.
+    pub lists: u64,
+    /// Objects that were deleted.
+    pub deletes: u64,
+    /// Bytes of objects that came.
+    pub read_bytes: u64,
+    /// Bytes of objects that were sent.
+    pub written_bytes: u64,
+    /// Tries of all these that failed, but for objects that are not there.
+    pub failed: u64,
+}
+
+impl Traffic {
+    /// What was counted.
+    pub fn requests(&self) -> Requests {
+        // Relaxed: numbers for people, which order nothing.
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Requests {
+            gets: of(&self.gets),
+            puts: of(&self.puts),
+            heads: of(&self.heads),
+            lists: of(&self.lists),
+            deletes: of(&self.deletes),
+            read_bytes: of(&self.read_bytes),
+            written_bytes: of(&self.written_bytes),
+            failed: of(&self.failed),
+        }
+    }
+
+    fn add(counter: &AtomicU64, count: u64) {
+        // Relaxed: numbers for people, which order nothing.
+        counter.fetch_add(count, Ordering::Relaxed);
+    }
+
+    fn ended<T>(&self, outcome: Result<T>) -> Result<T> {
+        if !matches!(outcome, Ok(_) | Err(Fault::NotFound)) {
+            Self::add(&self.failed, 1);
+        }
+        outcome
+    }
+}
+
+/// Objects with counters.
+pub(super) struct Counted {
+    pub inner: Arc<dyn Objects>,
+    pub traffic: Traffic,
+}
+
+impl Objects for Counted {
+    fn url(&self) -> &str {
+        self.inner.url()
+    }
+
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+        Traffic::add(&self.traffic.gets, 1);
+        let read = self.traffic.ended(self.inner.get(key, part, most, until))?;
+        Traffic::add(&self.traffic.read_bytes, read.bytes.len() as u64);
+        Ok(read)
+    }
+
+    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        Traffic::add(&self.traffic.puts, 1);
+        Traffic::add(&self.traffic.written_bytes, bytes.len() as u64);
+        self.traffic.ended(self.inner.put(key, bytes, when, until))
+    }
+
+    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+        Traffic::add(&self.traffic.heads, 1);
+        self.traffic.ended(self.inner.head(key, until))
+    }
+
+    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+        Traffic::add(&self.traffic.lists, 1);
+        self.traffic.ended(self.inner.list(prefix, each, until))
+    }
+
+    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+        Traffic::add(&self.traffic.deletes, 1);
+        self.traffic.ended(self.inner.delete(key, until))
+    }
+}

@@ -1,0 +1,142 @@
+//! How an image is named: `STORE[:TAG][@HASH]`, where STORE is a URL.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::format::name::Name;
+use crate::format::tag::{LATEST, is_name};
+
+/// What people write: a store, a tag, and the very image where it has to be that one.
+#[derive(Debug, Clone, Eq)]
+pub struct ImageUrl {
+    /// The URL of the store.
+    pub store: String,
+    /// The tag; `latest` where none is written.
+    pub tag: String,
+    /// The image. Without it, what the tag says when it is looked at.
+    pub image: Option<Name>,
+}
+
+/// With one image written and none beside it the same may be meant.
+impl PartialEq for ImageUrl {
+    fn eq(&self, other: &Self) -> bool {
+        let same_image = match (self.image, other.image) {
+            (Some(own), Some(other)) => own == other,
+            _ => true,
+        };
+        (&self.store, &self.tag) == (&other.store, &other.tag) && same_image
+    }
+}
+
+impl ImageUrl {
+    /// The same, with the image.
+    #[must_use]
+    pub fn of(&self, image: Name) -> Self {
+        Self { image: Some(image), ..self.clone() }
+    }
+}
+
+impl FromStr for ImageUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let example = "for example s3://bucket/images:debian or file:///srv/images:debian";
+        let Some((scheme, rest)) = text.split_once("://") else {
+            return Err(format!("must be a URL, {example}"));
+        };
+        let is_scheme =
+            |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        if !is_scheme(scheme) || rest.chars().any(|c| c.is_control() || c.is_whitespace()) {
+            return Err(format!("must be a URL without blanks, {example}"));
+        }
+        if rest.contains(['?', '#']) {
+            return Err("has no part behind ? or #".into());
+        }
+        let authority = rest.split('/').next().unwrap_or_default();
+        if authority.contains('@') {
+            // It may be a password: it is not repeated.
+            return Err("has no user or password; say credentials=FILE, or set the variables".into());
+        }
+        let (rest, image) = match rest.rsplit_once('@') {
+            Some((rest, image)) if !image.contains('/') => {
+                (rest, Some(image.parse().map_err(|e| format!("what follows @ {e}"))?))
+            }
+            _ => (rest, None),
+        };
+        // A port has a slash behind it, and buckets have no ports.
+        let has_port = |rest: &str| scheme.starts_with("http") && !rest.contains('/');
+        let (rest, tag) = match rest.rsplit_once(':') {
+            Some((rest, tag)) if !has_port(rest) && !tag.contains('/') => (rest, tag),
+            _ => (rest, LATEST),
+        };
+        if !is_name(tag) {
+            return Err("a tag has letters, digits, dots, _ and -, and 128 of them at most".into());
+        }
+        let rest = rest.trim_end_matches('/');
+        if rest.is_empty() {
+            return Err(format!("must name a place, {example}"));
+        }
+        if scheme == "file" && !rest.starts_with('/') {
+            return Err("must have an absolute path: file:///srv/images:debian".into());
+        }
+        Ok(Self { store: format!("{scheme}://{rest}"), tag: tag.to_owned(), image })
+    }
+}
+
+impl fmt::Display for ImageUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.store, self.tag)?;
+        self.image.map_or(Ok(()), |image| write!(f, "@{image}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_are_told_apart() {
+        let hash = "0123456789abcdef".repeat(4);
+        for (text, store, tag, has_image) in [
+            ("s3://bucket", "s3://bucket", "latest", false),
+            ("s3://bucket:v1", "s3://bucket", "v1", false),
+            ("s3://bucket/a/b:v1.2", "s3://bucket/a/b", "v1.2", false),
+            ("s3://bucket/a/:v1", "s3://bucket/a", "v1", false),
+            (&format!("s3://bucket/a:v1@{hash}"), "s3://bucket/a", "v1", true),
+            (&format!("s3://bucket/a@{hash}"), "s3://bucket/a", "latest", true),
+            ("http://host:8080/images", "http://host:8080/images", "latest", false),
+            ("http://[::1]:8080/images:x", "http://[::1]:8080/images", "x", false),
+            ("file:///srv/images:x", "file:///srv/images", "x", false),
+        ] {
+            let url: ImageUrl = text.parse().unwrap();
+            assert_eq!((&*url.store, &*url.tag, url.image.is_some()), (store, tag, has_image), "{text}");
+            assert_eq!(url.to_string().parse(), Ok(url));
+        }
+        let url: ImageUrl = "s3://b/a:v1".parse().unwrap();
+        assert_eq!(url, url.of(Name([1; 32])));
+        assert_ne!(url.of(Name([2; 32])), url.of(Name([1; 32])));
+    }
+
+    #[test]
+    fn what_is_none_is_refused_and_no_password_is_repeated() {
+        for bad in [
+            "",
+            "bucket",
+            "s3:/bucket",
+            "://x",
+            "s3://",
+            "s3:///",
+            "s3://b:x y/z",
+            "s3://b/a:",
+            "s3://b/a:-x",
+            "s3://b/a@12",
+            "file://relative",
+            "s3://b/a?x=1",
+            "s3://key:secret@b/a",
+            "s3://b/a\n",
+        ] {
+            let why = bad.parse::<ImageUrl>().unwrap_err();
+            assert!(!why.contains("secret"), "{why}");
+        }
+    }
+}

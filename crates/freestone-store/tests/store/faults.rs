@@ -1,0 +1,282 @@
+//! Stores that fail, lie and hang.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use freestone_core::device::{Blocking as _, Error as DeviceError};
+use freestone_store::format::PAGE;
+use freestone_store::image::{Config, Image};
+use freestone_store::objects::{Fault, Until};
+use freestone_store::push::{Source, push};
+use freestone_store::store::{Error, Store};
+use freestone_testkit::objects::{Effect, Memory, Method};
+
+use crate::kit::*;
+
+fn busy() -> Fault {
+    Fault::Transient("503: slow down".into())
+}
+
+#[test]
+fn what_works_later_is_tried_again() {
+    let (memory, store) = store();
+    let device = mixed(400, 1);
+    memory.rule(|call| match call.number % 4 {
+        1 => Effect::Fail(busy()),
+        2 => Effect::FailAfter(busy()),
+        _ => Effect::Pass,
+    });
+    push_plain(&store, &device, "v1").unwrap();
+    change(&device, 20, 2);
+    let pushed = push_plain(&store, &device, "v1").unwrap();
+    assert_eq!((pushed.generation, pushed.changed_pages), (2, 20));
+    // Also what comes spoilt, once.
+    memory.rule(|call| match call.number % 12 {
+        1 => Effect::Flip(call.number as usize * 7919),
+        5 => Effect::Cut(call.number as usize * 13 % 3000),
+        9 => Effect::Fail(busy()),
+        _ => Effect::Pass,
+    });
+    let (_dir, cache) = cache();
+    let name = pushed.manifest;
+    for cache in [None, Some(cache)] {
+        let image = Image::open(Arc::clone(&store), cache, name, CONFIG, soon()).unwrap();
+        assert!(content(&image) == content(&device));
+        assert_eq!(image.stat().failed, 0);
+    }
+}
+
+#[test]
+fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
+    let (memory, store) = store();
+    let device = mixed(300, 1);
+    let name = push_plain(&store, &device, "v1").unwrap().manifest;
+    let want = content(&device);
+    let config = Config { timeout: Duration::from_millis(150) };
+    let keys: Vec<String> =
+        memory.under("chunks/").into_keys().chain(memory.under("maps/").into_keys()).collect();
+    for key in keys {
+        for change in [
+            (|bytes: &mut Vec<u8>| bytes[40] ^= 1) as fn(&mut Vec<u8>),
+            |bytes| *bytes.last_mut().unwrap() ^= 1,
+            |bytes| bytes.truncate(100),
+            |bytes| bytes.clear(),
+            |bytes| bytes.extend([0; 100]),
+            |bytes| *bytes = vec![0xff; 3 << 20],
+        ] {
+            let mut was = Vec::new();
+            memory.tamper(&key, |bytes| {
+                was.clone_from(bytes);
+                change(bytes);
+                true
+            });
+            let image = Image::open(Arc::clone(&store), None, name, config, soon()).unwrap();
+            let mut failed = 0;
+            for (number, want) in want.chunks(512 << 10).enumerate() {
+                let mut out = vec![0; want.len()];
+                match image.read_at((number * (512 << 10)) as u64, &mut out) {
+                    Ok(()) => assert!(out == want),
+                    Err(error) => {
+                        assert_eq!(error, DeviceError::Media);
+                        failed += 1;
+                    }
+                }
+            }
+            // What a page's hashes are nobody reads here.
+            if key.starts_with("chunks/") {
+                assert_eq!(failed, 1, "{key}");
+                let why = image.stat().last_error.unwrap();
+                assert!(why.starts_with(&key), "{why}");
+            }
+            memory.tamper(&key, |bytes| {
+                *bytes = was;
+                true
+            });
+        }
+    }
+    // Nor is anything of what describes it believed.
+    for key in [format!("manifests/{name}"), "tags/v1".into(), "freestone.json".into()] {
+        memory.tamper(&key, |bytes| {
+            bytes[7] ^= 0x20;
+            true
+        });
+    }
+    let soon = || Until::within(Duration::from_millis(300));
+    assert!(Image::open(Arc::clone(&store), None, name, config, soon()).is_err());
+    assert!(matches!(store.tag("v1", soon()), Err(Error::Damaged(..))));
+    let objects = Arc::clone(&memory) as Arc<dyn freestone_store::objects::Objects>;
+    assert!(Store::open(objects, None, soon()).is_err());
+}
+
+#[test]
+fn a_store_that_hangs_is_an_error_in_time() {
+    let (memory, store) = store();
+    let device = mixed(64 * 128, 1);
+    let name = push_plain(&store, &device, "v1").unwrap().manifest;
+    let config = Config { timeout: Duration::from_millis(300) };
+    let image = Arc::new(Image::open(Arc::clone(&store), None, name, config, soon()).unwrap());
+    let mut out = vec![0; PAGE];
+    image.read_at(0, &mut out).unwrap();
+    memory.rule(|_| Effect::Hang);
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        for number in 0..200_u64 {
+            let image = &image;
+            scope.spawn(move || {
+                let mut out = vec![0; PAGE];
+                let page = number * 40 + 20;
+                assert_eq!(image.read_at(page * PAGE as u64, &mut out), Err(DeviceError::Media), "{page}");
+            });
+        }
+    });
+    assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    assert!(image.stat().last_error.unwrap().contains("no answer in time"));
+    // And then it is there again.
+    memory.heal();
+    assert!(content(&*image) == content(&device));
+}
+
+#[test]
+fn a_bucket_emptied_underneath_is_an_error() {
+    let (memory, store) = store();
+    let (_dir, cache) = cache();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, Some(&cache), "v1");
+    let mut out = vec![0; PAGE];
+    image.read_at(0, &mut out).unwrap();
+    memory.empty();
+    image.read_at(4096, &mut out).unwrap();
+    assert_eq!(image.read_at(300 * PAGE as u64, &mut out), Err(DeviceError::Media));
+    assert!(image.stat().last_error.unwrap().contains("no such object"));
+    assert!(matches!(store.tag("v1", soon()), Ok(None)));
+    // Pushed again it is whole; the description of the store is another's then.
+    let again = open(&memory);
+    push_plain(&again, &device, "v1").unwrap();
+    assert!(content(&self::image(&again, Some(&cache), "v1")) == content(&device));
+}
+
+#[test]
+fn a_store_that_is_full_or_says_no_leaves_the_tag() {
+    let (memory, store) = store();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let tag = store.tag("v1", soon()).unwrap();
+    change(&device, 400, 2);
+    for fault in [Fault::Denied("QuotaExceeded".into()), Fault::Other("507".into())] {
+        let said = fault.to_string();
+        memory.rule(move |call| match call.method {
+            Method::Put if call.key.starts_with("chunks/") => Effect::Fail(fault.clone()),
+            _ => Effect::Pass,
+        });
+        let error = push_plain(&store, &device, "v1").unwrap_err();
+        assert!(error.to_string().contains(&said), "{error}");
+        memory.heal();
+        assert_eq!(store.tag("v1", soon()).unwrap(), tag);
+    }
+    push_plain(&store, &device, "v1").unwrap();
+    assert!(content(&image(&store, None, "v1")) == content(&device));
+}
+
+/// A push that is killed at any request leaves the old image, or the new one; the next one is whole, and
+/// sends only what is missing.
+#[test]
+fn a_push_that_ends_anywhere_shows_no_half() {
+    let old = mixed(1000, 1);
+    let new = mixed(1000, 1);
+    change(&new, 300, 2);
+    let whole = {
+        let (memory, store) = store();
+        push_plain(&store, &old, "v1").unwrap();
+        push_plain(&store, &new, "v1").unwrap();
+        memory.under("chunks/").len()
+    };
+    let mut at = 0;
+    loop {
+        let (memory, store) = store();
+        push_plain(&store, &old, "v1").unwrap();
+        let first = memory.calls();
+        let ended = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&ended);
+        memory.rule(move |call| {
+            if call.number < first + at {
+                return Effect::Pass;
+            }
+            // The first such request may have been done when it was cut off.
+            if count.fetch_add(1, Ordering::SeqCst) == 0 && at % 2 == 0 {
+                Effect::FailAfter(Fault::Other("killed".into()))
+            } else {
+                Effect::Fail(Fault::Other("killed".into()))
+            }
+        });
+        let outcome = push_plain(&store, &new, "v1");
+        memory.heal();
+        let shown = content(&image(&store, None, "v1"));
+        let is_new = shown == content(&new);
+        assert!(is_new || shown == content(&old), "{at}");
+        if ended.load(Ordering::SeqCst) == 0 {
+            outcome.unwrap();
+            assert!(is_new && at > 10, "{at}");
+            break;
+        }
+        if outcome.is_ok() {
+            assert!(is_new, "{at}");
+        }
+        let there = memory.under("chunks/").len();
+        let again = push_plain(&store, &new, "v1").unwrap();
+        assert!(content(&image(&store, None, "v1")) == content(&new), "{at}");
+        assert_eq!(memory.under("chunks/").len(), whole);
+        assert_eq!(again.sent.0, (whole - there) as u64, "{at}: {again:?}");
+        at += 1;
+    }
+}
+
+#[test]
+fn a_push_is_cancelled_soon() {
+    let (memory, store) = store();
+    let device = mixed(3000, 1);
+    memory.rule(|call| if call.key.starts_with("chunks/") { Effect::Hang } else { Effect::Pass });
+    let began = Instant::now();
+    let is_over = || began.elapsed() > Duration::from_millis(100);
+    let until = Until { is_over: &is_over, ..soon() };
+    let source = Source { device: &device, label: "test", over: None };
+    let outcome = push(&store, source, options("v1"), &|_, _| {}, until);
+    assert_eq!(outcome, Err(Error::Cancelled));
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert_eq!(store.tag("v1", soon()), Ok(None));
+}
+
+#[test]
+fn an_answer_to_the_tag_that_is_lost_is_found_out() {
+    for effect in [Effect::FailAfter(busy()), Effect::Fail(busy()), Effect::FailAfter(Fault::Late)] {
+        let (memory, store) = store();
+        let tries = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&tries);
+        memory.rule(move |call| {
+            if call.method == Method::Put
+                && call.key == "tags/v1"
+                && counted.fetch_add(1, Ordering::SeqCst) < 2
+            {
+                effect.clone()
+            } else {
+                Effect::Pass
+            }
+        });
+        let pushed = push_plain(&store, &mixed(300, 1), "v1").unwrap();
+        assert_eq!(store.tag("v1", soon()).unwrap().unwrap().tag.manifest, pushed.manifest);
+        assert_eq!(store.tag("v1", soon()).unwrap().unwrap().tag.generation, 1);
+    }
+}
+
+#[test]
+fn several_begin_a_store_and_one_does() {
+    for _ in 0..10 {
+        let memory = Arc::new(Memory::default());
+        let stores: Vec<Arc<Store>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&memory))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(stores.iter().all(|store| store.domain().id == stores[0].domain().id));
+    }
+}

@@ -1,0 +1,177 @@
+//! What a prune deletes, and what it leaves.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use freestone_store::format::domain::GRACE;
+use freestone_store::objects::Fault;
+use freestone_store::prune::{Pruned, prune};
+use freestone_store::push::{Options, Source, push};
+use freestone_store::store::{Error, Store};
+use freestone_testkit::objects::{Effect, Method};
+
+use crate::kit::*;
+
+fn pruned(store: &Store) -> Pruned {
+    prune(store, false, &|_| {}, soon()).unwrap()
+}
+
+#[test]
+fn what_no_tag_refers_to_goes_when_it_is_old() {
+    let (memory, store) = store();
+    let device = mixed(3000, 1);
+    let first = push_plain(&store, &device, "v1").unwrap();
+    change(&device, 30, 2);
+    push_plain(&store, &device, "v1").unwrap();
+    let other = mixed(3000, 9);
+    push_plain(&store, &other, "v2").unwrap();
+    let all = memory.under("");
+    // The first image is still needed by the second, but for its manifest.
+    memory.pass(GRACE + Duration::from_secs(2));
+    let dry = prune(&store, true, &|_| {}, soon()).unwrap();
+    assert_eq!((dry.images, dry.deleted, dry.young), (2, 1, 0));
+    assert_eq!(memory.under(""), all);
+    assert_eq!(pruned(&store), dry);
+    let mut rest = all.clone();
+    rest.remove(&format!("manifests/{}", first.manifest)).unwrap();
+    assert_eq!(memory.under(""), rest);
+    store.remove_tag("v2", soon()).unwrap();
+    let gone = pruned(&store);
+    assert!(gone.deleted > 20 && gone.deleted_bytes > 1 << 20, "{gone:?}");
+    assert!(content(&image(&store, None, "v1")) == content(&device));
+    assert_eq!(pruned(&store).deleted, 0);
+    // Without any tag all but the description goes.
+    store.remove_tag("v1", soon()).unwrap();
+    pruned(&store);
+    assert_eq!(memory.under("").into_keys().collect::<Vec<_>>(), ["freestone.json"]);
+}
+
+#[test]
+fn what_is_young_stays_and_so_does_what_a_young_image_refers_to() {
+    let (memory, store) = store();
+    let device = mixed(2000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    memory.pass(GRACE * 2);
+    change(&device, 20, 2);
+    push_plain(&store, &device, "v1").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    let all = memory.under("");
+    let report = pruned(&store);
+    // The first manifest is old; all it refers to belongs to the second, too.
+    assert_eq!((report.images, report.deleted), (1, 1));
+    assert_eq!(memory.under("").len(), all.len() - 1);
+}
+
+#[test]
+fn a_push_beside_a_prune_loses_nothing() {
+    let (memory, store) = store();
+    let device = mixed(3000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    // So old that a push writes again what it finds, and not so old that a prune deletes it.
+    memory.pass(GRACE * 2 / 3);
+    let stop = AtomicBool::new(false);
+    let other = open(&memory);
+    std::thread::scope(|scope| {
+        let pruner = scope.spawn(|| {
+            while !stop.load(Ordering::SeqCst) {
+                pruned(&other);
+            }
+        });
+        let pushed = push_plain(&store, &device, "v1").unwrap();
+        assert!(pushed.sent.0 > 15 && pushed.reused == 0, "{pushed:?}");
+        // Half of the grace later all is there still.
+        memory.pass(GRACE / 2);
+        std::thread::sleep(Duration::from_millis(200));
+        stop.store(true, Ordering::SeqCst);
+        pruner.join().unwrap();
+    });
+    assert!(content(&image(&store, None, "v1")) == content(&device));
+}
+
+#[test]
+fn what_is_written_again_while_it_is_to_be_deleted_stays() {
+    let (memory, store) = store();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    memory.pass(GRACE * 2);
+    // The prune has listed it, and then a push writes it.
+    let again = Arc::new(AtomicBool::new(false));
+    let (inner, flag) = (Arc::clone(&memory), Arc::clone(&again));
+    let keys = memory.under("chunks/");
+    let bytes: Vec<(String, Vec<u8>)> = keys
+        .into_keys()
+        .map(|key| {
+            let mut bytes = Vec::new();
+            memory.tamper(&key, |now| {
+                bytes.clone_from(now);
+                true
+            });
+            (key, bytes)
+        })
+        .collect();
+    memory.rule(move |call| {
+        if call.method == Method::Head
+            && call.key.starts_with("chunks/")
+            && !flag.swap(true, Ordering::SeqCst)
+        {
+            for (key, bytes) in &bytes {
+                let when = freestone_store::objects::When::Always;
+                freestone_store::objects::Objects::put(&*inner, key, bytes, when, soon()).unwrap();
+            }
+        }
+        Effect::Pass
+    });
+    let report = pruned(&store);
+    assert!(again.load(Ordering::SeqCst));
+    assert_eq!(memory.under("chunks/").len(), 8);
+    assert!(report.deleted > 0 && memory.under("manifests/").is_empty());
+}
+
+#[test]
+fn nothing_is_deleted_where_something_cannot_be_read() {
+    let (memory, store) = store();
+    push_plain(&store, &mixed(1000, 1), "v1").unwrap();
+    push_plain(&store, &mixed(1000, 2), "v2").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    memory.pass(GRACE * 2);
+    let all = memory.under("");
+    for part in ["tags/", "manifests/", "maps/"] {
+        memory.rule(move |call| {
+            if call.method == Method::Get && call.key.starts_with(part) {
+                Effect::Fail(Fault::Denied("no".into()))
+            } else {
+                Effect::Pass
+            }
+        });
+        assert!(prune(&store, false, &|_| {}, soon()).is_err(), "{part}");
+        memory.heal();
+        assert_eq!(memory.under(""), all);
+    }
+    // A list that is cut off begins again.
+    let cut = AtomicBool::new(false);
+    memory.rule(move |call| {
+        let is_first =
+            call.method == Method::List && call.key == "manifests/" && !cut.swap(true, Ordering::SeqCst);
+        if is_first { Effect::Cut(0) } else { Effect::Pass }
+    });
+    assert!(pruned(&store).deleted > 8);
+}
+
+#[test]
+fn a_push_that_takes_too_long_gives_up() {
+    let memory = Arc::new(freestone_testkit::objects::Memory::default());
+    let begin = freestone_store::store::Begin { grace: Duration::from_secs(1), ..BEGIN };
+    let (store, _) = Store::open_or_begin(Arc::clone(&memory) as _, None, begin, soon()).unwrap();
+    memory.rule(|call| match call.method {
+        Method::Put if call.key.starts_with("chunks/") => Effect::Late(Duration::from_millis(120)),
+        _ => Effect::Pass,
+    });
+    let device = mixed(3000, 1);
+    let source = Source { device: &device, label: "test", over: None };
+    let outcome = push(&store, source, Options { threads: 1, ..options("v1") }, &|_, _| {}, soon());
+    assert_eq!(outcome, Err(Error::TooSlow(Duration::from_secs(1))));
+    assert_eq!(store.tag("v1", soon()), Ok(None));
+}

@@ -1,0 +1,256 @@
+//! What is fetched, how often, and what of it is kept.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use freestone_core::device::{Blocking as _, Buffer, Device, Error, ExtentKind, IoBuf, Op, Request, Tried};
+use freestone_store::cache::{BYTES_MIN, Cache};
+use freestone_store::format::{CHUNK_BYTES, PAGE};
+use freestone_store::image::Image;
+use freestone_testkit::objects::{Effect, Method};
+use freestone_testkit::{Deferred, Policy, Rng, conformance};
+
+use crate::kit::*;
+
+#[test]
+fn it_keeps_to_the_contract() {
+    let (_memory, store) = store();
+    let (_dir, cache) = cache();
+    let device = mixed(1500, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    change(&device, 100, 2);
+    push_plain(&store, &device, "v1").unwrap();
+    for cache in [None, Some(&cache)] {
+        let options = conformance::Options { rounds: 60, thread_rounds: 60, ..Default::default() };
+        let make = || Arc::new(image(&store, cache, "v1")) as Arc<dyn Device>;
+        conformance::check("image", &make, options);
+        let make = || Arc::new(Deferred::new(make(), Policy::Sometimes(50), 3)) as Arc<dyn Device>;
+        conformance::check("image, deferred", &make, options);
+    }
+}
+
+#[test]
+fn each_chunk_is_fetched_once_for_all_who_read() {
+    let (memory, store) = store();
+    let (dir, cache) = cache();
+    let device = mixed(2000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let want = content(&device);
+    memory.rule(|call| match call.method {
+        Method::Get => Effect::Late(Duration::from_millis(3)),
+        _ => Effect::Pass,
+    });
+    // Several servers of a host, and several readers of each.
+    let images: Vec<Image> = (0..4)
+        .map(|_| {
+            let cache = Cache::open(dir.path().join("cache"), cache.limit()).unwrap();
+            image(&open(&memory), Some(&cache), "v1")
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for (seed, image) in (0..16).zip(images.iter().cycle()) {
+            let want = &want;
+            scope.spawn(move || {
+                let mut rng = Rng::new(seed);
+                for _ in 0..300 {
+                    let len = 512 * (1 + rng.below(40)) as usize;
+                    let at = 512 * rng.below(((want.len() - len) / 512) as u64) as usize;
+                    let mut out = vec![0; len];
+                    image.read_at(at as u64, &mut out).unwrap();
+                    assert!(out == want[at..at + len]);
+                }
+            });
+        }
+    });
+    let gets = memory.gets();
+    let chunks: Vec<_> = gets.iter().filter(|(key, _)| key.starts_with("chunks/")).collect();
+    assert!(chunks.len() >= 15 && chunks.iter().all(|(_, count)| **count == 1), "{chunks:?}");
+}
+
+#[test]
+fn what_is_cached_needs_no_store() {
+    let (memory, store) = store();
+    let (_dir, cache) = cache();
+    let device = mixed(2000, 1);
+    let name = push_plain(&store, &device, "v1").unwrap().manifest;
+    image(&store, Some(&cache), "v1").pull(&|_, _| {}, soon()).unwrap();
+    memory.rule(|_| Effect::Hang);
+    let image = Image::open(Arc::clone(&store), Some(Arc::clone(&cache)), name, CONFIG, soon()).unwrap();
+    assert!(content(&image) == content(&device));
+    assert_eq!(image.stat().fetched, 0);
+    // In memory it is there at once.
+    let mut out = vec![0; 64 << 10];
+    let request = Request::read(1 << 20, out.len() as u64);
+    assert_eq!(image.try_io(&request, Buffer::Read(&mut out)), Ok(Tried::Done));
+    assert!(out == content(&device)[1 << 20..(1 << 20) + (64 << 10)]);
+}
+
+#[test]
+fn what_is_cached_is_served_while_the_store_hangs() {
+    let (memory, store) = store();
+    let (_dir, cache) = cache();
+    let device = mixed(40 * 128, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, Some(&cache), "v1");
+    let mut out = vec![0; PAGE];
+    image.read_at(0, &mut out).unwrap();
+    memory.rule(|_| Effect::Hang);
+    let (tx, rx) = std::sync::mpsc::channel();
+    let wait = || {
+        for chunk in 1..40_u64 {
+            let done = tx.clone();
+            let done = freestone_core::device::Completion::new(move |outcome, _| done.send(outcome).unwrap());
+            let request = Request::read(chunk * CHUNK_BYTES as u64, PAGE as u64);
+            image.submit(request, IoBuf::zeroed(PAGE).unwrap(), done);
+        }
+    };
+    wait();
+    std::thread::sleep(Duration::from_millis(50));
+    let since = Instant::now();
+    for _ in 0..100 {
+        image.read_at(8192, &mut out).unwrap();
+    }
+    assert!(since.elapsed() < Duration::from_secs(5));
+    // Whoever waits is answered when the image goes. (What is zeroes needs no store.)
+    drop(image);
+    drop(tx);
+    let outcomes: Vec<_> = rx.iter().collect();
+    assert_eq!(outcomes.len(), 39);
+    assert!(outcomes.contains(&Err(Error::Gone)), "{outcomes:?}");
+}
+
+#[test]
+fn without_a_cache_a_page_costs_a_unit() {
+    let (memory, store) = store();
+    let device = mixed(2000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, None, "v1");
+    let mut out = vec![0; PAGE];
+    image.read_at(5 * PAGE as u64, &mut out).unwrap();
+    let before = store.requests();
+    image.read_at(5 * PAGE as u64, &mut out).unwrap();
+    let after = store.requests();
+    assert_eq!(after.gets - before.gets, 2);
+    assert!(after.read_bytes - before.read_bytes <= 66 << 10, "{before:?} {after:?}");
+    assert_eq!(image.stat().fetched_bytes, 2 * (64 << 10));
+    let _ = memory;
+}
+
+#[test]
+fn a_cache_that_is_lost_or_damaged_is_filled_again() {
+    let (_memory, store) = store();
+    let (dir, cache) = cache();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, Some(&cache), "v1");
+    let want = content(&device);
+    assert!(content(&image) == want);
+    let chunks = dir.path().join("cache/chunks");
+    let files = || -> Vec<_> {
+        let dirs = std::fs::read_dir(&chunks).unwrap().map(|dir| dir.unwrap().path());
+        dirs.flat_map(|dir| std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path())).collect()
+    };
+    assert_eq!(files().len(), 8);
+    // A page of each is hit.
+    for (number, path) in files().into_iter().enumerate() {
+        let file = std::fs::File::options().write(true).open(path).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"damage", ((1 + number) * PAGE) as u64).unwrap();
+    }
+    assert!(content(&image) == want);
+    for path in files() {
+        std::fs::File::options().write(true).open(path).unwrap().set_len(5000).unwrap();
+    }
+    assert!(content(&image) == want);
+    for path in files() {
+        std::fs::remove_file(path).unwrap();
+    }
+    // Those that are open go on.
+    assert!(content(&image) == want);
+    let before = store.requests().gets;
+    assert!(content(&self::image(&store, Some(&cache), "v1")) == want);
+    assert!(store.requests().gets > before);
+}
+
+#[test]
+fn a_cache_that_takes_nothing_is_done_without() {
+    let (_memory, store) = store();
+    let (dir, cache) = cache();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, Some(&cache), "v1");
+    std::fs::remove_dir_all(dir.path().join("cache")).unwrap();
+    assert!(content(&image) == content(&device));
+    let pulled = image.pull(&|_, _| {}, soon()).unwrap_err();
+    assert!(pulled.to_string().contains("no room"), "{pulled}");
+}
+
+#[test]
+fn a_cache_smaller_than_the_image_serves_all_of_it() {
+    let (_memory, store) = store();
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::open(dir.path(), BYTES_MIN).unwrap();
+    let device = mixed(200 * 128, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, Some(&cache), "v1");
+    let want = content(&device);
+    for _ in 0..2 {
+        assert!(content(&image) == want);
+    }
+    let usage: u64 = std::fs::read_to_string(dir.path().join("usage")).unwrap().trim().parse().unwrap();
+    assert!(usage <= BYTES_MIN);
+    assert!(image.pull(&|_, _| {}, soon()).unwrap_err().to_string().contains("at most"));
+}
+
+#[test]
+fn reads_in_a_row_are_fetched_ahead() {
+    let (memory, store) = store();
+    let (_dir, cache) = cache();
+    let device = mixed(60 * 128, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    memory.rule(|call| match call.method {
+        Method::Get => Effect::Late(Duration::from_millis(10)),
+        _ => Effect::Pass,
+    });
+    let image = image(&store, Some(&cache), "v1");
+    assert!(content(&image) == content(&device));
+    let stat = image.stat();
+    assert!(stat.ahead > 20 && stat.failed == 0, "{stat:?}");
+    // What is read at random is not.
+    let (_dir, cache) = self::cache();
+    let image = self::image(&store, Some(&cache), "v1");
+    let mut out = vec![0; PAGE];
+    for chunk in [30, 4, 50, 12, 41, 9_u64] {
+        image.read_at(chunk * CHUNK_BYTES as u64, &mut out).unwrap();
+    }
+    let stat = image.stat();
+    assert!(stat.fetched <= 6 && stat.ahead == 0, "{stat:?}");
+}
+
+#[test]
+fn extents_and_other_operations() {
+    let (_memory, store) = store();
+    let device = mixed(1000, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    let image = image(&store, None, "v1");
+    let mut holes = 0;
+    let mut at = 0;
+    while at < image.geometry().size {
+        at += image
+            .extents(at, image.geometry().size - at, &mut |extent| {
+                if extent.kind == ExtentKind::Hole {
+                    holes += extent.len;
+                    let mut out = vec![1; extent.len as usize];
+                    device.read_at(extent.offset, &mut out).unwrap();
+                    assert!(out.iter().all(|byte| *byte == 0));
+                }
+                true
+            })
+            .unwrap();
+    }
+    let _ = holes;
+    assert_eq!(image.extents(0, 0, &mut |_| true), Err(Error::OutOfRange));
+    assert_eq!(image.extents(image.geometry().size, 512, &mut |_| true), Err(Error::OutOfRange));
+    assert_eq!(image.write_at(0, &[0; 512], freestone_core::device::Flags::empty()), Err(Error::ReadOnly));
+    assert_eq!(image.run(Request::new(Op::Discard, 0, 4096)), Err(Error::ReadOnly));
+    assert_eq!(image.flush(), Ok(()));
+}

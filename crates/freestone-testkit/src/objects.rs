@@ -1,0 +1,293 @@
+//! A store of objects in memory, with a clock that can be set, and faults.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use freestone_store::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
+
+/// What is asked of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Method {
+    /// Reads an object.
+    Get,
+    /// Writes one.
+    Put,
+    /// Asks for one.
+    Head,
+    /// Names some.
+    List,
+    /// Deletes one.
+    Delete,
+}
+
+/// A request, before anything is done.
+#[derive(Debug, Clone, Copy)]
+pub struct Call<'a> {
+    /// What is asked.
+    pub method: Method,
+    /// Of which object, or of which prefix.
+    pub key: &'a str,
+    /// How many requests there were before.
+    pub number: u64,
+}
+
+/// What becomes of a request.
+#[derive(Debug, Clone)]
+pub enum Effect {
+    /// What is asked.
+    Pass,
+    /// Nothing is done, and that is answered.
+    Fail(Fault),
+    /// It is done, and that is answered.
+    FailAfter(Fault),
+    /// It is done after that time.
+    Late(Duration),
+    /// No answer, and nothing is done.
+    Hang,
+    /// A byte of what is read is another.
+    Flip(usize),
+    /// What is read ends after so many bytes.
+    Cut(usize),
+}
+
+type Rule = Arc<dyn Fn(Call<'_>) -> Effect + Send + Sync>;
+
+struct Object {
+    bytes: Arc<Vec<u8>>,
+    modified: SystemTime,
+    version: u64,
+}
+
+#[derive(Default)]
+struct State {
+    objects: BTreeMap<String, Object>,
+    calls: u64,
+    counts: HashMap<Method, u64>,
+    gets: HashMap<String, u64>,
+    versions: u64,
+    /// What time it is, beyond the machine's.
+    ahead: Duration,
+    rule: Option<Rule>,
+}
+
+/// A store in memory.
+pub struct Memory {
+    url: String,
+    state: Mutex<State>,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { url: "memory:".into(), state: Mutex::default() }
+    }
+}
+
+impl Memory {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on each request is asked what becomes of it.
+    pub fn rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
+        self.lock().rule = Some(Arc::new(rule));
+    }
+
+    /// All is well again.
+    pub fn heal(&self) {
+        self.lock().rule = None;
+    }
+
+    /// Time passes for the store.
+    pub fn pass(&self, time: Duration) {
+        self.lock().ahead += time;
+    }
+
+    /// How often that was asked.
+    pub fn count(&self, method: Method) -> u64 {
+        self.lock().counts.get(&method).copied().unwrap_or(0)
+    }
+
+    /// How often each object was read.
+    pub fn gets(&self) -> HashMap<String, u64> {
+        self.lock().gets.clone()
+    }
+
+    /// How many requests there were.
+    pub fn calls(&self) -> u64 {
+        self.lock().calls
+    }
+
+    /// The keys that begin so, and the bytes of their objects.
+    pub fn under(&self, prefix: &str) -> BTreeMap<String, u64> {
+        let state = self.lock();
+        let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
+        under.map(|(key, object)| (key.clone(), object.bytes.len() as u64)).collect()
+    }
+
+    /// Changes what lies there, behind everybody's back; `None` takes it away.
+    pub fn tamper(&self, key: &str, change: impl FnOnce(&mut Vec<u8>) -> bool) {
+        let mut state = self.lock();
+        let Some(object) = state.objects.get_mut(key) else { panic!("{key} is not there") };
+        let mut bytes = object.bytes.to_vec();
+        if change(&mut bytes) {
+            object.bytes = Arc::new(bytes);
+        } else {
+            state.objects.remove(key);
+        }
+    }
+
+    /// Takes all away.
+    pub fn empty(&self) {
+        self.lock().objects.clear();
+    }
+
+    /// What becomes of a request; an error is its answer, and true says that it is answered so after it
+    /// was done.
+    fn begin(&self, method: Method, key: &str, until: Until<'_>) -> Result<Effect> {
+        until.check()?;
+        let (rule, call) = {
+            let mut state = self.lock();
+            let number = state.calls;
+            state.calls += 1;
+            *state.counts.entry(method).or_default() += 1;
+            if method == Method::Get {
+                *state.gets.entry(key.to_owned()).or_default() += 1;
+            }
+            (state.rule.clone(), Call { method, key, number })
+        };
+        let effect = rule.map_or(Effect::Pass, |rule| rule(call));
+        match &effect {
+            Effect::Fail(fault) => return Err(fault.clone()),
+            Effect::Late(time) => wait(until.at_most(*time)).or_else(|fault| match fault {
+                Fault::Late => until.check(),
+                fault => Err(fault),
+            })?,
+            Effect::Hang => wait(until)?,
+            _ => {}
+        }
+        Ok(effect)
+    }
+}
+
+/// Waits until the call is over.
+fn wait(until: Until<'_>) -> Result<()> {
+    loop {
+        until.check()?;
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn ended<T>(effect: &Effect, done: T) -> Result<T> {
+    match effect {
+        Effect::FailAfter(fault) => Err(fault.clone()),
+        _ => Ok(done),
+    }
+}
+
+impl State {
+    fn now(&self) -> SystemTime {
+        // Whole seconds, as in HTTP.
+        let now = SystemTime::now() + self.ahead;
+        UNIX_EPOCH + Duration::from_secs(now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs())
+    }
+}
+
+fn version(object: &Object) -> Version {
+    Version(object.version.to_string())
+}
+
+impl Objects for Memory {
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+        let effect = self.begin(Method::Get, key, until)?;
+        let (bytes, version) = {
+            let state = self.lock();
+            let object = state.objects.get(key).ok_or(Fault::NotFound)?;
+            (Arc::clone(&object.bytes), version(object))
+        };
+        let part = part.unwrap_or(0..bytes.len() as u64);
+        let end = part.end.min(bytes.len() as u64);
+        let mut read = bytes[part.start.min(end) as usize..end as usize].to_vec();
+        if read.len() as u64 > most {
+            return Err(Fault::TooLong(most));
+        }
+        match effect {
+            Effect::Flip(at) if !read.is_empty() => {
+                let at = at % read.len();
+                read[at] ^= 0x10;
+            }
+            Effect::Cut(at) => read.truncate(at),
+            _ => {}
+        }
+        ended(&effect, Read { bytes: read, version: Some(version) })
+    }
+
+    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        let effect = self.begin(Method::Put, key, until)?;
+        let mut state = self.lock();
+        let before = state.objects.get(key).map(version);
+        let holds = match when {
+            When::Always => true,
+            When::Absent => before.is_none(),
+            When::Unchanged(read) => before.as_ref() == Some(read),
+        };
+        if !holds {
+            return Err(Fault::Condition);
+        }
+        state.versions += 1;
+        let object =
+            Object { bytes: Arc::new(bytes.to_vec()), modified: state.now(), version: state.versions };
+        let version = version(&object);
+        state.objects.insert(key.to_owned(), object);
+        ended(&effect, Some(version))
+    }
+
+    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+        let effect = self.begin(Method::Head, key, until)?;
+        let state = self.lock();
+        let object = state.objects.get(key).ok_or(Fault::NotFound)?;
+        let head = Head {
+            bytes: object.bytes.len() as u64,
+            modified: object.modified,
+            version: Some(version(object)),
+        };
+        ended(&effect, head)
+    }
+
+    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+        let effect = self.begin(Method::List, prefix, until)?;
+        let listed: Vec<Listed> = {
+            let state = self.lock();
+            let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
+            let listed = |(key, object): (&String, &Object)| Listed {
+                key: key.clone(),
+                bytes: object.bytes.len() as u64,
+                modified: object.modified,
+            };
+            under.map(listed).collect()
+        };
+        let most = if let Effect::Cut(at) = effect { at } else { usize::MAX };
+        for listed in listed.into_iter().take(most) {
+            if !each(listed) {
+                return Ok(());
+            }
+        }
+        if most < usize::MAX {
+            Err(Fault::Transient("the list was cut off".into()))
+        } else {
+            ended(&effect, ())
+        }
+    }
+
+    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+        let effect = self.begin(Method::Delete, key, until)?;
+        self.lock().objects.remove(key);
+        ended(&effect, ())
+    }
+}
