@@ -59,10 +59,17 @@ pub const TOOLS: [Tool; 38] = [
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
-pub const SLOW_TOOLS: [Tool; 3] = [
+pub const SLOW_TOOLS: [Tool; 9] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("virsh", "libvirt-clients"),
+    // A store of objects of one node.
+    ("ceph-mon", "ceph-mon"),
+    ("ceph-mgr", "ceph-mgr"),
+    ("ceph-osd", "ceph-osd"),
+    ("radosgw", "radosgw"),
+    ("ceph", "ceph-common"),
+    ("curl", "curl"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

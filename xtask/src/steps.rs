@@ -67,6 +67,8 @@ pub enum Step {
     /// merges that go from dm-snapshot to Freestone and back, our disks under file systems and under the
     /// torture, zoned ones under fio's own tests too, machines of libvirt, a host with systemd
     LabRest,
+    /// Slow: stores of objects against a Ceph of one node, whose daemons are killed
+    Ceph,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
     /// Slow: the other tests of the libraries under `AddressSanitizer`
@@ -137,6 +139,7 @@ impl Step {
                     &["lab/run-systemd.sh"],
                 ])
             }),
+            Self::Ceph => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| lab(&[&["lab/run-ceph.sh"]])),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),

@@ -8,6 +8,8 @@
 //!   to.
 //! * [`ModelZoned`]: the plainest zoned device.
 //! * [`Through`]: a device that is used by way of an export.
+//! * [`s3`]: a server of objects, in this process, that fails as it is told.
+//! * [`Latency`]: a line to a server with a round trip's time and a bandwidth.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
@@ -23,16 +25,19 @@ mod compare;
 pub mod conformance;
 mod deferred;
 mod faulty;
+mod latency;
 mod model;
 mod model_zoned;
 pub mod objects;
 mod rng;
+pub mod s3;
 mod through;
 pub mod vhost_user;
 
 pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
 pub use faulty::{Counts, Faulty, What, When};
+pub use latency::Latency;
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;

@@ -1,0 +1,177 @@
+//! Files with credentials and settings for S3, as other programs use them: sections of `key = value`.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use object_store::CredentialProvider;
+use object_store::aws::AwsCredential;
+
+/// The profile where none is named.
+pub const DEFAULT: &str = "default";
+/// How long credentials from a file are used before it is looked into again: it may be written anew.
+const FRESH_FOR: Duration = Duration::from_secs(30);
+/// Longest file that is read.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// One section of a file.
+pub type Section = BTreeMap<String, String>;
+
+/// The section of a profile; of the same key the last counts. Settings that belong to another (their lines are
+/// indented) are passed over.
+pub fn section(text: &str, profile: &str) -> Section {
+    let mut section = Section::new();
+    let mut is_ours = false;
+    for line in text.lines() {
+        if line.starts_with(char::is_whitespace) || line.starts_with(['#', ';']) {
+            continue;
+        }
+        if let Some(name) = line.trim_end().strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            let name = name.trim();
+            is_ours = name.strip_prefix("profile ").map_or(name, str::trim) == profile;
+        } else if let Some((key, value)) = line.split_once('=').filter(|_| is_ours) {
+            let value = value.split(" #").next().unwrap_or_default().trim();
+            section.insert(key.trim().to_ascii_lowercase(), value.to_owned());
+        }
+    }
+    section
+}
+
+/// The section of a profile in a file. Errors are sentences without the file's name.
+pub fn read(path: &Path, profile: &str) -> Result<Section, String> {
+    let mut text = String::new();
+    let file = File::open(path).map_err(|e| e.to_string())?;
+    // Its error would say where in the text it is wrong.
+    file.take(FILE_BYTES_MAX)
+        .read_to_string(&mut text)
+        .map_err(|_| "it cannot be read as text".to_owned())?;
+    Ok(section(&text, profile))
+}
+
+/// What credentials consist of, where both halves are there and can be sent.
+pub fn credential(
+    key: Option<&str>,
+    secret: Option<&str>,
+    token: Option<&str>,
+) -> Result<AwsCredential, String> {
+    let word = |value: Option<&str>, name: &str| match value.filter(|value| !value.is_empty()) {
+        None => Err(format!("it has no {name}")),
+        Some(value) if value.bytes().all(|b| b.is_ascii_graphic()) => Ok(value.to_owned()),
+        Some(_) => Err(format!("its {name} has characters that none has")),
+    };
+    let token = token.filter(|token| !token.is_empty());
+    Ok(AwsCredential {
+        key_id: word(key, "aws_access_key_id")?,
+        secret_key: word(secret, "aws_secret_access_key")?,
+        token: token.map(|token| word(Some(token), "aws_session_token")).transpose()?,
+    })
+}
+
+fn of(section: &Section) -> Result<AwsCredential, String> {
+    let value = |key: &str| section.get(key).map(String::as_str);
+    credential(value("aws_access_key_id"), value("aws_secret_access_key"), value("aws_session_token"))
+}
+
+/// Credentials from a file, which are read again from time to time.
+#[derive(Debug)]
+pub struct FromFile {
+    path: PathBuf,
+    profile: String,
+    /// What was read last, and when. Held while the file is read.
+    last: Mutex<(Arc<AwsCredential>, Instant)>,
+}
+
+impl FromFile {
+    pub fn open(path: &Path, profile: &str) -> Result<Self, String> {
+        let credential = read(path, profile).and_then(|section| match of(&section) {
+            Err(_) if section.is_empty() => Err(format!("it has no profile [{profile}]")),
+            credential => credential,
+        })?;
+        if fs::metadata(path).is_ok_and(|meta| meta.permissions().mode() & 0o044 != 0) {
+            tracing::warn!("{}: others can read these credentials; chmod 600 it", path.display());
+        }
+        let last = Mutex::new((Arc::new(credential), Instant::now()));
+        Ok(Self { path: path.to_owned(), profile: profile.to_owned(), last })
+    }
+
+    fn now(&self, fresh_for: Duration) -> Arc<AwsCredential> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.1.elapsed() >= fresh_for {
+            last.1 = Instant::now();
+            match read(&self.path, &self.profile).and_then(|section| of(&section)) {
+                Ok(credential) if credential != *last.0 => last.0 = Arc::new(credential),
+                Ok(_) => {}
+                Err(why) => tracing::warn!("{}: {why}; what it had before is used", self.path.display()),
+            }
+        }
+        last.0.clone()
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for FromFile {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        Ok(self.now(FRESH_FOR))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "# a comment\n[default]\naws_access_key_id = AKDEF\naws_secret_access_key=geheim = 1\n\
+                        region = here # not there\ns3 =\n  region = nested\n[profile other]\n\
+                        AWS_ACCESS_KEY_ID = AKOTHER\naws_secret_access_key = s\naws_session_token = t\n[third]\n";
+
+    #[test]
+    fn a_section_is_found() {
+        let default = section(TEXT, "default");
+        assert_eq!(default["aws_secret_access_key"], "geheim = 1");
+        assert_eq!(default["region"], "here");
+        of(&default).unwrap_err();
+        let other = of(&section(TEXT, "other")).unwrap();
+        assert_eq!((other.key_id.as_str(), other.token.as_deref()), ("AKOTHER", Some("t")));
+        assert_eq!(of(&section(TEXT, "third")), Err("it has no aws_access_key_id".to_owned()));
+        assert!(section(TEXT, "fourth").is_empty());
+    }
+
+    #[test]
+    fn what_is_wrong_with_credentials_is_said_without_them() {
+        for (key, secret, token) in [
+            ("geheim\u{7f}", "a", None),
+            ("a", "geheim\n", None),
+            ("a", "geheim", Some("gehe im")),
+            ("", "geheim", None),
+        ] {
+            let why = credential(Some(key), Some(secret), token).unwrap_err();
+            assert!(!why.contains("gehe"), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_written_anew_is_read_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("credentials");
+        let write = |key: &str| {
+            fs::write(&path, format!("[default]\naws_access_key_id={key}\naws_secret_access_key=s\n"))
+                .unwrap();
+        };
+        assert!(FromFile::open(&path, DEFAULT).unwrap_err().contains("No such file"));
+        write("A1");
+        assert_eq!(FromFile::open(&path, "x").unwrap_err(), "it has no profile [x]");
+        let file = FromFile::open(&path, DEFAULT).unwrap();
+        assert!(!format!("{file:?}").contains("geheim"), "{file:?}");
+        write("A2");
+        assert_eq!(file.now(FRESH_FOR).key_id, "A1");
+        assert_eq!(file.now(Duration::ZERO).key_id, "A2");
+        fs::write(&path, "[default]\n").unwrap();
+        assert_eq!(file.now(Duration::ZERO).key_id, "A2");
+    }
+}

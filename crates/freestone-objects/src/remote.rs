@@ -1,0 +1,265 @@
+//! A store behind `object_store` as [`Objects`].
+
+use std::ops::Range;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone_store::objects::{
+    Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When,
+};
+use futures_util::StreamExt as _;
+use futures_util::future::{Either, select};
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use object_store::path::Path;
+use object_store::{
+    Extensions, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions,
+    PutPayload, UpdateVersion,
+};
+
+use crate::fault::{Asked, Condition, fault, is_behind_the_end};
+use crate::runtime::call;
+use crate::text::plain;
+use crate::wire::IsObject;
+
+/// Reserved for an object because the store says how long it is.
+const RESERVED_BYTES_MAX: u64 = 64 << 20;
+
+/// How a store names versions of an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// By entity tags, which are sent without quotes: Ceph takes no others, and all take these.
+    S3,
+    /// By generations.
+    Google,
+    /// By entity tags with quotes.
+    Azure,
+    /// By entity tags, if at all; nothing is written.
+    Http,
+}
+
+/// A store of objects over the network.
+pub struct Remote {
+    pub url: String,
+    /// What people call the bucket, for messages.
+    pub place: String,
+    /// What keys begin with: empty, or ends with `/`.
+    pub base: String,
+    pub dialect: Dialect,
+    pub store: Arc<dyn ObjectStore>,
+    /// Where the store can list.
+    pub pages: Option<Arc<dyn PaginatedListStore>>,
+    pub hedge: Option<Duration>,
+}
+
+impl Remote {
+    fn path(&self, key: &str) -> Result<Path> {
+        let full = format!("{}{key}", self.base);
+        match Path::parse(&full) {
+            Ok(path) if path.as_ref() == full && !key.is_empty() && full.len() <= KEY_BYTES_MAX => Ok(path),
+            _ => Err(Fault::Other(plain(&format!("{key}: no object is called so")))),
+        }
+    }
+
+    fn check_writes(&self) -> Result<()> {
+        if self.dialect == Dialect::Http {
+            return Err(Fault::Unsupported("a store of http:// is only read from".to_owned()));
+        }
+        Ok(())
+    }
+}
+
+impl Dialect {
+    fn version(self, e_tag: Option<&str>, version: Option<&str>) -> Option<Version> {
+        let version = if self == Self::Google { version } else { e_tag }?;
+        let (weak, tag) = version.strip_prefix("W/").map_or(("", version), |tag| ("W/", tag));
+        let bare = tag.strip_prefix('"').and_then(|tag| tag.strip_suffix('"')).unwrap_or(tag);
+        (!bare.is_empty()).then(|| Version(format!("{weak}{bare}")))
+    }
+
+    fn mode(self, when: When<'_>) -> Result<PutMode> {
+        let version = match when {
+            When::Always => return Ok(PutMode::Overwrite),
+            When::Absent => return Ok(PutMode::Create),
+            When::Unchanged(version) => version.0.clone(),
+        };
+        if version.is_empty() || !version.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(Fault::Other("no store gave an object that version".to_owned()));
+        }
+        Ok(PutMode::Update(match self {
+            Self::S3 | Self::Http => UpdateVersion { e_tag: Some(version), version: None },
+            Self::Azure => UpdateVersion { e_tag: Some(format!("\"{version}\"")), version: None },
+            Self::Google => UpdateVersion { e_tag: None, version: Some(version) },
+        }))
+    }
+
+    fn head(self, meta: &ObjectMeta) -> Head {
+        let version = self.version(meta.e_tag.as_deref(), meta.version.as_deref());
+        Head { bytes: meta.size, modified: meta.last_modified.into(), version }
+    }
+}
+
+/// One request for an object, and its answer to the end.
+#[derive(Clone)]
+struct Get {
+    store: Arc<dyn ObjectStore>,
+    place: String,
+    path: Path,
+    part: Option<Range<u64>>,
+    most: u64,
+    dialect: Dialect,
+}
+
+impl Get {
+    async fn run(self) -> Result<Read> {
+        let mut extensions = Extensions::new();
+        extensions.insert(IsObject);
+        let range = self.part.map(GetRange::Bounded);
+        let options = GetOptions { range, extensions, ..GetOptions::default() };
+        let answer = match self.store.get_opts(&self.path, options).await {
+            Err(e) if is_behind_the_end(&e) => return Ok(Read { bytes: Vec::new(), version: None }),
+            answer => answer.map_err(|e| fault(&e, Asked::Get, &self.place))?,
+        };
+        let version = self.dialect.head(&answer.meta).version;
+        let length = answer.range.end.saturating_sub(answer.range.start);
+        if length > self.most {
+            return Err(Fault::TooLong(self.most));
+        }
+        // Most may be anything; what comes does not lie.
+        let mut bytes = Vec::with_capacity(length.min(RESERVED_BYTES_MAX) as usize);
+        let mut pieces = answer.into_stream();
+        while let Some(piece) = pieces.next().await {
+            let piece = piece.map_err(|e| fault(&e, Asked::Get, &self.place))?;
+            if (bytes.len() + piece.len()) as u64 > length {
+                return Err(Fault::Transient(format!("{}: more bytes came than were announced", self.place)));
+            }
+            bytes.extend_from_slice(&piece);
+        }
+        if bytes.len() as u64 != length {
+            let what = format!("{}: {} of {length} bytes came", self.place, bytes.len());
+            return Err(Fault::Transient(what));
+        }
+        Ok(Read { bytes, version })
+    }
+}
+
+/// The answer of the first of two equal requests that has a good one; the second is sent `after` that time.
+async fn hedged<T, F: Future<Output = Result<T>>>(request: impl Fn() -> F, after: Duration) -> Result<T> {
+    let mut first = pin!(request());
+    if let Ok(answer) = tokio::time::timeout(after, &mut first).await {
+        return answer;
+    }
+    let second = pin!(request());
+    match select(first, second).await {
+        Either::Left((Err(Fault::Transient(_)), second)) => second.await,
+        Either::Right((Err(Fault::Transient(_)), first)) => first.await,
+        Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
+    }
+}
+
+impl Objects for Remote {
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+        let (store, place) = (self.store.clone(), self.place.clone());
+        let get = Get { store, place, path: self.path(key)?, part, most, dialect: self.dialect };
+        match self.hedge {
+            None => call(until, get.run()),
+            Some(after) => call(until, hedged(move || get.clone().run(), after)),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        self.check_writes()?;
+        let (store, path, dialect, place) =
+            (self.store.clone(), self.path(key)?, self.dialect, self.place.clone());
+        let options = PutOptions { mode: dialect.mode(when)?, ..PutOptions::default() };
+        let asked = Asked::Put(Condition::from(when));
+        let payload = PutPayload::from(bytes.to_vec());
+        call(until, async move {
+            match store.put_opts(&path, payload, options).await {
+                Ok(put) => Ok(dialect.version(put.e_tag.as_deref(), put.version.as_deref())),
+                Err(e) => Err(fault(&e, asked, &place)),
+            }
+        })
+    }
+
+    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+        let (store, path, dialect, place) =
+            (self.store.clone(), self.path(key)?, self.dialect, self.place.clone());
+        call(until, async move {
+            let meta = store.head(&path).await.map_err(|e| fault(&e, Asked::Head, &place))?;
+            Ok(dialect.head(&meta))
+        })
+    }
+
+    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+        let Some(pages) = &self.pages else {
+            return Err(Fault::Unsupported("a store of http:// lists nothing".to_owned()));
+        };
+        let full = format!("{}{prefix}", self.base);
+        let mut token = None;
+        loop {
+            let (pages, place, full) = (pages.clone(), self.place.clone(), full.clone());
+            let options = PaginatedListOptions { page_token: token, ..PaginatedListOptions::default() };
+            let page = call(until, async move {
+                let prefix = (!full.is_empty()).then_some(full.as_str());
+                let page = pages.list_paginated(prefix, options).await;
+                page.map_err(|e| fault(&e, Asked::List, &place))
+            })?;
+            for meta in page.result.objects {
+                let Some(rest) = meta.location.as_ref().strip_prefix(&self.base) else { continue };
+                // One that was not asked for, or ended with `/`: keys come without that.
+                if !rest.starts_with(prefix) {
+                    continue;
+                }
+                let listed =
+                    Listed { key: rest.to_owned(), bytes: meta.size, modified: meta.last_modified.into() };
+                if !each(listed) {
+                    return Ok(());
+                }
+            }
+            token = page.page_token.filter(|token| !token.is_empty());
+            if token.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+        self.check_writes()?;
+        let (store, path, place) = (self.store.clone(), self.path(key)?, self.place.clone());
+        call(until, async move {
+            match store.delete(&path).await.map_err(|e| fault(&e, Asked::Delete, &place)) {
+                Err(Fault::NotFound) => Ok(()),
+                deleted => deleted,
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_have_no_quotes() {
+        let version = |tag| Dialect::S3.version(Some(tag), None).map(|version| version.0);
+        assert_eq!(version("\"abc\"").as_deref(), Some("abc"));
+        assert_eq!(version("abc").as_deref(), Some("abc"));
+        assert_eq!(version("W/\"abc\"").as_deref(), Some("W/abc"));
+        assert_eq!(version("\"\""), None);
+        let abc = Version("abc".to_owned());
+        let sent = |dialect: Dialect| match dialect.mode(When::Unchanged(&abc)).unwrap() {
+            PutMode::Update(update) => (update.e_tag, update.version),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(sent(Dialect::S3), (Some("abc".to_owned()), None));
+        assert_eq!(sent(Dialect::Azure), (Some("\"abc\"".to_owned()), None));
+        assert_eq!(sent(Dialect::Google), (None, Some("abc".to_owned())));
+        let bad = Version("a\r\nb".to_owned());
+        Dialect::S3.mode(When::Unchanged(&bad)).unwrap_err();
+    }
+}

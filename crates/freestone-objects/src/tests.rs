@@ -1,0 +1,230 @@
+//! Opening: what is refused, and where settings come from.
+
+use std::fs::{self, Permissions};
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::Mutex;
+use std::thread;
+
+use freestone_store::objects::{Fault, Until, When};
+use freestone_testkit::s3::Server;
+
+use super::*;
+
+fn refused(url: &str, options: &Options, env: &[(&str, &str)]) -> OpenError {
+    let env = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+    open_in(url, options, &env).err().expect("it is opened")
+}
+
+#[test]
+fn urls_that_name_no_store_are_refused() {
+    let none = Options::default();
+    for (url, said) in [
+        ("disks", "disks: the URL of a store begins with s3://, gs://, az://, http:// or https://"),
+        ("ftp://disks", "ftp: the URL of a store begins with s3://, gs://, az://, http:// or https://"),
+        ("s3://", ": no bucket is called so: 3 to 63 letters, digits, dots and dashes"),
+        ("gs://a b", "a b: no bucket is called so: 3 to 63 letters, digits, dots and dashes"),
+        (
+            "az://disks//x",
+            "az://disks//x: the path has empty parts, parts of dots, or characters that a path has not",
+        ),
+        ("http:///x?y", "the URL of a store has no ? and no # in it"),
+    ] {
+        assert_eq!(refused(url, &none, &[]).to_string(), said, "{url}");
+    }
+    let region = Options { region: Some("here".to_owned()), ..Options::default() };
+    for scheme in ["gs", "az", "http"] {
+        let said = format!("a store of {scheme}:// has no option region");
+        assert_eq!(refused(&format!("{scheme}://disks"), &region, &[]).to_string(), said);
+    }
+}
+
+#[test]
+fn secrets_in_urls_are_not_shown() {
+    for url in [
+        "s3://AKIA:geheim@disks/a",
+        "gs://geheim@disks",
+        "az://a:geheim@disks",
+        "http://u:geheim@host/",
+        "https://host/a?sig=geheim",
+        "s3:geheim@disks",
+        "geheim+x://a",
+    ] {
+        let refused = refused(url, &Options::default(), &[]);
+        let said = format!("{refused} {refused:?}");
+        assert!(
+            !said.contains("geheim@") && !said.contains("=geheim") && !said.contains(":geheim"),
+            "{said}"
+        );
+    }
+    let endpoint = Options { endpoint: Some("http://u:geheim@host".to_owned()), ..Options::default() };
+    assert_eq!(refused("s3://disks", &endpoint, &[]), OpenError::UserInfo);
+}
+
+#[test]
+fn credentials_that_are_half_there_are_refused_without_them() {
+    let none = Options::default();
+    let half = refused("s3://disks", &none, &[("AWS_SECRET_ACCESS_KEY", "geheim")]);
+    assert_eq!(half.to_string(), "the environment: no credentials: it has no aws_access_key_id");
+    let broken =
+        refused("s3://disks", &none, &[("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "ge\nheim")]);
+    assert!(!format!("{broken:?}").contains("heim"), "{broken:?}");
+    let nobody = refused("s3://disks", &none, &[("AWS_EC2_METADATA_DISABLED", "true")]);
+    assert!(matches!(nobody, OpenError::Credentials(..)));
+    let profile = refused("s3://disks", &none, &[("AWS_PROFILE", "other")]);
+    assert_eq!(profile.to_string(), "AWS_PROFILE: no credentials: no file has the profile [other]");
+    let file = Options { credentials: Some("/nowhere/at/all".into()), ..Options::default() };
+    let said = refused("s3://disks", &file, &[]).to_string();
+    assert!(said.starts_with("/nowhere/at/all: no credentials: No such file"), "{said}");
+}
+
+#[test]
+fn the_url_is_shown_as_it_was_given() {
+    let env = |name: &str| name.starts_with("AWS_").then(|| "x".to_owned()).filter(|_| name.contains("_KEY"));
+    let options = Options { endpoint: Some("http://127.0.0.1:1".to_owned()), ..Options::default() };
+    assert_eq!(open_in("s3://disks/a/b/", &options, &env).unwrap().url(), "s3://disks/a/b");
+    assert_eq!(open_in("http://host:80/a/", &Options::default(), &env).unwrap().url(), "http://host/a");
+}
+
+/// Writes one object with what the environment gives, and tells which key it was signed with.
+fn signed_with(server: &Server, options: &Options, env: &[(&str, &str)]) -> Option<&'static str> {
+    let endpoint = server.endpoint();
+    let env = |name: &str| match env.iter().find(|(n, _)| *n == name) {
+        Some((_, value)) => Some((*value).to_owned()),
+        None => (name == "AWS_ENDPOINT_URL").then(|| endpoint.clone()),
+    };
+    let store = open_in("s3://disks", options, &env).unwrap();
+    ["AKENV", "AKFILE", "AKOTHER", "AKCONTAINER", "AKCONFIG"].into_iter().find(|key| {
+        server.require_key(Some(key));
+        store.put("x", b"", When::Always, Until::within(Duration::from_secs(10))).is_ok()
+    })
+}
+
+fn written(path: &Path, text: &str) -> String {
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, Permissions::from_mode(0o600)).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+/// Gives that answer to whoever asks.
+fn answering(answer: String) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    format!("http://{address}/credentials")
+}
+
+#[test]
+fn credentials_come_from_the_first_place_that_has_some() {
+    let server = Server::start(&["disks"]);
+    let dir = tempfile::tempdir().unwrap();
+    let key = |profile: &str, key: &str| {
+        format!("[{profile}]\naws_access_key_id = {key}\naws_secret_access_key = geheim\n")
+    };
+    let shared = key("default", "AKFILE") + &key("other", "AKOTHER");
+    let shared = written(&dir.path().join("credentials"), &shared);
+    let config = written(&dir.path().join("config"), &key("profile config", "AKCONFIG"));
+    let json = "{\"AccessKeyId\": \"AKCONTAINER\", \"SecretAccessKey\": \"geheim\", \"Token\": \"t\", \
+                \"Expiration\": \"2099-01-01T00:00:00Z\"}";
+    let uri = answering(format!(
+        "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{json}",
+        json.len()
+    ));
+    let token = written(&dir.path().join("token"), "token");
+    let environment = [("AWS_ACCESS_KEY_ID", "AKENV"), ("AWS_SECRET_ACCESS_KEY", "geheim")];
+    let files = [("AWS_SHARED_CREDENTIALS_FILE", &*shared), ("AWS_CONFIG_FILE", &*config)];
+    let container =
+        [("AWS_CONTAINER_CREDENTIALS_FULL_URI", &*uri), ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", &*token)];
+    let none = Options::default();
+    let named = Options { credentials: Some(shared.clone().into()), ..Options::default() };
+    let all = [&environment[..], &files, &container].concat();
+    assert_eq!(signed_with(&server, &named, &all), Some("AKFILE"));
+    assert_eq!(signed_with(&server, &none, &all), Some("AKENV"));
+    assert_eq!(signed_with(&server, &none, &all[2..]), Some("AKFILE"));
+    for (profile, key) in [("other", "AKOTHER"), ("config", "AKCONFIG")] {
+        let env = [&files[..], &[("AWS_PROFILE", profile)]].concat();
+        assert_eq!(signed_with(&server, &none, &env), Some(key));
+    }
+    assert_eq!(signed_with(&server, &none, &container), Some("AKCONTAINER"));
+    // The home directory has files of both kinds, too.
+    fs::create_dir(dir.path().join(".aws")).unwrap();
+    fs::rename(&shared, dir.path().join(".aws/credentials")).unwrap();
+    assert_eq!(signed_with(&server, &none, &[("HOME", dir.path().to_str().unwrap())]), Some("AKFILE"));
+}
+
+#[test]
+fn a_place_without_credentials_is_no_store_without_objects() {
+    let uri =
+        answering("HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".to_owned());
+    let host = uri.trim_start_matches("http://").trim_end_matches("/credentials").to_owned();
+    let env = |name: &str| match name {
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI" => Some(uri.clone()),
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE" => Some("/dev/null".to_owned()),
+        "AWS_ENDPOINT_URL" => Some("http://127.0.0.1:9".to_owned()),
+        _ => None,
+    };
+    let store = open_in("s3://disks", &Options::default(), &env).unwrap();
+    let fault = store.get("x", None, 1, Until::within(Duration::from_secs(10)));
+    assert_eq!(fault, Err(Fault::Denied(format!("no credentials: {host} answers 404 Not Found"))));
+}
+
+#[test]
+fn the_place_of_a_store_comes_from_where_it_is_said() {
+    let server = Server::start(&["disks"]);
+    let dir = tempfile::tempdir().unwrap();
+    let text = format!("[default]\nendpoint_url = {}\nregion = here-1\n", server.endpoint());
+    let config = written(&dir.path().join("config"), &text);
+    let nowhere = "http://127.0.0.1:9";
+    for env in [
+        &[("AWS_CONFIG_FILE", &*config)][..],
+        &[("AWS_CONFIG_FILE", "/nowhere"), ("AWS_ENDPOINT_URL", &server.endpoint())],
+        &[("AWS_ENDPOINT_URL", nowhere), ("AWS_ENDPOINT_URL_S3", &server.endpoint())],
+    ] {
+        let env = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+        let options = Options { anonymous: true, ..Options::default() };
+        let store = open_in("s3://disks", &options, &env).unwrap();
+        store.put("x", b"", When::Always, Until::within(Duration::from_secs(10))).unwrap();
+    }
+    let region = Options { region: Some("a/b".to_owned()), ..Options::default() };
+    assert_eq!(refused("s3://disks", &region, &[]).to_string(), "a/b: no region is called so");
+}
+
+#[test]
+fn a_file_that_others_can_read_is_warned_of() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("credentials");
+    written(&path, "[default]\naws_access_key_id=A\naws_secret_access_key=geheim\n");
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let opened = |mode| {
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        let writer = log.clone();
+        let make = move || Writer(writer.clone());
+        let subscriber = tracing_subscriber::fmt().with_writer(make).finish();
+        let options = Options { credentials: Some(path.clone()), ..Options::default() };
+        tracing::subscriber::with_default(subscriber, || open_in("s3://disks", &options, &|_| None).unwrap());
+        String::from_utf8(std::mem::take(&mut *log.lock().unwrap())).unwrap()
+    };
+    assert_eq!(opened(0o600), "");
+    let said = opened(0o644);
+    assert!(said.contains("others can read") && !said.contains("geheim"), "{said}");
+}
+
+struct Writer(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Writer {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

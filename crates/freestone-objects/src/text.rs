@@ -1,0 +1,48 @@
+//! What a store says, made fit for a message: it may say anything.
+
+/// Longest sentence that is passed on, in characters.
+pub const SENTENCE_CHARS_MAX: usize = 300;
+
+/// Without control characters and what turns or hides text, and not too long.
+pub fn plain(text: &str) -> String {
+    let mut plain = String::new();
+    let mut chars = 0;
+    for c in text.trim().chars() {
+        let is_bad = c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+        let escaped: String = if is_bad { c.escape_default().collect() } else { c.into() };
+        chars += escaped.chars().count();
+        if chars > SENTENCE_CHARS_MAX - 3 {
+            return plain + "...";
+        }
+        plain += &escaped;
+    }
+    plain
+}
+
+/// A code that a store gives for an error, where it looks like one.
+pub fn code(text: &str) -> Option<&str> {
+    let is_code = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    (!text.is_empty() && text.len() <= 64 && text.chars().all(is_code)).then_some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_store_says_cannot_move_the_cursor() {
+        assert_eq!(plain(" a\x1b[2Jb\n\u{202e}ä "), "a\\u{1b}[2Jb\\n\\u{202e}ä");
+        let long = plain(&"\x07".repeat(1000));
+        assert!(long.ends_with("...") && long.chars().count() <= SENTENCE_CHARS_MAX, "{long}");
+        assert_eq!(plain(&"a".repeat(297)).len(), 297);
+    }
+
+    #[test]
+    fn a_code_is_one_word() {
+        assert_eq!(code("NoSuchKey"), Some("NoSuchKey"));
+        for no in ["", "a b", "a\n", "<x>", &"a".repeat(65)] {
+            assert_eq!(code(no), None);
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Stores over the network, against a server in this process that fails as it is told.
+
+mod calls;
+mod dependencies;
+mod secrets;
+mod time;
+mod tls;
+mod troubles;
+mod web;
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone_objects::{Options, open};
+use freestone_store::objects::{Objects, Until};
+use freestone_testkit::s3::Server;
+use tempfile::TempDir;
+
+const KEY: &str = "AKTESTKEY";
+const SECRET: &str = "geheimgeheim";
+const TOKEN: &str = "tokentokentoken";
+
+/// A server with the bucket `disks`, and the store `s3://disks/a/b` on it.
+struct Store {
+    server: Server,
+    objects: Arc<dyn Objects>,
+    _dir: TempDir,
+}
+
+impl Store {
+    fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl Fn(&mut Options)) -> Self {
+        let server = Server::start(&["disks"]);
+        server.require_key(Some(KEY));
+        server.set_quoted_etags_never_match(true);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("credentials");
+        let text = format!(
+            "[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\naws_session_token = {TOKEN}\n"
+        );
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        let mut options =
+            Options { endpoint: Some(server.endpoint()), credentials: Some(path), ..Options::default() };
+        change(&mut options);
+        let objects = open("s3://disks/a/b", &options).unwrap();
+        Self { server, objects, _dir: dir }
+    }
+
+    /// The server's requests for that key of the store.
+    fn requests(&self, method: &str, key: &str) -> u64 {
+        let key = (method.to_owned(), format!("a/b/{key}"));
+        self.server.traffic().requests.get(&key).copied().unwrap_or_default()
+    }
+}
+
+fn soon() -> Until<'static> {
+    Until::within(Duration::from_secs(20))
+}

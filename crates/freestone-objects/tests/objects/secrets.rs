@@ -1,0 +1,80 @@
+//! No secret gets into a message, a log or `Debug` output.
+
+use std::fmt::Write as _;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use freestone_store::objects::{Fault, When};
+use freestone_testkit::s3::Trouble;
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::{SECRET, Store, TOKEN, soon};
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for Log {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
+/// Logs of all that happens on any thread are taken: the test is a process of its own, with those beside it.
+#[test]
+fn secrets_stay_secret() {
+    let log = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(log.clone());
+    tracing::subscriber::set_global_default(subscriber.finish()).unwrap();
+    let mut said = String::new();
+    let mut note = |fault: Option<Fault>| {
+        if let Some(fault) = fault {
+            // Writing to a string does not fail.
+            let _ = writeln!(said, "{fault} {fault:?}");
+        }
+    };
+    let echo = format!("<Error><Code>{TOKEN}!{SECRET}</Code><Message>{TOKEN} {SECRET}</Message></Error>");
+    let echo = format!(
+        "HTTP/1.1 403 {TOKEN}\r\nx-amz-id: {TOKEN}\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{echo}",
+        echo.len()
+    );
+    for trouble in [
+        Trouble::Status(403, "SignatureDoesNotMatch"),
+        Trouble::Status(404, "NoSuchKey"),
+        Trouble::Raw(echo.into_bytes()),
+        Trouble::ResetBefore,
+        Trouble::Cut(1),
+        Trouble::Flip(0),
+    ] {
+        let store = Store::new();
+        store.objects.put("before", b"1", When::Always, soon()).unwrap();
+        store.server.trouble(|_| true, trouble);
+        note(store.objects.get("x", None, 1, soon()).err());
+        note(store.objects.put("x", b"1", When::Absent, soon()).err());
+        note(store.objects.head("x", soon()).err());
+        note(store.objects.list("", &mut |_| true, soon()).err());
+        note(store.objects.delete("x", soon()).err());
+    }
+    assert!(said.contains("SignatureDoesNotMatch"), "{said}");
+    for secret in [SECRET, TOKEN] {
+        assert!(!said.contains(secret), "{said}");
+    }
+    let log = String::from_utf8_lossy(&log.0.lock().unwrap()).into_owned();
+    assert!(log.len() > 1000, "nothing was logged: {log}");
+    for secret in [SECRET, TOKEN] {
+        let line = log.lines().find(|line| line.contains(secret));
+        assert_eq!(line, None);
+    }
+}

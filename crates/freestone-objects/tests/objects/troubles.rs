@@ -1,0 +1,279 @@
+//! What comes of each thing that goes wrong.
+
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use freestone_store::objects::{Fault, Listed, Until, When};
+use freestone_testkit::s3::{Server, Trouble};
+
+use crate::{Store, soon};
+
+/// A store in which all requests for keys that end with `bad` have that trouble.
+fn with(trouble: Trouble) -> Store {
+    let store = Store::new();
+    store.server.set_object("disks", "a/b/bad", &[b'x'; 1000]);
+    store.server.trouble(|asked| asked.key.ends_with("bad"), trouble);
+    store
+}
+
+fn get(store: &Store) -> Result<Vec<u8>, Fault> {
+    store.objects.get("bad", None, 1001, soon()).map(|read| read.bytes)
+}
+
+fn part(store: &Store) -> Result<Vec<u8>, Fault> {
+    store.objects.get("bad", Some(100..200), 1000, soon()).map(|read| read.bytes)
+}
+
+fn is_transient<T>(result: &Result<T, Fault>) -> bool {
+    matches!(result, Err(Fault::Transient(_)))
+}
+
+#[test]
+fn a_busy_store_may_answer_later() {
+    for (status, code) in [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests"), (507, "Full")]
+    {
+        let store = with(Trouble::Status(status, code));
+        let busy = Fault::Transient(format!("{} answers {status} {code}", store.server.address()));
+        assert_eq!(get(&store), Err(busy.clone()));
+        assert_eq!(store.objects.put("bad", b"", When::Absent, soon()), Err(busy.clone()));
+        assert_eq!(store.objects.delete("bad", soon()), Err(busy));
+        assert!(is_transient(&store.objects.head("bad", soon())));
+        // Who calls tries again, nobody else.
+        assert_eq!((store.requests("GET", "bad"), store.requests("PUT", "bad")), (1, 1));
+    }
+}
+
+#[test]
+fn an_answer_that_is_cut_off_is_none() {
+    for trouble in [Trouble::Cut(0), Trouble::Cut(999), Trouble::Cut(50), Trouble::Length(1)] {
+        let store = with(trouble.clone());
+        assert!(is_transient(&get(&store)), "{trouble:?}: {:?}", get(&store));
+    }
+    for trouble in [Trouble::Cut(0), Trouble::Cut(99), Trouble::Length(1), Trouble::Length(-1)] {
+        let store = with(trouble.clone());
+        assert!(is_transient(&part(&store)), "{trouble:?}: {:?}", part(&store));
+    }
+    // Of the whole object nobody else says how long it is.
+    assert_eq!(get(&with(Trouble::Length(-1))).map(|bytes| bytes.len()), Ok(999));
+}
+
+#[test]
+fn wrong_bytes_come_through_and_are_for_the_caller_to_find() {
+    let read = get(&with(Trouble::Flip(7))).unwrap();
+    assert_eq!((read[6], read[7], read.len()), (b'x', b'y', 1000));
+}
+
+#[test]
+fn a_store_that_answers_no_parts_is_read_from_the_start() {
+    let store = with(Trouble::NoRange);
+    store.server.set_object("disks", "a/b/bad", b"0123456789");
+    let get = |part, most| store.objects.get("bad", Some(part), most, soon()).map(|read| read.bytes);
+    assert_eq!(get(2..5, 3).unwrap(), b"234");
+    assert_eq!(get(0..20, 10).unwrap(), b"0123456789");
+    assert_eq!(get(8..20, 10).unwrap(), b"89");
+    assert_eq!(get(10..20, 10).unwrap(), b"");
+    assert_eq!(get(2..5, 2), Err(Fault::TooLong(2)));
+    store.server.set_object("disks", "a/b/bad", &vec![1; 17 << 20]);
+    assert_eq!(get(16 << 20..(16 << 20) + 2, 2).unwrap(), [1, 1]);
+    let refused = get((16 << 20) + 1..(16 << 20) + 2, 2);
+    assert!(matches!(refused, Err(Fault::Unsupported(_))), "{refused:?}");
+}
+
+#[test]
+fn another_part_than_was_asked_for_is_not_taken() {
+    assert!(is_transient(&part(&with(Trouble::OtherPart(1)))));
+}
+
+#[test]
+fn a_connection_that_breaks_leaves_open_what_happened() {
+    for (trouble, is_written) in [
+        (Trouble::ResetBefore, false),
+        (Trouble::ResetAfter, true),
+        (Trouble::StatusAfter(500, "InternalError"), true),
+    ] {
+        let store = with(trouble.clone());
+        let put = store.objects.put("new-bad", b"1", When::Absent, soon());
+        assert!(is_transient(&put), "{trouble:?}: {put:?}");
+        assert_eq!(store.server.object("disks", "a/b/new-bad").is_some(), is_written, "{trouble:?}");
+        assert!(is_transient(&get(&store)));
+        assert_eq!(store.requests("PUT", "new-bad"), 1);
+    }
+    let store = Store::new();
+    store.objects.put("x", b"1", When::Always, soon()).unwrap();
+    // A connection that went while nobody used it is no trouble of the next request.
+    store.server.cut_connections();
+    std::thread::sleep(Duration::from_millis(50));
+    store.objects.put("x", b"2", When::Always, soon()).unwrap();
+}
+
+#[test]
+fn a_bucket_that_is_not_there_is_no_missing_object() {
+    let store = Store::new();
+    store.server.remove_bucket("disks");
+    let missing = Fault::Other("the bucket disks is not there".to_owned());
+    assert_eq!(store.objects.get("x", None, 1, soon()), Err(missing.clone()));
+    assert_eq!(store.objects.put("x", b"", When::Always, soon()), Err(missing.clone()));
+    assert_eq!(store.objects.put("x", b"", When::Absent, soon()), Err(missing.clone()));
+    assert_eq!(store.objects.delete("x", soon()), Err(missing.clone()));
+    assert_eq!(store.objects.list("", &mut |_| true, soon()), Err(missing));
+    assert_eq!(store.objects.head("x", soon()), Err(Fault::NotFound));
+    store.server.make_bucket("disks");
+    assert_eq!(store.objects.get("x", None, 1, soon()), Err(Fault::NotFound));
+}
+
+#[test]
+fn a_full_bucket_takes_nothing() {
+    let store = Store::new();
+    store.server.set_quota(Some(10));
+    store.objects.put("x", b"0123456789", When::Always, soon()).unwrap();
+    let full = Fault::Denied(format!("{} answers 403 QuotaExceeded", store.server.address()));
+    assert_eq!(store.objects.put("y", b"1", When::Always, soon()), Err(full));
+    store.objects.put("x", b"1", When::Always, soon()).unwrap();
+}
+
+#[test]
+fn no_answer_takes_more_memory_than_was_allowed_for() {
+    let endless = |head| {
+        let store = with(Trouble::Endless(head));
+        store.server.trouble(|asked| asked.key.is_empty(), Trouble::Endless(head));
+        store
+    };
+    let store = endless(
+        "HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\nLast-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n",
+    );
+    assert_eq!(get(&store), Err(Fault::TooLong(1001)));
+    assert_eq!(part(&store), Ok(vec![0; 100]));
+    let list = store.objects.list("", &mut |_| true, soon());
+    assert!(is_transient(&list), "{list:?}");
+    let store = endless("HTTP/1.1 403 No\r\nContent-Length: 99999999999\r\n\r\n");
+    assert!(matches!(get(&store), Err(Fault::Denied(_))));
+    assert!(matches!(store.objects.put("bad", b"", When::Always, soon()), Err(Fault::Denied(_))));
+    let store = endless("HTTP/1.1 200 OK\r\nX: ");
+    assert!(is_transient(&get(&store)));
+    let store = endless("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
+    get(&store).unwrap_err();
+}
+
+#[test]
+fn what_is_no_http_is_a_fault() {
+    for (bytes, status) in [
+        (&b""[..], None),
+        (b"\0\xff\x1b[2J", None),
+        (b"HTTP/1.1 999 \x1b[2J\r\nContent-Length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", None),
+        (b"HTTP/1.1 301 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", Some(301)),
+        (b"HTTP/1.1 418 No\r\nContent-Length: 30\r\n\r\n<Code>\x1b[2J</Code>012345678901", Some(418)),
+    ] {
+        let store = with(Trouble::Raw(bytes.to_vec()));
+        for fault in [get(&store).unwrap_err(), store.objects.delete("bad", soon()).unwrap_err()] {
+            let said = fault.to_string();
+            assert!(!said.contains('\x1b') && said.chars().count() <= 300, "{said:?}");
+            let is_status = status.is_some_and(|status| said.contains(&format!("answers {status}")));
+            assert!(is_status || matches!(fault, Fault::Transient(_) | Fault::Other(_)), "{fault:?}");
+        }
+    }
+}
+
+#[test]
+fn a_write_is_written_though_the_store_does_not_say_as_what() {
+    let store =
+        with(Trouble::Raw(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".to_vec()));
+    assert_eq!(store.objects.put("bad", b"1", When::Always, soon()), Ok(None));
+    assert_eq!(store.server.object("disks", "a/b/bad").as_deref(), Some(&b"1"[..]));
+}
+
+#[test]
+fn lists_that_make_no_sense_are_faults() {
+    for body in
+        ["", "<", "<ListBucketResult><Contents><Key>a/b/x</Key></Contents></ListBucketResult>", "\x1b[2J"]
+    {
+        let store = Store::new();
+        let answer =
+            format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        store.server.trouble(|asked| asked.key.is_empty(), Trouble::Raw(answer.into_bytes()));
+        let listed = store.objects.list("", &mut |_| true, soon());
+        let fault = listed.unwrap_err();
+        assert!(matches!(fault, Fault::Transient(_)) && !fault.to_string().contains('\x1b'), "{fault:?}");
+    }
+    // A key that is no path: it stays so.
+    let store = Store::new();
+    store.server.set_object("disks", "a/b/x//y", b"");
+    let listed = store.objects.list("", &mut |_| true, soon()).unwrap_err();
+    assert!(matches!(&listed, Fault::Other(said) if said.contains("x//y")), "{listed:?}");
+}
+
+#[test]
+fn a_store_that_is_not_there_may_come() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let store = Store::with(|options| options.endpoint = Some(format!("http://{address}")));
+    let fault = store.objects.get("x", None, 1, soon()).unwrap_err();
+    assert!(matches!(&fault, Fault::Transient(said) if said.contains("refused")), "{fault:?}");
+}
+
+#[test]
+fn a_list_ends_with_its_deadline_whatever_comes() {
+    let store = Store::new();
+    let page = "<ListBucketResult><NextContinuationToken>x</NextContinuationToken></ListBucketResult>";
+    let answer =
+        format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{page}", page.len());
+    store.server.trouble(|asked| asked.key.is_empty(), Trouble::Raw(answer.into_bytes()));
+    let since = Instant::now();
+    let listed = store.objects.list("", &mut |_| true, Until::within(Duration::from_millis(300)));
+    assert_eq!(listed, Err(Fault::Late));
+    assert!(since.elapsed() < Duration::from_millis(500), "{:?}", since.elapsed());
+}
+
+#[test]
+fn pieces_are_counted_where_no_length_is_said() {
+    let answer = |pieces: &str| {
+        let head = "HTTP/1.1 206 Partial Content\r\nConnection: close\r\nContent-Range: bytes 100-109/1000\r\n\
+                    Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let store = with(Trouble::Raw(format!("{head}{pieces}0\r\n\r\n").into_bytes()));
+        store.objects.get("bad", Some(100..110), 10, soon()).map(|read| read.bytes)
+    };
+    assert_eq!(answer("7\r\n0123456\r\n3\r\n789\r\n").unwrap(), b"0123456789");
+    for pieces in ["", "7\r\n0123456\r\n", "7\r\n0123456\r\n4\r\n789a\r\n"] {
+        assert!(is_transient(&answer(pieces)), "{pieces:?}: {:?}", answer(pieces));
+    }
+}
+
+#[test]
+fn nobody_else_is_shown_what_is_meant_for_the_store() {
+    let elsewhere = Server::start(&["disks"]);
+    let target = format!("{}/disks/a/b/bad", elsewhere.endpoint());
+    for status in [301, 302, 307, 308] {
+        let store = with(Trouble::Raw(
+            format!("HTTP/1.1 {status} There\r\nConnection: close\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n")
+                .into_bytes(),
+        ));
+        assert!(matches!(get(&store), Err(Fault::Other(_))), "{:?}", get(&store));
+        let put = store.objects.put("bad", b"1", When::Always, soon());
+        assert!(matches!(put, Err(Fault::Other(_))), "{put:?}");
+    }
+    assert_eq!(elsewhere.traffic().requests.len(), 0);
+}
+
+#[test]
+fn keys_that_were_not_asked_for_are_passed_over() {
+    let store = Store::new();
+    let contents = ["a/b/x", "a/b/y/1", "other/x", "a/bx", "b/a/b/x"].map(|key| {
+        let modified = "2009-10-12T17:50:30.000Z";
+        format!("<Contents><Key>{key}</Key><Size>1</Size><LastModified>{modified}</LastModified></Contents>")
+    });
+    let contents = contents.concat();
+    let body = format!("<ListBucketResult>{contents}</ListBucketResult>");
+    let answer =
+        format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    store.server.trouble(|asked| asked.key.is_empty(), Trouble::Raw(answer.into_bytes()));
+    for (prefix, wanted) in [("", &["x", "y/1"][..]), ("y/", &["y/1"])] {
+        let mut keys = Vec::new();
+        let mut each = |listed: Listed| {
+            keys.push(listed.key);
+            true
+        };
+        store.objects.list(prefix, &mut each, soon()).unwrap();
+        assert_eq!(keys, wanted);
+    }
+}

@@ -1,0 +1,101 @@
+//! Files of a web server.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
+use std::thread;
+use std::time::Duration;
+
+use freestone_objects::{OpenError, Options, open};
+use freestone_store::objects::{Fault, Until, When};
+use freestone_testkit::s3::{Server, Trouble};
+
+use crate::soon;
+
+#[test]
+fn files_are_read_and_not_written() {
+    let server = Server::start(&["www"]);
+    server.set_object("www", "a/x y", b"0123456789");
+    let objects = open(&format!("{}/www/", server.endpoint()), &Options::default()).unwrap();
+    assert_eq!(objects.url(), format!("{}/www", server.endpoint()));
+    assert_eq!(objects.get("a/x y", None, 10, soon()).unwrap().bytes, b"0123456789");
+    assert_eq!(objects.get("a/x y", Some(3..5), 10, soon()).unwrap().bytes, b"34");
+    assert_eq!(objects.get("a/x y", Some(10..11), 10, soon()).unwrap().bytes, b"");
+    assert_eq!(objects.get("a/x y", None, 9, soon()), Err(Fault::TooLong(9)));
+    assert_eq!(objects.get("a/y", None, 10, soon()), Err(Fault::NotFound));
+    let head = objects.head("a/x y", soon()).unwrap();
+    assert_eq!(head.bytes, 10);
+    assert_eq!(objects.get("a/x y", None, 10, soon()).unwrap().version, head.version);
+    assert_eq!(objects.head("a/y", soon()), Err(Fault::NotFound));
+    server.forget_traffic();
+    let refused = [
+        objects.put("a/y", b"", When::Always, soon()).err(),
+        objects.delete("a/x y", soon()).err(),
+        objects.list("", &mut |_| true, soon()).err(),
+    ];
+    for refused in refused {
+        assert!(matches!(refused, Some(Fault::Unsupported(_))), "{refused:?}");
+    }
+    assert_eq!(server.traffic().requests.len(), 0);
+}
+
+#[test]
+fn a_server_without_parts_is_read_from_the_start() {
+    let server = Server::start(&["www"]);
+    server.set_object("www", "x", b"0123456789");
+    server.trouble(|asked| asked.method == "GET", Trouble::NoRange);
+    let objects = open(&format!("{}/www", server.endpoint()), &Options::default()).unwrap();
+    assert_eq!(objects.get("x", Some(3..5), 2, soon()).unwrap().bytes, b"34");
+    assert_eq!(objects.get("x", Some(12..15), 10, soon()).unwrap().bytes, b"");
+}
+
+#[test]
+fn a_server_that_says_little_is_enough() {
+    let server = Server::start(&["www"]);
+    let bare = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n\r\nabc".to_vec();
+    server.trouble(|_| true, Trouble::Raw(bare));
+    let objects = open(&format!("{}/www", server.endpoint()), &Options::default()).unwrap();
+    let read = objects.get("x", None, 3, soon()).unwrap();
+    assert_eq!((&read.bytes[..], read.version), (&b"abc"[..], None));
+    assert_eq!(objects.head("x", soon()).unwrap().version, None);
+}
+
+/// Leads every request to that URL.
+fn leads_to(target: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let answer =
+        format!("HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n");
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    format!("http://{address}")
+}
+
+#[test]
+fn redirects_are_followed_and_end() {
+    let server = Server::start(&["www"]);
+    server.set_object("www", "x", b"0123456789");
+    let there = leads_to(&format!("{}/www/x", server.endpoint()));
+    let objects = open(&there, &Options::default()).unwrap();
+    assert_eq!(objects.get("x", Some(3..5), 2, soon()).unwrap().bytes, b"34");
+    let circle = leads_to("/again");
+    let circle = open(&circle, &Options::default()).unwrap();
+    let fault = circle.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err();
+    assert!(matches!(fault, Fault::Other(_)), "{fault:?}");
+}
+
+#[test]
+fn only_what_is_meant_can_be_given() {
+    let with = |change: fn(&mut Options)| {
+        let mut options = Options::default();
+        change(&mut options);
+        open("https://host/path", &options).err().expect("it is opened")
+    };
+    let option = |option| OpenError::Option { scheme: "https", option };
+    assert_eq!(with(|options| options.endpoint = Some("http://host".to_owned())), option("endpoint"));
+    assert_eq!(with(|options| options.region = Some("here".to_owned())), option("region"));
+    assert_eq!(with(|options| options.credentials = Some("/file".into())), option("credentials"));
+}
