@@ -58,7 +58,8 @@ Devices:
       cache_size=SIZE                       the most of them; default 16G
       key=FILE                              the key of the store's names, 64 hexadecimal digits
       timeout=SECONDS                       how long a fetch may take; default 30
-      endpoint=URL, region=NAME, credentials=FILE   where the usual variables do not say it
+      endpoint=URL, region=NAME, credentials=FILE, anonymous=yes|no   where the usual variables do not say it
+      hedge=TIME                            a read that takes longer is sent a second time, for example 200ms
       and the keys of what its forks share
   NAME=fork,base=NAME       disk over a file with readonly=yes, an image or a snapshot
       size=SIZE                             default the base's; beyond it are zeroes

@@ -16,9 +16,11 @@ use crate::keys::{Keys, joined, parse_bool, parse_path};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
+use crate::times;
 
 /// The keys.
-pub const KEYS: [&str; 7] = ["key", "cache", "cache_size", "timeout", "endpoint", "region", "credentials"];
+pub const KEYS: [&str; 9] =
+    ["key", "cache", "cache_size", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
 /// Most bytes that are read of a key file.
 const KEY_FILE_BYTES_MAX: u64 = 4096;
 /// How long a fetch may take.
@@ -41,6 +43,10 @@ pub struct StoreSpec {
     pub region: Option<String>,
     /// A file with credentials.
     pub credentials: Option<PathBuf>,
+    /// Requests are not signed.
+    pub anonymous: bool,
+    /// After this time a read is sent a second time.
+    pub hedge: Option<Duration>,
 }
 
 /// Where pages are kept.
@@ -69,7 +75,7 @@ impl PushSpec {
     /// # Errors
     /// A key that is none, or a value that cannot be.
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
-        const ALL: [&str; 9] = joined(&KEYS, &["encrypt", "grace"], &[]);
+        const ALL: [&str; 11] = joined(&KEYS, &["encrypt", "grace"], &[]);
         let keys = Keys(entries);
         keys.allow(&ALL)?;
         let encrypt = keys.take("encrypt", parse_bool)?.unwrap_or(false);
@@ -94,6 +100,8 @@ impl StoreSpec {
             endpoint: keys.take("endpoint", parse_endpoint)?,
             region: keys.take("region", parse_word)?,
             credentials: keys.take("credentials", parse_path)?,
+            anonymous: keys.take("anonymous", parse_bool)?.unwrap_or(false),
+            hedge: keys.take("hedge", parse_hedge)?,
         };
         if spec.cache == Some(CachePlace::None) && spec.cache_size.is_some() {
             return Err(keys.refuse("cache_size", "not with cache=none"));
@@ -136,10 +144,26 @@ impl StoreSpec {
         if let Some(path) = url.strip_prefix("file://") {
             return Ok(Arc::new(Directory::new(path_text::path(path))));
         }
-        Err(Refusal::failed(
-            Errno::EINVAL,
-            format!("{url}: stores are file, s3, gs, az, http and https URLs"),
-        ))
+        self.over_network(url)
+    }
+
+    #[cfg(feature = "object-storage")]
+    fn over_network(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
+        let options = freestone_objects::Options {
+            endpoint: self.endpoint.clone(),
+            region: self.region.clone(),
+            credentials: self.credentials.clone(),
+            anonymous: self.anonymous,
+            hedge: self.hedge,
+        };
+        freestone_objects::open(url, &options).map_err(|e| Refusal::failed(Errno::EINVAL, e))
+    }
+
+    #[cfg(not(feature = "object-storage"))]
+    #[expect(clippy::unused_self, reason = "as with the feature")]
+    fn over_network(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
+        let why = "was built without object-storage, so a store is a directory here: file:///DIR";
+        Err(Refusal::failed(Errno::EOPNOTSUPP, format!("{url}: this program {why}")))
     }
 
     /// Where pages are kept, opened; `None` where nowhere.
@@ -193,6 +217,11 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
     let (least, most) = TIMEOUT_RANGE;
     let seconds = text.parse().ok().filter(|seconds| (least..=most).contains(seconds));
     seconds.map(Duration::from_secs).ok_or_else(|| format!("must be {least} to {most} seconds"))
+}
+
+fn parse_hedge(text: &str) -> Result<Duration, String> {
+    let time = times::parse(text)?;
+    if time.is_zero() { Err("must be longer than nothing".into()) } else { Ok(time) }
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {

@@ -19,8 +19,8 @@ use crate::refusal::{Errno, Refusal};
 use crate::stores::{self, StoreSpec};
 
 pub(super) const NAME: &str = "image";
-const KEYS: [&str; 23] = {
-    let own: [&str; 8] = joined(&["url"], &stores::KEYS, &[]);
+const KEYS: [&str; 25] = {
+    let own: [&str; 10] = joined(&["url"], &stores::KEYS, &[]);
     joined(&own, &family::KEYS, &["publish"])
 };
 /// Its attributes, and those of the forks' family.
