@@ -1,22 +1,25 @@
-//! A cached chunk: its pages and their checksums.
+//! A cached chunk: its pages and their checksums. The pages come first, so that the kernel has them in
+//! memory in large pieces.
 //!
 //! ```text
+//!    0       pages
+//! then a page of
 //!    0    8  "FSTCACHE"
 //!    8   32  name
 //!   40    4  pages, little endian as all numbers
 //!   44    4  zeroes
 //!   48 1024  XXH3 of each page
 //! 1072    8  XXH3 of the 1072 bytes before
-//! 4096       pages
 //! ```
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use rustix::fs::OFlags;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -30,18 +33,18 @@ const _: () = assert!(SUM_AT + 8 <= PAGE);
 /// How exact the time of the last use is.
 const USED_EVERY: Duration = Duration::from_secs(600);
 
-/// The header of a chunk's file.
-pub(super) fn header(name: &Name, pages: &[u8]) -> Vec<u8> {
-    let mut header = vec![0; PAGE];
-    header[..8].copy_from_slice(&MAGIC);
-    header[8..40].copy_from_slice(&name.0);
-    header[40..44].copy_from_slice(&((pages.len() / PAGE) as u32).to_le_bytes());
-    for (sum, page) in header[SUMS_AT..SUM_AT].chunks_mut(8).zip(pages.chunks(PAGE)) {
+/// What follows the pages in a chunk's file.
+pub(super) fn trailer(name: &Name, pages: &[u8]) -> Vec<u8> {
+    let mut trailer = vec![0; PAGE];
+    trailer[..8].copy_from_slice(&MAGIC);
+    trailer[8..40].copy_from_slice(&name.0);
+    trailer[40..44].copy_from_slice(&((pages.len() / PAGE) as u32).to_le_bytes());
+    for (sum, page) in trailer[SUMS_AT..SUM_AT].chunks_mut(8).zip(pages.chunks(PAGE)) {
         sum.copy_from_slice(&xxh3_64(page).to_le_bytes());
     }
-    let sum = xxh3_64(&header[..SUM_AT]).to_le_bytes();
-    header[SUM_AT..SUM_AT + 8].copy_from_slice(&sum);
-    header
+    let sum = xxh3_64(&trailer[..SUM_AT]).to_le_bytes();
+    trailer[SUM_AT..SUM_AT + 8].copy_from_slice(&sum);
+    trailer
 }
 
 /// Says that a file is used.
@@ -60,7 +63,13 @@ pub struct Entry {
     sums: Box<[u64]>,
     /// Since somebody last looked.
     is_used: AtomicBool,
+    /// Pages that are in the kernel's memory as they were verified; all are verified anew after a read
+    /// that waited for the disk.
+    verified: [AtomicU64; WORDS],
 }
+
+/// Words with a bit for each page.
+const WORDS: usize = CHUNK_PAGES / 64;
 
 /// How a read went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,24 +85,29 @@ pub enum Outcome {
 impl Entry {
     /// `None` where there is no such file.
     pub(super) fn open(path: &Path, name: &Name) -> io::Result<Option<Self>> {
-        let file = match File::open(path) {
+        let untimed =
+            File::options().read(true).custom_flags(OFlags::NOATIME.bits().cast_signed()).open(path);
+        // Only the owner may leave the time of the last access as it is.
+        let file = match untimed.or_else(|_| File::open(path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
         let damaged = || io::Error::other("is damaged");
-        let mut header = [0; SUM_AT + 8];
-        file.read_exact_at(&mut header, 0).map_err(|_| damaged())?;
-        let number = |at: usize| header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+        let mut trailer = [0; SUM_AT + 8];
+        let at = file.metadata()?.len().checked_sub(PAGE as u64).ok_or_else(damaged)?;
+        file.read_exact_at(&mut trailer, at).map_err(|_| damaged())?;
+        let number = |at: usize| trailer[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
         let pages = (number(40) & u64::from(u32::MAX)) as usize;
-        let is_sound = header[..8] == MAGIC
-            && header[8..40] == name.0
+        let is_sound = trailer[..8] == MAGIC
+            && trailer[8..40] == name.0
             && pages <= CHUNK_PAGES
-            && number(SUM_AT) == xxh3_64(&header[..SUM_AT]);
+            && at == (pages * PAGE) as u64
+            && number(SUM_AT) == xxh3_64(&trailer[..SUM_AT]);
         if !is_sound {
             return Err(damaged());
         }
         let sums = (0..pages).map(|page| number(SUMS_AT + page * 8)).collect();
-        Ok(Some(Self { file, sums, is_used: AtomicBool::new(true) }))
+        Ok(Some(Self { file, sums, is_used: AtomicBool::new(true), verified: Default::default() }))
     }
 
     /// Says, to other processes, too, that it is used.
@@ -124,7 +138,7 @@ impl Entry {
         let flags = if wait { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT };
         let mut done = 0;
         while done < there.len() {
-            let offset = ((1 + first) * PAGE + done) as u64;
+            let offset = (first * PAGE + done) as u64;
             match preadv2(&self.file, &mut [IoSliceMut::new(&mut there[done..])], offset, flags) {
                 Ok(0) => return Outcome::Damaged,
                 Ok(more) => done += more,
@@ -133,7 +147,25 @@ impl Entry {
                 Err(_) => return Outcome::Damaged,
             }
         }
-        let mut sums = there.chunks(PAGE).zip(&self.sums[first.min(self.pages())..]);
-        if sums.all(|(page, sum)| xxh3_64(page) == *sum) { Outcome::Done } else { Outcome::Damaged }
+        if wait {
+            // What the disk gave besides is not known yet.
+            for word in &self.verified {
+                // Relaxed: a bit says something of pages, not of other memory.
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+        for (number, page) in (first..).zip(there.chunks(PAGE)) {
+            let (word, bit) = (&self.verified[number / 64], 1 << (number % 64));
+            // Relaxed: as above.
+            if word.load(Ordering::Relaxed) & bit != 0 {
+                continue;
+            }
+            if xxh3_64(page) != self.sums[number] {
+                return Outcome::Damaged;
+            }
+            // Relaxed: as above.
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        Outcome::Done
     }
 }

@@ -7,7 +7,7 @@
 //! time, also by hand: whoever has one open goes on with it.
 //!
 //! ```text
-//! chunks/HH/NAME   header of 4096 bytes, pages
+//! chunks/HH/NAME   pages, and a page with their checksums
 //! meta/HH/NAME     maps and manifests, as their names say
 //! new/             what is not complete
 //! usage            bytes of all these, in decimal; locked by who adds to it
@@ -117,9 +117,9 @@ impl Cache {
     /// # Errors
     /// What the disk says. The pages are not kept then.
     pub fn keep(&self, name: &Name, pages: &[u8], until: Until<'_>) -> io::Result<Entry> {
-        let header = entry::header(name, pages);
+        let trailer = entry::trailer(name, pages);
         let path = self.path(CHUNKS, name);
-        self.add(&path, &[&header, pages], until)?;
+        self.add(&path, &[pages, &trailer], until)?;
         Entry::open(&path, name)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 

@@ -55,13 +55,14 @@ fn what_was_damaged_is_not_served() {
     let path = cache.path(CHUNKS, &name(1));
     let file = File::options().write(true).open(&path).unwrap();
     let mut out = vec![0; PAGE];
-    std::os::unix::fs::FileExt::write_all_at(&file, b"x", (6 * PAGE + 5) as u64).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"x", (5 * PAGE + 5) as u64).unwrap();
     assert_eq!(entry.read(5, &mut out, true), Outcome::Damaged);
     assert_eq!(entry.read(6, &mut out, true), Outcome::Done);
     file.set_len((100 * PAGE) as u64).unwrap();
     assert_eq!(entry.read(110, &mut out, true), Outcome::Damaged);
-    // A header that was hit.
-    std::os::unix::fs::FileExt::write_all_at(&file, b"x", 60).unwrap();
+    // The checksums were hit.
+    file.set_len((129 * PAGE) as u64).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"x", (128 * PAGE + 60) as u64).unwrap();
     assert!(cache.find(&name(1)).is_none() && !path.exists());
     file.set_len(0).unwrap();
     assert_eq!(entry.read(0, &mut out, true), Outcome::Damaged);
