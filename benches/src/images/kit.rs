@@ -67,7 +67,7 @@ impl Kit {
         let cache = Cache::open(self.own.path().join("cache"), CACHE_BYTES)?;
         let name = self.store.tag(TAG, until())?.map(|read| read.tag.manifest);
         let name = name.ok_or_else(|| anyhow::anyhow!("the tag is not there"))?;
-        let config = Config { timeout: TIMEOUT };
+        let config = Config { timeout: TIMEOUT, prefetch: false };
         let image = Image::open(Arc::clone(&self.store), Some(cache), name, config, until())?;
         image.pull(&|_, _| {}, until())?;
         Ok(Arc::new(image))

@@ -8,7 +8,7 @@ use crate::verbs::long::LongCall;
 use crate::verbs::{
     Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, images, jobs, list,
     mark, merge, power_cut, publish, pull, push, recompress, release, remove, reset, restore, rewind, save,
-    set, shutdown, snapshot, stat, unpublish, wait, writeback, zones,
+    set, shutdown, snapshot, stat, trace, unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -59,6 +59,7 @@ Devices:
       key=FILE                              the key of the store's names, 64 hexadecimal digits
       timeout=SECONDS                       how long a fetch may take; default 30
       endpoint=URL, region=NAME, credentials=FILE, anonymous=yes|no   where the usual variables do not say it
+      prefetch=yes|no                       fetch what `freestone trace` noted of it; default yes
       hedge=TIME                            a read that takes longer is sent a second time, for example 200ms
       and the keys of what its forks share
   NAME=fork,base=NAME       disk over a file with readonly=yes, an image or a snapshot
@@ -423,6 +424,11 @@ pub enum Command {
     /// Fetch all of an image in object storage into the cache
     #[command(after_help = PULL_EXAMPLES)]
     Pull(LongCall<pull::Line>),
+    /// Note in its store what was read first of an image, so that others have it fetched
+    #[command(
+        after_help = "Example:\n  freestone trace golden      when a machine over a fork of golden has started"
+    )]
+    Trace(Call<trace::Params>),
     /// List the images in object storage
     #[command(
         after_help = "Examples:\n  freestone images s3://bucket/images\n  freestone images file:///srv/images --untag old"

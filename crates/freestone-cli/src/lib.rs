@@ -110,6 +110,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Pull(LongCall { args, long, common }) => {
             return ask_long::<verbs::pull::Pull>(&args.try_into()?, &long, &common);
         }
+        Command::Trace(call) => ask::<verbs::trace::Trace>(&call.args, &call.common),
         Command::Images(line) => verbs::images::images(&line),
         Command::Prune(line) => verbs::images::prune(&line),
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),

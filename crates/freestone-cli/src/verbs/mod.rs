@@ -38,6 +38,7 @@ pub mod shutdown;
 pub mod snapshot;
 mod stack_cut;
 pub mod stat;
+pub mod trace;
 pub mod unpublish;
 pub mod wait;
 mod words;
@@ -159,7 +160,7 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 34] = [
+const VERBS: [(&str, Run); 35] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<get::Get>(),
@@ -183,6 +184,7 @@ const VERBS: [(&str, Run); 34] = [
     entry::<publish::Publish>(),
     entry::<push::Push>(),
     entry::<pull::Pull>(),
+    entry::<trace::Trace>(),
     entry::<unpublish::Unpublish>(),
     entry::<block_state::BlockState>(),
     entry::<zones::Zones>(),

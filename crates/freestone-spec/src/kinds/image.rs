@@ -13,19 +13,19 @@ use super::registry::Registry;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined};
+use crate::keys::{Keys, joined, parse_bool};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::stores::{self, StoreSpec};
 
 pub(super) const NAME: &str = "image";
-const KEYS: [&str; 25] = {
-    let own: [&str; 10] = joined(&["url"], &stores::KEYS, &[]);
+const KEYS: [&str; 26] = {
+    let own: [&str; 11] = joined(&["url", "prefetch"], &stores::KEYS, &[]);
     joined(&own, &family::KEYS, &["publish"])
 };
 /// Its attributes, and those of the forks' family.
-const NAMES: [&str; 14] = joined(
-    &["url", "image", "tag", "size", "cache", "cache_size", "timeout", "store_stat"],
+const NAMES: [&str; 15] = joined(
+    &["url", "image", "tag", "size", "prefetch", "cache", "cache_size", "timeout", "store_stat"],
     &family::NAMES,
     &[],
 );
@@ -37,6 +37,8 @@ pub struct ImageSpec {
     pub url: ImageUrl,
     /// How it is reached, and where its pages are kept.
     pub store: StoreSpec,
+    /// Fetch what its trace says.
+    pub prefetch: bool,
     /// What its forks share.
     pub family: FamilySpec,
 }
@@ -47,6 +49,7 @@ impl ImageSpec {
         Ok(Self {
             url: keys.need(NAME, "url", "url=s3://bucket/images:debian", str::parse)?,
             store: StoreSpec::take(keys)?,
+            prefetch: keys.take("prefetch", parse_bool)?.unwrap_or(true),
             family: FamilySpec::take(keys)?,
         })
     }
@@ -61,7 +64,7 @@ impl Asked for ImageSpec {
         let failed = |error: Error| of_store(&error);
         let store = Arc::new(Store::open(objects, secret.as_ref(), until).map_err(failed)?);
         let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
-        let config = image::Config { timeout: self.store.timeout() };
+        let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
         let pulled = Pulled { image: Arc::clone(&image), url: self.url.of(name) };
         Ok(Built::alone(Stored(pulled), image))
@@ -138,6 +141,7 @@ impl Made for Stored {
             "url" => json!(url.store),
             "image" => json!(image.name().to_string()),
             "tag" => json!(url.tag),
+            "prefetch" => json!(spec.prefetch),
             "size" => json!(entry.size()),
             "cache" => image.cache().map_or(json!("none"), |cache| json!(path_text::text(cache.dir()))),
             "cache_size" => image.cache().map_or(json!(0), |cache| json!(cache.limit())),

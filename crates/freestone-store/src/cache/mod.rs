@@ -90,6 +90,11 @@ impl Cache {
         self.dir.join(part).join(&name[..2]).join(name)
     }
 
+    /// Whether a chunk is there.
+    pub fn has(&self, name: &Name) -> bool {
+        self.path(CHUNKS, name).exists()
+    }
+
     /// The pages of a chunk, if they are there. Waits for the disk.
     pub fn find(&self, name: &Name) -> Option<Entry> {
         let path = self.path(CHUNKS, name);

@@ -18,9 +18,9 @@ use crate::store;
 /// Fetches of an image at once.
 const THREADS: usize = 32;
 /// Of these, of what nobody waits for.
-const AHEAD_AT_ONCE: usize = 24;
+const AHEAD_AT_ONCE: usize = 16;
 /// Chunks that may be wanted soon and are not fetched yet.
-const AHEAD_MAX: usize = 1024;
+const AHEAD_MAX: usize = store::CHUNKS_MAX;
 /// How long a thread waits for more to do.
 const IDLE: Duration = Duration::from_secs(10);
 /// Streams of reads that are told apart, and the most that is fetched before one.
@@ -30,6 +30,8 @@ const STREAM_CHUNKS_MAX: u64 = 32;
 /// What is fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Key {
+    /// What was read first at another time.
+    Trace,
     /// The maps of a segment.
     Segment(u32),
     /// All pages of a chunk.
@@ -97,6 +99,18 @@ impl<W: Waiter> Fetches<W> {
     /// Whoever waits is answered; nothing more is fetched.
     pub fn close(&self) {
         self.0.close();
+    }
+
+    /// Fetches what was read first at another time, if the store knows, and there is a cache.
+    pub fn follow_trace(&self) {
+        if self.0.content.cache().is_some() {
+            let mut state = self.0.lock();
+            state
+                .wanted
+                .insert(Key::Trace, Wanted { since: Instant::now(), begun: false, waiters: Vec::new() });
+            state.ahead.push_back(Key::Trace);
+            self.0.wake(&mut state);
+        }
     }
 
     /// Goes on with the waiter when it came.
@@ -239,12 +253,24 @@ impl<W> State<W> {
 
 impl<W: Waiter> Inner<W> {
     /// A thread: fetches until there was nothing to do for a while.
-    fn work(&self) {
+    fn work(self: &Arc<Self>) {
         let content = &self.content;
         let is_over = || content.is_closed();
         while let Some((key, is_demand)) = self.wait() {
             let until = Until { is_over: &is_over, ..Until::within(content.config.timeout) };
             let outcome = match key {
+                Key::Trace => {
+                    // Only a hint: without it what is read is fetched when it is read.
+                    let names = content.store.trace(&content.name, until).unwrap_or_else(|error| {
+                        tracing::info!("{}: {error}", content.store.url());
+                        Vec::new()
+                    });
+                    self.ahead(names, None);
+                    Ok(None)
+                }
+                Key::Chunk(name) if !is_demand && content.cache().is_some_and(|cache| cache.has(&name)) => {
+                    Ok(None)
+                }
                 Key::Segment(number) => content.load(number, until).map(|_| None),
                 Key::Chunk(name) => content.fetch(&name, until).map(Some),
                 Key::Unit(name, unit) => content.fetch_unit(&name, unit, until).map(Some),
@@ -253,7 +279,7 @@ impl<W: Waiter> Inner<W> {
             state.ahead_running -= usize::from(!is_demand);
             let waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
             drop(state);
-            if !is_demand && outcome.is_ok() {
+            if !is_demand && matches!(&outcome, Ok(Some(_))) {
                 Stats::add(&content.stats.ahead, 1);
             }
             match outcome {

@@ -1,6 +1,6 @@
 //! Where the pages of an image are, and reading them where they are at hand.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::format::map::{Map, Place};
 use crate::format::name::{Kind, Name};
 use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES, UNIT_PAGES};
 use crate::objects::Until;
-use crate::store::{Error, Result, Store};
+use crate::store::{CHUNKS_MAX, Error, Result, Store};
 
 /// Segments whose maps are in memory at once; each has 75 to 600 KiB of them.
 const SEGMENTS_MAX: usize = 1024;
@@ -65,6 +65,14 @@ pub struct Content {
     cache_failed: AtomicU64,
     since: Instant,
     pub stats: Stats,
+    touched: Mutex<Touched>,
+}
+
+/// Chunks in the order in which they were needed first.
+#[derive(Default)]
+struct Touched {
+    order: Vec<Name>,
+    known: HashSet<Name>,
 }
 
 impl Content {
@@ -87,6 +95,7 @@ impl Content {
             cache_failed: AtomicU64::new(0),
             since: Instant::now(),
             stats: Stats::default(),
+            touched: Mutex::default(),
         })
     }
 
@@ -156,12 +165,26 @@ impl Content {
         }
         let Some(entry) = self.cache.as_ref().and_then(|cache| cache.find(&name)) else { return needed() };
         Stats::add(&self.stats.found, 1);
+        self.touch(name);
         open_files::keep(segment, map, chunk, entry);
         match read(&loaded.entries[chunk], first, within, out, wait) {
             Some(Outcome::Done) => Found::Read(bytes),
             // It was closed again, or is damaged: the next look tells.
             _ => Found::Later,
         }
+    }
+
+    /// Somebody needs a chunk.
+    pub fn touch(&self, name: Name) {
+        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        if touched.order.len() < CHUNKS_MAX && touched.known.insert(name) {
+            touched.order.push(name);
+        }
+    }
+
+    /// The chunks in the order in which they were needed first.
+    pub fn touched(&self) -> Vec<Name> {
+        self.touched.lock().unwrap_or_else(PoisonError::into_inner).order.clone()
     }
 
     /// The maps of a segment. Waits for the store.

@@ -66,6 +66,11 @@ impl Reader {
         self.fetches.ahead(offset, len);
     }
 
+    /// Fetches what was read first at another time.
+    pub fn follow_trace(&self) {
+        self.fetches.follow_trace();
+    }
+
     /// Answers all who wait.
     pub fn close(&self) {
         self.content.close();
@@ -175,6 +180,7 @@ impl Piece {
                 }
                 Found::Segment(number) => Key::Segment(number),
                 Found::Chunk { name, first, count } => {
+                    content.touch(name);
                     let (unit, last) = (first / UNIT_PAGES, (first + count - 1) / UNIT_PAGES);
                     if content.cache().is_some() || last - unit + 1 >= UNITS_MAX {
                         fetches.missed(name, self.offset, self.len as u64);

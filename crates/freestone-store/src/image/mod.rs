@@ -60,6 +60,8 @@ pub struct Image {
 pub struct Config {
     /// How long a fetch may take. A request waits about twice that at most, where many wait.
     pub timeout: Duration,
+    /// Fetch what the trace of the image says, if it has one, before anybody asks for it.
+    pub prefetch: bool,
 }
 
 impl Image {
@@ -86,7 +88,11 @@ impl Image {
             // Without that it is read again.
             let _ = cache.keep_meta(&name, &manifest.bytes(), until);
         }
-        Ok(Self { reader: Reader::new(Content::new(store, cache, name, manifest, config)) })
+        let reader = Reader::new(Content::new(store, cache, name, manifest, config));
+        if config.prefetch {
+            reader.follow_trace();
+        }
+        Ok(Self { reader })
     }
 
     /// Its name.
@@ -112,6 +118,17 @@ impl Image {
     /// What was read and fetched.
     pub fn stat(&self) -> Stat {
         self.reader.content.stats.stat()
+    }
+
+    /// Notes in the store which chunks were needed since this was opened, in their order: who opens the
+    /// image from now on has them fetched. How many.
+    ///
+    /// # Errors
+    /// What the store answers.
+    pub fn push_trace(&self, until: Until<'_>) -> store::Result<usize> {
+        let touched = self.reader.content.touched();
+        self.store().set_trace(&self.name(), &touched, until)?;
+        Ok(touched.len())
     }
 
     /// Fetches all of it into the cache. `note` is told how many chunks are done, and of how many.

@@ -4,6 +4,7 @@
 mod again;
 mod error;
 mod tags;
+mod traces;
 mod traffic;
 
 use std::ops::Range;
@@ -24,6 +25,7 @@ pub use again::TRY_MAX;
 use again::{again, is_worth_another};
 pub use error::{Error, Result};
 pub use tags::TagRead;
+pub use traces::CHUNKS_MAX;
 use traffic::Counted;
 pub use traffic::{Requests, Traffic};
 

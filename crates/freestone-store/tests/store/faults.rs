@@ -53,7 +53,7 @@ fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
     let device = mixed(300, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
     let want = content(&device);
-    let config = Config { timeout: Duration::from_millis(150) };
+    let config = Config { timeout: Duration::from_millis(150), ..CONFIG };
     let keys: Vec<String> =
         memory.under("chunks/").into_keys().chain(memory.under("maps/").into_keys()).collect();
     for key in keys {
@@ -114,7 +114,7 @@ fn a_store_that_hangs_is_an_error_in_time() {
     let (memory, store) = store();
     let device = mixed(64 * 128, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
-    let config = Config { timeout: Duration::from_millis(300) };
+    let config = Config { timeout: Duration::from_millis(300), ..CONFIG };
     let image = Arc::new(Image::open(Arc::clone(&store), None, name, config, soon()).unwrap());
     let mut out = vec![0; PAGE];
     image.read_at(0, &mut out).unwrap();

@@ -19,7 +19,7 @@ use freestone_testkit::objects::Memory;
 use freestone_testkit::{Model, Rng};
 
 pub const BEGIN: Begin = Begin { encrypted: false, grace: GRACE };
-pub const CONFIG: Config = Config { timeout: Duration::from_secs(20) };
+pub const CONFIG: Config = Config { timeout: Duration::from_secs(20), prefetch: false };
 
 pub fn soon() -> Until<'static> {
     Until::within(Duration::from_secs(60))

@@ -254,3 +254,63 @@ fn extents_and_other_operations() {
     assert_eq!(image.run(Request::new(Op::Discard, 0, 4096)), Err(Error::ReadOnly));
     assert_eq!(image.flush(), Ok(()));
 }
+
+#[test]
+fn what_was_read_first_is_fetched_before_anybody_asks() {
+    let (memory, store) = store();
+    let device = mixed(60 * 128, 1);
+    let name = push_plain(&store, &device, "v1").unwrap().manifest;
+    let order = [30_u64, 4, 50, 12, 41, 9, 22, 57];
+    let mut out = vec![0; PAGE];
+    let open = |cache: &Arc<Cache>, prefetch| {
+        let config = freestone_store::image::Config { prefetch, ..CONFIG };
+        Image::open(Arc::clone(&store), Some(Arc::clone(cache)), name, config, soon()).unwrap()
+    };
+    let (_dir, cache) = cache();
+    let first = open(&cache, true);
+    for chunk in order {
+        first.read_at(chunk * CHUNK_BYTES as u64, &mut out).unwrap();
+    }
+    assert_eq!(first.stat().ahead, 0);
+    assert_eq!(first.push_trace(soon()).unwrap(), order.len());
+    // Somewhere else all of it comes by itself.
+    let (_dir, cache) = self::cache();
+    let second = open(&cache, true);
+    let since = Instant::now();
+    while second.stat().ahead < order.len() as u64 {
+        assert!(since.elapsed() < Duration::from_secs(20), "{:?}", second.stat());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    memory.rule(|call| {
+        if call.method == Method::Get && call.key.starts_with("chunks/") {
+            Effect::Hang
+        } else {
+            Effect::Pass
+        }
+    });
+    for chunk in order {
+        second.read_at(chunk * CHUNK_BYTES as u64, &mut out).unwrap();
+    }
+    assert_eq!(second.stat().fetched, order.len() as u64);
+    // What it read is its own trace, in its order.
+    assert_eq!(second.push_trace(soon()).unwrap(), order.len());
+    assert_eq!(store.trace(&name, soon()).unwrap().len(), order.len());
+    // One that is no trace does no harm.
+    memory.heal();
+    for change in [
+        (|bytes: &mut Vec<u8>| bytes[70] ^= 1) as fn(&mut Vec<u8>),
+        |bytes| bytes.truncate(50),
+        |bytes| bytes.clear(),
+    ] {
+        memory.tamper(&format!("traces/{name}"), |bytes| {
+            change(bytes);
+            true
+        });
+        assert!(store.trace(&name, soon()).is_err());
+        let (_dir, cache) = self::cache();
+        assert!(content(&open(&cache, true)) == content(&device));
+    }
+    // Nor does one of another image.
+    store.set_trace(&freestone_store::format::name::Name([7; 32]), &[], soon()).unwrap();
+    assert_eq!(store.trace(&freestone_store::format::name::Name([8; 32]), soon()), Ok(Vec::new()));
+}
