@@ -1,5 +1,7 @@
 //! Images in object storage: pushed by one server, forked by others.
 
+mod network;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -1,0 +1,230 @@
+//! The same over the network, with a server of objects that fails as it is told.
+
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone_testkit::s3::{Server, Trouble};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{content, disk, with_disk};
+use crate::clients::tools::{qemu_io, tool, uri};
+use crate::harness::{Serve, finish, freestone, refused};
+
+const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
+
+/// A command of the program that reaches the store.
+fn reaching(server: &Server, mut command: Command) -> Command {
+    for variable in
+        ["AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"]
+    {
+        command.env_remove(variable);
+    }
+    command
+        .env("AWS_ENDPOINT_URL", server.endpoint())
+        .env("AWS_ACCESS_KEY_ID", "AKTEST")
+        .env("AWS_SECRET_ACCESS_KEY", "a-secret-of-the-test");
+    command
+}
+
+fn push(server: &Server, dir: &std::path::Path, url: &str) -> (i32, String, String) {
+    finish(reaching(server, freestone(dir)).args(["push", SOURCE, url]))
+}
+
+/// A server of devices whose cache others may share.
+fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serve {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = reaching(server, freestone(dir.path()));
+    command.env("FREESTONE_CACHE", cache).arg("serve").args(devices).args([
+        "--nbd",
+        "unix:nbd",
+        "--control",
+        "control",
+    ]);
+    command.stderr(std::fs::File::create(dir.path().join("log")).unwrap());
+    Serve::ready(dir, command)
+}
+
+#[test]
+fn images_go_through_s3_and_are_read_over_http_as_well() {
+    let server = Server::start(&["images"]);
+    server.require_key(Some("AKTEST"));
+    let dir = with_disk(6);
+    let (code, out, err) = push(&server, dir.path(), "s3://images/some/where:v1");
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    assert!(server.keys("images").iter().all(|key| key.starts_with("some/where/")));
+    let cache = tempfile::tempdir().unwrap();
+    let devices = ["i=image,url=s3://images/some/where:v1", "vm=fork,base=i"];
+    let serving = serve(&server, cache.path(), &devices);
+    assert!(content(&serving, "vm") == disk(6));
+    qemu_io(&uri(&serving, "vm"), &["write -P 8 1M 64k"]);
+    let pushed = serving.json(&["push", "vm", "s3://images/some/where:vm"]);
+    assert_eq!(pushed["changed_bytes"], 64 << 10);
+    // The tag is changed only if it is what it was; the store has what no client has seen.
+    serving.json(&["push", "vm", "s3://images/some/where:v1"]);
+    let (code, out, err) =
+        finish(reaching(&server, freestone(dir.path())).args(["images", "s3://images/some/where"]));
+    assert_eq!((code, err.as_str(), out.lines().count()), (0, "", 3), "{out}");
+    // A web server that has the same files.
+    server.require_key(None);
+    let url = format!("{}/images/some/where:vm", server.endpoint());
+    let elsewhere = tempfile::tempdir().unwrap();
+    let web = serve(&server, elsewhere.path(), &[&format!("i=image,url={url}")]);
+    assert!(content(&web, "i") == content(&serving, "vm"));
+    let said = web.refused(1, &["push", "i", &url.replace(":vm", ":other")]);
+    assert!(said.contains("only read"), "{said}");
+    // Nothing that is told has the secret.
+    for serving in [&serving, &web] {
+        let told = [
+            serving.text(&["list"]),
+            serving.text(&["stat"]),
+            serving.text(&["get", "i"]),
+            serving.text(&["dump"]),
+        ]
+        .concat();
+        let log = std::fs::read_to_string(serving.path("log")).unwrap();
+        assert!(!(told + &log).contains("a-secret"));
+    }
+}
+
+#[test]
+fn what_a_store_says_is_told() {
+    let server = Server::start(&["images"]);
+    server.require_key(Some("OTHER"));
+    let dir = with_disk(1);
+    let said = |url: &str| {
+        let (code, out, err) = push(&server, dir.path(), url);
+        assert_eq!((code, out.as_str()), (1, ""));
+        crate::harness::sentence(&err)
+    };
+    assert!(said("s3://images/x:v1").contains("refuses"), "{}", said("s3://images/x:v1"));
+    server.require_key(None);
+    assert!(said("s3://nowhere/x:v1").contains("bucket"), "{}", said("s3://nowhere/x:v1"));
+    server.set_quota(Some(5000));
+    let full = said("s3://images/x:v1");
+    assert!(full.contains("Quota") || full.contains("507") || full.contains("Insufficient"), "{full}");
+    server.set_quota(None);
+    let said = refused(dir.path(), 1, &["push", SOURCE, "s3://images/x:v1", "credentials=nowhere"]);
+    assert!(said.contains("no credentials"), "{said}");
+}
+
+#[test]
+fn a_busy_store_is_tried_again_and_a_hanging_one_is_an_error_in_time() {
+    let server = Server::start(&["images"]);
+    let dir = with_disk(6);
+    let busy = |asked: &freestone_testkit::s3::Asked<'_>| asked.nth % 2 == 1;
+    server.trouble(busy, Trouble::Status(503, "SlowDown"));
+    let (code, out, err) = push(&server, dir.path(), "s3://images/x:v1");
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    let cache = tempfile::tempdir().unwrap();
+    let serving = serve(&server, cache.path(), &["i=image,url=s3://images/x:v1,timeout=2", "vm=fork,base=i"]);
+    assert!(content(&serving, "i") == disk(6));
+    server.no_troubles();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let serving =
+        serve(&server, elsewhere.path(), &["i=image,url=s3://images/x:v1,timeout=1", "vm=fork,base=i"]);
+    qemu_io(&uri(&serving, "vm"), &["read 0 4k"]);
+    server.trouble(|_| true, Trouble::Stall(None));
+    let since = Instant::now();
+    let output =
+        tool("qemu-io").args(["-f", "raw", "-c", "read 4M 4k", &uri(&serving, "vm")]).output().unwrap();
+    assert!(String::from_utf8(output.stdout).unwrap().contains("Input/output error"));
+    assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
+    // Verbs do not wait for it, and what is cached is read.
+    qemu_io(&uri(&serving, "vm"), &["read 0 64k", "write -P 1 0 4k"]);
+    assert!(since.elapsed() < Duration::from_secs(30));
+    assert!(
+        serving.json(&["stat", "i"])["store_stat"]["last_error"]
+            .as_str()
+            .unwrap()
+            .contains("no answer in time")
+    );
+    let since = Instant::now();
+    serving.signal(Signal::TERM);
+    assert_eq!(serving.wait().0, Some(0));
+    assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
+}
+
+#[test]
+fn a_push_is_cancelled_by_an_interrupt_and_goes_on_where_it_was() {
+    let server = Server::start(&["images"]);
+    let dir = with_disk(6);
+    // The first chunks go through.
+    let begun = AtomicUsize::new(0);
+    let late = move |asked: &freestone_testkit::s3::Asked<'_>| {
+        let is_chunk = asked.method == "PUT" && asked.key.contains("chunks/");
+        is_chunk && begun.fetch_add(1, Ordering::SeqCst) >= 3
+    };
+    server.trouble(late, Trouble::Stall(None));
+    let mut command = reaching(&server, freestone(dir.path()));
+    let child = command
+        .args(["push", SOURCE, "s3://images/x:v1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let since = Instant::now();
+    while server.keys("images").iter().filter(|key| key.contains("chunks/")).count() < 1 {
+        assert!(since.elapsed() < Duration::from_secs(20));
+        thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_ne!(output.status.code(), Some(0));
+    assert!(since.elapsed() < Duration::from_secs(30));
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "freestone: d: push: cancelled\n");
+    assert!(!server.keys("images").iter().any(|key| key.contains("tags/")));
+    let there = server.keys("images").iter().filter(|key| key.contains("chunks/")).count();
+    server.no_troubles();
+    server.forget_traffic();
+    let (code, _, err) = push(&server, dir.path(), "s3://images/x:v1");
+    assert_eq!((code, err.as_str()), (0, ""));
+    let sent = server
+        .traffic()
+        .requests
+        .iter()
+        .filter(|((method, key), _)| method == "PUT" && key.contains("chunks/"))
+        .count();
+    assert_eq!(sent + there, 8);
+}
+
+/// However many servers and forks a host has, each chunk comes once.
+#[test]
+fn of_all_forks_of_a_host_one_fetches_a_chunk() {
+    const SERVERS: usize = 10;
+    const FORKS: usize = 10;
+    let server = Server::start(&["images"]);
+    let dir = with_disk(24);
+    let (code, _, err) = push(&server, dir.path(), "s3://images/x:v1");
+    assert_eq!((code, err.as_str()), (0, ""));
+    server.forget_traffic();
+    let cache = tempfile::tempdir().unwrap();
+    let servers: Vec<Serve> =
+        (0..SERVERS).map(|_| serve(&server, cache.path(), &["i=image,url=s3://images/x:v1"])).collect();
+    thread::scope(|scope| {
+        for serving in &servers {
+            scope.spawn(move || {
+                let nbd = format!("unix:{}", serving.path("nbd").display());
+                serving.text(&["fork", "i", "vm-%n", "--count", &FORKS.to_string(), "--nbd", &nbd]);
+                for fork in 0..FORKS {
+                    let at = fork * 2;
+                    let reads = [format!("read {at}M 1M"), "read 0 4M".to_owned(), "read 20M 4M".to_owned()];
+                    qemu_io(&uri(serving, &format!("vm-{fork}")), &reads);
+                }
+            });
+        }
+    });
+    for serving in servers.iter().take(2) {
+        assert!(content(serving, "i") == disk(24));
+    }
+    let traffic = server.traffic();
+    let chunks: Vec<_> = traffic
+        .requests
+        .iter()
+        .filter(|((method, key), _)| method == "GET" && key.contains("chunks/"))
+        .collect();
+    let stored = server.keys("images").iter().filter(|key| key.contains("chunks/")).count();
+    assert_eq!(chunks.len(), stored);
+    assert!(chunks.iter().all(|(_, count)| **count == 1), "{chunks:?}");
+}
