@@ -2,6 +2,8 @@
 
 mod cached;
 mod kit;
+mod push;
+mod remote;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -16,6 +18,13 @@ pub struct Args {
     /// What to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
+    /// push, boot: an S3 server, `http://ADDRESS:PORT`, with the credentials of the environment [default:
+    /// one in this process]
+    #[arg(long, value_name = "URL")]
+    endpoint: Option<String>,
+    /// The bucket there.
+    #[arg(long, requires = "endpoint")]
+    bucket: Option<String>,
 }
 
 /// A part of it.
@@ -23,6 +32,8 @@ pub struct Args {
 enum PartName {
     /// Reads of a fork over an image that is cached, beside one over a local file.
     Cached,
+    /// A push over a line, and one of what changed.
+    Push,
 }
 
 /// Runs the parts.
@@ -34,6 +45,10 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         let kit = kit::Kit::new(&place, set, options)?;
         if wanted(PartName::Cached) {
             reports.push(cached::run(&kit, options)?.print());
+        }
+        if wanted(PartName::Push) {
+            let remote = remote::Remote::new(args.endpoint.as_deref(), args.bucket.as_deref())?;
+            reports.push(push::run(&kit, &remote, options)?.print());
         }
     }
     Ok(reports)

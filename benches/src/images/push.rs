@@ -1,0 +1,137 @@
+//! A push of real files over a line, beside zstd alone and the line alone; a second one after some pages
+//! changed.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, ensure};
+use freestone::PAGE_BYTES;
+use freestone::store::push::{Options as PushOptions, Pushed, Source, THREADS, push};
+use freestone_report::{Report, Row, Target, Unit, mib};
+
+use super::kit::{Kit, until};
+use super::remote::{BITS_PER_SECOND, Remote};
+use crate::data::Random;
+use crate::options::Options;
+
+const ROUNDS: u32 = 3;
+const ROUNDS_QUICK: u32 = 1;
+/// At least 0.8 of the slower of zstd and the line.
+const SLOWER_MAX: f64 = 1.25;
+/// Of what the changed pages are compressed.
+const CHANGED_MAX: f64 = 1.3;
+/// One page of so many changes.
+const CHANGED_OF: u64 = 100;
+
+pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
+    let (mut pushes, mut bounds, mut zstds, mut lines) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut sent = 0;
+    let mut last = None;
+    for round in 0..options.rounds(ROUNDS, ROUNDS_QUICK) {
+        let zstd = zstd(kit)?;
+        let prefix = format!("push-{}-{round}", std::process::id());
+        let begun = Instant::now();
+        let pushed = send(kit, remote, &prefix)?;
+        pushes.push(begun.elapsed().as_secs_f64());
+        sent = pushed.sent.1;
+        let line = (sent * 8) as f64 / BITS_PER_SECOND as f64;
+        zstds.push(zstd);
+        lines.push(line);
+        bounds.push(zstd.max(line));
+        last = Some(prefix);
+    }
+    let first = Row::over("first push / the slower of zstd and the line", &pushes, &bounds)
+        .target(Target::AtMost(SLOWER_MAX))
+        .part("s", crate::measure::median(&pushes))
+        .part("zstd s", crate::measure::median(&zstds))
+        .part("line s", crate::measure::median(&lines))
+        .part("sent MiB", mib(sent));
+    let prefix = last.context("there is a round at least")?;
+    let changed = change(kit)?;
+    let before = remote.bytes().0;
+    let begun = Instant::now();
+    let pushed = send(kit, remote, &prefix)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let went = remote.bytes().0 - before;
+    ensure!(pushed.changed_pages <= changed.pages, "more pages changed than were written");
+    let second = Row::one(
+        "bytes of a second push / the changed pages, compressed",
+        Unit::Ratio,
+        went as f64 / changed.packed as f64,
+    )
+    .target(Target::AtMost(CHANGED_MAX))
+    .part("went MiB", mib(went))
+    .part("pages in units MiB", mib(changed.packed))
+    .part("each by itself MiB", mib(changed.each))
+    .part("s", seconds);
+    Ok(Report::new("images: push", kit.data.description.clone(), kit.data.bytes(), "zstd")
+        .note(format!(
+            "Over a line of 20 ms to and fro and 1 Gbit/s, to {}. zstd: the program, level 3, two threads, of the same \
+             file; the line: the bytes of the chunks at its speed. The second push: after 1 % of the pages, at random, \
+             got other content (that of other pages, changed in 16 bytes); bytes are all that went over the line, with \
+             requests; the changed pages are compressed in units of 16, as a chunk has them.",
+            remote.name
+        ))
+        .rows(vec![first, second]))
+}
+
+fn send(kit: &Kit, remote: &Remote, prefix: &str) -> Result<Pushed> {
+    let (store, is_new) = remote.store(prefix)?;
+    let device = kit.local()?;
+    let source = Source { device: &*device, label: "disk", over: None };
+    let options = PushOptions { tag: "v1", full: false, threads: THREADS, is_new };
+    Ok(push(&store, source, options, &|_, _| {}, until())?)
+}
+
+/// Seconds that zstd takes for the file.
+fn zstd(kit: &Kit) -> Result<f64> {
+    let begun = Instant::now();
+    let mut command = Command::new("zstd");
+    command.args(["-3", "-T2", "-q", "-c"]).arg(&kit.file).stdout(Stdio::null());
+    ensure!(command.status().context("cannot start zstd")?.success(), "zstd failed");
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+/// Pages that got other content.
+struct Changed {
+    pages: u64,
+    /// Bytes of them, compressed together in units.
+    packed: u64,
+    /// The same, each by itself.
+    each: u64,
+}
+
+/// Writes other content to some pages of the file.
+fn change(kit: &Kit) -> Result<Changed> {
+    let file = File::options().read(true).write(true).open(&kit.file)?;
+    let count = kit.data.bytes() / PAGE_BYTES as u64;
+    let mut random = Random::new(1);
+    let mut pages = BTreeSet::new();
+    while (pages.len() as u64) < count / CHANGED_OF {
+        pages.insert(random.next_u64() % count);
+    }
+    let mut content = Vec::with_capacity(pages.len() * PAGE_BYTES);
+    let mut page = [0; PAGE_BYTES];
+    for number in &pages {
+        file.read_exact_at(&mut page, random.next_u64() % count * PAGE_BYTES as u64)?;
+        page[..8].copy_from_slice(&random.next_u64().to_le_bytes());
+        page[2000..2008].copy_from_slice(&random.next_u64().to_le_bytes());
+        file.write_all_at(&page, number * PAGE_BYTES as u64)?;
+        content.extend_from_slice(&page);
+    }
+    let compressed = |bytes: usize| -> u64 { content.chunks(bytes).map(compressed_bytes).sum() };
+    Ok(Changed {
+        pages: pages.len() as u64,
+        packed: compressed(16 * PAGE_BYTES),
+        each: compressed(PAGE_BYTES),
+    })
+}
+
+/// As many bytes as zstd makes of these, at level 3.
+fn compressed_bytes(bytes: &[u8]) -> u64 {
+    let mut out = vec![0; zstd_safe::compress_bound(bytes.len())];
+    zstd_safe::compress(&mut out[..], bytes, 3).map_or(bytes.len(), |len| len.min(bytes.len())) as u64
+}

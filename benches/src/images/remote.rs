@@ -1,0 +1,74 @@
+//! A store behind a line: 20 ms to and fro, 1 Gbit/s.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use freestone::store::format::domain::GRACE;
+use freestone::store::objects::Objects;
+use freestone::store::store::{Begin, Store};
+use freestone_objects::Options;
+use freestone_testkit::Latency;
+use freestone_testkit::s3::Server;
+
+use super::kit::until;
+
+pub const ROUND_TRIP: Duration = Duration::from_millis(20);
+pub const BITS_PER_SECOND: u64 = 1_000_000_000;
+const BUCKET: &str = "images";
+
+/// A server of objects, this process's own or another, and the line to it.
+pub struct Remote {
+    /// It ends with this.
+    _server: Option<Server>,
+    line: Latency,
+    bucket: String,
+    anonymous: bool,
+    pub name: &'static str,
+}
+
+impl Remote {
+    /// The server at an endpoint, `http://ADDRESS:PORT`, with the credentials of the environment; else
+    /// one in this process.
+    pub fn new(endpoint: Option<&str>, bucket: Option<&str>) -> Result<Self> {
+        let (server, target) = match endpoint {
+            Some(endpoint) => {
+                let address = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
+                (None, address.parse::<SocketAddr>().context("an endpoint is http://ADDRESS:PORT")?)
+            }
+            None => {
+                let server = Server::start(&[BUCKET]);
+                let address = server.address();
+                (Some(server), address)
+            }
+        };
+        let name = if server.is_some() { "a server in this process" } else { "the server at --endpoint" };
+        let line = Latency::start(target, ROUND_TRIP, Some(BITS_PER_SECOND));
+        let bucket = bucket.unwrap_or(BUCKET).to_owned();
+        Ok(Self { anonymous: server.is_some(), _server: server, line, bucket, name })
+    }
+
+    /// What lies under a name that nobody used yet.
+    pub fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
+        let options = Options {
+            endpoint: Some(self.line.endpoint()),
+            region: Some("us-east-1".into()),
+            anonymous: self.anonymous,
+            ..Options::default()
+        };
+        Ok(freestone_objects::open(&format!("s3://{}/{prefix}", self.bucket), &options)?)
+    }
+
+    /// A store there, begun if it is not.
+    pub fn store(&self, prefix: &str) -> Result<(Arc<Store>, bool)> {
+        let begin = Begin { encrypted: false, grace: GRACE };
+        let (store, is_new) = Store::open_or_begin(self.objects(prefix)?, None, begin, until())?;
+        Ok((Arc::new(store), is_new))
+    }
+
+    /// Bytes that went there and came from there, with all that HTTP adds.
+    pub fn bytes(&self) -> (u64, u64) {
+        self.line.bytes()
+    }
+}
