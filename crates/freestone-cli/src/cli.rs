@@ -53,7 +53,14 @@ Devices:
   NAME=qcow2,path=PATH      read-only qcow2 image, with those that it stands on
       standalone=yes|no                     yes refuses one that names other files; default no
       and the keys of what its forks share
-  NAME=fork,base=NAME       disk over a file with readonly=yes, a qcow2 image or a snapshot
+  NAME=nbd,uri=URI          export of any NBD server: nbd://HOST[:PORT]/EXPORT, nbds:// with TLS,
+                            nbd+unix:///EXPORT?socket=PATH, nbds+unix://
+      connections=N, timeout=TIME           default 4, where the server allows that; 30s without a server
+      readonly=yes|no, size=SIZE            default as the export is; another size is refused
+      tls_ca=FILE, tls_hostname=NAME        whom to trust; default the system's certificates, the host
+      tls_cert=FILE, tls_key=FILE           shown to the server
+      what its forks share is set here too, with readonly=yes: all keys of ram but disksize
+  NAME=fork,base=NAME       disk over a file or export with readonly=yes, a qcow2 image or a snapshot
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
       mem_min=SIZE                          what its family keeps for it; default none
@@ -72,7 +79,8 @@ Devices:
   ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
                             zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
-  ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE, record=FILE
+  ram, null, file, nbd and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE,
+                            record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
   Without any device and without --config: ram0=ram,disksize=1G
 

@@ -6,11 +6,13 @@ mod build;
 mod file;
 mod fork;
 mod identity;
+mod nbd;
 mod null;
 mod qcow2;
 mod ram;
 pub mod registry;
 mod restored;
+mod shared_family;
 mod snapshot;
 mod template;
 #[cfg(test)]
@@ -21,13 +23,14 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
+use freestone_nbd_client::Uri;
 use serde_json::Value;
 
 pub use self::build::build;
@@ -36,6 +39,7 @@ pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
+pub use self::nbd::NbdSpec;
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -49,7 +53,7 @@ pub use self::snapshot::{
 pub use self::template::TemplateSpec;
 use self::words::Words;
 use crate::entries::{Entries, SpecError, check_name, nearest};
-use crate::family::{self, FamilySpec};
+use crate::family::FamilySpec;
 use crate::keys::{Keys, joined, parse_bool};
 use crate::layers::{Below, FAULT_KEYS, LayerSpec, Layers, ZONE_KEYS};
 use crate::notes::MemoryNotes;
@@ -59,7 +63,7 @@ use crate::refusal::{Errno, Refusal};
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
 /// Every kind that can be asked for.
-const ALL: [(&str, Take); 7] = [
+const ALL: [(&str, Take); 8] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
     (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
@@ -67,6 +71,7 @@ const ALL: [(&str, Take); 7] = [
     (null::NAME, |keys| Ok(KindSpec::Null(Box::new(NullSpec::take(keys)?)))),
     (file::NAME, |keys| Ok(KindSpec::File(Box::new(FileSpec::take(keys)?)))),
     (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
+    (nbd::NAME, |keys| Ok(KindSpec::Nbd(Box::new(NbdSpec::take(keys)?)))),
 ];
 /// Their names.
 const KINDS: [&str; ALL.len()] = {
@@ -120,6 +125,8 @@ pub enum KindSpec {
     File(Box<FileSpec>),
     /// A qcow2 image, read-only.
     Qcow2(Box<Qcow2Spec>),
+    /// An export of an NBD server.
+    Nbd(Box<NbdSpec>),
     /// From a saved file.
     Restored(RestoredSpec),
 }
@@ -136,6 +143,7 @@ impl Deref for KindSpec {
             Self::Null(spec) => &**spec,
             Self::File(spec) => &**spec,
             Self::Qcow2(spec) => &**spec,
+            Self::Nbd(spec) => &**spec,
             Self::Restored(spec) => spec,
         }
     }
@@ -185,6 +193,11 @@ pub trait Asked {
 
     /// The image that it is, as the base of a delta names it.
     fn image(&self) -> Option<(&Path, Format)> {
+        None
+    }
+
+    /// The export of an NBD server that it is.
+    fn uri(&self) -> Option<&Uri> {
         None
     }
 
@@ -549,49 +562,5 @@ impl Entry {
     /// Whether forks can be made of it, each with a family that is not its own.
     pub fn is_outer_base(&self) -> bool {
         self.kind.is_outer_base(self.is_read_only())
-    }
-
-    /// Whether the limit, and what is done there, is set through it though it is no RAM disk.
-    pub fn has_family(&self) -> bool {
-        self.is_outer_base() || self.kind.copies().is_some()
-    }
-
-    /// Its family, or that of its forks, if there is one already.
-    pub fn family_made(&self) -> Option<Family> {
-        match self.in_memory() {
-            Some(ram) => Some(ram.family()),
-            // While it is made, which may wait for its backing device, there is none yet.
-            None => match self.family.try_lock() {
-                Ok(family) => family.clone(),
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
-                Err(TryLockError::WouldBlock) => None,
-            },
-        }
-    }
-
-    /// What the forks of a base have in common; made at the first one.
-    pub fn family_of(&self, registry: &Registry) -> Result<Family, Refusal> {
-        if let Some(ram) = self.in_memory() {
-            return Ok(ram.family());
-        }
-        let mut made = self.family.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(family) = &*made {
-            return Ok(family.clone());
-        }
-        let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: a {} device is no base", self.name(), self.kind.name());
-            return Err(Refusal::failed(Errno::EINVAL, why));
-        };
-        // Asked before the lock would be: of all others.
-        let family = registry.new_family(self.name(), spec, self.size());
-        let family = family.map_err(|refusal| refusal.of(self.name()))?;
-        *made = Some(family.clone());
-        Ok(family)
-    }
-
-    /// The value of an attribute that the forks of a base share; before the first one, what was
-    /// asked for.
-    fn family_value(&self, attr: &str) -> Option<Value> {
-        family::value(self.spec.kind.family()?, self.family_made(), attr)
     }
 }
