@@ -71,3 +71,16 @@ fn over_a_null_device() {
     };
     conformance::check("null", &make, Options { stores: false, ..options(6) });
 }
+
+/// Pages are spilled to an export all the time.
+#[test]
+fn as_the_backing_device_of_a_ram_disk() {
+    for packed in [true, false] {
+        let make = || -> Arc<dyn Device> {
+            let backing = Arc::new(Served::new(Arc::new(Model::new(64 << 20, 4096))));
+            let config = Config { disksize: SIZE, mem_limit: 1 << 20, ..Config::default() };
+            Arc::new(Ram::new(config.backed_by(backing, packed)).unwrap())
+        };
+        conformance::check("spilled", &make, options(7));
+    }
+}

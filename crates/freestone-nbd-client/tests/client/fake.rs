@@ -65,6 +65,11 @@ impl Peer {
         self.bytes::<4>().map(drop)
     }
 
+    /// Hears what the client says, until it leaves.
+    pub fn until_the_end(&mut self) -> Talks<()> {
+        std::io::copy(&mut self.0, &mut std::io::sink()).map(drop)
+    }
+
     /// The next option and its data.
     pub fn option(&mut self) -> Talks<(u32, Vec<u8>)> {
         assert_eq!(u64::from_be_bytes(self.bytes()?), OPTION_MAGIC);

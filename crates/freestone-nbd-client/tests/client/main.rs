@@ -5,3 +5,4 @@ mod fake;
 mod harness;
 mod hostile;
 mod losses;
+mod tls;
