@@ -5,4 +5,5 @@ mod fake;
 mod harness;
 mod hostile;
 mod losses;
+mod order;
 mod tls;
