@@ -29,7 +29,7 @@ pub fn check_device(spec: &Spec, addresses: &[Address]) -> Result<(), Fault> {
 
 /// Refuses an address of the server to which one of its devices leads.
 pub fn check_address(registry: &Registry, address: &Address) -> Result<(), Fault> {
-    for entry in registry.all() {
+    for entry in registry.remote() {
         if entry.spec.kind.uri().is_some_and(|uri| leads_to(&uri.place, address)) {
             let name = entry.name();
             let why =

@@ -129,9 +129,10 @@ impl Job {
             && facts.has(TransmissionFlags::SEND_FLUSH)
     }
 
-    /// Whether it is to be done from the start where a server was lost on the way: what was answered
-    /// of it is not durable.
+    /// A server was lost on the way. What is to be durable is done from the start, as nothing that was
+    /// answered of it need be there; half an answer is forgotten.
     pub fn begin_again(&mut self) {
+        self.status.clear();
         if self.request.flags.contains(Flags::FUA) && self.changes() {
             (self.at, self.flushing) = (0, false);
         }

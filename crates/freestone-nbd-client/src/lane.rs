@@ -111,11 +111,11 @@ impl Lane {
                 Err(LinkError::Ending) => break,
                 Err(error) => {
                     self.failures += 1;
-                    self.shared.note(error.to_string());
                     let beside = self.shared.members() > 0;
                     if beside {
                         tracing::debug!("{}: one more connection: {error}", self.remote.config.name);
                     } else {
+                        self.shared.note(error.to_string());
                         self.remote.line(Line::NotMade, "cannot connect again to", &error);
                     }
                 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use freestone_core::device::{Blocking as _, Device as _, Error, Extent, ExtentKind, Flags, Op, Request};
 use freestone_nbd_client::{Nbd, SetupError};
 use freestone_nbd_proto::{chunk, command, errno, option, reply};
+use freestone_testkit::Rng;
 
 use crate::fake::{Asked, FLAGS, Fake, Peer, SIZE, TOLD, Talks, Told};
 
@@ -213,6 +214,67 @@ fn answers_that_break_the_rules_end_the_connection() {
             assert_eq!(device.read_at(4096, &mut [0; 8192]), Ok(()));
             crate::harness::eventually("it hung up", || fake.connections() > 1);
         });
+    });
+}
+
+/// Block status comes, and its end does not: it is asked for again, and nothing of it is used twice.
+#[test]
+fn half_an_answer_is_forgotten() {
+    let fake = Fake::new(|number, peer| {
+        peer.welcome(TOLD)?;
+        let asked = peer.asked()?;
+        let rows = [&7_u32.to_be_bytes()[..], &asked.len.to_be_bytes(), &3_u32.to_be_bytes()];
+        peer.chunk(asked.cookie, chunk::BLOCK_STATUS, number > 0, &rows)?;
+        if number > 0 { peer.until_the_end() } else { Ok(()) }
+    });
+    let device = Nbd::open(&fake.config()).unwrap();
+    assert_eq!(device.extents(0, SIZE, &mut |_| true), Ok(SIZE));
+    assert_eq!(fake.connections(), 2);
+}
+
+/// Answers of which any byte is another one, or which end anywhere.
+#[test]
+fn any_damage_gives_the_data_or_an_error() {
+    std::thread::scope(|scope| {
+        for seed in 0..48 {
+            scope.spawn(move || {
+                let fake = Fake::serving(TOLD, move |peer, asked| {
+                    let mut rng = Rng::new(seed);
+                    let mut answer = Vec::new();
+                    for (kind, last, payload) in [
+                        (chunk::OFFSET_DATA, 0_u16, [&asked.offset.to_be_bytes()[..], &[1; 512]].concat()),
+                        (
+                            chunk::OFFSET_HOLE,
+                            1,
+                            [&(asked.offset + 512).to_be_bytes()[..], &512_u32.to_be_bytes()].concat(),
+                        ),
+                    ] {
+                        answer.extend(freestone_nbd_proto::STRUCTURED_REPLY_MAGIC.to_be_bytes());
+                        answer.extend(last.to_be_bytes());
+                        answer.extend(kind.to_be_bytes());
+                        answer.extend(asked.cookie.to_be_bytes());
+                        answer.extend((payload.len() as u32).to_be_bytes());
+                        answer.extend(payload);
+                    }
+                    // The heads are what is looked at.
+                    let at = [rng.below(28), 540 + rng.below(32)][rng.below(2) as usize] as usize;
+                    answer[at] ^= 1 << rng.below(8);
+                    if rng.chance(20) {
+                        answer.truncate(at);
+                    }
+                    peer.send(&[&answer])
+                });
+                let device = Nbd::open(&fake.config()).unwrap();
+                let mut data = [9; 1024];
+                let begun = Instant::now();
+                match device.read_at(2048, &mut data) {
+                    // Flags that mean nothing.
+                    Ok(()) => assert!(data[..512] == [1; 512] && data[512..] == [0; 512], "{seed}"),
+                    Err(error) => assert_eq!(error, Error::Media, "{seed}"),
+                }
+                assert!(begun.elapsed() < Duration::from_secs(8), "{seed}");
+            });
+        }
     });
 }
 
