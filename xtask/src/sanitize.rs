@@ -29,13 +29,14 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 11] = [
     "freestone",
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
     "freestone-image",
     "freestone-nbd",
+    "freestone-nbd-client",
     "freestone-ram",
     "freestone-testkit",
     "freestone-ublk",
@@ -46,7 +47,7 @@ const FACE: &str = "freestone";
 /// Those that only the sweep of the slow lane runs under a sanitizer: test tools share little, and
 /// no other package has unchecked memory.
 const NO_THREADS: [&str; 1] = ["freestone-testkit"];
-const NO_UNSAFE: [&str; 3] = ["freestone-cow", "freestone-nbd", "freestone-testkit"];
+const NO_UNSAFE: [&str; 4] = ["freestone-cow", "freestone-nbd", "freestone-nbd-client", "freestone-testkit"];
 /// Suites (directories in tests/), and modules of suites, that only the sweep runs under
 /// `ThreadSanitizer`: long ones in which next to nothing is shared. Words of `--skip` are found
 /// anywhere in a name: no other module's path may end in one of these.

@@ -57,12 +57,19 @@ Devices:
       cache=DIR|none                        where pages are kept; default $FREESTONE_CACHE, else ~/.cache/freestone
       cache_size=SIZE                       the most of them; default 16G
       key=FILE                              the key of the store's names, 64 hexadecimal digits
-      timeout=SECONDS                       how long a fetch may take; default 30
+      timeout=TIME                          how long a fetch may take; default 30s
       endpoint=URL, region=NAME, credentials=FILE, anonymous=yes|no   where the usual variables do not say it
       prefetch=yes|no                       fetch what `freestone trace` noted of it; default yes
       hedge=TIME                            a read that takes longer is sent a second time, for example 200ms
       and the keys of what its forks share
-  NAME=fork,base=NAME       disk over a file with readonly=yes, an image or a snapshot
+  NAME=nbd,uri=URI          export of any NBD server: nbd://HOST[:PORT]/EXPORT, nbds:// with TLS,
+                            nbd+unix:///EXPORT?socket=PATH, nbds+unix://
+      connections=N, timeout=TIME           default 4, where the server allows that; 30s without a server
+      readonly=yes|no, size=SIZE            default as the export is; another size is refused
+      tls_ca=FILE, tls_hostname=NAME        whom to trust; default the system's certificates, the host
+      tls_cert=FILE, tls_key=FILE           shown to the server
+      what its forks share is set here too, with readonly=yes: all keys of ram but disksize
+  NAME=fork,base=NAME       disk over a file or export with readonly=yes, an image or a snapshot
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
       mem_min=SIZE                          what its family keeps for it; default none
@@ -81,7 +88,8 @@ Devices:
   ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
                             zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
-  ram, null, file and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE, record=FILE
+  ram, null, file, nbd and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE,
+                            record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
   Without any device and without --config: ram0=ram,disksize=1G
 

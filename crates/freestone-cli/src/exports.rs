@@ -11,21 +11,22 @@ use std::time::{Duration, Instant};
 use freestone::device::Device;
 use freestone::ram::NoWaiting;
 use freestone_nbd::{
-    Access, Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
+    Access, Address, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
 };
 use freestone_spec::kinds::registry::Registry;
-use freestone_spec::kinds::{Entry, KindSpec};
+use freestone_spec::kinds::{Entry, KindSpec, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
-use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::defaults::Defaults;
+pub use crate::export::Export;
 use crate::exposure;
+use crate::loops;
 use crate::places::{Place, Wanted};
 use crate::template;
 
@@ -60,60 +61,11 @@ pub struct Exports {
 struct Addresses {
     /// The addresses of the command line: there as long as the server.
     home: Vec<Address>,
+    /// Those of them at which it does not listen yet.
+    planned: Vec<Address>,
     /// Addresses that `publish` opened, with the number of their exports; closed when the last one
     /// goes.
     opened: HashMap<Address, usize>,
-}
-
-/// Where a device is published.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Export {
-    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
-    pub address: String,
-    /// What an NBD client is given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub uri: Option<String>,
-    /// Clients cannot write there.
-    pub read_only: bool,
-    /// Also found under the empty name.
-    pub default: bool,
-    /// Every connection gets a fork of its own.
-    pub template: bool,
-    /// Open connections.
-    pub connections: usize,
-}
-
-impl Export {
-    /// What a client is given.
-    pub fn place(&self) -> &str {
-        self.uri.as_ref().unwrap_or(&self.address)
-    }
-}
-
-impl From<ExportInfo> for Export {
-    fn from(info: ExportInfo) -> Self {
-        Self {
-            address: info.address.to_string(),
-            uri: (info.address != Address::Stdin).then(|| info.address.uri(&info.name)),
-            read_only: info.read_only,
-            default: info.default,
-            template: info.template,
-            connections: info.connections,
-        }
-    }
-}
-
-impl From<&Alone> for Export {
-    fn from(export: &Alone) -> Self {
-        Self {
-            address: export.address(),
-            uri: None,
-            read_only: export.is_read_only(),
-            default: false,
-            template: false,
-            connections: export.connections(),
-        }
-    }
 }
 
 impl Exports {
@@ -188,6 +140,22 @@ impl Exports {
         self.nbd.connections(name) + alone
     }
 
+    /// The addresses at which the server will listen.
+    pub fn plan_home(&self, addresses: &[Address]) {
+        self.addresses().planned = addresses.to_vec();
+    }
+
+    /// Refuses a device that is an export of this server.
+    pub fn check_leads_away(&self, spec: &Spec) -> Result<(), Fault> {
+        if spec.kind.uri().is_none() {
+            return Ok(());
+        }
+        let mut all = self.addresses().planned.clone();
+        // Also what is listened at only just now.
+        all.extend(self.nbd.addresses());
+        loops::check_device(spec, &all)
+    }
+
     // ---- coming and going -----------------------------------------------------------------------
 
     /// Listens for NBD clients at an address of the command line. Returns it with the port that it
@@ -203,6 +171,7 @@ impl Exports {
 
     fn at_home(&self, listens: Result<Address, ListenError>) -> Result<Address, Fault> {
         let at = listens.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
+        loops::check_address(&self.registry, &at)?;
         warn_of_exposure(&at);
         self.addresses().home.push(at.clone());
         Ok(at)
@@ -246,6 +215,11 @@ impl Exports {
             let listen = self.nbd.listen_as(address, &self.access);
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
+        // Whoever makes a device looks where is listened when that is among the devices.
+        if opened && let Err(fault) = loops::check_address(&self.registry, &at) {
+            self.nbd.close(&at);
+            return Err(fault);
+        }
         let may_be_default = self.defaults.is_free_for(&at, name);
         let shown = match self.show(entry, &at, read_only, may_be_default) {
             Err(PublishError::DefaultTaken { .. }) => self.show(entry, &at, read_only, false),

@@ -12,11 +12,13 @@ mod declared;
 mod defaults;
 mod ending;
 mod error;
+mod export;
 mod exports;
 mod exposure;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
+mod loops;
 mod paths;
 mod places;
 mod process;

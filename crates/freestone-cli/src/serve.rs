@@ -72,7 +72,7 @@ const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all con
 #[derive(Debug, Args)]
 #[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServeArgs {
-    /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file or qcow2
+    /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file, qcow2 or nbd
     #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
     devices: Vec<String>,
     /// NBD addresses.
@@ -269,6 +269,7 @@ impl Running {
             let _ = service.control.set(control.clone());
         }
         service.as_block_devices.store(ublk, Ordering::SeqCst);
+        service.exports.plan_home(&addresses);
         let mut running = Self {
             service: Arc::clone(&service),
             control: None,

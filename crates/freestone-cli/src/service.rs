@@ -173,6 +173,11 @@ impl Service {
         saves::check(&self.registry, &entry)?;
         let entry = Arc::new(entry);
         self.add(&entry)?;
+        // An address may have been opened meanwhile, which saw no such device.
+        if let Err(fault) = self.exports.check_leads_away(&entry.spec) {
+            let _ = self.registry.remove(&entry);
+            return Err(fault);
+        }
         Ok(entry)
     }
 
@@ -258,6 +263,7 @@ impl Service {
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
+        self.exports.check_leads_away(spec)?;
         if let Some(key) = spec.key_of_state().filter(|_| self.records.state().is_none()) {
             return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
         }

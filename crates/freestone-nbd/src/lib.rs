@@ -27,7 +27,6 @@ mod large;
 mod limits;
 mod link;
 mod listen;
-mod proto;
 mod replies;
 mod request;
 mod server;
@@ -38,6 +37,8 @@ mod status;
 mod stream;
 mod tables;
 mod template;
+
+use freestone_nbd_proto as proto;
 
 pub use address::{Address, AddressError};
 pub use export::{ExportInfo, ExportOptions, TemplateOptions};

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::path::Path;
 
+use freestone_nbd_client::{Place, Uri};
 use thiserror::Error;
 
 use crate::path_text;
@@ -178,10 +179,18 @@ impl Entries {
                 // No directory but a word.
                 "cache" if value == "none" => {}
                 "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache"
-                | "credentials"
+                | "credentials" | "tls_ca" | "tls_cert" | "tls_key"
                     if !value.is_empty() =>
                 {
                     *value = path_text::text(&base.join(path_text::path(value)));
+                }
+                // What cannot be stays as it was typed: it is refused later.
+                "uri" => {
+                    if let Ok(uri) = value.parse::<Uri>()
+                        && matches!(&uri.place, Place::Unix(path) if path.is_relative())
+                    {
+                        *value = uri.absolute(base).to_string();
+                    }
                 }
                 "algorithm_params" => {
                     let based = |word: &str| match word.strip_prefix("dict=") {
@@ -280,6 +289,8 @@ mod tests {
         assert_eq!(with_base("f=file,path=x.img"), "f=file,path=/base/x.img");
         assert_eq!(with_base("f=file,path=/x.img,size=1G"), "f=file,path=/x.img,size=1G");
         assert_eq!(with_base("f=file,path="), "f=file,path=");
+        assert_eq!(with_base("n=nbd,uri=nbd://h/x,tls_ca=ca"), "n=nbd,uri=nbd://h/x,tls_ca=/base/ca");
+        assert_eq!(with_base("n=nbd,uri=nbd+unix:///e?socket=s"), "n=nbd,uri=nbd+unix:///e?socket=/base/s");
         assert_eq!(with_base("s=snapshot,cow=./x.cow"), "s=snapshot,cow=/base/./x.cow");
         assert_eq!(with_base("s=snapshot,cow=x"), "s=snapshot,cow=x");
         assert_eq!(

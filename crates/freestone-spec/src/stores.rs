@@ -24,7 +24,7 @@ pub const KEYS: [&str; 9] =
 /// Most bytes that are read of a key file.
 const KEY_FILE_BYTES_MAX: u64 = 4096;
 /// How long a fetch may take.
-const TIMEOUT_RANGE: (u64, u64) = (1, 3600);
+const TIMEOUT_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3600));
 
 /// How a store is reached, and where pages of it are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -214,9 +214,7 @@ fn parse_cache_size(text: &str) -> Result<u64, String> {
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let (least, most) = TIMEOUT_RANGE;
-    let seconds = text.parse().ok().filter(|seconds| (least..=most).contains(seconds));
-    seconds.map(Duration::from_secs).ok_or_else(|| format!("must be {least} to {most} seconds"))
+    within(text, TIMEOUT_RANGE)
 }
 
 fn parse_hedge(text: &str) -> Result<Duration, String> {
@@ -225,9 +223,16 @@ fn parse_hedge(text: &str) -> Result<Duration, String> {
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {
-    let (least, most) = GRACE_RANGE;
-    let time = text.parse().ok().map(Duration::from_secs).filter(|time| (least..=most).contains(time));
-    time.ok_or_else(|| format!("must be {} to {} seconds", least.as_secs(), most.as_secs()))
+    within(text, GRACE_RANGE)
+}
+
+fn within(text: &str, (least, most): (Duration, Duration)) -> Result<Duration, String> {
+    let time = times::parse(text)?;
+    if (least..=most).contains(&time) {
+        Ok(time)
+    } else {
+        Err(format!("must be {} to {}", times::exact(least), times::exact(most)))
+    }
 }
 
 fn parse_endpoint(text: &str) -> Result<String, String> {

@@ -38,7 +38,7 @@ struct Place {
     url: String,
     /// How it is reached.
     #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
-    #[arg(help = "endpoint=URL, region=NAME, credentials=FILE, key=FILE, timeout=SECONDS")]
+    #[arg(help = "endpoint=URL, region=NAME, credentials=FILE, key=FILE, timeout=TIME")]
     words: Vec<String>,
     /// Print the answer as JSON
     #[arg(long)]

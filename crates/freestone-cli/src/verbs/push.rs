@@ -46,7 +46,7 @@ pub struct Line {
     #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
     #[arg(
         help = "endpoint=URL, region=NAME, credentials=FILE: where and how it is reached; key=FILE: the key of its names; \
-                  where the push begins the store encrypt=yes and grace=SECONDS"
+                  where the push begins the store encrypt=yes and grace=TIME"
     )]
     words: Vec<String>,
     /// Refer to no image that was there before: send all that is not there yet

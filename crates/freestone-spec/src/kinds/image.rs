@@ -17,6 +17,7 @@ use crate::keys::{Keys, joined, parse_bool};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::stores::{self, StoreSpec};
+use crate::times;
 
 pub(super) const NAME: &str = "image";
 const KEYS: [&str; 26] = {
@@ -145,7 +146,7 @@ impl Made for Stored {
             "size" => json!(entry.size()),
             "cache" => image.cache().map_or(json!("none"), |cache| json!(path_text::text(cache.dir()))),
             "cache_size" => image.cache().map_or(json!(0), |cache| json!(cache.limit())),
-            "timeout" => json!(spec.store.timeout().as_secs()),
+            "timeout" => json!(times::exact(spec.store.timeout())),
             "store_stat" => store_stat(image),
             _ => return entry.family_value(attr),
         })

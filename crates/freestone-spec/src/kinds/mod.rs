@@ -8,11 +8,13 @@ mod fork;
 mod identity;
 mod image;
 mod names;
+mod nbd;
 mod null;
 mod qcow2;
 mod ram;
 pub mod registry;
 mod restored;
+mod shared_family;
 mod snapshot;
 mod template;
 #[cfg(test)]
@@ -23,13 +25,14 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use freestone::cow;
 use freestone::device::{self, Counted, Counting, Device, Failures};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
+use freestone_nbd_client::Uri;
 use serde_json::Value;
 
 pub use self::build::build;
@@ -40,6 +43,7 @@ use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
 pub use self::image::{ImageSpec, Pulled, of_store};
 use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
+pub use self::nbd::NbdSpec;
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
@@ -53,7 +57,7 @@ pub use self::snapshot::{
 pub use self::template::TemplateSpec;
 use self::words::Words;
 use crate::entries::{Entries, SpecError, a_kind, nearest};
-use crate::family::{self, FamilySpec};
+use crate::family::FamilySpec;
 use crate::keys::{Keys, parse_bool};
 use crate::layers::{Below, LayerSpec, Layers};
 use crate::notes::MemoryNotes;
@@ -63,7 +67,7 @@ use crate::refusal::{Errno, Refusal};
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
 /// Every kind that can be asked for.
-const ALL: [(&str, Take); 8] = [
+const ALL: [(&str, Take); 9] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
     (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
@@ -72,6 +76,7 @@ const ALL: [(&str, Take); 8] = [
     (file::NAME, |keys| Ok(KindSpec::File(Box::new(FileSpec::take(keys)?)))),
     (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
     (image::NAME, |keys| Ok(KindSpec::Image(Box::new(ImageSpec::take(keys)?)))),
+    (nbd::NAME, |keys| Ok(KindSpec::Nbd(Box::new(NbdSpec::take(keys)?)))),
 ];
 /// Their names.
 const KINDS: [&str; ALL.len()] = {
@@ -123,6 +128,8 @@ pub enum KindSpec {
     Qcow2(Box<Qcow2Spec>),
     /// An image in object storage, read-only.
     Image(Box<ImageSpec>),
+    /// An export of an NBD server.
+    Nbd(Box<NbdSpec>),
     /// From a saved file.
     Restored(RestoredSpec),
 }
@@ -140,6 +147,7 @@ impl Deref for KindSpec {
             Self::File(spec) => &**spec,
             Self::Qcow2(spec) => &**spec,
             Self::Image(spec) => &**spec,
+            Self::Nbd(spec) => &**spec,
             Self::Restored(spec) => spec,
         }
     }
@@ -189,6 +197,11 @@ pub trait Asked {
 
     /// The image that it is, as the base of a delta names it.
     fn image(&self) -> Option<(&Path, Format)> {
+        None
+    }
+
+    /// The export of an NBD server that it is.
+    fn uri(&self) -> Option<&Uri> {
         None
     }
 
@@ -550,49 +563,5 @@ impl Entry {
     /// Whether forks can be made of it, each with a family that is not its own.
     pub fn is_outer_base(&self) -> bool {
         self.kind.is_outer_base(self.is_read_only())
-    }
-
-    /// Whether the limit, and what is done there, is set through it though it is no RAM disk.
-    pub fn has_family(&self) -> bool {
-        self.is_outer_base() || self.kind.copies().is_some()
-    }
-
-    /// Its family, or that of its forks, if there is one already.
-    pub fn family_made(&self) -> Option<Family> {
-        match self.in_memory() {
-            Some(ram) => Some(ram.family()),
-            // While it is made, which may wait for its backing device, there is none yet.
-            None => match self.family.try_lock() {
-                Ok(family) => family.clone(),
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
-                Err(TryLockError::WouldBlock) => None,
-            },
-        }
-    }
-
-    /// What the forks of a base have in common; made at the first one.
-    pub fn family_of(&self, registry: &Registry) -> Result<Family, Refusal> {
-        if let Some(ram) = self.in_memory() {
-            return Ok(ram.family());
-        }
-        let mut made = self.family.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(family) = &*made {
-            return Ok(family.clone());
-        }
-        let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: {} device is no base", self.name(), a_kind(self.kind.name()));
-            return Err(Refusal::failed(Errno::EINVAL, why));
-        };
-        // Asked before the lock would be: of all others.
-        let family = registry.new_family(self.name(), spec, self.size());
-        let family = family.map_err(|refusal| refusal.of(self.name()))?;
-        *made = Some(family.clone());
-        Ok(family)
-    }
-
-    /// The value of an attribute that the forks of a base share; before the first one, what was
-    /// asked for.
-    fn family_value(&self, attr: &str) -> Option<Value> {
-        family::value(self.spec.kind.family()?, self.family_made(), attr)
     }
 }

@@ -1,6 +1,6 @@
 //! The devices of a server by name, and which of them stand on which.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::ram::Family;
@@ -53,6 +53,8 @@ struct Tables {
     /// By number, in the order of coming.
     entries: BTreeMap<u64, Arc<Entry>>,
     names: HashMap<String, u64>,
+    /// Those that are exports of NBD servers.
+    remote: BTreeSet<u64>,
     /// Who stands on a device, by its number.
     users: HashMap<u64, BTreeMap<u64, String>>,
     next: u64,
@@ -95,6 +97,12 @@ impl Registry {
     /// All devices.
     pub fn all(&self) -> Vec<Arc<Entry>> {
         self.lock().entries.values().cloned().collect()
+    }
+
+    /// Those that are exports of NBD servers.
+    pub fn remote(&self) -> Vec<Arc<Entry>> {
+        let tables = self.lock();
+        tables.remote.iter().filter_map(|number| tables.entries.get(number).cloned()).collect()
     }
 
     /// Sentences with the seeds that nobody chose: to make everything happen again.
@@ -190,6 +198,9 @@ impl Tables {
         for needed in below {
             self.users.entry(needed).or_default().insert(number, entry.name().to_owned());
         }
+        if entry.spec.kind.uri().is_some() {
+            self.remote.insert(number);
+        }
         self.names.insert(entry.name().to_owned(), number);
         self.entries.insert(number, Arc::clone(entry));
     }
@@ -204,6 +215,7 @@ impl Tables {
                 }
             }
         }
+        self.remote.remove(&number);
         self.names.remove(entry.name());
         self.entries.remove(&number);
     }

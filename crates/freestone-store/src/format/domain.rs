@@ -22,8 +22,7 @@ pub const BYTES_MAX: u64 = 4096;
 /// How long what nobody refers to is kept, where nothing else was said.
 pub const GRACE: Duration = Duration::from_secs(24 * 3600);
 /// The shortest such time, and the longest.
-pub const GRACE_RANGE: (Duration, Duration) =
-    (Duration::from_secs(3600), Duration::from_secs(366 * 24 * 3600));
+pub const GRACE_RANGE: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(7 * 24 * 3600));
 
 const OPEN: &str = "freestone 2026 object storage: key of an open domain";
 const KEYED: &str = "freestone 2026 object storage: key of a domain with a key file";
@@ -172,7 +171,7 @@ impl Written {
         }
         let grace = Duration::from_secs(self.grace_seconds);
         if grace > GRACE_RANGE.1 {
-            return Err(Refused::Damaged("grace_seconds: more than a year".into()));
+            return Err(Refused::Damaged("grace_seconds: more than a week".into()));
         }
         let domain = self.domain(&salt, secret);
         if domain.check() != self.check {

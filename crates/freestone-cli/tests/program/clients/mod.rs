@@ -17,6 +17,7 @@ mod locks;
 mod merging;
 mod mount;
 pub mod mounted;
+mod nbd;
 mod older;
 mod qemu_img;
 mod qemu_io;

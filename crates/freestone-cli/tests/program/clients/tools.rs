@@ -17,7 +17,7 @@ pub const MIB: u64 = 1 << 20;
 const CLIENT_SECONDS_MAX: u32 = 100;
 
 /// The clients and the Debian packages they are in.
-const PACKAGES: [(&str, &str); 14] = [
+const PACKAGES: [(&str, &str); 16] = [
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
@@ -25,6 +25,8 @@ const PACKAGES: [(&str, &str); 14] = [
     ("fusermount3", "fuse3"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
+    ("qemu-nbd", "qemu-utils"),
+    ("nbdkit", "nbdkit"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("mount", "mount"),

@@ -42,6 +42,11 @@ fn nbd() {
 }
 
 #[test]
+fn nbd_client() {
+    run_page("docs/nbd-client.md");
+}
+
+#[test]
 fn forks() {
     run_page("docs/forks.md");
 }
@@ -90,6 +95,7 @@ fn every_page_with_commands_is_run() {
         "docs/devices.md",
         "docs/faults.md",
         "docs/forks.md",
+        "docs/nbd-client.md",
         "docs/nbd.md",
         "docs/power.md",
         "docs/restarts.md",

@@ -179,7 +179,7 @@ fn what_cannot_be_pushed_is_refused() {
         (&["push", "d", "file:///x:a/b:-"], "d: push: the URL a tag has letters"),
         (&["push", "d", "s3://me:secret@bucket/x"], "d: push: the URL has no user or password"),
         (&["push", "d", "file:///x", "encrypt=yes"], "d: encrypt=yes: only with key=FILE"),
-        (&["push", "d", "file:///x", "grace=1"], "grace=1: must be 3600 to"),
+        (&["push", "d", "file:///x", "grace=1s"], "grace=1s: must be 1h to"),
         (&["push", "d", "file:///x", "cachet=1"], "unknown key \"cachet\"; cache?"),
         (
             &["push", "d=file,path=disk.img,readonly=yes", "file:///x", "--background"],

@@ -118,12 +118,13 @@ fn a_busy_store_is_tried_again_and_a_hanging_one_is_an_error_in_time() {
     let (code, out, err) = push(&server, dir.path(), "s3://images/x:v1");
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
     let cache = tempfile::tempdir().unwrap();
-    let serving = serve(&server, cache.path(), &["i=image,url=s3://images/x:v1,timeout=2", "vm=fork,base=i"]);
+    let serving =
+        serve(&server, cache.path(), &["i=image,url=s3://images/x:v1,timeout=2s", "vm=fork,base=i"]);
     assert!(content(&serving, "i") == disk(6));
     server.no_troubles();
     let elsewhere = tempfile::tempdir().unwrap();
     let serving =
-        serve(&server, elsewhere.path(), &["i=image,url=s3://images/x:v1,timeout=1", "vm=fork,base=i"]);
+        serve(&server, elsewhere.path(), &["i=image,url=s3://images/x:v1,timeout=1s", "vm=fork,base=i"]);
     qemu_io(&uri(&serving, "vm"), &["read 0 4k"]);
     server.trouble(|_| true, Trouble::Stall(None));
     let since = Instant::now();

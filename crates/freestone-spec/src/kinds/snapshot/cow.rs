@@ -214,7 +214,10 @@ fn cow_device(
     let device = match (entry.device(), &entry.cow_origin) {
         (Some(device), Some(_)) => Arc::clone(device),
         _ => {
-            return refuse(Errno::EINVAL, "copies need a ram, null, fork or file device that can be written");
+            return refuse(
+                Errno::EINVAL,
+                "copies need a ram, null, fork, file or nbd device that can be written",
+            );
         }
     };
     if device.geometry().padding > 0 {

@@ -122,6 +122,17 @@ fn refusals_of_forks_and_snapshots() {
         ("s=snapshot,origin=r,discard_passdown_origin=1", "s: discard_passdown_origin=1: only with discard_zeroes_cow=yes".into()),
         ("f=file,path=a,mem_limit=1G", "f: mem_limit=1G: only with readonly=yes; it is for the forks of the file".into()),
         ("q=qcow2", "q: path is missing; a qcow2 device needs it, for example path=disk.qcow2".into()),
+        ("n=nbd", "n: uri is missing; an nbd device needs it, for example uri=nbd://host/export".into()),
+        ("n=nbd,uri=http://h/x", "n: uri=http://h/x: the scheme must be nbd://, nbds://, nbd+unix:// or nbds+unix://".into()),
+        ("n=nbd,uri=nbd://me:secret@h/x", "n: uri=(not shown): a user or a password before the host is not allowed; NBD has none (it is not shown here)".into()),
+        ("n=nbd,uri=http://me:secret@h/x", "n: uri=(not shown): the scheme must be nbd://, nbds://, nbd+unix:// or nbds+unix://".into()),
+        ("n=nbd,uri=nbd://h,connections=17", "n: connections=17: must be 1 to 16".into()),
+        ("n=nbd,uri=nbd://h,connections=0", "n: connections=0: must be 1 to 16".into()),
+        ("n=nbd,uri=nbd://h,timeout=10ms", "n: timeout=10ms: must be 1s to 24h".into()),
+        ("n=nbd,uri=nbd://h,timeout=5", "n: timeout=5: give a unit; 5s?".into()),
+        ("n=nbd,uri=nbd://h,tls_ca=x", "n: tls_ca=x: only where the uri is nbds:// or nbds+unix://".into()),
+        ("n=nbd,uri=nbds://h,tls_cert=x", "n: tls_cert=x: only with tls_key=FILE".into()),
+        ("n=nbd,uri=nbd://h,mem_limit=1G", "n: mem_limit=1G: only with readonly=yes; it is for the forks of the export".into()),
     ] {
         assert_eq!(text.parse::<Spec>().unwrap_err().to_string(), sentence, "{text}");
     }
@@ -143,8 +154,8 @@ fn refusals_name_device_key_and_what_is_allowed() {
             "=ram,disksize=1G",
             "\"\": a device name is 1 to 255 bytes of printable characters without '=', ',' or blanks, and '/' only between others".into(),
         ),
-        ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2, image".into()),
-        ("r=", "r: unknown kind \"\"; the kinds are ram, fork, snapshot, template, null, file, qcow2, image".into()),
+        ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd".into()),
+        ("r=", "r: unknown kind \"\"; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd".into()),
         ("r=ram,disksiez=1G", format!("r: unknown key \"disksiez\"; disksize?; {ram}")),
         ("r=ram,size=1G", format!("r: unknown key \"size\"; disksize?; {ram}")),
         ("r=ram,colour=blue", format!("r: unknown key \"colour\"; {ram}")),

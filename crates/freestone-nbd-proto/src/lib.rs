@@ -1,4 +1,5 @@
 //! The wire: numbers and layouts of the NBD protocol, fixed newstyle. All integers are big-endian.
+//! One list for the server and the client, so that they cannot differ.
 //!
 //! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_`
 //! prefix.
@@ -113,6 +114,8 @@ pub mod option {
     pub const ABORT: u32 = 2;
     /// List the exports.
     pub const LIST: u32 = 3;
+    /// Go on with TLS.
+    pub const STARTTLS: u32 = 5;
     /// Describe an export.
     pub const INFO: u32 = 6;
     /// Describe an export and start.
@@ -141,10 +144,14 @@ pub mod reply {
     pub const ERR_POLICY: u32 = (1 << 31) + 2;
     /// The option's data is wrong.
     pub const ERR_INVALID: u32 = (1 << 31) + 3;
+    /// Not without TLS.
+    pub const ERR_TLS_REQD: u32 = (1 << 31) + 5;
     /// No such export.
     pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
     /// The server is going away.
     pub const ERR_SHUTDOWN: u32 = (1 << 31) + 7;
+    /// Not without a request for block sizes.
+    pub const ERR_BLOCK_SIZE_REQD: u32 = (1 << 31) + 8;
     /// The option's data is too long.
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
 }
@@ -187,16 +194,42 @@ pub mod chunk {
     pub const NONE: u16 = 0;
     /// Data.
     pub const OFFSET_DATA: u16 = 1;
+    /// Zeroes.
+    pub const OFFSET_HOLE: u16 = 2;
     /// Extents.
     pub const BLOCK_STATUS: u16 = 5;
+    /// Set in each kind that says that the request failed.
+    pub const ERRORS: u16 = 1 << 15;
     /// The request failed.
-    pub const ERROR: u16 = (1 << 15) + 1;
+    pub const ERROR: u16 = ERRORS + 1;
+    /// The request failed at a place.
+    pub const ERROR_OFFSET: u16 = ERRORS + 2;
     /// Flag: the last chunk of its reply.
     pub const FLAG_DONE: u16 = 1;
 }
 
+/// Why a request failed: the closed set of numbers of the protocol.
+pub mod errno {
+    /// Operation not permitted.
+    pub const PERM: u32 = 1;
+    /// Input/output error.
+    pub const IO: u32 = 5;
+    /// Cannot allocate memory.
+    pub const NOMEM: u32 = 12;
+    /// Invalid argument.
+    pub const INVAL: u32 = 22;
+    /// No space left on device.
+    pub const NOSPC: u32 = 28;
+    /// Value too large.
+    pub const OVERFLOW: u32 = 75;
+    /// Operation not supported.
+    pub const NOTSUP: u32 = 95;
+    /// The server is going away.
+    pub const SHUTDOWN: u32 = 108;
+}
+
 /// The server's greeting.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Greeting {
     /// [`INIT_MAGIC`].
@@ -220,7 +253,7 @@ pub struct OptionHeader {
 }
 
 /// A reply to an option, before its data.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OptionReply {
     /// [`OPTION_REPLY_MAGIC`].
@@ -234,7 +267,7 @@ pub struct OptionReply {
 }
 
 /// The reply to `OPT_EXPORT_NAME`, before the padding.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExportNameReply {
     /// Size of the export in bytes.
@@ -244,7 +277,7 @@ pub struct ExportNameReply {
 }
 
 /// Data of an `INFO_EXPORT` reply.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoExport {
     /// [`info::EXPORT`].
@@ -256,7 +289,7 @@ pub struct InfoExport {
 }
 
 /// Data of an `INFO_BLOCK_SIZE` reply.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoBlockSize {
     /// [`info::BLOCK_SIZE`].
@@ -288,19 +321,19 @@ pub struct RequestHeader {
 }
 
 /// A simple reply, before its data.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SimpleReply {
     /// [`SIMPLE_REPLY_MAGIC`].
     pub magic: U32,
-    /// 0 or an [`Errno`](crate::errno::Errno).
+    /// 0 or one of [`errno`].
     pub error: U32,
     /// The request's cookie.
     pub cookie: U64,
 }
 
 /// A structured reply chunk, before its payload.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Chunk {
     /// [`STRUCTURED_REPLY_MAGIC`].
@@ -316,7 +349,7 @@ pub struct Chunk {
 }
 
 /// A data chunk, before its data.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DataChunk {
     /// With the length of the data + 8.
@@ -326,19 +359,19 @@ pub struct DataChunk {
 }
 
 /// An error chunk, before its message.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ErrorChunk {
     /// With the length of the message + 6.
     pub chunk: Chunk,
-    /// An [`Errno`](crate::errno::Errno).
+    /// One of [`errno`].
     pub error: U32,
     /// Length of the message in bytes.
     pub message_len: U16,
 }
 
 /// A block status chunk, before its descriptors.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct StatusChunk {
     /// With 8 bytes for each descriptor + 4.
@@ -348,7 +381,7 @@ pub struct StatusChunk {
 }
 
 /// A descriptor of a block status chunk.
-#[derive(Debug, Clone, Copy, IntoBytes, Immutable, Unaligned)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Descriptor {
     /// Length of the extent in bytes.

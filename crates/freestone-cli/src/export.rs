@@ -1,0 +1,57 @@
+//! Where a device is to be seen now, as verbs tell it.
+
+use freestone_nbd::{Address, ExportInfo};
+use serde::{Deserialize, Serialize};
+
+use crate::alone::Alone;
+
+/// Where a device is published.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Export {
+    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
+    pub address: String,
+    /// What an NBD client is given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uri: Option<String>,
+    /// Clients cannot write there.
+    pub read_only: bool,
+    /// Also found under the empty name.
+    pub default: bool,
+    /// Every connection gets a fork of its own.
+    pub template: bool,
+    /// Open connections.
+    pub connections: usize,
+}
+
+impl Export {
+    /// What a client is given.
+    pub fn place(&self) -> &str {
+        self.uri.as_ref().unwrap_or(&self.address)
+    }
+}
+
+impl From<ExportInfo> for Export {
+    fn from(info: ExportInfo) -> Self {
+        Self {
+            address: info.address.to_string(),
+            uri: (info.address != Address::Stdin).then(|| info.address.uri(&info.name)),
+            read_only: info.read_only,
+            default: info.default,
+            template: info.template,
+            connections: info.connections,
+        }
+    }
+}
+
+impl From<&Alone> for Export {
+    fn from(export: &Alone) -> Self {
+        Self {
+            address: export.address(),
+            uri: None,
+            read_only: export.is_read_only(),
+            default: false,
+            template: false,
+            connections: export.connections(),
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! What a server answers. Nothing of it is believed: a cookie is one that was sent, data lies where
+//! it was asked for, and what is kept of an answer has a bound.
+
+use freestone_core::sync::Instant;
+use freestone_nbd_proto::{
+    Chunk, DataChunk, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, SimpleReply, chunk, command, errno,
+};
+use zerocopy::FromBytes as _;
+
+use crate::error::LinkError;
+use crate::handshake::text;
+use crate::link::Link;
+use crate::status::{DESCRIPTOR_BYTES, MAX_DESCRIPTORS, parse};
+use crate::table::{Sent, Table};
+
+/// Bytes that are received at once, where they are not received into a request.
+const INPUT_BYTES: usize = 64 << 10;
+/// From so much that is missing on, data is received straight into its request, in bytes.
+const DIRECT_BYTES: usize = 4096;
+/// What one call receives at most before other things have their turn, in bytes.
+const TURN_BYTES: usize = 4 << 20;
+/// Longest chunk of an error, in bytes: number, length, text, place.
+const MAX_ERROR_BYTES: usize = 4 + 2 + u16::MAX as usize + 8;
+/// Longest chunk of block status, in bytes.
+const MAX_STATUS_BYTES: usize = 4 + MAX_DESCRIPTORS * DESCRIPTOR_BYTES;
+/// Length of a chunk of zeroes: place and length.
+const HOLE_BYTES: usize = 12;
+
+/// A piece that was answered.
+pub struct Answered {
+    /// What was asked.
+    pub sent: Sent,
+    /// 0, or why it failed.
+    pub errno: u32,
+}
+
+/// Where in a reply the next byte belongs.
+#[derive(Clone, Copy)]
+enum State {
+    /// A header.
+    Header,
+    /// Data of a read, at `at` of the buffer.
+    Data { cookie: u64, at: usize, left: usize, last: bool },
+    /// What is looked at as a whole.
+    Whole { cookie: u64, kind: u16, len: usize, last: bool },
+}
+
+/// The receiving side of a connection.
+pub struct Receiver {
+    input: Box<[u8]>,
+    /// What of `input` is not taken yet.
+    start: usize,
+    end: usize,
+    whole: Vec<u8>,
+    state: State,
+    structured: bool,
+    context: Option<u32>,
+    /// What has been answered.
+    pub answered: Vec<Answered>,
+}
+
+impl Receiver {
+    /// Of a new connection.
+    pub fn new(structured: bool, context: Option<u32>) -> Self {
+        Self {
+            input: vec![0; INPUT_BYTES].into(),
+            start: 0,
+            end: 0,
+            whole: Vec::new(),
+            state: State::Header,
+            structured,
+            context,
+            answered: Vec::new(),
+        }
+    }
+
+    /// Takes what is there. True: more may be.
+    ///
+    /// # Errors
+    /// The connection is lost, or of no use.
+    pub fn receive(&mut self, link: &mut Link, table: &mut Table) -> Result<bool, LinkError> {
+        let mut turn = 0;
+        while turn < TURN_BYTES {
+            let (got, wanted) = if let State::Data { cookie, at, left, .. } = self.state
+                && left >= DIRECT_BYTES
+                && self.start == self.end
+            {
+                let buffer = table.buffer(cookie).ok_or(UNKNOWN)?;
+                let got = link.recv(&mut buffer[at..at + left])?;
+                if let Some(n) = got {
+                    self.took(n);
+                }
+                (got, left)
+            } else {
+                self.input.copy_within(self.start..self.end, 0);
+                (self.start, self.end) = (0, self.end - self.start);
+                let room = &mut self.input[self.end..];
+                let wanted = room.len();
+                let got = link.recv(room)?;
+                self.end += got.unwrap_or(0);
+                (got, wanted)
+            };
+            match got {
+                None => return Ok(false),
+                Some(0) => return Err(LinkError::Closed),
+                Some(n) => {
+                    self.take(table)?;
+                    turn += n;
+                    if n < wanted && !link.has_unread() {
+                        return Ok(false);
+                    }
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// So many bytes of data have come.
+    fn took(&mut self, n: usize) {
+        if let State::Data { at, left, .. } = &mut self.state {
+            *at += n;
+            *left -= n;
+        }
+    }
+
+    fn data(&self) -> &[u8] {
+        &self.input[self.start..self.end]
+    }
+
+    /// Takes apart what is in the buffer, as far as it goes.
+    fn take(&mut self, table: &mut Table) -> Result<(), LinkError> {
+        loop {
+            match self.state {
+                State::Header => {
+                    if !self.header(table)? {
+                        return Ok(());
+                    }
+                }
+                State::Data { cookie, left: 0, last, .. } => {
+                    table.get(cookie).ok_or(UNKNOWN)?.since = Instant::now();
+                    self.state = State::Header;
+                    if last {
+                        self.done(table, cookie)?;
+                    }
+                }
+                State::Data { cookie, at, left, .. } => {
+                    let n = left.min(self.end - self.start);
+                    if n == 0 {
+                        return Ok(());
+                    }
+                    let buffer = table.buffer(cookie).ok_or(UNKNOWN)?;
+                    buffer[at..at + n].copy_from_slice(&self.input[self.start..self.start + n]);
+                    self.start += n;
+                    self.took(n);
+                }
+                State::Whole { cookie, kind, len, last } => {
+                    let n = (len - self.whole.len()).min(self.end - self.start);
+                    self.whole.extend_from_slice(&self.input[self.start..self.start + n]);
+                    self.start += n;
+                    if self.whole.len() < len {
+                        return Ok(());
+                    }
+                    self.state = State::Header;
+                    self.whole(table, cookie, kind)?;
+                    self.whole = Vec::new();
+                    if last {
+                        self.done(table, cookie)?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// A header, where all of it is there.
+    fn header(&mut self, table: &mut Table) -> Result<bool, LinkError> {
+        let Some(magic) = self.data().first_chunk::<4>() else { return Ok(false) };
+        match u32::from_be_bytes(*magic) {
+            SIMPLE_REPLY_MAGIC => {
+                let Ok((reply, _)) = SimpleReply::read_from_prefix(self.data()) else { return Ok(false) };
+                self.start += size_of::<SimpleReply>();
+                self.simple(table, reply)?;
+                Ok(true)
+            }
+            STRUCTURED_REPLY_MAGIC if self.structured => {
+                let Ok((header, rest)) = Chunk::read_from_prefix(self.data()) else { return Ok(false) };
+                let fixed = match header.kind.get() {
+                    chunk::OFFSET_DATA => 8,
+                    chunk::OFFSET_HOLE => HOLE_BYTES,
+                    _ => 0,
+                };
+                if rest.len() < fixed.min(header.len.get() as usize) {
+                    return Ok(false);
+                }
+                self.chunk(table, header)?;
+                Ok(true)
+            }
+            _ => Err(LinkError::Protocol("a reply does not begin as one")),
+        }
+    }
+
+    fn simple(&mut self, table: &mut Table, reply: SimpleReply) -> Result<(), LinkError> {
+        let cookie = reply.cookie.get();
+        let sent = table.get(cookie).ok_or(UNKNOWN)?;
+        let asked = sent.piece.command;
+        if self.structured && matches!(asked, command::READ | command::BLOCK_STATUS) {
+            return Err(LinkError::Protocol("it answered without chunks what has to come in chunks"));
+        }
+        match (reply.error.get(), asked) {
+            (0, command::READ) => {
+                let (at, left) = (sent.piece.at, sent.piece.len as usize);
+                sent.covered.add(0, sent.piece.len).map_err(LinkError::Protocol)?;
+                self.state = State::Data { cookie, at, left, last: true };
+                Ok(())
+            }
+            (0, _) => self.done(table, cookie),
+            (errno, _) => {
+                sent.error = Some(errno);
+                self.done(table, cookie)
+            }
+        }
+    }
+
+    fn chunk(&mut self, table: &mut Table, header: Chunk) -> Result<(), LinkError> {
+        let (cookie, kind, len) = (header.cookie.get(), header.kind.get(), header.len.get() as usize);
+        let sent = table.get(cookie).ok_or(UNKNOWN)?;
+        sent.since = Instant::now();
+        let last = header.flags.get() & chunk::FLAG_DONE != 0;
+        let piece = sent.piece;
+        let place = |offset: u64, len: u32| {
+            let at = offset.checked_sub(piece.offset).filter(|at| *at < u64::from(piece.len));
+            let at = at.ok_or(OUTSIDE)? as u32;
+            if len == 0 || len > piece.len - at { Err(OUTSIDE) } else { Ok(at) }
+        };
+        let whole = match kind {
+            chunk::NONE if len == 0 && last => {
+                self.start += size_of::<Chunk>();
+                return self.done(table, cookie);
+            }
+            chunk::OFFSET_DATA if piece.command == command::READ => {
+                let Ok((data, _)) = DataChunk::read_from_prefix(self.data()) else { return Err(LENGTH) };
+                let bytes = u32::try_from(len.checked_sub(8).ok_or(LENGTH)?).map_err(|_| LENGTH)?;
+                let at = place(data.offset.get(), bytes)?;
+                sent.covered.add(at, at + bytes).map_err(LinkError::Protocol)?;
+                self.start += size_of::<DataChunk>();
+                let at = piece.at + at as usize;
+                self.state = State::Data { cookie, at, left: bytes as usize, last };
+                return Ok(());
+            }
+            chunk::OFFSET_HOLE if piece.command == command::READ => {
+                if len != HOLE_BYTES {
+                    return Err(LENGTH);
+                }
+                let fields = &self.data()[size_of::<Chunk>()..];
+                let (offset, fields) = fields.split_first_chunk::<8>().ok_or(LENGTH)?;
+                let bytes = u32::from_be_bytes(*fields.first_chunk::<4>().ok_or(LENGTH)?);
+                let at = place(u64::from_be_bytes(*offset), bytes)?;
+                sent.covered.add(at, at + bytes).map_err(LinkError::Protocol)?;
+                let from = piece.at + at as usize;
+                sent.job.buffer[from..from + bytes as usize].fill(0);
+                self.start += size_of::<Chunk>() + HOLE_BYTES;
+                if last {
+                    self.done(table, cookie)?;
+                }
+                return Ok(());
+            }
+            chunk::BLOCK_STATUS if piece.command == command::BLOCK_STATUS => MAX_STATUS_BYTES,
+            kind if kind & chunk::ERRORS != 0 => MAX_ERROR_BYTES,
+            _ => return Err(LinkError::Protocol("a chunk does not belong to what was asked")),
+        };
+        if len > whole {
+            return Err(LinkError::Protocol("a chunk is longer than it can be"));
+        }
+        self.start += size_of::<Chunk>();
+        self.whole = Vec::with_capacity(len);
+        self.state = State::Whole { cookie, kind, len, last };
+        Ok(())
+    }
+
+    /// A chunk that was kept is complete.
+    fn whole(&mut self, table: &mut Table, cookie: u64, kind: u16) -> Result<(), LinkError> {
+        let sent = table.get(cookie).ok_or(UNKNOWN)?;
+        if kind == chunk::BLOCK_STATUS {
+            if !sent.job.status.is_empty() {
+                return Err(LinkError::Protocol("it told block status twice"));
+            }
+            sent.job.status =
+                parse(&self.whole, self.context, sent.piece.len).map_err(LinkError::Protocol)?;
+            return Ok(());
+        }
+        let (errno, rest) = self.whole.split_first_chunk::<4>().ok_or(LENGTH)?;
+        let errno = u32::from_be_bytes(*errno);
+        if errno == 0 {
+            return Err(LinkError::Protocol("an error has the number of none"));
+        }
+        if matches!(kind, chunk::ERROR | chunk::ERROR_OFFSET) {
+            let (len, rest) = rest.split_first_chunk::<2>().ok_or(LENGTH)?;
+            let place = if kind == chunk::ERROR_OFFSET { 8 } else { 0 };
+            let len = usize::from(u16::from_be_bytes(*len));
+            if rest.len() != len + place {
+                return Err(LENGTH);
+            }
+            tracing::debug!(errno, text = text(&rest[..len]), "the server answered an error");
+        }
+        sent.error.get_or_insert(errno);
+        Ok(())
+    }
+
+    /// The last of a reply has come.
+    fn done(&mut self, table: &mut Table, cookie: u64) -> Result<(), LinkError> {
+        let sent = table.take(cookie).ok_or(UNKNOWN)?;
+        let errno = sent.error.unwrap_or(0);
+        if errno == errno::SHUTDOWN {
+            self.answered.push(Answered { sent, errno });
+            return Err(LinkError::ShuttingDown);
+        }
+        if errno == 0 {
+            if sent.piece.command == command::READ && !sent.covered.is_all(sent.piece.len) {
+                return Err(self.broken(sent, "the chunks of a reply are not all that was asked for"));
+            }
+            if sent.piece.command == command::BLOCK_STATUS && sent.job.status.is_empty() {
+                return Err(self.broken(sent, "it answered block status without any"));
+            }
+        }
+        self.answered.push(Answered { sent, errno });
+        Ok(())
+    }
+
+    /// It is as if it had not been answered.
+    fn broken(&mut self, sent: Sent, what: &'static str) -> LinkError {
+        self.answered.push(Answered { sent, errno: errno::SHUTDOWN });
+        LinkError::Protocol(what)
+    }
+}
+
+const UNKNOWN: LinkError = LinkError::Protocol("it answered what was not asked, or was answered before");
+const OUTSIDE: LinkError = LinkError::Protocol("a chunk lies outside of what was asked for");
+const LENGTH: LinkError = LinkError::Protocol("a chunk has the wrong length");

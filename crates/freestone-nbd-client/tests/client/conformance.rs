@@ -1,0 +1,86 @@
+//! The device contract, asked of exports of our own server: alone, deferred, with one connection and
+//! several, read-only, with devices that have no flush or larger blocks below.
+
+use std::sync::Arc;
+
+use freestone_core::device::Device;
+use freestone_drive::null::{self, Null};
+use freestone_ram::ram::{Config, Ram};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Model, Policy};
+
+use crate::harness::Served;
+
+const SIZE: u64 = 8 << 20;
+
+fn options(seed: u64) -> Options {
+    Options { seed, rounds: 60, window: 1 << 20, max_io: 512 << 10, thread_rounds: 80, ..Options::default() }
+}
+
+fn ram() -> Arc<dyn Device> {
+    Arc::new(Ram::new(Config { disksize: SIZE, ..Config::default() }).unwrap())
+}
+
+#[test]
+fn a_ram_disk_over_four_connections_and_one() {
+    for connections in [4, 1] {
+        let make = || -> Arc<dyn Device> {
+            Arc::new(Served::with(ram(), |config| config.connections = connections))
+        };
+        conformance::check(&format!("{connections} connections"), &make, options(1));
+    }
+}
+
+#[test]
+fn behind_a_device_that_defers() {
+    let make = || -> Arc<dyn Device> {
+        Arc::new(Deferred::new(Arc::new(Served::new(ram())), Policy::Sometimes(30), 5))
+    };
+    conformance::check("deferred", &make, options(2));
+}
+
+#[test]
+fn over_a_device_that_defers() {
+    let make = || -> Arc<dyn Device> {
+        let slow = Deferred::new(ram(), Policy::Sometimes(50), 6);
+        Arc::new(Served::new(Arc::new(slow)))
+    };
+    conformance::check("over deferred", &make, options(3));
+}
+
+#[test]
+fn over_blocks_of_4096_bytes_and_of_512() {
+    for block in [512, 4096] {
+        let make =
+            || -> Arc<dyn Device> { Arc::new(Served::new(Arc::new(Model::new(SIZE as usize, block)))) };
+        conformance::check(&format!("blocks of {block}"), &make, options(4));
+    }
+}
+
+#[test]
+fn read_only() {
+    let make = || -> Arc<dyn Device> { Arc::new(Served::with(ram(), |config| config.read_only = true)) };
+    conformance::check("read-only", &make, options(5));
+}
+
+#[test]
+fn over_a_null_device() {
+    let make = || -> Arc<dyn Device> {
+        let config = null::Config::plain(SIZE, 512);
+        Arc::new(Served::new(Arc::new(Null::new(config).unwrap())))
+    };
+    conformance::check("null", &make, Options { stores: false, ..options(6) });
+}
+
+/// Pages are spilled to an export all the time.
+#[test]
+fn as_the_backing_device_of_a_ram_disk() {
+    for packed in [true, false] {
+        let make = || -> Arc<dyn Device> {
+            let backing = Arc::new(Served::new(Arc::new(Model::new(64 << 20, 4096))));
+            let config = Config { disksize: SIZE, mem_limit: 1 << 20, ..Config::default() };
+            Arc::new(Ram::new(config.backed_by(backing, packed)).unwrap())
+        };
+        conformance::check("spilled", &make, options(7));
+    }
+}

@@ -1,0 +1,212 @@
+//! TLS with qemu-nbd and nbdkit as servers, with certificates that are made here; and what is refused.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use freestone_core::device::{Blocking as _, Device as _, Flags};
+use freestone_nbd_client::{Config, Nbd, TlsFiles};
+use freestone_nbd_proto::{option, reply};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+
+use crate::fake::{Fake, TOLD};
+use crate::harness::PATIENCE;
+
+/// Somebody whom others trust, and what was signed.
+struct Authority {
+    dir: PathBuf,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    /// With `ca-cert.pem` in the directory.
+    fn new(dir: PathBuf) -> Self {
+        fs::create_dir(&dir).unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params.distinguished_name.push(DnType::CommonName, "authority");
+        let key = KeyPair::generate().unwrap();
+        fs::write(dir.join("ca-cert.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
+        Self { dir, issuer: Issuer::new(params, key) }
+    }
+
+    /// `NAME-cert.pem` and `NAME-key.pem`, as qemu and nbdkit look for them.
+    fn sign(&self, name: &str, host: &str, usage: ExtendedKeyUsagePurpose) {
+        let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.extended_key_usages = vec![usage];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        let key = KeyPair::generate().unwrap();
+        let cert = params.signed_by(&key, &self.issuer).unwrap();
+        fs::write(self.dir.join(format!("{name}-cert.pem")), cert.pem()).unwrap();
+        fs::write(self.dir.join(format!("{name}-key.pem")), key.serialize_pem()).unwrap();
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+}
+
+/// A server that ends with the test.
+struct Process(Child);
+
+impl Process {
+    fn start(command: &mut Command, socket: &Path) -> Self {
+        let child = command.stdin(Stdio::null()).spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+        let process = Self(child);
+        let end = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            assert!(Instant::now() < end, "{command:?}: no socket");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        process
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// qemu-nbd with TLS at a Unix socket; clients have to show who they are.
+fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
+    let image = dir.join("disk.img");
+    fs::write(&image, vec![5; 1 << 20]).unwrap();
+    let socket = dir.join("qemu");
+    let mut command = Command::new("qemu-nbd");
+    let object = format!("tls-creds-x509,id=tls,dir={},endpoint=server,verify-peer=yes", tls.display());
+    command.args(["--persistent", "--shared=0", "-f", "raw", "--object", &object, "--tls-creds", "tls"]);
+    command.arg("--export-name=disk").arg("--socket").arg(&socket).arg(&image);
+    Process::start(&mut command, &socket)
+}
+
+fn config(dir: &Path, scheme: &str, socket: &str, tls: TlsFiles) -> Config {
+    let uri = format!("{scheme}+unix:///disk?socket={}", dir.join(socket).display());
+    let timeout = Duration::from_secs(1);
+    Config { name: "test".into(), tls, timeout, ..Config::new(uri.parse().unwrap()) }
+}
+
+fn why(config: &Config) -> String {
+    let error = Nbd::open(config).expect_err("it cannot be used").to_string();
+    println!("{error}");
+    error
+}
+
+#[test]
+fn qemu_nbd_is_trusted_as_far_as_its_certificate_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let ours = Authority::new(dir.join("ours"));
+    ours.sign("server", "localhost", ExtendedKeyUsagePurpose::ServerAuth);
+    ours.sign("client", "anybody", ExtendedKeyUsagePurpose::ClientAuth);
+    let other = Authority::new(dir.join("other"));
+    other.sign("client", "anybody", ExtendedKeyUsagePurpose::ClientAuth);
+    let _server = qemu_nbd(dir, &ours.dir);
+    let tls = TlsFiles {
+        ca: Some(ours.file("ca-cert.pem")),
+        cert: Some(ours.file("client-cert.pem")),
+        key: Some(ours.file("client-key.pem")),
+        hostname: None,
+    };
+    let device = Nbd::open(&config(dir, "nbds", "qemu", tls.clone())).unwrap();
+    let mut data = vec![0; 300 << 10];
+    device.read_at(4096, &mut data).unwrap();
+    assert!(data.iter().all(|byte| *byte == 5));
+    data.fill(9);
+    device.write_at(512 << 10, &data, Flags::FUA).unwrap();
+    let mut found = vec![0; data.len()];
+    device.read_at(512 << 10, &mut found).unwrap();
+    assert!(found == data && device.flush() == Ok(()));
+    assert!(device.extents(0, 1 << 20, &mut |_| true).unwrap() > 0);
+    // Not this host.
+    let elsewhere = TlsFiles { hostname: Some("example.org".into()), ..tls.clone() };
+    assert!(why(&config(dir, "nbds", "qemu", elsewhere)).contains("certificate not valid for name"));
+    // Signed by nobody whom this side trusts.
+    let stranger = TlsFiles { ca: Some(other.file("ca-cert.pem")), ..tls.clone() };
+    assert!(why(&config(dir, "nbds", "qemu", stranger)).contains("certificate"));
+    // Nobody whom the server trusts, or nobody at all.
+    let (cert, key) = (Some(other.file("client-cert.pem")), Some(other.file("client-key.pem")));
+    why(&config(dir, "nbds", "qemu", TlsFiles { cert, key, ..tls.clone() }));
+    why(&config(dir, "nbds", "qemu", TlsFiles { cert: None, key: None, ..tls.clone() }));
+    // Without TLS.
+    assert!(why(&config(dir, "nbd", "qemu", TlsFiles::default())).contains("only with TLS"));
+    // Files that are no certificates.
+    let none = TlsFiles { ca: Some(dir.join("none")), ..tls.clone() };
+    assert!(why(&config(dir, "nbds", "qemu", none)).starts_with("tls_ca="));
+    let image = TlsFiles { ca: Some(dir.join("disk.img")), ..tls.clone() };
+    assert!(why(&config(dir, "nbds", "qemu", image)).contains("has no certificate in it"));
+    let mixed = TlsFiles { key: Some(other.file("client-key.pem")), ..tls };
+    assert!(why(&config(dir, "nbds", "qemu", mixed)).starts_with("tls_cert="));
+}
+
+#[test]
+fn nbdkit_over_tcp_with_tls() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let ours = Authority::new(dir.join("ours"));
+    ours.sign("server", "127.0.0.1", ExtendedKeyUsagePurpose::ServerAuth);
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "-P"]).arg(dir.join("pid")).args(["-i", "127.0.0.1", "-p", &free.to_string()]);
+    command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir.display()));
+    command.args(["memory", "8M"]);
+    let _server = Process::start(&mut command, &dir.join("pid"));
+    let tls = TlsFiles { ca: Some(ours.file("ca-cert.pem")), ..TlsFiles::default() };
+    let uri = format!("nbds://127.0.0.1:{free}/").parse().unwrap();
+    let device = Nbd::open(&Config { tls, ..Config::new(uri) }).unwrap();
+    let data: Vec<u8> = (0..5_000_000_u32 / 512 * 512).map(|n| (n / 7) as u8).collect();
+    device.write_at(1024, &data, Flags::empty()).unwrap();
+    let mut found = vec![0; data.len()];
+    device.read_at(1024, &mut found).unwrap();
+    assert!(found == data);
+}
+
+#[test]
+fn there_is_no_way_around_tls() {
+    let tls = TlsFiles { ca: None, ..TlsFiles::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let ours = Authority::new(dir.path().join("ours"));
+    let tls = TlsFiles { ca: Some(ours.file("ca-cert.pem")), ..tls };
+    let with_tls = |fake: &Fake| {
+        let mut config = fake.config();
+        (config.uri.tls, config.tls) = (true, tls.clone());
+        why(&config)
+    };
+    // It has none.
+    let fake = Fake::new(|_, peer| peer.welcome(TOLD));
+    assert!(with_tls(&fake).contains("it has no TLS"));
+    let fake = Fake::new(|_, peer| peer.greet(0));
+    assert!(with_tls(&fake).contains("it has no TLS"));
+    // It goes on in plain text, as if somebody had put that between.
+    let fake = Fake::new(|_, peer| {
+        peer.greet(3)?;
+        assert_eq!(peer.option()?.0, option::STARTTLS);
+        peer.reply(option::STARTTLS, reply::ACK, &[])?;
+        peer.reply(option::STRUCTURED_REPLY, reply::ACK, &[])?;
+        peer.export(1 << 20, 1)?;
+        peer.reply(option::GO, reply::ACK, &[])?;
+        peer.until_the_end()
+    });
+    assert!(with_tls(&fake).contains("TLS"));
+    // Something before the answer.
+    let fake = Fake::new(|_, peer| {
+        peer.greet(3)?;
+        peer.option()?;
+        peer.export(1 << 20, 1)
+    });
+    assert!(with_tls(&fake).contains("does not belong to what was asked"));
+    // An answer with something in it.
+    let fake = Fake::new(|_, peer| {
+        peer.greet(3)?;
+        peer.option()?;
+        peer.reply(option::STARTTLS, reply::ACK, b"x")
+    });
+    assert!(with_tls(&fake).contains("does not belong to what was asked"));
+}

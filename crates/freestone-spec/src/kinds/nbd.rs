@@ -1,0 +1,201 @@
+//! Exports of NBD servers, ours and others.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone::device::Device;
+use freestone_nbd_client::{
+    Config, DEFAULT_CONNECTIONS, DEFAULT_TIMEOUT, MAX_CONNECTIONS, MAX_TIMEOUT, MIN_TIMEOUT, Nbd, SetupError,
+    TlsFiles, Uri,
+};
+use serde_json::{Value, json};
+
+use super::registry::Registry;
+use super::{Asked, Built, Entry, Made, Spec, is_live};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
+use crate::layers::FAULT_KEYS;
+use crate::refusal::{Errno, Refusal};
+use crate::size::exact;
+use crate::times;
+
+pub(super) const NAME: &str = "nbd";
+const TLS_KEYS: [&str; 4] = ["tls_ca", "tls_cert", "tls_key", "tls_hostname"];
+const OWN_KEYS: [&str; 14] =
+    joined(&["uri", "connections", "timeout", "readonly", "size"], &TLS_KEYS, &FAULT_KEYS);
+const KEYS: [&str; 29] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
+/// What stands in an error instead of a URI that may have a password in it.
+const NOT_SHOWN: &str = "(not shown)";
+
+/// An export as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NbdSpec {
+    /// Where it is.
+    pub uri: Uri,
+    /// Connections at most.
+    pub connections: usize,
+    /// How long requests wait for a server that is away.
+    pub timeout: Duration,
+    /// Only reads are served.
+    pub readonly: bool,
+    /// Bytes that it must have, where that was said.
+    pub size: Option<u64>,
+    /// For `nbds`.
+    pub tls: TlsFiles,
+    /// What its forks share.
+    pub family: FamilySpec,
+}
+
+impl NbdSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let uri = keys.need(NAME, "uri", "uri=nbd://host/export", parse_uri);
+        let uri = uri.map_err(|error| match error {
+            SpecError::Value { name, key, value, why } if value.contains('@') => {
+                SpecError::Value { name, key, value: NOT_SHOWN.into(), why }
+            }
+            error => error,
+        })?;
+        let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
+        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
+            return Err(keys.refuse(key, "only with readonly=yes; it is for the forks of the export"));
+        }
+        if let (false, Some(key)) = (uri.tls, TLS_KEYS.iter().find(|key| keys.typed(key).is_some())) {
+            return Err(keys.refuse(key, "only where the uri is nbds:// or nbds+unix://"));
+        }
+        for (key, other) in [("tls_cert", "tls_key"), ("tls_key", "tls_cert")] {
+            if keys.typed(key).is_some() && keys.typed(other).is_none() {
+                return Err(keys.refuse(key, format!("only with {other}=FILE")));
+            }
+        }
+        let path = |key: &str| -> Result<Option<PathBuf>, SpecError> { keys.take(key, parse_path) };
+        Ok(Self {
+            uri,
+            connections: keys.take("connections", parse_connections)?.unwrap_or(DEFAULT_CONNECTIONS),
+            timeout: keys.take("timeout", parse_timeout)?.unwrap_or(DEFAULT_TIMEOUT),
+            readonly,
+            size: keys.take("size", parse_length)?,
+            tls: TlsFiles {
+                ca: path("tls_ca")?,
+                cert: path("tls_cert")?,
+                key: path("tls_key")?,
+                hostname: keys.take("tls_hostname", |text| Ok(text.to_owned()))?,
+            },
+            family: FamilySpec::take(keys)?,
+        })
+    }
+}
+
+fn parse_uri(text: &str) -> Result<Uri, String> {
+    text.parse().map_err(|why: freestone_nbd_client::UriError| why.to_string())
+}
+
+fn parse_connections(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| (1..=MAX_CONNECTIONS).contains(count));
+    count.ok_or_else(|| format!("must be 1 to {MAX_CONNECTIONS}"))
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let time = times::parse(text)?;
+    if (MIN_TIMEOUT..=MAX_TIMEOUT).contains(&time) {
+        return Ok(time);
+    }
+    Err(format!("must be {} to {}", times::exact(MIN_TIMEOUT), times::exact(MAX_TIMEOUT)))
+}
+
+impl Asked for NbdSpec {
+    fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
+        let config = Config {
+            uri: self.uri.clone(),
+            name: spec.name.clone(),
+            connections: self.connections,
+            timeout: self.timeout,
+            read_only: self.readonly,
+            tls: self.tls.clone(),
+        };
+        let device = Arc::new(Nbd::open(&config).map_err(|error| of_setup(&error))?);
+        let geometry = device.geometry();
+        let size = geometry.size - u64::from(geometry.padding);
+        if let Some(asked) = self.size.filter(|asked| *asked != size) {
+            let (asked, size) = (exact(asked), exact(size));
+            let why = format!("size={asked}: the export has {size}; leave size out to take it as it is");
+            return Err(Refusal::failed(Errno::EIO, why));
+        }
+        Ok(Built::alone(Remote(Arc::clone(&device)), device))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn size(&self) -> Option<u64> {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.readonly
+    }
+
+    fn uri(&self) -> Option<&Uri> {
+        Some(&self.uri)
+    }
+}
+
+fn of_setup(error: &SetupError) -> Refusal {
+    let errno = match error {
+        SetupError::Link { .. } => Errno::EIO,
+        SetupError::Certificate { .. } | SetupError::Tls(_) => Errno::EINVAL,
+        SetupError::Thread(_) => Errno::ENOMEM,
+    };
+    Refusal::failed(errno, error)
+}
+
+/// An export of a server.
+struct Remote(Arc<Nbd>);
+
+impl Remote {
+    fn is_read_only(&self) -> bool {
+        self.0.geometry().read_only
+    }
+}
+
+impl Made for Remote {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn check_origin(&self) -> Result<(), &'static str> {
+        if self.is_read_only() { Err("is read-only, so it does not change; fork it") } else { Ok(()) }
+    }
+
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
+    }
+
+    fn is_outer_base(&self, read_only: bool) -> bool {
+        read_only
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        Some(match attr {
+            "uri" => json!(self.0.uri().to_string()),
+            "connections" => json!(self.0.connections()),
+            "reconnects" => json!(self.0.reconnects()),
+            "last_error" => json!(self.0.last_error()),
+            "readonly" => json!(entry.is_read_only()),
+            "size" => json!(entry.size()),
+            _ => return entry.family_value(attr),
+        })
+    }
+}
+
+/// Its attributes.
+const NAMES: [&str; 6] = ["uri", "connections", "reconnects", "last_error", "readonly", "size"];
+/// Of one that is only read: also those of the forks' family.
+const BASE_NAMES: [&str; 12] = joined(&NAMES, &family::NAMES, &[]);
