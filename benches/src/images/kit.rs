@@ -14,6 +14,7 @@ use freestone::store::image::{Config, Image, TIMEOUT};
 use freestone::store::objects::{Directory, Until};
 use freestone::store::push::{Options as PushOptions, Source, THREADS, push};
 use freestone::store::store::{Begin, Store};
+use tempfile::TempDir;
 
 use crate::data::Data;
 use crate::options::{Options, Set};
@@ -21,7 +22,7 @@ use crate::place::{Own, Place};
 
 const BYTES: u64 = 2 << 30;
 /// More than all that is pulled.
-const CACHE_BYTES: u64 = 64 << 30;
+pub const CACHE_BYTES: u64 = 64 << 30;
 const TAG: &str = "v1";
 
 /// What the parts have in common.
@@ -53,6 +54,11 @@ impl Kit {
         let options = PushOptions { tag: TAG, full: false, threads: THREADS, is_new };
         push(&kit.store, source, options, &|_, _| {}, until())?;
         Ok(kit)
+    }
+
+    /// A directory that goes when this is dropped.
+    pub fn empty_cache(&self) -> Result<TempDir> {
+        Ok(tempfile::tempdir_in(self.own.path())?)
     }
 
     /// The file as a device.

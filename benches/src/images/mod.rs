@@ -1,5 +1,6 @@
 //! Images in object storage: what their pages cost once they are cached.
 
+mod boot;
 mod cached;
 mod kit;
 mod push;
@@ -32,6 +33,8 @@ pub struct Args {
 enum PartName {
     /// Reads of a fork over an image that is cached, beside one over a local file.
     Cached,
+    /// What a guest reads while it starts, from an image of which nothing is cached.
+    Boot,
     /// A push over a line, and one of what changed.
     Push,
 }
@@ -46,8 +49,15 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         if wanted(PartName::Cached) {
             reports.push(cached::run(&kit, options)?.print());
         }
+        if ![PartName::Push, PartName::Boot].into_iter().any(wanted) {
+            continue;
+        }
+        let remote = remote::Remote::new(args.endpoint.as_deref(), args.bucket.as_deref())?;
+        if wanted(PartName::Boot) {
+            reports.push(boot::run(&kit, &remote, options)?.print());
+        }
+        // It changes the file.
         if wanted(PartName::Push) {
-            let remote = remote::Remote::new(args.endpoint.as_deref(), args.bucket.as_deref())?;
             reports.push(push::run(&kit, &remote, options)?.print());
         }
     }

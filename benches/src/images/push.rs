@@ -27,7 +27,7 @@ const CHANGED_MAX: f64 = 1.3;
 const CHANGED_OF: u64 = 100;
 
 pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
-    let (mut pushes, mut bounds, mut zstds, mut lines) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut times, mut bounds, mut zstds, mut lines) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut sent = 0;
     let mut last = None;
     for round in 0..options.rounds(ROUNDS, ROUNDS_QUICK) {
@@ -35,7 +35,7 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
         let prefix = format!("push-{}-{round}", std::process::id());
         let begun = Instant::now();
         let pushed = send(kit, remote, &prefix)?;
-        pushes.push(begun.elapsed().as_secs_f64());
+        times.push(begun.elapsed().as_secs_f64());
         sent = pushed.sent.1;
         let line = (sent * 8) as f64 / BITS_PER_SECOND as f64;
         zstds.push(zstd);
@@ -43,9 +43,9 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
         bounds.push(zstd.max(line));
         last = Some(prefix);
     }
-    let first = Row::over("first push / the slower of zstd and the line", &pushes, &bounds)
+    let first = Row::over("first push / the slower of zstd and the line", &times, &bounds)
         .target(Target::AtMost(SLOWER_MAX))
-        .part("s", crate::measure::median(&pushes))
+        .part("s", crate::measure::median(&times))
         .part("zstd s", crate::measure::median(&zstds))
         .part("line s", crate::measure::median(&lines))
         .part("sent MiB", mib(sent));

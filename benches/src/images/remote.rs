@@ -32,16 +32,13 @@ impl Remote {
     /// The server at an endpoint, `http://ADDRESS:PORT`, with the credentials of the environment; else
     /// one in this process.
     pub fn new(endpoint: Option<&str>, bucket: Option<&str>) -> Result<Self> {
-        let (server, target) = match endpoint {
-            Some(endpoint) => {
-                let address = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
-                (None, address.parse::<SocketAddr>().context("an endpoint is http://ADDRESS:PORT")?)
-            }
-            None => {
-                let server = Server::start(&[BUCKET]);
-                let address = server.address();
-                (Some(server), address)
-            }
+        let (server, target) = if let Some(endpoint) = endpoint {
+            let address = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
+            (None, address.parse::<SocketAddr>().context("an endpoint is http://ADDRESS:PORT")?)
+        } else {
+            let server = Server::start(&[BUCKET]);
+            let address = server.address();
+            (Some(server), address)
         };
         let name = if server.is_some() { "a server in this process" } else { "the server at --endpoint" };
         let line = Latency::start(target, ROUND_TRIP, Some(BITS_PER_SECOND));
