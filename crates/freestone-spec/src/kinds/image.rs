@@ -63,7 +63,19 @@ impl Asked for ImageSpec {
         let objects = self.store.objects(&self.url.store)?;
         let until = Until::within(self.store.timeout());
         let failed = |error: Error| of_store(&error);
-        let store = Arc::new(Store::open(objects, secret.as_ref(), until).map_err(failed)?);
+        let place = Store::place(&self.url.store);
+        // With the image itself in the cache, nothing is asked of the store before a page is.
+        let known =
+            cache.as_ref().filter(|_| self.url.image.is_some()).and_then(|cache| cache.find_meta(&place));
+        let store = match known {
+            Some(known) => Store::open_known(objects, &known, secret.as_ref()),
+            None => Store::open(objects, secret.as_ref(), until),
+        };
+        let store = Arc::new(store.map_err(failed)?);
+        if let Some(cache) = &cache {
+            // Without that it is asked for again.
+            let _ = cache.keep_meta(&place, &store.description(), until);
+        }
         let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);

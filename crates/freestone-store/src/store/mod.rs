@@ -46,6 +46,7 @@ pub const CLOCKS: &str = "clocks/";
 pub struct Store {
     objects: Counted,
     domain: Domain,
+    written: Written,
 }
 
 /// The key of a chunk.
@@ -70,9 +71,34 @@ impl Store {
     /// [`Error::NoStore`], [`Error::Refused`], and what the store answers.
     pub fn open(objects: Arc<dyn Objects>, secret: Option<&Secret>, until: Until<'_>) -> Result<Self> {
         match Self::described(&*objects, until)? {
-            Some(written) => Self::of(objects, &written, secret),
+            Some(written) => Self::of(objects, written, secret),
             None => Err(Error::NoStore(objects.url().to_owned())),
         }
+    }
+
+    /// Opens one whose [description](Self::description) is known, without asking it for anything.
+    ///
+    /// # Errors
+    /// [`Error::Refused`].
+    pub fn open_known(
+        objects: Arc<dyn Objects>,
+        description: &[u8],
+        secret: Option<&Secret>,
+    ) -> Result<Self> {
+        match Written::parse(description) {
+            Ok(written) => Self::of(objects, written, secret),
+            Err(refused) => Err(Error::Refused(objects.url().to_owned(), refused)),
+        }
+    }
+
+    /// What `freestone.json` says.
+    pub fn description(&self) -> Vec<u8> {
+        self.written.bytes()
+    }
+
+    /// Under what name the description of a store can be kept elsewhere.
+    pub fn place(url: &str) -> Name {
+        Name(*blake3::hash(&[b"freestone.json of ", url.as_bytes()].concat()).as_bytes())
     }
 
     /// Opens one, or begins it; and whether it was begun.
@@ -88,7 +114,7 @@ impl Store {
         let mut is_new = false;
         loop {
             if let Some(written) = Self::described(&*objects, until)? {
-                let store = Self::of(objects, &written, secret)?;
+                let store = Self::of(objects, written, secret)?;
                 if begin.encrypted && store.domain.sealing.is_none() {
                     return Err(Error::Refused(store.url().to_owned(), domain::Refused::NotEncrypted));
                 }
@@ -117,10 +143,10 @@ impl Store {
         }
     }
 
-    fn of(objects: Arc<dyn Objects>, written: &Written, secret: Option<&Secret>) -> Result<Self> {
+    fn of(objects: Arc<dyn Objects>, written: Written, secret: Option<&Secret>) -> Result<Self> {
         match written.open(secret) {
             Ok(domain) => {
-                Ok(Self { objects: Counted { inner: objects, traffic: Traffic::default() }, domain })
+                Ok(Self { objects: Counted { inner: objects, traffic: Traffic::default() }, domain, written })
             }
             Err(refused) => Err(Error::Refused(objects.url().to_owned(), refused)),
         }

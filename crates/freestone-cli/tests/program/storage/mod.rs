@@ -272,8 +272,14 @@ fn a_server_that_is_started_again_has_the_very_image() {
     assert!(content(&serve, "vm") == before);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // The store cannot be reached: what is not in the cache is not there, and comes back with it.
+    // The store cannot be reached: what is in the cache is there.
     fs::rename(bucket.path(), bucket.path().with_extension("away")).unwrap();
+    let serve = Serve::start_in(dir, &args(false), true);
+    assert!(content(&serve, "vm") == before);
+    serve.signal(Signal::TERM);
+    let (_, dir) = serve.wait();
+    // Without the cache nothing is, and it comes back with the store.
+    fs::remove_dir_all(dir.path().join("cached")).unwrap();
     let serve = Serve::start_in(dir, &args(false), true);
     let listed = serve.text(&["list"]);
     assert!(listed.contains("golden: is not there again, "), "{listed}");
