@@ -25,6 +25,8 @@ const SESSION_MAX: Duration = Duration::from_secs(120);
 const STEP: Duration = Duration::from_millis(20);
 /// What the docs say instead of the directories of a session.
 const DIRS_SHOWN: [&str; 4] = ["/tmp/freestone-0", "/tmp/try", "/run/ci", "/run"];
+/// Digits of the name of an image.
+const NAME_DIGITS: usize = 64;
 
 #[test]
 fn the_readme() {
@@ -59,6 +61,11 @@ fn restarts() {
 #[test]
 fn snapshots() {
     run_page("docs/snapshots.md");
+}
+
+#[test]
+fn object_storage() {
+    run_page("docs/object-storage.md");
 }
 
 #[test]
@@ -97,6 +104,7 @@ fn every_page_with_commands_is_run() {
         "docs/forks.md",
         "docs/nbd-client.md",
         "docs/nbd.md",
+        "docs/object-storage.md",
         "docs/power.md",
         "docs/restarts.md",
         "docs/snapshots.md",
@@ -173,7 +181,8 @@ fn missing(dir: &Path, shown: &[String], printed: &str) -> Option<String> {
     shown.into_iter().find(|line| !lines.any(|printed| printed == *line))
 }
 
-/// A line without what differs from run to run: directories, numbers, sizes, widths of columns.
+/// A line without what differs from run to run: directories, numbers, sizes, names of images, widths of
+/// columns.
 fn normal(dir: &Path, line: &str) -> String {
     let mut line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     let dir = dir.to_str().unwrap();
@@ -183,6 +192,7 @@ fn normal(dir: &Path, line: &str) -> String {
     for name in DIRS_SHOWN {
         line = line.replace(name, "DIR");
     }
+    let line = without_names(&line);
     let mut out = String::new();
     let mut rest = line.chars().peekable();
     while let Some(c) = rest.next() {
@@ -203,6 +213,20 @@ fn normal(dir: &Path, line: &str) -> String {
         out.push('#');
     }
     out
+}
+
+/// Names of images are hashes.
+fn without_names(line: &str) -> String {
+    let (mut out, mut rest) = (String::new(), line);
+    while let Some(start) = rest.find(|c: char| c.is_ascii_hexdigit()) {
+        let (before, digits) = rest.split_at(start);
+        let end = digits.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(digits.len());
+        let (digits, after) = digits.split_at(end);
+        out += before;
+        out += if end == NAME_DIGITS { "#" } else { digits };
+        rest = after;
+    }
+    out + rest
 }
 
 /// The commands of a section as a script. What each prints goes to a file of its own; a server is
@@ -233,6 +257,7 @@ fn run_bash(dir: &Path, script: &str) -> String {
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let mut bash = Command::new("bash");
     bash.arg(&file).current_dir(dir).env("PATH", path).env("XDG_RUNTIME_DIR", dir).env("TMPDIR", dir);
+    bash.env("FREESTONE_CACHE", dir.join("cache"));
     bash.env_remove("RUST_LOG")
         .env_remove("FREESTONE_CONTROL")
         .stdin(Stdio::null())

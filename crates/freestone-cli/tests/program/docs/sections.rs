@@ -27,6 +27,10 @@ pub fn prepared(page: &str, section: &str) -> String {
         }
         ("docs/faults.md", "Faults") => "serve disk=null,size=1G,faults=none",
         ("docs/nbd.md", "A scratch disk, start to end") => "trap 'umount mnt' EXIT",
+        ("docs/object-storage.md", "A first session")
+        | ("README.md", "Fleets: images in object storage, disks on any host") => {
+            "cp t.tar debian.img; truncate -s 2G debian.img"
+        }
         ("docs/power.md", "After so many writes or flushes") => {
             "serve golden=file,path=golden.img,readonly=yes f=fork,base=golden,power_cut=yes"
         }
