@@ -104,17 +104,16 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Push(LongCall { args, long, common }) => {
             let params = args.try_into()?;
             if verbs::push::Params::is_local(&params) {
-                verbs::push::push_here(&params, &long, &common)
-            } else {
-                return ask_long::<verbs::push::Push>(&params, &long, &common);
+                return verbs::push::push_here(&params, &long, &common);
             }
+            return ask_long::<verbs::push::Push>(&params, &long, &common);
         }
         Command::Pull(LongCall { args, long, common }) => {
             return ask_long::<verbs::pull::Pull>(&args.try_into()?, &long, &common);
         }
         Command::Trace(call) => ask::<verbs::trace::Trace>(&call.args, &call.common),
         Command::Images(line) => verbs::images::images(&line),
-        Command::Prune(line) => verbs::images::prune(&line),
+        Command::Prune(line) => return verbs::images::prune(&line),
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
         Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
         Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),

@@ -37,7 +37,7 @@ pub enum SpecError {
         kinds: &'static [&'static str],
     },
     /// No such key.
-    #[error("{name}: unknown key {key:?}{}; the keys of {} device are {}", maybe(*.hint), a_kind(.kind), .allowed.join(", "))]
+    #[error("{name}: unknown key {key:?}{}; the keys of {} are {}", maybe(*.hint), keyed(.kind), .allowed.join(", "))]
     Key {
         /// The device.
         name: String,
@@ -260,6 +260,15 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     }
     // `size` for disksize, `algorithm` for comp_algorithm.
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
+}
+
+/// What has the keys: a device of that kind, or a verb.
+fn keyed(kind: &str) -> String {
+    if ["push", "images", "prune"].contains(&kind) {
+        kind.to_owned()
+    } else {
+        format!("{} device", a_kind(kind))
+    }
 }
 
 /// A kind of device with its article.

@@ -18,9 +18,14 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 use crate::times;
 
-/// The keys.
-pub const KEYS: [&str; 9] =
-    ["key", "cache", "cache_size", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
+/// The keys of how a store is reached.
+const REACH_KEYS: [&str; 7] = ["key", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
+/// Those of them that mean something over the network only.
+const NETWORK_KEYS: [&str; 5] = ["endpoint", "region", "credentials", "anonymous", "hedge"];
+/// The same, and where its pages are kept.
+pub const KEYS: [&str; 9] = joined(&REACH_KEYS, &["cache", "cache_size"], &[]);
+/// How the URL of a directory begins.
+const FILE: &str = "file://";
 /// Most bytes that are read of a key file.
 const KEY_FILE_BYTES_MAX: u64 = 4096;
 /// How long a fetch may take.
@@ -74,12 +79,12 @@ impl PushSpec {
     ///
     /// # Errors
     /// A key that is none, or a value that cannot be.
-    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
-        const ALL: [&str; 11] = joined(&KEYS, &["encrypt", "grace"], &[]);
+    pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
+        const ALL: [&str; 9] = joined(&REACH_KEYS, &["encrypt", "grace"], &[]);
         let keys = Keys(entries);
         keys.allow(&ALL)?;
         let encrypt = keys.take("encrypt", parse_bool)?.unwrap_or(false);
-        let store = StoreSpec::take(&keys)?;
+        let store = StoreSpec::take(&keys, url)?;
         if encrypt && store.key.is_none() {
             return Err(keys.refuse("encrypt", "only with key=FILE"));
         }
@@ -88,7 +93,13 @@ impl PushSpec {
 }
 
 impl StoreSpec {
-    pub(crate) fn take(keys: &Keys) -> Result<Self, SpecError> {
+    /// Of the store at a URL.
+    pub(crate) fn take(keys: &Keys, url: &str) -> Result<Self, SpecError> {
+        if url.starts_with(FILE)
+            && let Some(key) = NETWORK_KEYS.iter().find(|key| keys.typed(key).is_some())
+        {
+            return Err(keys.refuse(key, "a directory is not reached over the network"));
+        }
         let spec = Self {
             key: keys.take("key", parse_path)?,
             cache: keys.take("cache", |text| match text {
@@ -113,10 +124,10 @@ impl StoreSpec {
     ///
     /// # Errors
     /// A key that is none, or a value that cannot be.
-    pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+    pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
         let keys = Keys(entries);
-        keys.allow(&KEYS)?;
-        Self::take(&keys)
+        keys.allow(&REACH_KEYS)?;
+        Self::take(&keys, url)
     }
 
     /// How long a fetch may take.
@@ -141,7 +152,7 @@ impl StoreSpec {
 
     /// The store at a URL. Nothing is asked of it yet.
     pub fn objects(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
-        if let Some(path) = url.strip_prefix("file://") {
+        if let Some(path) = url.strip_prefix(FILE) {
             return Ok(Arc::new(Directory::new(path_text::path(path))));
         }
         self.over_network(url)
@@ -171,12 +182,7 @@ impl StoreSpec {
         let dir = match &self.cache {
             Some(CachePlace::None) => return Ok(None),
             Some(CachePlace::Dir(dir)) => dir.clone(),
-            None => usual_dir().ok_or_else(|| {
-                Refusal::failed(
-                    Errno::EINVAL,
-                    "cache: there is no HOME to keep pages in; say cache=DIR or cache=none",
-                )
-            })?,
+            None => usual_dir()?,
         };
         let opened = Cache::open(&dir, self.cache_size.unwrap_or(BYTES_USUAL));
         let refused = |e: io::Error| Refusal::failed(errno_of(&e), format!("cache={}: {e}", dir.display()));
@@ -193,19 +199,30 @@ fn errno_of(error: &io::Error) -> Errno {
 }
 
 /// `$FREESTONE_CACHE`, else where programs of the user keep what they can have again.
-fn usual_dir() -> Option<PathBuf> {
+fn usual_dir() -> Result<PathBuf, Refusal> {
     let of = |variable| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let absolute = |dir: &PathBuf| dir.is_absolute();
-    if let Some(dir) = of("FREESTONE_CACHE").or_else(|| of("CACHE_DIRECTORY")).filter(absolute) {
-        return Some(dir);
+    let refused = |why: &str| Refusal::failed(Errno::EINVAL, format!("cache: {why}"));
+    if let Some(dir) = of("FREESTONE_CACHE") {
+        let why = "FREESTONE_CACHE must be an absolute path";
+        return if dir.is_absolute() { Ok(dir) } else { Err(refused(why)) };
     }
-    if let Some(dir) = of("XDG_CACHE_HOME").filter(absolute) {
-        return Some(dir.join("freestone"));
+    // By systemd; of several directories the first.
+    let made = env::var("CACHE_DIRECTORY").ok();
+    if let Some(dir) = made.as_deref().and_then(|dirs| dirs.split(':').next()).map(PathBuf::from)
+        && dir.is_absolute()
+    {
+        return Ok(dir);
+    }
+    // Relative ones are to be passed over, as their specification says.
+    if let Some(dir) = of("XDG_CACHE_HOME").filter(|dir| dir.is_absolute()) {
+        return Ok(dir.join("freestone"));
     }
     if rustix::process::geteuid().is_root() {
-        return Some(Path::new("/var/cache/freestone").to_owned());
+        return Ok(Path::new("/var/cache/freestone").to_owned());
     }
-    of("HOME").filter(absolute).map(|home| home.join(".cache/freestone"))
+    let home = of("HOME").filter(|dir| dir.is_absolute());
+    let none = || refused("there is no HOME to keep pages in; say cache=DIR or cache=none");
+    home.map(|home| home.join(".cache/freestone")).ok_or_else(none)
 }
 
 fn parse_cache_size(text: &str) -> Result<u64, String> {

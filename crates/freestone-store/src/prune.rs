@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::format::manifest::Manifest;
@@ -20,6 +21,9 @@ use crate::store::{CHUNKS, CLOCKS, Error, MANIFESTS, MAPS, Result, Store, TRACES
 
 /// Requests under way at once.
 const AT_ONCE: usize = 32;
+/// How often a deletion is tried, and the pause before another try, longer each time.
+const TRIES: u32 = 5;
+const TRY_PAUSE: Duration = Duration::from_millis(200);
 /// Names that are listed before some of them are deleted.
 const LISTED_MAX: usize = 100_000;
 
@@ -47,14 +51,15 @@ struct Roots {
     read: Instant,
 }
 
-/// Deletes what nothing refers to. With `dry` it only counts. `note` is told how many objects were looked
-/// at.
+/// Deletes what nothing refers to. With `dry` it only counts. `note` is told how many bytes of
+/// objects were looked at.
 ///
 /// # Errors
 /// What the store answers. Where a tag or a young manifest cannot be read nothing is deleted.
 pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> Result<Pruned> {
-    let begun = Instant::now();
     let store_began = store.now(until)?;
+    // Taken afterwards: rather a bit too young than too old.
+    let begun = Instant::now();
     let now = || store_began + begun.elapsed();
     let mut roots = Roots::read(store, now(), until)?;
     let mut pruned = Pruned { images: roots.images, ..Pruned::default() };
@@ -67,9 +72,10 @@ pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> 
                 roots = Roots::read(store, now(), until)?;
             }
             let (old, is_whole) = list(store, &prefix, dry, &roots, now(), &mut pruned, until)?;
-            note(pruned.objects);
+            note(pruned.bytes);
             let outcome = delete(store, &old, &roots, &now, &mut pruned, until)?;
-            if is_whole || outcome == 0 {
+            let is_passed_over = roots.read.elapsed() >= ROOTS_AGE_MAX;
+            if !is_passed_over && (is_whole || outcome == 0) {
                 break;
             }
         }
@@ -134,11 +140,22 @@ fn delete(
         if roots.read.elapsed() >= ROOTS_AGE_MAX {
             return Ok(());
         }
-        let Some(head) = store.head(key, until)? else { return Ok(()) };
-        if !is_old(now(), head.modified, store.domain().grace) {
-            return Ok(());
+        for tries in 1.. {
+            let Some(head) = store.head(key, until)? else { return Ok(()) };
+            if !is_old(now(), head.modified, store.domain().grace) {
+                return Ok(());
+            }
+            // One try at a time: the look comes first each time.
+            match store.delete_once(key, until.at_most(LOOK_TO_DELETE)) {
+                Err(Error::Object { fault: Fault::Transient(_) | Fault::Late, .. }) if tries < TRIES => {
+                    thread::sleep(TRY_PAUSE * tries);
+                }
+                deleted => {
+                    deleted?;
+                    break;
+                }
+            }
         }
-        store.delete_once(key, until.at_most(LOOK_TO_DELETE))?;
         deleted.fetch_add(1, Ordering::SeqCst);
         bytes.fetch_add(*len, Ordering::SeqCst);
         Ok::<(), Error>(())
@@ -200,6 +217,10 @@ impl Roots {
             Ok::<(), Error>(())
         })?;
         let names = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if read.elapsed() >= ROOTS_AGE_MAX {
+            let why = format!("{}: what is referred to cannot be read in {ROOTS_AGE_MAX:?}", store.url());
+            return Err(Error::Local(why));
+        }
         Ok(Self { names, images: images.len() as u64, read })
     }
 

@@ -2,6 +2,7 @@
 //! the store itself, without a server.
 
 use std::io::{self, Write as _};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -91,7 +92,7 @@ impl Place {
         let url: ImageUrl = self.url.parse().map_err(|why| Usage(format!("{verb}: the URL {why}")))?;
         let pairs = keys::of_words(verb, verb, &self.words)?;
         let entries = keys::of("store", verb, &pairs).map_err(|fault| Usage(fault.message))?;
-        let spec = StoreSpec::from_entries(entries).map_err(|e| Usage(e.to_string()))?;
+        let spec = StoreSpec::from_entries(entries, &url.store).map_err(|e| Usage(e.to_string()))?;
         let open = || -> Result<Store, Refusal> {
             let (objects, secret) = (spec.objects(&url.store)?, spec.secret()?);
             Store::open(objects, secret.as_ref(), until.at_most(spec.timeout())).map_err(|e| of_store(&e))
@@ -175,7 +176,7 @@ struct Pruned {
 }
 
 /// `prune`.
-pub fn prune(line: &Prune) -> Result<()> {
+pub fn prune(line: &Prune) -> Result<ExitCode> {
     if line.long.is_background() {
         return Err(Usage("prune: --background is for a server".into()).into());
     }
@@ -183,21 +184,25 @@ pub fn prune(line: &Prune) -> Result<()> {
     let is_over = || here.is_over();
     let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
     let (store, url) = line.place.open("prune", until)?;
-    let outcome = prune::prune(&store, line.dry_run, &|looked| here.note(looked, 0), until);
-    drop(here);
-    let done = outcome.map_err(|error| failed("prune", &error))?;
+    let outcome = prune::prune(&store, line.dry_run, &|bytes| here.note(bytes, 0), until);
+    let outcome = outcome.map_err(|error| anyhow::Error::from(failed("prune", &error)));
+    let done = match here.end(outcome)? {
+        Ok(done) => done,
+        Err(interrupted) => return Ok(interrupted),
+    };
     let prune::Pruned { images, objects, bytes, deleted, deleted_bytes, young } = done;
     if line.place.json {
         let done = Pruned { images, objects, bytes, deleted, deleted_bytes, young, dry_run: line.dry_run };
-        return print_json(&serde_json::to_string(&done)?);
+        print_json(&serde_json::to_string(&done)?)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let would = if line.dry_run { "would be" } else { "were" };
     let (bytes, deleted_bytes) = (human(bytes), human(deleted_bytes));
     let shown = writeln!(
         io::stdout(),
-        "{}: {images} images; of {objects} objects with {bytes} {deleted} with {deleted_bytes} {would} deleted, {young} are too young",
+        "{}: {images} images in {objects} objects, {bytes}; {deleted} objects, {deleted_bytes}, {would} deleted; {young} that nothing refers to are too young",
         url.store
     );
     shown.map_err(Stdout::from)?;
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

@@ -86,6 +86,24 @@ impl Here {
         Ok(Self { shown: Mutex::new(shown), interrupted: catch_interrupt()? })
     }
 
+    /// What it came to, or the exit status where it was cancelled.
+    ///
+    /// # Errors
+    /// It failed by itself.
+    pub fn end<T>(self, outcome: Result<T>) -> Result<Result<T, ExitCode>> {
+        let interrupted = self.is_over();
+        // The bar goes first.
+        drop(self);
+        match outcome {
+            Ok(done) => Ok(Ok(done)),
+            Err(error) if interrupted && is(&error, Errno::ECANCELED) => {
+                error::tell(&error);
+                Ok(Err(ExitCode::from(STATUS_INTERRUPTED)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     /// Whether it is to end.
     pub fn is_over(&self) -> bool {
         self.interrupted.load(Ordering::SeqCst)

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use freestone::store::format::CHUNK_BYTES;
 use freestone::store::objects::Until;
 use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Spec, of_store};
@@ -21,6 +22,9 @@ use crate::service::Service;
 
 /// Longer than any cache takes to fill.
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// Progress is in bytes.
+const CHUNK: u64 = CHUNK_BYTES as u64;
 
 /// The verb.
 pub struct Pull;
@@ -112,7 +116,7 @@ impl Verb for Pull {
         let before = pulled.image.stat();
         let is_over = || job.is_over();
         let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
-        let outcome = pulled.image.pull(&|done, total| job.note(done, total), until);
+        let outcome = pulled.image.pull(&|done, total| job.note(done * CHUNK, total * CHUNK), until);
         outcome.map_err(|error| {
             if job.is_over() {
                 return job.cancelled("the device is there, and what came stays in its cache");

@@ -1,6 +1,7 @@
 //! `push NAME URL[:TAG]`: what a device holds, into object storage.
 
 use std::io::{self, Write};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -100,9 +101,10 @@ impl TryFrom<Line> for Params {
 impl Params {
     fn parse(&self) -> Result<(ImageUrl, PushSpec), Fault> {
         let name = self.name.split('=').next().unwrap_or_default();
-        let url = self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
+        let url: ImageUrl =
+            self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
         let entries = keys::of(name, Push::METHOD, &self.keys)?;
-        let spec = PushSpec::from_entries(entries).map_err(|e| Fault::invalid(e.to_string()))?;
+        let spec = PushSpec::from_entries(entries, &url.store).map_err(|e| Fault::invalid(e.to_string()))?;
         let ImageUrl { image: None, .. } = &url else {
             return Err(Fault::invalid(format!(
                 "{name}: push: a tag is set, so the URL has no image behind @"
@@ -295,7 +297,7 @@ impl Watched for Here {
 }
 
 /// Opens the device, pushes it, and shows what came of it.
-pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<()> {
+pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<ExitCode> {
     let (url, spec) = params.parse().map_err(|fault| Usage(fault.message))?;
     let name = params.name.split('=').next().unwrap_or_default();
     if long.is_background() {
@@ -313,13 +315,17 @@ pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<()> {
     let moment = Moment { device: Arc::clone(opened.device()), own: None, base: None };
     let here = Here::new(long, name, Push::METHOD)?;
     let pushed = send(&moment, name, &url, &spec, params.full, &here);
-    drop(here);
-    let pushed = pushed.map_err(|refusal| Fault::from(refusal.of(&format!("{name}: push"))))?;
+    let pushed = pushed.map_err(|refusal| Fault::from(refusal.of(&format!("{name}: push"))));
+    let pushed = match here.end(pushed.map_err(anyhow::Error::from))? {
+        Ok(pushed) => pushed,
+        Err(interrupted) => return Ok(interrupted),
+    };
     let reply = Reply::new(name, &url, &pushed);
     if common.json {
-        return print_json(&serde_json::to_string(&reply)?);
+        print_json(&serde_json::to_string(&reply)?)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let mut out = io::stdout().lock();
     Push::show(params, &reply, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

@@ -47,9 +47,10 @@ pub struct ImageSpec {
 impl ImageSpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
         keys.allow(&KEYS)?;
+        let url: ImageUrl = keys.need(NAME, "url", "url=s3://bucket/images:debian", str::parse)?;
         Ok(Self {
-            url: keys.need(NAME, "url", "url=s3://bucket/images:debian", str::parse)?,
-            store: StoreSpec::take(keys)?,
+            store: StoreSpec::take(keys, &url.store)?,
+            url,
             prefetch: keys.take("prefetch", parse_bool)?.unwrap_or(true),
             family: FamilySpec::take(keys)?,
         })

@@ -95,7 +95,7 @@ pub enum Refused {
     #[error("its names are keyed: say key=FILE")]
     KeyNeeded,
     /// Another one.
-    #[error("the key file is not the one that it was made with")]
+    #[error("the key file is not the one that it was made with, or its freestone.json was changed")]
     KeyWrong,
     /// It has none.
     #[error("it was made without a key file; leave key out, or begin another store")]
@@ -129,12 +129,8 @@ impl Domain {
             check: String::new(),
         };
         let domain = written.domain(&salt, secret);
-        written.check = domain.check();
+        written.check = written.checked(&domain);
         (domain, written)
-    }
-
-    fn check(&self) -> String {
-        self.naming.name(Kind::Check, &[self.id.as_bytes()]).to_string()
     }
 }
 
@@ -174,13 +170,23 @@ impl Written {
             return Err(Refused::Damaged("grace_seconds: more than a week".into()));
         }
         let domain = self.domain(&salt, secret);
-        if domain.check() != self.check {
+        if self.checked(&domain) != self.check {
             return Err(match secret {
                 Some(_) => Refused::KeyWrong,
                 None => Refused::Damaged("check does not fit salt".into()),
             });
         }
         Ok(domain)
+    }
+
+    /// Of all that is written, with the key: who has it not can change none of it, the encryption least.
+    fn checked(&self, domain: &Domain) -> String {
+        let Self { format, id, grace_seconds, salt, key, encryption, check: _ } = self;
+        let (key, encryption) = (*key == KeyIn::File, *encryption == Encryption::Aes256Gcm);
+        let numbers = [u64::from(*format), *grace_seconds, u64::from(key), u64::from(encryption)];
+        let numbers = numbers.map(u64::to_le_bytes);
+        let parts: [&[u8]; 3] = [id.as_bytes(), numbers.as_flattened(), salt.as_bytes()];
+        domain.naming.name(Kind::Check, &parts).to_string()
     }
 
     fn domain(&self, salt: &[u8; 32], secret: Option<&Secret>) -> Domain {
@@ -229,6 +235,13 @@ mod tests {
         assert_eq!(written.open(Some(&secret("b"))).err(), Some(Refused::KeyWrong));
         let text = String::from_utf8(written.bytes()).unwrap();
         assert!(!text.contains(&"a".repeat(20)), "{text}");
+        // Nobody takes the encryption away, or the time that things are kept.
+        for (from, to) in [("aes-256-gcm", "none"), ("\"grace_seconds\": 86400", "\"grace_seconds\": 3600")] {
+            let changed = text.replace(from, to);
+            assert_ne!(changed, text);
+            let refused = Written::parse(changed.as_bytes()).unwrap().open(Some(&secret("a"))).err();
+            assert_eq!(refused, Some(Refused::KeyWrong), "{to}");
+        }
         assert_eq!(format!("{:?}", secret("a")), "Secret");
         assert_eq!(Secret::parse("abc"), None);
     }

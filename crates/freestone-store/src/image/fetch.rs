@@ -204,7 +204,8 @@ impl<W: Waiter> Inner<W> {
     }
 
     fn wake(self: &Arc<Self>, state: &mut State<W>) {
-        if state.idle > 0 {
+        // Each idle thread takes one.
+        if state.idle >= state.demand.len() + state.ahead.len() {
             self.more.notify_one();
         } else if state.threads < THREADS {
             let of_thread = Arc::clone(self);

@@ -127,6 +127,9 @@ impl Image {
     /// What the store answers.
     pub fn push_trace(&self, until: Until<'_>) -> store::Result<usize> {
         let touched = self.reader.content.touched();
+        if touched.is_empty() {
+            return Err(store::Error::Local("nothing was read of it yet".into()));
+        }
         self.store().set_trace(&self.name(), &touched, until)?;
         Ok(touched.len())
     }

@@ -36,7 +36,8 @@ impl<T: Send + 'static> Queue<T> {
         let inner = &self.0;
         let mut state = inner.lock();
         state.work.push_back(work);
-        if state.idle > 0 {
+        // Each idle thread takes one.
+        if state.idle >= state.work.len() {
             inner.more.notify_one();
         } else if state.threads < inner.threads_max {
             state.threads += 1;

@@ -23,7 +23,7 @@ use freestone_core::device::{Changes, Device};
 use crate::format::manifest::{Manifest, Segment};
 use crate::format::name::{Kind, Name};
 use crate::format::tag::Tag;
-use crate::format::{SEGMENT_BYTES, VERSION};
+use crate::format::{IMAGE_BYTES_MAX, SEGMENT_BYTES, VERSION};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MANIFESTS, Result, Store};
@@ -140,6 +140,9 @@ pub fn push(
     };
     let size = source.device.geometry().size - u64::from(source.device.geometry().padding);
     let size = size.next_multiple_of(512);
+    if size == 0 || size > IMAGE_BYTES_MAX {
+        return Err(Error::Local("an image has a byte at least, and 256 TiB at most".into()));
+    }
     let work = Work {
         store,
         source,
@@ -168,9 +171,11 @@ pub fn push(
     let manifest =
         Manifest { format: VERSION, size, pushed: now, source: source.label.to_owned(), parent, segments };
     let manifest = store.write_meta(MANIFESTS, Kind::Manifest, &manifest.bytes(), until).map_err(is_late)?;
-    work.sent.check_renewed(store, until).map_err(is_late)?;
+    work.sent.check_renewed(store, options.threads, until).map_err(is_late)?;
     guard.check(store, until)?;
-    if begun.elapsed() >= half {
+    // By its own clock, as this host may have slept.
+    let took = store.now(until)?.duration_since(store_began).unwrap_or_default();
+    if took.max(begun.elapsed()) >= half {
         return Err(Error::TooSlow(store.domain().grace));
     }
     let generation = before.as_ref().map_or(0, |before| before.tag.generation) + 1;

@@ -37,6 +37,11 @@ impl Task<'_> {
     /// Its maps now.
     pub fn push(&self) -> Result<Vec<MapRef>> {
         self.check()?;
+        if let (Some(over), true) = (self.work.source.over, self.base == Some(self.parent))
+            && own(over.changes, self.start, self.len)?.count() == 0
+        {
+            return Ok(self.parent.to_vec());
+        }
         let data = with_data(self.work.source.device, self.start, self.len)?;
         if self.parent.is_empty() && (self.base.is_none_or(<[_]>::is_empty) || data.count() == 0) {
             return self.all(&data, &HashMap::new());
@@ -214,8 +219,8 @@ impl Task<'_> {
         let stored = map.chunks().iter().map(|chunk| u64::from(chunk.stored)).sum();
         let hashes = Hashes::new(hashes);
         Ok(MapRef {
-            map: store.write_meta(MAPS, Kind::Map, &map.bytes(), until)?,
-            hashes: store.write_meta(MAPS, Kind::Hashes, hashes.bytes(), until)?,
+            map: self.work.sent.send_meta(store, Kind::Map, &map.bytes(), until)?,
+            hashes: self.work.sent.send_meta(store, Kind::Hashes, hashes.bytes(), until)?,
             pages: pages as u32,
             stored,
         })

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::format::chunk::{Plain, STORED_BYTES_MAX};
 use crate::format::map::ChunkRef;
-use crate::format::name::Name;
+use crate::format::name::{Kind, Name};
 use crate::objects::Until;
-use crate::store::{Error, Result, Store, chunk_key};
+use crate::parallel;
+use crate::store::{Error, MAPS, Result, Store, chunk_key};
 
 /// A prune looks at an object once more just before it deletes it, and the deletion is done, or given
 /// up, so long after that at most. The same time is taken off the age of what counts as old, for clocks
@@ -30,7 +31,7 @@ pub struct Sent {
     store_began: SystemTime,
     stored: Mutex<HashMap<Name, u32>>,
     /// Written again though they were so old that a prune may have been about to delete them.
-    renewed: Mutex<Vec<(Name, Instant)>>,
+    renewed: Mutex<Vec<(String, Instant)>>,
     chunks: AtomicU64,
     bytes: AtomicU64,
     reused: AtomicU64,
@@ -78,7 +79,10 @@ impl Sent {
         let found = match before.or_else(|| known.get(&name).copied()) {
             Some(stored) => Some(stored),
             None if self.is_new => None,
-            None => self.find(store, &name, until)?,
+            None => {
+                let found = self.find(store, &chunk_key(&name), until)?;
+                found.filter(|bytes| *bytes <= STORED_BYTES_MAX as u64).map(|bytes| bytes as u32)
+            }
         };
         let stored = if let Some(stored) = found {
             self.reused.fetch_add(1, Ordering::SeqCst);
@@ -95,31 +99,40 @@ impl Sent {
         Ok(ChunkRef { name, stored })
     }
 
-    /// The length of a chunk that is there and young enough to stay.
-    fn find(&self, store: &Store, name: &Name, until: Until<'_>) -> Result<Option<u32>> {
-        let Some(head) = store.head(&chunk_key(name), until)? else { return Ok(None) };
+    /// The length of an object that is there and young enough to stay.
+    fn find(&self, store: &Store, key: &str, until: Until<'_>) -> Result<Option<u64>> {
+        let Some(head) = store.head(key, until)? else { return Ok(None) };
         let (age, grace) = (self.age(head.modified), store.domain().grace);
         if age + LOOK_TO_DELETE >= grace {
             let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
-            renewed.push((*name, Instant::now()));
+            renewed.push((key.to_owned(), Instant::now()));
         }
-        let is_kept = age <= grace / 2 && head.bytes <= STORED_BYTES_MAX as u64;
-        Ok(is_kept.then_some(head.bytes as u32))
+        Ok((age <= grace / 2).then_some(head.bytes))
+    }
+
+    /// Sees to it that what describes a part of the image is in the store.
+    pub fn send_meta(&self, store: &Store, kind: Kind, content: &[u8], until: Until<'_>) -> Result<Name> {
+        let (name, object) = store.meta(kind, content)?;
+        let key = format!("{MAPS}{name}");
+        if self.is_new || self.find(store, &key, until)?.is_none() {
+            store.write(&key, &object, until)?;
+        }
+        Ok(name)
     }
 
     /// Looks whether what was written again is there when nobody can be about to delete it any more.
-    pub fn check_renewed(&self, store: &Store, until: Until<'_>) -> Result<()> {
+    pub fn check_renewed(&self, store: &Store, threads: usize, until: Until<'_>) -> Result<()> {
         let renewed = std::mem::take(&mut *self.renewed.lock().unwrap_or_else(PoisonError::into_inner));
-        for (name, at) in renewed {
-            // It was written after that.
-            while at.elapsed() < LOOK_TO_DELETE + WAIT_MORE {
-                until.check().map_err(|fault| Error::of(&chunk_key(&name), fault))?;
-                thread::sleep(STEP);
-            }
-            if store.head(&chunk_key(&name), until)?.is_none() {
-                return Err(Error::Pruned(chunk_key(&name)));
-            }
+        let Some((_, youngest)) = renewed.iter().max_by_key(|(_, at)| *at) else { return Ok(()) };
+        // They were written after that.
+        while youngest.elapsed() < LOOK_TO_DELETE + WAIT_MORE {
+            until.check().map_err(|fault| Error::of(MAPS, fault))?;
+            thread::sleep(STEP);
         }
-        Ok(())
+        parallel::for_each(threads, renewed.len(), |at| {
+            let key = &renewed[at].0;
+            let is_there = store.head(key, until)?.is_some();
+            if is_there { Ok(()) } else { Err(Error::Pruned(key.clone())) }
+        })
     }
 }

@@ -29,6 +29,8 @@ pub use traces::CHUNKS_MAX;
 use traffic::Counted;
 pub use traffic::{Requests, Traffic};
 
+/// How long one try of a list may take: there may be many pages of it.
+const LIST_MAX: Duration = Duration::from_secs(300);
 /// Where manifests lie.
 pub const MANIFESTS: &str = "manifests/";
 /// Where maps and hashes lie.
@@ -233,7 +235,7 @@ impl Store {
     ) -> Result<()> {
         let listed = again(until, || {
             each(true, None);
-            self.objects.list(prefix, &mut |listed| each(false, Some(listed)), until)
+            self.objects.list(prefix, &mut |listed| each(false, Some(listed)), until.at_most(LIST_MAX))
         });
         listed.map_err(|fault| Error::of(prefix, fault))
     }
@@ -277,6 +279,7 @@ impl Store {
     ) -> Result<T> {
         let mut damaged = None;
         let read = again(until, || {
+            damaged = None;
             let read = self.objects.get(key, part.cloned(), most, until.at_most(TRY_MAX))?;
             verify(&read.bytes).map_err(|error| {
                 damaged = Some(error);
@@ -296,9 +299,17 @@ impl Store {
     /// # Errors
     /// What the store answers.
     pub fn write_meta(&self, dir: &str, kind: Kind, content: &[u8], until: Until<'_>) -> Result<Name> {
-        let (name, object) = meta::stored(&self.domain, kind, content).ok_or(Error::TooLarge)?;
+        let (name, object) = self.meta(kind, content)?;
         self.write(&format!("{dir}{name}"), &object, until)?;
         Ok(name)
+    }
+
+    /// The name and the object of what describes images.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`].
+    pub fn meta(&self, kind: Kind, content: &[u8]) -> Result<(Name, Vec<u8>)> {
+        meta::stored(&self.domain, kind, content).ok_or(Error::TooLarge)
     }
 
     /// An image.

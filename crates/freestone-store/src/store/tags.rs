@@ -4,7 +4,7 @@ use super::{Error, Result, Store, TAGS, TRY_MAX, again, is_worth_another};
 use crate::format::tag::{self, Tag};
 use crate::objects::{Fault, Objects as _, Until, Version, When};
 
-/// Most tags of a store that are listed.
+/// Most tags of a store. Where there are more, nobody knows what is referred to.
 const TAGS_MAX: usize = 100_000;
 
 /// A tag as it was read.
@@ -83,6 +83,9 @@ impl Store {
             names.extend(name.filter(|name| tag::is_name(name)).map(str::to_owned));
             names.len() < TAGS_MAX
         })?;
+        if names.len() >= TAGS_MAX {
+            return Err(Error::Local(format!("{}: has more than {TAGS_MAX} tags", self.url())));
+        }
         names.sort_unstable();
         Ok(names)
     }

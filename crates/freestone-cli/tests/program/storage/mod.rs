@@ -178,9 +178,13 @@ fn what_cannot_be_pushed_is_refused() {
         (&["push", "d", "nowhere"][..], "d: push: the URL must be a URL, for example"),
         (&["push", "d", "file:///x:a/b:-"], "d: push: the URL a tag has letters"),
         (&["push", "d", "s3://me:secret@bucket/x"], "d: push: the URL has no user or password"),
+        (&["push", "d", "file:///x", "hedge=1s"], "d: hedge=1s: a directory is not reached over the network"),
         (&["push", "d", "file:///x", "encrypt=yes"], "d: encrypt=yes: only with key=FILE"),
         (&["push", "d", "file:///x", "grace=1s"], "grace=1s: must be 1h to"),
-        (&["push", "d", "file:///x", "cachet=1"], "unknown key \"cachet\"; cache?"),
+        (
+            &["push", "d", "file:///x", "cachet=1"],
+            "unknown key \"cachet\"; the keys of push are key, timeout",
+        ),
         (
             &["push", "d=file,path=disk.img,readonly=yes", "file:///x", "--background"],
             "d: push: --background",
