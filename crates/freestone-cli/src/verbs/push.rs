@@ -175,8 +175,8 @@ impl Reply {
 /// What a device holds at one moment.
 struct Moment {
     device: Arc<dyn Device>,
-    /// What it holds itself over an image.
-    own: Option<Arc<dyn Device>>,
+    /// What it, and what lies between, hold themselves over an image.
+    own: Vec<Arc<dyn Device>>,
     base: Option<Arc<Entry>>,
 }
 
@@ -194,7 +194,7 @@ impl Moment {
         let Some(ram) = ram else {
             return match entry.device() {
                 Some(device) if device.geometry().read_only => {
-                    Ok(Self { device: Arc::clone(device), own: None, base: None })
+                    Ok(Self { device: Arc::clone(device), own: Vec::new(), base: None })
                 }
                 Some(_) if entry.kind.check_origin().is_ok() => {
                     let why = "changes while it is read; push a snapshot of it";
@@ -212,23 +212,29 @@ impl Moment {
                 }
             };
         };
-        // The one thing that a fork, or a snapshot of one, stands on.
-        let base = match entry.needs() {
-            [base] if base.kind.stored().is_some() => Some(Arc::clone(base)),
-            _ => None,
-        };
-        let own = match &base {
-            Some(_) => Some(Arc::new(ram.over_base().map_err(|e| failed(&e))?) as Arc<dyn Device>),
-            None => None,
+        // A fork, or a snapshot of one, stands on one thing: an image, or such a snapshot.
+        let mut own: Vec<Arc<dyn Device>> = vec![Arc::new(ram.over_base().map_err(|e| failed(&e))?)];
+        let mut below = entry.needs().to_vec();
+        let base = loop {
+            match &below[..] {
+                [base] if base.kind.stored().is_some() => break Some(Arc::clone(base)),
+                [base] => match base.kind.memory_snapshot() {
+                    Some(snapshot) => own.push(Arc::new(snapshot.over_base().map_err(|e| failed(&e))?)),
+                    None => break None,
+                },
+                _ => break None,
+            }
+            below = below[0].needs().to_vec();
         };
         Ok(Self { device: Arc::new(ram), own, base })
     }
 
-    /// What it is a change of, if that lies in the store.
-    fn over(&self, store: &Store) -> Option<(&dyn Changes, &Pulled)> {
+    /// What it is a change of, if that lies in the store, and what changed.
+    fn over(&self, store: &Store) -> Option<(Vec<&dyn Changes>, &Pulled)> {
         let pulled = self.base.as_ref()?.kind.stored()?;
         let is_there = pulled.image.store().domain().id == store.domain().id;
-        Some((self.own.as_ref()?.changes()?, pulled)).filter(|_| is_there)
+        let own: Option<Vec<_>> = self.own.iter().map(|device| device.changes()).collect();
+        own.filter(|_| is_there).map(|own| (own, pulled))
     }
 
     /// A store is reached as its image is, where nothing else was said.
@@ -277,8 +283,11 @@ fn send(
     let failed = |error: Error| of_store(&error);
     let (store, is_new) = Store::open_or_begin(objects, secret.as_ref(), begin, asked).map_err(failed)?;
     let over = moment.over(&store);
-    let over =
-        over.map(|(changes, pulled)| Over { changes, base: pulled.image.name(), tag: Some(&pulled.url.tag) });
+    let over = over.as_ref().map(|(changes, pulled)| Over {
+        changes,
+        base: pulled.image.name(),
+        tag: Some(&pulled.url.tag),
+    });
     let source = Source { device: &*moment.device, label, over };
     let options = push::Options { tag: &url.tag, full, threads: push::THREADS, is_new };
     push::push(&store, source, options, &|done, total| watched.note(done, total), until).map_err(failed)
@@ -312,7 +321,7 @@ pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<ExitCo
         let why = format!("{name}: push: would be opened for writing; say readonly=yes");
         return Err(Usage(why).into());
     }
-    let moment = Moment { device: Arc::clone(opened.device()), own: None, base: None };
+    let moment = Moment { device: Arc::clone(opened.device()), own: Vec::new(), base: None };
     let here = Here::new(long, name, Push::METHOD)?;
     let pushed = send(&moment, name, &url, &spec, params.full, &here);
     let pushed = pushed.map_err(|refusal| Fault::from(refusal.of(&format!("{name}: push"))));

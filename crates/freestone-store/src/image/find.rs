@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use freestone_core::device;
+use freestone_core::log_limit::LogLimit;
 
 use super::segment::Segment;
 use super::stat::Stats;
@@ -66,6 +67,7 @@ pub struct Content {
     since: Instant,
     pub stats: Stats,
     touched: Mutex<Touched>,
+    log: LogLimit<()>,
 }
 
 /// Chunks in the order in which they were needed first.
@@ -96,6 +98,7 @@ impl Content {
             since: Instant::now(),
             stats: Stats::default(),
             touched: Mutex::default(),
+            log: LogLimit::default(),
         })
     }
 
@@ -113,7 +116,9 @@ impl Content {
             return device::Error::Gone;
         }
         let why = error.to_string();
-        tracing::warn!("{}: {why}", self.store.url());
+        if let Some(held_back) = self.log.line(()) {
+            tracing::warn!("{}: {why}{held_back}", self.store.url());
+        }
         self.stats.failed(why);
         device::Error::Media
     }

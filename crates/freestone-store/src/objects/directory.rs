@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process;
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -25,6 +26,8 @@ const HIDDEN: char = '.';
 const LOCK: &str = ".lock";
 /// Files that are not complete.
 const UNFINISHED: &str = ".unfinished";
+/// What is not complete after this time nobody completes any more.
+const LEFT_AFTER: Duration = Duration::from_secs(24 * 3600);
 /// How often a lock is tried that another has.
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
@@ -34,6 +37,7 @@ pub struct Directory {
     root: PathBuf,
     url: String,
     next: AtomicU64,
+    tidied: Once,
 }
 
 impl Directory {
@@ -41,7 +45,7 @@ impl Directory {
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
         let url = format!("file://{}", root.display());
-        Self { root, url, next: AtomicU64::new(0) }
+        Self { root, url, next: AtomicU64::new(0), tidied: Once::new() }
     }
 
     fn path(&self, key: &str) -> Result<PathBuf> {
@@ -74,8 +78,20 @@ impl Directory {
         }
     }
 
+    /// Removes what writers that were killed long ago did not complete.
+    fn tidy(&self) {
+        let is_old =
+            |meta: &Metadata| meta.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LEFT_AFTER));
+        for entry in fs::read_dir(self.root.join(UNFINISHED)).into_iter().flatten().flatten() {
+            if entry.metadata().is_ok_and(|meta| is_old(&meta)) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
     /// A complete file without its name.
     fn unfinished(&self, bytes: &[u8]) -> Result<Unfinished> {
+        self.tidied.call_once(|| self.tidy());
         // Relaxed: only the numbers have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let id = uuid::Uuid::new_v4().simple();
@@ -342,6 +358,23 @@ mod tests {
             assert_eq!(won.into_inner(), 1);
             before = store.head("t", soon()).unwrap().version.unwrap();
         }
+    }
+
+    #[test]
+    fn what_was_left_behind_is_removed_when_it_is_old() {
+        let (_dir, store) = store();
+        store.put("a", b"1", When::Always, soon()).unwrap();
+        let left = |name: &str, age| {
+            let file = File::create(store.root.join(UNFINISHED).join(name)).unwrap();
+            file.set_modified(std::time::SystemTime::now() - age).unwrap();
+        };
+        left("old", LEFT_AFTER * 2);
+        left("young", LEFT_AFTER / 2);
+        // Another process begins to write.
+        Directory::new(&store.root).put("b", b"2", When::Always, soon()).unwrap();
+        let names =
+            fs::read_dir(store.root.join(UNFINISHED)).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["young"]);
     }
 
     #[test]

@@ -23,17 +23,19 @@ pub fn with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bi
     Ok(pages)
 }
 
-/// The pages of it that a device holds itself, in part at least.
-pub fn own(changes: &dyn Changes, start: u64, len: u64) -> device::Result<Bitmap> {
+/// The pages of it that devices over one another hold themselves, in part at least.
+pub fn own(changes: &[&dyn Changes], start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
-    each(start, len, |offset, len| {
-        changes.changes(offset, len, &mut |change| {
-            if change.own {
-                add(&mut pages, start, change.offset, change.len);
-            }
-            true
-        })
-    })?;
+    for changes in changes {
+        each(start, len, |offset, len| {
+            changes.changes(offset, len, &mut |change| {
+                if change.own {
+                    add(&mut pages, start, change.offset, change.len);
+                }
+                true
+            })
+        })?;
+    }
     Ok(pages)
 }
 

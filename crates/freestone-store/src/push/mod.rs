@@ -51,8 +51,8 @@ pub struct Source<'a> {
 /// A device over an image.
 #[derive(Clone, Copy)]
 pub struct Over<'a> {
-    /// Which bytes it holds itself.
-    pub changes: &'a dyn Changes,
+    /// Which bytes it holds itself, and which what lies between it and the image.
+    pub changes: &'a [&'a dyn Changes],
     /// The image.
     pub base: Name,
     /// The tag that said so.

@@ -110,8 +110,8 @@ impl Overlay {
         Self { base, pages: std::sync::Mutex::default(), read: std::sync::atomic::AtomicU64::new(0) }
     }
 
-    pub fn over<'a>(&'a self, tag: Option<&'a str>) -> Over<'a> {
-        Over { changes: self, base: self.base.name(), tag }
+    pub fn over<'a>(&'a self, changes: &'a [&'a dyn Changes], tag: Option<&'a str>) -> Over<'a> {
+        Over { changes, base: self.base.name(), tag }
     }
 }
 

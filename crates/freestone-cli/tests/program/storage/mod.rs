@@ -119,6 +119,15 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
     let again = second.json(&["push", "own", &bucket.tag("vm")]);
     assert_eq!((&again["changed"], &again["sent_bytes"]), (&false.into(), &0.into()));
     assert!(second.text(&["push", "own", &bucket.tag("vm")]).ends_with("is the same already\n"));
+    // A fork of a snapshot of a fork is over the image as well.
+    second.text(&["snapshot", "own", "moment"]);
+    second.text(&["fork", "moment", "third", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
+    qemu_io(&uri(&second, "third"), &["write -P 55 64k 8k"]);
+    let third = second.json(&["push", "third", &bucket.tag("third")]);
+    assert_eq!((&third["changed_bytes"], &third["sent_chunks"]), (&(12 << 10).into(), &1.into()));
+    second.text(&["create", &bucket.image("back", "third")]);
+    second.text(&["publish", "back", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
+    assert!(content(&second, "back") == content(&second, "third"));
     // The first server's image is the one that it was opened with.
     assert!(content(&first, "golden") == disk(9));
     let listed: Value = {
@@ -128,7 +137,7 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
     };
     let of = |row: usize, key: &str| listed[row][key].clone();
     assert_eq!((of(0, "tag"), of(0, "depth"), of(0, "size")), ("golden".into(), 1.into(), (9 << 20).into()));
-    assert_eq!((of(1, "tag"), of(1, "depth"), of(1, "generation")), ("vm".into(), 3.into(), 2.into()));
+    assert_eq!((of(2, "tag"), of(2, "depth"), of(2, "generation")), ("vm".into(), 3.into(), 2.into()));
 }
 
 #[test]
