@@ -48,6 +48,8 @@ port() { # One that nobody listens at.
 install_missing() {
   for pair in ceph-mon=ceph-mon ceph-mgr=ceph-mgr ceph-osd=ceph-osd radosgw=radosgw ceph=ceph-common curl=curl; do
     command -v "${pair%=*}" >/dev/null || packages="${packages:-} ${pair#*=}"; done
+  # With it qemu's programs know RBD.
+  ls /usr/lib/*/qemu/block-rbd.so >/dev/null 2>&1 || packages="${packages:-} qemu-block-extra"
   [ -n "${packages:-}" ] || return 0
   [ "$(id -u)" = 0 ] || wrong "install$packages"
   # shellcheck disable=SC2086
@@ -75,7 +77,9 @@ osd pool default pg autoscale mode = off
 mon allow pool size one = true
 mon warn on pool no redundancy = false
 auth allow insecure global id reclaim = false
-mon data avail warn = 5
+# Of a file system that others fill, too.
+mon data avail warn = 1
+mon data avail crit = 1
 mgr initial modules =
 # A lone OSD has nobody who reports its death.
 osd beacon report interval = 3
