@@ -18,7 +18,9 @@ FREESTONE=$(realpath "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}"
 export FREESTONE
 # Only what ceph.sh says counts.
 for name in ${!AWS_@}; do unset "$name"; done
-eval "$(lab/ceph.sh start "$dir")"
+# What fails in the words of a command is not noticed.
+said=$(lab/ceph.sh start "$dir")
+eval "$said"
 
 killed() { # daemon, seconds that it is away, seconds of load
   echo "     $1 is killed"
