@@ -79,7 +79,7 @@ mon warn on pool no redundancy = false
 auth allow insecure global id reclaim = false
 # Of a file system that others fill, too.
 mon data avail warn = 1
-mon data avail crit = 1
+mon data avail crit = 0
 mgr initial modules =
 # A lone OSD has nobody who reports its death.
 osd beacon report interval = 3
@@ -138,8 +138,9 @@ case $verb in
     else
       [ ! -e "$CEPH_CONF" ] || wrong "$D has one that was never finished: stop it and remove it"
       # Nobody else has to hold what a start that fails leaves behind.
-      trap '[ -e "$D/made" ] || { cat "$D/make.log" >&2; stop; }' EXIT
-      mkdir -p "$D"; make >"$D/make.log" 2>&1
+      exec 3>&2
+      trap '[ -e "$D/made" ] || { cat "$D/make.log" >&3; stop; }' EXIT
+      mkdir -p "$D"; make >"$D/make.log" 2>&1 3>&-
     fi
     soon 60 rgw_answers || wrong "no gateway"
     tell;;

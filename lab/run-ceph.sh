@@ -2,11 +2,11 @@
 # run-ceph.sh [calls|images|rbd]... - a real Ceph of one node (see ceph.sh): stores of objects with all calls, conditions under a race, the OSD
 # and the gateway killed under writes and reads; images of the program in it (see ceph-images.sh), and its disks in RBD (see ceph-rbd.sh).
 # With words, only these parts. It needs no root where Debian's packages are there. CEPH_LAB and FREESTONE name the programs; without these,
-# they are built.
+# they are built. CEPH_DIR, /var/tmp unless said, has some GB to spare.
 set -eu
 cd "$(dirname "$0")/.."
 parts=" ${*:-calls images rbd} "
-dir=$(mktemp -d /var/tmp/ceph.XXXXXX)
+dir=$(mktemp -d "${CEPH_DIR:-/var/tmp}/ceph.XXXXXX")
 end() { lab/ceph.sh stop "$dir" || true; rm -rf "$dir"; }
 trap end EXIT
 if [ -z "${CEPH_LAB:-}" ]; then
