@@ -25,7 +25,7 @@ gone() { ! lives "$1"; }
 go() { # daemon command...
   name=$1; shift
   ! lives "$name" || return 0
-  setsid "$@" -c "$CEPH_CONF" >>"$D/log/$name.out" 2>&1 </dev/null & echo $! >"$D/run/$name.pid"; }
+  setsid "$@" -c "$CEPH_CONF" >>"$D/log/$name.out" 2>&1 3>&- </dev/null & echo $! >"$D/run/$name.pid"; }
 go_mon() { go mon ceph-mon -f -i a; }
 go_mgr() { go mgr ceph-mgr -f -i x; }
 go_osd() { go osd ceph-osd -f -i 0; }
@@ -140,7 +140,7 @@ case $verb in
       # Nobody else has to hold what a start that fails leaves behind.
       exec 3>&2
       trap '[ -e "$D/made" ] || { cat "$D/make.log" >&3; stop; }' EXIT
-      mkdir -p "$D"; make >"$D/make.log" 2>&1 3>&-
+      mkdir -p "$D"; make >"$D/make.log" 2>&1
     fi
     soon 60 rgw_answers || wrong "no gateway"
     tell;;
