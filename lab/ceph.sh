@@ -25,7 +25,7 @@ gone() { ! lives "$1"; }
 go() { # daemon command...
   name=$1; shift
   ! lives "$name" || return 0
-  setsid "$@" -c "$CEPH_CONF" >>"$D/log/$name.out" 2>&1 </dev/null & echo $! >"$D/run/$name.pid"; }
+  setsid "$@" -c "$CEPH_CONF" >>"$D/log/$name.out" 2>&1 3>&- </dev/null & echo $! >"$D/run/$name.pid"; }
 go_mon() { go mon ceph-mon -f -i a; }
 go_mgr() { go mgr ceph-mgr -f -i x; }
 go_osd() { go osd ceph-osd -f -i 0; }
@@ -48,6 +48,8 @@ port() { # One that nobody listens at.
 install_missing() {
   for pair in ceph-mon=ceph-mon ceph-mgr=ceph-mgr ceph-osd=ceph-osd radosgw=radosgw ceph=ceph-common curl=curl; do
     command -v "${pair%=*}" >/dev/null || packages="${packages:-} ${pair#*=}"; done
+  # With it qemu's programs know RBD.
+  ls /usr/lib/*/qemu/block-rbd.so >/dev/null 2>&1 || packages="${packages:-} qemu-block-extra"
   [ -n "${packages:-}" ] || return 0
   [ "$(id -u)" = 0 ] || wrong "install$packages"
   # shellcheck disable=SC2086
@@ -75,7 +77,9 @@ osd pool default pg autoscale mode = off
 mon allow pool size one = true
 mon warn on pool no redundancy = false
 auth allow insecure global id reclaim = false
-mon data avail warn = 5
+# Of a file system that others fill, too.
+mon data avail warn = 1
+mon data avail crit = 0
 mgr initial modules =
 # A lone OSD has nobody who reports its death.
 osd beacon report interval = 3
@@ -134,7 +138,8 @@ case $verb in
     else
       [ ! -e "$CEPH_CONF" ] || wrong "$D has one that was never finished: stop it and remove it"
       # Nobody else has to hold what a start that fails leaves behind.
-      trap '[ -e "$D/made" ] || { cat "$D/make.log" >&2; stop; }' EXIT
+      exec 3>&2
+      trap '[ -e "$D/made" ] || { cat "$D/make.log" >&3; stop; }' EXIT
       mkdir -p "$D"; make >"$D/make.log" 2>&1
     fi
     soon 60 rgw_answers || wrong "no gateway"

@@ -1,20 +1,26 @@
 #!/bin/bash
-# run-ceph.sh - stores of objects against a real Ceph of one node (see ceph.sh): all calls, conditions under a race, the OSD and the gateway
-# killed under writes and reads. It needs no root where Debian's packages are there. CEPH_LAB names the program; without it, it is built.
+# run-ceph.sh [calls|images|rbd]... - a real Ceph of one node (see ceph.sh): stores of objects with all calls, conditions under a race, the OSD
+# and the gateway killed under writes and reads; images of the program in it (see ceph-images.sh), and its disks in RBD (see ceph-rbd.sh).
+# With words, only these parts. It needs no root where Debian's packages are there. CEPH_LAB and FREESTONE name the programs; without these,
+# they are built. CEPH_DIR, /var/tmp unless said, has some GB to spare.
 set -eu
 cd "$(dirname "$0")/.."
-dir=$(mktemp -d /var/tmp/ceph.XXXXXX)
+parts=" ${*:-calls images rbd} "
+dir=$(mktemp -d "${CEPH_DIR:-/var/tmp}/ceph.XXXXXX")
 end() { lab/ceph.sh stop "$dir" || true; rm -rf "$dir"; }
 trap end EXIT
 if [ -z "${CEPH_LAB:-}" ]; then
   cargo build --quiet --package freestone-objects --example ceph_lab
   CEPH_LAB=${CARGO_TARGET_DIR:-target}/debug/examples/ceph_lab
 fi
+if [ -z "${FREESTONE:-}" ]; then cargo build --quiet --package freestone-cli; fi
+FREESTONE=$(realpath "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}")
+export FREESTONE
 # Only what ceph.sh says counts.
 for name in ${!AWS_@}; do unset "$name"; done
-eval "$(lab/ceph.sh start "$dir")"
-"$CEPH_LAB" calls
-"$CEPH_LAB" race 40
+# What fails in the words of a command is not noticed.
+said=$(lab/ceph.sh start "$dir")
+eval "$said"
 
 killed() { # daemon, seconds that it is away, seconds of load
   echo "     $1 is killed"
@@ -25,11 +31,17 @@ killed() { # daemon, seconds that it is away, seconds of load
   sleep "$2"
   lab/ceph.sh again "$1" "$dir"
   wait $load; }
-killed osd 5 30
-killed rgw 3 15
+calls() {
+  "$CEPH_LAB" calls
+  "$CEPH_LAB" race 40
+  killed osd 5 30
+  killed rgw 3 15
+  echo "     all is stopped and started again"
+  lab/ceph.sh stop "$dir"
+  lab/ceph.sh start "$dir" >/dev/null
+  "$CEPH_LAB" race 10
+  "$CEPH_LAB" load 3; }
 
-echo "     all is stopped and started again"
-lab/ceph.sh stop "$dir"
-lab/ceph.sh start "$dir" >/dev/null
-"$CEPH_LAB" race 10
-"$CEPH_LAB" load 3
+case $parts in *' calls '*) calls;; esac
+case $parts in *' images '*) lab/ceph-images.sh "$dir";; esac
+case $parts in *' rbd '*) lab/ceph-rbd.sh "$dir";; esac
