@@ -130,6 +130,14 @@ fn set(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::Resul
     })
 }
 
+/// Locks one byte of a file, which no other open file then has, until this one is closed.
+///
+/// # Errors
+/// [`Errno::WOULDBLOCK`]: somebody else has it.
+pub fn lock_byte(fd: BorrowedFd<'_>, byte: i64) -> rustix::io::Result<()> {
+    set(fd, libc::F_WRLCK, byte, 1)
+}
+
 /// Whether somebody else has a lock on a byte.
 fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> rustix::io::Result<bool> {
     let mut range = range(libc::F_WRLCK, byte, 1);

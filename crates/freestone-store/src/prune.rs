@@ -28,7 +28,7 @@ const TRY_PAUSE: Duration = Duration::from_millis(200);
 const LISTED_MAX: usize = 100_000;
 
 /// What a prune did.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Pruned {
     /// Images that are kept.
     pub images: u64,
@@ -147,7 +147,7 @@ fn delete(
             }
             // One try at a time: the look comes first each time.
             match store.delete_once(key, until.at_most(LOOK_TO_DELETE)) {
-                Err(Error::Object { fault: Fault::Transient(_) | Fault::Late, .. }) if tries < TRIES => {
+                Err(Error::Object { fault, .. }) if fault.may_pass() && tries < TRIES => {
                     thread::sleep(TRY_PAUSE * tries);
                 }
                 deleted => {

@@ -19,14 +19,10 @@ use freestone_spec::stores::StoreSpec;
 use freestone_spec::times;
 use serde::Serialize;
 
-use super::long::Here;
-use super::long::Long;
+use super::long::{Here, Long, TIME_MAX};
 use super::{keys, print_json};
 use crate::control::protocol::Fault;
 use crate::error::{Stdout, Usage};
-
-/// Longer than a prune takes.
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// The end of the year 9999, beyond which no time is written.
 const LAST_SECOND: u64 = 253_402_300_799;
@@ -166,12 +162,8 @@ pub fn images(line: &Images) -> Result<()> {
 /// What a prune did, for programs.
 #[derive(Serialize)]
 struct Pruned {
-    images: u64,
-    objects: u64,
-    bytes: u64,
-    deleted: u64,
-    deleted_bytes: u64,
-    young: u64,
+    #[serde(flatten)]
+    done: prune::Pruned,
     dry_run: bool,
 }
 
@@ -190,12 +182,11 @@ pub fn prune(line: &Prune) -> Result<ExitCode> {
         Ok(done) => done,
         Err(interrupted) => return Ok(interrupted),
     };
-    let prune::Pruned { images, objects, bytes, deleted, deleted_bytes, young } = done;
     if line.place.json {
-        let done = Pruned { images, objects, bytes, deleted, deleted_bytes, young, dry_run: line.dry_run };
-        print_json(&serde_json::to_string(&done)?)?;
+        print_json(&serde_json::to_string(&Pruned { done, dry_run: line.dry_run })?)?;
         return Ok(ExitCode::SUCCESS);
     }
+    let prune::Pruned { images, objects, bytes, deleted, deleted_bytes, young } = done;
     let would = if line.dry_run { "would be" } else { "were" };
     let (bytes, deleted_bytes) = (human(bytes), human(deleted_bytes));
     let shown = writeln!(

@@ -26,6 +26,8 @@ use crate::error::{self, Stdout};
 use crate::job::{Shown, WAITING};
 use crate::until::{self, STATUS_OF_SIGNAL_0};
 
+/// So long nothing takes: what ends a verb is the work, a cancel, or a bound of its own.
+pub const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 /// How often it is looked how far a verb is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 

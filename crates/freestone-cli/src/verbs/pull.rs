@@ -1,7 +1,7 @@
 //! `pull URL[:TAG] NAME`: an image from object storage, all of it, into the cache.
 
 use std::io::{self, Write};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
 use freestone::store::format::CHUNK_BYTES;
@@ -13,15 +13,13 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::long::TIME_MAX;
 use super::{Verb, keys};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::job::Kind;
 use crate::recording::Recording;
 use crate::service::Service;
-
-/// Longer than any cache takes to fill.
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Progress is in bytes.
 const CHUNK: u64 = CHUNK_BYTES as u64;

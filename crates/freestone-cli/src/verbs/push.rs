@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
@@ -21,15 +21,12 @@ use freestone_spec::stores::PushSpec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::long::{Here, Long};
+use super::long::{Here, Long, TIME_MAX};
 use super::{Common, Verb, check_bare, keys, print_json};
 use crate::control::protocol::Fault;
 use crate::error::{Stdout, Usage};
 use crate::job::{Job, Kind};
 use crate::service::Service;
-
-/// No push is meant to last so long: then the store's own bound ends it.
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// The verb.
 pub struct Push;

@@ -9,6 +9,7 @@ use freestone::file::{self, Changed, Direct, File};
 use freestone::qcow2::Format;
 use serde_json::{Value, json};
 
+use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, LAYER_KEYS, Made, Spec, is_live};
 use crate::entries::SpecError;
@@ -120,7 +121,7 @@ impl Made for FileDisk {
     }
 
     fn check_origin(&self) -> Result<(), &'static str> {
-        if self.is_read_only() { Err("is read-only, so it does not change; fork it") } else { Ok(()) }
+        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
     }
 
     fn notes(&self) -> Box<dyn cow::Notes> {

@@ -9,6 +9,7 @@ use freestone::store::store::{Error, Store};
 use freestone::store::url::ImageUrl;
 use serde_json::{Value, json};
 
+use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec};
 use crate::entries::SpecError;
@@ -68,15 +69,17 @@ impl Asked for ImageSpec {
         // With the image itself in the cache, nothing is asked of the store before a page is.
         let known =
             cache.as_ref().filter(|_| self.url.image.is_some()).and_then(|cache| cache.find_meta(&place));
-        let store = match known {
-            Some(known) => Store::open_known(objects, &known, secret.as_ref()),
-            None => Store::open(objects, secret.as_ref(), until),
+        let store = if let Some(known) = known {
+            Store::open_known(objects, &known, secret.as_ref()).map_err(failed)?
+        } else {
+            let store = Store::open(objects, secret.as_ref(), until).map_err(failed)?;
+            if let Some(cache) = &cache {
+                // Without that it is asked for again.
+                let _ = cache.keep_meta(&place, &store.description(), until);
+            }
+            store
         };
-        let store = Arc::new(store.map_err(failed)?);
-        if let Some(cache) = &cache {
-            // Without that it is asked for again.
-            let _ = cache.keep_meta(&place, &store.description(), until);
-        }
+        let store = Arc::new(store);
         let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
@@ -125,7 +128,7 @@ impl Made for Stored {
     }
 
     fn check_origin(&self) -> Result<(), &'static str> {
-        Err("is read-only, so it does not change; fork it")
+        Err(IS_READ_ONLY)
     }
 
     fn check_base(&self, _: &Entry) -> Result<(), String> {

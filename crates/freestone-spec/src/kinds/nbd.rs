@@ -11,6 +11,7 @@ use freestone_nbd_client::{
 };
 use serde_json::{Value, json};
 
+use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, Made, Spec, is_live};
 use crate::entries::SpecError;
@@ -167,7 +168,7 @@ impl Made for Remote {
     }
 
     fn check_origin(&self) -> Result<(), &'static str> {
-        if self.is_read_only() { Err("is read-only, so it does not change; fork it") } else { Ok(()) }
+        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {

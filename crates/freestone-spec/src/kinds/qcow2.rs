@@ -8,6 +8,7 @@ use freestone::qcow2::Format;
 use freestone::qcow2::{self, Image};
 use serde_json::{Value, json};
 
+use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec};
 use crate::entries::SpecError;
@@ -80,7 +81,7 @@ impl Made for Qcow2 {
     }
 
     fn check_origin(&self) -> Result<(), &'static str> {
-        Err("is read-only, so it does not change; fork it")
+        Err(IS_READ_ONLY)
     }
 
     fn check_base(&self, _: &Entry) -> Result<(), String> {

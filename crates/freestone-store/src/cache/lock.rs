@@ -1,13 +1,14 @@
 //! One fetch of a chunk on a host: who fetches it has a byte of a file locked, which the name of the
 //! chunk chooses. The lock goes with the process.
-#![expect(unsafe_code)]
-// UNSAFETY: `fcntl` with a `struct flock`; rustix has no locks that belong to an open file description.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::Duration;
+
+use freestone_core::file_locks::lock_byte;
+use rustix::io::Errno;
 
 use super::Cache;
 use crate::format::name::Name;
@@ -36,9 +37,9 @@ impl Cache {
         let byte = (u64::from_le_bytes(*start) & (u64::MAX >> 2)) as i64;
         let (mut pause, mut waited) = (PAUSE_FIRST, false);
         loop {
-            match set(&file, byte) {
+            match lock_byte(file.as_fd(), byte) {
                 Ok(()) => return (Some(FetchLock(file)), waited),
-                Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES | libc::EINTR)) => {}
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
                 Err(_) => return (None, waited),
             }
             waited = true;
@@ -48,22 +49,5 @@ impl Cache {
             thread::sleep(pause);
             pause = PAUSE_MAX.min(pause * 2);
         }
-    }
-}
-
-fn set(file: &File, byte: i64) -> io::Result<()> {
-    let range = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: byte,
-        l_len: 1,
-        // Must be 0 for locks of open file descriptions.
-        l_pid: 0,
-    };
-    // SAFETY: the descriptor is open, and the kernel only reads the structure, which lives until the call
-    // is over.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
     }
 }

@@ -11,9 +11,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::VERSION;
 use super::name::{Kind, Name, Naming, hex};
 use super::seal::Sealing;
+use super::{Unread, VERSION, read};
 
 /// The object that describes it.
 pub const KEY: &str = "freestone.json";
@@ -137,16 +137,10 @@ impl Domain {
 impl Written {
     /// From the bytes of the object.
     pub fn parse(bytes: &[u8]) -> Result<Self, Refused> {
-        #[derive(Deserialize)]
-        struct Version {
-            format: u32,
-        }
-        let damaged = |e: serde_json::Error| Refused::Damaged(e.to_string());
-        let Version { format } = serde_json::from_slice(bytes).map_err(damaged)?;
-        if format > VERSION {
-            return Err(Refused::Newer(format));
-        }
-        serde_json::from_slice(bytes).map_err(damaged)
+        read(bytes).map_err(|why| match why {
+            Unread::Newer(format) => Refused::Newer(format),
+            Unread::Wrong(why) => Refused::Damaged(why),
+        })
     }
 
     /// As it is written.

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::name::Name;
-use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, VERSION};
+use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, read};
 
 /// Most maps of a segment. Beyond that they are made one.
 pub const DEPTH_MAX: usize = 8;
@@ -54,15 +54,7 @@ pub struct MapRef {
 impl Manifest {
     /// From its bytes; the error is half a sentence.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
-        #[derive(Deserialize)]
-        struct Version {
-            format: u32,
-        }
-        let Version { format } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
-        if format > VERSION {
-            return Err(format!("it has format {format}, and this program knows formats up to {VERSION}"));
-        }
-        let manifest: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+        let manifest: Self = read(bytes).map_err(|why| why.to_string())?;
         manifest.check().map_err(str::to_owned)?;
         Ok(manifest)
     }
@@ -121,6 +113,7 @@ const _: () = assert!(IMAGE_BYTES_MAX / SEGMENT_BYTES < u32::MAX as u64 && (PAGE
 
 #[cfg(test)]
 mod tests {
+    use super::super::VERSION;
     use super::*;
 
     fn sample() -> Manifest {

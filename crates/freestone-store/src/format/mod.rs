@@ -18,6 +18,11 @@ pub mod name;
 pub mod seal;
 pub mod tag;
 
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 /// Pages that are compressed together, and can be read without the others.
@@ -36,5 +41,38 @@ pub const SEGMENT_CHUNKS: usize = SEGMENT_PAGES / CHUNK_PAGES;
 pub const IMAGE_BYTES_MAX: u64 = 256 << 40;
 /// The version of the format that is written, and the newest that is read.
 pub const VERSION: u32 = 1;
+
+/// Why JSON is not read.
+enum Unread {
+    /// Of that version.
+    Newer(u32),
+    /// What is wrong with it.
+    Wrong(String),
+}
+
+impl fmt::Display for Unread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Newer(format) => {
+                write!(f, "it has format {format}, and this program knows formats up to {VERSION}")
+            }
+            Self::Wrong(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Reads JSON that has `format`, which is looked at before all else.
+fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Unread> {
+    #[derive(Deserialize)]
+    struct Version {
+        format: u32,
+    }
+    let wrong = |e: serde_json::Error| Unread::Wrong(e.to_string());
+    let Version { format } = serde_json::from_slice(bytes).map_err(wrong)?;
+    if format > VERSION {
+        return Err(Unread::Newer(format));
+    }
+    serde_json::from_slice(bytes).map_err(wrong)
+}
 
 const _: () = assert!(CHUNK_PAGES.is_multiple_of(UNIT_PAGES) && SEGMENT_PAGES.is_multiple_of(CHUNK_PAGES));

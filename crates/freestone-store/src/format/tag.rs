@@ -4,9 +4,9 @@
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::VERSION;
 use super::domain::Domain;
 use super::name::{Kind, Name};
+use super::{VERSION, read};
 
 /// Longest tag in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
@@ -50,15 +50,7 @@ impl Tag {
 
     /// From the bytes of the object; the error is half a sentence.
     pub fn parse(domain: &Domain, name: &str, bytes: &[u8]) -> Result<Self, String> {
-        #[derive(Deserialize)]
-        struct Version {
-            format: u32,
-        }
-        let Version { format } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
-        if format > VERSION {
-            return Err(format!("it has format {format}, and this program knows formats up to {VERSION}"));
-        }
-        let tag: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+        let tag: Self = read(bytes).map_err(|why| why.to_string())?;
         if tag.seal == tag.sealed(domain, name) {
             Ok(tag)
         } else {

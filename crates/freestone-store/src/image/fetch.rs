@@ -12,7 +12,7 @@ use super::find::{Content, Got};
 use super::stat::Stats;
 use crate::format::CHUNK_BYTES;
 use crate::format::name::Name;
-use crate::objects::{Fault, Until};
+use crate::objects::Until;
 use crate::store;
 
 /// Fetches of an image at once.
@@ -290,7 +290,8 @@ impl<W: Waiter> Inner<W> {
                     for waiter in waiters {
                         waiter.failed(answer);
                     }
-                    if is_hanging(&error) {
+                    // It was asked too late or too often, rather than said no.
+                    if matches!(&error, store::Error::Object { fault, .. } if fault.may_pass()) {
                         // They would only wait longer.
                         let timeout = content.config.timeout;
                         self.fail_all(&|wanted| wanted.since.elapsed() >= timeout, answer);
@@ -321,11 +322,6 @@ impl<W: Waiter> Inner<W> {
             }
         }
     }
-}
-
-/// Whether a store may have been asked too late or too often, rather than have said no.
-fn is_hanging(error: &store::Error) -> bool {
-    matches!(error, store::Error::Object { fault: Fault::Late | Fault::Transient(_), .. })
 }
 
 const _: () = assert!(AHEAD_AT_ONCE < THREADS);

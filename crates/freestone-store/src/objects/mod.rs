@@ -130,6 +130,13 @@ pub enum Fault {
     Other(String),
 }
 
+impl Fault {
+    /// Whether the same may work later.
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::Transient(_) | Self::Late)
+    }
+}
+
 /// What a store answers.
 pub type Result<T> = std::result::Result<T, Fault>;
 

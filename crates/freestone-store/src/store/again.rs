@@ -13,11 +13,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// How often it is asked meanwhile whether anybody still waits.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Whether the same may work later.
-pub(super) fn is_worth_another(fault: &Fault) -> bool {
-    matches!(fault, Fault::Transient(_) | Fault::Late)
-}
-
 /// Tries until it works, fails for good, or `until` is over. Between two tries there is a pause of
 /// random length, twice as long at most as the one before: so many that failed together do not come
 /// back together.
@@ -29,7 +24,7 @@ pub(super) fn again<T>(
     loop {
         let fault = match call() {
             Ok(done) => return Ok(done),
-            Err(fault) if is_worth_another(&fault) => fault,
+            Err(fault) if fault.may_pass() => fault,
             Err(fault) => return Err(fault),
         };
         let resume = Instant::now() + longest.mul_f64(random());

@@ -22,7 +22,7 @@ use crate::format::name::{Kind, Name};
 use crate::objects::{Fault, Head, Listed, Objects, Read, Until, When};
 
 pub use again::TRY_MAX;
-use again::{again, is_worth_another};
+use again::again;
 pub use error::{Error, Result};
 pub use tags::TagRead;
 pub use traces::CHUNKS_MAX;

@@ -1,6 +1,6 @@
 //! Tags: the only objects that are changed.
 
-use super::{Error, Result, Store, TAGS, TRY_MAX, again, is_worth_another};
+use super::{Error, Result, Store, TAGS, TRY_MAX, again};
 use crate::format::tag::{self, Tag};
 use crate::objects::{Fault, Objects as _, Until, Version, When};
 
@@ -46,7 +46,7 @@ impl Store {
             let Err(fault) = self.objects.put(&key, &bytes, when, until.at_most(TRY_MAX)) else {
                 return Ok(());
             };
-            if fault != Fault::Condition && !is_worth_another(&fault) {
+            if fault != Fault::Condition && !fault.may_pass() {
                 return Err(fault);
             }
             match self.objects.get(&key, None, tag::BYTES_MAX, until.at_most(TRY_MAX)) {
