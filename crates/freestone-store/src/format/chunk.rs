@@ -13,15 +13,14 @@
 //! Its name is the hash of the units' hashes. So a unit can be read and verified without the others, and
 //! nothing in the header has to be believed.
 
-use std::cell::RefCell;
-
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
-use zstd_safe::{CCtx, DCtx};
 
 use super::domain::Domain;
 use super::name::{Kind, Name};
-use super::seal::{self, ObjectKey, TAG_BYTES};
+pub use super::part::Damaged;
+use super::part::{HEADER_BYTES, Header, Packing};
+use super::seal::TAG_BYTES;
 use super::{CHUNK_BYTES, CHUNK_PAGES, PAGE, UNIT_PAGES};
 
 const MAGIC: [u8; 8] = *b"FSTCHUNK";
@@ -29,18 +28,6 @@ const MAGIC: [u8; 8] = *b"FSTCHUNK";
 pub const UNIT_BYTES: usize = UNIT_PAGES * PAGE;
 /// Most units.
 const UNITS: usize = CHUNK_PAGES / UNIT_PAGES;
-/// A usual level: what compresses better is slower than a fast link.
-const LEVEL: i32 = 3;
-
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
-#[repr(C)]
-struct Header {
-    magic: [u8; 8],
-    pages_bytes: U32,
-    sealed: U32,
-    nonce: [u8; seal::NONCE_BYTES],
-    zero: [u8; 4],
-}
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
@@ -49,61 +36,12 @@ struct Unit {
     hash: [u8; 32],
 }
 
-const HEADER_BYTES: usize = size_of::<Header>();
 const UNIT_ENTRY_BYTES: usize = size_of::<Unit>();
-const _: () = assert!(HEADER_BYTES == 32 && UNIT_ENTRY_BYTES == 36);
+const _: () = assert!(UNIT_ENTRY_BYTES == 36);
 /// Header and entries of the largest chunk.
 pub const HEAD_BYTES_MAX: usize = HEADER_BYTES + UNITS * UNIT_ENTRY_BYTES;
 /// Most bytes of a chunk that is stored.
 pub const STORED_BYTES_MAX: usize = HEAD_BYTES_MAX + CHUNK_BYTES + UNITS * TAG_BYTES;
-
-/// Why bytes are not the chunk that was meant.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Damaged {
-    /// Shorter or longer than it says, or no chunk at all.
-    #[error("it is no chunk")]
-    Shape,
-    /// It is not what its name says.
-    #[error("its content is not what its name says")]
-    Content,
-    /// Encrypted, and the domain is not, or the other way round.
-    #[error("it is encrypted otherwise than its domain")]
-    Sealing,
-}
-
-thread_local! {
-    static COMPRESS: RefCell<Option<CCtx<'static>>> = const { RefCell::new(None) };
-    static DECOMPRESS: RefCell<Option<DCtx<'static>>> = const { RefCell::new(None) };
-}
-
-/// Compresses a part of an object; `None` where that makes it no shorter.
-pub(super) fn compressed(bytes: &[u8]) -> Option<Vec<u8>> {
-    COMPRESS.with_borrow_mut(|context| {
-        let context = match context {
-            Some(context) => context,
-            None => context.insert(CCtx::try_create()?),
-        };
-        let mut out = Vec::with_capacity(bytes.len());
-        // Fails where it would not fit.
-        context.compress(&mut out, bytes, LEVEL).ok()?;
-        (out.len() < bytes.len()).then_some(out)
-    })
-}
-
-/// The reverse: exactly as many bytes as `out` has, or false.
-pub(super) fn decompressed(bytes: &[u8], out: &mut [u8]) -> bool {
-    DECOMPRESS.with_borrow_mut(|context| {
-        let context = match context {
-            Some(context) => context,
-            None => match DCtx::try_create() {
-                Some(new) => context.insert(new),
-                None => return false,
-            },
-        };
-        let want = out.len();
-        context.decompress(out, bytes) == Ok(want)
-    })
-}
 
 /// Pages with their name, and what is needed to store them.
 pub struct Plain<'a> {
@@ -129,24 +67,12 @@ impl<'a> Plain<'a> {
 
     /// The object; `None` where there is no memory, or no random number.
     pub fn stored(&self, domain: &Domain) -> Option<Vec<u8>> {
-        let key = match &domain.sealing {
-            Some(sealing) => Some((sealing.key(&self.name).ok()?, seal::nonce().ok()?)),
-            None => None,
-        };
-        let header = Header {
-            magic: MAGIC,
-            pages_bytes: U32::new(self.pages.len() as u32),
-            sealed: U32::new(u32::from(key.is_some())),
-            nonce: key.as_ref().map_or([0; seal::NONCE_BYTES], |(_, nonce)| *nonce),
-            zero: [0; 4],
-        };
+        let packing = Packing::new(domain, &self.name)?;
+        let header = packing.header(MAGIC, self.pages.len());
         let mut entries = Vec::with_capacity(self.hashes.len());
         let mut units = Vec::with_capacity(self.pages.len() / 2);
         for (number, (unit, hash)) in (0..).zip(self.pages.chunks(UNIT_BYTES).zip(&self.hashes)) {
-            let mut stored = compressed(unit).unwrap_or_else(|| unit.to_vec());
-            if let Some((key, nonce)) = &key {
-                key.seal(*nonce, number, &mut stored).ok()?;
-            }
+            let stored = packing.pack(number, unit)?;
             entries.push(Unit { stored: U32::new(stored.len() as u32), hash: *hash });
             units.extend_from_slice(&stored);
         }
@@ -161,18 +87,16 @@ fn name_of(domain: &Domain, pages_bytes: u32, hashes: &[[u8; 32]]) -> Name {
 /// The verified beginning of a chunk: where its units are.
 pub struct Head {
     pages_bytes: usize,
-    nonce: [u8; seal::NONCE_BYTES],
-    key: Option<ObjectKey>,
+    packing: Packing,
     units: Vec<Unit>,
 }
 
 impl Head {
     /// From the first bytes of an object, [`HEAD_BYTES_MAX`] or as many as it has.
     pub fn parse(domain: &Domain, name: &Name, bytes: &[u8]) -> Result<Self, Damaged> {
-        let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Damaged::Shape)?;
-        let pages_bytes = header.pages_bytes.get() as usize;
-        let is_whole = pages_bytes.is_multiple_of(PAGE) && (PAGE..=CHUNK_BYTES).contains(&pages_bytes);
-        if header.magic != MAGIC || !is_whole || header.zero != [0; 4] || header.sealed.get() > 1 {
+        let (header, rest) = Header::read(bytes, MAGIC)?;
+        let pages_bytes = header.bytes();
+        if !pages_bytes.is_multiple_of(PAGE) || !(PAGE..=CHUNK_BYTES).contains(&pages_bytes) {
             return Err(Damaged::Shape);
         }
         let count = pages_bytes.div_ceil(UNIT_BYTES);
@@ -181,16 +105,12 @@ impl Head {
         if name_of(domain, pages_bytes as u32, &hashes) != *name {
             return Err(Damaged::Content);
         }
-        let key = match (&domain.sealing, header.sealed.get()) {
-            (None, 0) => None,
-            (Some(sealing), 1) => Some(sealing.key(name).map_err(|_| Damaged::Sealing)?),
-            _ => return Err(Damaged::Sealing),
-        };
-        let tag_bytes = if key.is_some() { TAG_BYTES } else { 0 };
+        let packing = Packing::of(domain, name, &header)?;
+        let tag_bytes = packing.tag_bytes();
         if units.iter().any(|unit| unit.stored.get() as usize > UNIT_BYTES + tag_bytes) {
             return Err(Damaged::Shape);
         }
-        Ok(Self { pages_bytes, nonce: header.nonce, key, units: units.to_vec() })
+        Ok(Self { pages_bytes, packing, units: units.to_vec() })
     }
 
     /// Bytes of its pages.
@@ -230,19 +150,7 @@ impl Head {
         if stored.len() != unit.stored.get() as usize {
             return Err(Damaged::Shape);
         }
-        let mut opened = Vec::new();
-        let body = match &self.key {
-            None => stored,
-            Some(key) => {
-                opened.extend_from_slice(stored);
-                key.open(self.nonce, number as u32, &mut opened).map_err(|_| Damaged::Content)?
-            }
-        };
-        if body.len() == pages.len() {
-            pages.copy_from_slice(body);
-        } else if !decompressed(body, pages) {
-            return Err(Damaged::Content);
-        }
+        self.packing.unpack(number as u32, stored, pages)?;
         if domain.naming.name(Kind::Unit, &[pages]).0 != unit.hash {
             return Err(Damaged::Content);
         }

@@ -10,13 +10,12 @@
 //! 32     the content: a zstd frame, or as it is where that is not longer
 //! ```
 
-use zerocopy::byteorder::little_endian::U32;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::IntoBytes as _;
 
-use super::chunk::{Damaged, compressed, decompressed};
 use super::domain::Domain;
 use super::name::{Kind, Name};
-use super::seal::{self, TAG_BYTES};
+use super::part::{Damaged, HEADER_BYTES, Header, Packing};
+use super::seal::TAG_BYTES;
 
 const MAGIC: [u8; 8] = *b"FSTMETA1";
 /// Most bytes of a content.
@@ -24,39 +23,15 @@ pub const BYTES_MAX: usize = 32 << 20;
 /// Most bytes of an object.
 pub const STORED_BYTES_MAX: u64 = (HEADER_BYTES + BYTES_MAX + TAG_BYTES) as u64;
 
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
-#[repr(C)]
-struct Header {
-    magic: [u8; 8],
-    bytes: U32,
-    sealed: U32,
-    nonce: [u8; seal::NONCE_BYTES],
-    zero: [u8; 4],
-}
-
-const HEADER_BYTES: usize = size_of::<Header>();
-const _: () = assert!(HEADER_BYTES == 32);
-
 /// The name of a content, and its object; `None` where it is too large, or there is no random number.
 pub fn stored(domain: &Domain, kind: Kind, content: &[u8]) -> Option<(Name, Vec<u8>)> {
     if content.len() > BYTES_MAX {
         return None;
     }
     let name = domain.naming.name(kind, &[content]);
-    let mut body = compressed(content).unwrap_or_else(|| content.to_vec());
-    let mut nonce = [0; seal::NONCE_BYTES];
-    if let Some(sealing) = &domain.sealing {
-        nonce = seal::nonce().ok()?;
-        sealing.key(&name).ok()?.seal(nonce, 0, &mut body).ok()?;
-    }
-    let header = Header {
-        magic: MAGIC,
-        bytes: U32::new(content.len() as u32),
-        sealed: U32::new(u32::from(domain.sealing.is_some())),
-        nonce,
-        zero: [0; 4],
-    };
-    Some((name, [header.as_bytes(), &body].concat()))
+    let packing = Packing::new(domain, &name)?;
+    let body = packing.pack(0, content)?;
+    Some((name, [packing.header(MAGIC, content.len()).as_bytes(), &body].concat()))
 }
 
 /// The content of an object, verified. `most` bounds the memory that it may take.
@@ -67,34 +42,12 @@ pub fn content(
     object: &[u8],
     most: usize,
 ) -> Result<Vec<u8>, Damaged> {
-    let (header, body) = Header::read_from_prefix(object).map_err(|_| Damaged::Shape)?;
-    let bytes = header.bytes.get() as usize;
-    if header.magic != MAGIC
-        || header.zero != [0; 4]
-        || bytes > most.min(BYTES_MAX)
-        || header.sealed.get() > 1
-    {
+    let (header, body) = Header::read(object, MAGIC)?;
+    if header.bytes() > most.min(BYTES_MAX) {
         return Err(Damaged::Shape);
     }
-    let mut opened = Vec::new();
-    let body = match (&domain.sealing, header.sealed.get()) {
-        (None, 0) => body,
-        (Some(sealing), 1) => {
-            let key = sealing.key(name).map_err(|_| Damaged::Sealing)?;
-            opened.extend_from_slice(body);
-            key.open(header.nonce, 0, &mut opened).map_err(|_| Damaged::Content)?
-        }
-        _ => return Err(Damaged::Sealing),
-    };
-    let content = if body.len() == bytes {
-        body.to_vec()
-    } else {
-        let mut content = vec![0; bytes];
-        if !decompressed(body, &mut content) {
-            return Err(Damaged::Content);
-        }
-        content
-    };
+    let mut content = vec![0; header.bytes()];
+    Packing::of(domain, name, &header)?.unpack(0, body, &mut content)?;
     if domain.naming.name(kind, &[&content]) == *name { Ok(content) } else { Err(Damaged::Content) }
 }
 

@@ -15,6 +15,7 @@ pub mod manifest;
 pub mod map;
 pub mod meta;
 pub mod name;
+mod part;
 pub mod seal;
 pub mod tag;
 
