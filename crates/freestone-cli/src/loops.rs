@@ -42,7 +42,7 @@ pub fn check_address(registry: &Registry, address: &Address) -> Result<(), Fault
 
 /// Whether who connects to `place` comes to a server that listens at `address`. A name of a host is
 /// looked up.
-pub fn leads_to(place: &Place, address: &Address) -> bool {
+fn leads_to(place: &Place, address: &Address) -> bool {
     match (place, address) {
         (Place::Unix(to), Address::Unix(at)) => is_one_socket(to, at),
         (Place::Tcp { host, port }, Address::Tcp { host: at, port: listens }) => {

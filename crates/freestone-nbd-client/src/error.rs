@@ -50,12 +50,6 @@ impl From<io::Error> for LinkError {
     }
 }
 
-impl From<rustix::io::Errno> for LinkError {
-    fn from(errno: rustix::io::Errno) -> Self {
-        Self::Lost(errno.into())
-    }
-}
-
 /// Why a device could not be set up.
 #[derive(Debug, Error)]
 pub enum SetupError {

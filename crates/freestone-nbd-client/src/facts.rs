@@ -31,9 +31,9 @@ pub struct BlockSizes {
 }
 
 impl Default for BlockSizes {
-    /// Of a server that does not tell.
+    /// Of a server that does not tell: it takes any byte.
     fn default() -> Self {
-        Self { minimum: MIN_BLOCK_BYTES, preferred: MAX_BLOCK_BYTES, maximum: DEFAULT_PAYLOAD_BYTES }
+        Self { minimum: 1, preferred: MAX_BLOCK_BYTES, maximum: DEFAULT_PAYLOAD_BYTES }
     }
 }
 
@@ -74,7 +74,6 @@ impl Facts {
         if size > MAX_SIZE_BYTES {
             return Err(LinkError::Protocol("the export has 2^63 bytes or more"));
         }
-        let told = blocks.is_some();
         let mut blocks = blocks.unwrap_or_default();
         let BlockSizes { minimum, preferred, maximum } = blocks;
         if !minimum.is_power_of_two() || minimum > MAX_MINIMUM_BYTES {
@@ -90,12 +89,8 @@ impl Facts {
             let why = format!("the export has blocks of {minimum} bytes, a device at most {MAX_BLOCK_BYTES}");
             return Err(LinkError::Unfit(why));
         }
-        if told && !size.is_multiple_of(u64::from(minimum)) {
+        if !size.is_multiple_of(u64::from(minimum)) {
             return Err(LinkError::Protocol("the size of the export is no multiple of its smallest block"));
-        }
-        if !told {
-            // Servers that do not tell take any byte.
-            blocks.minimum = 1;
         }
         let block = minimum.max(MIN_BLOCK_BYTES);
         let maximum = maximum.min(DEFAULT_PAYLOAD_BYTES);
@@ -129,7 +124,7 @@ impl Facts {
             logical_block: block,
             physical_block: preferred.min(MAX_BLOCK_BYTES),
             io_min: preferred,
-            io_opt: preferred.max((128 << 10).min(self.blocks.maximum / block * block)),
+            io_opt: preferred.max((128 << 10).min(self.blocks.maximum)),
             max_request: 0,
             discard_granularity: if self.has(TransmissionFlags::SEND_TRIM) { block } else { 0 },
             fast_zeroes: self.has(TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::SEND_FAST_ZERO),

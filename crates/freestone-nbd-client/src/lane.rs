@@ -1,13 +1,13 @@
 //! A connection's thread: it connects, asks, hears, and connects again.
 
 use std::collections::VecDeque;
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_core::device::Error;
 use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::Instant;
+use freestone_core::unique;
 use freestone_nbd_proto::errno;
 use rustix::event::PollFlags;
 
@@ -131,7 +131,7 @@ impl Lane {
         let beside = self.shared.members() > 0;
         let most = if beside { PAUSE_MAX_BESIDE } else { PAUSE_MAX };
         let pause = PAUSE_MIN.saturating_mul(1 << self.failures.min(10)).min(most);
-        let random = RandomState::new().hash_one(self.number) % 512;
+        let random = unique::number() % 512;
         let end = Instant::now() + pause.mul_f64(0.75 + random as f64 / 1024.0);
         let short = Instant::now() + PAUSE_MIN;
         while !self.wake().is_stopped() {
@@ -175,10 +175,9 @@ impl Lane {
         let _ = self.shared.exchange(self.number, &mut talk.exchange);
         // The server hears that it is over before anybody else asks it again.
         let jobs = talk.end();
-        let left = self.shared.leave(self.number, jobs);
+        let lost = self.shared.leave(self.number, jobs);
         let name = &self.remote.config.name;
-        if let Some(loss) = left.loss {
-            let writes = loss.writes;
+        if let Some(writes) = lost {
             tracing::warn!(
                 "{name}: all connections to {} were lost after {writes} writes that were answered and not \
                  flushed; the server may have lost them, and the next flush fails",

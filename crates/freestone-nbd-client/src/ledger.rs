@@ -16,13 +16,6 @@ pub struct Ledger {
     untold: u64,
 }
 
-/// What became of a loss.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Loss {
-    /// Writes that were answered and may be lost.
-    pub writes: u64,
-}
-
 impl Ledger {
     /// A write was answered that is not durable.
     pub fn answered(&mut self) {
@@ -48,9 +41,9 @@ impl Ledger {
         !told
     }
 
-    /// All connections are gone, and with them perhaps what the server had in its cache. Each flush on
-    /// its way that covers some of that is told by `doom`, which returns what the flush covers.
-    pub fn lost(&mut self, flushes: impl Iterator<Item = u64>) -> Option<Loss> {
+    /// All connections are gone, and with them perhaps what the server had in its cache. `flushes` are
+    /// what those on their way cover. Answers how many writes were answered and may be lost, if any.
+    pub fn lost(&mut self, flushes: impl Iterator<Item = u64>) -> Option<u64> {
         let first = self.settled;
         if self.answered == first {
             return None;
@@ -59,7 +52,7 @@ impl Ledger {
         let told = flushes.filter(|covers| *covers > first).max().unwrap_or(first);
         self.settled = told;
         self.untold = if self.answered > told { self.answered } else { 0 };
-        Some(Loss { writes: self.answered - first })
+        Some(self.answered - first)
     }
 
     /// Whether a flush on its way that covers so many will have to fail if all is lost now.
@@ -81,7 +74,7 @@ mod tests {
     #[test]
     fn the_next_flush_fails_once_where_writes_may_be_lost() {
         let mut ledger = of(3);
-        assert_eq!(ledger.lost([].into_iter()), Some(Loss { writes: 3 }));
+        assert_eq!(ledger.lost([].into_iter()), Some(3));
         assert!(!ledger.flushed(3, false));
         assert!(ledger.flushed(3, false));
         assert_eq!(ledger.lost([].into_iter()), None);
@@ -93,7 +86,7 @@ mod tests {
         assert!(ledger.flushed(3, false));
         assert_eq!(ledger.lost([].into_iter()), None);
         ledger.answered();
-        assert_eq!(ledger.lost([].into_iter()), Some(Loss { writes: 1 }));
+        assert_eq!(ledger.lost([].into_iter()), Some(1));
         // More is written before the next flush.
         ledger.answered();
         assert!(!ledger.flushed(5, false));

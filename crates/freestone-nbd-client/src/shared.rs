@@ -22,7 +22,7 @@ use freestone_core::timer;
 use crate::error::LinkError;
 use crate::facts::Facts;
 use crate::job::Job;
-use crate::ledger::{Ledger, Loss};
+use crate::ledger::Ledger;
 use crate::overlap::Overlap;
 use crate::table::MAX_IN_FLIGHT;
 use crate::wake::Wake;
@@ -115,15 +115,6 @@ pub enum Joined {
     Yes(bool),
     /// Once the one before is over.
     Later,
-}
-
-/// What is to be told of a connection that has left.
-#[derive(Debug, Default)]
-pub struct Left {
-    /// It was the first one.
-    pub first: bool,
-    /// What may be lost.
-    pub loss: Option<Loss>,
 }
 
 impl Shared {
@@ -317,31 +308,31 @@ impl Shared {
         over
     }
 
-    /// A connection is lost, with these jobs not answered.
-    pub fn leave(self: &Arc<Self>, lane: usize, jobs: VecDeque<Box<Job>>) -> Left {
+    /// A connection is lost, with these jobs not answered. Answers how many writes were answered and may
+    /// be lost, if it was the last one and there are any.
+    pub fn leave(self: &Arc<Self>, lane: usize, jobs: VecDeque<Box<Job>>) -> Option<u64> {
         let mut effects = Effects::default();
-        let mut left = Left::default();
+        let mut lost = None;
         {
             let mut state = self.lock();
             let own = &mut state.lanes[lane];
             (own.up, own.assigned, own.asleep) = (false, 0, false);
             let inbox = std::mem::take(&mut own.inbox);
             state.members -= 1;
-            left.first = !state.leaving;
             state.leaving = state.members > 0;
             if state.stop {
                 effects.done.extend(jobs.into_iter().chain(inbox).map(|job| (job, Err(Error::Gone))));
             } else {
                 state.waiting.extend(jobs.into_iter().chain(inbox));
                 if state.members == 0 {
-                    left.loss = state.session_over(Instant::now(), self.timeout, &mut effects);
+                    lost = state.session_over(Instant::now(), self.timeout, &mut effects);
                 }
             }
             // To leave as well, or to begin the next session.
             effects.wake = !(1 << lane);
         }
         self.carry_out(effects);
-        left
+        lost
     }
 
     // ---- coming and going -----------------------------------------------------------------------
@@ -447,7 +438,7 @@ impl State {
     }
 
     /// The last connection has left.
-    fn session_over(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) -> Option<Loss> {
+    fn session_over(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) -> Option<u64> {
         self.down_since = Some(now);
         let Self { waiting, ledger, .. } = self;
         for job in waiting.iter_mut() {

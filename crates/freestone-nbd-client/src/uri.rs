@@ -5,13 +5,12 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
 use freestone_nbd_proto::MAX_STRING_BYTES;
 use thiserror::Error;
 
 /// The port of NBD where none is said.
 pub const DEFAULT_PORT: u16 = 10809;
-/// Longest path of a Unix socket in bytes.
-const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Why a text is no URI of an export. What stands before an `@` is in none of them: it may be a
 /// password.
@@ -85,15 +84,6 @@ impl Uri {
             *path = base.join(&*path);
         }
         self
-    }
-
-    /// The server, without the export, as people read it.
-    pub fn server(&self) -> String {
-        match &self.place {
-            Place::Tcp { host, port } if host.contains(':') => format!("[{host}]:{port}"),
-            Place::Tcp { host, port } => format!("{host}:{port}"),
-            Place::Unix(path) => path.display().to_string(),
-        }
     }
 }
 

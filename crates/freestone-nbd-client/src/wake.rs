@@ -61,12 +61,13 @@ impl Wake {
     pub fn wait(&self, socket: Option<(BorrowedFd<'_>, PollFlags)>, most: Duration) -> io::Result<Ready> {
         let most = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
         let event = PollFd::new(&self.event, PollFlags::IN);
-        let mut fds = match &socket {
-            Some((fd, flags)) => vec_of(event, Some(PollFd::from_borrowed_fd(*fd, *flags))),
-            None => vec_of(event, None),
-        };
-        let count = if socket.is_some() { 2 } else { 1 };
-        match poll(&mut fds[..count], Some(&most)) {
+        // The second place is only used where there is a socket.
+        let mut fds = [event.clone(), event];
+        if let Some((fd, flags)) = socket {
+            fds[1] = PollFd::from_borrowed_fd(fd, flags);
+        }
+        let fds = &mut fds[..=usize::from(socket.is_some())];
+        match poll(fds, Some(&most)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -75,15 +76,9 @@ impl Wake {
             // Somebody else cannot have taken it, and it need not be there.
             let _ = rustix::io::read(&self.event, &mut count);
         }
-        let got = fds[1].revents();
-        Ok(Ready { readable: count == 2 && got.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) })
+        let ends = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
+        Ok(Ready { readable: fds.get(1).is_some_and(|fd| fd.revents().intersects(ends)) })
     }
-}
-
-/// Two places, the second one only used where there is a socket.
-fn vec_of<'a>(event: PollFd<'a>, socket: Option<PollFd<'a>>) -> [PollFd<'a>; 2] {
-    let second = socket.unwrap_or_else(|| event.clone());
-    [event, second]
 }
 
 /// How long a handshake may take.
@@ -105,14 +100,7 @@ impl<'a> Patience<'a> {
     /// # Errors
     /// It is over, or the device ends.
     pub fn wait(&self, socket: BorrowedFd<'_>, flags: PollFlags) -> Result<(), LinkError> {
-        if self.wake.is_stopped() {
-            return Err(LinkError::Ending);
-        }
-        let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(LinkError::Silent(self.allowed));
-        }
-        self.wake.wait(Some((socket, flags)), left)?;
+        self.wake.wait(Some((socket, flags)), self.left()?)?;
         Ok(())
     }
 
@@ -121,13 +109,17 @@ impl<'a> Patience<'a> {
     /// # Errors
     /// It is over, or the device ends.
     pub fn pause(&self) -> Result<(), LinkError> {
+        self.left()?;
+        self.wake.wait(None, PAUSE)?;
+        Ok(())
+    }
+
+    /// How long there is still.
+    fn left(&self) -> Result<Duration, LinkError> {
         if self.wake.is_stopped() {
             return Err(LinkError::Ending);
         }
-        if self.end <= Instant::now() {
-            return Err(LinkError::Silent(self.allowed));
-        }
-        self.wake.wait(None, PAUSE)?;
-        Ok(())
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(LinkError::Silent(self.allowed)) } else { Ok(left) }
     }
 }

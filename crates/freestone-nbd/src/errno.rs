@@ -4,27 +4,28 @@ use std::borrow::Cow;
 use std::fmt;
 
 use freestone_core::device::{Error, Failed, Request};
+use freestone_nbd_proto::errno as number;
 
 /// The closed set of error numbers of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Errno {
     /// Operation not permitted.
-    Perm = 1,
+    Perm = number::PERM,
     /// Input/output error.
-    Io = 5,
+    Io = number::IO,
     /// Cannot allocate memory.
-    NoMem = 12,
+    NoMem = number::NOMEM,
     /// Invalid argument.
-    Inval = 22,
+    Inval = number::INVAL,
     /// No space left on device.
-    NoSpc = 28,
+    NoSpc = number::NOSPC,
     /// Value too large.
-    Overflow = 75,
+    Overflow = number::OVERFLOW,
     /// Operation not supported.
-    NotSup = 95,
+    NotSup = number::NOTSUP,
     /// The server is going away.
-    Shutdown = 108,
+    Shutdown = number::SHUTDOWN,
 }
 
 /// What a command does, as far as its errors go.

@@ -34,7 +34,6 @@ pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Opens `s3://` with the rest.
 pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenError> {
-    let InBucket { bucket, .. } = InBucket::parse("s3", rest)?;
     let place = InBucket::parse("s3", rest)?;
     let env = |name: &str| env(name).filter(|value| !value.is_empty());
     let profile = env("AWS_PROFILE").unwrap_or_else(|| profile::DEFAULT.to_owned());
@@ -60,7 +59,7 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
     };
 
     let mut builder = AmazonS3Builder::new()
-        .with_bucket_name(&bucket)
+        .with_bucket_name(&place.bucket)
         .with_region(region)
         .with_endpoint(&service.url)
         .with_conditional_put(S3ConditionalPut::ETagMatch)
@@ -78,7 +77,7 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
     let store = Arc::new(builder.build().map_err(|e| OpenError::Setup(plain(&e.to_string())))?);
     Ok(Remote {
         url: place.url("s3"),
-        place: format!("the bucket {bucket}"),
+        place: format!("the bucket {}", place.bucket),
         base: place.base,
         dialect: Dialect::S3,
         store: store.clone(),

@@ -123,7 +123,12 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
 }
 
 fn is_loopback(authority: &str) -> bool {
-    let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+    // The colons of an address in brackets are no port.
+    let host = if authority.ends_with(']') {
+        authority
+    } else {
+        authority.rsplit_once(':').map_or(authority, |(host, _)| host)
+    };
     let host = host.trim_start_matches('[').trim_end_matches(']');
     host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
@@ -344,10 +349,10 @@ mod tests {
 
     #[test]
     fn hosts_of_this_machine_need_no_proxy() {
-        for host in ["localhost", "localhost:80", "127.0.0.1:9000", "127.0.0.1", "[::1]:80"] {
+        for host in ["localhost", "localhost:80", "127.0.0.1:9000", "127.0.0.1", "[::1]:80", "[::1]"] {
             assert!(is_loopback(host), "{host}");
         }
-        for host in ["example.org", "localhost.example.org:1", "10.0.0.1:80", "[fe80::1]:80"] {
+        for host in ["example.org", "localhost.example.org:1", "10.0.0.1:80", "[fe80::1]:80", "[fe80::1]"] {
             assert!(!is_loopback(host), "{host}");
         }
     }

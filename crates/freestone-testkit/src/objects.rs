@@ -74,15 +74,9 @@ struct State {
 }
 
 /// A store in memory.
+#[derive(Default)]
 pub struct Memory {
-    url: String,
     state: Mutex<State>,
-}
-
-impl Default for Memory {
-    fn default() -> Self {
-        Self { url: "memory:".into(), state: Mutex::default() }
-    }
 }
 
 impl Memory {
@@ -144,8 +138,7 @@ impl Memory {
         self.lock().objects.clear();
     }
 
-    /// What becomes of a request; an error is its answer, and true says that it is answered so after it
-    /// was done.
+    /// What becomes of a request; an error is its answer.
     fn begin(&self, method: Method, key: &str, until: Until<'_>) -> Result<Effect> {
         until.check()?;
         let (rule, call) = {
@@ -200,8 +193,8 @@ fn version(object: &Object) -> Version {
 }
 
 impl Objects for Memory {
-    fn url(&self) -> &str {
-        &self.url
+    fn url(&self) -> &'static str {
+        "memory:"
     }
 
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
