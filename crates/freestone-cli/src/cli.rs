@@ -350,7 +350,7 @@ pub enum Command {
     /// Create a device
     #[command(after_help = "Example:\n  freestone create ram1=ram,disksize=4G,mem_limit=1G")]
     Create(Call<create::Params>),
-    /// Make disks over a base: a read-only file, a qcow2 image or a snapshot
+    /// Make disks over a base: a read-only file or export, an image or a snapshot
     #[command(after_help = FORK_EXAMPLES)]
     Fork(Call<fork::Line>),
     /// Keep what devices hold at one moment, while they go on
