@@ -9,13 +9,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use freestone::device::{Blocking as _, Device, IoBuf};
 use freestone::ram::{Config, Family, ForkConfig};
-use freestone::store::cache::Cache;
-use freestone::store::image::{Config as ImageConfig, Image, TIMEOUT};
-use freestone::store::push::{Options as PushOptions, Source, THREADS, push};
+use freestone::store::format::CHUNK_BYTES;
 use freestone::store::store::Store;
 use freestone_report::{Report, Row, Target, Unit, mib};
 
-use super::kit::{CACHE_BYTES, Kit, until};
+use super::kit::{Kit, image, until};
 use super::remote::Remote;
 use crate::measure::median;
 use crate::options::Options;
@@ -93,11 +91,7 @@ fn start(
     let cache = kit.empty_cache()?;
     let before = remote.bytes().1;
     let begun = Instant::now();
-    let name = store.tag("v1", until())?.context("the tag is not there")?.tag.manifest;
-    let config = ImageConfig { timeout: TIMEOUT, prefetch };
-    let image =
-        Image::open(Arc::clone(store), Some(Cache::open(cache.path(), CACHE_BYTES)?), name, config, until())?;
-    let image = Arc::new(image);
+    let image = image(store, cache.path(), prefetch)?;
     let opened = begun.elapsed().as_secs_f64();
     let seconds = opened + replay(Arc::clone(&image) as _, reads, paused)?;
     let came = remote.bytes().1 - before;
@@ -108,7 +102,7 @@ fn start(
             store.map(&map.map, until())?.chunks().iter().map(|chunk| (chunk.name, u64::from(chunk.stored))),
         );
     }
-    let touched = store.trace(&name, until())?;
+    let touched = store.trace(&image.name(), until())?;
     let bytes = touched.iter().filter_map(|name| stored.get(name)).sum();
     Ok(Started { seconds, came, touched: bytes, chunks: touched.len() as u64 })
 }
@@ -117,12 +111,7 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
     let reads = reads(options, kit.data.bytes())?;
     let asked: u64 = reads.iter().map(|read| read.len as u64).sum();
     let (store, is_new) = remote.store(&format!("boot-{}", std::process::id()))?;
-    {
-        let device = kit.local()?;
-        let source = Source { device: &*device, label: "disk", over: None };
-        let options = PushOptions { tag: "v1", full: false, threads: THREADS, is_new };
-        push(&store, source, options, &|_, _| {}, until())?;
-    }
+    kit.push(&store, is_new)?;
     let mut rows = Vec::new();
     for (paused, what) in [(true, "with the guest's pauses"), (false, "without pauses")] {
         let (mut local, mut without, mut with) = (Vec::new(), Vec::new(), Vec::new());
@@ -154,7 +143,7 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
             .part("came MiB", mib(last.came))
             .part("read MiB", mib(asked))
             .part("chunks", last.chunks as f64)
-            .part("chunks whole MiB", mib(last.chunks * (512 << 10))),
+            .part("chunks whole MiB", mib(last.chunks * CHUNK_BYTES as u64)),
         );
     }
     Ok(Report::new("images: boot", kit.data.description.clone(), kit.data.bytes(), "zstd")

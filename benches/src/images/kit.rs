@@ -1,18 +1,18 @@
 //! A file, the same as an image in a store on the same disk, and a cache.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use freestone::device::Device;
 use freestone::file;
 use freestone::store::cache::Cache;
 use freestone::store::format::domain::GRACE;
 use freestone::store::image::{Config, Image, TIMEOUT};
-use freestone::store::objects::{Directory, Until};
-use freestone::store::push::{Options as PushOptions, Source, THREADS, push};
+use freestone::store::objects::{Directory, Objects, Until};
+use freestone::store::push::{Options as PushOptions, Pushed, Source, THREADS, push};
 use freestone::store::store::{Begin, Store};
 use tempfile::TempDir;
 
@@ -22,7 +22,8 @@ use crate::place::{Own, Place};
 
 const BYTES: u64 = 2 << 30;
 /// More than all that is pulled.
-pub const CACHE_BYTES: u64 = 64 << 30;
+const CACHE_BYTES: u64 = 64 << 30;
+/// Of what is pushed.
 const TAG: &str = "v1";
 
 /// What the parts have in common.
@@ -37,6 +38,21 @@ pub fn until() -> Until<'static> {
     Until::within(Duration::from_secs(3600))
 }
 
+/// A store, begun if it is not there; and whether it was.
+pub fn begun(objects: Arc<dyn Objects>) -> Result<(Arc<Store>, bool)> {
+    let begin = Begin { encrypted: false, grace: GRACE };
+    let (store, is_new) = Store::open_or_begin(objects, None, begin, until())?;
+    Ok((Arc::new(store), is_new))
+}
+
+/// The image that was pushed to a store.
+pub fn image(store: &Arc<Store>, cache: &Path, prefetch: bool) -> Result<Arc<Image>> {
+    let cache = Cache::open(cache, CACHE_BYTES)?;
+    let name = store.tag(TAG, until())?.context("the tag is not there")?.tag.manifest;
+    let config = Config { timeout: TIMEOUT, prefetch };
+    Ok(Arc::new(Image::open(Arc::clone(store), Some(cache), name, config, until())?))
+}
+
 impl Kit {
     /// Fills the file, and pushes it.
     pub fn new(place: &Place, set: Set, options: &Options) -> Result<Self> {
@@ -45,15 +61,18 @@ impl Kit {
         let file = own.image("disk");
         fs::File::create(&file)?;
         data.save(&file)?;
-        let objects = Arc::new(Directory::new(own.path().join("store")));
-        let begin = Begin { encrypted: false, grace: GRACE };
-        let (store, is_new) = Store::open_or_begin(objects, None, begin, until())?;
-        let kit = Self { data, file, store: Arc::new(store), own };
-        let device = kit.local()?;
+        let (store, is_new) = begun(Arc::new(Directory::new(own.path().join("store"))))?;
+        let kit = Self { data, file, store, own };
+        kit.push(&kit.store, is_new)?;
+        Ok(kit)
+    }
+
+    /// Pushes the file.
+    pub fn push(&self, store: &Store, is_new: bool) -> Result<Pushed> {
+        let device = self.local()?;
         let source = Source { device: &*device, label: "disk", over: None };
         let options = PushOptions { tag: TAG, full: false, threads: THREADS, is_new };
-        push(&kit.store, source, options, &|_, _| {}, until())?;
-        Ok(kit)
+        Ok(push(store, source, options, &|_, _| {}, until())?)
     }
 
     /// A directory that goes when this is dropped.
@@ -70,12 +89,8 @@ impl Kit {
 
     /// The image, with all of it in a cache of its own.
     pub fn pulled(&self) -> Result<Arc<Image>> {
-        let cache = Cache::open(self.own.path().join("cache"), CACHE_BYTES)?;
-        let name = self.store.tag(TAG, until())?.map(|read| read.tag.manifest);
-        let name = name.ok_or_else(|| anyhow::anyhow!("the tag is not there"))?;
-        let config = Config { timeout: TIMEOUT, prefetch: false };
-        let image = Image::open(Arc::clone(&self.store), Some(cache), name, config, until())?;
+        let image = image(&self.store, &self.own.path().join("cache"), false)?;
         image.pull(&|_, _| {}, until())?;
-        Ok(Arc::new(image))
+        Ok(image)
     }
 }

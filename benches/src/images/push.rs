@@ -9,10 +9,11 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::store::push::{Options as PushOptions, Pushed, Source, THREADS, push};
+use freestone::store::format::chunk::UNIT_BYTES;
+use freestone::store::push::Pushed;
 use freestone_report::{Report, Row, Target, Unit, mib};
 
-use super::kit::{Kit, until};
+use super::kit::Kit;
 use super::remote::{BITS_PER_SECOND, Remote};
 use crate::data::Random;
 use crate::options::Options;
@@ -80,10 +81,7 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
 
 fn send(kit: &Kit, remote: &Remote, prefix: &str) -> Result<Pushed> {
     let (store, is_new) = remote.store(prefix)?;
-    let device = kit.local()?;
-    let source = Source { device: &*device, label: "disk", over: None };
-    let options = PushOptions { tag: "v1", full: false, threads: THREADS, is_new };
-    Ok(push(&store, source, options, &|_, _| {}, until())?)
+    kit.push(&store, is_new)
 }
 
 /// Seconds that zstd takes for the file.
@@ -123,11 +121,7 @@ fn change(kit: &Kit) -> Result<Changed> {
         content.extend_from_slice(&page);
     }
     let compressed = |bytes: usize| -> u64 { content.chunks(bytes).map(compressed_bytes).sum() };
-    Ok(Changed {
-        pages: pages.len() as u64,
-        packed: compressed(16 * PAGE_BYTES),
-        each: compressed(PAGE_BYTES),
-    })
+    Ok(Changed { pages: pages.len() as u64, packed: compressed(UNIT_BYTES), each: compressed(PAGE_BYTES) })
 }
 
 /// As many bytes as zstd makes of these, at level 3.

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use freestone::store::format::domain::GRACE;
 use freestone::store::objects::Objects;
-use freestone::store::store::{Begin, Store};
+use freestone::store::store::Store;
 use freestone_objects::Options;
 use freestone_testkit::Latency;
 use freestone_testkit::s3::Server;
 
-use super::kit::until;
+use super::kit::begun;
 
 pub const ROUND_TRIP: Duration = Duration::from_millis(20);
 pub const BITS_PER_SECOND: u64 = 1_000_000_000;
@@ -47,7 +46,7 @@ impl Remote {
     }
 
     /// What lies under a name that nobody used yet.
-    pub fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
+    fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
         let options = Options {
             endpoint: Some(self.line.endpoint()),
             region: Some("us-east-1".into()),
@@ -59,9 +58,7 @@ impl Remote {
 
     /// A store there, begun if it is not.
     pub fn store(&self, prefix: &str) -> Result<(Arc<Store>, bool)> {
-        let begin = Begin { encrypted: false, grace: GRACE };
-        let (store, is_new) = Store::open_or_begin(self.objects(prefix)?, None, begin, until())?;
-        Ok((Arc::new(store), is_new))
+        begun(self.objects(prefix)?)
     }
 
     /// Bytes that went there and came from there, with all that HTTP adds.
