@@ -42,7 +42,7 @@ pub enum Mode {
 }
 
 /// The faults that can be put back (`freestone::mutants`), and the mode that finds each.
-const MUTANTS: [(&str, Mode); 17] = [
+const MUTANTS: [(&str, Mode); 20] = [
     ("PinnedCall", Mode::Exact),
     ("FalseNoSpace", Mode::Exact),
     ("TooManyReads", Mode::Exact),
@@ -60,6 +60,9 @@ const MUTANTS: [(&str, Mode); 17] = [
     ("AnsweredInFlight", Mode::Program),
     ("ExportsForgotten", Mode::Lives),
     ("LostIsShown", Mode::Lives),
+    ("StoreIsBelieved", Mode::Exact),
+    ("PackedPagesShifted", Mode::Exact),
+    ("PruneForgetsTag", Mode::Exact),
 ];
 
 impl Mode {

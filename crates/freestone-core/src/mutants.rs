@@ -40,11 +40,17 @@ pub enum Mutant {
     ExportsForgotten,
     /// A device that has lost its content with a server is not withheld.
     LostIsShown,
+    /// What comes from a store of images is not held against its name.
+    StoreIsBelieved,
+    /// Pages of a packed delta of an image lie one further than its map says.
+    PackedPagesShifted,
+    /// A prune does not look at the first tag.
+    PruneForgetsTag,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 17] = [
+pub const ALL: [Mutant; 20] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -62,6 +68,9 @@ pub const ALL: [Mutant; 17] = [
     Mutant::AnsweredInFlight,
     Mutant::ExportsForgotten,
     Mutant::LostIsShown,
+    Mutant::StoreIsBelieved,
+    Mutant::PackedPagesShifted,
+    Mutant::PruneForgetsTag,
 ];
 
 /// Whether this fault is there.

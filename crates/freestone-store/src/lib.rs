@@ -7,5 +7,6 @@ pub mod objects;
 mod parallel;
 pub mod prune;
 pub mod push;
+mod rt;
 pub mod store;
 pub mod url;

@@ -1,7 +1,7 @@
 //! The same work for many numbers, by several threads.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use crate::rt::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::rt::sync::{Mutex, PoisonError};
 use std::thread;
 
 /// Does `work` for each number below `count`, by up to `threads` threads, in about their order. After
@@ -28,6 +28,8 @@ pub fn for_each<E: Send>(
         }
     };
     thread::scope(|scope| {
+        // Scoped threads are not part of a simulation.
+        let threads = if cfg!(freestone_sim) { 1 } else { threads };
         // The caller is one of them, so it goes on also where no thread can be made.
         for _ in 1..threads.min(count) {
             if thread::Builder::new().name("push".into()).spawn_scoped(scope, run).is_err() {

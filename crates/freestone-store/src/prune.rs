@@ -5,12 +5,14 @@
 //! before, as a push may have written it again; and tags and manifests are read anew where that was ten
 //! minutes ago. So a push that keeps to its part (`push`) never refers to something that is deleted.
 
-use std::collections::HashSet;
-use std::sync::Mutex;
-use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use crate::rt::sync::Mutex;
+use crate::rt::sync::PoisonError;
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::thread;
+use crate::rt::time::{Duration, Instant, SystemTime};
+use std::collections::BTreeSet;
+
+use freestone_core::mutants::{self, Mutant};
 
 use crate::format::manifest::Manifest;
 use crate::format::name::Name;
@@ -46,7 +48,7 @@ pub struct Pruned {
 
 /// What is referred to.
 struct Roots {
-    names: HashSet<Name>,
+    names: BTreeSet<Name>,
     images: u64,
     read: Instant,
 }
@@ -168,7 +170,7 @@ fn delete(
 impl Roots {
     fn read(store: &Store, now: SystemTime, until: Until<'_>) -> Result<Self> {
         let read = Instant::now();
-        let mut images = HashSet::new();
+        let mut images = BTreeSet::new();
         // First the young ones: a push that sets its tag between the two looks is found by one of them.
         store.list(MANIFESTS, until, &mut |is_again, listed| {
             if is_again {
@@ -183,13 +185,14 @@ impl Roots {
             true
         })?;
         let young = images.clone();
-        for tag in store.tag_names(until)? {
+        let forgotten = usize::from(mutants::on(Mutant::PruneForgetsTag));
+        for tag in store.tag_names(until)?.into_iter().skip(forgotten) {
             if let Some(read) = store.tag(&tag, until)? {
                 images.insert(read.tag.manifest);
             }
         }
         let mut all: Vec<Manifest> = Vec::new();
-        let mut names: HashSet<Name> = HashSet::new();
+        let mut names: BTreeSet<Name> = BTreeSet::new();
         for image in &images {
             match store.manifest(image, until) {
                 Ok(manifest) => all.push(manifest),
@@ -199,7 +202,7 @@ impl Roots {
             }
             names.insert(*image);
         }
-        let maps: HashSet<Name> = all
+        let maps: BTreeSet<Name> = all
             .iter()
             .flat_map(|manifest| manifest.segments.iter().flat_map(|segment| &segment.maps))
             .inspect(|map| {

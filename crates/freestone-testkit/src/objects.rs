@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use freestone_sim::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use freestone_sim::thread;
+use freestone_sim::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use freestone_store::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
 
 /// What is asked of a store.
@@ -61,37 +61,73 @@ struct Object {
     version: u64,
 }
 
-#[derive(Default)]
+/// What time it is when a store begins.
+const BEGIN: Duration = Duration::from_secs(1_700_000_000);
+
 struct State {
     objects: BTreeMap<String, Object>,
-    calls: u64,
     counts: HashMap<Method, u64>,
     gets: HashMap<String, u64>,
     versions: u64,
-    /// What time it is, beyond the machine's.
+    begun: Instant,
+    /// What time it is, beyond what passed since then.
     ahead: Duration,
+}
+
+/// How one who uses a store is served.
+#[derive(Default)]
+struct Served {
+    calls: u64,
     rule: Option<Rule>,
 }
 
 /// A store in memory.
-#[derive(Default)]
 pub struct Memory {
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
+    served: Mutex<Served>,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        let state = State {
+            objects: BTreeMap::new(),
+            counts: HashMap::new(),
+            gets: HashMap::new(),
+            versions: 0,
+            begun: Instant::now(),
+            ahead: Duration::ZERO,
+        };
+        Self::of(Arc::new(Mutex::new(state)))
+    }
 }
 
 impl Memory {
+    fn of(state: Arc<Mutex<State>>) -> Self {
+        Self { state, served: Mutex::new(Served::default()) }
+    }
+
+    /// The same objects, for somebody else: with other rules, and none at first.
+    #[must_use]
+    pub fn beside(&self) -> Self {
+        Self::of(Arc::clone(&self.state))
+    }
+
+    fn served(&self) -> MutexGuard<'_, Served> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on each request is asked what becomes of it.
     pub fn rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
-        self.lock().rule = Some(Arc::new(rule));
+        self.served().rule = Some(Arc::new(rule));
     }
 
     /// All is well again.
     pub fn heal(&self) {
-        self.lock().rule = None;
+        self.served().rule = None;
     }
 
     /// Time passes for the store.
@@ -111,7 +147,7 @@ impl Memory {
 
     /// How many requests there were.
     pub fn calls(&self) -> u64 {
-        self.lock().calls
+        self.served().calls
     }
 
     /// The keys that begin so, and the bytes of their objects.
@@ -143,13 +179,15 @@ impl Memory {
         until.check()?;
         let (rule, call) = {
             let mut state = self.lock();
-            let number = state.calls;
-            state.calls += 1;
             *state.counts.entry(method).or_default() += 1;
             if method == Method::Get {
                 *state.gets.entry(key.to_owned()).or_default() += 1;
             }
-            (state.rule.clone(), Call { method, key, number })
+            drop(state);
+            let mut served = self.served();
+            let number = served.calls;
+            served.calls += 1;
+            (served.rule.clone(), Call { method, key, number })
         };
         let effect = rule.map_or(Effect::Pass, |rule| rule(call));
         match &effect {
@@ -183,8 +221,7 @@ fn ended<T>(effect: &Effect, done: T) -> Result<T> {
 impl State {
     fn now(&self) -> SystemTime {
         // Whole seconds, as in HTTP.
-        let now = SystemTime::now() + self.ahead;
-        UNIX_EPOCH + Duration::from_secs(now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs())
+        UNIX_EPOCH + Duration::from_secs((BEGIN + self.begun.elapsed() + self.ahead).as_secs())
     }
 }
 

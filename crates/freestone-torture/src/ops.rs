@@ -60,6 +60,33 @@ pub enum Op {
         /// Its reads can be made to fail.
         faults: bool,
     },
+    /// An image in a store, with something in it.
+    Image {
+        /// Its size.
+        kib: u32,
+        /// What is in it.
+        seed: u64,
+        /// What is read of it is kept on a disk.
+        cached: bool,
+    },
+    /// What goes wrong with the store from now on.
+    StoreRules(u64),
+    /// Snapshots, files and images go to one tag of the store at the same time.
+    Push {
+        /// Which.
+        nodes: Vec<u16>,
+        /// Modulo the tags there are.
+        tag: u8,
+        /// How, and what happens beside.
+        seed: u64,
+    },
+    /// Time passes for the store, and what no tag refers to is deleted.
+    Prune {
+        /// How much, in eighths of the time for which such things are kept.
+        eighths: u8,
+        /// How.
+        seed: u64,
+    },
     /// What a snapshot holds over a file is saved as an image, which can be forked itself.
     Delta {
         /// Of which.
@@ -282,6 +309,7 @@ impl Op {
                 | Self::Rules { .. }
                 | Self::Bad { .. }
                 | Self::Cut { .. }
+                | Self::StoreRules(_)
         )
     }
 

@@ -311,6 +311,26 @@ impl<T> RwLock<T> {
         }
     }
 
+    /// An error where somebody writes.
+    ///
+    /// # Errors
+    /// Also where a thread panicked while it wrote.
+    pub fn try_read(&self) -> TryLockResult<RwLockReadGuard<'_, T>> {
+        schedule::point();
+        let guard = |inner| RwLockReadGuard { lock: self, inner: Some(inner) };
+        self.inner.try_read().map(guard).map_err(|_| TryLockError::WouldBlock)
+    }
+
+    /// An error where somebody reads or writes.
+    ///
+    /// # Errors
+    /// Also where a thread panicked while it wrote.
+    pub fn try_write(&self) -> TryLockResult<RwLockWriteGuard<'_, T>> {
+        schedule::point();
+        let guard = |inner| RwLockWriteGuard { lock: self, inner: Some(inner) };
+        self.inner.try_write().map(guard).map_err(|_| TryLockError::WouldBlock)
+    }
+
     /// Waits until nobody reads or writes.
     ///
     /// # Errors

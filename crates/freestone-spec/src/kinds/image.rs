@@ -103,7 +103,7 @@ pub fn of_store(error: &Error) -> Refusal {
     let errno = match error {
         Error::Cancelled => Errno::ECANCELED,
         Error::NoStore(_) | Error::NoTag(_) => Errno::ENODEV,
-        Error::Refused(..) | Error::TooLarge => Errno::EINVAL,
+        Error::Refused(..) | Error::TooLarge | Error::Unread => Errno::EINVAL,
         Error::TagMoved(_) | Error::ParentGoes(_) | Error::Pruned(_) => Errno::EBUSY,
         Error::TooSlow(_) | Error::Object { fault: Fault::Late, .. } => Errno::ETIMEDOUT,
         Error::Object { fault: Fault::Unsupported(_), .. } => Errno::EOPNOTSUPP,

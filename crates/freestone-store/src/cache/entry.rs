@@ -12,12 +12,12 @@
 //! 1072    8  XXH3 of the 1072 bytes before
 //! ```
 
+use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::rt::time::{Duration, SystemTime};
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
 
 use rustix::fs::OFlags;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};

@@ -1,10 +1,10 @@
 //! The bound of a cache: who adds, and what goes.
 
+use crate::rt::thread;
+use crate::rt::time::{Duration, SystemTime};
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;

@@ -1,11 +1,11 @@
 //! One fetch of a chunk on a host: who fetches it has a byte of a file locked, which the name of the
 //! chunk chooses. The lock goes with the process.
 
+use crate::rt::thread;
+use crate::rt::time::Duration;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::thread;
-use std::time::Duration;
 
 use freestone_core::file_locks::lock_byte;
 use rustix::io::Errno;

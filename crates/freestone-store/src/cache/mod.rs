@@ -23,15 +23,13 @@ mod entry;
 mod evict;
 mod lock;
 
+use crate::rt::sync::Arc;
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use uuid::Uuid;
 
 use crate::format::CHUNK_BYTES;
 use crate::format::name::Name;
@@ -151,7 +149,11 @@ impl Cache {
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
         // Relaxed: only the numbers have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let new = self.dir.join(NEW).join(format!("{}-{number}-{}", process::id(), Uuid::new_v4().simple()));
+        let new = self.dir.join(NEW).join(format!(
+            "{}-{number}-{}",
+            process::id(),
+            crate::rt::unique_id().simple()
+        ));
         let mut file = self.reserve(&new, bytes, until)?;
         let written = (|| {
             parts.iter().try_for_each(|part| file.write_all(part))?;

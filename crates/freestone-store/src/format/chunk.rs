@@ -13,6 +13,7 @@
 //! Its name is the hash of the units' hashes. So a unit can be read and verified without the others, and
 //! nothing in the header has to be believed.
 
+use freestone_core::mutants::{self, Mutant};
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -151,7 +152,7 @@ impl Head {
             return Err(Damaged::Shape);
         }
         self.packing.unpack(number as u32, stored, pages)?;
-        if domain.naming.name(Kind::Unit, &[pages]).0 != unit.hash {
+        if domain.naming.name(Kind::Unit, &[pages]).0 != unit.hash && !mutants::on(Mutant::StoreIsBelieved) {
             return Err(Damaged::Content);
         }
         Ok(())

@@ -5,8 +5,8 @@
 //! read the store knows it. With a key file it does not, so whoever holds the store can neither tell
 //! whether some content is in it nor make a tag, and, where it is encrypted, sees lengths and times only.
 
+use crate::rt::time::Duration;
 use std::fmt;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -115,13 +115,13 @@ impl Domain {
     /// A new one, and what is to be written. Without a secret it is open, and not encrypted.
     pub fn new(secret: Option<&Secret>, encrypted: bool, grace: Duration) -> (Self, Written) {
         let mut salt = [0; 32];
-        for (half, id) in salt.chunks_mut(16).zip([Uuid::new_v4(), Uuid::new_v4()]) {
+        for (half, id) in salt.chunks_mut(16).zip([crate::rt::unique_id(), crate::rt::unique_id()]) {
             half.copy_from_slice(id.as_bytes());
         }
         let encrypted = encrypted && secret.is_some();
         let mut written = Written {
             format: VERSION,
-            id: Uuid::new_v4(),
+            id: crate::rt::unique_id(),
             grace_seconds: grace.as_secs(),
             salt: Name(salt).to_string(),
             key: if secret.is_some() { KeyIn::File } else { KeyIn::Store },

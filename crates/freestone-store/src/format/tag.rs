@@ -34,7 +34,7 @@ pub struct Tag {
 impl Tag {
     /// What a tag of that name is to say next.
     pub fn new(domain: &Domain, name: &str, manifest: Name, generation: u64, pushed: u64) -> Self {
-        let push = Uuid::new_v4();
+        let push = crate::rt::unique_id();
         let mut tag = Self { format: VERSION, manifest, generation, pushed, push, seal: manifest };
         tag.seal = tag.sealed(domain, name);
         tag

@@ -1,10 +1,10 @@
 //! What comes from the store: each thing once for all who wait for it, what is waited for before what
 //! may be wanted soon.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::rt::thread;
+use crate::rt::time::{Duration, Instant};
+use std::collections::{BTreeMap, VecDeque};
 
 use freestone_core::device;
 
@@ -28,7 +28,7 @@ const STREAMS: usize = 8;
 const STREAM_CHUNKS_MAX: u64 = 32;
 
 /// What is fetched.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Key {
     /// What was read first at another time.
     Trace,
@@ -58,7 +58,7 @@ struct Inner<W> {
 }
 
 struct State<W> {
-    wanted: HashMap<Key, Wanted<W>>,
+    wanted: BTreeMap<Key, Wanted<W>>,
     demand: VecDeque<Key>,
     ahead: VecDeque<Key>,
     threads: usize,
@@ -84,7 +84,7 @@ struct Stream {
 impl<W: Waiter> Fetches<W> {
     pub fn new(content: Arc<Content>) -> Self {
         let state = State {
-            wanted: HashMap::new(),
+            wanted: BTreeMap::new(),
             demand: VecDeque::new(),
             ahead: VecDeque::new(),
             threads: 0,

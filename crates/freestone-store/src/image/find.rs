@@ -1,9 +1,9 @@
 //! Where the pages of an image are, and reading them where they are at hand.
 
+use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::rt::sync::{Arc, Mutex, PoisonError, RwLock};
+use crate::rt::time::{Duration, Instant};
 use std::collections::{HashSet, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::{Duration, Instant};
 
 use freestone_core::device;
 use freestone_core::log_limit::LogLimit;

@@ -1,10 +1,10 @@
 //! A request that could not be answered at once, in pieces of a chunk's length.
 
+use crate::rt::sync::atomic::{AtomicUsize, Ordering};
+use crate::rt::sync::{Arc, Mutex, PoisonError};
+use crate::rt::time::Instant;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use freestone_core::device::{self, Completion, IoBuf, Request};
 

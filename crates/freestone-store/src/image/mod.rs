@@ -22,8 +22,8 @@ mod queue;
 mod segment;
 mod stat;
 
-use std::sync::Arc;
-use std::time::Duration;
+use crate::rt::sync::Arc;
+use crate::rt::time::Duration;
 
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
@@ -124,11 +124,11 @@ impl Image {
     /// image from now on has them fetched. How many.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Nothing was read yet; what the store answers.
     pub fn push_trace(&self, until: Until<'_>) -> store::Result<usize> {
         let touched = self.reader.content.touched();
         if touched.is_empty() {
-            return Err(store::Error::Local("nothing was read of it yet".into()));
+            return Err(store::Error::Unread);
         }
         self.store().set_trace(&self.name(), &touched, until)?;
         Ok(touched.len())
@@ -153,7 +153,7 @@ impl Image {
             let why = format!("it takes {need} bytes, and the cache has {} at most", cache.limit());
             return Err(store::Error::Local(why));
         }
-        let (total, done) = (chunks.len() as u64, std::sync::atomic::AtomicU64::new(0));
+        let (total, done) = (chunks.len() as u64, crate::rt::sync::atomic::AtomicU64::new(0));
         note(0, total);
         parallel::for_each(PULLED_AT_ONCE, chunks.len(), |at| {
             until.check().map_err(|fault| store::Error::of("", fault))?;
@@ -164,7 +164,7 @@ impl Image {
                     return Err(store::Error::Local(format!("{}: no room is left", cache.dir().display())));
                 }
             }
-            note(done.fetch_add(1, std::sync::atomic::Ordering::SeqCst) + 1, total);
+            note(done.fetch_add(1, crate::rt::sync::atomic::Ordering::SeqCst) + 1, total);
             Ok::<(), store::Error>(())
         })
     }

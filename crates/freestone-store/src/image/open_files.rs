@@ -1,8 +1,8 @@
 //! The files of the cache that are open, of all images: not more than a part of what the process may
 //! open.
 
+use crate::rt::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use std::collections::VecDeque;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use rustix::process::{Resource, getrlimit};
 

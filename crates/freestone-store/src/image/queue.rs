@@ -1,14 +1,14 @@
 //! Work for a few threads, which are there while there is work.
 
+use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::rt::thread;
+use crate::rt::time::Duration;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::Duration;
 
 /// How long a thread waits for more work.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Work in the order in which it came.
+/// Work in the order in which it came. Its threads end with it, when all was done.
 pub struct Queue<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
@@ -23,11 +23,12 @@ struct State<T> {
     work: VecDeque<T>,
     threads: usize,
     idle: usize,
+    is_closed: bool,
 }
 
 impl<T: Send + 'static> Queue<T> {
     pub fn new(name: &'static str, threads_max: usize, run: fn(T)) -> Self {
-        let state = Mutex::new(State { work: VecDeque::new(), threads: 0, idle: 0 });
+        let state = Mutex::new(State { work: VecDeque::new(), threads: 0, idle: 0, is_closed: false });
         Self(Arc::new(Inner { name, threads_max, run, state, more: Condvar::new() }))
     }
 
@@ -56,6 +57,13 @@ impl<T: Send + 'static> Queue<T> {
     }
 }
 
+impl<T> Drop for Queue<T> {
+    fn drop(&mut self) {
+        self.0.lock().is_closed = true;
+        self.0.more.notify_all();
+    }
+}
+
 impl<T> Inner<T> {
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -69,6 +77,10 @@ impl<T> Inner<T> {
                 (self.run)(work);
                 state = self.lock();
                 continue;
+            }
+            if state.is_closed {
+                state.threads -= 1;
+                return;
             }
             state.idle += 1;
             let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,7 @@
 //! A segment whose maps are in memory.
 
-use std::sync::RwLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::rt::sync::RwLock;
+use crate::rt::sync::atomic::{AtomicBool, Ordering};
 
 use crate::cache::Entry;
 use crate::format::map::{Map, Place};

@@ -1,7 +1,7 @@
 //! What an image was asked, and what it cost.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::sync::{Mutex, PoisonError};
 
 /// Counters of an image.
 #[derive(Default)]

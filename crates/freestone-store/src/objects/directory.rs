@@ -4,6 +4,9 @@
 //! sees a part of one. A write that depends on what is there holds an exclusive lock on a file of the
 //! directory, all others a shared one: of two such writes one comes first.
 
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::thread;
+use crate::rt::time::Duration;
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
@@ -11,9 +14,6 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Once;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
-use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -94,7 +94,7 @@ impl Directory {
         self.tidied.call_once(|| self.tidy());
         // Relaxed: only the numbers have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let id = uuid::Uuid::new_v4().simple();
+        let id = crate::rt::unique_id().simple();
         let path = self.root.join(UNFINISHED).join(format!("{}-{number}-{id}", process::id()));
         let made = File::options().create_new(true).write(true).open(&path);
         let mut file = made.map_err(|e| of_io(&path, &e))?;
@@ -266,8 +266,8 @@ fn of_io(path: &Path, error: &io::Error) -> Fault {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
-    use std::time::Instant;
+    use crate::rt::sync::atomic::AtomicUsize;
+    use crate::rt::time::Instant;
 
     use super::*;
 

@@ -6,8 +6,8 @@
 
 mod directory;
 
+use crate::rt::time::{Duration, Instant, SystemTime};
 use std::ops::Range;
-use std::time::{Duration, Instant, SystemTime};
 
 use thiserror::Error;
 

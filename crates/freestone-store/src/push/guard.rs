@@ -1,6 +1,6 @@
 //! That what a push stands on is not deleted meanwhile.
 
-use std::time::{Duration, SystemTime};
+use crate::rt::time::{Duration, SystemTime};
 
 use super::sent::LOOK_TO_DELETE;
 use crate::format::name::Name;

@@ -15,8 +15,8 @@ mod guard;
 mod segment;
 mod sent;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::time::{Instant, UNIX_EPOCH};
 
 use freestone_core::device::{Changes, Device};
 
@@ -167,7 +167,7 @@ pub fn push(
     {
         return Ok(pushed(before.tag.manifest, before.tag.generation, false));
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = crate::rt::time_of_day().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let manifest =
         Manifest { format: VERSION, size, pushed: now, source: source.label.to_owned(), parent, segments };
     let manifest = store.write_meta(MANIFESTS, Kind::Manifest, &manifest.bytes(), until).map_err(is_late)?;
@@ -194,7 +194,7 @@ impl Work<'_> {
         let count = size.div_ceil(SEGMENT_BYTES) as usize;
         let at_once = SEGMENTS_AT_ONCE.min(count).min(self.options.threads).max(1);
         let threads = self.options.threads.div_ceil(at_once);
-        let maps: Vec<_> = (0..count).map(|_| std::sync::OnceLock::new()).collect();
+        let maps: Vec<_> = (0..count).map(|_| crate::rt::sync::OnceLock::new()).collect();
         (self.note)(0, size);
         parallel::for_each(at_once, count, |number| {
             let start = number as u64 * SEGMENT_BYTES;

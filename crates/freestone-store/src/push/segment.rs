@@ -1,10 +1,11 @@
 //! One segment of a push: nothing, its changed pages, or all of it.
 
+use crate::rt::sync::OnceLock;
+use crate::rt::sync::atomic::Ordering;
 use std::collections::HashMap;
-use std::sync::OnceLock;
-use std::sync::atomic::Ordering;
 
 use freestone_core::device::Blocking as _;
+use freestone_core::mutants::{self, Mutant};
 
 use super::Work;
 use super::changed::{Old, own, with_data};
@@ -168,6 +169,9 @@ impl Task<'_> {
                 let run = (at..pages.len()).take_while(|next| pages[*next] - pages[at] == next - at).count();
                 self.read(pages[at], &mut packed[at * PAGE..(at + run) * PAGE])?;
                 at += run;
+            }
+            if mutants::on(Mutant::PackedPagesShifted) {
+                packed.rotate_right(PAGE);
             }
             let sent = self.work.sent.send(self.work.store, &packed, &known, self.work.until)?;
             let _ = chunks[number].set(sent);

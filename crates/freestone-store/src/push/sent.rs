@@ -1,10 +1,10 @@
 //! The chunks of a push: each is sent once, or found.
 
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::sync::{Mutex, PoisonError};
+use crate::rt::thread;
+use crate::rt::time::{Duration, Instant, SystemTime};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant, SystemTime};
 
 use crate::format::chunk::{Plain, STORED_BYTES_MAX};
 use crate::format::map::ChunkRef;

@@ -1,7 +1,7 @@
 //! Another try.
 
-use std::thread;
-use std::time::{Duration, Instant};
+use crate::rt::thread;
+use crate::rt::time::{Duration, Instant};
 
 use crate::objects::{Fault, Until};
 
@@ -47,7 +47,7 @@ pub(super) fn again<T>(
 
 /// From a half to one.
 fn random() -> f64 {
-    let bits = uuid::Uuid::new_v4().as_u128() as u32;
+    let bits = crate::rt::unique_id().as_u128() as u32;
     0.5 + f64::from(bits) / f64::from(u32::MAX) / 2.0
 }
 

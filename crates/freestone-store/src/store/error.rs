@@ -50,6 +50,9 @@ pub enum Error {
     /// What it reuses was deleted meanwhile.
     #[error("{0} was deleted from the store meanwhile; push again")]
     Pruned(String),
+    /// A trace of an image that nobody read.
+    #[error("nothing was read of it yet")]
+    Unread,
     /// The device that is pushed failed.
     #[error("reading the device: {0}")]
     Device(#[from] device::Error),

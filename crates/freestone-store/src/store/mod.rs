@@ -7,11 +7,9 @@ mod tags;
 mod traces;
 mod traffic;
 
+use crate::rt::sync::Arc;
+use crate::rt::time::{Duration, SystemTime};
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::{Duration, SystemTime};
-
-use uuid::Uuid;
 
 use crate::format::chunk;
 use crate::format::domain::{self, Domain, Secret, Written};
@@ -245,7 +243,7 @@ impl Store {
     /// # Errors
     /// What the store answers.
     pub fn now(&self, until: Until<'_>) -> Result<SystemTime> {
-        let key = format!("{CLOCKS}{}", Uuid::new_v4());
+        let key = format!("{CLOCKS}{}", crate::rt::unique_id());
         self.write(&key, b"", until)?;
         let head = self.head(&key, until)?;
         self.delete(&key, until)?;

@@ -1,8 +1,8 @@
 //! What a store was asked, and how much went to and fro.
 
+use crate::rt::sync::Arc;
+use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
 

@@ -7,6 +7,10 @@ use freestone_testkit::Rng;
 use super::{Backing, CowOp, DiskOp, Io, Op, What};
 use crate::disk::{Chances, Plan};
 
+/// So many runs of a hundred have images, and so many ops of a hundred have one of images before them.
+const IMAGES_PERCENT: u8 = 40;
+const IMAGE_OPS_PERCENT: u8 = 4;
+
 /// How a run is drawn.
 struct Draw {
     rng: Rng,
@@ -67,7 +71,42 @@ pub fn stack(seed: u64) -> Vec<Op> {
 pub fn draw(seed: u64, count: usize) -> Vec<Op> {
     let mut draw = Draw::new(seed);
     let askers = Some(draw.askers).filter(|&askers| askers > 0).map(Op::Askers);
-    askers.into_iter().chain(draw.ops(count)).collect()
+    let ops: Vec<Op> = askers.into_iter().chain(draw.ops(count)).collect();
+    with_images(seed, draw.faults, ops)
+}
+
+/// Some runs have images among their devices; others are as they would be without this.
+fn with_images(seed: u64, faults: bool, ops: Vec<Op>) -> Vec<Op> {
+    let mut draw = Draw::new(!seed);
+    if !draw.chance(IMAGES_PERCENT) {
+        return ops;
+    }
+    let fork = |draw: &mut Draw| Op::Fork {
+        snapshot: u16::MAX,
+        more_sectors: if draw.chance(70) { 0 } else { draw.below(3000) as u32 },
+        cap_kib: 0,
+        family: None,
+    };
+    let mut all = vec![draw.image(), fork(&mut draw), Op::Snapshot(vec![u16::MAX])];
+    for op in ops {
+        if draw.chance(IMAGE_OPS_PERCENT) {
+            match draw.below(20) {
+                0..2 => all.extend([draw.image(), fork(&mut draw)]),
+                2..6 if faults => all.push(Op::StoreRules(draw.rng.word())),
+                6..8 if faults => all.push(Op::Heal(None)),
+                8 => all.push(Op::Prune { eighths: draw.any() as u8, seed: draw.rng.word() }),
+                _ => {
+                    let nodes = (0..=u64::from(draw.chance(30))).map(|_| draw.any()).collect();
+                    all.push(Op::Push { nodes, tag: draw.any() as u8, seed: draw.rng.word() });
+                    if draw.chance(40) {
+                        all.extend([fork(&mut draw), Op::Snapshot(vec![u16::MAX])]);
+                    }
+                }
+            }
+        }
+        all.push(op);
+    }
+    all
 }
 
 /// Has all threads begun that the process then keeps.
@@ -77,7 +116,8 @@ pub fn warm_up() -> Vec<Op> {
     let fork = Op::Fork { snapshot: 0, more_sectors: 0, cap_kib: 0, family: None };
     let wrap = Op::Wrap { node: 0, layer: 1 };
     let (snapshot, delta) = (Op::Snapshot(vec![0]), Op::Delta { node: 0, applies: true });
-    vec![family, base, fork, snapshot, delta, wrap, Op::Faults { node: 0, seed: 1 }]
+    let image = Op::Image { kib: 64, seed: 1, cached: true };
+    vec![family, base, fork, snapshot, delta, wrap, Op::Faults { node: 0, seed: 1 }, image]
 }
 
 impl Draw {
@@ -240,6 +280,10 @@ impl Draw {
         let block = if self.chance(70) { 0 } else { self.any() as u8 };
         let inline = [0, 300, 1000][self.below(3) as usize];
         Op::Disk(DiskOp { kib: self.kib(64, 2048), block, volatile: self.chance(80), inline })
+    }
+
+    fn image(&mut self) -> Op {
+        Op::Image { kib: self.kib(64, 2048), seed: self.rng.word(), cached: self.chance(60) }
     }
 
     fn base(&mut self) -> Op {

@@ -207,6 +207,13 @@ impl Oracle {
         self.size = self.size.max(size);
     }
 
+    /// What was taken of the device has only so many sectors: it had not grown yet.
+    pub fn ends_at(&mut self, size: u64) {
+        self.size = size;
+        self.sectors.retain(|at, _| *at < size);
+        self.with_past.retain(|at| *at < size);
+    }
+
     // ---- writes and flushes ---------------------------------------------------------------------
 
     /// A write is about to be asked for. `id` is unique among all writes to devices that have

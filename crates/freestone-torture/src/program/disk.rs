@@ -7,6 +7,16 @@ use std::time::Duration;
 use super::link::Place;
 use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
 
+/// Tags of the store of images, which verbs set.
+pub const TAGS: [&str; 3] = ["a", "b", "c"];
+
+/// An image that a tag may say, and what it shows.
+pub struct May {
+    /// Where the push was answered.
+    pub image: Option<String>,
+    pub oracle: Oracle,
+}
+
 /// What a device is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -18,6 +28,8 @@ pub enum Kind {
     File,
     /// A read-only file, for forks.
     Base,
+    /// An image in a store.
+    Image,
     /// A fork.
     Fork,
     /// A snapshot of a RAM disk or fork.
@@ -53,6 +65,8 @@ pub struct Disk {
     pub spills: bool,
     /// Its store of copies lies in a file: it is there again after a restart.
     pub kept: bool,
+    /// Of an image: which one.
+    pub image: Option<String>,
     /// What `serve` is told of it.
     pub words: Option<String>,
     /// The verb that made it, where one did.
@@ -148,16 +162,17 @@ impl Disk {
             name: name.to_owned(),
             kind,
             of: None,
-            writable: !matches!(kind, Kind::Base | Kind::Frozen),
+            writable: !matches!(kind, Kind::Base | Kind::Image | Kind::Frozen),
             block: SECTOR_BYTES as u64,
             cut: false,
             faults: false,
             spills: false,
             kept: false,
+            image: None,
             words: None,
             made_by: String::new(),
             from_start: false,
-            is_lost: !matches!(kind, Kind::File | Kind::Base | Kind::Template),
+            is_lost: !matches!(kind, Kind::File | Kind::Base | Kind::Image | Kind::Template),
             serves_lost: false,
             keeps: false,
             saved: None,
@@ -379,7 +394,7 @@ impl Disk {
                 fresh.grow(size.unwrap_or_default());
                 fresh
             }
-            Kind::File | Kind::Cow | Kind::Base if self.kept => {
+            Kind::File | Kind::Cow | Kind::Base | Kind::Image if self.kept => {
                 if !killed {
                     let flush = oracle.begin_flush();
                     oracle.end_flush(flush, true);
@@ -411,6 +426,7 @@ impl Disk {
             faults: self.faults,
             spills: self.spills,
             kept: self.kept,
+            image: self.image.clone(),
             words,
             made_by: self.made_by.clone(),
             from_start: self.from_start,

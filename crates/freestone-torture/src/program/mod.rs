@@ -15,6 +15,7 @@ mod clients;
 mod control;
 mod disk;
 mod flight;
+mod images;
 mod link;
 pub mod lives;
 mod look;

@@ -4,13 +4,14 @@ use std::fmt::Write as _;
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use freestone_testkit::Rng;
 
+use super::images;
 use super::link::Place;
 use super::server;
-use super::world::{Disk, Kind, World};
+use super::world::{Disk, Kind, May, TAGS, World};
 use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_BYTES, fill};
 
 const KIB: u64 = 1 << 10;
@@ -49,7 +50,7 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     if rng.chance(70) {
         null(world, dir, rng);
     }
-    Ok(())
+    image(world, dir, rng)
 }
 
 fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
@@ -208,10 +209,10 @@ pub fn is_for_copies(name: &str) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
-    let bytes = MIB * (1 + rng.below(6)) + SECTOR * rng.below(16);
+/// Some writes, here and there.
+fn content(world: &World, name: &str, bytes: u64, rng: &mut Rng) -> (Vec<u8>, Oracle) {
     let mut content = vec![0; bytes as usize];
-    let mut oracle = Oracle::new("g", bytes / SECTOR, Durability::Answered);
+    let mut oracle = Oracle::new(name, bytes / SECTOR, Durability::Answered);
     let mut at = 0;
     while at < bytes / SECTOR {
         let end = (at + 1 + rng.below(200)).min(bytes / SECTOR);
@@ -223,6 +224,12 @@ fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
         }
         at = end;
     }
+    (content, oracle)
+}
+
+fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
+    let bytes = MIB * (1 + rng.below(6)) + SECTOR * rng.below(16);
+    let (content, oracle) = content(world, "g", bytes, rng);
     fs::write(dir.join("g.img"), &content)?;
     let (limit, tight, spills) = match rng.below(10) {
         0..6 => (spilling("g", rng), false, true),
@@ -259,6 +266,41 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     disk.tight(own && !base.spills);
     disk.fails(fails);
     add(world, dir, disk, words);
+}
+
+/// An image in a store, and a fork of it. A server with a state keeps which image it was when it read the
+/// tag, and others have to be told.
+fn image(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
+    for tag in &world.tags {
+        tag.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+    let (content, oracle) = content(world, "i", MIB * (1 + rng.below(3)) + SECTOR * rng.below(16), rng);
+    let name = images::begin(dir, TAGS[0], &content).map_err(io::Error::other)?;
+    let may = May { image: Some(name.clone()), oracle: oracle.clone() };
+    world.tags[0].lock().unwrap_or_else(PoisonError::into_inner).push(may);
+    if rng.chance(40) {
+        return Ok(());
+    }
+    let (store, cache) = (dir.join(images::STORE), dir.join(images::CACHE));
+    let url = format!("file://{}:{}", store.display(), TAGS[0]);
+    let url = if world.has_state { url } else { format!("{url}@{name}") };
+    let words = format!("i=image,url={url},cache={}", cache.display());
+    let disk = Disk { kept: true, image: Some(name), ..Disk::new("i", Kind::Image, oracle, Vec::new()) };
+    let image = add(world, dir, disk, words);
+    if rng.chance(60) {
+        let (lost, serves_lost) = on_lost(world, rng);
+        let (keep, keeps) = keep(world, false, rng);
+        let words = format!("ki=fork,base=i{lost}{keep}");
+        let oracle = image.oracle().snapshot("ki", Durability::Answered);
+        let of = Some(image);
+        add(
+            world,
+            dir,
+            Disk { of, serves_lost, keeps, ..Disk::new("ki", Kind::Fork, oracle, Vec::new()) },
+            words,
+        );
+    }
+    Ok(())
 }
 
 fn null(world: &World, dir: &Path, rng: &mut Rng) {

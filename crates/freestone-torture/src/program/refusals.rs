@@ -9,7 +9,7 @@ const ALWAYS: [(&str, &str); 2] = [
     ("EBUSY", "devices stand on it, clients are connected, or another verb runs there"),
 ];
 
-const BY_VERB: [(&str, &str, &str); 26] = [
+const BY_VERB: [(&str, &str, &str); 28] = [
     ("create", "EEXIST", "the name is taken"),
     ("fork", "EEXIST", "the name is taken"),
     ("fork", "EINVAL", "the base is not one, or smaller than asked for"),
@@ -35,6 +35,8 @@ const BY_VERB: [(&str, &str, &str); 26] = [
     ("recompress", "EINVAL", "no algorithm at that priority"),
     ("unpublish", "EINVAL", "not published"),
     ("publish", "EEXIST", "published there already"),
+    ("pull", "EEXIST", "the name is taken"),
+    ("trace", "EINVAL", "nothing was read of it yet"),
     ("delta.save", "EOPNOTSUPP", "no fork of a file"),
 ];
 

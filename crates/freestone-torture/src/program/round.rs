@@ -17,7 +17,7 @@ use super::link::Place;
 use super::server::{self, Held, Server};
 use super::watch::VERB_MAX;
 use super::world::{Disk, Kind, Known, World};
-use super::{bad, bad_machine, clients, look, plan, stall, verbs};
+use super::{bad, bad_machine, clients, images, look, plan, stall, verbs};
 
 /// How long a server may take until it has ended: 5 s for clients that hang, 2 s for verbs, 60 s
 /// for what is not flushed.
@@ -95,6 +95,10 @@ pub fn run(world: &Arc<World>, rng: &mut Rng, time: Duration, empty: &(Held, u64
         };
         outcome = one_life(world, dir.path(), rng, time / lives, end, empty);
         if outcome.is_err() || world.trouble().is_some() {
+            break;
+        }
+        outcome = images::settle_all(world);
+        if outcome.is_err() {
             break;
         }
         if end != End::Emptied {
@@ -365,7 +369,12 @@ pub fn no_files(world: &World, dir: &Path) -> Result<(), String> {
         // A kill leaves sockets behind, and may leave the new name of a file that was just being
         // replaced.
         let left = killed && (name.starts_with(".freestone-save-") || is_socket(&entry.path()));
-        if !(ours.iter().any(|end| name.ends_with(end)) || name == "log" || name == server::STATE || left) {
+        if !(ours.iter().any(|end| name.ends_with(end))
+            || [images::STORE, images::CACHE].contains(&&*name)
+            || name == "log"
+            || name == server::STATE
+            || left)
+        {
             return Err(format!("{name} is left in the directory of the server"));
         }
     }

@@ -1,5 +1,6 @@
 //! Verbs at random, beside the clients and one another; what they change is told to the oracles.
 
+mod images;
 mod saved;
 mod upkeep;
 
@@ -67,7 +68,8 @@ impl Hand<'_> {
             70..76 => self.power_cut(),
             76..80 => self.merge(),
             80..84 => self.create(),
-            84..94 => self.upkeep(),
+            84..88 => self.upkeep(),
+            88..97 => self.images(),
             _ => self.look(),
         }
     }
@@ -280,7 +282,7 @@ impl Hand<'_> {
 
     fn fork(&mut self) {
         let bases = |disk: &Disk| match disk.kind {
-            Kind::Base | Kind::Frozen => true,
+            Kind::Base | Kind::Image | Kind::Frozen => true,
             // One that is merged shows what its origin shows.
             Kind::Cow => !disk.writable && !disk.is_merging(),
             _ => false,
@@ -302,7 +304,7 @@ impl Hand<'_> {
         if serves_lost {
             asked["on_lost"] = json!("empty");
         }
-        let may_keep = !template && (base.kind == Kind::Base || base.keeps);
+        let may_keep = !template && (matches!(base.kind, Kind::Base | Kind::Image) || base.keeps);
         let keeps = self.world.has_state && may_keep && self.rng.chance(50);
         if keeps {
             asked["keep"] = json!(true);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use super::asleep::Asleep;
-pub use super::disk::{Disk, Held, Kind, Known, Mark};
+pub use super::disk::{Disk, Held, Kind, Known, Mark, May, TAGS};
 use super::flight::{Answers, Flight};
 use super::watch::Watch;
 use crate::oracle::Fill;
@@ -62,6 +62,8 @@ pub struct World {
     /// The directory of this round.
     pub dir: Mutex<PathBuf>,
     disks: Mutex<Vec<Arc<Disk>>>,
+    /// What the tags of the store may say; locked by who pushes there.
+    pub tags: [Mutex<Vec<May>>; TAGS.len()],
     /// Machines that wait for their disk.
     asleep: Mutex<Vec<Asleep>>,
     /// Threads begin nothing any more.
@@ -92,6 +94,7 @@ impl World {
             has_state: false,
             dir: Mutex::new(PathBuf::new()),
             disks: Mutex::new(Vec::new()),
+            tags: Default::default(),
             asleep: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
             dying: AtomicBool::new(false),

@@ -394,6 +394,8 @@ impl Runner {
         self.world.heal();
         self.settle()?;
         self.quiet()?;
+        self.world.outlast();
+        self.world.images_are_whole()?;
         for node in self.world.targets() {
             self.check(node)?;
         }

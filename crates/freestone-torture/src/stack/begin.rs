@@ -32,14 +32,19 @@ impl World {
             Op::Io(_) | Op::Check(_) | Op::Await | Op::Askers(_) | Op::Focus(_) => return None,
             Op::Family { .. } => (Vec::new(), self.families.len() < FAMILIES_MAX),
             Op::Ram { .. } => (Vec::new(), has_room && !self.families.is_empty()),
-            Op::Disk(_) | Op::Memory { .. } | Op::File { .. } | Op::Base { .. } => (Vec::new(), has_room),
+            Op::Disk(_) | Op::Memory { .. } | Op::File { .. } | Op::Base { .. } | Op::Image { .. } => {
+                (Vec::new(), has_room)
+            }
             Op::Plan { .. }
             | Op::Room { .. }
             | Op::Shrink { .. }
             | Op::Heal(_)
             | Op::Rules { .. }
             | Op::Bad { .. }
-            | Op::Cut { .. } => (Vec::new(), true),
+            | Op::Cut { .. }
+            | Op::StoreRules(_)
+            | Op::Prune { .. } => (Vec::new(), true),
+            Op::Push { nodes, .. } => (self.several(&self.pushable(), nodes), true),
             Op::Limit { .. } => (Vec::new(), !self.families.is_empty()),
             Op::Snapshot(numbers) => (self.several(&self.ram_origins(), numbers), has_room),
             Op::Moment { rams, cows } => {
@@ -74,7 +79,8 @@ impl World {
             Op::Crash { tree, .. } => (one(self.crashable(), *tree)?, true),
         };
         if !possible
-            || (nodes.is_empty() && matches!(op, Op::Snapshot(_) | Op::Save { .. } | Op::Moment { .. }))
+            || (nodes.is_empty()
+                && matches!(op, Op::Snapshot(_) | Op::Save { .. } | Op::Moment { .. } | Op::Push { .. }))
         {
             return None;
         }
@@ -159,6 +165,10 @@ impl World {
             Op::Memory { kib } => Self::make_memory(*kib),
             Op::File { kib } => self.make_file(*kib),
             Op::Base { kib, seed, faults } => self.make_base(*kib, *seed, *faults),
+            Op::Image { kib, seed, cached } => self.make_image(*kib, *seed, *cached),
+            Op::StoreRules(seed) => self.store_rules(*seed),
+            Op::Push { tag, seed, .. } => self.push(nodes, *tag, *seed),
+            Op::Prune { eighths, seed } => self.prune(*eighths, *seed),
             Op::Delta { applies, .. } => self.save_delta(nodes[0], *applies),
             Op::Faults { seed, .. } => self.make_faults(nodes[0], *seed),
             Op::BadBlocks { how, .. } => self.make_bad_blocks(nodes[0], *how),

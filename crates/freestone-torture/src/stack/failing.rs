@@ -12,12 +12,14 @@ use freestone::device::{
 };
 use freestone::faults::{Faults, Rules};
 use freestone::null::{BadBlocks, BadConfig, BadError};
+use freestone_testkit::objects::Memory;
 
+use super::images::StoreFaults;
 use super::{Act, Causes, DiskId, Kind, NodeId, World, act, finish, pick, wrong};
 use crate::disk::DiskControl;
 use crate::oracle::{self, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
-use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
@@ -34,6 +36,9 @@ enum What {
     Faults(Weak<Faults>),
     Bad(Weak<BadBlocks>, Arc<Count>),
     Cut(Arc<Cut>, Arc<Count>),
+    Store(Arc<Memory>, Arc<StoreFaults>),
+    /// Not zero where what is read may be gone for good.
+    Fate(Arc<AtomicU32>),
 }
 
 impl Injector {
@@ -46,6 +51,12 @@ impl Injector {
             What::Faults(faults) => faults.upgrade().map(|faults| fired(&faults)),
             What::Bad(_, count) | What::Cut(_, count) => {
                 Some(Causes { errors: count.failed.load(Ordering::SeqCst), hung: 0 })
+            }
+            What::Store(_, faults) => Some(faults.causes()),
+            // Each look finds another cause.
+            What::Fate(lost) => {
+                let more = u64::from(lost.load(Ordering::SeqCst) > 0);
+                Some(Causes { errors: self.seen.get().errors + more, hung: 0 })
             }
         };
         if let Some(now) = now {
@@ -78,7 +89,8 @@ impl Injector {
         self.set(Rules::default());
         self.release();
         match &self.what {
-            What::Faults(_) => {}
+            What::Faults(_) | What::Fate(_) => {}
+            What::Store(memory, _) => memory.heal(),
             What::Bad(bad, count) => {
                 let bad = bad.upgrade();
                 let ranges = bad.iter().flat_map(|bad| bad.ranges());
@@ -201,6 +213,14 @@ impl World {
         let id = self.new_id();
         self.injectors.insert(id, Injector::new(what));
         id
+    }
+
+    pub(super) fn add_store(&mut self, memory: &Arc<Memory>, faults: &Arc<StoreFaults>) -> DiskId {
+        self.add_injector(What::Store(Arc::clone(memory), Arc::clone(faults)))
+    }
+
+    pub(super) fn add_fate(&mut self, lost: Arc<AtomicU32>) -> DiskId {
+        self.add_injector(What::Fate(lost))
     }
 
     /// What fails on the way to a node is a cause.

@@ -1,7 +1,7 @@
 //! Files: as devices, as bases of forks, and what forks of them hold as qcow2 images over them,
 //! which are bases again.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use freestone::device::{Blocking as _, Device, Error};
 use freestone::file::{self, File};
@@ -11,19 +11,12 @@ use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
 use super::look::read_all;
-use super::{Act, Kind, NODES_MAX, NodeId, World, act, finish, wrong};
+use super::{Act, Bottom, Kind, NODES_MAX, NodeId, World, act, finish, wrong};
 use crate::oracle::{self, Durability, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
 /// Writes of which the content of a base is made.
 const WRITES_MAX: u64 = 24;
-
-/// What can be named as the base of a delta.
-#[derive(Clone)]
-pub(super) struct BaseFile {
-    path: PathBuf,
-    format: Format,
-}
 
 impl World {
     /// A file as a device, all zeroes.
@@ -69,7 +62,7 @@ impl World {
                 } else {
                     (None, device)
                 };
-                let id = world.add_base("base", device, shows, BaseFile { path, format: Format::Raw });
+                let id = world.add_base("base", device, shows, Bottom::File { path, format: Format::Raw });
                 world.fails_by(id, injector);
                 Ok(())
             })
@@ -77,7 +70,7 @@ impl World {
     }
 
     /// Some writes, here and there.
-    fn content_of_base(&mut self, size: u64, seed: u64) -> (Vec<u8>, Oracle) {
+    pub(super) fn content_of_base(&mut self, size: u64, seed: u64) -> (Vec<u8>, Oracle) {
         let mut shows = self.new_oracle("base", size, Durability::Nothing);
         let mut bytes = vec![0; size as usize];
         let mut rng = Rng::new(seed);
@@ -93,7 +86,13 @@ impl World {
         (bytes, shows)
     }
 
-    fn add_base(&mut self, name: &str, device: Arc<dyn Device>, shows: Oracle, file: BaseFile) -> NodeId {
+    pub(super) fn add_base(
+        &mut self,
+        name: &str,
+        device: Arc<dyn Device>,
+        shows: Oracle,
+        file: Bottom,
+    ) -> NodeId {
         let oracle = self.add_oracle(shows);
         let id = self.add(name, Kind::Base(file), device, oracle, Vec::new());
         self.rename(id);
@@ -104,7 +103,8 @@ impl World {
     pub(super) fn overlays(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => {
-                ram.ram.is_snapshot() && ram.below.as_ref().is_some_and(|below| below.file.is_some())
+                let file = ram.below.as_ref().and_then(|below| below.file.as_ref());
+                ram.ram.is_snapshot() && matches!(file, Some(Bottom::File { .. }))
             }
             _ => false,
         })
@@ -116,7 +116,8 @@ impl World {
         let node = &self.nodes[&id];
         let Kind::Ram(ram) = &node.kind else { return None };
         let (into, below) = (ram.family, ram.below.clone()?);
-        let (base, device) = (below.file.clone()?, below.device.clone()?);
+        let Bottom::File { path: base, format } = below.file.clone()? else { return None };
+        let device = below.device.clone()?;
         let (oracle, before) = (node.oracle, self.before(node));
         let over_base = ram.ram.over_base().ok()?;
         let family = self.families[into].family.clone();
@@ -125,7 +126,7 @@ impl World {
         let token = self.oracles.get_mut(&oracle)?.begin_read();
         act(move || {
             let size = over_base.geometry().size;
-            let saved = delta::save(&over_base, &base.path, base.format, &path, &mut |_, _| {});
+            let saved = delta::save(&over_base, &base, format, &path, &mut |_, _| {});
             drop(over_base);
             let opened = saved.and_then(|_| {
                 let image = Image::open(&qcow2::Config::new(&path))?;
@@ -133,8 +134,7 @@ impl World {
                 let bytes = read_all(&image);
                 Ok((image, bytes))
             });
-            let applied =
-                (as_fork && opened.is_ok()).then(|| apply(&family, device, size, &path, &base.path));
+            let applied = (as_fork && opened.is_ok()).then(|| apply(&family, device, size, &path, &base));
             drop(family);
             finish(move |world| {
                 world.count("deltas");
@@ -157,7 +157,7 @@ impl World {
                     "delta",
                     Arc::new(image),
                     shown.clone(),
-                    BaseFile { path, format: Format::Qcow2 },
+                    Bottom::File { path, format: Format::Qcow2 },
                 );
                 match applied {
                     None => Ok(()),

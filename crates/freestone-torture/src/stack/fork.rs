@@ -8,7 +8,7 @@ use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
 use super::look::read_all;
-use super::{Act, Below, Causes, DiskId, Kind, NodeId, World, Wrong, act, finish, pick, wrong};
+use super::{Act, Below, Bottom, Causes, DiskId, Kind, NodeId, World, Wrong, act, finish, pick, wrong};
 use crate::oracle::{self, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 use crate::rt::thread::{self, JoinHandle};
@@ -89,7 +89,11 @@ impl World {
             let made = frozen.fork(&config);
             let Frozen { into, shown, below, .. } = frozen;
             finish(move |world| {
-                world.count(if below.file.is_some() { "forks of files" } else { "forks" });
+                world.count(match below.file {
+                    Some(Bottom::File { .. }) => "forks of files",
+                    Some(Bottom::Image(_)) => "forks of images",
+                    None => "forks",
+                });
                 let made = match made {
                     Ok(made) => made,
                     Err(SetupError::TooDeep) => return Ok(()),

@@ -15,6 +15,7 @@ mod failing;
 mod files;
 mod focus;
 mod fork;
+mod images;
 mod io;
 mod look;
 mod make;
@@ -29,7 +30,9 @@ use std::path::PathBuf;
 use freestone::cow::{Origin, Snapshot};
 use freestone::device::Device;
 use freestone::power::Power;
+use freestone::qcow2::Format;
 use freestone::ram::{Family, Ram};
+use freestone::store::format::name::Name;
 use tempfile::TempDir;
 
 use crate::disk::{DiskControl, SimDisk};
@@ -37,8 +40,8 @@ use crate::oracle::{Clock, Durability, Oracle, ReadToken, SECTOR_BYTES, Violatio
 use crate::rt::sync::Arc;
 pub use begin::About;
 use failing::Injector;
-use files::BaseFile;
 use focus::Focused;
+use images::Images;
 use io::Leaving;
 pub use io::Task;
 
@@ -113,6 +116,7 @@ pub struct World {
     writes: u64,
     /// Where files lie, once there are any.
     dir: Option<TempDir>,
+    images: Option<Images>,
     /// Nodes that are being changed get no requests.
     held: BTreeSet<NodeId>,
     /// Verbs that make room, or change limits: those that began, and those that ended.
@@ -154,7 +158,7 @@ enum Kind {
     Cow(CowNode),
     Power(PowerNode),
     /// A file or image that is only read.
-    Base(BaseFile),
+    Base(Bottom),
     /// Changes nothing; it may fail.
     Layer,
 }
@@ -173,7 +177,23 @@ struct Below {
     /// At the bottom of it, where that is none of the family's.
     device: Option<Arc<dyn Device>>,
     /// The file or image that this is.
-    file: Option<BaseFile>,
+    file: Option<Bottom>,
+}
+
+/// What forks stand on that is none of their family's.
+#[derive(Clone)]
+enum Bottom {
+    /// Can be named as the base of a delta.
+    File { path: PathBuf, format: Format },
+    /// In a store.
+    Image(Stored),
+}
+
+/// The image that a node is, or lies over.
+#[derive(Clone)]
+struct Stored {
+    name: Name,
+    tag: &'static str,
 }
 
 struct OriginNode {

@@ -120,6 +120,33 @@ macro_rules! integer {
 
 integer!(AtomicU32, u32);
 integer!(AtomicU64, u64);
+integer!(AtomicUsize, usize);
+
+/// As `std::sync::atomic::AtomicBool`.
+#[derive(Debug, Default)]
+pub struct AtomicBool(std::sync::atomic::AtomicBool);
+
+impl AtomicBool {
+    /// With this value.
+    pub const fn new(value: bool) -> Self {
+        Self(std::sync::atomic::AtomicBool::new(value))
+    }
+    /// As `std`'s.
+    pub fn load(&self, order: Ordering) -> bool {
+        point();
+        self.0.load(order)
+    }
+    /// As `std`'s.
+    pub fn store(&self, value: bool, order: Ordering) {
+        point();
+        self.0.store(value, order);
+    }
+    /// As `std`'s.
+    pub fn swap(&self, value: bool, order: Ordering) -> bool {
+        point();
+        self.0.swap(value, order)
+    }
+}
 
 /// As `std::sync::atomic::AtomicPtr`.
 #[derive(Debug, zerocopy::FromZeros)]

@@ -28,6 +28,8 @@ struct There {
     bytes: u64,
     below: Option<String>,
     limit: Option<u64>,
+    /// Which image it is.
+    image: Option<String>,
     /// Where it is to be seen.
     places: BTreeSet<String>,
 }
@@ -250,6 +252,9 @@ fn checked(
     if there.seen != if withheld { 0 } else { there.places.len() } {
         return Err(format!("is seen at {} places", there.seen));
     }
+    if disk.image.is_some() && disk.image != there.image {
+        return Err(format!("should be image {:?}", disk.image));
+    }
     let below = disk.of.as_ref().map(|of| of.name.as_str());
     if below != there.below.as_deref() {
         return Err(format!("should stand on {below:?}"));
@@ -345,6 +350,7 @@ fn look(world: &World) -> Result<All, String> {
             bytes: row["disksize"].as_u64().unwrap_or_default(),
             below: text("base").or_else(|| text("origin")).map(str::to_owned),
             limit: text("mem_limit").and_then(|limit| plan::limit_of(&format!("mem_limit={limit}"))),
+            image: text("url").and_then(|url| Some(url.rsplit_once('@')?.1.to_owned())),
             places,
         };
         all.insert(name, there);

@@ -16,7 +16,7 @@ use super::super::server::{self, Server};
 use super::super::verbs::Hand;
 use super::super::watch::VERB_MAX;
 use super::super::world::World;
-use super::super::{Failure, Report, clients, plan};
+use super::super::{Failure, Report, clients, images, plan};
 use super::again;
 use super::case::{CLIENTS, Case, End, HANDS, Op};
 
@@ -76,6 +76,7 @@ fn all(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
     }
     server.signal(Signal::TERM);
     ended(world, &server)?;
+    images::settle_all(world)?;
     round::no_files(world, dir)
 }
 
@@ -105,6 +106,7 @@ fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, Strin
     world.note("a server starts on its state".into());
     let server = Server::start(&world.program, dir, &state(), false)?;
     again::judge(world, before != End::Told, starts)?;
+    images::settle_all(world)?;
     Ok(server)
 }
 

@@ -22,6 +22,9 @@ impl Hand<'_> {
             return;
         }
         // What a snapshot was taken of is not in a file, nor is what a fork of one stands on.
+        if root(&disk).is_some_and(|root| root.kind == Kind::Image) {
+            return;
+        }
         let has_words = disk.kind == Kind::Ram || disk.kind == Kind::Fork && of_image(&disk);
         if self.is_full() || self.world.has_state && !has_words {
             return;
