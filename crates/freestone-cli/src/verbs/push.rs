@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
-use freestone::device::{Changes, Device};
+use freestone::device::Device;
 use freestone::store::objects::Until;
-use freestone::store::push::{self, Over, Pushed, Source};
+use freestone::store::push::{self, Layer, Over, Pushed, Source};
 use freestone::store::store::{Begin, Error, Store};
 use freestone::store::url::ImageUrl;
 use freestone_spec::entries::a_kind;
@@ -227,10 +227,10 @@ impl Moment {
     }
 
     /// What it is a change of, if that lies in the store, and what changed.
-    fn over(&self, store: &Store) -> Option<(Vec<&dyn Changes>, &Pulled)> {
+    fn over(&self, store: &Store) -> Option<(Vec<Layer<'_>>, &Pulled)> {
         let pulled = self.base.as_ref()?.kind.stored()?;
         let is_there = pulled.image.store().domain().id == store.domain().id;
-        let own: Option<Vec<_>> = self.own.iter().map(|device| device.changes()).collect();
+        let own: Option<Vec<_>> = self.own.iter().map(|device| Layer::of(&**device)).collect();
         own.filter(|_| is_there).map(|own| (own, pulled))
     }
 
@@ -280,8 +280,8 @@ fn send(
     let failed = |error: Error| of_store(&error);
     let (store, is_new) = Store::open_or_begin(objects, secret.as_ref(), begin, asked).map_err(failed)?;
     let over = moment.over(&store);
-    let over = over.as_ref().map(|(changes, pulled)| Over {
-        changes,
+    let over = over.as_ref().map(|(layers, pulled)| Over {
+        layers,
         base: pulled.image.name(),
         tag: Some(&pulled.url.tag),
     });

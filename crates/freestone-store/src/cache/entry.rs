@@ -154,17 +154,23 @@ impl Entry {
                 word.store(0, Ordering::Relaxed);
             }
         }
-        for (number, page) in (first..).zip(there.chunks(PAGE)) {
-            let (word, bit) = (&self.verified[number / 64], 1 << (number % 64));
+        let mut number = first;
+        let end = first + there.len() / PAGE;
+        while number < end {
+            let word = &self.verified[number / 64];
             // Relaxed: as above.
-            if word.load(Ordering::Relaxed) & bit != 0 {
+            let known = (word.load(Ordering::Relaxed) >> (number % 64)).trailing_ones() as usize;
+            if known > 0 {
+                number += known;
                 continue;
             }
-            if xxh3_64(page) != self.sums[number] {
+            let at = (number - first) * PAGE;
+            if xxh3_64(&there[at..at + PAGE]) != self.sums[number] {
                 return Outcome::Damaged;
             }
             // Relaxed: as above.
-            word.fetch_or(bit, Ordering::Relaxed);
+            word.fetch_or(1 << (number % 64), Ordering::Relaxed);
+            number += 1;
         }
         Outcome::Done
     }

@@ -133,10 +133,8 @@ impl Content {
         let page = (offset % SEGMENT_BYTES) as usize / PAGE;
         let within = offset as usize % PAGE;
         // A part of a page, or pages that lie together.
-        let (map, place) = segment.place(page);
         let most = if within == 0 { (out.len() / PAGE).max(1) } else { 1 }.min(SEGMENT_PAGES - page);
-        let count =
-            1 + (1..most).take_while(|more| follows(segment.place(page + more), map, place, *more)).count();
+        let (map, place, count) = segment.run(page, most);
         let bytes = (count * PAGE - within).min(out.len());
         let out = &mut out[..bytes];
         let Place::In { chunk, page: first } = place else {
@@ -329,17 +327,6 @@ impl Content {
                 None
             }
         }
-    }
-}
-
-/// Whether a page lies so many behind another.
-fn follows((map, place): (usize, Place), first_map: usize, first: Place, more: usize) -> bool {
-    match (first, place) {
-        (Place::In { chunk, page }, Place::In { chunk: of, page: at }) => {
-            map == first_map && chunk == of && at == page + more && at < CHUNK_PAGES
-        }
-        (Place::Zero, Place::Zero) => true,
-        _ => false,
     }
 }
 

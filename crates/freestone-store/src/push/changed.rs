@@ -1,7 +1,8 @@
 //! Which pages of a device have data, which are its own, and what the pages of an image were.
 
-use freestone_core::device::{self, Changes, Device, ExtentKind};
+use freestone_core::device::{self, Device, ExtentKind};
 
+use super::Layer;
 use crate::format::bitmap::Bitmap;
 use crate::format::manifest::MapRef;
 use crate::format::map::{Map, PageHash, Place};
@@ -24,11 +25,13 @@ pub fn with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bi
 }
 
 /// The pages of it that devices over one another hold themselves, in part at least.
-pub fn own(changes: &[&dyn Changes], start: u64, len: u64) -> device::Result<Bitmap> {
+pub fn own(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
-    for changes in changes {
+    for layer in layers {
+        // Behind its end there is nothing of it; what it was made from ends there as well.
+        let len = len.min(layer.size.saturating_sub(start));
         each(start, len, |offset, len| {
-            changes.changes(offset, len, &mut |change| {
+            layer.changes.changes(offset, len, &mut |change| {
                 if change.own {
                     add(&mut pages, start, change.offset, change.len);
                 }

@@ -51,12 +51,26 @@ pub struct Source<'a> {
 /// A device over an image.
 #[derive(Clone, Copy)]
 pub struct Over<'a> {
-    /// Which bytes it holds itself, and which what lies between it and the image.
-    pub changes: &'a [&'a dyn Changes],
+    /// What it holds itself, and what that which lies between it and the image does.
+    pub layers: &'a [Layer<'a>],
     /// The image.
     pub base: Name,
     /// The tag that said so.
     pub tag: Option<&'a str>,
+}
+
+/// A device that was made from another, which is not larger.
+#[derive(Clone, Copy)]
+pub struct Layer<'a> {
+    pub(crate) changes: &'a dyn Changes,
+    pub(crate) size: u64,
+}
+
+impl<'a> Layer<'a> {
+    /// `None` where it does not know what it holds itself.
+    pub fn of(device: &'a dyn Device) -> Option<Self> {
+        Some(Self { changes: device.changes()?, size: device.geometry().size })
+    }
 }
 
 /// How it is pushed.

@@ -39,7 +39,7 @@ impl Task<'_> {
     pub fn push(&self) -> Result<Vec<MapRef>> {
         self.check()?;
         if let (Some(over), true) = (self.work.source.over, self.base == Some(self.parent))
-            && own(over.changes, self.start, self.len)?.count() == 0
+            && own(over.layers, self.start, self.len)?.count() == 0
         {
             return Ok(self.parent.to_vec());
         }
@@ -107,7 +107,7 @@ impl Task<'_> {
         let naming = &self.work.store.domain().naming;
         let (own, base) = match (self.work.source.over, self.base) {
             (Some(over), Some(maps)) => {
-                let own = own(over.changes, self.start, self.len)?;
+                let own = own(over.layers, self.start, self.len)?;
                 let base = if maps == self.parent {
                     old.hashes.clone()
                 } else {

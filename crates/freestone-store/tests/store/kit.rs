@@ -13,7 +13,7 @@ use freestone_store::format::PAGE;
 use freestone_store::format::domain::GRACE;
 use freestone_store::image::{Config, Image};
 use freestone_store::objects::{Objects, Until};
-use freestone_store::push::{Options, Over, Pushed, Source, push};
+use freestone_store::push::{Layer, Options, Over, Pushed, Source, push};
 use freestone_store::store::{Begin, Error, Store};
 use freestone_testkit::objects::Memory;
 use freestone_testkit::{Model, Rng};
@@ -110,8 +110,8 @@ impl Overlay {
         Self { base, pages: std::sync::Mutex::default(), read: std::sync::atomic::AtomicU64::new(0) }
     }
 
-    pub fn over<'a>(&'a self, changes: &'a [&'a dyn Changes], tag: Option<&'a str>) -> Over<'a> {
-        Over { changes, base: self.base.name(), tag }
+    pub fn over<'a>(&'a self, layers: &'a [Layer<'a>], tag: Option<&'a str>) -> Over<'a> {
+        Over { layers, base: self.base.name(), tag }
     }
 }
 
@@ -157,6 +157,10 @@ impl Device for Overlay {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         row(Extent { offset, len, kind: freestone_core::device::ExtentKind::Data });
         Ok(len)
+    }
+
+    fn changes(&self) -> Option<&dyn Changes> {
+        Some(self)
     }
 }
 

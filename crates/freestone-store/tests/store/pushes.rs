@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use freestone_core::device::{Blocking as _, Changes, Flags};
+use freestone_core::device::{Blocking as _, Flags};
 use freestone_store::format::domain::{GRACE, Refused, Secret};
 use freestone_store::format::{CHUNK_PAGES, PAGE};
 use freestone_store::objects::{Directory, Objects};
-use freestone_store::push::{Source, push};
+use freestone_store::push::{Layer, Source, push};
 use freestone_store::store::{Begin, Error, Store};
 use freestone_testkit::Model;
 use freestone_testkit::objects::{Memory, Method};
@@ -138,8 +138,8 @@ fn of_a_fork_only_its_own_pages_are_read() {
     change(&golden, 30, 5);
     let before: u64 = memory.under("chunks/").values().sum();
     let over = |fork: &Overlay, tag: &str| {
-        let changes: [&dyn Changes; 1] = [fork];
-        let source = Source { device: fork, label: "fork", over: Some(fork.over(&changes, Some("golden"))) };
+        let layers = [Layer::of(fork).unwrap()];
+        let source = Source { device: fork, label: "fork", over: Some(fork.over(&layers, Some("golden"))) };
         push(&store, source, options(tag), &|_, _| {}, soon()).unwrap()
     };
     let pushed = over(&fork, "fork");
@@ -171,8 +171,8 @@ fn what_a_fork_stands_on_must_stay() {
     change(&fork, 5, 5);
     push_plain(&store, &mixed(1000, 2), "golden").unwrap();
     let push_fork = |tag, full| {
-        let changes: [&dyn Changes; 1] = [&fork];
-        let source = Source { device: &fork, label: "fork", over: Some(fork.over(&changes, Some("golden"))) };
+        let layers = [Layer::of(&fork).unwrap()];
+        let source = Source { device: &fork, label: "fork", over: Some(fork.over(&layers, Some("golden"))) };
         let options = freestone_store::push::Options { full, ..options(tag) };
         push(&store, source, options, &|_, _| {}, soon())
     };

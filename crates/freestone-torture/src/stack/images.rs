@@ -12,7 +12,7 @@ use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image};
 use freestone::store::objects::{Objects, Until};
 use freestone::store::prune::prune;
-use freestone::store::push::{Options, Over, Pushed, Source, push};
+use freestone::store::push::{Layer, Options, Over, Pushed, Source, push};
 use freestone::store::store::{self, Begin, Store};
 use freestone_testkit::objects::Memory;
 use freestone_testkit::{Model, Rng};
@@ -79,10 +79,9 @@ struct Pushing {
 
 impl Pushing {
     fn run(&self, tag: &str) -> store::Result<Pushed> {
-        let changes = self.own.as_ref().and_then(|(own, base)| Some((own.changes()?, base)));
-        let changes = changes.map(|(changes, base)| ([changes], base));
+        let layers = self.own.as_ref().and_then(|(own, base)| Some(([Layer::of(&**own)?], base)));
         let over =
-            changes.as_ref().map(|(changes, base)| Over { changes, base: base.name, tag: Some(base.tag) });
+            layers.as_ref().map(|(layers, base)| Over { layers, base: base.name, tag: Some(base.tag) });
         let source = Source { device: &*self.device, label: "torture", over };
         let options = Options { tag, full: self.full, threads: 4, is_new: false };
         push(&self.store, source, options, &|_, _| {}, Until::within(PUSH_MAX))

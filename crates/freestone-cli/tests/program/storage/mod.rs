@@ -141,6 +141,28 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
 }
 
 #[test]
+fn a_fork_that_is_larger_than_what_it_stands_on_is_pushed() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
+    let serve = Serve::start(&[&bucket.image("golden", "golden"), "low=fork,base=golden"]);
+    qemu_io(&uri(&serve, "low"), &["write -P 9 1M 8k"]);
+    serve.text(&["snapshot", "low", "moment"]);
+    let nbd = format!("unix:{}", serve.path("nbd").display());
+    serve.text(&["fork", "moment", "high", "size=5M", "--nbd", &nbd]);
+    qemu_io(&uri(&serve, "high"), &["write -P 3 2M 4k", "write -P 4 4M 4k"]);
+    serve.text(&["set", "high", "disksize=7M"]);
+    qemu_io(&uri(&serve, "high"), &["write -P 5 6M 4k"]);
+    let pushed = serve.json(&["push", "high", &bucket.tag("high")]);
+    assert_eq!(pushed["changed_bytes"], (2 + 3) * 4096);
+    serve.text(&["create", &bucket.image("back", "high")]);
+    serve.text(&["publish", "back", "--nbd", &nbd]);
+    let back = content(&serve, "back");
+    assert_eq!(back.len(), 7 << 20);
+    assert!(back == content(&serve, "high"));
+}
+
+#[test]
 fn raw_qcow2_and_saved_devices_are_pushed() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
