@@ -224,9 +224,9 @@ impl Plan<'_> {
                 }
                 Some(entry) => self.change(device, &entry, &mut changes)?,
                 None => {
-                    for below in
-                        [device.spec.kind.below(), device.spec.kind.copies_to()].into_iter().flatten()
-                    {
+                    let takes = device.spec.kind.takes();
+                    let takes = takes.iter().map(|takes| takes.name);
+                    for below in device.spec.kind.below().into_iter().chain(takes) {
                         let is_there = there.contains(below)
                             || (self.service.registry.find(below).is_some() && !removed.contains(below));
                         if !is_there {

@@ -28,7 +28,7 @@ Devices:
       comp_algorithm=lz4|lz4hc|lzo|zstd|store   default lz4
       algorithm_params=WORDS                for example 'level=3'
       mem_limit=SIZE|none                   default half of the machine's memory
-      backing_dev=PATH                      pages go to this file or disk when mem_limit is near
+      backing_dev=PATH|device:NAME          pages go to this file, disk or device when mem_limit is near
       backing_size=SIZE                     makes a nameless file of this size where none is
       compressed_writeback=yes|no           default yes
       writeback_limit=N                     4 KiB units; with writeback_limit_enable=1

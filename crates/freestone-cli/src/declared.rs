@@ -76,14 +76,19 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
     Ok(devices)
 }
 
+/// The names of what these are to have to themselves.
+pub fn taken(devices: &[Declared]) -> HashSet<&str> {
+    devices.iter().flat_map(|device| device.spec.kind.takes()).map(|takes| takes.name).collect()
+}
+
 /// Shows what is published as block devices, too.
 pub fn as_block_devices(devices: &mut [Declared]) {
-    let copies: HashSet<String> =
-        devices.iter().filter_map(|device| device.spec.kind.copies_to().map(str::to_owned)).collect();
+    let taken: HashSet<String> = taken(devices).into_iter().map(str::to_owned).collect();
     for device in devices {
         let spec = &device.spec;
-        // A template is nobody's device, and where copies go is nobody's to see, unless that was said.
-        let published = spec.publish.unwrap_or_else(|| !copies.contains(&spec.name));
+        // A template is nobody's device, and what another has to itself is nobody's to see, unless that
+        // was said.
+        let published = spec.publish.unwrap_or_else(|| !taken.contains(&spec.name));
         let is_template = matches!(spec.kind, KindSpec::Template(_));
         let wanted = Wanted { place: Place::Ublk(0), read_only: false };
         if published && !is_template && !device.exports.iter().any(|other| other.place.is(&wanted.place)) {
@@ -97,13 +102,12 @@ pub fn check_order(devices: &[Declared]) -> Result<(), Usage> {
     let mut there = HashSet::new();
     for Declared { spec, at, .. } in devices {
         let below = if matches!(spec.kind, KindSpec::Snapshot(_)) { "origin" } else { "base" };
-        for (key, needed) in [(below, spec.kind.below()), ("cow", spec.kind.copies_to())] {
-            if let Some(needed) = needed
-                && !there.contains(needed)
-            {
-                let why = "there is no such device before it";
-                return Err(Usage(format!("{at}{}: {key}={needed}: {why}", spec.name)));
-            }
+        let below = spec.kind.below().map(|needed| (below, needed, needed));
+        let takes = spec.kind.takes().into_iter().map(|takes| (takes.key, takes.typed, takes.name));
+        if let Some((key, typed, _)) = below.into_iter().chain(takes).find(|(.., name)| !there.contains(name))
+        {
+            let why = "there is no such device before it";
+            return Err(Usage(format!("{at}{}: {key}={typed}: {why}", spec.name)));
         }
         there.insert(spec.name.as_str());
     }

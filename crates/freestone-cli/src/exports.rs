@@ -191,8 +191,8 @@ impl Exports {
     fn check_publish(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
         check_own(entry)?;
         entry.check_whole()?;
-        let Some(snapshot) = self.registry.copies_for(entry) else { return Ok(()) };
-        let why = format!("{}: holds the copies of {snapshot}, and is not published beside", entry.name());
+        let Some(taken) = self.registry.taken_by(entry) else { return Ok(()) };
+        let why = format!("{}: {taken}, and is not published beside", entry.name());
         Err(Fault::failed(Errno::EBUSY, why))
     }
 

@@ -221,9 +221,9 @@ impl Service {
         Ok(())
     }
 
-    /// Whether a device is to be seen at home: as was said, else unless copies need it for themselves.
+    /// Whether a device is to be seen at home: as was said, else unless another has it to itself.
     pub fn belongs_at_home(&self, said: Option<bool>, entry: &Arc<Entry>) -> bool {
-        said.unwrap_or_else(|| self.registry.copies_for(entry).is_none())
+        said.unwrap_or_else(|| self.registry.taken_by(entry).is_none())
     }
 
     /// Sets attributes, all of them or none; who has claimed the device.
@@ -267,12 +267,7 @@ impl Service {
         if let Some(key) = spec.key_of_state().filter(|_| self.records.state().is_none()) {
             return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
         }
-        if let Some(cow) = spec.kind.copies_to()
-            && !self.exports.of(cow).is_empty()
-        {
-            let why = format!("{name}: cow={cow}: is published; copies need it for themselves");
-            return Err(Fault::failed(Errno::EBUSY, why));
-        }
+        self.check_unseen(spec)?;
         // Its users would see another content from one moment to the next.
         if let KindSpec::Snapshot(snapshot) = &spec.kind
             && snapshot.cow.as_ref().is_some_and(|cow| cow.merge)
@@ -281,6 +276,16 @@ impl Service {
             self.exports.check_idle(&origin)?;
         }
         Ok(())
+    }
+
+    /// Refuses to take a device that is published.
+    pub fn check_unseen(&self, spec: &Spec) -> Result<(), Fault> {
+        let takes = spec.kind.takes();
+        let Some(seen) = takes.iter().find(|takes| !self.exports.of(takes.name).is_empty()) else {
+            return Ok(());
+        };
+        let why = format!("is published; {} need it for themselves", seen.what);
+        Err(Fault::from(seen.refuse(Errno::EBUSY, &why).of(&spec.name)))
     }
 
     /// Adds a device that is ready.

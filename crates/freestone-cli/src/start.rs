@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::apply::{self, Extent};
 use crate::control::protocol::Fault;
-use crate::declared::Declared;
+use crate::declared::{self, Declared};
 use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
 use crate::recording::{self, Recording};
@@ -62,7 +62,7 @@ pub fn open(service: &Service, asked: &Asked, devices: &[Declared]) -> Result<To
 /// What would have to change so that the devices of a state are as they are asked for.
 fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<String> {
     let mut differs = Vec::new();
-    let copies: HashSet<&str> = asked.iter().filter_map(|device| device.spec.kind.copies_to()).collect();
+    let taken = declared::taken(asked);
     let names: HashSet<&str> = asked.iter().map(|device| device.spec.name.as_str()).collect();
     let gone = |device: &&Device| has_file && device.declared && !names.contains(device.name.as_str());
     differs.extend(topology.devices().filter(gone).map(|device| format!("remove {}", device.name)));
@@ -75,7 +75,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
         if !device.words.parse::<Spec>().is_ok_and(|is| is.is_same(spec)) {
             differs.push(format!("{name}: {} is to be {}", device.words, spec.words));
         }
-        let home = spec.publish.unwrap_or_else(|| !copies.contains(name.as_str()));
+        let home = spec.publish.unwrap_or_else(|| !taken.contains(name.as_str()));
         if home != device.home {
             differs.push(format!("{} {name}", if home { "publish" } else { "unpublish" }));
         }
@@ -114,7 +114,7 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
         let exports = exports.into_iter().map(|wanted| (wanted, declared)).collect();
         begun.push((entry, publish, exports));
     }
-    // Where copies go is nobody's to see, unless that was said; then it is refused.
+    // What another has to itself is nobody's to see, unless that was said; then it is refused.
     let seen = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
         let home = service.belongs_at_home(publish, &entry);
         Begun { entry, seen: Seen { home, exports } }

@@ -52,7 +52,7 @@ pub fn of_memory(
 /// Where a backing device lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Place {
-    /// Its file system is memory.
+    /// Its file system is memory, or it is a device that is.
     pub in_memory: bool,
     /// For a file that is made: bytes that its file system has left.
     pub free: Option<u64>,
@@ -81,7 +81,7 @@ pub fn of_backing(name: &str, path: &Path, size: u64, mem_limit: u64, place: Pla
     let mut warnings = Vec::new();
     let path = path.display();
     if place.in_memory {
-        warnings.push(format!("{name}: backing_dev={path}: lies in memory itself (tmpfs), so it frees none"));
+        warnings.push(format!("{name}: backing_dev={path}: lies in memory itself, so it frees none"));
     }
     if mem_limit == 0 {
         warnings.push(format!(
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn a_backing_device_should_help() {
         let backing = Path::new("/s");
-        let tmpfs = "r: backing_dev=/s: lies in memory itself (tmpfs), so it frees none";
+        let tmpfs = "r: backing_dev=/s: lies in memory itself, so it frees none";
         let unlimited = "r: backing_dev=/s: without a mem_limit nothing goes there by itself, only with \
                          `freestone writeback r`";
         let little = "r: backing_dev=/s: its 127M are little beside mem_limit=1G";

@@ -12,6 +12,9 @@ use crate::path_text;
 /// Longest name of a device in bytes: what NBD clients accept everywhere.
 const MAX_NAME_BYTES: usize = 255;
 
+/// In front of the name of a device, where a bare word is a file.
+pub(crate) const DEVICE: &str = "device:";
+
 /// Why a text is not a device, or a device cannot be as it was asked for. One sentence each, which
 /// names the device and the key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -174,8 +177,9 @@ impl Entries {
     pub fn with_base(mut self, base: &Path) -> Self {
         for (key, value) in &mut self.pairs {
             match key.as_str() {
-                // Without a slash it is the name of a device.
+                // The names of devices.
                 "cow" if !value.contains('/') => {}
+                "backing_dev" if value.starts_with(DEVICE) => {}
                 // No directory but a word.
                 "cache" if value == "none" => {}
                 "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache"
@@ -306,6 +310,8 @@ mod tests {
             with_base("r=ram,algorithm_params=level=3 dict=d"),
             "r=ram,algorithm_params=level=3 dict=/base/d"
         );
+        assert_eq!(with_base("r=ram,backing_dev=device:n"), "r=ram,backing_dev=device:n");
+        assert_eq!(with_base("r=ram,backing_dev=./device:n"), "r=ram,backing_dev=/base/./device:n");
         // A byte that is no character.
         assert_eq!(
             with_base("r=ram,algorithm_params=dict=d\u{efff}"),

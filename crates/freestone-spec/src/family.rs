@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, ParamsError};
+use freestone::device::Device;
 use freestone::file::File;
 use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary, WhenFull};
 use serde_json::{Value, json};
 use tracing::warn;
 
 use crate::advice::{self, Place};
-use crate::entries::SpecError;
+use crate::entries::{DEVICE, SpecError, check_name};
 use crate::files::{errno_of, in_typed_sizes};
 use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
@@ -88,9 +89,9 @@ pub struct SecondarySpec {
 /// The backing device, and how it is used.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackingSpec {
-    /// A file or a block device.
-    pub path: PathBuf,
-    /// Bytes; where nothing is there, a file of this size is made.
+    /// Where it is.
+    pub place: BackingPlace,
+    /// Bytes of a file; where nothing is there, a file of this size is made.
     pub size: Option<u64>,
     /// Pages are written as they are stored, packed.
     pub compressed: bool,
@@ -100,6 +101,40 @@ pub struct BackingSpec {
     pub limit_enable: bool,
     /// Pages of a batch, where this was said.
     pub batch_size: Option<u32>,
+}
+
+/// A backing device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BackingPlace {
+    /// A file or a block device.
+    Path(PathBuf),
+    /// A device of the server.
+    Device {
+        /// With the word in front of it that tells it from a file.
+        typed: String,
+        /// Its name.
+        name: String,
+    },
+}
+
+impl BackingPlace {
+    fn parse(text: &str) -> Result<Self, String> {
+        let Some(name) = text.strip_prefix(DEVICE) else { return parse_path(text).map(Self::Path) };
+        match check_name(name) {
+            Ok(()) => Ok(Self::Device { typed: text.to_owned(), name: name.to_owned() }),
+            Err(_) => Err(format!(
+                "after {DEVICE} must be the name of a device; a file of that name is written ./{text}"
+            )),
+        }
+    }
+
+    /// For people, and as it can be typed.
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::Path(path) => path.clone(),
+            Self::Device { typed, .. } => PathBuf::from(typed),
+        }
+    }
 }
 
 impl FamilySpec {
@@ -126,15 +161,21 @@ impl FamilySpec {
 }
 
 fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
-    let Some(path) = keys.take("backing_dev", parse_path)? else {
+    let Some(place) = keys.take("backing_dev", BackingPlace::parse)? else {
         return match BACKING_KEYS.iter().find(|key| keys.typed(key).is_some()) {
-            Some(key) => Err(keys.refuse(key, "only with backing_dev=PATH")),
+            Some(key) => Err(keys.refuse(key, "only with backing_dev=PATH or backing_dev=device:NAME")),
             None => Ok(None),
         };
     };
+    let size = keys.take("backing_size", parse_length)?;
+    if size.is_some() && matches!(place, BackingPlace::Device { .. }) {
+        return Err(
+            keys.refuse("backing_size", "only where backing_dev is a file; a device has its own size")
+        );
+    }
     Ok(Some(BackingSpec {
-        path,
-        size: keys.take("backing_size", parse_length)?,
+        place,
+        size,
         compressed: keys.take("compressed_writeback", parse_bool)?.unwrap_or(true),
         limit: keys.take("writeback_limit", parse_units)?.unwrap_or(0),
         limit_enable: keys.take("writeback_limit_enable", parse_bool)?.unwrap_or(false),
@@ -315,17 +356,31 @@ pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// A new family; `size` is that of its disks. `others` are the limits of those that are there.
-/// Warns of what may not be meant.
+/// A device of the server, for pages.
+pub(crate) struct Target<'a> {
+    /// With its layers.
+    pub device: &'a Arc<dyn Device>,
+    /// It can lose what it has answered and not flushed while this process lives.
+    pub write_through: bool,
+    /// What it holds is in memory.
+    pub in_memory: bool,
+}
+
+/// A new family; `size` is that of its disks. Its pages go to `target`, if they go to a device of the
+/// server. `others` are the limits of those that are there. Warns of what may not be meant.
 pub(crate) fn new(
     name: &str,
     spec: &FamilySpec,
     size: u64,
+    target: Option<&Target<'_>>,
     others: impl FnOnce() -> Vec<u64>,
 ) -> Result<Family, Refusal> {
     // Before it is there: a file that is made has no name to look at.
-    let place = spec.backing.as_ref().map(|backing| Place::of(&backing.path));
-    let config = config(spec)?;
+    let place = match spec.backing.as_ref().map(|backing| &backing.place) {
+        Some(BackingPlace::Path(path)) => Place::of(path),
+        _ => Place { in_memory: target.is_some_and(|target| target.in_memory), free: None },
+    };
+    let config = config(spec, target)?;
     let family = Family::new(config.clone()).map_err(refused)?;
     family.set_name(name);
     if let Some(backing) = &spec.backing {
@@ -336,7 +391,7 @@ pub(crate) fn new(
         if let Some(pages) = backing.batch_size {
             disk.set_writeback_batch_size(pages);
         }
-        warn_of_backing(name, &config, &disk, place.unwrap_or_default());
+        warn_of_backing(name, &config, &disk, place);
     }
     // Without /proc there is nothing to compare with.
     if let Ok(memory) = machine::memory() {
@@ -352,7 +407,7 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
     if let (Some(backing), Some(stat)) = (&config.backing, disk.backing()) {
         for warning in advice::of_backing(
             name,
-            backing.path.as_deref().unwrap_or(Path::new("")),
+            &backing.path.clone().unwrap_or_default(),
             stat.size,
             config.mem_limit,
             place,
@@ -362,7 +417,7 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
     }
 }
 
-fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
+fn config(spec: &FamilySpec, target: Option<&Target<'_>>) -> Result<ram::Config, Refusal> {
     let params = |words: &str| {
         Params::parse_with(words, path_text::path)
             .map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
@@ -385,13 +440,28 @@ fn config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
         }
     }
     if let Some(backing) = &spec.backing {
-        let file = File::open_for_spilling(&backing.path, backing.size).map_err(|e| {
-            Refusal::failed(errno_of(&e), format!("backing_dev: {}", in_typed_sizes("backing_size", &e)))
-        })?;
-        let (device, path) = (Arc::new(file), Some(backing.path.clone()));
-        config.backing = Some(Backing { device, compressed_writeback: backing.compressed, path });
+        let (device, write_through) = match &backing.place {
+            BackingPlace::Path(path) => (spill_file(path, backing.size)?, false),
+            BackingPlace::Device { .. } => {
+                let Some(target) = target else { unreachable!("whoever makes a family has looked for it") };
+                (Arc::clone(target.device), target.write_through)
+            }
+        };
+        let path = Some(backing.place.path());
+        config.backing =
+            Some(Backing { device, compressed_writeback: backing.compressed, write_through, path });
     }
     Ok(config)
+}
+
+fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal> {
+    match File::open_for_spilling(path, size) {
+        Ok(file) => Ok(Arc::new(file)),
+        Err(error) => {
+            let why = format!("backing_dev: {}", in_typed_sizes("backing_size", &error));
+            Err(Refusal::failed(errno_of(&error), why))
+        }
+    }
 }
 
 /// Why a family or a disk of it was refused.

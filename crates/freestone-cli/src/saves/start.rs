@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use freestone::keep::{Keep, KeepError, Loaded, Loading};
 use freestone::ram::{Family, Ram};
 use freestone_spec::kinds::{KindSpec, Spec};
-use freestone_spec::refusal::Errno;
+use freestone_spec::refusal::{Errno, Refusal};
 use freestone_state::{Device, Topology};
 use tracing::{error, info, warn};
 
@@ -186,7 +186,10 @@ fn own_family(
     let Some(family) = spec.kind.family() else {
         return Err(Fault::failed(Errno::EINVAL, format!("{}: its base is not there", first.name)));
     };
-    Ok(service.registry.new_family(&spec.name, family, spec.kind.size().unwrap_or_default())?)
+    let of = |refusal: Refusal| refusal.of(&spec.name);
+    let backing = service.registry.backing(family).map_err(of)?;
+    let size = spec.kind.size().unwrap_or_default();
+    Ok(service.registry.new_family(&spec.name, family, size, backing.as_ref()).map_err(of)?)
 }
 
 /// Loads what was restored, in the background. What was not loaded is read from the files.

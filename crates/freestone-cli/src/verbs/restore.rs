@@ -13,10 +13,10 @@ use freestone::save::{
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
-use freestone_spec::kinds::{self, KindSpec, Spec};
+use freestone_spec::kinds::{self, KindSpec, Spec, StandsOn};
 use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use freestone_spec::path_text;
-use freestone_spec::refusal::Errno;
+use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::size::{exact, human};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -46,7 +46,7 @@ pub struct Line {
     /// Of the devices' family.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
-        help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH and the other keys of a ram device that a \
+        help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH|device:NAME and the other keys of a ram device that a \
                   family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
                   for serve, with %n in record for the number of each, from 0 on. readonly=yes: clients cannot write"
     )]
@@ -152,7 +152,9 @@ impl Verb for Restore {
         let names = names(&contents, name.as_deref(), &at.to_string())?;
         // The names are taken until the devices are there.
         let all: Vec<_> = names.iter().map(String::as_str).collect();
-        let claim = service.claim_all(Self::METHOD, &all)?;
+        let claimed: Vec<_> = all.iter().copied().chain(asked.kind.changes()).collect();
+        let claim = service.claim_all(Self::METHOD, &claimed)?;
+        service.check_unseen(&asked)?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
@@ -172,6 +174,7 @@ impl Verb for Restore {
         }
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
         let of_family = params.family.keys().find(|key| *key != READONLY);
+        let mut backing = None;
         let (family, bases) = match &base {
             Some(base) if of_family.is_none() => (base.family_of(&service.registry)?, vec![as_base(base)]),
             Some(base) => {
@@ -183,7 +186,11 @@ impl Verb for Restore {
                 );
                 return Err(Fault::failed(Errno::EINVAL, why));
             }
-            None => (own_family(service, &contents, asked, &params.family, &names[0])?, Vec::new()),
+            None => {
+                let (family, on) = own_family(service, &contents, asked, &params.family, &names[0])?;
+                backing = on;
+                (family, Vec::new())
+            }
         };
         let restored = restore_watched(file, &family, &bases, &mut |done, total| job.at(done, total));
         let restored = restored.map_err(|error| match error {
@@ -195,14 +202,22 @@ impl Verb for Restore {
         let mut numbers = 0..;
         let said = asked_words.pairs;
         for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(&names) {
-            let base = base.as_ref();
+            let (base, backing) = (base.as_ref(), backing.as_ref());
             let number = match told.kind {
                 DeviceKind::Snapshot => None,
                 DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
             let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
             let words = words_of(name, told, number, base.map(|base| (base.name(), base.size())), &said);
-            let entry = kinds::restored(words, told.kind, ram, file.clone(), base, layers, readonly);
+            let entry = kinds::restored(
+                words,
+                told.kind,
+                ram,
+                file.clone(),
+                StandsOn { base, backing },
+                layers,
+                readonly,
+            );
             let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
@@ -340,7 +355,7 @@ pub fn find_base(
     Err(Fault::failed(Errno::ENODEV, why))
 }
 
-/// The family of disks that stand on nothing. They are compressed as they were, unless something
+/// The family of disks that stand on nothing, and the device that takes its pages. They are compressed as they were, unless something
 /// else was said.
 fn own_family(
     service: &Service,
@@ -348,7 +363,7 @@ fn own_family(
     asked: Spec,
     said: &Map<String, Value>,
     name: &str,
-) -> Result<Family, Fault> {
+) -> Result<(Family, Option<Arc<Entry>>), Fault> {
     let KindSpec::Ram(disk) = asked.kind else { unreachable!("it was made as one") };
     let mut family = disk.family;
     let size = contents.devices.iter().map(|device| device.size).sum();
@@ -358,7 +373,10 @@ fn own_family(
             family.algorithm_params = format!("level={}", first.level);
         }
     }
-    Ok(service.registry.new_family(name, &family, size)?)
+    let of = |refusal: Refusal| refusal.of(name);
+    let backing = service.registry.backing(&family).map_err(of)?;
+    let family = service.registry.new_family(name, &family, size, backing.as_ref()).map_err(of)?;
+    Ok((family, backing))
 }
 
 fn failed(error: &RestoreError) -> Fault {

@@ -39,7 +39,10 @@ impl Config {
     /// The same, with pages that memory has no room for on this device.
     #[must_use]
     pub fn backed_by(self, device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
-        Self { backing: Some(Backing { device, compressed_writeback, path: None }), ..self }
+        Self {
+            backing: Some(Backing { device, compressed_writeback, write_through: false, path: None }),
+            ..self
+        }
     }
 }
 
@@ -62,15 +65,19 @@ pub struct Backing {
     /// Without it the layout is the kernel's: one uncompressed page a block, which stays there
     /// until the page is overwritten.
     pub compressed_writeback: bool,
+    /// Pages leave memory when they are durable on the device. For one that can lose what it has
+    /// answered and not flushed while this process lives, as the server of an export can.
+    pub write_through: bool,
     /// Where the device is, for people.
     pub path: Option<PathBuf>,
 }
 
 impl fmt::Debug for Backing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { device: _, compressed_writeback, path } = self;
+        let Self { device: _, compressed_writeback, write_through, path } = self;
         f.debug_struct("Backing")
             .field("compressed_writeback", compressed_writeback)
+            .field("write_through", write_through)
             .field("path", path)
             .finish_non_exhaustive()
     }

@@ -63,8 +63,8 @@ impl Pages {
         }
         let store = match &config.backing {
             None => None,
-            Some(Backing { device, compressed_writeback, .. }) => {
-                let store = Store::new(Arc::clone(device), *compressed_writeback);
+            Some(Backing { device, compressed_writeback, write_through, path: _ }) => {
+                let store = Store::new(Arc::clone(device), *compressed_writeback, *write_through);
                 Some(Arc::new(store.map_err(SetupError::BackingKind)?))
             }
         };

@@ -2,7 +2,9 @@
 //! each holds is counted.
 //!
 //! The device is any [`Device`]; what it does with requests (threads, `io_uring`, overlap) is its
-//! business. What is written is worth nothing after this process, so nothing is ever flushed.
+//! business. What is written is worth nothing after this process, so nothing is ever flushed; only
+//! where a device can lose what it has answered while this process lives (the server of an export),
+//! each write is durable before its pages leave memory.
 //!
 //! A write that is not answered in time is given up: its pages stay in memory, and its blocks are
 //! not used again until the device has answered after all. When that is,
@@ -17,7 +19,7 @@ use super::layout;
 use super::reads::{Late, ReadError, Reads, Spare, Waiting};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
 use crate::clock::now_ms;
-use freestone_core::device::{Completion, Device, Error, IoBuf, Request, Result};
+use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request, Result};
 use freestone_core::percpu::Counters;
 use freestone_core::slot::Word;
 use freestone_core::sync::{AtomicU32, Condvar, Mutex, Ordering};
@@ -35,6 +37,8 @@ pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
 pub struct Store {
     device: Arc<dyn Device>,
     packed: bool,
+    /// What a write is asked for with.
+    write_flags: Flags,
     space: Space,
     blocks: Blocks,
     budget: Budget,
@@ -100,11 +104,16 @@ pub struct Numbers {
 }
 
 impl Store {
-    /// Takes `device` into use. Its content is lost.
+    /// Takes `device` into use. Its content is lost. With `write_through` a write is answered when it
+    /// is durable.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it.
-    pub fn new(device: Arc<dyn Device>, packed: bool) -> std::result::Result<Self, String> {
+    pub fn new(
+        device: Arc<dyn Device>,
+        packed: bool,
+        write_through: bool,
+    ) -> std::result::Result<Self, String> {
         let geometry = device.geometry();
         if geometry.read_only {
             return Err("is read-only; it must be writable".into());
@@ -121,6 +130,7 @@ impl Store {
         Ok(Self {
             device,
             packed,
+            write_flags: if write_through { Flags::FUA } else { Flags::empty() },
             space,
             blocks: map,
             budget: Budget::default(),
@@ -211,7 +221,8 @@ impl Store {
         };
         let len = u64::from(run.blocks) * BLOCK_BYTES as u64;
         let given_ms = now_ms();
-        self.device.submit(Request::write(run.start * BLOCK_BYTES as u64, len), buffer, done);
+        let request = Request::write(run.start * BLOCK_BYTES as u64, len).with(self.write_flags);
+        self.device.submit(request, buffer, done);
         Write { run, charge, given_ms, answer }
     }
 

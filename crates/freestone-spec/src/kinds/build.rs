@@ -18,6 +18,8 @@ pub struct Built {
     pub(super) device: Option<Arc<dyn Device>>,
     /// What it stands on.
     pub(super) needs: Vec<Arc<Entry>>,
+    /// The device that takes its family's pages, if it is one of the server. It stands on that as well.
+    pub(super) backing: Option<Arc<Entry>>,
     /// Of a snapshot in memory: its origin, and how often that had been rewound.
     pub(super) origin: Option<(Weak<Entry>, u64)>,
 }
@@ -25,7 +27,7 @@ pub struct Built {
 impl Built {
     /// One that stands on nothing.
     pub(super) fn alone(kind: impl Made + 'static, device: Arc<dyn Device>) -> Self {
-        Self { kind: Box::new(kind), device: Some(device), needs: Vec::new(), origin: None }
+        Self { kind: Box::new(kind), device: Some(device), needs: Vec::new(), backing: None, origin: None }
     }
 }
 
@@ -37,7 +39,12 @@ pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
 
 /// Puts its layers on it.
 pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
-    let Built { kind, device, needs, origin } = built;
+    let Built { kind, device, mut needs, backing, origin } = built;
+    if let Some(backing) = &backing
+        && !needs.iter().any(|needed| Arc::ptr_eq(needed, backing))
+    {
+        needs.push(Arc::clone(backing));
+    }
     let (device, layers) = match device {
         Some(device) => {
             let over = layers::over(&spec.layers, &spec.kind.below_layers(), device);
@@ -54,7 +61,7 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     let cow_origin = cow_origin.map(|device| cow::Origin::noted(Arc::clone(device), Some(kind.notes())));
     let device = cow_origin.clone().map(|origin| Arc::new(origin) as Arc<dyn Device>).or(device);
     let mut entry = Entry::new(spec, kind, device, needs);
-    (entry.layers, entry.origin, entry.cow_origin) = (layers, origin, cow_origin);
+    (entry.layers, entry.origin, entry.cow_origin, entry.backing) = (layers, origin, cow_origin, backing);
     if let Some((key, value)) = entry.kind.settled() {
         entry.words.put(&entry.spec, key, &value);
     }

@@ -67,7 +67,8 @@ fn parse_direct(text: &str) -> Result<Direct, String> {
 }
 
 impl Asked for FileSpec {
-    fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
         let mut config = file::Config::new(&self.path);
         (config.read_only, config.direct, config.size) = (self.readonly, self.direct, self.size);
         let zoned = spec.layers.zones.is_some();
@@ -82,7 +83,7 @@ impl Asked for FileSpec {
             let key = if zoned { "zoned=1" } else { "readonly=yes" };
             return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
         }
-        Ok(Built::alone(FileDisk(Arc::clone(&file)), file))
+        Ok(Built { backing, ..Built::alone(FileDisk(Arc::clone(&file)), file) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {

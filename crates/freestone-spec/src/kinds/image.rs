@@ -59,7 +59,8 @@ impl ImageSpec {
 }
 
 impl Asked for ImageSpec {
-    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
         let secret = self.store.secret()?;
         let cache = self.store.open_cache()?;
         let objects = self.store.objects(&self.url.store)?;
@@ -84,7 +85,7 @@ impl Asked for ImageSpec {
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
         let pulled = Pulled { image: Arc::clone(&image), url: self.url.of(name) };
-        Ok(Built::alone(Stored(pulled), image))
+        Ok(Built { backing, ..Built::alone(Stored(pulled), image) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {

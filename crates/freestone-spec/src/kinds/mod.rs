@@ -16,6 +16,7 @@ pub mod registry;
 mod restored;
 mod shared_family;
 mod snapshot;
+mod taken;
 mod template;
 #[cfg(test)]
 mod tests;
@@ -50,10 +51,11 @@ pub use self::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
 };
 use self::registry::Registry;
-pub use self::restored::{RestoredSpec, kept, restored};
+pub use self::restored::{RestoredSpec, StandsOn, kept, restored};
 pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };
+pub use self::taken::Takes;
 pub use self::template::TemplateSpec;
 use self::words::Words;
 use crate::entries::{Entries, SpecError, a_kind, nearest};
@@ -190,9 +192,14 @@ pub trait Asked {
         None
     }
 
+    /// Devices that it is to have to itself.
+    fn takes(&self) -> Vec<Takes<'_>> {
+        self.family().and_then(Takes::pages).into_iter().collect()
+    }
+
     /// Devices that must not be rewound, merged or published while it is set up.
     fn changes(&self) -> Vec<&str> {
-        Vec::new()
+        self.takes().iter().map(|takes| takes.name).collect()
     }
 
     /// The image that it is, as the base of a delta names it.
@@ -447,6 +454,8 @@ pub struct Entry {
     counting: Option<Arc<Counting>>,
     /// What has to be there as long as this is.
     needs: Vec<Arc<Entry>>,
+    /// The one of them that takes its family's pages.
+    pub(crate) backing: Option<Arc<Entry>>,
     /// What the forks of a base share, from the first one on. Locked also while it is made.
     pub family: Mutex<Option<Family>>,
     /// How often a fork was set back to its base.
@@ -482,6 +491,7 @@ impl Entry {
             failures: Arc::default(),
             counting,
             needs,
+            backing: None,
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
             origin: None,

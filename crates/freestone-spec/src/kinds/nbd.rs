@@ -107,7 +107,8 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
 }
 
 impl Asked for NbdSpec {
-    fn build(&self, spec: &Spec, _: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
         let config = Config {
             uri: self.uri.clone(),
             name: spec.name.clone(),
@@ -124,7 +125,7 @@ impl Asked for NbdSpec {
             let why = format!("size={asked}: the export has {size}; leave size out to take it as it is");
             return Err(Refusal::failed(Errno::EIO, why));
         }
-        Ok(Built::alone(Remote(Arc::clone(&device)), device))
+        Ok(Built { backing, ..Built::alone(Remote(Arc::clone(&device)), device) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {

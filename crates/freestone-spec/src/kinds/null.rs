@@ -273,7 +273,7 @@ fn parse_completion(text: &str) -> Result<Duration, String> {
 impl Asked for NullSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let (data, device) = data(spec, self, registry)?;
-        Ok(Built { kind: Box::new(data), device: Some(device), needs: Vec::new(), origin: None })
+        Ok(Built::alone(data, device))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -335,7 +335,8 @@ fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData,
             (NullData::Memory(Arc::clone(&memory)), memory)
         }
         NullBacking::Compressed(family) => {
-            let family = registry.new_family(&whole.name, family, spec.size)?;
+            // It has no key for a backing device.
+            let family = registry.new_family(&whole.name, family, spec.size, None)?;
             let ram = Arc::new(family.ram(spec.size).map_err(family::refused)?);
             let device = Shaped::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
                 geometry.logical_block = config.logical_block;

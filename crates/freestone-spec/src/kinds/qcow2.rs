@@ -46,10 +46,11 @@ impl Qcow2Spec {
 }
 
 impl Asked for Qcow2Spec {
-    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
         let config = qcow2::Config { path: self.path.clone(), standalone: self.standalone };
         let image = Arc::new(Image::open(&config).map_err(|e| of_image(&e))?);
-        Ok(Built::alone(Qcow2(Arc::clone(&image)), image))
+        Ok(Built { backing, ..Built::alone(Qcow2(Arc::clone(&image)), image) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {

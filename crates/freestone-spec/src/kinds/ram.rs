@@ -44,9 +44,10 @@ impl RamSpec {
 
 impl Asked for RamSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let family = registry.new_family(&spec.name, &self.family, self.disksize)?;
+        let backing = registry.backing(&self.family)?;
+        let family = registry.new_family(&spec.name, &self.family, self.disksize, backing.as_ref())?;
         let ram = Arc::new(family.ram(self.disksize).map_err(family::refused)?);
-        Ok(Built::alone(RamDisk(Arc::clone(&ram)), shown(ram, self.readonly)))
+        Ok(Built { backing, ..Built::alone(RamDisk(Arc::clone(&ram)), shown(ram, self.readonly)) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {

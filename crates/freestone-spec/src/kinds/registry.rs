@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone::ram::Family;
 
 use super::Entry;
-use crate::family::{self, FamilySpec};
+use crate::family::{self, FamilySpec, Target};
 use crate::refusal::{Errno, Refusal};
 
 /// Most devices of one server.
@@ -78,9 +78,24 @@ impl Registry {
         self.find(name).ok_or_else(none)
     }
 
-    /// A new family, whose disks have `size` bytes together. Warns of what may not be meant.
-    pub fn new_family(&self, name: &str, asked: &FamilySpec, size: u64) -> Result<Family, Refusal> {
-        family::new(name, asked, size, || self.limits())
+    /// A new family, whose disks have `size` bytes together, with the device that was
+    /// [found](Self::backing) for its pages. Warns of what may not be meant.
+    pub fn new_family(
+        &self,
+        name: &str,
+        asked: &FamilySpec,
+        size: u64,
+        backing: Option<&Arc<Entry>>,
+    ) -> Result<Family, Refusal> {
+        let target = backing.and_then(|entry| {
+            Some(Target {
+                device: entry.device()?,
+                // The server of an export can lose its cache while this one lives.
+                write_through: entry.spec.kind.uri().is_some(),
+                in_memory: entry.spec.is_lost(),
+            })
+        });
+        family::new(name, asked, size, target.as_ref(), || self.limits())
     }
 
     /// The limits of all families.
@@ -157,16 +172,6 @@ impl Registry {
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
         let tables = self.lock();
         tables.users_of(tables.number(entry)?)
-    }
-
-    /// The snapshot whose copies a device holds.
-    pub fn copies_for(&self, entry: &Arc<Entry>) -> Option<String> {
-        // It has no other users then.
-        let users = self.users(entry)?;
-        let holds = |name: &&String| {
-            self.find(name).is_some_and(|user| user.spec.kind.copies_to() == Some(entry.name()))
-        };
-        users.some.iter().find(holds).cloned()
     }
 
     /// Refuses where others stand on the device: what they show would change.

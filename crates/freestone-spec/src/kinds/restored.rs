@@ -12,7 +12,7 @@ use super::fork::Fork;
 use super::ram::{RamDisk, shown};
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
+use super::{Asked, Built, Entry, KindSpec, Made, Spec, Takes, finished};
 use crate::entries::Entries;
 use crate::family;
 use crate::layers::LayerSpec;
@@ -41,18 +41,28 @@ impl Asked for RestoredSpec {
     }
 }
 
-/// A device that was in `file`, and stood on `base`; with these layers. Its words are those of the
+/// What devices of a file stand on.
+#[derive(Clone, Copy)]
+pub struct StandsOn<'a> {
+    /// That of forks.
+    pub base: Option<&'a Arc<Entry>>,
+    /// What takes pages of the family that begins with them.
+    pub backing: Option<&'a Arc<Entry>>,
+}
+
+/// A device that was in `file`; with these layers. Its words are those of the
 /// nearest that can be asked for, if there is one.
 pub fn restored(
     words: Entries,
     kind: DeviceKind,
     ram: Ram,
     file: PathBuf,
-    base: Option<&Arc<Entry>>,
+    on: StandsOn<'_>,
     layers: LayerSpec,
     readonly: bool,
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
+    let StandsOn { base, backing } = on;
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
@@ -71,7 +81,7 @@ pub fn restored(
         DeviceKind::Fork => Box::new(Fork(ram)),
         DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
     };
-    finished(spec, Built { kind, device, needs, origin: None })
+    finished(spec, Built { kind, device, needs, backing: backing.cloned(), origin: None })
 }
 
 /// A device whose content a server before has saved, with the content that was there then.
@@ -86,7 +96,10 @@ pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal>
     let built = match &spec.kind {
         KindSpec::Ram(disk) => {
             grow(Some(disk.disksize))?;
-            Built::alone(RamDisk(Arc::clone(&ram)), shown(Arc::clone(&ram), disk.readonly))
+            // Its family has it already.
+            let backing = Takes::pages(&disk.family).and_then(|takes| registry.find(takes.name));
+            let device = shown(Arc::clone(&ram), disk.readonly);
+            Built { backing, ..Built::alone(RamDisk(Arc::clone(&ram)), device) }
         }
         KindSpec::Fork(fork) => {
             let base = registry.needed("base", &fork.base).map_err(|refusal| refusal.of(&spec.name))?;
@@ -98,10 +111,11 @@ pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal>
         KindSpec::Snapshot(snapshot) => {
             let origin = registry.find(&snapshot.origin);
             let needs = origin.as_ref().map_or_else(Vec::new, |origin| origin.needs().to_vec());
+            let backing = origin.as_ref().and_then(|origin| origin.backing.clone());
             let origin =
                 origin.map(|origin| (Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
             let device = Arc::clone(&ram) as _;
-            Built { needs, origin, ..Built::alone(MemorySnapshot(Arc::clone(&ram)), device) }
+            Built { needs, backing, origin, ..Built::alone(MemorySnapshot(Arc::clone(&ram)), device) }
         }
         _ => unreachable!("only what is in memory is kept so"),
     };

@@ -44,7 +44,7 @@ impl Entry {
             return Err(Refusal::failed(Errno::EINVAL, why));
         };
         // Asked before the lock would be: of all others.
-        let family = registry.new_family(self.name(), spec, self.size());
+        let family = registry.new_family(self.name(), spec, self.size(), self.backing.as_ref());
         let family = family.map_err(|refusal| refusal.of(self.name()))?;
         *made = Some(family.clone());
         Ok(family)

@@ -55,7 +55,13 @@ impl Asked for TemplateSpec {
         let base = registry.needed("base", &self.fork.base)?;
         // Every way in which the first connection could fail shows now.
         drop(fork_of(&base, &self.fork, registry)?);
-        Ok(Built { kind: Box::new(Template(0.into())), device: None, needs: vec![base], origin: None })
+        Ok(Built {
+            kind: Box::new(Template(0.into())),
+            device: None,
+            needs: vec![base],
+            backing: None,
+            origin: None,
+        })
     }
 
     fn fork(&self) -> Option<&ForkSpec> {

@@ -18,6 +18,7 @@ mod merging;
 mod mount;
 pub mod mounted;
 mod nbd;
+mod nbd_backing;
 mod older;
 mod qemu_img;
 mod qemu_io;

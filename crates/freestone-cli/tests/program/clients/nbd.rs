@@ -15,9 +15,9 @@ use crate::harness::{Serve, refused};
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A server of somebody else's, which ends with the test.
-struct Other {
+pub(super) struct Other {
     child: Child,
-    socket: PathBuf,
+    pub socket: PathBuf,
 }
 
 impl Other {
@@ -35,7 +35,7 @@ impl Other {
     }
 
     /// Over an image; with `-r` it is read-only.
-    fn qemu(dir: &TempDir, name: &str, image: &str, args: &[&str]) -> Self {
+    pub fn qemu(dir: &TempDir, name: &str, image: &str, args: &[&str]) -> Self {
         let (socket, image) = (dir.path().join(name), dir.path().join(image));
         let (at, image) = (socket.display().to_string(), image.display().to_string());
         let all = [&["--persistent", "--shared=0", "--socket", &at], args, &[&image]].concat();
@@ -43,17 +43,17 @@ impl Other {
     }
 
     /// With a plugin.
-    fn kit(dir: &TempDir, name: &str, args: &[&str]) -> Self {
+    pub fn kit(dir: &TempDir, name: &str, args: &[&str]) -> Self {
         let socket = dir.path().join(name);
         let at = socket.display().to_string();
         Self::start("nbdkit", &[&["-f", "-U", &at], args].concat(), &socket)
     }
 
-    fn device(&self, name: &str) -> String {
+    pub fn device(&self, name: &str) -> String {
         format!("{name}=nbd,uri=nbd+unix:///?socket={}", self.socket.display())
     }
 
-    fn kill(mut self) {
+    pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -74,11 +74,11 @@ fn image(dir: &TempDir, name: &str, format: &str) {
     ok(&mut command);
 }
 
-fn get(serve: &Serve, name: &str, attr: &str) -> Value {
+pub(super) fn get(serve: &Serve, name: &str, attr: &str) -> Value {
     serve.json(&["get", name, attr])[attr].clone()
 }
 
-fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+pub(super) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !is() {
         assert!(Instant::now() < end, "it did not come true: {what}");

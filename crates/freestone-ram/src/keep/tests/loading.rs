@@ -179,7 +179,8 @@ fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
     let dir = tempfile::tempdir().unwrap();
     let before = content(&numbered(dir.path(), 1024, Algorithm::Lz4));
     let backing = family().ram(16 * MIB).unwrap();
-    let backing = Backing { device: Arc::new(backing), compressed_writeback: true, path: None };
+    let backing =
+        Backing { device: Arc::new(backing), compressed_writeback: true, write_through: false, path: None };
     let family = Family::new(Config { mem_limit: MIB, backing: Some(backing), ..Config::default() }).unwrap();
     let (_keep, devices, mut loading) = restored(dir.path(), &family, &[]);
     load(&mut loading);

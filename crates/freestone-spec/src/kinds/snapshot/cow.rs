@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use super::super::registry::Registry;
-use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made};
+use super::super::taken::keeps_nothing;
+use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made, Takes};
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
@@ -27,7 +28,15 @@ pub(super) struct PendingCow {
     device: CowDevice,
     read_only: bool,
     persistent: bool,
-    needs: Vec<Arc<Entry>>,
+    below: Below,
+}
+
+/// What a snapshot stands on beside its origin.
+struct Below {
+    /// The COW device, where it is one of the server.
+    cow: Option<Arc<Entry>>,
+    /// The one that takes pages of its family.
+    backing: Option<Arc<Entry>>,
 }
 
 impl PendingCow {
@@ -41,8 +50,8 @@ impl PendingCow {
         origin: &Arc<Entry>,
         registry: &Registry,
     ) -> Result<Self, Refusal> {
-        let (config, device, needs) = device(name, asked, origin, registry)?;
-        Self::on(asked, origin, &config, device, needs)
+        let (config, device, below) = device(name, asked, origin, registry)?;
+        Self::on(asked, origin, &config, device, below)
     }
 
     /// The same on the COW device of a snapshot that lost its power.
@@ -50,24 +59,25 @@ impl PendingCow {
         let Some((snapshot, device)) = old.kind.cow().zip(old.kind.cow_device()) else {
             unreachable!("only such snapshots come here")
         };
-        let mut needs = old.needs().to_vec();
-        needs.retain(|needed| !Arc::ptr_eq(needed, origin));
+        let cow = asked.cow.as_ref().and_then(|cow| cow.place.device());
+        let cow = old.needs().iter().find(|needed| Some(needed.name()) == cow).cloned();
+        let below = Below { cow, backing: old.backing.clone() };
         let device = CowDevice::new(Arc::clone(&device.device), None);
-        Self::on(asked, origin, &snapshot.config(), device, needs)
+        Self::on(asked, origin, &snapshot.config(), device, below)
     }
 
     fn on(
         asked: &SnapshotSpec,
-        below: &Arc<Entry>,
+        origin: &Arc<Entry>,
         config: &cow::Config,
         device: CowDevice,
-        needs: Vec<Arc<Entry>>,
+        below: Below,
     ) -> Result<Self, Refusal> {
-        let Some(origin) = &below.cow_origin else { unreachable!("asked before") };
+        let Some(origin) = &origin.cow_origin else { unreachable!("asked before") };
         let pending = prepare(asked, origin, config, &device)?;
         let read_only = asked.readonly.unwrap_or(asked.cow.is_none());
         let persistent = asked.cow.as_ref().is_some_and(|cow| cow.store.is_persistent());
-        Ok(Self { pending, device, read_only, persistent, needs })
+        Ok(Self { pending, device, read_only, persistent, below })
     }
 
     /// Whether its store is to outlive the server, or a loss of power.
@@ -76,12 +86,12 @@ impl PendingCow {
     }
 
     pub(super) fn finish(self, origin: Arc<Entry>) -> Built {
-        let Self { pending, device: on, read_only, mut needs, .. } = self;
-        needs.push(origin);
+        let Self { pending, device: on, read_only, below: Below { cow, backing }, .. } = self;
+        let needs = cow.into_iter().chain([origin]).collect();
         let snapshot = pending.into_snapshot();
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
-        Built { needs, ..Built::alone(CowSnapshot(snapshot, on), device) }
+        Built { needs, backing, ..Built::alone(CowSnapshot(snapshot, on), device) }
     }
 }
 
@@ -107,11 +117,7 @@ fn device(
     asked: &SnapshotSpec,
     below: &Arc<Entry>,
     registry: &Registry,
-) -> Result<(cow::Config, CowDevice, Vec<Arc<Entry>>), Refusal> {
-    if let Some(snapshot) = registry.copies_for(below) {
-        let why = format!("origin={}: holds the copies of {snapshot}", below.name());
-        return Err(Refusal::failed(Errno::EBUSY, why));
-    }
+) -> Result<(cow::Config, CowDevice, Below), Refusal> {
     let mut config = cow::Config {
         kind: cow::StoreKind::Transient,
         chunk_bytes: asked.chunk_size,
@@ -121,12 +127,12 @@ fn device(
         // What only the power takes away, a store outlives.
         may_end: below.layers.can_cut,
     };
-    let mut needs = Vec::new();
+    let mut on = Below { cow: None, backing: registry.backing(&asked.family)? };
     let mut in_memory = None;
     let device: Arc<dyn Device> = match &asked.cow {
         None => {
             config.chunk_bytes = Some(chunk_in_memory(asked));
-            let copies = private_cow(name, asked, below.size(), registry)?;
+            let copies = private_cow(name, asked, below.size(), registry, on.backing.as_ref())?;
             in_memory = Some(copies.clone());
             Arc::new(copies)
         }
@@ -141,13 +147,13 @@ fn device(
                 CowPlace::Device(cow_name) => {
                     let (entry, device) = cow_device(&asked.origin, cow_name, cow.store, registry)?;
                     config.may_end |= entry.layers.can_cut;
-                    needs.push(entry);
+                    on.cow = Some(entry);
                     device
                 }
             }
         }
     };
-    Ok((config, CowDevice::new(device, in_memory), needs))
+    Ok((config, CowDevice::new(device, in_memory), on))
 }
 
 fn prepare(
@@ -186,10 +192,16 @@ fn chunk_in_memory(asked: &SnapshotSpec) -> u64 {
 
 /// Room in memory for the copies of an origin of `size` bytes: a disk of the family in which the
 /// snapshot's forks will be.
-fn private_cow(name: &str, asked: &SnapshotSpec, size: u64, registry: &Registry) -> Result<Ram, Refusal> {
+fn private_cow(
+    name: &str,
+    asked: &SnapshotSpec,
+    size: u64,
+    registry: &Registry,
+    backing: Option<&Arc<Entry>>,
+) -> Result<Ram, Refusal> {
     let chunk = chunk_in_memory(asked);
     let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
-    let family = registry.new_family(name, &asked.family, disksize)?;
+    let family = registry.new_family(name, &asked.family, disksize, backing)?;
     family.ram(disksize).map_err(family::refused)
 }
 
@@ -200,38 +212,22 @@ fn cow_device(
     store: cow::StoreKind,
     registry: &Registry,
 ) -> Result<(Arc<Entry>, Arc<dyn Device>), Refusal> {
-    let refuse = |errno, why: &str| Err(Refusal::failed(errno, format!("cow={name}: {why}")));
-    let entry = registry.needed("cow", name).map_err(|error| {
+    let takes = Takes::copies(name);
+    if name == origin {
+        return Err(takes.refuse(Errno::EINVAL, "is the origin itself"));
+    }
+    let (entry, device) = takes.find(registry).map_err(|error| {
+        if error.errno != Errno::ENODEV {
+            return error;
+        }
         let slash = format!("{}; a file is written with a slash, ./{name}", error.sentence);
         Refusal { sentence: slash, ..error }
     })?;
-    if name == origin {
-        return refuse(Errno::EINVAL, "is the origin itself");
-    }
-    if entry.layers.zones.is_some() {
-        return refuse(Errno::EINVAL, "takes no copies: it is zoned, and copies are written in any order");
-    }
-    let device = match (entry.device(), &entry.cow_origin) {
-        (Some(device), Some(_)) => Arc::clone(device),
-        _ => {
-            return refuse(
-                Errno::EINVAL,
-                "copies need a ram, null, fork, file or nbd device that can be written",
-            );
-        }
-    };
-    if device.geometry().padding > 0 {
-        let why = "its file ends within a block, so copies cannot be stored up to its end";
-        return refuse(Errno::EINVAL, why);
-    }
-    let drive = entry.spec.kind.below_layers().drive;
-    if store.is_persistent() && drive.is_some_and(|drive| !drive.stores) {
+    if store.is_persistent() && keeps_nothing(&entry) {
         let why = "keeps nothing of what is written; use a transient store (N), or memory_backed=1";
-        return refuse(Errno::EINVAL, why);
+        return Err(takes.refuse(Errno::EINVAL, why));
     }
-    if let Some(users) = registry.users(&entry) {
-        return refuse(Errno::EBUSY, &format!("is in use by {users}"));
-    }
+    takes.check_free(&entry, registry)?;
     Ok((entry, device))
 }
 

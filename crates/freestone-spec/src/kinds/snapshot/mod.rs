@@ -4,6 +4,7 @@
 mod cow;
 mod stack;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -19,7 +20,7 @@ pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
 pub use self::stack::{CutOutcome, Stack};
 use super::fork;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Spec, finished, parse_name};
+use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Spec, Takes, finished, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length};
@@ -98,6 +99,16 @@ pub enum CowPlace {
     Path(PathBuf),
     /// A device of the server.
     Device(String),
+}
+
+impl CowPlace {
+    /// The name of the device, if it is one of the server.
+    fn device(&self) -> Option<&str> {
+        match self {
+            Self::Device(name) => Some(name),
+            Self::Path(_) => None,
+        }
+    }
 }
 
 impl SnapshotSpec {
@@ -183,25 +194,31 @@ impl Asked for SnapshotSpec {
     }
 
     fn copies_to(&self) -> Option<&str> {
-        match &self.cow.as_ref()?.place {
-            CowPlace::Device(name) => Some(name),
-            CowPlace::Path(_) => None,
-        }
+        self.cow.as_ref()?.place.device()
     }
 
     fn is_lost(&self) -> bool {
         !self.cow.as_ref().is_some_and(|cow| cow.store.is_persistent())
     }
 
+    fn takes(&self) -> Vec<Takes<'_>> {
+        self.copies_to().map(Takes::copies).into_iter().chain(Takes::pages(&self.family)).collect()
+    }
+
     fn changes(&self) -> Vec<&str> {
-        [self.origin.as_str()].into_iter().chain(self.copies_to()).collect()
+        let takes = self.takes();
+        std::iter::once(self.origin.as_str()).chain(takes.iter().map(|takes| takes.name)).collect()
     }
 }
 
 /// Snapshots of all of these, at one moment.
 pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Refusal> {
     let mut begun = Vec::with_capacity(specs.len());
+    let mut taken = HashSet::new();
     for spec in &specs {
+        if let Some(twice) = spec.kind.takes().iter().find(|takes| !taken.insert(takes.name.to_owned())) {
+            return Err(twice.refuse(Errno::EBUSY, "is for one of these alone").of(&spec.name));
+        }
         let super::KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
         begun.push(asked.prepare(&spec.name, registry).map_err(|refusal| refusal.of(&spec.name))?);
     }
@@ -240,6 +257,9 @@ impl SnapshotSpec {
     fn prepare(&self, name: &str, registry: &Registry) -> Result<Begun, Refusal> {
         let origin = registry.needed("origin", &self.origin)?;
         let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
+        if let Some(taken) = registry.taken_by(&origin) {
+            return Err(Refusal { errno: Errno::EBUSY, ..refuse(&taken) });
+        }
         origin.kind.check_origin().map_err(refuse)?;
         // What a drive keeps apart is not among its pages: of that there are copies.
         let pages = origin.kind.ram().filter(|_| self.cow.is_none() && origin.layers.power.is_none());
@@ -302,11 +322,16 @@ impl Begun {
             Which::Memory(pending) => {
                 let snapshot = Arc::new(pending.into_snapshot());
                 // It holds what it shows, also without its origin, but not what that stands on.
-                let needs = origin.needs().to_vec();
+                let (needs, backing) = (origin.needs().to_vec(), origin.backing.clone());
                 // Whoever rewinds a fork has it claimed, as has who takes a snapshot of it.
                 let rewinds = origin.rewinds.load(Ordering::SeqCst);
                 let origin: Option<(Weak<Entry>, u64)> = Some((Arc::downgrade(&origin), rewinds));
-                Built { needs, origin, ..Built::alone(MemorySnapshot(Arc::clone(&snapshot)), snapshot) }
+                Built {
+                    needs,
+                    backing,
+                    origin,
+                    ..Built::alone(MemorySnapshot(Arc::clone(&snapshot)), snapshot)
+                }
             }
             Which::Cow(pending) => pending.finish(origin),
         }

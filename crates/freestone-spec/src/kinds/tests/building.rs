@@ -5,11 +5,11 @@ use std::sync::Arc;
 use super::super::build;
 use super::super::registry::Registry;
 
-fn sentence(registry: &Registry, text: &str) -> String {
+pub(super) fn sentence(registry: &Registry, text: &str) -> String {
     build(text.parse().unwrap(), registry).err().unwrap_or_else(|| panic!("{text}")).sentence
 }
 
-fn add(registry: &Registry, text: &str) {
+pub(super) fn add(registry: &Registry, text: &str) {
     registry.add(&Arc::new(build(text.parse().unwrap(), registry).unwrap())).unwrap();
 }
 

@@ -2,13 +2,14 @@
 
 mod building;
 mod drives;
+mod taken;
 
 use freestone::codec::Algorithm;
 use freestone::cow::StoreKind;
 use freestone::file::Direct;
 
 use super::{CowPlace, FileSpec, KindSpec, Spec};
-use crate::family::FamilySpec;
+use crate::family::{BackingPlace, FamilySpec};
 
 fn ram(keys: &str) -> FamilySpec {
     let spec: Spec = format!("r=ram,disksize=1G,{keys}").parse().unwrap();
@@ -246,17 +247,18 @@ fn the_largest_sizes_are_taken() {
 #[test]
 fn a_backing_device_is_taken() {
     let backing = ram("backing_dev=spill.img").backing.unwrap();
-    assert_eq!((backing.path.to_str(), backing.size, backing.compressed), (Some("spill.img"), None, true));
+    let file = |path: &str| BackingPlace::Path(path.into());
+    assert_eq!((backing.place, backing.size, backing.compressed), (file("spill.img"), None, true));
     assert_eq!((backing.limit, backing.limit_enable, backing.batch_size), (0, false, None));
     let backing = ram("backing_size=8G,backing_dev=a,,b,compressed_writeback=no,writeback_limit=1002,\
                        writeback_limit_enable=1,writeback_batch_size=32")
     .backing
     .unwrap();
-    assert_eq!(
-        (backing.path.to_str(), backing.size, backing.compressed),
-        (Some("a,b"), Some(8 << 30), false)
-    );
+    assert_eq!((backing.place, backing.size, backing.compressed), (file("a,b"), Some(8 << 30), false));
     assert_eq!((backing.limit, backing.limit_enable, backing.batch_size), (1002, true, Some(32)));
+    let device = BackingPlace::Device { typed: "device:a/b".into(), name: "a/b".into() };
+    assert_eq!(ram("backing_dev=device:a/b,writeback_limit=1").backing.unwrap().place, device);
+    assert_eq!(ram("backing_dev=./device:a").backing.unwrap().place, file("./device:a"));
 }
 
 #[test]
@@ -296,10 +298,24 @@ fn secondary_algorithms_are_taken() {
 fn refusals_of_writeback_and_recompression() {
     let numbers = "must be no, or the seconds a page must be idle, 1 to 86400";
     for (keys, sentence) in [
-        ("backing_size=8G", "backing_size=8G: only with backing_dev=PATH"),
-        ("compressed_writeback=no", "compressed_writeback=no: only with backing_dev=PATH"),
-        ("writeback_limit_enable=0", "writeback_limit_enable=0: only with backing_dev=PATH"),
+        ("backing_size=8G", "backing_size=8G: only with backing_dev=PATH or backing_dev=device:NAME"),
+        (
+            "compressed_writeback=no",
+            "compressed_writeback=no: only with backing_dev=PATH or backing_dev=device:NAME",
+        ),
+        (
+            "writeback_limit_enable=0",
+            "writeback_limit_enable=0: only with backing_dev=PATH or backing_dev=device:NAME",
+        ),
         ("backing_dev=", "backing_dev=: a path is missing"),
+        (
+            "backing_dev=device:",
+            "backing_dev=device:: after device: must be the name of a device; a file of that name is written ./device:",
+        ),
+        (
+            "backing_dev=device:n,backing_size=1G",
+            "backing_size=1G: only where backing_dev is a file; a device has its own size",
+        ),
         (
             "backing_dev=a,backing_size=8",
             "backing_size=8: give a unit; 8M? (K, M, G and T are known, 1024-based)",

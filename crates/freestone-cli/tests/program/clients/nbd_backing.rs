@@ -1,0 +1,340 @@
+//! Exports of other servers that hold what a device here writes: pages of RAM disks and forks, and
+//! copies of snapshots. Their servers go and come, and lose what was not flushed.
+
+use std::fs;
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tempfile::{TempDir, tempdir};
+
+use super::nbd::{Other, eventually, get};
+use super::tools::{MIB, fails, noise, ok, qemu_io, stat, tool, uri};
+use crate::harness::Serve;
+
+/// qemu-nbd over a file of so many MiB, which is there afterwards.
+fn spill(dir: &TempDir, name: &str, mib: u64) -> Other {
+    let path = dir.path().join(format!("{name}.img"));
+    fs::File::options().create(true).append(true).open(path).unwrap().set_len(mib * MIB).unwrap();
+    Other::qemu(dir, name, &format!("{name}.img"), &["-f", "raw"])
+}
+
+fn put(serve: &Serve, name: &str, data: &[u8]) {
+    let file = serve.path("put");
+    fs::write(&file, data).unwrap();
+    ok(tool("nbdcopy").arg(&file).arg(uri(serve, name)));
+}
+
+#[track_caller]
+fn holds(serve: &Serve, name: &str, data: &[u8]) {
+    let file = serve.path("got");
+    ok(tool("nbdcopy").arg(uri(serve, name)).arg(&file));
+    assert!(fs::read(&file).unwrap()[..data.len()] == *data, "{name} holds something else");
+}
+
+fn spilled(serve: &Serve, name: &str) -> u64 {
+    stat(serve, name, "backing", "spilled_pages")
+}
+
+fn all_out(serve: &Serve, name: &str) {
+    serve.text(&["idle", name, "all"]);
+    serve.text(&["writeback", name, "idle"]);
+}
+
+/// Another server of ours, whose drive loses what was not flushed when its power is cut.
+struct Lossy(Serve);
+
+impl Lossy {
+    fn start() -> Self {
+        Self(Serve::start(&["drive=null,size=64M,memory_backed=1,power_cut=yes"]))
+    }
+
+    fn device(&self, name: &str) -> String {
+        format!("{name}=nbd,uri=nbd+unix:///drive?socket={}", self.0.path("nbd").display())
+    }
+
+    /// How many blocks are gone.
+    fn cut(&self) -> u64 {
+        self.0.json(&["power-cut", "drive", "--seed", "5"])["lost_blocks"].as_u64().unwrap()
+    }
+}
+
+#[test]
+fn pages_go_to_an_export_by_themselves_and_come_back() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    let words = [other.device("n"), "r=ram,disksize=32M,mem_limit=8M,backing_dev=device:n".into()];
+    let server = Serve::start(&words);
+    let data = noise(1, 32 * MIB);
+    put(&server, "r", &data);
+    assert!(spilled(&server, "r") > 5000);
+    holds(&server, "r", &data);
+    // Only its user sees it.
+    assert!(!server.said.contains("n: "), "{}", server.said);
+    assert_eq!((get(&server, "r", "backing_dev"), get(&server, "r", "backing_size")), {
+        ("device:n".into(), (64 * MIB).into())
+    });
+    assert_eq!(server.json(&["stat", "r"])["backing"]["path"], "device:n");
+    assert!(stat(&server, "n", "io", "written_bytes") > 20 * MIB);
+    let at = format!("unix:{}", server.path("nbd").display());
+    for (verb, why) in [
+        (&["publish", "n", "--nbd", &at][..], "n: holds pages of r, and is not published beside"),
+        (&["remove", "n"], "n: cannot be removed: r stands on it"),
+        (&["snapshot", "n", "s"], "s: origin=n: holds pages of r"),
+        (&["create", "x=ram,disksize=1M,backing_dev=device:n"], "x: backing_dev=device:n: is in use by r"),
+        (&["create", "x=ram,disksize=1M,backing_dev=device:x"], {
+            "x: backing_dev=device:x: there is no such device (yet)"
+        }),
+    ] {
+        assert_eq!(server.refused(1, verb), why);
+    }
+    server.text(&["create", "seen=null,size=1M,memory_backed=1"]);
+    server.text(&["publish", "seen", "--nbd", &at]);
+    let why = server.refused(1, &["create", "x=ram,disksize=1M,backing_dev=device:seen"]);
+    assert_eq!(why, "x: backing_dev=device:seen: is published; pages need it for themselves");
+    server.text(&["remove", "r"]);
+    server.text(&["publish", "n", "--nbd", &at]);
+    server.text(&["remove", "n"]);
+}
+
+#[test]
+fn forks_of_a_file_spill_to_an_export() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    fs::write(dir.path().join("golden.img"), noise(2, MIB)).unwrap();
+    let golden = format!("golden=file,path={}/golden.img,readonly=yes", dir.path().display());
+    let server = Serve::start(&[other.device("n"), format!("{golden},mem_limit=4M,backing_dev=device:n")]);
+    let at = format!("unix:{}", server.path("nbd").display());
+    assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: golden stands on it");
+    server.text(&["fork", "golden", "f", "size=16M", "--nbd", &at]);
+    let data = noise(3, 16 * MIB);
+    put(&server, "f", &data);
+    assert!(spilled(&server, "f") > 2000);
+    holds(&server, "f", &data);
+}
+
+/// Pages leave memory only when the server cannot lose them any more.
+#[test]
+fn what_a_server_loses_that_was_not_flushed_are_no_pages() {
+    for layout in ["yes", "no"] {
+        let lossy = Lossy::start();
+        let disk = format!("r=ram,disksize=16M,backing_dev=device:n,compressed_writeback={layout}");
+        let server = Serve::start(&[lossy.device("n"), disk]);
+        // Twice, so that places are used again: old pages would be sound.
+        for seed in [3, 4] {
+            let data = noise(seed, 16 * MIB);
+            put(&server, "r", &data);
+            all_out(&server, "r");
+            assert_eq!(spilled(&server, "r"), 4096);
+            assert_eq!(lossy.cut(), 0, "blocks were written and not flushed");
+            holds(&server, "r", &data);
+        }
+        assert_eq!(server.json(&["stat", "r"])["backing"]["failed_reads"], 0);
+    }
+}
+
+#[test]
+fn a_server_that_is_killed_under_writeback_is_waited_for() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 96);
+    let words = [
+        other.device("n") + ",timeout=20s",
+        "r=ram,disksize=64M,mem_limit=8M,backing_dev=device:n,full=wait,full_timeout=60".into(),
+    ];
+    let server = Serve::start(&words);
+    let data = noise(5, 64 * MIB);
+    let again = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| put(&server, "r", &data));
+        eventually("pages were spilled", || spilled(&server, "r") > 1000);
+        other.kill();
+        eventually("the loss is seen", || get(&server, "n", "connections") == 0);
+        assert!(!writer.is_finished());
+        spill(&dir, "other", 96)
+    });
+    holds(&server, "r", &data);
+    assert_eq!(get(&server, "n", "reconnects"), 1);
+    let stat = server.json(&["stat", "r"]);
+    assert_eq!((&stat["backing"]["failed_reads"], &stat["backing"]["state"]), (&0.into(), &"ok".into()));
+    drop(again);
+}
+
+#[test]
+fn while_a_server_is_away_for_longer_what_is_in_memory_is_there() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    let words = [
+        other.device("n") + ",timeout=1s",
+        "r=ram,disksize=16M,mem_limit=32M,backing_dev=device:n,compressed_writeback=no".into(),
+    ];
+    let server = Serve::start(&words);
+    let data = noise(6, 16 * MIB);
+    put(&server, "r", &data);
+    server.text(&["idle", "r", "all"]);
+    // The first half stays.
+    qemu_io(&uri(&server, "r"), &["read 0 8M"]);
+    server.text(&["writeback", "r", "idle"]);
+    assert_eq!(spilled(&server, "r"), 2048);
+    other.kill();
+    eventually("the loss is seen", || get(&server, "n", "connections") == 0);
+    let read = |range: &str| {
+        let line = format!("read {range}");
+        let mut client = tool("qemu-io");
+        client.args(["-r", "-f", "raw", "-c", &line]).arg(uri(&server, "r"));
+        client
+    };
+    ok(&mut read("0 8M"));
+    let said = fails(&mut read("8M 64k"));
+    assert!(said.contains("Input/output error"), "{said}");
+    // By hand it is said; the page stays.
+    server.text(&["idle", "r", "all"]);
+    let why = server.refused(1, &["writeback", "r", "idle"]);
+    assert!(why.starts_with("r: writeback: "), "{why}");
+    let stat = server.json(&["stat", "r"]);
+    assert_eq!(stat["backing"]["state"], "reads fail");
+    assert_ne!(stat["backing"]["failed_writes"], 0);
+    let again = spill(&dir, "other", 64);
+    eventually("it is connected again", || get(&server, "n", "connections") != 0);
+    holds(&server, "r", &data);
+    all_out(&server, "r");
+    holds(&server, "r", &data);
+    drop(again);
+}
+
+#[test]
+fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    let args = |devices: &[&str]| {
+        [&["--state", "state"], devices].concat().iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>()
+    };
+    let disk = "r=ram,disksize=16M,keep=yes,mem_limit=8M,backing_dev=device:n";
+    let server = Serve::start_in(tempdir().unwrap(), &args(&[&other.device("n"), disk]), true);
+    let data = noise(7, 16 * MIB);
+    put(&server, "r", &data);
+    server.text(&["create", "s=snapshot,origin=r,keep=yes"]);
+    assert!(spilled(&server, "r") > 1000);
+    // The words are those that were typed, also for who starts another one with them.
+    let dumped = server.text(&["dump"]);
+    assert!(dumped.contains("backing_dev = \"device:n\""), "{dumped}");
+    let end = |server: Serve| {
+        server.text(&["shutdown"]);
+        server.wait().1
+    };
+    let state = end(server);
+    let server = Serve::start_in(state, &args(&[]), true);
+    holds(&server, "r", &data);
+    assert_eq!(get(&server, "r", "backing_dev"), "device:n");
+    eventually("it is spilled again", || {
+        put(&server, "r", &data);
+        spilled(&server, "r") > 1000
+    });
+    assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: r, s stand on it");
+    holds(&server, "r", &data);
+    let state = end(server);
+    // Without it nothing of it is there, and nothing is lost.
+    other.kill();
+    let server = Serve::start_in(state, &args(&[]), true);
+    let list = server.json(&["list"]);
+    let missing: Vec<_> = list["missing"].as_array().unwrap().iter().map(|m| &m["name"]).collect();
+    assert_eq!(missing, ["n", "r", "s"]);
+    let state = end(server);
+    let other = spill(&dir, "other", 64);
+    let server = Serve::start_in(state, &args(&[]), true);
+    holds(&server, "r", &data);
+    drop(end(server));
+    // As words of a file.
+    let place = tempdir().unwrap();
+    let left_out = ["nbd ", "control ", "state ", "save", "keep "];
+    let lines = dumped.lines().filter(|line| !left_out.iter().any(|key| line.starts_with(key)));
+    fs::write(place.path().join("dumped.toml"), lines.collect::<Vec<_>>().join("\n")).unwrap();
+    let server = Serve::start_in(place, &["--config", "dumped.toml"], true);
+    assert_eq!(get(&server, "r", "backing_dev"), "device:n");
+    drop(other);
+}
+
+#[test]
+fn what_is_restored_spills_to_an_export() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    let server = Serve::start(&["r=ram,disksize=16M"]);
+    let data = noise(8, 16 * MIB);
+    put(&server, "r", &data);
+    server.text(&["save", "r", "saved"]);
+    server.text(&["create", &(other.device("n") + ",publish=no")]);
+    server.text(&["restore", "saved", "r2", "mem_limit=8M", "backing_dev=device:n"]);
+    assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: r2 stands on it");
+    let at = format!("unix:{}", server.path("nbd").display());
+    let why = server.refused(1, &["publish", "n", "--nbd", &at]);
+    assert_eq!(why, "n: holds pages of r2, and is not published beside");
+    server.text(&["publish", "r2", "--nbd", &at]);
+    assert!(spilled(&server, "r2") > 1000);
+    holds(&server, "r2", &data);
+    let why = server.refused(1, &["restore", "saved", "r3", "backing_dev=device:n"]);
+    assert_eq!(why, "r3: backing_dev=device:n: is in use by r2");
+}
+
+/// A server that is killed finds its snapshots again on exports of others, which lost what was not
+/// flushed before.
+#[test]
+fn copies_on_an_export_outlive_both_servers() {
+    let dir = tempdir().unwrap();
+    let lossy = Lossy::start();
+    let disk = dir.path().join("disk.img");
+    let before = noise(9, 8 * MIB);
+    fs::write(&disk, &before).unwrap();
+    let words = [
+        format!("disk=file,path={}", disk.display()),
+        lossy.device("copies"),
+        "monday=snapshot,origin=disk,cow=copies".into(),
+    ];
+    let server = Serve::start(&words);
+    put(&server, "disk", &noise(10, 4 * MIB));
+    lossy.cut();
+    eventually("it is connected again", || get(&server, "copies", "reconnects") == 1);
+    holds(&server, "monday", &before);
+    put(&server, "disk", &noise(11, 8 * MIB));
+    holds(&server, "monday", &before);
+    lossy.cut();
+    server.signal(Signal::KILL);
+    let (_, place) = server.wait();
+    let server = Serve::start_in(place, &words, true);
+    holds(&server, "disk", &noise(11, 8 * MIB));
+    holds(&server, "monday", &before);
+    qemu_io(&uri(&server, "disk"), &["write -P 3 0 1M", "flush"]);
+    holds(&server, "monday", &before);
+    let status = get(&server, "monday", "status");
+    assert!(status.as_str().unwrap().contains('/'), "{status}");
+}
+
+/// What was copied and not flushed may be lost; nobody is shown something else for it.
+#[test]
+fn copies_whose_server_is_killed_are_sound_or_the_snapshot_is_invalid() {
+    let dir = tempdir().unwrap();
+    let other = spill(&dir, "other", 64);
+    let disk = dir.path().join("disk.img");
+    let before = noise(12, 16 * MIB);
+    fs::write(&disk, &before).unwrap();
+    let words = [
+        format!("disk=file,path={}", disk.display()),
+        other.device("copies"),
+        "monday=snapshot,origin=disk,cow=copies".into(),
+    ];
+    let server = Serve::start(&words);
+    let after = noise(13, 16 * MIB);
+    let copied = || stat(&server, "monday", "cow_stat", "copied_chunks");
+    let other = std::thread::scope(|scope| {
+        scope.spawn(|| put(&server, "disk", &after));
+        eventually("chunks are copied", || copied() > 10);
+        other.kill();
+        std::thread::sleep(Duration::from_millis(300));
+        spill(&dir, "other", 64)
+    });
+    holds(&server, "disk", &after);
+    // Either all of it is there, or it says that it is not.
+    if get(&server, "monday", "status") == "Invalid" {
+        fails(tool("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 64k"]).arg(uri(&server, "monday")));
+    } else {
+        holds(&server, "monday", &before);
+    }
+    drop(other);
+}
