@@ -6,6 +6,7 @@
 //!   requests and changes of a whole device get by one another without a lock of the whole device.
 //! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the
 //!   memory that it points to.
+//! * [`overlap`]: requests that overlap, one after the other.
 //! * [`bytes`]: any offset and length over a device of blocks.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`plug`]: many requests, or answers, handed over at once; [`answers`]: their way to the thread
@@ -53,6 +54,8 @@ pub mod log_limit;
 #[cfg(not(loom))]
 pub mod mapped;
 pub mod mutants;
+#[cfg(not(loom))]
+pub mod overlap;
 pub mod parking;
 #[cfg(not(loom))]
 pub mod per_cpu_arc;

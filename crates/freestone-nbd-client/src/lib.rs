@@ -32,7 +32,6 @@ mod lane;
 mod ledger;
 mod link;
 mod outgoing;
-mod overlap;
 mod receive;
 mod shared;
 mod socket;

@@ -15,6 +15,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use freestone_core::device::{Error, Geometry, Result};
+use freestone_core::overlap::Overlap;
 use freestone_core::plug::{Unplug, hold};
 use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard};
 use freestone_core::timer;
@@ -23,7 +24,6 @@ use crate::error::LinkError;
 use crate::facts::Facts;
 use crate::job::Job;
 use crate::ledger::Ledger;
-use crate::overlap::Overlap;
 use crate::table::MAX_IN_FLIGHT;
 use crate::wake::Wake;
 
@@ -65,7 +65,8 @@ struct State {
     down_since: Option<Instant>,
     /// Jobs that no connection has.
     waiting: VecDeque<Box<Job>>,
-    overlap: Overlap,
+    /// With the jobs that wait for others.
+    overlap: Overlap<Box<Job>>,
     ledger: Ledger,
     /// As the session sees the export.
     facts: Facts,
@@ -192,7 +193,7 @@ impl Shared {
             job.covers = state.ledger.covers();
             if state.stop {
                 effects.done.push((job, Err(Error::Gone)));
-            } else if let Some(job) = state.overlap.arrive(job) {
+            } else if let Some(job) = state.arrive(job) {
                 state.place(VecDeque::from([job]), self.timeout, &mut effects);
             }
         }
@@ -355,7 +356,7 @@ impl Shared {
             let mut state = self.lock();
             state.stop = true;
             let State { waiting, lanes, overlap, .. } = &mut *state;
-            let held = overlap.clear();
+            let held = overlap.drain();
             let queued =
                 waiting.drain(..).chain(lanes.iter_mut().flat_map(|lane| std::mem::take(&mut lane.inbox)));
             effects.done.extend(queued.chain(held).map(|job| (job, Err(Error::Gone))));
@@ -383,6 +384,21 @@ impl Unplug for Shared {
 }
 
 impl State {
+    /// A job comes; it is given back where nothing is in its way.
+    fn arrive(&mut self, mut job: Box<Job>) -> Option<Box<Job>> {
+        let (start, len) = (job.request.offset, job.request.len);
+        if len == 0 {
+            return Some(job);
+        }
+        let (ticket, ready) = self.overlap.enter(start..start + len, job.changes());
+        job.ticket = Some(ticket);
+        if ready {
+            return Some(job);
+        }
+        self.overlap.keep(ticket, job);
+        None
+    }
+
     /// Gives jobs to connections, or has them wait.
     fn place(&mut self, mut ready: VecDeque<Box<Job>>, timeout: Duration, effects: &mut Effects) {
         let now = Instant::now();
@@ -433,7 +449,9 @@ impl State {
         ready: &mut VecDeque<Box<Job>>,
         effects: &mut Effects,
     ) {
-        self.overlap.finish(&job, |next| ready.push_back(next));
+        if let Some(ticket) = job.ticket {
+            self.overlap.finish(ticket, |_, waited| ready.extend(waited.take()));
+        }
         effects.done.push((job, outcome));
     }
 

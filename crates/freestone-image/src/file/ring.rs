@@ -373,12 +373,12 @@ fn answer(result: i32) -> std::result::Result<u64, Errno> {
 impl Drop for Worker {
     /// The end, in peace or not: nobody is left waiting.
     fn drop(&mut self) {
-        let left = {
+        let mut left = {
             let mut state = self.shared.lock();
             state.dead = true;
             mem::take(&mut state.schedule)
         };
-        for job in left.into_jobs() {
+        for job in left.drain() {
             let _ = catch_unwind(AssertUnwindSafe(|| drop(job)));
         }
     }

@@ -1,60 +1,28 @@
-//! The order of jobs: those that overlap run one after the other, all others side by side.
+//! Which jobs can start, oldest first.
 
 use std::collections::VecDeque;
+
+use freestone_core::overlap::Overlap;
 
 use super::job::Job;
 
 /// Jobs that are not finished, by id.
 #[derive(Debug, Default)]
 pub(super) struct Schedule {
-    entries: Vec<Option<Entry>>,
-    free: Vec<usize>,
+    /// With the jobs that nobody else carries out.
+    overlap: Overlap<Job>,
     /// Jobs that nothing is in the way of, oldest first.
     ready: VecDeque<usize>,
-    /// Unfinished jobs that change content, and unfinished jobs that wait for others.
-    changing: usize,
-    waiting: usize,
-}
-
-#[derive(Debug)]
-struct Entry {
-    /// None while somebody else carries it out.
-    job: Option<Job>,
-    start: u64,
-    end: u64,
-    changes: bool,
-    /// Older unfinished jobs that overlap. They were all there before this one, and whatever
-    /// overlaps and is there when one of them ends came later than that one; so this count is exact
-    /// and no order needs to be kept.
-    blockers: usize,
-}
-
-impl Entry {
-    fn conflicts(&self, other: &Self) -> bool {
-        (self.changes || other.changes) && self.start < other.end && other.start < self.end
-    }
 }
 
 impl Schedule {
     /// Takes a job; it may be ready at once.
     pub fn arrive(&mut self, job: Job) {
         let (start, len) = (job.request.offset, job.request.len);
-        let changes = job.changes();
-        let mut entry = Entry { job: Some(job), start, end: start + len, changes, blockers: 0 };
-        if changes || self.changing > 0 {
-            entry.blockers = self.entries.iter().flatten().filter(|other| other.conflicts(&entry)).count();
-        }
-        let ready = entry.blockers == 0;
-        self.changing += usize::from(changes);
-        let id = self.free.pop().unwrap_or_else(|| {
-            self.entries.push(None);
-            self.entries.len() - 1
-        });
-        self.entries[id] = Some(entry);
+        let (id, ready) = self.overlap.enter(start..start + len, job.changes());
+        self.overlap.keep(id, job);
         if ready {
             self.ready.push_back(id);
-        } else {
-            self.waiting += 1;
         }
     }
 
@@ -65,49 +33,28 @@ impl Schedule {
 
     /// A job that is not taken.
     pub fn job(&mut self, id: usize) -> Option<&mut Job> {
-        self.entries.get_mut(id)?.as_mut()?.job.as_mut()
+        self.overlap.kept(id)
     }
 
     /// Takes a job out; its range stays occupied until [`Schedule::finish`].
     pub fn take(&mut self, id: usize) -> Option<Job> {
-        self.entries.get_mut(id)?.as_mut()?.job.take()
+        self.overlap.take(id)
     }
 
     /// Frees the range of a job; what waited for it may be ready now. The job comes back unless it
     /// was taken.
     pub fn finish(&mut self, id: usize) -> Option<Job> {
-        let gone = self.entries.get_mut(id)?.take()?;
-        self.free.push(id);
-        self.changing -= usize::from(gone.changes);
-        if self.waiting > 0 {
-            for (id, entry) in self.entries.iter_mut().enumerate() {
-                if let Some(entry) = entry
-                    && entry.blockers > 0
-                    && entry.conflicts(&gone)
-                {
-                    entry.blockers -= 1;
-                    if entry.blockers == 0 {
-                        self.waiting -= 1;
-                        self.ready.push_back(id);
-                    }
-                }
-            }
-        }
-        if self.is_empty() {
-            // A burst does not make later scans long.
-            self.entries.clear();
-            self.free.clear();
-        }
-        gone.job
+        self.overlap.finish(id, |id, _| self.ready.push_back(id))
     }
 
     /// Gives up: all jobs that are not taken.
-    pub fn into_jobs(self) -> impl Iterator<Item = Job> {
-        self.entries.into_iter().filter_map(|entry| entry?.job)
+    pub fn drain(&mut self) -> impl Iterator<Item = Job> {
+        self.ready.clear();
+        self.overlap.drain()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.free.len() == self.entries.len()
+        self.overlap.is_empty()
     }
 }
 
@@ -125,53 +72,21 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_jobs_run_in_the_order_of_their_arrival() {
+    fn jobs_are_ready_when_nothing_is_in_their_way() {
         let mut schedule = Schedule::default();
-        for (op, offset, len) in [
-            (Op::Write, 0, 4096),
-            (Op::Read, 512, 512),
-            (Op::Read, 1024, 512),
-            (Op::Write, 512, 512),
-            (Op::Write, 4096, 512),
-            (Op::Flush, 0, 0),
-            (Op::Read, 4096, 512),
-        ] {
+        for (op, offset, len) in
+            [(Op::Write, 0, 512), (Op::Read, 0, 512), (Op::Discard, 512, 512), (Op::Flush, 0, 0)]
+        {
             schedule.arrive(job(op, offset, len));
         }
-        assert_eq!(ready(&mut schedule), [0, 4, 5]);
-        schedule.finish(0);
-        // Both reads; the second write waits for the read it overlaps.
-        assert_eq!(ready(&mut schedule), [1, 2]);
-        schedule.finish(2);
-        assert_eq!(ready(&mut schedule), []);
-        schedule.finish(1);
-        assert_eq!(ready(&mut schedule), [3]);
-        schedule.finish(4);
-        assert_eq!(ready(&mut schedule), [6]);
-        for id in [3, 5, 6] {
-            assert!(!schedule.is_empty());
-            schedule.finish(id);
-        }
-        assert!(schedule.is_empty());
-    }
-
-    #[test]
-    fn reads_never_wait_for_reads() {
-        let mut schedule = Schedule::default();
-        for _ in 0..100 {
-            schedule.arrive(job(Op::Read, 0, 4096));
-        }
-        assert_eq!(ready(&mut schedule).len(), 100);
-    }
-
-    #[test]
-    fn a_taken_job_keeps_its_range() {
-        let mut schedule = Schedule::default();
-        schedule.arrive(job(Op::Write, 0, 512));
-        assert!(schedule.take(0).is_some());
-        schedule.arrive(job(Op::Read, 0, 512));
-        assert_eq!(ready(&mut schedule), [0]);
+        assert_eq!(ready(&mut schedule), [0, 2, 3]);
+        assert!(schedule.take(0).is_some() && schedule.job(0).is_none());
         assert!(schedule.finish(0).is_none());
         assert_eq!(ready(&mut schedule), [1]);
+        assert!(schedule.job(1).is_some_and(|job| job.request.op == Op::Read));
+        for id in [1, 2, 3] {
+            assert!(!schedule.is_empty() && schedule.finish(id).is_some());
+        }
+        assert!(schedule.is_empty());
     }
 }
