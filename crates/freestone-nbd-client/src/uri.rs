@@ -1,12 +1,12 @@
 //! Where an export is: the URIs of the NBD project's `doc/uri.md`.
 
-use std::fmt::{self, Write as _};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::fmt;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
-use freestone_nbd_proto::MAX_STRING_BYTES;
+use freestone_nbd_proto::{At, MAX_STRING_BYTES};
 use thiserror::Error;
 
 /// The port of NBD where none is said.
@@ -208,42 +208,13 @@ fn decoded(text: &str) -> Result<Vec<u8>, UriError> {
     Ok(bytes)
 }
 
-/// Percent-encodes all but the unreserved characters of RFC 3986 and those in `also`.
-fn escape(out: &mut String, text: &[u8], also: &[u8]) {
-    for &byte in text {
-        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || also.contains(&byte) {
-            out.push(char::from(byte));
-        } else {
-            // Writing to a String cannot fail.
-            let _ = write!(out, "%{byte:02X}");
-        }
-    }
-}
-
 impl fmt::Display for Uri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut text = String::from(if self.tls { "nbds" } else { "nbd" });
-        match &self.place {
-            Place::Tcp { host, port } => {
-                text.push_str("://");
-                if host.contains(':') {
-                    text.push('[');
-                    escape(&mut text, host.as_bytes(), b":");
-                    text.push(']');
-                } else {
-                    escape(&mut text, host.as_bytes(), b"");
-                }
-                write!(text, ":{port}/")?;
-                escape(&mut text, self.export.as_bytes(), b"/");
-            }
-            Place::Unix(path) => {
-                text.push_str("+unix:///");
-                escape(&mut text, self.export.as_bytes(), b"/");
-                text.push_str("?socket=");
-                escape(&mut text, path.as_os_str().as_bytes(), b"/");
-            }
-        }
-        f.write_str(&text)
+        let at = match &self.place {
+            Place::Tcp { host, port } => At::Tcp { host, port: *port },
+            Place::Unix(path) => At::Unix(path),
+        };
+        f.write_str(&at.uri(self.tls, &self.export))
     }
 }
 

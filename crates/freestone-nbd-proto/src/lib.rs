@@ -4,6 +4,10 @@
 //! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_`
 //! prefix.
 
+mod uri;
+
+pub use uri::At;
+
 use bitflags::bitflags;
 use zerocopy::byteorder::network_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

@@ -1,10 +1,10 @@
 //! Where a server listens.
 
-use std::fmt::{self, Write as _};
-use std::os::unix::ffi::OsStrExt;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use freestone_nbd_proto::At;
 use thiserror::Error;
 
 /// A listening address: `unix:PATH` or `tcp:HOST:PORT`.
@@ -51,31 +51,12 @@ impl Address {
     /// The URI with which a client reaches `export` here: `nbd+unix:///name?socket=/path` or
     /// `nbd://host:port/name`. At standard input nobody else reaches it: the text is empty.
     pub fn uri(&self, export: &str) -> String {
-        let mut uri = String::new();
-        match self {
-            Self::Unix(path) => {
-                uri.push_str("nbd+unix:///");
-                escape(&mut uri, export.as_bytes(), b"/");
-                uri.push_str("?socket=");
-                escape(&mut uri, path.as_os_str().as_bytes(), b"/");
-            }
-            Self::Tcp { host, port } => {
-                uri.push_str("nbd://");
-                if host.contains(':') {
-                    // A zone index (`%eth0`) is escaped too, RFC 6874.
-                    uri.push('[');
-                    escape(&mut uri, host.as_bytes(), b":");
-                    uri.push(']');
-                } else {
-                    escape(&mut uri, host.as_bytes(), b"");
-                }
-                // Writing to a String cannot fail.
-                let _ = write!(uri, ":{port}/");
-                escape(&mut uri, export.as_bytes(), b"/");
-            }
-            Self::Stdin => {}
-        }
-        uri
+        let at = match self {
+            Self::Unix(path) => At::Unix(path),
+            Self::Tcp { host, port } => At::Tcp { host, port: *port },
+            Self::Stdin => return String::new(),
+        };
+        at.uri(false, export)
     }
 
     /// The same address with an absolute path, so that it means the same from every directory.
@@ -83,17 +64,6 @@ impl Address {
         match self {
             Self::Unix(path) => Self::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
             Self::Tcp { .. } | Self::Stdin => self.clone(),
-        }
-    }
-}
-
-/// Percent-encodes all but the unreserved characters of RFC 3986 and those in `also`.
-fn escape(out: &mut String, text: &[u8], also: &[u8]) {
-    for &byte in text {
-        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || also.contains(&byte) {
-            out.push(char::from(byte));
-        } else {
-            let _ = write!(out, "%{byte:02X}");
         }
     }
 }
