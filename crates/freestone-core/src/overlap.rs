@@ -29,7 +29,7 @@ struct Entry<T> {
 }
 
 impl<T> Entry<T> {
-    fn conflicts<U>(&self, other: &Entry<U>) -> bool {
+    fn conflicts(&self, other: &Self) -> bool {
         (self.changes || other.changes)
             && self.range.start < other.range.end
             && other.range.start < self.range.end

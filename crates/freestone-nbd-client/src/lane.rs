@@ -229,7 +229,7 @@ impl Talk {
             if let Err(over) = lane.shared.exchange(lane.number, &mut self.exchange) {
                 return Ok(over);
             }
-            for job in std::mem::take(&mut self.exchange.new) {
+            while let Some(job) = self.exchange.new.pop_front() {
                 self.step(job);
             }
             while self.outgoing.has_room()
@@ -274,7 +274,8 @@ impl Talk {
 
     /// Goes on with what was answered.
     fn answered(&mut self, lane: &Lane) {
-        for answered in std::mem::take(&mut self.receiver.answered) {
+        let mut all = std::mem::take(&mut self.receiver.answered);
+        for answered in all.drain(..) {
             let (mut job, piece) = (answered.sent.job, answered.sent.piece);
             match answered.errno {
                 0 => {
@@ -293,6 +294,8 @@ impl Talk {
                 }
             }
         }
+        // Its memory is used again.
+        self.receiver.answered = all;
     }
 
     fn tell(lane: &Lane, number: u32, job: &Job) {

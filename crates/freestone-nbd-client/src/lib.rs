@@ -35,6 +35,7 @@ mod outgoing;
 mod receive;
 mod shared;
 mod socket;
+mod state;
 mod status;
 mod table;
 mod tls;

@@ -15,7 +15,6 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use freestone_core::device::{Error, Geometry, Result};
-use freestone_core::overlap::Overlap;
 use freestone_core::plug::{Unplug, hold};
 use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard};
 use freestone_core::timer;
@@ -23,7 +22,7 @@ use freestone_core::timer;
 use crate::error::LinkError;
 use crate::facts::Facts;
 use crate::job::Job;
-use crate::ledger::Ledger;
+use crate::state::{Effects, State};
 use crate::table::MAX_IN_FLIGHT;
 use crate::wake::Wake;
 
@@ -43,53 +42,8 @@ pub struct Shared {
     ended: Condvar,
 }
 
-/// A connection.
-#[derive(Default)]
-struct Lane {
-    up: bool,
-    /// Its thread is to be woken when something comes.
-    asleep: bool,
-    /// Jobs that are its own.
-    assigned: usize,
-    /// Those of them that it has not seen.
-    inbox: VecDeque<Box<Job>>,
-}
-
-struct State {
-    lanes: Vec<Lane>,
-    /// Connections of the session.
-    members: usize,
-    /// One of them was lost: the others leave, and none comes.
-    leaving: bool,
-    /// Since when there is no session, where there was one.
-    down_since: Option<Instant>,
-    /// Jobs that no connection has.
-    waiting: VecDeque<Box<Job>>,
-    /// With the jobs that wait for others.
-    overlap: Overlap<Box<Job>>,
-    ledger: Ledger,
-    /// As the session sees the export.
-    facts: Facts,
-    jobs: u64,
-    stop: bool,
-    /// When it is looked for jobs that have waited for too long.
-    timer: Option<Instant>,
-    threads: usize,
-    reconnects: u64,
-    last_error: Option<String>,
-}
-
-/// What is to be done when the lock is free.
-#[derive(Default)]
-pub struct Effects {
-    done: Vec<(Box<Job>, Result<()>)>,
-    /// Connections, a bit each.
-    wake: u64,
-    /// Look for jobs that have waited for too long.
-    timer: Option<Instant>,
-}
-
-/// What a connection hands over and is given.
+/// What a connection hands over and is given. Its memory is kept from one time to the next: under
+/// the lock none is allocated for a request.
 #[derive(Default)]
 pub struct Exchange {
     /// Jobs that are done, and how.
@@ -98,6 +52,9 @@ pub struct Exchange {
     pub unflushed: u64,
     /// New jobs.
     pub new: VecDeque<Box<Job>>,
+    /// Jobs that waited for others.
+    ready: VecDeque<Box<Job>>,
+    effects: Effects,
 }
 
 /// Why a connection ends without a fault of its own.
@@ -121,23 +78,7 @@ pub enum Joined {
 impl Shared {
     /// Of an export that was just seen so, with so many connections, none of which is up.
     pub fn new(facts: Facts, geometry: Geometry, wakes: Vec<Wake>, timeout: Duration) -> Self {
-        let lanes = wakes.iter().map(|_| Lane::default()).collect();
-        let state = State {
-            lanes,
-            members: 0,
-            leaving: false,
-            down_since: None,
-            waiting: VecDeque::new(),
-            overlap: Overlap::default(),
-            ledger: Ledger::default(),
-            facts,
-            jobs: 0,
-            stop: false,
-            timer: None,
-            threads: 0,
-            reconnects: 0,
-            last_error: None,
-        };
+        let state = State::new(facts, wakes.len());
         Self {
             timeout,
             wakes,
@@ -194,24 +135,24 @@ impl Shared {
             if state.stop {
                 effects.done.push((job, Err(Error::Gone)));
             } else if let Some(job) = state.arrive(job) {
-                state.place(VecDeque::from([job]), self.timeout, &mut effects);
+                state.place(job, self.timeout, &mut effects);
             }
         }
         if effects.wake != 0 && hold(self) {
             self.plugged.fetch_or(effects.wake, Ordering::SeqCst);
             effects.wake = 0;
         }
-        self.carry_out(effects);
+        self.carry_out(&mut effects);
     }
 
-    /// What cannot be done under the lock.
-    fn carry_out(self: &Arc<Self>, effects: Effects) {
-        self.wake(effects.wake);
-        for (job, outcome) in effects.done {
+    /// What cannot be done under the lock. Nothing of it is left.
+    fn carry_out(self: &Arc<Self>, effects: &mut Effects) {
+        self.wake(std::mem::take(&mut effects.wake));
+        for (job, outcome) in effects.done.drain(..) {
             // A completion that panics ends its request, not the device.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job.finish(outcome)));
         }
-        if let Some(when) = effects.timer {
+        if let Some(when) = effects.timer.take() {
             let shared = Arc::downgrade(self);
             let look = move || {
                 if let Some(shared) = shared.upgrade() {
@@ -237,7 +178,7 @@ impl Shared {
     pub fn expire(self: &Arc<Self>) {
         let mut effects = Effects::default();
         self.lock().expire(Instant::now(), self.timeout, &mut effects);
-        self.carry_out(effects);
+        self.carry_out(&mut effects);
     }
 
     // ---- for the connections --------------------------------------------------------------------
@@ -275,17 +216,16 @@ impl Shared {
     /// # Errors
     /// It ends.
     pub fn exchange(self: &Arc<Self>, lane: usize, exchange: &mut Exchange) -> std::result::Result<(), Over> {
-        let mut effects = Effects::default();
+        let Exchange { done, unflushed, new, ready, effects } = exchange;
         let over = {
             let mut state = self.lock();
-            (0..std::mem::take(&mut exchange.unflushed)).for_each(|_| state.ledger.answered());
-            state.lanes[lane].assigned -= exchange.done.len();
-            let mut ready = VecDeque::new();
-            for (job, outcome) in exchange.done.drain(..) {
+            (0..std::mem::take(unflushed)).for_each(|_| state.ledger.answered());
+            state.lanes[lane].assigned -= done.len();
+            for (job, outcome) in done.drain(..) {
                 let outcome = state.settled(&job, outcome);
-                state.finish(job, outcome, &mut ready, &mut effects);
+                state.finish(job, outcome, ready, effects);
             }
-            state.place(ready, self.timeout, &mut effects);
+            state.place_all(ready, self.timeout, effects);
             if state.stop {
                 Err(Over::Stop)
             } else if state.leaving {
@@ -293,12 +233,17 @@ impl Shared {
             } else {
                 let State { lanes, waiting, .. } = &mut *state;
                 let lane = &mut lanes[lane];
-                exchange.new.append(&mut lane.inbox);
+                // Both keep memory.
+                if new.is_empty() {
+                    std::mem::swap(new, &mut lane.inbox);
+                } else {
+                    new.append(&mut lane.inbox);
+                }
                 while lane.assigned < MAX_IN_FLIGHT
                     && let Some(job) = waiting.pop_front()
                 {
                     lane.assigned += 1;
-                    exchange.new.push_back(job);
+                    new.push_back(job);
                 }
                 lane.asleep = true;
                 Ok(())
@@ -332,7 +277,7 @@ impl Shared {
             // To leave as well, or to begin the next session.
             effects.wake = !(1 << lane);
         }
-        self.carry_out(effects);
+        self.carry_out(&mut effects);
         lost
     }
 
@@ -362,7 +307,7 @@ impl Shared {
             effects.done.extend(queued.chain(held).map(|job| (job, Err(Error::Gone))));
         }
         self.wakes.iter().for_each(Wake::stop);
-        self.carry_out(effects);
+        self.carry_out(&mut effects);
         let end = Instant::now() + most;
         let mut state = self.lock();
         while state.threads > others {
@@ -380,123 +325,5 @@ impl Shared {
 impl Unplug for Shared {
     fn unplug(&self) {
         self.wake(self.plugged.swap(0, Ordering::SeqCst));
-    }
-}
-
-impl State {
-    /// A job comes; it is given back where nothing is in its way.
-    fn arrive(&mut self, mut job: Box<Job>) -> Option<Box<Job>> {
-        let (start, len) = (job.request.offset, job.request.len);
-        if len == 0 {
-            return Some(job);
-        }
-        let (ticket, ready) = self.overlap.enter(start..start + len, job.changes());
-        job.ticket = Some(ticket);
-        if ready {
-            return Some(job);
-        }
-        self.overlap.keep(ticket, job);
-        None
-    }
-
-    /// Gives jobs to connections, or has them wait.
-    fn place(&mut self, mut ready: VecDeque<Box<Job>>, timeout: Duration, effects: &mut Effects) {
-        let now = Instant::now();
-        while let Some(mut job) = ready.pop_front() {
-            if self.stop {
-                self.finish(job, Err(Error::Gone), &mut ready, effects);
-                continue;
-            }
-            if self.members == 0 || self.leaving {
-                let deadline = self.down_since.unwrap_or(now) + timeout;
-                let deadline = *job.deadline.get_or_insert(deadline);
-                if deadline <= now {
-                    self.finish(job, Err(Error::Media), &mut ready, effects);
-                } else {
-                    self.waiting.push_back(job);
-                    self.arm(deadline, effects);
-                }
-                continue;
-            }
-            let free = |lane: &&(usize, &mut Lane)| lane.1.up && lane.1.assigned < MAX_IN_FLIGHT;
-            let lane = self.lanes.iter_mut().enumerate().filter(|lane| free(&lane));
-            match lane.min_by_key(|(_, lane)| lane.assigned) {
-                Some((number, lane)) if self.waiting.is_empty() => {
-                    lane.assigned += 1;
-                    lane.inbox.push_back(job);
-                    if std::mem::take(&mut lane.asleep) {
-                        effects.wake |= 1 << number;
-                    }
-                }
-                _ => self.waiting.push_back(job),
-            }
-        }
-    }
-
-    /// A flush succeeds where nothing that it covers may be lost.
-    fn settled(&mut self, job: &Job, outcome: Result<()>) -> Result<()> {
-        if job.is_flush() && outcome.is_ok() && !self.ledger.flushed(job.covers, job.doomed) {
-            return Err(Error::Media);
-        }
-        outcome
-    }
-
-    /// A job is done; `ready` gets those that waited for it.
-    fn finish(
-        &mut self,
-        job: Box<Job>,
-        outcome: Result<()>,
-        ready: &mut VecDeque<Box<Job>>,
-        effects: &mut Effects,
-    ) {
-        if let Some(ticket) = job.ticket {
-            self.overlap.finish(ticket, |_, waited| ready.extend(waited.take()));
-        }
-        effects.done.push((job, outcome));
-    }
-
-    /// The last connection has left.
-    fn session_over(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) -> Option<u64> {
-        self.down_since = Some(now);
-        let Self { waiting, ledger, .. } = self;
-        for job in waiting.iter_mut() {
-            job.doomed |= job.is_flush() && ledger.is_at_risk(job.covers);
-            job.deadline.get_or_insert(now + timeout);
-            job.begin_again();
-        }
-        let flushes = waiting.iter().filter(|job| job.is_flush()).map(|job| job.covers);
-        let loss = ledger.lost(flushes);
-        waiting.make_contiguous().sort_unstable_by_key(|job| job.number);
-        self.expire(now, timeout, effects);
-        loss
-    }
-
-    fn expire(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) {
-        if self.timer.is_some_and(|when| when <= now) {
-            self.timer = None;
-        }
-        if self.members > 0 && !self.leaving {
-            return;
-        }
-        let mut ready = VecDeque::new();
-        let is_late = |job: &Job| job.deadline.is_some_and(|deadline| deadline <= now);
-        let all = std::mem::take(&mut self.waiting);
-        let (late, waiting): (VecDeque<_>, _) = all.into_iter().partition(|job| is_late(job));
-        self.waiting = waiting;
-        for job in late {
-            self.finish(job, Err(Error::Media), &mut ready, effects);
-        }
-        self.place(ready, timeout, effects);
-        if let Some(next) = self.waiting.iter().filter_map(|job| job.deadline).min() {
-            self.arm(next, effects);
-        }
-    }
-
-    /// Has it looked then, if it is not looked before.
-    fn arm(&mut self, when: Instant, effects: &mut Effects) {
-        if self.timer.is_none_or(|armed| when < armed) {
-            self.timer = Some(when);
-            effects.timer = Some(effects.timer.map_or(when, |other| other.min(when)));
-        }
     }
 }
