@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::Result;
 use clap::Args;
 use freestone::device::Device;
+use freestone::ram::{Lower, Ram};
 use freestone::store::objects::Until;
 use freestone::store::push::{self, Layer, Over, Pushed, Source};
 use freestone::store::store::{Begin, Error, Store};
@@ -209,19 +210,22 @@ impl Moment {
                 }
             };
         };
-        // A fork, or a snapshot of one, stands on one thing: an image, or such a snapshot.
-        let mut own: Vec<Arc<dyn Device>> = vec![Arc::new(ram.over_base().map_err(|e| failed(&e))?)];
-        let mut below = entry.needs().to_vec();
+        // What lies below may have no name here: a snapshot that was in a saved file for its fork alone.
+        let over_base = |ram: &Ram| match ram.over_base() {
+            Ok(over) => Ok(Arc::new(over) as Arc<dyn Device>),
+            Err(e) => Err(failed(&e)),
+        };
+        let mut own = vec![over_base(&ram)?];
+        let mut below = ram.lower();
         let base = loop {
-            match &below[..] {
-                [base] if base.kind.stored().is_some() => break Some(Arc::clone(base)),
-                [base] => match base.kind.memory_snapshot() {
-                    Some(snapshot) => own.push(Arc::new(snapshot.over_base().map_err(|e| failed(&e))?)),
-                    None => break None,
-                },
-                _ => break None,
+            match below {
+                Lower::Nothing => break None,
+                Lower::Device(device) => break image_of(entry, &device),
+                Lower::Snapshot(snapshot) => {
+                    own.push(over_base(&snapshot)?);
+                    below = snapshot.lower();
+                }
             }
-            below = below[0].needs().to_vec();
         };
         Ok(Self { device: Arc::new(ram), own, base })
     }
@@ -245,6 +249,19 @@ impl Moment {
             _ => spec,
         }
     }
+}
+
+/// The image that a device stands on and that is this one.
+fn image_of(entry: &Entry, device: &Arc<dyn Device>) -> Option<Arc<Entry>> {
+    let is_it = |base: &Arc<Entry>| {
+        base.kind.stored().is_some() && base.device().is_some_and(|of_base| Arc::ptr_eq(of_base, device))
+    };
+    let needs = entry.needs();
+    needs
+        .iter()
+        .find(|base| is_it(base))
+        .cloned()
+        .or_else(|| needs.iter().find_map(|base| image_of(base, device)))
 }
 
 /// Who is told how far it is, and says when to end.

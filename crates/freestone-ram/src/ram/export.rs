@@ -27,9 +27,12 @@ use freestone_core::sync::mpsc;
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// What a device lies over.
-pub(crate) enum Lower {
+pub enum Lower {
+    /// Zeroes.
     Nothing,
+    /// A base.
     Device(Arc<dyn Device>),
+    /// A snapshot of the same family, which lies over something itself.
     Snapshot(Ram),
 }
 
@@ -106,8 +109,8 @@ impl Ram {
         Arc::as_ptr(&self.0) as usize
     }
 
-    /// What it lies over.
-    pub(crate) fn lower(&self) -> Lower {
+    /// What it lies over; a snapshot, what its origin lay over.
+    pub fn lower(&self) -> Lower {
         match self.0.parent.loaded() {
             Parent::Nothing | Parent::Staged(_) => Lower::Nothing,
             Parent::Device(base) => Lower::Device(Arc::clone(&base.device)),

@@ -199,6 +199,29 @@ fn raw_qcow2_and_saved_devices_are_pushed() {
     assert!((1..=2).contains(&of_live["sent_chunks"].as_u64().unwrap()), "{of_live}");
 }
 
+/// Also where the snapshot is in the file for its fork alone, and has no name on the server.
+#[test]
+fn a_restored_fork_of_a_snapshot_is_pushed_with_what_the_snapshot_holds() {
+    let bucket = Bucket::new();
+    let dir = with_disk(3);
+    push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
+    let serve = Serve::start(&[&bucket.image("golden", "golden"), "vm=fork,base=golden"]);
+    qemu_io(&uri(&serve, "vm"), &["write -P 9 1M 8k"]);
+    serve.text(&["snapshot", "vm", "s"]);
+    serve.text(&["fork", "s", "deep", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
+    qemu_io(&uri(&serve, "deep"), &["write -P 6 2M 4k"]);
+    let pushed = serve.json(&["push", "deep", &bucket.tag("deep")]);
+    assert_eq!(pushed["changed_bytes"], 12 << 10);
+    for (names, without) in [("s,deep", &["deep", "s"][..]), ("deep", &["deep"])] {
+        let file = serve.path("saved");
+        serve.text(&["save", names, file.to_str().unwrap()]);
+        serve.text(&[&["remove"], without].concat());
+        serve.text(&["restore", file.to_str().unwrap()]);
+        let again = serve.json(&["push", "deep", &bucket.tag("deep")]);
+        assert_eq!((&again["changed"], &again["url"]), (&false.into(), &pushed["url"]), "{names}");
+    }
+}
+
 #[test]
 fn what_cannot_be_pushed_is_refused() {
     let bucket = Bucket::new();
