@@ -189,6 +189,8 @@ Examples:
   freestone push golden s3://bucket/images:debian
   freestone push job-7 s3://bucket/images:job-7              of a fork of an image that lies there, its changes
   freestone push 'd=qcow2,path=disk.qcow2' file:///srv/images:disk       without a server
+  freestone push vm s3://bucket/images:vm --restore vm.saved             of a saved file, without a server, too
+  freestone push vm s3://bucket/images:vm --restore vm.saved --device golden=file,path=golden.img,readonly=yes
   freestone push golden s3://bucket/secret:v1 key=domain.key encrypt=yes
 
 A live ram device or fork is pushed as it is at one moment, and goes on meanwhile. The tag is set last, if nobody else

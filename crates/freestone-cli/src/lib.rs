@@ -24,6 +24,7 @@ mod places;
 mod process;
 mod recording;
 mod records;
+mod restoring;
 mod saves;
 mod serve;
 mod service;
@@ -102,11 +103,10 @@ fn run(command: Command) -> Result<ExitCode> {
             return ask_long::<verbs::recompress::Recompress>(&args.try_into()?, &long, &common);
         }
         Command::Push(LongCall { args, long, common }) => {
-            let params = args.try_into()?;
-            if verbs::push::Params::is_local(&params) {
-                return verbs::push::push_here(&params, &long, &common);
+            if args.is_local() {
+                return verbs::push_here::push_here(args, &long, &common);
             }
-            return ask_long::<verbs::push::Push>(&params, &long, &common);
+            return ask_long::<verbs::push::Push>(&args.try_into()?, &long, &common);
         }
         Command::Pull(LongCall { args, long, common }) => {
             return ask_long::<verbs::pull::Pull>(&args.try_into()?, &long, &common);

@@ -35,6 +35,8 @@ pub struct Asked<'a> {
 pub struct Restored {
     /// What its forks were made of.
     pub base: Option<Arc<Entry>>,
+    /// What takes pages of the family that begins with them.
+    pub backing: Option<Arc<Entry>>,
     /// In the order of the file, each with the name that it was saved with.
     pub devices: Vec<(String, Ram)>,
 }
@@ -64,8 +66,8 @@ pub fn make(
         return Ok(None);
     }
     let of_family = asked.said.keys().find(|key| *key != READONLY);
-    let (family, bases) = match (&base, of_family) {
-        (Some(base), None) => (base.family_of(registry)?, vec![as_base(base)]),
+    let (family, bases, backing) = match (&base, of_family) {
+        (Some(base), None) => (base.family_of(registry)?, vec![as_base(base)], None),
         (Some(base), Some(key)) => {
             let why = format!(
                 "{}: {key}: the forks in the file join the family of {}; set it there",
@@ -74,14 +76,17 @@ pub fn make(
             );
             return Err(Refusal::failed(Errno::EINVAL, why));
         }
-        (None, _) => (own_family(registry, contents, asked)?, Vec::new()),
+        (None, _) => {
+            let (family, backing) = own_family(registry, contents, asked)?;
+            (family, Vec::new(), backing)
+        }
     };
     let watch = &mut |done, total| {
         watched.note(done, total);
         !watched.is_over()
     };
     match restore_watched(file, &family, &bases, watch) {
-        Ok(devices) => Ok(Some(Restored { base, devices })),
+        Ok(devices) => Ok(Some(Restored { base, backing, devices })),
         Err(RestoreError::Cancelled) => Ok(None),
         Err(error) => Err(refused(&error)),
     }
@@ -135,9 +140,13 @@ pub fn find_base(
     Err(Refusal::failed(Errno::ENODEV, format!("{device} was made from {wanted}, {no_base}")))
 }
 
-/// The family of disks that stand on nothing. They are compressed as they were, unless something
-/// else was said.
-fn own_family(registry: &Registry, contents: &Contents, asked: &Asked<'_>) -> Result<Family, Refusal> {
+/// The family of disks that stand on nothing, and the device that takes its pages. They are compressed
+/// as they were, unless something else was said.
+fn own_family(
+    registry: &Registry,
+    contents: &Contents,
+    asked: &Asked<'_>,
+) -> Result<(Family, Option<Arc<Entry>>), Refusal> {
     let KindSpec::Ram(disk) = asked.disk else { unreachable!("it was made as one") };
     let mut family = disk.family.clone();
     let size = contents.devices.iter().map(|device| device.size).sum();
@@ -147,7 +156,10 @@ fn own_family(registry: &Registry, contents: &Contents, asked: &Asked<'_>) -> Re
             family.algorithm_params = format!("level={}", first.level);
         }
     }
-    registry.new_family(asked.name, &family, size)
+    let of = |refusal: Refusal| refusal.of(asked.name);
+    let backing = registry.backing(&family).map_err(of)?;
+    let family = registry.new_family(asked.name, &family, size, backing.as_ref()).map_err(of)?;
+    Ok((family, backing))
 }
 
 /// Why nothing was restored.

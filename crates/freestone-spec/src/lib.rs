@@ -30,4 +30,4 @@ pub mod times;
 #[doc(hidden)]
 pub mod written;
 
-pub use open::{OpenError, Opened, open_device};
+pub use open::{Devices, OpenError, Opened, open_device};

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::entries::Entries;
 use crate::kinds::registry::Registry;
-use crate::kinds::{Entry, Spec, build};
+use crate::kinds::{Spec, build};
 use crate::refusal::{Errno, Refusal, one_line};
 
 /// Why there is no device: one sentence for the user, as `freestone serve` prints it.
@@ -22,13 +22,46 @@ pub struct OpenError {
     pub sentence: String,
 }
 
-/// A device, and what it stands on. Dropping it ends the devices in an orderly way: what a layer
+/// Devices that this process alone has. Dropping them ends them in an orderly way: what a layer
 /// holds back is answered, and the files that they keep (state of zones, recorded log) are complete
-/// once the last clone of the device is gone too.
+/// once the last clone of a device is gone too.
+#[derive(Default)]
+pub struct Devices {
+    registry: Registry,
+}
+
+/// A device, and what it stands on; they end as [`Devices`] do.
 pub struct Opened {
     device: Arc<dyn Device>,
     name: String,
-    registry: Registry,
+    devices: Devices,
+}
+
+impl Devices {
+    /// Sets up devices as `freestone serve DEVICE...` does, one after the other, without serving
+    /// them. Each of `words` is `NAME=KIND[,key=value]...`; relative paths start at the working
+    /// directory.
+    ///
+    /// # Errors
+    /// Words that cannot be meant; a device that cannot be set up. Nothing is left of the others
+    /// then.
+    pub fn open(words: &[String]) -> Result<Self, OpenError> {
+        let here =
+            env::current_dir().map_err(|e| usage(format!("the working directory cannot be found: {e}")))?;
+        let mut specs = Vec::new();
+        for word in words {
+            let entries = Entries::parse(word).map_err(|e| usage(e.to_string()))?;
+            specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(e.to_string()))?);
+        }
+        let devices = Self::default();
+        set_up(specs, &devices.registry).map_err(|refusal| refused(&refusal))?;
+        Ok(devices)
+    }
+
+    /// They by their names.
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
 }
 
 /// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one
@@ -39,45 +72,38 @@ pub struct Opened {
 /// # Errors
 /// Words that cannot be meant; a device that cannot be set up. Nothing is left of the others then.
 pub fn open_device(words: &str) -> Result<Opened, OpenError> {
-    let usage = |sentence: String| OpenError { errno: libc::EINVAL, sentence };
     let Some(words) = shlex::split(words) else {
         return Err(usage(format!("{words}: a quote is not closed")));
     };
-    let here =
-        env::current_dir().map_err(|e| usage(format!("the working directory cannot be found: {e}")))?;
-    let mut specs = Vec::new();
-    for word in &words {
-        let entries = Entries::parse(word).map_err(|e| usage(e.to_string()))?;
-        specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(e.to_string()))?);
-    }
-    let registry = Registry::default();
-    let last = set_up(specs, &registry).map_err(|refusal| refused(&refusal))?;
-    let last = last.ok_or_else(|| {
+    let devices = Devices::open(&words)?;
+    let last = devices.registry.all().pop().ok_or_else(|| {
         usage("no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into())
     })?;
     let name = last.name().to_owned();
     match last.device() {
-        Some(device) => Ok(Opened { device: Arc::clone(device), name, registry }),
+        Some(device) => Ok(Opened { device: Arc::clone(device), name, devices }),
         None => {
             Err(usage(format!("{name}: a template is a device for each connection; here it takes a fork")))
         }
     }
 }
 
-/// Sets them up one after the other, and returns the last.
-fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<Option<Arc<Entry>>, Refusal> {
-    let mut last = None;
+fn usage(sentence: String) -> OpenError {
+    OpenError { errno: libc::EINVAL, sentence }
+}
+
+/// Sets them up one after the other.
+fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
     for spec in specs {
         registry.check_free(&spec.name).map_err(|why| why.of(&spec.name))?;
         let entry = Arc::new(build(spec, registry)?);
         registry.add(&entry).map_err(|why| why.of(entry.name()))?;
-        last = Some(entry);
     }
     for entry in registry.all() {
         entry.kind.begin_merge(&entry, registry)?;
         entry.check_whole()?;
     }
-    Ok(last)
+    Ok(())
 }
 
 fn refused(refusal: &Refusal) -> OpenError {
@@ -118,11 +144,11 @@ impl Opened {
 
     /// Sentences with the seeds that nobody chose: to make everything happen again.
     pub fn seeds(&self) -> Vec<String> {
-        self.registry.seeds()
+        self.devices.registry.seeds()
     }
 }
 
-impl Drop for Opened {
+impl Drop for Devices {
     fn drop(&mut self) {
         for entry in self.registry.all() {
             // What is held back keeps devices alive, which flush when they end.

@@ -70,6 +70,14 @@ pub struct Job {
     caller: Caller,
 }
 
+/// Who is told how far some work is, and says when to end.
+pub trait Watched: Sync {
+    /// Whether to end. Once true, it stays true.
+    fn is_over(&self) -> bool;
+    /// How far it is, in bytes; `total` is 0 where it is not known yet.
+    fn note(&self, done: u64, total: u64);
+}
+
 /// What this thread runs in the background.
 struct Background {
     /// Who waits for its beginning, until that is told.
@@ -355,6 +363,16 @@ impl Job {
         let why = self.why_over().unwrap_or(ASKED);
         tracing::info!("{}: {}: cancelled, {why}", self.task.names[0], self.task.verb);
         self.task.cancelled(why, after)
+    }
+}
+
+impl Watched for Job {
+    fn is_over(&self) -> bool {
+        self.is_over()
+    }
+
+    fn note(&self, done: u64, total: u64) {
+        self.note(done, total);
     }
 }
 

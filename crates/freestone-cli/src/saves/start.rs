@@ -17,8 +17,8 @@ use tracing::{error, info, warn};
 
 use super::{Group, Saves, forget, stamp};
 use crate::control::protocol::Fault;
+use crate::restoring::{CREATE_BASE, as_base, find_base};
 use crate::service::Service;
-use crate::verbs::restore::{as_base, find_base};
 
 /// Directories with content, until all devices are there.
 pub struct Restores {
@@ -145,10 +145,11 @@ fn restore(
     let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
         return Err(Fault::internal(format!("{name}: its content is gone")));
     };
+    let find = || find_base(&service.registry, &contents, CREATE_BASE, &|| false);
     let base = match (contents.bases.is_empty(), base_name(topology, &dir.members)) {
         // Of several that are the same it is this one; whether it is still the same is looked at below.
         (false, Some(base)) => Some(service.find(&base)?),
-        _ => find_base(service, &contents, &|| false)?,
+        _ => find().map_err(|refusal| Fault::from(refusal.of(name)))?,
     };
     let (family, bases) = match base {
         Some(base) => (base.family_of(&service.registry)?, vec![as_base(&base)]),

@@ -23,6 +23,7 @@ use super::long::{Here, Long, TIME_MAX};
 use super::{keys, print_json};
 use crate::control::protocol::Fault;
 use crate::error::{Stdout, Usage};
+use crate::job::Watched as _;
 
 /// The end of the year 9999, beyond which no time is written.
 const LAST_SECOND: u64 = 253_402_300_799;

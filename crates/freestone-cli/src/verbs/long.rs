@@ -23,7 +23,7 @@ use super::{Common, Verb, cancel, print_json, show};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error::{self, Stdout};
-use crate::job::{Shown, WAITING};
+use crate::job::{Shown, WAITING, Watched};
 use crate::until::{self, STATUS_OF_SIGNAL_0};
 
 /// So long nothing takes: what ends a verb is the work, a cancel, or a bound of its own.
@@ -67,13 +67,14 @@ pub struct LongCall<A: Args> {
 
 /// How far a verb is that this program does itself.
 pub struct Here {
+    name: String,
     shown: Mutex<HereShown>,
     interrupted: Arc<AtomicBool>,
 }
 
 enum HereShown {
     Bar(Bar),
-    Json { name: String, verb: &'static str, at: (u64, u64) },
+    Json { verb: &'static str, at: (u64, u64) },
     Nothing,
 }
 
@@ -82,10 +83,10 @@ impl Here {
     pub fn new(long: &Long, name: &str, verb: &'static str) -> Result<Self> {
         let shown = match long.how() {
             Progress::Bar => HereShown::Bar(Bar::of(name, verb)),
-            Progress::Json => HereShown::Json { name: name.to_owned(), verb, at: (0, 0) },
+            Progress::Json => HereShown::Json { verb, at: (0, 0) },
             Progress::None => HereShown::Nothing,
         };
-        Ok(Self { shown: Mutex::new(shown), interrupted: catch_interrupt()? })
+        Ok(Self { name: name.to_owned(), shown: Mutex::new(shown), interrupted: catch_interrupt()? })
     }
 
     /// What it came to, or the exit status where it was cancelled.
@@ -106,19 +107,28 @@ impl Here {
         }
     }
 
-    /// Whether it is to end.
-    pub fn is_over(&self) -> bool {
+    /// What is shown from now on is another verb, which is a part of it.
+    pub fn go_on(&self, next: &'static str) {
+        match &mut *self.shown.lock().unwrap_or_else(PoisonError::into_inner) {
+            HereShown::Bar(bar) => *bar = Bar::of(&self.name, next),
+            HereShown::Json { verb, at } => (*verb, *at) = (next, (0, 0)),
+            HereShown::Nothing => {}
+        }
+    }
+}
+
+impl Watched for Here {
+    fn is_over(&self) -> bool {
         self.interrupted.load(Ordering::SeqCst)
     }
 
-    /// It has come so far.
-    pub fn note(&self, done: u64, total: u64) {
+    fn note(&self, done: u64, total: u64) {
         match &mut *self.shown.lock().unwrap_or_else(PoisonError::into_inner) {
             HereShown::Bar(bar) => bar.at(done, total, self.is_over()),
-            HereShown::Json { name, verb, at } if *at != (done, total) => {
+            HereShown::Json { verb, at } if *at != (done, total) => {
                 *at = (done, total);
                 let progress =
-                    json!({ "name": name, "verb": verb, "done_bytes": done, "total_bytes": total });
+                    json!({ "name": self.name, "verb": verb, "done_bytes": done, "total_bytes": total });
                 let _ = writeln!(io::stderr(), "{}", json!({ "progress": progress }));
             }
             _ => {}

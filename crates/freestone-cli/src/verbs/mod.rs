@@ -26,6 +26,7 @@ pub mod power_cut;
 pub mod publish;
 pub mod pull;
 pub mod push;
+pub mod push_here;
 pub mod recompress;
 pub mod release;
 pub mod remove;

@@ -1,11 +1,10 @@
 //! `push NAME URL[:TAG]`: what a device holds, into object storage.
 
 use std::io::{self, Write};
-use std::process::ExitCode;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::Result;
 use clap::Args;
 use freestone::device::Device;
 use freestone::ram::{Lower, Ram};
@@ -15,18 +14,17 @@ use freestone::store::store::{Begin, Error, Store};
 use freestone::store::url::ImageUrl;
 use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Entry, Pulled, of_store};
-use freestone_spec::open_device;
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::size::human;
 use freestone_spec::stores::PushSpec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::long::{Here, Long, TIME_MAX};
-use super::{Common, Verb, check_bare, keys, print_json};
+use super::long::TIME_MAX;
+use super::{Verb, check_bare, keys};
 use crate::control::protocol::Fault;
-use crate::error::{Stdout, Usage};
-use crate::job::{Job, Kind};
+use crate::error::Usage;
+use crate::job::{Kind, Watched};
 use crate::service::Service;
 
 /// The verb.
@@ -45,24 +43,33 @@ pub struct Line {
     #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
     #[arg(
         help = "endpoint=URL, region=NAME, credentials=FILE: where and how it is reached; key=FILE: the key of its names; \
-                  where the push begins the store encrypt=yes and grace=TIME"
+                  where the push begins the store encrypt=yes and grace=TIME. With --restore also mem_limit=SIZE, \
+                  backing_dev=PATH and the other keys of a family, as for restore"
     )]
-    words: Vec<String>,
+    pub(super) words: Vec<String>,
     /// Refer to no image that was there before: send all that is not there yet
     #[arg(long)]
     full: bool,
+    /// NAME is in this file, which `freestone save` wrote; its devices are made for this alone, without a server
+    #[arg(long, value_name = "FILE")]
+    pub(super) restore: Option<PathBuf>,
+    /// What the forks in that file were made of, opened for this alone as for serve; several where one stands on
+    /// another
+    #[arg(long = "device", value_name = "NAME=KIND,KEY=VALUE...", requires = "restore")]
+    #[arg(value_parser = keys::words_parser())]
+    pub(super) devices: Vec<String>,
 }
 
 /// Its parameters.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
-    name: String,
+    pub(super) name: String,
     url: String,
     #[serde(default)]
-    full: bool,
+    pub(super) full: bool,
     /// All else is keys of the store, which refuse what is unknown.
     #[serde(flatten)]
-    keys: Map<String, Value>,
+    pub(super) keys: Map<String, Value>,
 }
 
 /// What was pushed.
@@ -88,17 +95,29 @@ impl TryFrom<Line> for Params {
     type Error = Usage;
 
     fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { name, url, words, full } = line;
-        let keys = keys::of_words(name.split('=').next().unwrap_or_default(), Push::METHOD, &words)?;
+        let Line { name, url, words, full, .. } = line;
+        let keys = keys::of_words(label(&name), Push::METHOD, &words)?;
         let params = Self { name, url, full, keys };
         params.parse().map_err(|fault| Usage(fault.message))?;
         Ok(params)
     }
 }
 
+impl Line {
+    /// Whether no server is asked.
+    pub fn is_local(&self) -> bool {
+        self.name.contains('=') || self.restore.is_some()
+    }
+}
+
+/// The name of a device, which may have words behind it.
+fn label(name: &str) -> &str {
+    name.split('=').next().unwrap_or_default()
+}
+
 impl Params {
-    fn parse(&self) -> Result<(ImageUrl, PushSpec), Fault> {
-        let name = self.name.split('=').next().unwrap_or_default();
+    pub(super) fn parse(&self) -> Result<(ImageUrl, PushSpec), Fault> {
+        let name = self.label();
         let url: ImageUrl =
             self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
         let entries = keys::of(name, Push::METHOD, &self.keys)?;
@@ -111,9 +130,14 @@ impl Params {
         Ok((url, spec))
     }
 
-    /// Whether it is opened for this alone.
-    pub fn is_local(&self) -> bool {
+    /// Whether these are the words of a device, which is opened for this alone.
+    pub(super) fn is_opened(&self) -> bool {
         self.name.contains('=')
+    }
+
+    /// The name of the device.
+    pub(super) fn label(&self) -> &str {
+        label(&self.name)
     }
 }
 
@@ -156,7 +180,7 @@ impl Verb for Push {
 }
 
 impl Reply {
-    fn new(name: &str, url: &ImageUrl, pushed: &Pushed) -> Self {
+    pub(super) fn new(name: &str, url: &ImageUrl, pushed: &Pushed) -> Self {
         Self {
             name: name.to_owned(),
             url: url.of(pushed.manifest).to_string(),
@@ -171,7 +195,7 @@ impl Reply {
 }
 
 /// What a device holds at one moment.
-struct Moment {
+pub(super) struct Moment {
     device: Arc<dyn Device>,
     /// What it, and what lies between, hold themselves over an image.
     own: Vec<Arc<dyn Device>>,
@@ -180,7 +204,7 @@ struct Moment {
 
 impl Moment {
     /// Of what changes in memory a snapshot for the time being; what changes on a disk is refused.
-    fn of(entry: &Entry) -> Result<Self, Fault> {
+    pub(super) fn of(entry: &Entry) -> Result<Self, Fault> {
         let name = entry.name();
         let failed = |why: &dyn std::fmt::Display| Fault::failed(Errno::EIO, format!("{name}: push: {why}"));
         let (live, snapshot) = (entry.kind.ram(), entry.kind.memory_snapshot());
@@ -239,7 +263,7 @@ impl Moment {
     }
 
     /// A store is reached as its image is, where nothing else was said.
-    fn reached_as(&self, url: &ImageUrl, spec: PushSpec, said: &Map<String, Value>) -> PushSpec {
+    pub(super) fn reached_as(&self, url: &ImageUrl, spec: PushSpec, said: &Map<String, Value>) -> PushSpec {
         let base = self.base.as_ref().and_then(|base| match &base.spec.kind {
             freestone_spec::kinds::KindSpec::Image(image) if image.url.store == url.store => Some(image),
             _ => None,
@@ -264,23 +288,8 @@ fn image_of(entry: &Entry, device: &Arc<dyn Device>) -> Option<Arc<Entry>> {
         .or_else(|| needs.iter().find_map(|base| image_of(base, device)))
 }
 
-/// Who is told how far it is, and says when to end.
-trait Watched: Sync {
-    fn is_over(&self) -> bool;
-    fn note(&self, done: u64, total: u64);
-}
-
-impl Watched for Job {
-    fn is_over(&self) -> bool {
-        self.is_over()
-    }
-
-    fn note(&self, done: u64, total: u64) {
-        self.note(done, total);
-    }
-}
-
-fn send(
+/// Opens the store, and pushes to it.
+pub(super) fn send(
     moment: &Moment,
     label: &str,
     url: &ImageUrl,
@@ -305,50 +314,4 @@ fn send(
     let source = Source { device: &*moment.device, label, over };
     let options = push::Options { tag: &url.tag, full, threads: push::THREADS, is_new };
     push::push(&store, source, options, &|done, total| watched.note(done, total), until).map_err(failed)
-}
-
-// ---- without a server ---------------------------------------------------------------------------
-
-impl Watched for Here {
-    fn is_over(&self) -> bool {
-        self.is_over()
-    }
-
-    fn note(&self, done: u64, total: u64) {
-        self.note(done, total);
-    }
-}
-
-/// Opens the device, pushes it, and shows what came of it.
-pub fn push_here(params: &Params, long: &Long, common: &Common) -> Result<ExitCode> {
-    let (url, spec) = params.parse().map_err(|fault| Usage(fault.message))?;
-    let name = params.name.split('=').next().unwrap_or_default();
-    if long.is_background() {
-        return Err(Usage(format!("{name}: push: --background is for a server")).into());
-    }
-    let words = shlex::try_quote(&params.name).map_err(|e| Usage(format!("{name}: {e}")))?;
-    let opened = open_device(&words).map_err(|e| match e.errno {
-        libc::EINVAL => anyhow::Error::from(Usage(e.sentence)),
-        _ => anyhow::Error::msg(e.sentence),
-    })?;
-    if !opened.device().geometry().read_only {
-        let why = format!("{name}: push: would be opened for writing; say readonly=yes");
-        return Err(Usage(why).into());
-    }
-    let moment = Moment { device: Arc::clone(opened.device()), own: Vec::new(), base: None };
-    let here = Here::new(long, name, Push::METHOD)?;
-    let pushed = send(&moment, name, &url, &spec, params.full, &here);
-    let pushed = pushed.map_err(|refusal| Fault::from(refusal.of(&format!("{name}: push"))));
-    let pushed = match here.end(pushed.map_err(anyhow::Error::from))? {
-        Ok(pushed) => pushed,
-        Err(interrupted) => return Ok(interrupted),
-    };
-    let reply = Reply::new(name, &url, &pushed);
-    if common.json {
-        print_json(&serde_json::to_string(&reply)?)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let mut out = io::stdout().lock();
-    Push::show(params, &reply, &mut out).and_then(|()| out.flush()).map_err(Stdout::from)?;
-    Ok(ExitCode::SUCCESS)
 }

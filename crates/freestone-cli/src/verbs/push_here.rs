@@ -10,7 +10,7 @@ use anyhow::Result;
 use freestone::save::{Contents, Device as Saved, inspect};
 use freestone_spec::entries::Entries;
 use freestone_spec::family;
-use freestone_spec::kinds::{self, Entry, KindSpec};
+use freestone_spec::kinds::{self, Entry, KindSpec, StandsOn};
 use freestone_spec::layers::LayerSpec;
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::{Devices, OpenError};
@@ -156,7 +156,7 @@ impl Source {
         };
         let asked = Asked { name, disk, said, no_base: GIVE_BASE };
         let restored = restoring::make(registry, path, contents, &asked, here).map_err(failed)?;
-        let Some(Restored { base, mut devices }) = restored else {
+        let Some(Restored { base, backing, mut devices }) = restored else {
             return Err(failed(Refusal::failed(Errno::ECANCELED, "cancelled")));
         };
         // The others go.
@@ -164,7 +164,8 @@ impl Source {
         let words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
         let kind = contents.devices[*number].kind;
         let layers = LayerSpec::default();
-        let entry = kinds::restored(words, kind, ram, path.clone(), base.as_ref(), layers, false);
+        let on = StandsOn { base: base.as_ref(), backing: backing.as_ref() };
+        let entry = kinds::restored(words, kind, ram, path.clone(), on, layers, false);
         Ok(Arc::new(entry?))
     }
 }

@@ -5,11 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
-use freestone::device::Device;
-use freestone::ram::{Family, Ram};
-use freestone::save::{
-    Base, BaseIdentity, Contents, Device as Saved, DeviceKind, RestoreError, inspect, restore_watched,
-};
+use freestone::save::{Contents, Device as Saved, DeviceKind, inspect};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
@@ -28,6 +24,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::job::Kind;
 use crate::recording::Recording;
+use crate::restoring::{self, CREATE_BASE, READONLY, Restored, refused};
 use crate::service::Service;
 
 /// How a restore that was cancelled leaves things.
@@ -101,21 +98,10 @@ impl Params {
     fn checked(&self) -> Result<Spec, Fault> {
         let label = self.name.as_deref().unwrap_or("restored");
         check_name(label).map_err(|e| Fault::invalid(e.to_string()))?;
-        let entries = Entries::new(label, "ram").and_then(|mut entries| {
-            // The size is the file's.
-            entries.add("disksize", "1M")?;
-            for (key, value) in self.family.iter().chain(&self.layers) {
-                let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                entries.add(key, &text)?;
-            }
-            Spec::from_entries(entries)
-        });
-        entries.map_err(|e| Fault::invalid(e.to_string()))
+        let disk = restoring::disk(label, self.family.iter().chain(&self.layers));
+        disk.map_err(|e| Fault::invalid(e.to_string()))
     }
 }
-
-/// Not of the family, but of what is restored.
-const READONLY: &str = "readonly";
 
 /// What was made.
 #[derive(Debug, Serialize, Deserialize)]
@@ -148,7 +134,8 @@ impl Verb for Restore {
         let Params { file, name, .. } = &params;
         let at = file.display();
         let asked = params.checked()?;
-        let contents = inspect(file).map_err(|error| failed(&error))?;
+        let failed = |refusal: Refusal| Fault::from(refusal.of(Self::METHOD));
+        let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
         // The names are taken until the devices are there.
         let all: Vec<_> = names.iter().map(String::as_str).collect();
@@ -168,40 +155,22 @@ impl Verb for Restore {
         }
         let layers = asked.layers.clone();
         let asked_words = asked.words.clone();
-        let base = find_base(service, &contents, &|| job.is_over())?;
-        if job.is_over() {
-            return Err(job.cancelled(NOTHING_MADE));
-        }
         let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
-        let of_family = params.family.keys().find(|key| *key != READONLY);
-        let mut backing = None;
-        let (family, bases) = match &base {
-            Some(base) if of_family.is_none() => (base.family_of(&service.registry)?, vec![as_base(base)]),
-            Some(base) => {
-                let key = of_family.cloned().unwrap_or_default();
-                let why = format!(
-                    "{}: restore: {key}: the forks in the file join the family of {}; set it there",
-                    at,
-                    base.name()
-                );
-                return Err(Fault::failed(Errno::EINVAL, why));
-            }
-            None => {
-                let (family, on) = own_family(service, &contents, asked, &params.family, &names[0])?;
-                backing = on;
-                (family, Vec::new())
-            }
+        let said = restoring::Asked {
+            name: &names[0],
+            disk: &asked.kind,
+            said: &params.family,
+            no_base: CREATE_BASE,
         };
-        let restored = restore_watched(file, &family, &bases, &mut |done, total| job.at(done, total));
-        let restored = restored.map_err(|error| match error {
-            RestoreError::Cancelled => job.cancelled(NOTHING_MADE),
-            error => failed(&error),
-        })?;
+        let restored = restoring::make(&service.registry, file, &contents, &said, &job);
+        let Some(Restored { base, backing, devices }) = restored.map_err(failed)? else {
+            return Err(job.cancelled(NOTHING_MADE));
+        };
         let recording = Recording::begin(service, &claim, Self::METHOD, &all)?;
-        let mut made: Vec<Arc<Entry>> = Vec::with_capacity(restored.len());
+        let mut made: Vec<Arc<Entry>> = Vec::with_capacity(devices.len());
         let mut numbers = 0..;
         let said = asked_words.pairs;
-        for ((told, (_, ram)), name) in contents.devices.iter().zip(restored).zip(&names) {
+        for ((told, (_, ram)), name) in contents.devices.iter().zip(devices).zip(&names) {
             let (base, backing) = (base.as_ref(), backing.as_ref());
             let number = match told.kind {
                 DeviceKind::Snapshot => None,
@@ -305,87 +274,4 @@ fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String
         check_name(name).map_err(|e| Fault::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
     }
     Ok(names)
-}
-
-/// What the forks of a device read where they have nothing of their own.
-pub fn as_base(entry: &Entry) -> Base {
-    match (entry.kind.memory_snapshot(), entry.device()) {
-        (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
-        (None, Some(device)) => Base::Device(Arc::clone(device)),
-        (None, None) => unreachable!("a template is no base"),
-    }
-}
-
-/// The base that the forks in a file were made of, among the devices that are there.
-pub fn find_base(
-    service: &Service,
-    contents: &Contents,
-    cancelled: &dyn Fn() -> bool,
-) -> Result<Option<Arc<Entry>>, Fault> {
-    let wanted = match contents.bases.as_slice() {
-        [] => return Ok(None),
-        [wanted] => wanted,
-        [..] => {
-            let why = "restore: its devices were made from several bases, which cannot share one family here";
-            return Err(Fault::failed(Errno::EINVAL, why));
-        }
-    };
-    for entry in service.registry.all() {
-        let device: &dyn Device = match (entry.kind.memory_snapshot(), entry.device()) {
-            (Some(snapshot), _) => &**snapshot,
-            (None, Some(device)) if entry.is_outer_base() => &**device,
-            _ => continue,
-        };
-        if device.geometry().size != wanted.size {
-            continue;
-        }
-        // One that cannot be read is not it.
-        let known = BaseIdentity::of_unless(device, wanted.check, cancelled);
-        if known == Ok(Some(*wanted)) {
-            return Ok(Some(entry));
-        }
-        if cancelled() {
-            return Ok(None);
-        }
-    }
-    let device = contents.devices.iter().find(|device| device.base.is_some());
-    let device = device.map_or("its fork", |device| &device.name);
-    let why =
-        format!("restore: {device} was made from {wanted}, which no device here is; create that base first");
-    Err(Fault::failed(Errno::ENODEV, why))
-}
-
-/// The family of disks that stand on nothing, and the device that takes its pages. They are compressed as they were, unless something
-/// else was said.
-fn own_family(
-    service: &Service,
-    contents: &Contents,
-    asked: Spec,
-    said: &Map<String, Value>,
-    name: &str,
-) -> Result<(Family, Option<Arc<Entry>>), Fault> {
-    let KindSpec::Ram(disk) = asked.kind else { unreachable!("it was made as one") };
-    let mut family = disk.family;
-    let size = contents.devices.iter().map(|device| device.size).sum();
-    if let (false, Some(first)) = (said.contains_key("comp_algorithm"), contents.devices.first()) {
-        family.comp_algorithm = first.comp_algorithm;
-        if first.level != 0 && family.algorithm_params.is_empty() {
-            family.algorithm_params = format!("level={}", first.level);
-        }
-    }
-    let of = |refusal: Refusal| refusal.of(name);
-    let backing = service.registry.backing(&family).map_err(of)?;
-    let family = service.registry.new_family(name, &family, size, backing.as_ref()).map_err(of)?;
-    Ok((family, backing))
-}
-
-fn failed(error: &RestoreError) -> Fault {
-    let errno = match error {
-        RestoreError::Foreign(_) | RestoreError::Newer { .. } | RestoreError::Incomplete(_) => Errno::EINVAL,
-        RestoreError::BaseMissing { .. } | RestoreError::BaseDiffers { .. } => Errno::ENODEV,
-        RestoreError::Store { error: freestone::device::Error::NoSpace, .. } => Errno::ENOSPC,
-        RestoreError::NoMemory => Errno::ENOMEM,
-        _ => Errno::EIO,
-    };
-    Fault::failed(errno, format!("restore: {error}"))
 }

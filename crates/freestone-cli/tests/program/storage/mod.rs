@@ -1,6 +1,7 @@
 //! Images in object storage: pushed by one server, forked by others.
 
 mod network;
+mod saved;
 
 use std::fs;
 use std::path::{Path, PathBuf};

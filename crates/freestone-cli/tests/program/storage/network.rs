@@ -15,7 +15,7 @@ use crate::harness::{Serve, finish, freestone, refused};
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 
 /// A command of the program that reaches the store.
-fn reaching(server: &Server, mut command: Command) -> Command {
+pub fn reaching(server: &Server, mut command: Command) -> Command {
     for variable in
         ["AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"]
     {

@@ -89,14 +89,6 @@ fn each_device_of_a_saved_family_is_pushed_without_a_server() {
         }
     }
     assert_eq!(listed(dir.path()), before);
-    // A server that restores them pushes the same, also where the snapshot below has no name there.
-    let serve = Serve::start_in(dir, &[&golden], true);
-    serve.text(&["restore", serve.path("all.saved").to_str().unwrap()]);
-    serve.text(&["save", "deep", serve.path("deep.saved").to_str().unwrap()]);
-    assert_eq!(serve.json(&["push", "deep", &bucket.tag("deep-of-all")])["changed"], false);
-    serve.text(&["remove", "deep"]);
-    serve.text(&["restore", serve.path("deep.saved").to_str().unwrap()]);
-    assert_eq!(serve.json(&["push", "deep", &bucket.tag("deep-of-all")])["changed"], false);
 }
 
 #[test]
