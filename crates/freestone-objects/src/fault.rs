@@ -53,6 +53,7 @@ pub fn fault(error: &Error, asked: Asked, place: &str) -> Fault {
         }
         Some(Wire::Broken(said)) => Fault::Transient(plain(said)),
         Some(Wire::Tls(said)) => Fault::Other(plain(said)),
+        Some(wire @ Wire::NoTls(_)) => Fault::Denied(plain(&format!("no credentials: {wire}"))),
         Some(wire @ Wire::NoParts(_)) => Fault::Unsupported(plain(&wire.to_string())),
         None => unsent(error, asked, place),
     }

@@ -49,7 +49,8 @@ pub struct Options {
     /// `s3://`: a file with profiles, of which `AWS_PROFILE` or `default` is taken; it is read again every 30
     /// seconds. `gs://`: the key of a service account. Without it, for S3: `AWS_ACCESS_KEY_ID` with
     /// `AWS_SECRET_ACCESS_KEY` and `AWS_SESSION_TOKEN`; the profile in `AWS_SHARED_CREDENTIALS_FILE` and
-    /// `AWS_CONFIG_FILE`; a web identity; the container's; the instance's.
+    /// `AWS_CONFIG_FILE`; a web identity; the container's; the instance's. Without TLS only the last two are asked,
+    /// and at an address of this machine or of its link.
     pub credentials: Option<PathBuf>,
     /// Requests are not signed: what is read is public.
     pub anonymous: bool,

@@ -1,12 +1,9 @@
 //! Opening: what is refused, and where settings come from.
 
 use std::fs::{self, Permissions};
-use std::io::{Read as _, Write as _};
-use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Mutex;
-use std::thread;
 
 use freestone_store::objects::{Fault, Until, When};
 use freestone_testkit::s3::Server;
@@ -108,17 +105,12 @@ fn written(path: &Path, text: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// Gives that answer to whoever asks.
-fn answering(answer: String) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let _ = stream.read(&mut [0; 4096]);
-            let _ = stream.write_all(answer.as_bytes());
-        }
-    });
-    format!("http://{address}/credentials")
+/// A server that gives credentials, and where.
+fn giving(credentials: &str) -> (Server, String) {
+    let server = Server::start(&["iam"]);
+    server.set_object("iam", "credentials", credentials.as_bytes());
+    let uri = format!("{}/iam/credentials", server.endpoint());
+    (server, uri)
 }
 
 #[test]
@@ -133,10 +125,7 @@ fn credentials_come_from_the_first_place_that_has_some() {
     let config = written(&dir.path().join("config"), &key("profile config", "AKCONFIG"));
     let json = "{\"AccessKeyId\": \"AKCONTAINER\", \"SecretAccessKey\": \"geheim\", \"Token\": \"t\", \
                 \"Expiration\": \"2099-01-01T00:00:00Z\"}";
-    let uri = answering(format!(
-        "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{json}",
-        json.len()
-    ));
+    let (_giving, uri) = giving(json);
     let token = written(&dir.path().join("token"), "token");
     let environment = [("AWS_ACCESS_KEY_ID", "AKENV"), ("AWS_SECRET_ACCESS_KEY", "geheim")];
     let files = [("AWS_SHARED_CREDENTIALS_FILE", &*shared), ("AWS_CONFIG_FILE", &*config)];
@@ -161,9 +150,8 @@ fn credentials_come_from_the_first_place_that_has_some() {
 
 #[test]
 fn a_place_without_credentials_is_no_store_without_objects() {
-    let uri =
-        answering("HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".to_owned());
-    let host = uri.trim_start_matches("http://").trim_end_matches("/credentials").to_owned();
+    let (giving, uri) = giving("");
+    giving.make_bucket("iam");
     let env = |name: &str| match name {
         "AWS_CONTAINER_CREDENTIALS_FULL_URI" => Some(uri.clone()),
         "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE" => Some("/dev/null".to_owned()),
@@ -172,7 +160,48 @@ fn a_place_without_credentials_is_no_store_without_objects() {
     };
     let store = open_in("s3://disks", &Options::default(), &env).unwrap();
     let fault = store.get("x", None, 1, Until::within(Duration::from_secs(10)));
-    assert_eq!(fault, Err(Fault::Denied(format!("no credentials: {host} answers 404 Not Found"))));
+    let said = format!("no credentials: {} answers 404 NoSuchKey", giving.address());
+    assert_eq!(fault, Err(Fault::Denied(said)));
+}
+
+/// Whoever hears a token, or credentials, may use them.
+#[test]
+fn credentials_come_in_clear_from_this_machine_alone() {
+    let server = Server::start(&["disks"]);
+    let dir = tempfile::tempdir().unwrap();
+    let token = written(&dir.path().join("token"), "geheim");
+    let endpoint = server.endpoint();
+    let fault = |store: &str, env: &[(&str, &str)]| {
+        let env = |name: &str| match env.iter().find(|(n, _)| *n == name) {
+            Some((_, value)) => Some((*value).to_owned()),
+            None => (name == "AWS_ENDPOINT_URL").then(|| store.to_owned()),
+        };
+        let store = open_in("s3://disks", &Options::default(), &env).unwrap();
+        store.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err()
+    };
+    let denied = |host: &str| {
+        Fault::Denied(format!(
+            "no credentials: {host} gives credentials with TLS alone, and its URL says http://"
+        ))
+    };
+    let identity = [
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", &*token),
+        ("AWS_ROLE_ARN", "arn:aws:iam::1:role/r"),
+        ("AWS_ENDPOINT_URL_STS", &*endpoint),
+    ];
+    // A token goes nowhere so, whether the store itself is spoken to in clear or not.
+    for store in [&*endpoint, "https://127.0.0.1:9"] {
+        assert_eq!(fault(store, &identity), denied(&server.address().to_string()), "{store}");
+    }
+    let container = [
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://elsewhere.invalid/credentials"),
+        ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", &*token),
+    ];
+    let instance = [("AWS_METADATA_ENDPOINT", "http://elsewhere.invalid")];
+    for env in [&container[..], &instance] {
+        assert_eq!(fault(&endpoint, env), denied("elsewhere.invalid"), "{env:?}");
+    }
+    assert_eq!(server.traffic().received, 0);
 }
 
 #[test]

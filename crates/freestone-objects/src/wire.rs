@@ -6,6 +6,7 @@
 
 use std::error::Error as StdError;
 use std::io;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -55,6 +56,8 @@ pub enum Wire {
     Tls(String),
     #[error("{0} answers no parts of objects")]
     NoParts(String),
+    #[error("{0} gives credentials with TLS alone, and its URL says http://")]
+    NoTls(String),
 }
 
 impl From<Wire> for HttpError {
@@ -108,7 +111,11 @@ impl HttpConnector for Connector {
         let client =
             client.map_err(|e| object_store::Error::Generic { store: "HTTP", source: Box::new(e) })?;
         let client = HttpClient::new(client);
-        Ok(HttpClient::new(Guard { client, authority: self.authority.clone() }))
+        // object_store says it of each client, and leaves it to the connector to keep to it.
+        let allowed = options.get_config_value(&ClientConfigKey::AllowHttp);
+        let may_be_plain = allowed.as_deref() == Some("true");
+        let authority = self.authority.clone();
+        Ok(HttpClient::new(Guard { client, authority, is_plain: self.is_plain, may_be_plain }))
     }
 }
 
@@ -122,22 +129,50 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
     }
 }
 
-fn is_loopback(authority: &str) -> bool {
+/// Without the port, and without the brackets of an address.
+fn host_of(authority: &str) -> &str {
     // The colons of an address in brackets are no port.
     let host = if authority.ends_with(']') {
         authority
     } else {
         authority.rsplit_once(':').map_or(authority, |(host, _)| host)
     };
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+    host.trim_start_matches('[').trim_end_matches(']')
+}
+
+fn is_loopback(authority: &str) -> bool {
+    let host = host_of(authority);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// Where a machine finds its own credentials: what is asked there leaves neither it nor its host.
+fn is_of_machine(authority: &str) -> bool {
+    /// Of Amazon's machines, beside the addresses of a link.
+    const AMAZON: [u16; 2] = [0xfd00, 0xec2];
+    let host = host_of(authority);
+    let is_of_link = |address: IpAddr| match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local() || address.segments()[..2] == AMAZON,
+    };
+    is_loopback(authority) || host == "metadata.google.internal" || host.parse().is_ok_and(is_of_link)
 }
 
 /// A client that checks what it is answered.
 #[derive(Debug)]
 struct Guard {
     client: HttpClient,
+    /// The store's, and whether that is spoken to without TLS.
     authority: String,
+    is_plain: bool,
+    /// What this client asks may go without TLS, if it goes to such a store or stays on this machine.
+    may_be_plain: bool,
+}
+
+impl Guard {
+    fn allows_plain(&self, authority: &str) -> bool {
+        let is_store = self.is_plain && authority == self.authority;
+        self.may_be_plain && (is_store || is_of_machine(authority))
+    }
 }
 
 #[async_trait]
@@ -146,6 +181,9 @@ impl HttpService for Guard {
         let authority = request.uri().authority().map(|a| a.as_str().to_owned()).unwrap_or_default();
         let whose = if authority == self.authority { Whose::Store } else { Whose::Credentials };
         let host = plain(&authority);
+        if request.uri().scheme_str() != Some("https") && !self.allows_plain(&authority) {
+            return Err(Wire::NoTls(host).into());
+        }
         let is_get = request.method() == Method::GET;
         let is_object = is_get && request.extensions().get::<IsObject>().is_some();
         let part = request.headers().get(RANGE).filter(|_| is_get).and_then(asked_part);
@@ -354,6 +392,29 @@ mod tests {
         }
         for host in ["example.org", "localhost.example.org:1", "10.0.0.1:80", "[fe80::1]:80", "[fe80::1]"] {
             assert!(!is_loopback(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn credentials_without_tls_come_from_this_machine_alone() {
+        let own = [
+            "localhost:42356",
+            "127.0.0.1",
+            "169.254.169.254",
+            "169.254.170.2:80",
+            "metadata.google.internal",
+        ];
+        for host in own.iter().chain(&["[fd00:ec2::254]", "[fd00:ec2::23]:80", "[fe80::1]", "[::1]:8080"]) {
+            assert!(is_of_machine(host), "{host}");
+        }
+        for host in [
+            "sts.example.org",
+            "10.0.0.1",
+            "169.255.0.1:80",
+            "[fd00:ec3::1]",
+            "metadata.google.internal.example.org",
+        ] {
+            assert!(!is_of_machine(host), "{host}");
         }
     }
 }

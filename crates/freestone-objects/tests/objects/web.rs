@@ -1,8 +1,5 @@
 //! Files of a web server.
 
-use std::io::{Read as _, Write as _};
-use std::net::TcpListener;
-use std::thread;
 use std::time::Duration;
 
 use freestone_objects::{OpenError, Options, open};
@@ -60,18 +57,12 @@ fn a_server_that_says_little_is_enough() {
 }
 
 /// Leads every request to that URL.
-fn leads_to(target: &str) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
+fn leads_to(target: &str) -> Server {
+    let server = Server::start(&[]);
     let answer =
         format!("HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n");
-    thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let _ = stream.read(&mut [0; 4096]);
-            let _ = stream.write_all(answer.as_bytes());
-        }
-    });
-    format!("http://{address}")
+    server.trouble(|_| true, Trouble::Raw(answer.into_bytes()));
+    server
 }
 
 #[test]
@@ -79,11 +70,11 @@ fn redirects_are_followed_and_end() {
     let server = Server::start(&["www"]);
     server.set_object("www", "x", b"0123456789");
     let there = leads_to(&format!("{}/www/x", server.endpoint()));
-    let objects = open(&there, &Options::default()).unwrap();
+    let objects = open(&there.endpoint(), &Options::default()).unwrap();
     assert_eq!(objects.get("x", Some(3..5), 2, soon()).unwrap().bytes, b"34");
     let circle = leads_to("/again");
-    let circle = open(&circle, &Options::default()).unwrap();
-    let fault = circle.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err();
+    let objects = open(&circle.endpoint(), &Options::default()).unwrap();
+    let fault = objects.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err();
     assert!(matches!(fault, Fault::Other(_)), "{fault:?}");
 }
 
