@@ -1,5 +1,6 @@
 //! Images in object storage: pushed by one server, forked by others.
 
+mod killed;
 mod network;
 mod saved;
 

@@ -33,7 +33,7 @@ fn push(server: &Server, dir: &std::path::Path, url: &str) -> (i32, String, Stri
 }
 
 /// A server of devices whose cache others may share.
-fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serve {
+pub fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
     let mut command = reaching(server, freestone(dir.path()));
     command.env("FREESTONE_CACHE", cache).arg("serve").args(devices).args([

@@ -1,0 +1,211 @@
+//! A push that is killed at each of its requests, before the store has done what that asks for, and after.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use freestone_testkit::s3::{Server, Trouble};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use super::network::{reaching, serve};
+use super::{content, disk};
+use crate::harness::{Serve, finish, freestone};
+
+const BUCKET: &str = "images";
+const URL: &str = "s3://images/x";
+const TAGGED: &str = "s3://images/x:v1";
+/// A push of so little makes far fewer requests.
+const REQUESTS_MAX: usize = 200;
+/// A day is the grace.
+const LATER: Duration = Duration::from_secs(3 * 86_400);
+
+/// What lies in the bucket.
+type Objects = BTreeMap<String, Vec<u8>>;
+
+/// A store, a file to push, and a server of devices that looks at what is there.
+struct Stage {
+    server: Server,
+    looks: Serve,
+    dir: TempDir,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let (server, cache) = (Server::start(&[BUCKET]), tempfile::tempdir().unwrap());
+        let looks = serve(&server, cache.path(), &["r=ram,disksize=1M"]);
+        Self { server, looks, dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn write(&self, image: &[u8]) {
+        fs::write(self.dir.path().join("disk.img"), image).unwrap();
+    }
+
+    /// From now on the request of that number, counted from 0, ends who asks, and later ones come too late.
+    fn kills_at(&self, number: usize, is_done: bool, asker: &Arc<OnceLock<Pid>>) {
+        let (count, asker) = (Arc::new(AtomicUsize::new(0)), Arc::clone(asker));
+        let seen = Arc::clone(&count);
+        let is_last = move |_: &freestone_testkit::s3::Asked<'_>| {
+            if count.fetch_add(1, SeqCst) != number {
+                return false;
+            }
+            // It may ask before it is noted who it is.
+            let asker = loop {
+                match asker.get() {
+                    Some(asker) => break *asker,
+                    None => thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            kill_process(asker, Signal::KILL).unwrap();
+            true
+        };
+        // The rules are looked at one after the other, and of one request at a time.
+        self.server.trouble(is_last, if is_done { Trouble::ResetAfter } else { Trouble::ResetBefore });
+        self.server.trouble(move |_| seen.load(SeqCst) > number + 1, Trouble::ResetBefore);
+    }
+
+    /// Pushes; false where it was killed at that request.
+    fn push_until(&self, number: usize, is_done: bool) -> bool {
+        let asker = Arc::new(OnceLock::new());
+        self.kills_at(number, is_done, &asker);
+        let mut command = reaching(&self.server, freestone(self.dir.path()));
+        command.args(["push", "d=file,path=disk.img,readonly=yes", TAGGED]);
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        asker.set(Pid::from_raw(child.id().cast_signed()).unwrap()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        self.server.cut_connections();
+        self.server.no_troubles();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(matches!(output.status.code(), Some(0) | None) && said.is_empty(), "{number}: {said}");
+        output.status.success()
+    }
+
+    /// Pushes, and nothing is in the way.
+    fn push(&self) {
+        assert!(self.push_until(usize::MAX - 1, false));
+    }
+
+    /// All of the image with that tag, as clients read it; nothing where there is none.
+    fn image(&self) -> Option<Vec<u8>> {
+        let device = format!("i=image,url={TAGGED},cache=none");
+        let nbd = format!("unix:{}", self.looks.path("nbd").display());
+        let (code, _, err) = self.looks.tried(&["create", &device]);
+        if code != 0 {
+            let is_none =
+                ["there is no tag v1", "there is no store of images"].iter().any(|why| err.contains(why));
+            assert!(is_none, "{err}");
+            return None;
+        }
+        self.looks.text(&["publish", "i", "--nbd", &nbd]);
+        let held = content(&self.looks, "i");
+        self.looks.text(&["remove", "i"]);
+        Some(held)
+    }
+
+    /// Deletes what nobody needs, long after, and returns what is left.
+    fn pruned(&self) -> Objects {
+        self.server.set_time(Some(SystemTime::now() + LATER));
+        let (code, _, err) = finish(reaching(&self.server, freestone(self.dir.path())).args(["prune", URL]));
+        self.server.set_time(None);
+        let objects = self.objects();
+        // Before there is a store there is nothing in it.
+        let is_none = objects.is_empty() && err.contains("there is no store of images");
+        assert!(code == 0 || is_none, "{err}");
+        objects
+    }
+
+    fn objects(&self) -> Objects {
+        let keys = self.server.keys(BUCKET).into_iter();
+        keys.map(|key| (key.clone(), self.server.object(BUCKET, &key).unwrap())).collect()
+    }
+
+    /// Nothing else is in the bucket then.
+    fn put(&self, objects: &Objects) {
+        self.server.make_bucket(BUCKET);
+        for (key, bytes) in objects {
+            self.server.set_object(BUCKET, key, bytes);
+        }
+    }
+}
+
+/// Where what is there is the same in any store, how many there are of each sort: names follow from a store's salt.
+fn sorts(objects: &Objects) -> BTreeMap<&str, usize> {
+    let mut sorts = BTreeMap::new();
+    for key in objects.keys() {
+        let sort = key.strip_prefix("x/").unwrap().split('/').next().unwrap();
+        *sorts.entry(sort).or_default() += 1;
+    }
+    sorts
+}
+
+/// Kills pushes of `new` to a store that has `before`, in which the tag shows `old`.
+fn killed_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, new: &[u8]) {
+    let left_of_old = || {
+        stage.put(before);
+        stage.pruned()
+    };
+    let left_of_old = old.map(|_| left_of_old());
+    stage.put(before);
+    stage.write(new);
+    stage.push();
+    assert!(stage.image().as_deref() == Some(new));
+    let clean = stage.pruned();
+    let mut shown_new = 0;
+    for is_done in [false, true] {
+        for number in 0.. {
+            assert!(number < REQUESTS_MAX);
+            stage.put(before);
+            if stage.push_until(number, is_done) {
+                assert!(number > 8, "it made only {number} requests");
+                break;
+            }
+            let shown = stage.image();
+            let is_new = shown.as_deref() == Some(new);
+            shown_new += usize::from(is_new);
+            assert!(
+                is_new || shown.as_deref() == old,
+                "{number} {is_done}: neither the old image nor the new one"
+            );
+            if is_done {
+                // What was sent is found, and nothing is left over.
+                stage.push();
+                assert!(stage.image().as_deref() == Some(new), "{number}");
+                assert_eq!(sorts(&stage.pruned()), sorts(&clean), "{number}");
+                continue;
+            }
+            let left = stage.pruned();
+            assert!(stage.image() == shown, "{number}: a prune took what was needed");
+            if is_new {
+                assert_eq!(sorts(&left), sorts(&clean), "{number}");
+            } else if let Some(of_old) = &left_of_old {
+                assert!(left == *of_old, "{number}: {:?}", sorts(&left));
+            } else {
+                assert!(left.keys().all(|key| key == "x/freestone.json"), "{number}: {:?}", sorts(&left));
+            }
+        }
+    }
+    // The last request that counts was met, too.
+    assert!(shown_new > 0);
+}
+
+#[test]
+fn a_push_that_begins_a_store_is_killed_at_each_request() {
+    let stage = Stage::new();
+    killed_at_each_request(&stage, &Objects::new(), None, &disk(2));
+}
+
+#[test]
+fn a_push_over_an_image_is_killed_at_each_request() {
+    let stage = Stage::new();
+    let old = disk(2);
+    stage.write(&old);
+    stage.push();
+    let before = stage.objects();
+    let mut new = old.clone();
+    new[1 << 20..][..64 << 10].fill(7);
+    killed_at_each_request(&stage, &before, Some(&old), &new);
+}
