@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::heads::Heads;
+
 /// Read at once.
 const PIECE_BYTES_MAX: usize = 64 << 10;
 /// Pieces of a connection that are under way in one direction: 16 MiB are a second at 128 Mbit/s.
@@ -30,6 +32,8 @@ struct Shared {
     bytes_per_second: Option<u64>,
     /// To the server, and from it.
     lines: [Line; 2],
+    /// By method and path; held for a moment.
+    requests: Mutex<BTreeMap<(String, String), u64>>,
     /// Both ends of each, by its number.
     connections: Mutex<BTreeMap<u64, [TcpStream; 2]>>,
     has_ended: AtomicBool,
@@ -52,6 +56,7 @@ impl Latency {
             one_way: round_trip / 2,
             bytes_per_second: bits_per_second.map(|bits| (bits / 8).max(1)),
             lines: [line(), line()],
+            requests: Mutex::default(),
             connections: Mutex::default(),
             has_ended: AtomicBool::new(false),
         });
@@ -80,6 +85,12 @@ impl Latency {
     /// Its URL, for a server that speaks HTTP.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
+    }
+
+    /// The requests of HTTP that went to the server, by method and path, without queries. A connection on
+    /// which something else is sent has none from there on.
+    pub fn requests(&self) -> BTreeMap<(String, String), u64> {
+        self.shared.requests.lock().unwrap().clone()
     }
 
     /// Bytes that went to the server, and that came from it.
@@ -118,17 +129,37 @@ impl Shared {
         thread::scope(|scope| {
             for (line, from, to) in [(0, near, &far), (1, &far, near)] {
                 let (sender, receiver) = sync_channel(PIECES_MAX);
-                scope.spawn(move || self.read(&self.lines[line], from, &sender, opened));
+                let mut heads = (line == 0).then(Heads::default);
+                let mut note = move |bytes: &[u8]| {
+                    if let Some(heads) = &mut heads {
+                        heads.feed(bytes, &mut |method, target| self.note(method, target));
+                    }
+                };
+                scope.spawn(move || self.read(&self.lines[line], from, &sender, opened, &mut note));
                 scope.spawn(move || write(to, &receiver));
             }
         });
     }
 
+    fn note(&self, method: &str, target: &str) {
+        let path = target.split('?').next().unwrap_or_default();
+        let request = (method.to_owned(), path.to_owned());
+        *self.requests.lock().unwrap().entry(request).or_default() += 1;
+    }
+
     /// Takes what comes, and says when it arrives.
-    fn read(&self, line: &Line, mut from: &TcpStream, sender: &SyncSender<Piece>, opened: Instant) {
+    fn read(
+        &self,
+        line: &Line,
+        mut from: &TcpStream,
+        sender: &SyncSender<Piece>,
+        opened: Instant,
+        note: &mut dyn FnMut(&[u8]),
+    ) {
         let mut buffer = vec![0; PIECE_BYTES_MAX];
         while let Ok(bytes @ 1..) = from.read(&mut buffer) {
             line.bytes.fetch_add(bytes as u64, SeqCst);
+            note(&buffer[..bytes]);
             let begins = Instant::now().max(opened);
             let sent = match self.bytes_per_second {
                 None => begins,

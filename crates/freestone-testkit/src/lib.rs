@@ -9,7 +9,7 @@
 //! * [`ModelZoned`]: the plainest zoned device.
 //! * [`Through`]: a device that is used by way of an export.
 //! * [`s3`]: a server of objects, in this process, that fails as it is told.
-//! * [`Latency`]: a line to a server with a round trip's time and a bandwidth.
+//! * [`Latency`]: a line to a server with a round trip's time and a bandwidth, which counts what goes over it.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
@@ -25,6 +25,7 @@ mod compare;
 pub mod conformance;
 mod deferred;
 mod faulty;
+mod heads;
 mod latency;
 mod model;
 mod model_zoned;

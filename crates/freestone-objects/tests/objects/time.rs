@@ -1,5 +1,6 @@
 //! Deadlines, calls that nobody waits for any more, and reads that are sent twice.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
@@ -154,4 +155,12 @@ fn a_long_way_is_only_slow() {
     // 20 ms there and back, and 84 ms for the bytes.
     assert!((95..5000).contains(&since.elapsed().as_millis()), "{:?}", since.elapsed());
     assert!(line.bytes().1 > 1 << 20);
+    // The line has seen what the server was asked.
+    far.objects.put("y", &vec![7; 100_000], When::Always, soon()).unwrap();
+    far.objects.list("", &mut |_| true, soon()).unwrap();
+    let path = |key: String| if key == "disks/" { "/disks".to_owned() } else { format!("/disks/{key}") };
+    let asked = near.server.traffic().requests.into_iter();
+    let asked: BTreeMap<_, _> = asked.map(|((method, key), count)| ((method, path(key)), count)).collect();
+    assert_eq!(line.requests(), asked);
+    assert_eq!(asked.len(), 4);
 }
