@@ -26,6 +26,9 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Streams of reads that are told apart, and the most that is fetched before one.
 const STREAMS: usize = 8;
 const STREAM_CHUNKS_MAX: u64 = 32;
+/// Chunks of a stream that are waited for before more is fetched: of two that lie side by side the next is
+/// seldom wanted (of a guest's boot every other one was not).
+const STREAM_WAITS: u32 = 2;
 
 /// What is fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,7 +81,19 @@ struct Wanted<W> {
 /// Reads one behind the other, by blocks of a chunk's length.
 struct Stream {
     next: u64,
-    window: u64,
+    /// How often somebody waited.
+    waits: u32,
+}
+
+impl Stream {
+    /// Somebody is about to wait for a block of it: how many behind are fetched as well.
+    fn waited(&mut self, block: u64) -> u64 {
+        let doubled = self.waits.checked_sub(STREAM_WAITS).map(|more| 1_u64.checked_shl(more));
+        let ahead = doubled.map_or(0, |ahead| ahead.unwrap_or(STREAM_CHUNKS_MAX).min(STREAM_CHUNKS_MAX));
+        self.waits = self.waits.saturating_add(1);
+        self.next = block + 1 + ahead;
+        ahead
+    }
 }
 
 impl<W: Waiter> Fetches<W> {
@@ -125,8 +140,8 @@ impl<W: Waiter> Fetches<W> {
         }
     }
 
-    /// Somebody is about to wait for a chunk: where several in a row were waited for, what comes behind is fetched
-    /// as well, twice as much each time.
+    /// Somebody is about to wait for a chunk: where two before it were waited for, what comes behind is fetched as
+    /// well, twice as much each time.
     pub fn missed(&self, name: Name, offset: u64, len: u64) {
         let block = CHUNK_BYTES as u64;
         let number = offset / block;
@@ -135,10 +150,8 @@ impl<W: Waiter> Fetches<W> {
             let known = streams.iter().position(|stream| stream.next == number);
             let known = known.and_then(|at| streams.remove(at));
             streams.truncate(STREAMS - 1);
-            let mut stream = known.unwrap_or(Stream { next: number, window: 0 });
-            let ahead = stream.window;
-            stream.window = (stream.window * 2).clamp(1, STREAM_CHUNKS_MAX);
-            stream.next = number + 1 + ahead;
+            let mut stream = known.unwrap_or(Stream { next: number, waits: 0 });
+            let ahead = stream.waited(number);
             streams.push_front(stream);
             ahead
         };
