@@ -1,5 +1,5 @@
-//! One fetch of a chunk on a host: who fetches it has a byte of a file locked, which the name of the
-//! chunk chooses. The lock goes with the process.
+//! One fetch of an object on a host: who fetches it has a byte of a file locked, which the name of the
+//! object chooses. The lock goes with the process.
 
 use crate::rt::thread;
 use crate::rt::time::Duration;
@@ -27,24 +27,22 @@ impl Cache {
         File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("fetching"))
     }
 
-    /// Waits until nobody else on this host fetches the chunk; `None` where that did not come in time, or
-    /// there are no such locks: then it is fetched anyway. True: somebody did meanwhile, so it may be there
-    /// now.
-    pub fn lock_fetch(&self, name: &Name, until: Until<'_>) -> (Option<FetchLock>, bool) {
-        let Ok(file) = self.fetching() else { return (None, false) };
-        let Some(start) = name.0.first_chunk::<8>() else { return (None, false) };
+    /// Waits until nobody else on this host fetches the object: it may be there then. `None` where that did not
+    /// come in time, or there are no such locks: then it is fetched anyway.
+    pub fn lock_fetch(&self, name: &Name, until: Until<'_>) -> Option<FetchLock> {
+        let file = self.fetching().ok()?;
+        let start = name.0.first_chunk::<8>()?;
         // An offset of a file has 63 bits.
         let byte = (u64::from_le_bytes(*start) & (u64::MAX >> 2)) as i64;
-        let (mut pause, mut waited) = (PAUSE_FIRST, false);
+        let mut pause = PAUSE_FIRST;
         loop {
             match lock_byte(file.as_fd(), byte) {
-                Ok(()) => return (Some(FetchLock(file)), waited),
+                Ok(()) => return Some(FetchLock(file)),
                 Err(Errno::WOULDBLOCK | Errno::INTR) => {}
-                Err(_) => return (None, waited),
+                Err(_) => return None,
             }
-            waited = true;
             if until.check().is_err() {
-                return (None, waited);
+                return None;
             }
             thread::sleep(pause);
             pause = PAUSE_MAX.min(pause * 2);

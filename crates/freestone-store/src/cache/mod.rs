@@ -11,7 +11,7 @@
 //! meta/HH/NAME     maps and manifests, as their names say
 //! new/             what is not complete
 //! usage            bytes of all these, in decimal; locked by who adds to it
-//! fetching         a byte of it is locked by who fetches a chunk: one fetch on a host
+//! fetching         a byte of it is locked by who fetches an object: one fetch on a host
 //! ```
 //!
 //! **Bound.** Who adds a file first adds its bytes to `usage`. Where that would go beyond the limit, the

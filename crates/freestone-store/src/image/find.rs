@@ -8,6 +8,7 @@ use std::collections::{HashSet, VecDeque};
 use freestone_core::device;
 use freestone_core::log_limit::LogLimit;
 
+use super::described::{Described, LOCK_WAIT};
 use super::segment::Segment;
 use super::stat::Stats;
 use super::{Config, open_files};
@@ -21,8 +22,6 @@ use crate::store::{CHUNKS_MAX, Error, Result, Store};
 
 /// Segments whose maps are in memory at once; each has 75 to 600 KiB of them.
 const SEGMENTS_MAX: usize = 1024;
-/// How long another server of the host is waited for that fetches the same.
-const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long the cache may take to keep a chunk.
 const KEEP_MAX: Duration = Duration::from_secs(5);
 /// How long a cache is left alone that did not take something.
@@ -210,16 +209,14 @@ impl Content {
     }
 
     fn map(&self, name: &Name, until: Until<'_>) -> Result<Map> {
-        let cached = self.cache.as_ref().and_then(|cache| cache.find_meta(name));
-        let is_it = |bytes: &Vec<u8>| self.store.domain().naming.name(Kind::Map, &[bytes]) == *name;
-        if let Some(map) = cached.filter(is_it).and_then(|bytes| Map::parse(&bytes)) {
-            return Ok(map);
-        }
-        let map = self.store.map(name, until)?;
-        if let Some(cache) = self.cache() {
-            self.cache_took(cache.keep_meta(name, &map.bytes(), until));
-        }
-        Ok(map)
+        let described =
+            Described { store: &self.store, cache: self.cache.as_deref(), kind: Kind::Map, name, until };
+        let keep = |cache: &Cache, map: &Map| {
+            if self.cache().is_some() {
+                self.cache_took(cache.keep_meta(name, &map.bytes(), until));
+            }
+        };
+        described.read(Map::parse, || self.store.map(name, until), keep)
     }
 
     /// Forgets the maps of a segment that was not used for long, if there are many.
@@ -274,7 +271,7 @@ impl Content {
         let got = |pages| Got { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
         let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
         // Held until the cache has it.
-        let (_lock, _) = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
+        let _lock = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
         if let Some(entry) = cache.find(name) {
             let mut pages = vec![0; entry.pages() * PAGE];
             if entry.read(0, &mut pages, true) == Outcome::Done {

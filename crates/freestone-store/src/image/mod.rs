@@ -14,6 +14,7 @@
 //! writing under it only try. The fetches, the readers' queue, a job's buffer: leaves, for a few
 //! instructions or one copy.
 
+mod described;
 mod fetch;
 mod find;
 mod job;
@@ -37,6 +38,7 @@ use crate::format::{CHUNK_BYTES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{self, Store};
+use described::Described;
 use find::{Content, Found};
 use job::Reader;
 pub use stat::Stat;
@@ -77,17 +79,17 @@ impl Image {
         config: Config,
         until: Until<'_>,
     ) -> store::Result<Self> {
-        let from_cache = cache.as_ref().and_then(|cache| {
-            let bytes = cache.find_meta(&name)?;
-            let is_it = store.domain().naming.name(Kind::Manifest, &[&bytes]) == name;
-            Manifest::parse(&bytes).ok().filter(|_| is_it)
-        });
-        let is_cached = from_cache.is_some();
-        let manifest = from_cache.map_or_else(|| store.manifest(&name, until), Ok)?;
-        if let Some(cache) = cache.as_ref().filter(|_| !is_cached) {
-            // Without that it is read again.
-            let _ = cache.keep_meta(&name, &manifest.bytes(), until);
-        }
+        let described =
+            Described { store: &store, cache: cache.as_deref(), kind: Kind::Manifest, name: &name, until };
+        let parse = |bytes: &[u8]| Manifest::parse(bytes).ok();
+        let manifest = described.read(
+            parse,
+            || store.manifest(&name, until),
+            |cache, manifest| {
+                // Without that it is read again.
+                let _ = cache.keep_meta(&name, &manifest.bytes(), until);
+            },
+        )?;
         let reader = Reader::new(Content::new(store, cache, name, manifest, config));
         if config.prefetch {
             reader.follow_trace();

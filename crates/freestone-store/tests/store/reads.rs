@@ -68,6 +68,37 @@ fn each_chunk_is_fetched_once_for_all_who_read() {
 }
 
 #[test]
+fn what_describes_an_image_is_fetched_once_for_all_servers_of_a_host() {
+    let (memory, store) = store();
+    let (dir, cache) = cache();
+    let device = mixed(300, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    change(&device, 20, 2);
+    let name = push_plain(&store, &device, "v1").unwrap().manifest;
+    memory.rule(|call| match call.method {
+        Method::Get => Effect::Late(Duration::from_millis(30)),
+        _ => Effect::Pass,
+    });
+    let before = memory.gets();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let cache = Cache::open(dir.path().join("cache"), cache.limit()).unwrap();
+                let image = Image::open(Arc::clone(&store), Some(cache), name, CONFIG, soon()).unwrap();
+                assert!(content(&image) == content(&device));
+            });
+        }
+    });
+    let more = |(key, count): (&String, &u64)| count - before.get(key).copied().unwrap_or(0);
+    let gets = memory.gets();
+    let of =
+        |dir: &str| -> Vec<u64> { gets.iter().filter(|(key, _)| key.starts_with(dir)).map(more).collect() };
+    assert_eq!(of("manifests/").iter().sum::<u64>(), 1, "{gets:?}");
+    // One of the image, and one of what changed.
+    assert_eq!(of("maps/").iter().filter(|count| **count > 0).collect::<Vec<_>>(), [&1, &1], "{gets:?}");
+}
+
+#[test]
 fn what_is_cached_needs_no_store() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
