@@ -88,7 +88,8 @@ enum Bench {
     /// What lasts over restarts: the cost of a state, starts with many forks, how fast kept content
     /// is there again, what increments and saves cost.
     Restarts(restarts::Args),
-    /// Images in object storage: what their pages cost once they are cached.
+    /// Images in object storage: what their pages cost once they are cached, a boot and a fleet's start
+    /// from a store over a line, pushes.
     Images(images::Args),
     /// Instructions of a read and of a write, and against another build of this program. Needs
     /// valgrind.

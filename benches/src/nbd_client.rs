@@ -1,5 +1,5 @@
 //! A client that sends one request at a time and waits for its reply: fixed newstyle NBD with
-//! simple replies, the default export.
+//! simple replies.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -21,14 +21,20 @@ const CMD_READ: u16 = 0;
 const CMD_WRITE: u16 = 1;
 const CMD_DISC: u16 = 2;
 
-/// A connection to the default export.
+/// A connection to an export.
 pub struct Client {
     stream: UnixStream,
     cookie: u64,
 }
 
 impl Client {
+    /// To the default export.
     pub fn connect(socket: &Path) -> Result<Self> {
+        Self::connect_to(socket, "")
+    }
+
+    /// To the export of that name.
+    pub fn connect_to(socket: &Path, name: &str) -> Result<Self> {
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(REPLY_WAIT_MAX))?;
         stream.set_write_timeout(Some(REPLY_WAIT_MAX))?;
@@ -40,8 +46,8 @@ impl Client {
         let mut option = u32::from(HANDSHAKE_FLAGS).to_be_bytes().to_vec();
         option.extend(b"IHAVEOPT");
         option.extend(OPTION_EXPORT_NAME.to_be_bytes());
-        // An empty name is the default export.
-        option.extend(0_u32.to_be_bytes());
+        option.extend((name.len() as u32).to_be_bytes());
+        option.extend(name.as_bytes());
         stream.write_all(&option)?;
         // Size and flags of the export.
         stream.read_exact(&mut [0; 10])?;

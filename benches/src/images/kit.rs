@@ -10,6 +10,7 @@ use freestone::device::Device;
 use freestone::file;
 use freestone::store::cache::Cache;
 use freestone::store::format::domain::GRACE;
+use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image, TIMEOUT};
 use freestone::store::objects::{Directory, Objects, Until};
 use freestone::store::push::{Options as PushOptions, Pushed, Source, THREADS, push};
@@ -24,7 +25,7 @@ const BYTES: u64 = 2 << 30;
 /// More than all that is pulled.
 const CACHE_BYTES: u64 = 64 << 30;
 /// Of what is pushed.
-const TAG: &str = "v1";
+pub const TAG: &str = "v1";
 
 /// What the parts have in common.
 pub struct Kit {
@@ -32,6 +33,11 @@ pub struct Kit {
     pub file: PathBuf,
     pub store: Arc<Store>,
     own: Own,
+}
+
+/// The name of what was pushed.
+pub fn pushed(store: &Store) -> Result<Name> {
+    Ok(store.tag(TAG, until())?.context("the tag is not there")?.tag.manifest)
 }
 
 pub fn until() -> Until<'static> {
@@ -48,7 +54,7 @@ pub fn begun(objects: Arc<dyn Objects>) -> Result<(Arc<Store>, bool)> {
 /// The image that was pushed to a store.
 pub fn image(store: &Arc<Store>, cache: &Path, prefetch: bool) -> Result<Arc<Image>> {
     let cache = Cache::open(cache, CACHE_BYTES)?;
-    let name = store.tag(TAG, until())?.context("the tag is not there")?.tag.manifest;
+    let name = pushed(store)?;
     let config = Config { timeout: TIMEOUT, prefetch };
     Ok(Arc::new(Image::open(Arc::clone(store), Some(cache), name, config, until())?))
 }

@@ -1,5 +1,6 @@
 //! A store behind a line: 20 ms to and fro, 1 Gbit/s.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +17,7 @@ use super::kit::begun;
 pub const ROUND_TRIP: Duration = Duration::from_millis(20);
 pub const BITS_PER_SECOND: u64 = 1_000_000_000;
 const BUCKET: &str = "images";
+const REGION: &str = "us-east-1";
 
 /// A server of objects, this process's own or another, and the line to it.
 pub struct Remote {
@@ -49,7 +51,7 @@ impl Remote {
     fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
         let options = Options {
             endpoint: Some(self.line.endpoint()),
-            region: Some("us-east-1".into()),
+            region: Some(REGION.into()),
             anonymous: self.anonymous,
             ..Options::default()
         };
@@ -59,6 +61,26 @@ impl Remote {
     /// A store there, begun if it is not.
     pub fn store(&self, prefix: &str) -> Result<(Arc<Store>, bool)> {
         begun(self.objects(prefix)?)
+    }
+
+    /// What a device is told to have an image from there: one of a store, and what follows its URL.
+    pub fn device(&self, prefix: &str, image: &str) -> String {
+        let (bucket, endpoint) = (&self.bucket, self.line.endpoint());
+        let anonymous = if self.anonymous { "yes" } else { "no" };
+        format!(
+            "image,url=s3://{bucket}/{prefix}{image},endpoint={endpoint},region={REGION},anonymous={anonymous}"
+        )
+    }
+
+    /// What was asked of a store there so far, by method and key.
+    pub fn requests(&self, prefix: &str) -> BTreeMap<(String, String), u64> {
+        let of_store = format!("/{}/{prefix}/", self.bucket);
+        let requests = self.line.requests().into_iter().filter_map(|((method, path), count)| {
+            let is_list = path.trim_end_matches('/') == format!("/{}", self.bucket);
+            let key = path.strip_prefix(&of_store).or(is_list.then_some(""))?.to_owned();
+            Some(((method, key), count))
+        });
+        requests.collect()
     }
 
     /// Bytes that went there and came from there, with all that HTTP adds.

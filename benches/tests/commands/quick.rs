@@ -252,6 +252,52 @@ fn restarts_runs_every_part() {
     assert!(left.is_empty(), "{left:?}");
 }
 
+/// What fleets of several sizes ask of a store is counted, and is what the model says.
+#[test]
+fn images_boot_and_fleets_ask_what_the_model_says() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let data = dir.path().join("data");
+    let mut command = program();
+    command.args(["images", "--quick", "--part", "boot,fleet", "--size", "32M", "--set", "fio"]);
+    let freestone = Path::new(command.get_program()).with_file_name("freestone");
+    if freestone.exists() {
+        command.arg("--freestone").arg(freestone);
+    }
+    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("images.json"));
+    assert_eq!(
+        names(&reports),
+        ["images: boot", "images: fleet", "images: fleets and the model", "images: what 1000 hosts ask"]
+    );
+    for trace in ["its trace known", "no trace"] {
+        let boot =
+            row(&reports[0], &format!("with the guest's pauses: nothing cached, {trace} / local file"));
+        assert!(part(boot, "s") > 0.0 && part(boot, "local s") > 0.0, "{boot}");
+        let most = row(&reports[1], &format!("{trace}: the most that one chunk left the store"));
+        assert!(most["median"] == 1.0 && most["met"] == true, "{most}");
+        let off = row(&reports[1], &format!("{trace}: requests that the model has not"));
+        assert_eq!(off["met"], true, "{off}");
+        let requests = row(&reports[1], &format!("{trace}: requests"));
+        assert_eq!((part(requests, "tags"), part(requests, "maps")), (3.0, 1.0), "{requests}");
+        let bytes = row(&reports[1], &format!("{trace}: bytes that came / chunks that were read"));
+        // What describes the image comes as well, so it cannot be less.
+        assert!(bytes["median"].as_f64().unwrap() > 1.0 && bytes["met"] == true, "{bytes}");
+    }
+    let counted = reports[2]["rows"].as_array().unwrap();
+    assert!(counted.iter().all(|row| row["met"] == true), "{counted:#?}");
+    let (alone, two) = ("1 host, 1 server, 1 fork", "2 hosts, 2 servers, 2 forks");
+    let of = |fleet: &str, start: &str| {
+        row(&reports[2], &format!("{fleet}: {start}, trace known: requests that the model has not")).clone()
+    };
+    let (alone, two) = (of(alone, "nothing cached"), of(two, "nothing cached"));
+    for (kind, times) in [("chunks", 2.0), ("maps", 2.0), ("manifests", 2.0), ("tags", 4.0), ("traces", 4.0)]
+    {
+        let (alone, two) = (part(&alone, kind), part(&two, kind));
+        assert!(alone > 0.0 && (two - times * alone).abs() < 0.1, "{kind}: {alone} and {two}");
+    }
+    let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
 #[test]
 fn the_loop_for_callgrind_runs_without_it() {
     for request in ["read", "write"] {
@@ -320,6 +366,9 @@ fn bad_options_are_refused() {
         &["zones", "--part", "zone"],
         &["restarts", "--part", "verb"],
         &["restarts", "--forks", "0"],
+        &["images", "--part", "fleets"],
+        &["images", "--bucket", "b"],
+        &["images", "--part", "fleet", "--freestone", "no/such/program"],
         &["compare", "--peers", "debian11"],
         &["compare", "--group", "disk"],
         &["compare", "--part", "server", "--freestone", "no/such/program", "--peers", "installed"],

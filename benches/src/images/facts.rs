@@ -1,0 +1,93 @@
+//! What of an image some reads ask for, and how many bytes that is in the store.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context as _, Result, ensure};
+use freestone::store::format::domain;
+use freestone::store::format::map::Place;
+use freestone::store::format::name::Name;
+use freestone::store::format::{PAGE, SEGMENT_BYTES};
+use freestone::store::store::{MANIFESTS, MAPS, Store, TAGS, TRACES};
+
+use super::kit::{TAG, pushed, until};
+use super::replay::Read;
+
+/// Objects and their bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Objects {
+    pub count: u64,
+    pub bytes: u64,
+}
+
+impl Objects {
+    fn of(sizes: impl IntoIterator<Item = u64>) -> Self {
+        let add = |all: Self, bytes| Self { count: all.count + 1, bytes: all.bytes + bytes };
+        sizes.into_iter().fold(Self::default(), add)
+    }
+}
+
+/// What a host asks of an image, as it lies in the store.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// Names and bytes of the chunks that are read.
+    pub read: BTreeMap<Name, u64>,
+    pub chunks: Objects,
+    pub maps: Objects,
+    pub domain: u64,
+    pub tag: u64,
+    pub manifest: u64,
+    /// None where it has no trace.
+    pub trace: u64,
+}
+
+impl Facts {
+    /// Of the image that the tag says.
+    pub fn of(store: &Store, reads: &[Read]) -> Result<Self> {
+        let image = pushed(store)?;
+        let manifest = store.manifest(&image, until())?;
+        let (mut read, mut maps) = (BTreeMap::new(), Vec::new());
+        for (segment, pages) in pages(reads) {
+            // From the youngest.
+            let mut of_segment = Vec::new();
+            for map in manifest.maps(segment).iter().rev() {
+                of_segment.push(store.map(&map.map, until())?);
+                maps.push(bytes(store, &format!("{MAPS}{}", map.map))?);
+            }
+            for page in pages {
+                let places = of_segment.iter().map(|map| (map, map.place(page)));
+                let first = places.into_iter().find(|(_, place)| !matches!(place, Place::Below));
+                if let Some((map, Place::In { chunk, .. })) = first {
+                    let chunk = map.chunks()[chunk];
+                    read.insert(chunk.name, u64::from(chunk.stored));
+                }
+            }
+        }
+        ensure!(!read.is_empty(), "what is read is all zeroes");
+        Ok(Self {
+            chunks: Objects::of(read.values().copied()),
+            read,
+            maps: Objects::of(maps),
+            domain: bytes(store, domain::KEY)?,
+            tag: bytes(store, &format!("{TAGS}{TAG}"))?,
+            manifest: bytes(store, &format!("{MANIFESTS}{image}"))?,
+            trace: bytes(store, &format!("{TRACES}{image}")).unwrap_or(0),
+        })
+    }
+}
+
+fn bytes(store: &Store, key: &str) -> Result<u64> {
+    Ok(store.head(key, until())?.with_context(|| format!("{key} is not there"))?.bytes)
+}
+
+/// The pages that are read, by segments.
+fn pages(reads: &[Read]) -> BTreeMap<u32, BTreeSet<usize>> {
+    let mut pages: BTreeMap<u32, BTreeSet<usize>> = BTreeMap::new();
+    for Read { offset, len, .. } in reads {
+        let end = (offset + *len as u64).div_ceil(PAGE as u64);
+        for page in offset / PAGE as u64..end {
+            let of_segment = SEGMENT_BYTES / PAGE as u64;
+            pages.entry((page / of_segment) as u32).or_default().insert((page % of_segment) as usize);
+        }
+    }
+    pages
+}
