@@ -156,9 +156,8 @@ fn own_family(
             family.algorithm_params = format!("level={}", first.level);
         }
     }
-    let of = |refusal: Refusal| refusal.of(asked.name);
-    let backing = registry.backing(&family).map_err(of)?;
-    let family = registry.new_family(asked.name, &family, size, backing.as_ref()).map_err(of)?;
+    let backing = registry.backing(&family)?;
+    let family = registry.new_family(asked.name, &family, size, backing.as_ref())?;
     Ok((family, backing))
 }
 

@@ -133,8 +133,10 @@ impl Source {
             .map_err(|has| failed(Refusal::failed(Errno::ENODEV, format!("{}: {has}", file.display()))))?;
         let devices = open(bases)?;
         for entry in devices.registry().all() {
-            // What another one stands on may have to be written for that.
-            if entry.in_memory().is_none() && devices.registry().users(&entry).is_none() {
+            // What another one stands on, or what is spilled to, may have to be written for that.
+            let is_needed =
+                devices.registry().users(&entry).is_some() || disk.changes().contains(&entry.name());
+            if entry.in_memory().is_none() && !is_needed {
                 check_read_only(&entry)?;
             }
         }

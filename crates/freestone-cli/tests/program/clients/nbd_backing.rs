@@ -270,7 +270,7 @@ fn what_is_restored_spills_to_an_export() {
     assert!(spilled(&server, "r2") > 1000);
     holds(&server, "r2", &data);
     let why = server.refused(1, &["restore", "saved", "r3", "backing_dev=device:n"]);
-    assert_eq!(why, "r3: backing_dev=device:n: is in use by r2");
+    assert_eq!(why, "restore: backing_dev=device:n: is in use by r2");
 }
 
 /// A server that is killed finds its snapshots again on exports of others, which lost what was not

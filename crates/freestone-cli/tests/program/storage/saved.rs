@@ -103,6 +103,12 @@ fn a_disk_alone_needs_no_base_and_comes_as_often_as_one_likes() {
     let spilling = ["mem_limit=1M", "backing_dev=spill", "backing_size=16M"];
     let again = push_saved(dir.path(), "r", "r.saved", &bucket.tag("r"), &spilling);
     assert_eq!(again["changed"], false);
+    // Or to a device that is opened for this as well.
+    let aside = tempfile::tempdir().unwrap();
+    let spill = format!("s=file,path={},size=16M", aside.path().join("spill").display());
+    let spilling = ["mem_limit=1M", "backing_dev=device:s", "--device", &spill];
+    let again = push_saved(dir.path(), "r", "r.saved", &bucket.tag("r"), &spilling);
+    assert_eq!(again["changed"], false);
     let said =
         refused(dir.path(), 1, &["push", "r", &bucket.tag("r"), "--restore", "r.saved", "mem_limit=1M"]);
     let room = "; a larger mem_limit, or a backing_dev, makes room";
