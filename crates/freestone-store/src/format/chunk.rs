@@ -108,7 +108,9 @@ impl Head {
         }
         let packing = Packing::of(domain, name, &header)?;
         let tag_bytes = packing.tag_bytes();
-        if units.iter().any(|unit| unit.stored.get() as usize > UNIT_BYTES + tag_bytes) {
+        // One of nothing would be read by asking for no bytes.
+        let can_be = 1..=UNIT_BYTES + tag_bytes;
+        if units.iter().any(|unit| !can_be.contains(&(unit.stored.get() as usize))) {
             return Err(Damaged::Shape);
         }
         Ok(Self { pages_bytes, packing, units: units.to_vec() })
@@ -245,6 +247,11 @@ mod tests {
                     }
                 }
             }
+            // A unit of nothing, whose length no hash is of.
+            let mut empty = object.clone();
+            empty[HEADER_BYTES + UNIT_ENTRY_BYTES..][..4].fill(0);
+            let head = Head::parse(&domain, &plain.name(), &empty[..HEAD_BYTES_MAX.min(empty.len())]);
+            assert_eq!(head.err(), Some(Damaged::Shape));
             let other = Plain::new(&domain, &sample[PAGE..]).name();
             assert_eq!(pages(&domain, &other, &object), Err(Damaged::Content));
         }
