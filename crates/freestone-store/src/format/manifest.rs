@@ -3,11 +3,14 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::chunk;
 use super::name::Name;
-use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, read};
+use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, SEGMENT_CHUNKS, SEGMENT_PAGES, read};
 
 /// Most maps of a segment. Beyond that they are made one.
 pub const DEPTH_MAX: usize = 8;
+/// Most bytes of the chunks of a map.
+const STORED_BYTES_MAX: u64 = (SEGMENT_CHUNKS * chunk::STORED_BYTES_MAX) as u64;
 /// Most bytes of one.
 pub const BYTES_MAX: usize = 32 << 20;
 
@@ -73,6 +76,10 @@ impl Manifest {
             next = number + 1;
             if segment.maps.is_empty() || segment.maps.len() > DEPTH_MAX {
                 return Err("a segment has no maps, or too many");
+            }
+            let is_more = |map: &MapRef| map.pages as usize > SEGMENT_PAGES || map.stored > STORED_BYTES_MAX;
+            if segment.maps.iter().any(is_more) {
+                return Err("a map holds more than a segment has");
             }
         }
         Ok(())
@@ -141,7 +148,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_refused() {
-        let changes: [fn(&mut Manifest); 8] = [
+        let changes: [fn(&mut Manifest); 10] = [
             |m| m.format = 2,
             |m| m.size = 0,
             |m| m.size += 1,
@@ -149,6 +156,8 @@ mod tests {
             |m| m.segments[1].number = 4,
             |m| m.segments[1].number = 0,
             |m| m.segments[1].maps.clear(),
+            |m| m.segments[1].maps[0].pages = SEGMENT_PAGES as u32 + 1,
+            |m| m.segments[1].maps[0].stored = u64::MAX / 2,
             |m| m.segments[0].maps = vec![m.segments[0].maps[0].clone(); DEPTH_MAX + 1],
         ];
         for (number, change) in changes.iter().enumerate() {
