@@ -26,7 +26,7 @@ use crate::format::tag::Tag;
 use crate::format::{IMAGE_BYTES_MAX, SEGMENT_BYTES, VERSION};
 use crate::objects::Until;
 use crate::parallel;
-use crate::store::{Error, MANIFESTS, Result, Store};
+use crate::store::{Error, MANIFESTS, Result, Store, TAGS};
 use guard::Guard;
 pub use guard::ROOTS_AGE_MAX;
 pub use sent::LOOK_TO_DELETE;
@@ -134,6 +134,11 @@ pub fn push(
     let is_late = |error| if begun.elapsed() >= half { Error::TooSlow(store.domain().grace) } else { error };
     let store_began = store.now(until).map_err(is_late)?;
     let before = store.tag(options.tag, until)?;
+    let generation = before.as_ref().map_or(0, |before| before.tag.generation);
+    let generation = generation.checked_add(1).ok_or_else(|| {
+        let why = "it was set as often as can be counted; remove it and push again".to_owned();
+        Error::Damaged(format!("{TAGS}{}", options.tag), why)
+    })?;
     let parent = match &before {
         _ if options.full => None,
         Some(before) => Some(before.tag.manifest),
@@ -192,7 +197,6 @@ pub fn push(
     if took.max(begun.elapsed()) >= half {
         return Err(Error::TooSlow(store.domain().grace));
     }
-    let generation = before.as_ref().map_or(0, |before| before.tag.generation) + 1;
     let tag = Tag::new(store.domain(), options.tag, manifest, generation, now);
     store.set_tag(options.tag, before.as_ref(), &tag, until)?;
     Ok(pushed(manifest, generation, true))

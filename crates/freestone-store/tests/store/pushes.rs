@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use freestone_core::device::{Blocking as _, Flags};
 use freestone_store::format::domain::{GRACE, Refused, Secret};
+use freestone_store::format::tag::Tag;
 use freestone_store::format::{CHUNK_PAGES, PAGE};
-use freestone_store::objects::{Directory, Objects};
+use freestone_store::objects::{Directory, Objects, When};
 use freestone_store::push::{Layer, Source, push};
 use freestone_store::store::{Begin, Error, Store};
 use freestone_testkit::Model;
@@ -28,6 +29,23 @@ fn an_image_comes_back() {
     assert_eq!(memory.under("chunks/").len(), 8);
     assert_eq!(memory.under("tags/").len(), 1);
     assert!(memory.under("clocks/").is_empty());
+}
+
+#[test]
+fn a_tag_that_cannot_be_counted_further_is_not_set() {
+    let (memory, store) = store();
+    let device = mixed(100, 1);
+    let manifest = push_plain(&store, &device, "v1").unwrap().manifest;
+    let last = Tag::new(store.domain(), "v1", manifest, u64::MAX, 0).bytes();
+    memory.put("tags/v1", &last, When::Always, soon()).unwrap();
+    change(&device, 10, 2);
+    let before = memory.count(Method::Put);
+    let error = push_plain(&store, &device, "v1").unwrap_err();
+    assert!(matches!(error, Error::Damaged(..)), "{error}");
+    // The clock alone was asked.
+    assert_eq!(memory.count(Method::Put), before + 1);
+    store.remove_tag("v1", soon()).unwrap();
+    assert_eq!(push_plain(&store, &device, "v1").unwrap().generation, 1);
 }
 
 #[test]
