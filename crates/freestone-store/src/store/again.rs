@@ -40,7 +40,8 @@ pub(super) fn again<T>(
             if now >= resume {
                 break;
             }
-            thread::sleep(STEP.min(resume - now));
+            // Not longer than there is time: then it is known that there is none.
+            thread::sleep(STEP.min(resume - now).min(until.deadline.saturating_duration_since(now)));
         }
     }
 }
@@ -78,6 +79,16 @@ mod tests {
         let answer = again(Until::within(Duration::from_millis(300)), busy);
         assert_eq!(answer, Err(Fault::Transient("busy".into())));
         assert!(since.elapsed() < Duration::from_secs(5));
+        // Where there is little time the pause is no longer than that.
+        let fastest = (0..20).map(|_| {
+            let since = Instant::now();
+            assert_eq!(
+                again(Until::within(Duration::from_millis(2)), busy),
+                Err(Fault::Transient("busy".into()))
+            );
+            since.elapsed()
+        });
+        assert!(fastest.min() < Some(Duration::from_millis(20)));
         let over = Until { is_over: &|| true, ..Until::within(Duration::from_secs(300)) };
         assert_eq!(again(over, busy), Err(Fault::Cancelled));
     }
