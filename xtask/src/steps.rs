@@ -16,7 +16,8 @@ use crate::torture;
 use crate::variants::{Varied, with_variants};
 
 /// The crates with models of lock protocols.
-const MODELLED: [&str; 4] = ["freestone-core", "freestone-cow", "freestone-drive", "freestone-ram"];
+const MODELLED: [&str; 5] =
+    ["freestone-core", "freestone-cow", "freestone-drive", "freestone-ram", "freestone-store"];
 /// Loom explores every interleaving: only optimised it is fast enough, as are those.
 const OPTIMISED_FOR_MODELS: [&str; 2] = ["generator", "loom"];
 /// The crates that have other locks and streams in the experiments' copy.

@@ -1,12 +1,33 @@
 //! Images in object storage.
 
+#![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
+
+#[cfg(not(loom))]
 pub mod cache;
+#[cfg(not(loom))]
 pub mod format;
+#[cfg(not(loom))]
 pub mod image;
+#[cfg(not(loom))]
 pub mod objects;
+#[cfg(not(loom))]
 mod parallel;
+#[cfg(not(loom))]
 pub mod prune;
+#[cfg(not(loom))]
 pub mod push;
 mod rt;
+#[cfg(not(loom))]
 pub mod store;
+#[cfg(not(loom))]
 pub mod url;
+
+#[cfg(loom)]
+mod image {
+    //! What of images is modelled: fetches and the readers' queue.
+    mod fetches;
+    mod queue;
+
+    #[cfg(test)]
+    mod models;
+}

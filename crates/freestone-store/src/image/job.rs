@@ -8,9 +8,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use freestone_core::device::{self, Completion, IoBuf, Request};
 
-use super::fetch::{Fetches, Key, Waiter};
+use super::fetch::Key;
+use super::fetches::{Fetches, Waiter};
 use super::find::{Content, Found, Got};
 use super::queue::Queue;
+use super::streams::Streams;
+use crate::format::name::Name;
 use crate::format::{CHUNK_BYTES, UNIT_PAGES};
 use crate::objects::Fault;
 use crate::store::Error;
@@ -25,7 +28,8 @@ const UNITS_MAX: usize = 3;
 /// An image, and the threads that work for those who read it.
 pub struct Reader {
     pub content: Arc<Content>,
-    fetches: Fetches<Piece>,
+    fetches: Fetches<Content, Piece>,
+    streams: Streams,
     readers: Queue<Piece>,
 }
 
@@ -58,17 +62,39 @@ thread_local! {
 impl Reader {
     pub fn new(content: Arc<Content>) -> Arc<Self> {
         let fetches = Fetches::new(Arc::clone(&content));
-        Arc::new(Self { content, fetches, readers: Queue::new("image-read", READERS, Piece::run) })
+        Arc::new(Self {
+            content,
+            fetches,
+            streams: Streams::default(),
+            readers: Queue::new("image-read", READERS, Piece::run),
+        })
     }
 
     /// Fetches what lies in a range, if there is time, and a cache.
     pub fn ahead(&self, offset: u64, len: u64) {
-        self.fetches.ahead(offset, len);
+        self.ahead_but(offset, len, None);
     }
 
     /// Fetches what was read first at another time.
     pub fn follow_trace(&self) {
-        self.fetches.follow_trace();
+        if self.content.cache().is_some() {
+            self.fetches.ahead([Key::Trace]);
+        }
+    }
+
+    /// Somebody is about to wait for a chunk: fetches the rest of the piece as well, which may lie in several
+    /// chunks, and what comes behind it.
+    fn missed(&self, name: Name, offset: u64, len: u64) {
+        let end = self.streams.missed(offset);
+        self.ahead_but(offset, (end - offset).max(len), Some(name));
+    }
+
+    /// Fetches chunks, if there is time, and a cache; but for one.
+    fn ahead_but(&self, offset: u64, len: u64, but: Option<Name>) {
+        if self.content.cache().is_some() {
+            let names = self.content.chunks(offset, len).into_iter();
+            self.fetches.ahead(names.filter(|name| Some(*name) != but).map(Key::Chunk));
+        }
     }
 
     /// Answers all who wait.
@@ -118,7 +144,7 @@ impl Job {
     }
 }
 
-impl Waiter for Piece {
+impl Waiter<Option<Got>> for Piece {
     fn came(mut self, got: Option<Got>) {
         self.got.extend(got);
         self.go_on();
@@ -183,7 +209,7 @@ impl Piece {
                     content.touch(name);
                     let (unit, last) = (first / UNIT_PAGES, (first + count - 1) / UNIT_PAGES);
                     if content.cache().is_some() || last - unit + 1 >= UNITS_MAX {
-                        fetches.missed(name, self.offset, self.len as u64);
+                        job.reader.missed(name, self.offset, self.len as u64);
                         Key::Chunk(name)
                     } else {
                         Key::Unit(name, unit)

@@ -16,12 +16,14 @@
 
 mod described;
 mod fetch;
+mod fetches;
 mod find;
 mod job;
 mod open_files;
 mod queue;
 mod segment;
 mod stat;
+mod streams;
 
 use crate::rt::sync::Arc;
 use crate::rt::time::Duration;

@@ -57,6 +57,14 @@ impl<T: Send + 'static> Queue<T> {
     }
 }
 
+#[cfg(all(loom, test))]
+impl<T> Queue<T> {
+    /// Threads that have nothing to do have waited for as long as they do.
+    pub fn time_passes(&self) {
+        self.0.more.time_passes();
+    }
+}
+
 impl<T> Drop for Queue<T> {
     fn drop(&mut self) {
         self.0.lock().is_closed = true;
