@@ -7,12 +7,14 @@
 
 pub mod corpus;
 pub mod nbd;
+pub mod nbd_client;
 pub mod power_log;
 pub mod qcow2;
 pub mod rpc;
 pub mod saved;
 pub mod scratch;
 pub mod state;
+pub mod store;
 pub mod vhost_user;
 pub mod words;
 pub mod zones;

@@ -2,8 +2,10 @@
 
 use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
+use freestone_fuzz_checks::nbd_client::NbdClient;
 use freestone_fuzz_checks::scratch::Scratch;
 use freestone_fuzz_checks::state::States;
+use freestone_fuzz_checks::store::Stores;
 use freestone_fuzz_checks::vhost_user::VhostUser;
 use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
 
@@ -90,4 +92,20 @@ fn vhost_user_rings() {
     let judged = run("vhost_user_rings", 2500, |input| vhost_user.rings(input));
     println!("{judged:?}");
     assert!(judged.taken > 500 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn objects_of_stores() {
+    let stores = Stores::new();
+    let judged = run("store_objects", 2000, |input| stores.check(input));
+    println!("{judged:?}");
+    assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
+}
+
+#[test]
+fn replies_to_the_nbd_client() {
+    let client = NbdClient::new();
+    let judged = run("nbd_replies", 1500, |input| client.check(input));
+    println!("{judged:?}");
+    assert!(judged.taken > 300 && judged.refused > 300, "{judged:?}");
 }

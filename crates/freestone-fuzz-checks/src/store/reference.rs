@@ -1,0 +1,121 @@
+//! A store with an image in it, of two pushes; the same content in each run.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone::device::{Blocking as _, Flags};
+use freestone::store::format::chunk::STORED_BYTES_MAX;
+use freestone::store::format::name::Name;
+use freestone::store::format::{PAGE, meta};
+use freestone::store::objects::{Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When};
+use freestone::store::push::{self, Options, Pushed, Source};
+use freestone::store::store::{self, Store};
+use freestone_testkit::objects::Memory;
+use freestone_testkit::{Model, Rng};
+
+use super::keys::Fixed;
+
+/// Pages of the image: two chunks, of which the second ends early.
+pub const PAGES: usize = 150;
+
+/// An object: its key and its bytes.
+pub type Object = (String, Vec<u8>);
+
+pub struct Reference {
+    pub open: Fixed,
+    pub objects: Vec<Object>,
+    pub image: Name,
+    pub content: Vec<u8>,
+}
+
+/// Long enough for anything that comes at all.
+pub fn soon() -> Until<'static> {
+    Until::within(Duration::from_secs(60))
+}
+
+/// Memory of which nobody asks what he must not ask.
+pub struct Guarded(Memory);
+
+impl Objects for Guarded {
+    fn url(&self) -> &str {
+        self.0.url()
+    }
+
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+        assert!(!part.as_ref().is_some_and(Range::is_empty), "{key}: no bytes are asked for");
+        let bound =
+            if key.starts_with("chunks/") { STORED_BYTES_MAX as u64 } else { meta::STORED_BYTES_MAX + 32 };
+        assert!(most <= bound && key.len() <= KEY_BYTES_MAX, "{key}: {most} bytes are asked for");
+        self.0.get(key, part, most, until)
+    }
+
+    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        self.0.put(key, bytes, when, until)
+    }
+
+    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+        self.0.head(key, until)
+    }
+
+    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+        self.0.list(prefix, each, until)
+    }
+
+    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+        self.0.delete(key, until)
+    }
+}
+
+/// A store with these objects.
+pub fn memory(objects: &[Object]) -> Arc<Guarded> {
+    let memory = Memory::default();
+    for (key, bytes) in objects {
+        memory.put(key, bytes, When::Always, soon()).expect("memory");
+    }
+    Arc::new(Guarded(memory))
+}
+
+/// All of a device's content, with other pages from the second version on.
+pub fn device(version: u64) -> Model {
+    let device = Model::new(PAGES * PAGE, 512);
+    let mut page = [0; PAGE];
+    for number in 0..PAGES as u64 {
+        let changed = if number % 7 == 3 { version } else { 1 };
+        let mut rng = Rng::new(number * 64 + changed);
+        // Mostly what compresses, so that mutations meet heads and frames.
+        if rng.chance(5) {
+            rng.fill(&mut page);
+        } else {
+            page.fill(rng.below(4) as u8);
+        }
+        device.write_at(number * PAGE as u64, &page, Flags::empty()).expect("memory");
+    }
+    device
+}
+
+pub fn push(store: &Store, device: &Model, tag: &str) -> store::Result<Pushed> {
+    let source = Source { device, label: "disk", over: None };
+    let options = Options { tag, full: false, threads: 2, is_new: false };
+    push::push(store, source, options, &|_, _| {}, soon())
+}
+
+impl Reference {
+    pub fn new() -> Self {
+        let open = Fixed::new(false);
+        let objects = memory(&[("freestone.json".to_owned(), open.description.clone())]);
+        let of_store = Arc::clone(&objects) as Arc<dyn Objects>;
+        let store = Store::open(of_store, None, soon()).expect("a store");
+        push(&store, &device(1), "v1").expect("it can be pushed");
+        let device = device(2);
+        let image = push(&store, &device, "v1").expect("it can be pushed").manifest;
+        let mut content = vec![0; PAGES * PAGE];
+        device.read_at(0, &mut content).expect("memory");
+        let keys = objects.0.under("").into_keys();
+        let object = |key: String| {
+            let bytes = objects.get(&key, None, 1 << 19, soon()).expect("it is there").bytes;
+            (key, bytes)
+        };
+        Self { open, objects: keys.map(object).collect(), image, content }
+    }
+}

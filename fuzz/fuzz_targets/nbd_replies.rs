@@ -1,0 +1,13 @@
+//! What an NBD server says to the client; the oracle is stated in `nbd_client/mod.rs` of `freestone-fuzz-checks`.
+
+#![no_main]
+
+use std::sync::LazyLock;
+
+use freestone_fuzz_checks::nbd_client::NbdClient;
+
+static CLIENT: LazyLock<NbdClient> = LazyLock::new(NbdClient::new);
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| {
+    CLIENT.check(input);
+});
