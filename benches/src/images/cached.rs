@@ -2,15 +2,18 @@
 //! over a local file.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{Blocking as _, Buffer, Device, IoBuf, Request, Tried};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
-use freestone_report::{Report, Row, Target};
+use freestone_report::{Report, Row, Summary, Target};
 
 use super::kit::Kit;
 use crate::data::Random;
+use crate::export::export;
+use crate::fio_nbd::{self, Amount, DEPTH, Direction, Load};
 use crate::measure::alternate;
 use crate::options::Options;
 
@@ -18,6 +21,11 @@ use crate::options::Options;
 const SLOWER_MAX: f64 = 1.05;
 /// Pages of a larger read.
 const PAGES: u64 = 32;
+/// Slices of a client, and how long they are.
+const FIO_ROUNDS: u32 = 15;
+const FIO_ROUNDS_QUICK: u32 = 1;
+const FIO_MILLIS: u64 = 1000;
+const FIO_MILLIS_QUICK: u64 = 50;
 
 pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
     let fork = |base: Arc<dyn Device>| -> Result<Ram> {
@@ -47,12 +55,42 @@ pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
                 .part("file ns", crate::measure::median(&times[0].cpu)),
         );
     }
+    rows.push(over_nbd(kit, [local, stored], options)?);
     Ok(Report::new("images: cached", kit.data.description.clone(), kit.data.bytes(), "none")
         .note(
             "Reads of a fork that holds nothing itself, by one thread, by its CPU time: over an image that was pulled, \
              and over the file that was pushed. All that is read is in the page cache.",
         )
+        .note(format!(
+            "Over NBD: reads a second over a Unix socket, by fio ({DEPTH} in flight), of a server in this process."
+        ))
         .rows(rows))
+}
+
+/// The same reads by a client.
+fn over_nbd(kit: &Kit, forks: [Ram; 2], options: &Options) -> Result<Row> {
+    let sockets = ["local", "stored"].map(|name| kit.socket(name));
+    let mut speeds = [Vec::new(), Vec::new()];
+    let mut servers = Vec::new();
+    for (fork, socket) in forks.into_iter().zip(&sockets) {
+        servers.push(export(Arc::new(fork), socket)?);
+    }
+    let time = Duration::from_millis(if options.quick { FIO_MILLIS_QUICK } else { FIO_MILLIS });
+    for round in 0..options.rounds(FIO_ROUNDS, FIO_ROUNDS_QUICK) {
+        for at in 0..sockets.len() {
+            // Every other round in the opposite order.
+            let side = if round % 2 == 1 { sockets.len() - 1 - at } else { at };
+            let amount = Amount::Time(time);
+            let load = Load { direction: Direction::Read, block_bytes: 4096, connections: 1, amount, round };
+            speeds[side].push(fio_nbd::run(&sockets[side], &load)?.per_second);
+        }
+    }
+    let [file, image] = speeds;
+    let row = Row::ratio("4 KiB at random over NBD: file / image", Summary::ratio(&file, &image));
+    Ok(row
+        .target(Target::AtMost(SLOWER_MAX))
+        .part("image reads/s", crate::measure::median(&image))
+        .part("file reads/s", crate::measure::median(&file)))
 }
 
 /// Reads all of it.

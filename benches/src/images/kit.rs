@@ -93,9 +93,19 @@ impl Kit {
         Ok(Arc::new(file::File::open(&config)?))
     }
 
+    /// Where that is which was pulled.
+    pub fn cache(&self) -> PathBuf {
+        self.own.path().join("cache")
+    }
+
+    /// A socket.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.own.socket(name)
+    }
+
     /// The image, with all of it in a cache of its own.
     pub fn pulled(&self) -> Result<Arc<Image>> {
-        let image = image(&self.store, &self.own.path().join("cache"), false)?;
+        let image = image(&self.store, &self.cache(), false)?;
         image.pull(&|_, _| {}, until())?;
         Ok(image)
     }

@@ -2,6 +2,7 @@
 
 mod boot;
 mod cached;
+mod disk;
 mod facts;
 mod fleet;
 mod kit;
@@ -44,6 +45,8 @@ pub struct Args {
 enum PartName {
     /// Reads of a fork over an image that is cached, beside one over a local file.
     Cached,
+    /// The same where it is cached on the disk, and not in memory.
+    Disk,
     /// What a guest reads while it starts, from an image of which nothing is cached.
     Boot,
     /// Many servers of a host that start at once, what they ask of the store, and what a thousand hosts would.
@@ -62,6 +65,9 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         let kit = kit::Kit::new(&place, set, options)?;
         if wanted(PartName::Cached) {
             reports.push(cached::run(&kit, options)?.print());
+        }
+        if wanted(PartName::Disk) {
+            reports.push(disk::run(&kit, options)?.print());
         }
         if ![PartName::Push, PartName::Boot, PartName::Fleet].into_iter().any(wanted) {
             continue;

@@ -252,6 +252,25 @@ fn restarts_runs_every_part() {
     assert!(left.is_empty(), "{left:?}");
 }
 
+#[test]
+fn images_are_read_from_memory_and_disk_and_pushed() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut command = program();
+    command.args(["images", "--quick", "--part", "cached,disk,push", "--size", "32M", "--set", "fio"]);
+    command.arg("--data-dir").arg(dir.path().join("data"));
+    let reports = reported(&mut command, &dir.path().join("images.json"));
+    assert_eq!(names(&reports), ["images: cached", "images: from the disk cache", "images: push"]);
+    for what in ["4 KiB at random: image / file", "128 KiB at random: image / file"] {
+        assert!(part(row(&reports[0], what), "image ns") > 0.0);
+    }
+    let over_nbd = row(&reports[0], "4 KiB at random over NBD: file / image");
+    assert!(part(over_nbd, "image reads/s") > 0.0, "{over_nbd}");
+    for threads in ["1 thread", "16 threads"] {
+        let of_disk = row(&reports[1], &format!("4 KiB at random, {threads}: reads a second, image / file"));
+        assert!(part(of_disk, "image reads/s") > 0.0, "{of_disk}");
+    }
+}
+
 /// What fleets of several sizes ask of a store is counted, and is what the model says.
 #[test]
 fn images_boot_and_fleets_ask_what_the_model_says() {
