@@ -1,5 +1,5 @@
 #!/bin/bash
-# run-ceph.sh [calls|images|rbd]... - a real Ceph of one node (see ceph.sh): stores of objects with all calls, conditions under a race, the OSD
+# run-ceph.sh [calls|images|rbd|speed]... - a real Ceph of one node (see ceph.sh): stores of objects with all calls, conditions under a race, the OSD
 # and the gateway killed under writes and reads; images of the program in it (see ceph-images.sh), and its disks in RBD (see ceph-rbd.sh).
 # With words, only these parts. It needs no root where Debian's packages are there. CEPH_LAB and FREESTONE name the programs; without these,
 # they are built. CEPH_DIR, /var/tmp unless said, has some GB to spare.
@@ -45,3 +45,4 @@ calls() {
 case $parts in *' calls '*) calls;; esac
 case $parts in *' images '*) lab/ceph-images.sh "$dir";; esac
 case $parts in *' rbd '*) lab/ceph-rbd.sh "$dir";; esac
+case $parts in *' speed '*) lab/ceph-rbd-speed.sh "$dir";; esac

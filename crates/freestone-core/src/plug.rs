@@ -5,7 +5,7 @@
 //! batch goes through all layers between, and none of them has to know of it. In the same way
 //! whoever answers several requests starts one: who is answered is woken once.
 //!
-//! A thread that has a plug does not wait for what it submitted under it.
+//! A thread that has a plug waits for what it submitted under it only after a [`flush`].
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -57,6 +57,22 @@ impl Drop for Plug {
     }
 }
 
+/// Hands over what the thread holds, and goes on holding what comes: before a wait for what may be
+/// among it, as the kernel does before a task sleeps.
+pub fn flush() {
+    let take = || HELD.with_borrow_mut(|held| held.as_mut().map_or(Vec::new(), std::mem::take));
+    // What is handed over may lead to more.
+    loop {
+        let held = take();
+        if held.is_empty() {
+            return;
+        }
+        for held in held {
+            held.unplug();
+        }
+    }
+}
+
 /// Whether the thread has a plug: `holder` is told when that is released.
 pub fn hold<T: Unplug + 'static>(holder: &Arc<T>) -> bool {
     HELD.with_borrow_mut(|held| {
@@ -95,8 +111,15 @@ mod tests {
             assert!(hold(&one) && hold(&other) && hold(&one));
         }
         assert_eq!(told(), (0, 0));
-        drop(plug);
+        flush();
         assert_eq!(told(), (1, 1));
+        flush();
+        assert_eq!(told(), (1, 1));
+        assert!(hold(&one));
+        drop(plug);
+        assert_eq!(told(), (2, 1));
+        flush();
+        assert_eq!(told(), (2, 1));
         assert!(!hold(&one));
     }
 }

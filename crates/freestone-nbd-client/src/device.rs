@@ -7,6 +7,7 @@ use freestone_core::device::{
     range_end,
 };
 use freestone_core::log_limit::LogLimit;
+use freestone_core::plug;
 use freestone_core::sync::{
     mpsc,
     thread::{self, JoinHandle},
@@ -148,6 +149,7 @@ impl Device for Nbd {
             let _ = tell.send(outcome);
         });
         self.shared.submit(Box::new(Job::status(from, asked, done)));
+        plug::flush();
         let all = told.recv().unwrap_or(Err(Error::Gone))?;
         if all.is_empty() {
             // A server that was connected to meanwhile, without the context.

@@ -1,6 +1,7 @@
 //! Blocking calls for users of the library, derived from `try_io` and `submit`.
 
 use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use crate::plug;
 use crate::sync::mpsc;
 
 /// Blocking I/O on any device. Derived: a device implements [`Device`] only.
@@ -101,5 +102,6 @@ fn wait<D: Device + ?Sized>(device: &D, request: Request, buffer: IoBuf) -> Resu
             let _ = tx.send(outcome.map(|()| buffer));
         }),
     );
+    plug::flush();
     rx.recv().unwrap_or(Err(Error::Gone))
 }

@@ -9,6 +9,7 @@ use freestone_core::device::{
     Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
     Tried,
 };
+use freestone_core::plug::Plug;
 use freestone_nbd::{ExportOptions, Server};
 use freestone_nbd_client::{Config, Nbd};
 use freestone_testkit::{Model, Rng};
@@ -182,6 +183,28 @@ fn what_is_not_answered_is_asked_again() {
     let mut rows = 0;
     assert_eq!(device.extents(0, SIZE as u64, &mut |_| (rows += 1, true).1), Ok(SIZE as u64));
     assert!(rows > 0);
+}
+
+/// As a server of NBD does with what comes at once.
+#[test]
+fn who_holds_requests_back_and_waits_for_one_is_answered() {
+    let machine = Machine::new();
+    let device = machine.open(LONG);
+    // Its connections have nothing to do, and sleep.
+    eventually("all are connected", || device.connections() == freestone_nbd_client::DEFAULT_CONNECTIONS);
+    std::thread::sleep(Duration::from_millis(100));
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let plug = Plug::start();
+        let read = begin(&device, Request::read(0, BLOCK as u64), &[]);
+        let described = device.extents(0, SIZE as u64, &mut |_| true);
+        let again = begin(&device, Request::read(0, BLOCK as u64), &[]);
+        let flushed = device.flush();
+        let answered = answer(&read).is_ok() && answer(&again).is_ok();
+        drop(plug);
+        let _ = tell.send((described, flushed, answered));
+    });
+    assert_eq!(told.recv_timeout(LONG), Ok((Ok(SIZE as u64), Ok(()), true)));
 }
 
 #[test]

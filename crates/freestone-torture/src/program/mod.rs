@@ -14,6 +14,7 @@ mod block;
 mod clients;
 mod control;
 mod disk;
+mod far;
 mod flight;
 mod images;
 mod link;

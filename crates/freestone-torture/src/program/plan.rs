@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError};
 
 use freestone_testkit::Rng;
 
+use super::far;
 use super::images;
 use super::link::Place;
 use super::server;
@@ -19,24 +20,30 @@ const MIB: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 /// Room behind a RAM disk: for all that its family can hold at once.
 pub const BACKING: &str = "1G";
+/// What forks are made of.
+const BASE: &str = "g.img";
+/// How exports of the far server begin that take pages.
+const FAR_PREFIX: &str = "far-";
 /// Room for the copies of a file's snapshot: for every chunk, and what the format needs.
 pub const ROOMY_COW: &str = "48M";
 
-/// Makes the devices of a round and the files that they need, and gives them to the world.
-pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
+/// Makes the devices of a round and the files that they need, and gives them to the world. Returns the
+/// devices of the far server.
+pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>> {
     world.set_disks(Vec::new());
     world.forget_machines();
+    let mut far = Vec::new();
     for n in 0..=rng.below(3) {
-        ram(world, dir, n, rng);
+        ram(world, dir, n, &mut far, rng);
     }
     for n in 0..=rng.below(2) {
-        let origin = file(world, dir, n, rng);
+        let origin = file(world, dir, n, &mut far, rng);
         if !origin.cut && rng.chance(70) {
             snapshot(world, dir, n, &origin, rng);
         }
     }
     if rng.chance(85) {
-        let base = base(world, dir, rng)?;
+        let base = base(world, dir, &mut far, rng)?;
         for n in 0..=rng.below(2) {
             fork(world, dir, n, &base, rng);
         }
@@ -50,7 +57,8 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     if rng.chance(70) {
         null(world, dir, rng);
     }
-    image(world, dir, rng)
+    image(world, dir, rng)?;
+    Ok(far)
 }
 
 fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
@@ -117,6 +125,18 @@ pub fn spilling(name: &str, rng: &mut Rng) -> String {
     words
 }
 
+/// The same over an export of the far server: the words of that, and the keys.
+fn spilling_far(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rng) -> (String, String) {
+    let limit = 256 << rng.below(4);
+    let packed = ["yes", "no"][rng.below(2) as usize];
+    let backing = format!("{FAR_PREFIX}{name}");
+    far.push(format!("{backing}=file,path=./{backing}.img,size={BACKING}"));
+    (
+        format!("{backing}=nbd,uri={},publish=no\n", far::uri(dir, &backing)),
+        format!(",mem_limit={limit}K,backing_dev=device:{backing},compressed_writeback={packed}"),
+    )
+}
+
 /// Keys of faults that leave the data as it is.
 pub fn faults(rng: &mut Rng) -> String {
     let rules = [
@@ -139,34 +159,48 @@ fn layers(rng: &mut Rng) -> (String, bool, bool) {
     }
 }
 
-fn ram(world: &World, dir: &Path, n: u64, rng: &mut Rng) {
+fn ram(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) {
     let name = format!("r{n}");
     let bytes = MIB * (1 + rng.below(8)) + 4 * KIB * rng.below(100);
     let (over, cut, fails) = layers(rng);
+    let mut own = String::new();
     let (limit, tight, spills) = match rng.below(10) {
-        0..6 => (spilling(&name, rng), false, true),
+        0..4 => (spilling(&name, rng), false, true),
+        4..6 => {
+            let (backing, keys) = spilling_far(dir, &name, far, rng);
+            own = backing;
+            (keys, false, true)
+        }
         6..8 => (format!(",mem_limit={}K", 128 << rng.below(4)), true, false),
         _ => (String::new(), false, false),
     };
     let (lost, serves_lost) = on_lost(world, rng);
     let (keep, keeps) = keep(world, cut, rng);
-    let words = format!("{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
+    let words = format!("{own}{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
     let disk = Disk { faults: fails, spills, serves_lost, keeps, ..blank(&name, Kind::Ram, bytes, cut) };
     disk.tight(tight);
     disk.fails(fails);
     add(world, dir, disk, words);
 }
 
-fn file(world: &World, dir: &Path, n: u64, rng: &mut Rng) -> Arc<Disk> {
+fn file(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) -> Arc<Disk> {
     let name = format!("f{n}");
     let bytes = MIB * (1 + rng.below(6));
     let (over, cut, fails) = layers(rng);
     let direct = ["auto", "off", "on"][rng.below(3) as usize];
-    let words = format!("{name}=file,path=./{name}.img,size={}K,direct={direct}{over}", bytes / KIB);
+    let is_far = rng.chance(35);
+    let at = format!("file,path=./{name}.img,size={}K,direct={direct}", bytes / KIB);
+    let words = if is_far {
+        far.push(format!("{name}={at}"));
+        format!("{name}=nbd,uri={},connections={}{over}", far::uri(dir, &name), 1 + rng.below(4))
+    } else {
+        format!("{name}={at}{over}")
+    };
     // Unbuffered, the disk says what a block is.
     let block = if direct == "on" { 4 * KIB } else { SECTOR };
     let disk = Disk { faults: fails, block, kept: true, ..blank(&name, Kind::File, bytes, cut) };
-    disk.fails(fails);
+    // The flush that follows a loss of the far server fails.
+    disk.fails(fails || is_far);
     add(world, dir, disk, words)
 }
 
@@ -203,8 +237,12 @@ fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng
     add(world, dir, disk, words);
 }
 
-/// Whether this is a RAM disk that takes the copies of a snapshot.
-pub fn is_for_copies(name: &str) -> bool {
+/// Whether this takes the copies of a snapshot, or pages of a disk: it is not in the world, and published
+/// nowhere.
+pub fn is_taken(name: &str) -> bool {
+    if name.starts_with(FAR_PREFIX) {
+        return true;
+    }
     let number = name.strip_prefix('c').unwrap_or_default();
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
@@ -227,16 +265,28 @@ fn content(world: &World, name: &str, bytes: u64, rng: &mut Rng) -> (Vec<u8>, Or
     (content, oracle)
 }
 
-fn base(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Arc<Disk>> {
+fn base(world: &World, dir: &Path, far: &mut Vec<String>, rng: &mut Rng) -> io::Result<Arc<Disk>> {
     let bytes = MIB * (1 + rng.below(6)) + SECTOR * rng.below(16);
     let (content, oracle) = content(world, "g", bytes, rng);
-    fs::write(dir.join("g.img"), &content)?;
+    fs::write(dir.join(BASE), &content)?;
+    let mut own = String::new();
     let (limit, tight, spills) = match rng.below(10) {
-        0..6 => (spilling("g", rng), false, true),
+        0..4 => (spilling("g", rng), false, true),
+        4..6 => {
+            let (backing, keys) = spilling_far(dir, "g", far, rng);
+            own = backing;
+            (keys, false, true)
+        }
         6 => (",mem_limit=1M".to_owned(), true, false),
         _ => (String::new(), false, false),
     };
-    let words = format!("g=file,path=./g.img,readonly=yes{limit}{}", packing(rng));
+    let at = if rng.chance(35) {
+        far.push(format!("g=file,path=../{BASE},readonly=yes"));
+        format!("nbd,uri={},readonly=yes", far::uri(dir, "g"))
+    } else {
+        format!("file,path=./{BASE},readonly=yes")
+    };
+    let words = format!("{own}g={at}{limit}{}", packing(rng));
     let disk = Disk { kept: true, spills, ..Disk::new("g", Kind::Base, oracle, Vec::new()) };
     disk.tight(tight);
     Ok(add(world, dir, disk, words))

@@ -13,6 +13,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::{self, No};
+use super::far::{FAR, Far};
 use super::link::Place;
 use super::server::{self, Held, Server};
 use super::watch::VERB_MAX;
@@ -84,7 +85,8 @@ pub fn empty_server(world: &World, dir: &Path) -> Result<(Held, u64), String> {
 pub fn run(world: &Arc<World>, rng: &mut Rng, time: Duration, empty: &(Held, u64)) -> Result<(), String> {
     let dir = tempfile::Builder::new().prefix("torture-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    plan::make(world, dir.path(), rng).map_err(|e| format!("the files of a round: {e}"))?;
+    let far = plan::make(world, dir.path(), rng).map_err(|e| format!("the files of a round: {e}"))?;
+    let mut far = Far::start(&world.program, dir.path(), far)?;
     let lives = 1 + rng.below(4) as u32;
     let mut outcome = Ok(());
     for life in 0..lives {
@@ -93,7 +95,7 @@ pub fn run(world: &Arc<World>, rng: &mut Rng, time: Duration, empty: &(Held, u64
             0..65 => End::Killed,
             _ => End::Told,
         };
-        outcome = one_life(world, dir.path(), rng, time / lives, end, empty);
+        outcome = one_life(world, dir.path(), &mut far, rng, (time / lives, end), empty);
         if outcome.is_err() || world.trouble().is_some() {
             break;
         }
@@ -142,9 +144,9 @@ fn again(world: &World, dir: &Path, killed: bool) {
 fn one_life(
     world: &Arc<World>,
     dir: &Path,
+    far: &mut Far,
     rng: &mut Rng,
-    time: Duration,
-    end: End,
+    (time, end): (Duration, End),
     empty: &(Held, u64),
 ) -> Result<(), String> {
     let words = words(world);
@@ -169,6 +171,8 @@ fn one_life(
         start("bad machine".into(), bad_machine::run);
         start("program".into(), look::run);
         start("stall".into(), stall::run);
+        let far_rng = Rng::new(rng.word());
+        threads.push(scope.spawn(move || far.run(world, far_rng)));
         let begun = Instant::now();
         while begun.elapsed() < time && !world.stopped() {
             thread::sleep(LOOK_EVERY);
@@ -367,10 +371,10 @@ pub fn no_files(world: &World, dir: &Path) -> Result<(), String> {
     for entry in fs::read_dir(dir).map_err(|e| e.to_string())?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         // A kill leaves sockets behind, and may leave the new name of a file that was just being
-        // replaced.
-        let left = killed && (name.starts_with(".freestone-save-") || is_socket(&entry.path()));
+        // replaced, or the directory in which a control socket was just being made.
+        let left = killed && (name.starts_with(".freestone-") || is_socket(&entry.path()));
         if !(ours.iter().any(|end| name.ends_with(end))
-            || [images::STORE, images::CACHE].contains(&&*name)
+            || [images::STORE, images::CACHE, FAR].contains(&&*name)
             || name == "log"
             || name == server::STATE
             || left)

@@ -132,13 +132,13 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         now.push(Arc::new(disk.again(killed, of, places, known, Some(found.bytes / SECTOR_BYTES as u64))));
     }
     for (name, found) in &there {
-        if plan::is_for_copies(name) && found.seen > 0 {
+        if plan::is_taken(name) && found.seen > 0 {
             return Err(format!("{name}, where copies go, is seen"));
         }
     }
     let vague_names: BTreeSet<&str> = vague.iter().map(|disk| disk.name.as_str()).collect();
     let unknown = |name: &&String| {
-        !plan::is_for_copies(name)
+        !plan::is_taken(name)
             && !vague_names.contains(name.as_str())
             && missed.iter().all(|disk| disk.name != **name)
     };

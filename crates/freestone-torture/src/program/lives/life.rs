@@ -11,6 +11,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::super::control;
+use super::super::far::Far;
 use super::super::round::{self, END_MAX, ended};
 use super::super::server::{self, Server};
 use super::super::verbs::Hand;
@@ -58,9 +59,13 @@ fn failed(world: &World, seed: u64, began: Instant, what: String) -> Box<Failure
 
 fn all(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
     let mut rng = Rng::new(case.devices);
-    plan::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
+    let far = plan::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
+    let mut far = Far::start(&world.program, dir, far)?;
     let mut before = None;
     for (ops, end) in case.lives() {
+        if rng.chance(30) {
+            far.again(world)?;
+        }
         let server = start(world, dir, before)?;
         one(world, &server, ops, end)?;
         if world.trouble().is_some() {
