@@ -112,29 +112,31 @@ fn packing(rng: &mut Rng) -> String {
     words
 }
 
-/// Keys of what spills, by itself and by hand.
+/// Keys of what spills, by itself and by hand, to a file.
 pub fn spilling(name: &str, rng: &mut Rng) -> String {
+    spilling_to(&format!("./{name}.spill,backing_size={BACKING}"), rng)
+}
+
+fn spilling_to(backing: &str, rng: &mut Rng) -> String {
     let limit = 256 << rng.below(4);
     let packed = ["yes", "no"][rng.below(2) as usize];
-    let mut words = format!(
-        ",mem_limit={limit}K,backing_dev=./{name}.spill,backing_size={BACKING},compressed_writeback={packed}"
-    );
+    let mut words = format!(",mem_limit={limit}K,backing_dev={backing},compressed_writeback={packed}");
     if rng.chance(50) {
         let _ = write!(words, ",writeback_batch_size={}", 1 + rng.below(64));
     }
     words
 }
 
-/// The same over an export of the far server: the words of that, and the keys.
-fn spilling_far(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rng) -> (String, String) {
-    let limit = 256 << rng.below(4);
-    let packed = ["yes", "no"][rng.below(2) as usize];
+/// The same, to a file or to an export of the far server: the words of that, which come first, and the
+/// keys.
+fn spilling_anywhere(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rng) -> (String, String) {
+    if !rng.chance(35) {
+        return (String::new(), spilling(name, rng));
+    }
     let backing = format!("{FAR_PREFIX}{name}");
     far.push(format!("{backing}=file,path=./{backing}.img,size={BACKING}"));
-    (
-        format!("{backing}=nbd,uri={},publish=no\n", far::uri(dir, &backing)),
-        format!(",mem_limit={limit}K,backing_dev=device:{backing},compressed_writeback={packed}"),
-    )
+    let own = format!("{backing}=nbd,uri={},publish=no\n", far::uri(dir, &backing));
+    (own, spilling_to(&format!("device:{backing}"), rng))
 }
 
 /// Keys of faults that leave the data as it is.
@@ -165,9 +167,8 @@ fn ram(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) 
     let (over, cut, fails) = layers(rng);
     let mut own = String::new();
     let (limit, tight, spills) = match rng.below(10) {
-        0..4 => (spilling(&name, rng), false, true),
-        4..6 => {
-            let (backing, keys) = spilling_far(dir, &name, far, rng);
+        0..6 => {
+            let (backing, keys) = spilling_anywhere(dir, &name, far, rng);
             own = backing;
             (keys, false, true)
         }
@@ -271,9 +272,8 @@ fn base(world: &World, dir: &Path, far: &mut Vec<String>, rng: &mut Rng) -> io::
     fs::write(dir.join(BASE), &content)?;
     let mut own = String::new();
     let (limit, tight, spills) = match rng.below(10) {
-        0..4 => (spilling("g", rng), false, true),
-        4..6 => {
-            let (backing, keys) = spilling_far(dir, "g", far, rng);
+        0..6 => {
+            let (backing, keys) = spilling_anywhere(dir, "g", far, rng);
             own = backing;
             (keys, false, true)
         }
