@@ -94,3 +94,11 @@ pub mod percpu {
         0
     }
 }
+
+#[cfg(loom)]
+pub mod plug {
+    //! In a model no thread has a plug.
+
+    /// There is nothing to hand over.
+    pub const fn flush() {}
+}
