@@ -4,6 +4,7 @@
 mod bench;
 mod cargo;
 mod docs;
+mod failures;
 mod fio;
 mod packages;
 mod sanitize;
@@ -121,7 +122,7 @@ fn run(cli: Cli) -> Result<bool> {
         }
         Command::Bench { args } => return bench::bench(&args),
     };
-    let done = steps::run(&steps);
+    let done = steps::run(&steps)?;
     slow::record(&done)?;
     if is_gate {
         slow::tell();

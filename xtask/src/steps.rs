@@ -8,6 +8,7 @@ use clap::ValueEnum;
 
 use crate::bench::bench;
 use crate::cargo::{self, Counts, Outcome, cargo};
+use crate::failures::{self, Listening};
 use crate::fio;
 use crate::packages;
 use crate::sanitize::{self, Extent, Sanitizer};
@@ -239,16 +240,22 @@ pub struct Done {
     pub took: Duration,
     pub ok: bool,
     pub counts: Counts,
+    /// What it printed.
+    lines: Vec<String>,
 }
 
-/// Runs the steps, all of them even if one fails, and prints the sum. A step counts as its tests, or
+/// Runs the steps, all of them even if one fails, and prints the sum and why any failed. A step counts as its tests, or
 /// as one test where it runs none or fails for another reason.
-pub fn run(steps: &[Step]) -> Vec<Done> {
+///
+/// # Errors
+/// There is no pipe to listen with.
+pub fn run(steps: &[Step]) -> Result<Vec<Done>> {
     let start = Instant::now();
     let mut done = Vec::new();
     for &step in steps {
         println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
         let began = Instant::now();
+        let listening = Listening::start()?;
         let Outcome { ok, mut counts } = step.run().unwrap_or_else(|error| {
             println!("{}: {error:#}", step.name());
             Outcome::default()
@@ -256,25 +263,32 @@ pub fn run(steps: &[Step]) -> Vec<Done> {
         if counts == Counts::default() || (!ok && counts.failed == 0) {
             counts += Counts { passed: u64::from(ok), failed: u64::from(!ok) };
         }
+        let lines = listening.end()?;
         let ok = ok && counts.failed == 0;
         let took = began.elapsed();
         println!("==> {}: {} in {}", step.name(), verdict(ok), seconds(took));
-        done.push(Done { step, took, ok, counts });
+        done.push(Done { step, took, ok, counts, lines: if ok { Vec::new() } else { lines } });
         if step == Step::Packages && !ok {
             println!("the tests cannot run without these packages");
             break;
         }
     }
+    for Done { step, lines, .. } in done.iter().filter(|done| !done.ok) {
+        println!("\n==> {} failed:", step.name());
+        for line in failures::excerpt(lines) {
+            println!("{line}");
+        }
+    }
     println!("\n{:<14} {:>8} {:>8} {:>8}  ", "step", "time", "passed", "failed");
     let mut sum = Counts::default();
-    for Done { step, took, ok, counts } in &done {
+    for Done { step, took, ok, counts, .. } in &done {
         let (name, took) = (step.name(), seconds(*took));
         println!("{name:<14} {took:>8} {:>8} {:>8}  {}", counts.passed, counts.failed, verdict(*ok));
         sum += *counts;
     }
     println!("{:<14} {:>8}\n", "all", seconds(start.elapsed()));
     println!("{} passed, {} failed", sum.passed, sum.failed);
-    done
+    Ok(done)
 }
 
 fn verdict(ok: bool) -> &'static str {
