@@ -6,6 +6,7 @@
 //! fetched and nobody is answered under it.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use freestone_core::device;
 
@@ -168,7 +169,10 @@ impl<S: Source, W: Waiter<S::Got>> Fetches<S, W> {
     fn work(&self) {
         while let Some((key, is_demand)) = self.0.wait() {
             let mut ahead = Vec::new();
-            let outcome = self.0.source.fetch(key, is_demand, &mut ahead);
+            // A fault of ours in what a hostile store may send: who waits is told, and the thread is counted.
+            let fetch = AssertUnwindSafe(|| self.0.source.fetch(key, is_demand, &mut ahead));
+            let outcome =
+                catch_unwind(fetch).unwrap_or(Err(Failed { error: device::Error::Media, is_hanging: false }));
             self.ahead(ahead);
             let mut state = self.0.lock();
             state.ahead_running -= usize::from(!is_demand);
@@ -264,3 +268,51 @@ impl<S: Source, W: Waiter<S::Got>> Inner<S, W> {
 }
 
 const _: () = assert!(AHEAD_AT_ONCE < THREADS);
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    struct Broken;
+
+    impl Source for Broken {
+        type Key = u8;
+        type Got = u8;
+
+        fn fetch(&self, key: u8, _: bool, _: &mut Vec<u8>) -> Result<u8, Failed> {
+            assert_ne!(key, 0, "on purpose");
+            Ok(key)
+        }
+
+        fn timeout(&self) -> Duration {
+            Duration::from_secs(60)
+        }
+    }
+
+    impl Waiter<u8> for mpsc::Sender<Result<u8, device::Error>> {
+        fn came(self, got: u8) {
+            self.send(Ok(got)).unwrap();
+        }
+
+        fn failed(self, error: device::Error) {
+            self.send(Err(error)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_fetch_that_panics_is_an_error_and_the_next_ones_go_on() {
+        let fetches = Fetches::new(Arc::new(Broken));
+        let (tx, rx) = mpsc::channel();
+        let answer = || rx.recv_timeout(Duration::from_secs(30)).unwrap();
+        // More often than there may be threads.
+        for _ in 0..2 * THREADS {
+            fetches.want(0, tx.clone());
+            assert_eq!(answer(), Err(device::Error::Media));
+        }
+        fetches.want(7, tx.clone());
+        assert_eq!(answer(), Ok(7));
+        fetches.close();
+    }
+}
