@@ -17,6 +17,12 @@ const MAX_PATH_BYTES: usize = 107;
 /// How often the lock of the directory is tried, and the pause in between: 2 s in all.
 const LOCK_TRIES: usize = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// The directory in which a socket is made: how its name begins, how many letters follow, its mode, and the
+/// socket's name in it.
+const UNFINISHED: &str = ".freestone-";
+const UNFINISHED_LETTERS: usize = 6;
+const PRIVATE: u32 = 0o700;
+const SOCKET: &str = "s";
 
 /// Refuses a path that is too long for a socket.
 pub fn check_length(path: &Path) -> Result<()> {
@@ -85,8 +91,9 @@ impl PrivateSocket {
     pub fn bind(path: &Path, access: &Access) -> Result<Self> {
         let at = path.display();
         // Two servers that start at one time must not both find the path free.
-        let _lock = lock_for(path)?;
+        let lock = lock_for(path)?;
         refuse_taken(path)?;
+        remove_unfinished(parent(path)?, &lock);
         let listener = bind_private(parent(path)?, path, access)
             .with_context(|| format!("{at}: cannot create the control socket"))?;
         let path =
@@ -146,17 +153,40 @@ fn refuse_taken(path: &Path) -> Result<bool> {
     }
 }
 
+/// Removes what a server left that was killed while it made its socket: none is being made, as whoever makes
+/// one holds the lock. Only what is ours goes.
+fn remove_unfinished(parent: &Path, _lock: &File) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let letters = name.as_encoded_bytes().strip_prefix(UNFINISHED.as_bytes());
+        let is_unfinished = letters.is_some_and(|letters| letters.len() == UNFINISHED_LETTERS)
+            && entry.metadata().is_ok_and(|meta| {
+                let is_mine = meta.uid() == rustix::process::geteuid().as_raw();
+                meta.is_dir() && is_mine && meta.mode() & 0o777 == PRIVATE
+            });
+        if is_unfinished {
+            let socket = entry.path().join(SOCKET);
+            if fs::symlink_metadata(&socket).is_ok_and(|meta| meta.file_type().is_socket()) {
+                drop(fs::remove_file(socket));
+            }
+            // With anything else in it, it stays.
+            drop(fs::remove_dir(entry.path()));
+        }
+    }
+}
+
 /// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time
 /// can others connect than those to whom it is given.
 fn bind_private(parent: &Path, path: &Path, access: &Access) -> io::Result<UnixListener> {
     let dir = tempfile::Builder::new()
-        .prefix(".freestone-")
-        .permissions(Permissions::from_mode(0o700))
+        .prefix(UNFINISHED)
+        .rand_bytes(UNFINISHED_LETTERS)
+        .permissions(Permissions::from_mode(PRIVATE))
         .tempdir_in(parent)?;
     // By way of the descriptor, so that the longer name does not count against the limit of a
     // socket's path.
     let handle = File::open(dir.path())?;
-    let short = PathBuf::from(format!("/proc/self/fd/{}/s", handle.as_fd().as_raw_fd()));
+    let short = PathBuf::from(format!("/proc/self/fd/{}/{SOCKET}", handle.as_fd().as_raw_fd()));
     let listener = UnixListener::bind(&short)?;
     fs::set_permissions(&short, Permissions::from_mode(0o600))?;
     let other = |error| io::Error::other(format!("it cannot be given {access}: {error}"));
@@ -167,7 +197,7 @@ fn bind_private(parent: &Path, path: &Path, access: &Access) -> io::Result<UnixL
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, Permissions};
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -194,6 +224,27 @@ mod tests {
         );
         drop(socket);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_a_killed_server_left_unfinished_is_removed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let make = |name: &str, mode: u32| {
+            let path = dir.path().join(name);
+            fs::create_dir(&path).unwrap();
+            fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            path
+        };
+        let empty = make(".freestone-000000", 0o700);
+        let bound = make(".freestone-000001", 0o700);
+        drop(UnixListener::bind(bound.join("s")).unwrap());
+        let open_to_others = make(".freestone-000002", 0o755);
+        let filled = make(".freestone-000003", 0o700);
+        fs::write(filled.join("s"), "precious").unwrap();
+        let other = make("freestone", 0o700);
+        let _socket = PrivateSocket::bind(&dir.path().join("c"), &Access::default()).unwrap();
+        assert!(!empty.exists() && !bound.exists());
+        assert!(open_to_others.exists() && filled.join("s").exists() && other.exists());
     }
 
     #[test]
