@@ -34,7 +34,8 @@ impl Keys {
     }
 
     pub fn name(&self, kind: u8, parts: &[&[u8]]) -> Hash {
-        *blake3::keyed_hash(&self.0, &[&[kind], parts.concat().as_slice()].concat()).as_bytes()
+        let of_kind = blake3::keyed_hash(&self.0, &[kind]);
+        *blake3::keyed_hash(of_kind.as_bytes(), &parts.concat()).as_bytes()
     }
 
     /// What `check` has to be.
@@ -77,10 +78,10 @@ impl Fixed {
     pub fn new(keyed: bool) -> Self {
         let salt = [if keyed { 0x17 } else { 0x71 }; 32];
         let keys = Keys::new(&salt, keyed.then_some(&SECRET));
-        let (numbers, salt) = ([1, 86400, u64::from(keyed), u64::from(keyed)], hex(&salt));
+        let (numbers, salt) = ([2, 86400, u64::from(keyed), u64::from(keyed)], hex(&salt));
         let id = uuid::Uuid::parse_str(ID).expect("an identifier");
         let description = json!({
-            "format": 1,
+            "format": 2,
             "id": ID,
             "grace_seconds": 86400,
             "salt": salt,

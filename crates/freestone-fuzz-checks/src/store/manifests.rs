@@ -41,7 +41,7 @@ fn segment(value: &Value) -> Option<Segment> {
 
 /// The size and the segments; `None` where it is no manifest.
 fn plain(value: &Value) -> Option<(u64, Vec<Segment>)> {
-    number(value, "format").filter(|format| *format <= 1)?;
+    number(value, "format").filter(|format| *format == 2)?;
     number(value, "pushed")?;
     text(value, "source")?;
     if value.get("parent").is_some_and(|parent| !parent.is_null()) {

@@ -103,9 +103,9 @@ pub enum Refused {
     /// Asked for in a store that was begun without.
     #[error("it was made without encryption; begin another store for that")]
     NotEncrypted,
-    /// Newer than this program.
-    #[error("it has format {0}, and this program knows formats up to {VERSION}")]
-    Newer(u32),
+    /// Of another version than this program's.
+    #[error("it has format {0}, and this program knows format {VERSION}")]
+    Other(u32),
     /// No description of a store.
     #[error("its {KEY} is damaged: {0}")]
     Damaged(String),
@@ -138,7 +138,7 @@ impl Written {
     /// From the bytes of the object.
     pub fn parse(bytes: &[u8]) -> Result<Self, Refused> {
         read(bytes).map_err(|why| match why {
-            Unread::Newer(format) => Refused::Newer(format),
+            Unread::Other(format) => Refused::Other(format),
             Unread::Wrong(why) => Refused::Damaged(why),
         })
     }
@@ -192,7 +192,7 @@ impl Written {
         Domain {
             id: self.id,
             grace: Duration::from_secs(self.grace_seconds),
-            naming: Naming(blake3::derive_key(NAMES, &root)),
+            naming: Naming::new(&blake3::derive_key(NAMES, &root)),
             sealing: (self.encryption == Encryption::Aes256Gcm).then_some(sealing),
             keyed: secret.is_some(),
         }
@@ -244,8 +244,10 @@ mod tests {
     fn what_is_no_description_is_refused() {
         let (_, written) = Domain::new(None, false, GRACE);
         let text = String::from_utf8(written.bytes()).unwrap();
-        let newer = text.replace("\"format\": 1", "\"format\": 2");
-        assert_eq!(Written::parse(newer.as_bytes()), Err(Refused::Newer(2)));
+        for other in [1, 3] {
+            let text = text.replace("\"format\": 2", &format!("\"format\": {other}"));
+            assert_eq!(Written::parse(text.as_bytes()), Err(Refused::Other(other)));
+        }
         for (from, to) in
             [("\"salt\": \"", "\"salt\": \"0"), ("\"grace_seconds\": ", "\"grace_seconds\": 99999")]
         {

@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn what_cannot_be_is_refused() {
         let changes: [fn(&mut Manifest); 10] = [
-            |m| m.format = 2,
+            |m| m.format = VERSION + 1,
             |m| m.size = 0,
             |m| m.size += 1,
             |m| m.size = IMAGE_BYTES_MAX + 512,

@@ -40,13 +40,13 @@ pub const SEGMENT_BYTES: u64 = (SEGMENT_PAGES * PAGE) as u64;
 pub const SEGMENT_CHUNKS: usize = SEGMENT_PAGES / CHUNK_PAGES;
 /// Largest image in bytes, as that of a fork.
 pub const IMAGE_BYTES_MAX: u64 = 256 << 40;
-/// The version of the format that is written, and the newest that is read.
-pub const VERSION: u32 = 1;
+/// The version of the format that is written and read.
+pub const VERSION: u32 = 2;
 
 /// Why JSON is not read.
 enum Unread {
     /// Of that version.
-    Newer(u32),
+    Other(u32),
     /// What is wrong with it.
     Wrong(String),
 }
@@ -54,8 +54,8 @@ enum Unread {
 impl fmt::Display for Unread {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Newer(format) => {
-                write!(f, "it has format {format}, and this program knows formats up to {VERSION}")
+            Self::Other(format) => {
+                write!(f, "it has format {format}, and this program knows format {VERSION}")
             }
             Self::Wrong(why) => f.write_str(why),
         }
@@ -70,8 +70,8 @@ fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Unread> {
     }
     let wrong = |e: serde_json::Error| Unread::Wrong(e.to_string());
     let Version { format } = serde_json::from_slice(bytes).map_err(wrong)?;
-    if format > VERSION {
-        return Err(Unread::Newer(format));
+    if format != VERSION {
+        return Err(Unread::Other(format));
     }
     serde_json::from_slice(bytes).map_err(wrong)
 }

@@ -87,7 +87,7 @@ mod tests {
         assert!(Tag::parse(&domain, "v2", &bytes).is_err());
         assert!(Tag::parse(&Domain::new(None, false, GRACE).0, "v1", &bytes).is_err());
         let text = String::from_utf8(bytes).unwrap();
-        for (from, to) in [("\"generation\":4", "\"generation\":3"), ("\"format\":1", "\"format\":2")] {
+        for (from, to) in [("\"generation\":4", "\"generation\":3"), ("\"format\":2", "\"format\":3")] {
             assert!(Tag::parse(&domain, "v1", text.replace(from, to).as_bytes()).is_err(), "{from}");
         }
         assert!(text.len() < BYTES_MAX as usize);
